@@ -1,0 +1,30 @@
+# make demo   recommendations for real users, in a few minutes     (make demo ONCE=1: answer once and stop)
+# make test   every check and every test
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check clean
+
+demo: .venv/cpu
+	$(BIN)/genrec demo $(if $(ONCE),--once)
+
+test: .venv/dev check
+	$(BIN)/pytest
+
+check: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.venv/cpu: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[cpu]'
+	touch $@
+
+.venv/dev: .venv/cpu
+	$(BIN)/pip install --quiet --editable '.[cpu,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info
