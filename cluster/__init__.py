@@ -1,0 +1,1 @@
+"""What every part shares: values, protocols, errors, configuration, the registry and the framework controller."""

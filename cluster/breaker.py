@@ -1,0 +1,74 @@
+"""A circuit breaker as a value: closed -> open after some failures in a row -> half-open after a pause -> closed, or open for longer.
+
+Time is passed in (seconds on any clock that only moves forward), so every transition can be tested without waiting.
+"""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from pydantic import ConfigDict
+
+from cluster.errors import ConfigError
+
+
+class BreakerState(StrEnum):
+    """CLOSED lets every call through, OPEN none, HALF_OPEN the one that decides which of the two comes next."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerSettings:
+    """Open after `failures_to_open` failures in a row; try again after `pause_s`, then `growth` times as long, up to `longest_pause_s`."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # a typing error in a configuration file is not ignored
+
+    failures_to_open: int = 3
+    pause_s: float = 1.0
+    growth: float = 2.0
+    longest_pause_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.failures_to_open < 1:
+            raise ConfigError(f"failures_to_open is {self.failures_to_open}; it must be at least 1")
+        if self.pause_s <= 0 or self.growth < 1:
+            raise ConfigError(
+                f"pause_s is {self.pause_s} and growth {self.growth}; pauses must be positive and must not shrink (growth >= 1)"
+            )
+        if self.longest_pause_s < self.pause_s:
+            raise ConfigError(f"longest_pause_s ({self.longest_pause_s}) must not be less than pause_s ({self.pause_s})")
+
+
+@dataclass(frozen=True, slots=True)
+class Breaker:
+    """Ask `state` before a call, keep what `succeeded` or `failed` returns after it."""
+
+    settings: BreakerSettings = BreakerSettings()
+    failures: int = 0
+    last_pause_s: float = 0.0
+    trial_at: float | None = None
+
+    def state(self, now: float) -> BreakerState:
+        if self.trial_at is None:
+            return BreakerState.CLOSED
+        return BreakerState.HALF_OPEN if now >= self.trial_at else BreakerState.OPEN
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until the next trial; 0 where a call may be made now."""
+        return 0.0 if self.trial_at is None else max(0.0, self.trial_at - now)
+
+    def succeeded(self) -> "Breaker":
+        return Breaker(self.settings)
+
+    def failed(self, now: float, *, at_once: bool = False) -> "Breaker":
+        """After a failure at `now`; `at_once` opens whatever the count (for what need not be seen thrice, as a failed load)."""
+        counted = replace(self, failures=self.failures + 1)
+        state = self.state(now)
+        if state is BreakerState.OPEN or (
+            state is BreakerState.CLOSED and counted.failures < self.settings.failures_to_open and not at_once
+        ):
+            return counted
+        pause_s = min(self.settings.longest_pause_s, max(self.settings.pause_s, self.last_pause_s * self.settings.growth))
+        return replace(counted, last_pause_s=pause_s, trial_at=now + pause_s)

@@ -1,0 +1,282 @@
+"""The model bundle: everything one version of a model needs to be served, in one directory that is never changed once published.
+
+    models/ml-1m/
+      current              the number of the version that serves
+      1/manifest.json      what this version is: checksums, model configuration, provenance, measured quality, artifacts
+      1/weights.safetensors  1/catalogue.parquet  1/popularity.npy          (required: verified whenever the bundle is opened)
+      2/...                the same model with compiled artifacts           (derived: verified by the backend that loads them)
+
+A version is written under a temporary name, flushed and renamed, so that a reader sees all of it or none of it.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from cluster.catalogue_file import read_catalogue
+from cluster.checksums import sha256
+from cluster.dataset import Catalogue
+from cluster.errors import BundleError
+from cluster.values import Int64Array
+
+MANIFEST = "manifest.json"
+WEIGHTS = "weights.safetensors"
+CATALOGUE = "catalogue.parquet"
+POPULARITY = "popularity.npy"
+REQUIRED = (WEIGHTS, CATALOGUE, POPULARITY)
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileRecord(_Record):
+    """Size in bytes and sha256 of one file."""
+
+    size: int
+    sha256: str
+
+
+class ModelRecord(_Record):
+    """Which model family the weights belong to, and the configuration that builds it."""
+
+    family: str
+    config: dict[str, JsonValue]
+
+
+class Artifact(_Record):
+    """A compiled form of the model, checked against the model itself."""
+
+    kind: Literal["onnx", "tensorrt"]
+    graph: str = Field(description="which computation: encode, retrieve, append")
+    file: str
+    precision: Literal["fp32", "fp16"] = "fp32"
+    target: str = Field(default="any", description="the GPU architecture, as sm_89")
+    builder: str = Field(description="the package and version that made it")
+    parity: dict[str, float] = Field(default_factory=dict, description="how far it is from the model; empty where it cannot run here")
+
+
+class FailedStep(_Record):
+    """A compile step that did not yield an artifact, and why."""
+
+    step: str
+    reason: str
+
+
+class Manifest(_Record):
+    """What a version is. Unknown keys are refused, so a manifest of a later format is never half understood."""
+
+    format: Literal[1] = 1
+    name: str
+    version: int
+    created: datetime
+    model: ModelRecord
+    files: dict[str, FileRecord]
+    training: dict[str, JsonValue] = Field(default_factory=dict, description="provenance: dataset, seed, epochs, versions")
+    quality: dict[str, float] = Field(default_factory=dict, description="metrics measured after training, such as hr@10")
+    artifacts: list[Artifact] = Field(default_factory=list)
+    failed_steps: list[FailedStep] = Field(default_factory=list)
+    compiled_from: int | None = None
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A published version whose required files have been verified."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def version(self) -> str:
+        """How answers name it, as ``ml-1m/3``."""
+        return f"{self.manifest.name}/{self.manifest.version}"
+
+    @cached_property
+    def catalogue(self) -> Catalogue:
+        return read_catalogue(self.path / CATALOGUE)
+
+    @cached_property
+    def popularity(self) -> Int64Array:
+        """Events per catalogue index in the training data, (V + 1,)."""
+        counts: Int64Array = np.load(self.path / POPULARITY)
+        return counts
+
+    def artifact(self, kind: str, graph: str, *, target: str = "any", precision: str = "fp32") -> Artifact | None:
+        """The artifact of that description, or None where this version was compiled without one."""
+        wanted = (kind, graph, target, precision)
+        return next((a for a in self.manifest.artifacts if (a.kind, a.graph, a.target, a.precision) == wanted), None)
+
+    def verified(self, file: str) -> Path:
+        """The path of a file of this bundle once its checksum holds. Raises BundleError where it is missing or altered."""
+        record = self.manifest.files.get(file)
+        if record is None:
+            raise BundleError(f"{self.path / MANIFEST} lists no file {file!r}; it lists {', '.join(sorted(self.manifest.files))}")
+        path = self.path / file
+        if not path.is_file():
+            raise BundleError(f"{path} is missing; publish the version again or run: genrec compile")
+        if path.stat().st_size != record.size:
+            raise BundleError(f"{path} has {path.stat().st_size} bytes, the manifest says {record.size}: it is cut off or was altered")
+        if sha256(path) != record.sha256:
+            raise BundleError(f"{path} does not match the checksum in the manifest: it was altered after it was published")
+        return path
+
+
+class Draft:
+    """A version being written: put files under `path`, fill in the fields, and leave the `with` block to publish it."""
+
+    def __init__(self, path: Path, name: str, model: ModelRecord) -> None:
+        self.path, self.name, self.model = path, name, model
+        self.training: dict[str, Any] = {}
+        self.quality: dict[str, float] = {}
+        self.artifacts: list[Artifact] = []
+        self.failed_steps: list[FailedStep] = []
+        self.compiled_from: int | None = None
+
+    def manifest(self, version: int) -> Manifest:
+        """The manifest of what stands in the directory now. Raises BundleError where a required file is missing."""
+        present = sorted(str(file.relative_to(self.path)) for file in self.path.rglob("*") if file.is_file())
+        if missing := [file for file in REQUIRED if file not in present]:
+            raise BundleError(f"cannot publish {self.name}/{version} without {', '.join(missing)}")
+        return Manifest(
+            name=self.name,
+            version=version,
+            created=datetime.now(UTC),
+            model=self.model,
+            files={file: FileRecord(size=(self.path / file).stat().st_size, sha256=sha256(self.path / file)) for file in present},
+            training=self.training,
+            quality=self.quality,
+            artifacts=self.artifacts,
+            failed_steps=self.failed_steps,
+            compiled_from=self.compiled_from,
+        )
+
+
+class BundleStore:
+    """All versions of one model, in `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @property
+    def name(self) -> str:
+        return self.root.name
+
+    def versions(self) -> list[int]:
+        """The published versions, oldest first."""
+        if not self.root.is_dir():
+            return []
+        return sorted(int(entry.name) for entry in self.root.iterdir() if entry.name.isdecimal() and entry.is_dir())
+
+    def current(self) -> int | None:
+        """The version that serves, or None where nothing has been published."""
+        pointer = self.root / "current"
+        if not pointer.is_file():
+            return None
+        text = pointer.read_text().strip()
+        if not text.isdecimal():
+            raise BundleError(f"{pointer} holds {text!r}, not a version number; write one of {self.versions()}")
+        return int(text)
+
+    def open(self, version: int | None = None) -> Bundle:
+        """A verified version, by default the current one. Raises BundleError with what is wrong."""
+        number = version if version is not None else self.current()
+        if number is None:
+            raise BundleError(f"no model has been published in {self.root}; run: genrec train --model {self.name}")
+        path = self.root / str(number)
+        bundle = Bundle(path, _read_manifest(path / MANIFEST))
+        for file in REQUIRED:
+            bundle.verified(file)
+        return bundle
+
+    def open_last_good(self) -> tuple[Bundle, list[str]]:
+        """The current version or, where it is refused, the newest one that verifies; and why each newer one was refused."""
+        refused: list[str] = []
+        try:
+            candidates = [self.current()]
+        except BundleError as error:
+            refused.append(str(error))
+            candidates = []
+        candidates += [number for number in reversed(self.versions()) if number not in candidates]
+        for number in candidates:
+            try:
+                return self.open(number), refused
+            except BundleError as error:
+                refused.append(str(error))
+        raise BundleError(f"no version in {self.root} can be served: " + "; ".join(refused))
+
+    @contextmanager
+    def publish(self, model: ModelRecord) -> Iterator[Draft]:
+        """Write a new version and make it the current one; nothing is visible unless the block ends well."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        draft = Draft(Path(tempfile.mkdtemp(prefix=".draft-", dir=self.root)), self.name, model)
+        try:
+            yield draft
+            self.promote(self._commit(draft))
+        finally:
+            shutil.rmtree(draft.path, ignore_errors=True)
+
+    @contextmanager
+    def recompile(self, bundle: Bundle) -> Iterator[Draft]:
+        """Publish a version with the same model and new artifacts: required files are linked, derived ones start empty."""
+        with self.publish(bundle.manifest.model) as draft:
+            for file in REQUIRED:
+                _link_or_copy(bundle.path / file, draft.path / file)
+            draft.training, draft.quality = dict(bundle.manifest.training), dict(bundle.manifest.quality)
+            draft.compiled_from = bundle.manifest.version
+            yield draft
+
+    def promote(self, version: int) -> None:
+        """Make a published version the current one, atomically."""
+        if version not in self.versions():
+            raise BundleError(f"{self.root} has no version {version}; it has {self.versions()}")
+        pointer = self.root / f".current-{os.getpid()}"
+        _write_durably(pointer, f"{version}\n")
+        pointer.replace(self.root / "current")
+
+    def _commit(self, draft: Draft) -> int:
+        while True:
+            version = max(self.versions(), default=0) + 1
+            _write_durably(draft.path / MANIFEST, draft.manifest(version).model_dump_json(indent=2))
+            draft.path.chmod(0o755)
+            try:
+                draft.path.rename(self.root / str(version))
+            except OSError:
+                if not (self.root / str(version)).exists():
+                    raise
+                (draft.path / MANIFEST).unlink()  # somebody published this number first: take the next
+            else:
+                return version
+
+
+def _read_manifest(path: Path) -> Manifest:
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise BundleError(f"{path} is missing: this version was never completely written; use another one") from None
+    except (ValidationError, json.JSONDecodeError) as error:
+        raise BundleError(f"{path} is not a manifest this release understands: {error}") from error
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)

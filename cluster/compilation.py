@@ -1,0 +1,50 @@
+"""What a compiler is: a list of steps, each of which puts one artifact of a model into a bundle or says why it can't."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias
+
+from cluster.bundle import Artifact, Bundle, Draft
+
+Precision: TypeAlias = Literal["fp32", "fp16"]
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """GPU architectures to build engines for (the full TensorRT builds only for the GPU that is here), and the precisions to make."""
+
+    targets: tuple[str, ...] = ("sm_80", "sm_86", "sm_89", "sm_120")
+    precisions: tuple[Precision, ...] = ("fp32", "fp16")
+
+
+@dataclass(frozen=True, slots=True)
+class CompileStep:
+    """`run` leaves a file in the draft and describes it. Raises CompileError; what it left behind is then dropped."""
+
+    name: str
+    run: Callable[[], Artifact]
+
+
+class Compiler(Protocol):
+    """A class whose constructor takes nothing. Its steps run in order; later ones find earlier ones' artifacts in `draft.artifacts`."""
+
+    def steps(self, bundle: Bundle, draft: Draft, options: CompileOptions) -> Sequence[CompileStep]: ...
+
+
+def artifact_file(artifact: Artifact, bundle: Bundle) -> Path:
+    """The artifact's file, verified together with the files beside it that carry on its name (weights kept outside a graph).
+
+    Raises BundleError where one is missing or altered.
+    """
+    for file in bundle.manifest.files:
+        if file.startswith(f"{artifact.file}."):
+            bundle.verified(file)
+    return bundle.verified(artifact.file)
+
+
+def why_missing(bundle: Bundle, kind: str, graph: str, cure: str = "genrec compile") -> str:
+    """Why this version has no such artifact: the step that failed, or that nobody ran it; and what to do."""
+    failed = next((step for step in bundle.manifest.failed_steps if step.step.startswith(f"{kind} {graph}")), None)
+    because = f"the step {failed.step!r} failed: {failed.reason}" if failed else f"run: {cure}"
+    return f"{bundle.version} has no {kind} artifact {graph!r}; {because}"

@@ -1,0 +1,103 @@
+"""The configuration: one tree, every default in it. `genrec config` prints it resolved; ``ray_config.yaml`` holds it under ``args``."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cluster import registry
+from cluster.breaker import BreakerSettings
+from cluster.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A part of the tree: frozen, and unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class BatchingSettings(Section):
+    """How requests that wait for an engine are joined. A batch starts as soon as the engine is free and one of the limits is reached."""
+
+    max_requests: int = Field(32, ge=1, le=4096, description="requests in one batch, at most")
+    max_tokens: int = Field(8192, ge=1, description="padded behaviours in one batch (longest history x requests), at most")
+    max_wait_ms: float = Field(2.0, ge=0, le=1000, description="how long the first request of a batch waits for company")
+
+
+class StageSettings(Section):
+    """What can change while the system runs, without a restart: the encoder's ``user_config``."""
+
+    order: list[str] = Field(["tensorrt", "onnxruntime", "torch"], min_length=1, description="backends, first choice first")
+    selection: Literal["ordered", "fastest"] = Field("ordered", description="ordered: as listed; fastest: as measured at warm-up")
+    disabled: list[str] = Field([], description="backends that are switched off")
+
+    @model_validator(mode="after")
+    def _names_are_consistent(self) -> Self:
+        if twice := [name for name, count in Counter(self.order).items() if count > 1]:
+            raise ValueError(f"order names {', '.join(twice)} more than once")
+        if strangers := sorted(set(self.disabled) - set(self.order)):
+            raise ValueError(f"disabled names {', '.join(strangers)}, which order ({', '.join(self.order)}) does not")
+        return self
+
+
+class EncoderSettings(StageSettings):
+    """The encoder stage: history -> user state and nearest items."""
+
+    backends: dict[str, str] = Field({}, description="backends of your own: name -> 'module:Class'")
+    batching: BatchingSettings = BatchingSettings()
+    breaker: BreakerSettings = BreakerSettings()
+    probe_interval_s: float = Field(5.0, gt=0, description="how often an unavailable backend is looked at again")
+
+    @model_validator(mode="after")
+    def _order_is_registered(self) -> Self:
+        known = registry.backends("encoder", self.backends)
+        if strangers := [name for name in self.order if name not in known]:
+            raise ValueError(f"order names {', '.join(strangers)}, but no such encoder is registered; there are {', '.join(sorted(known))}")
+        return self
+
+    def stage(self) -> StageSettings:
+        """The part that can change at run time."""
+        return StageSettings(order=self.order, selection=self.selection, disabled=self.disabled)
+
+
+class GatewaySettings(Section):
+    """The HTTP edge. Limits are answered with 422 and the field that exceeds them."""
+
+    max_k: int = Field(1000, ge=1, description="items one request may ask for")
+    max_behaviours: int = Field(10_000, ge=1, description="behaviours one request may carry")
+    max_listed_items: int = Field(10_000, ge=1, description="item ids `blocked` or `allowed` may list")
+    max_batch: int = Field(256, ge=1, description="requests in one call of /v1/recommend:batch")
+    max_body_bytes: int = Field(16 * 2**20, ge=1024, description="size of a request's body")
+    deadline_s: float = Field(5.0, gt=0, description="how long the encoder may take before popularity answers instead")
+
+
+class Settings(Section):
+    """Everything genrec can be told."""
+
+    model_dir: Path = Field(Path("models/ml-100k"), description="the model's directory: versions, and which is current")
+    version: int | None = Field(None, ge=1, description="the version to serve; default: the current one, or the last one that verifies")
+    encoder: EncoderSettings = EncoderSettings()
+    gateway: GatewaySettings = GatewaySettings()
+
+
+def parse(tree: dict[str, Any], source: str = "configuration") -> Settings:
+    """Settings from a plain tree. Raises ConfigError that names each wrong key, its value and the rule."""
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, e['loc'])) or 'top level'} = {e['input']!r}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"{source}: " + "; ".join(problems)) from error
+
+
+def read(path: Path) -> Settings:
+    """Settings from the first application's ``args`` in a Serve config file such as ``ray_config.yaml``."""
+    try:
+        document = yaml.safe_load(path.read_text())
+        args = document["applications"][0].get("args") or {}
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; give the path of a Serve config file such as ray_config.yaml") from None
+    except (yaml.YAMLError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ConfigError(f"{path} is not a Serve config file with one application: {error!r}") from error
+    return parse(args, str(path))

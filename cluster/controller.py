@@ -1,0 +1,297 @@
+"""The framework controller: of a stage's backends, ask the first that can answer, and say why the others were not asked.
+
+    encoder=onnxruntime (tensorrt: no engine for sm_90 in models/ml-1m/3; run: genrec compile)
+
+An answer is never an error because an engine is: what one backend cannot answer, the next one is asked.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Generic, Literal, TypeGuard, TypeVar
+
+from cluster.breaker import BreakerSettings
+from cluster.bundle import Bundle
+from cluster.errors import BackendFailed, ConfigError, UnknownChoice
+from cluster.managed_backend import BackendSnapshot, ManagedBackend
+from cluster.stage_rules import StageRules
+from cluster.values import Availability, SkippedBackend
+
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT")
+Selection = Literal["ordered", "fastest"]
+MEASURED_ROUNDS = 5
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Served(Generic[AnswerT]):
+    """An answer, which backend gave it, and which preferred ones did not; `duration_ms` includes the time they took to fail."""
+
+    answer: AnswerT
+    backend: str
+    fallback_from: tuple[SkippedBackend, ...]
+    duration_ms: float
+
+
+class NoBackendAnswered(BackendFailed):
+    """Every backend of the stage was passed over or broke on this request; `skipped` says why."""
+
+    def __init__(self, stage: str, skipped: tuple[SkippedBackend, ...]) -> None:
+        self.stage, self.skipped = stage, skipped
+        super().__init__(f"no {stage} could answer ({_reasons(skipped)})")
+
+    def __reduce__(self) -> tuple[type["NoBackendAnswered"], tuple[str, tuple[SkippedBackend, ...]]]:
+        return type(self), (self.stage, self.skipped)
+
+
+@dataclass(frozen=True, slots=True)
+class StageSnapshot:
+    """A stage as the operator sees it; the backends stand in the order they are asked, those left out of it at the end."""
+
+    stage: str
+    selection: Selection
+    explanation: str
+    backends: tuple[BackendSnapshot, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        backends = [backend.as_json() for backend in self.backends]
+        return {"stage": self.stage, "selection": self.selection, "explanation": self.explanation, "backends": backends}
+
+
+class FrameworkController(Generic[RequestT, AnswerT]):
+    """`call`, `warm_up`, `probe` and `refresh` take turns on a lock; everything else may be called from any thread at any time.
+
+    `table` names every backend of the stage (name -> import string), `order` those that may serve, most wanted first. `selection` "fastest"
+    reorders them by speed on the requests given to `warm_up`. `retries` bounds the search for bad requests in a batch that broke (0: none).
+    Raises UnknownChoice or ConfigError where the order does not fit the table.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        table: Mapping[str, str],
+        order: Sequence[str],
+        bundle: Bundle,
+        rules: StageRules[RequestT, AnswerT],
+        *,
+        selection: Selection = "ordered",
+        breaker: BreakerSettings | None = None,
+        retries: int = 2,
+        probe_interval_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stage, self._clock, self._probe_interval_s = stage, clock, probe_interval_s
+        self._breaker, self._retries, self._rules = breaker or BreakerSettings(), retries, rules
+        self._backends: dict[str, ManagedBackend[RequestT, AnswerT]] = {
+            name: ManagedBackend(name, path, bundle=bundle, rules=rules, breaker=self._breaker, retries=retries, clock=clock)
+            for name, path in table.items()
+        }
+        self._order, self._selection = self._checked_order(order), _checked_selection(selection)
+        self._samples: Sequence[RequestT] = ()
+        self._probed_at: float | None = None
+        self._serving = ""
+        self._turn = threading.RLock()
+
+    def call(self, requests: Sequence[RequestT]) -> list[Served[AnswerT] | NoBackendAnswered]:
+        """For each request, in order, an answer or the error that says why no backend gave one."""
+        with self._turn:
+            began = self._clock()
+            self._probe_when_due()
+            outcomes: dict[int, Served[AnswerT]] = {}
+            skipped: dict[int, tuple[SkippedBackend, ...]] = dict.fromkeys(range(len(requests)), ())
+            for backend in self._ranked():
+                waiting = [index for index in skipped if index not in outcomes]
+                if not waiting:
+                    break
+                for index, result in zip(waiting, self._ask(backend, [requests[index] for index in waiting]), strict=True):
+                    if isinstance(result, SkippedBackend):
+                        skipped[index] += (result,)
+                    else:
+                        outcomes[index] = Served(result, backend.name, skipped[index], (self._clock() - began) * 1e3)
+                        backend.fallbacks += bool(skipped[index])
+            self._log_change(outcomes.values())
+            return [outcomes.get(index) or NoBackendAnswered(self.stage, skipped[index]) for index in skipped]
+
+    def call_one(self, request: RequestT) -> Served[AnswerT]:
+        """The answer to one request. Raises NoBackendAnswered."""
+        (outcome,) = self.call([request])
+        if isinstance(outcome, NoBackendAnswered):
+            raise outcome
+        return outcome
+
+    def probe(self) -> dict[str, Availability]:
+        """Ask every backend again whether it can run here. `call` does so itself every `probe_interval_s`."""
+        with self._turn:
+            self._probed_at = self._clock()
+            for backend in self._backends.values():
+                backend.settle(self._breaker, self._retries)
+            found = {name: backend.probe() for name, backend in self._backends.items()}
+            if self._selection == "fastest" and self._samples:
+                self._measure()
+            return found
+
+    def refresh(self) -> None:
+        """Probe if it is time to, and load the first choice if it is not: to be called about once a second, also without traffic.
+
+        Then the status stays true while nobody calls, and it is the samples of `warm_up` that try a repaired backend, not a user.
+        """
+        with self._turn:
+            self._probe_when_due()
+            for backend in self._ranked():
+                if self._samples and not backend.loaded:
+                    self._rehearse(backend)
+                if backend.loaded and not backend.obstacle():
+                    return
+
+    def warm_up(self, samples: Sequence[RequestT], ready: int = 2) -> str:
+        """Load the first `ready` backends that work and let them answer `samples`; with selection "fastest", measure them all.
+
+        Then neither a first call nor a first fallback waits for a load. Returns `explain()`.
+        """
+        if not samples:
+            raise ConfigError(f"the {self.stage} backends cannot be warmed up without sample requests; give at least one")
+        with self._turn:
+            self._samples = list(samples)
+            self.probe()
+            for backend in self._ranked():
+                ready -= ready > 0 and _all_answered(self._rehearse(backend))
+            return self.explain()
+
+    def explain(self) -> str:
+        """Who would be asked first now, and why those before it would not be."""
+        skipped: list[SkippedBackend] = []
+        for backend in self._ranked():
+            obstacle = backend.obstacle()
+            if obstacle is None:
+                return _choice(self.stage, backend.name, skipped)
+            skipped.append(obstacle)
+        return _choice(self.stage, "none", skipped)
+
+    def snapshot(self) -> StageSnapshot:
+        ranks = {backend.name: rank for rank, backend in enumerate(self._ranked())}
+        names = sorted(self._backends, key=lambda name: ranks.get(name, len(ranks)))
+        backends = tuple(self._backends[name].snapshot(ranks.get(name)) for name in names)
+        return StageSnapshot(self.stage, self._selection, self.explain(), backends)
+
+    def enable(self, name: str) -> None:
+        self._backend(name).enabled = True
+
+    def disable(self, name: str) -> None:
+        """Stop asking a backend. Disabling the last one is allowed: the pipeline then serves its own last fallback."""
+        self._backend(name).enabled = False
+
+    def reconfigure(
+        self,
+        *,
+        order: Sequence[str] | None = None,
+        enabled: Mapping[str, bool] | None = None,
+        selection: Selection | None = None,
+        breaker: BreakerSettings | None = None,
+        retries: int | None = None,
+    ) -> None:
+        """Change what is given and leave the rest; nothing changes where something given is wrong."""
+        new_order = self._order if order is None else self._checked_order(order)
+        new_selection = self._selection if selection is None else _checked_selection(selection)
+        switched = [(self._backend(name), on) for name, on in (enabled or {}).items()]
+        self._order, self._selection = new_order, new_selection
+        self._breaker, self._retries = breaker or self._breaker, self._retries if retries is None else retries
+        for backend, on in switched:
+            backend.enabled = on
+        self._probed_at = None  # the next call probes, and hands the settings on between two calls
+
+    def close(self) -> None:
+        """Free what the backends hold."""
+        with self._turn:
+            for backend in self._backends.values():
+                backend.unload()
+
+    def _ask(self, backend: ManagedBackend[RequestT, AnswerT], requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
+        obstacle = backend.obstacle()
+        return [obstacle] * len(requests) if obstacle else backend.answer(requests)
+
+    def _rehearse(self, backend: ManagedBackend[RequestT, AnswerT]) -> Sequence[AnswerT | SkippedBackend]:
+        obstacle = backend.obstacle()
+        return [obstacle] * len(self._samples) if obstacle else backend.rehearse(self._samples)
+
+    def _ranked(self) -> list[ManagedBackend[RequestT, AnswerT]]:
+        """The backends in the order they are asked."""
+        ranked = [self._backends[name] for name in self._order]
+        if self._selection == "fastest":
+            ranked.sort(key=lambda backend: float("inf") if backend.measured_ms is None else backend.measured_ms)
+        return ranked
+
+    def _measure(self) -> None:
+        """Time every usable backend that has not been timed; the reference is the last in the order that answers.
+
+        One that disagrees with the reference is excluded: it may be fast, but it is not the same model.
+        """
+        unmeasured = [self._backends[name] for name in self._order if self._backends[name].measured_ms is None]
+        if all(backend.obstacle() for backend in unmeasured):
+            return
+        reference_name, reference = self._reference()
+        for backend in unmeasured:
+            answers = self._rehearse(backend)
+            if not _all_answered(answers):
+                continue
+            backend.measured_ms = self._median_ms(backend)
+            problems = map(self._rules.disagreement, reference, answers)
+            backend.exclusion = next((f"disagrees with {reference_name}: {problem}" for problem in problems if problem), "")
+
+    def _reference(self) -> tuple[str, Sequence[AnswerT]]:
+        for name in reversed(self._order):
+            answers = self._rehearse(self._backends[name])
+            if _all_answered(answers):
+                return name, answers
+        return "", ()
+
+    def _median_ms(self, backend: ManagedBackend[RequestT, AnswerT]) -> float:
+        durations = []
+        for _ in range(MEASURED_ROUNDS):
+            began = self._clock()
+            backend.rehearse(self._samples)
+            durations.append((self._clock() - began) * 1e3)
+        return median(durations)
+
+    def _probe_when_due(self) -> None:
+        if self._probed_at is None or self._clock() - self._probed_at >= self._probe_interval_s:
+            self.probe()
+
+    def _log_change(self, outcomes: Iterable[Served[AnswerT]]) -> None:
+        for served in outcomes:
+            if served.backend != self._serving:
+                self._serving = served.backend
+                logger.info("%s", _choice(self.stage, served.backend, served.fallback_from))
+
+    def _backend(self, name: str) -> ManagedBackend[RequestT, AnswerT]:
+        if name not in self._backends:
+            raise UnknownChoice(self.stage, name, self._backends)
+        return self._backends[name]
+
+    def _checked_order(self, order: Sequence[str]) -> tuple[str, ...]:
+        for name in order:
+            self._backend(name)
+        if not order or len(set(order)) != len(order):
+            raise ConfigError(f"the order of {self.stage} backends is {list(order)}; name each backend that may serve once, at least one")
+        return tuple(order)
+
+
+def _all_answered(results: Sequence[AnswerT | SkippedBackend]) -> TypeGuard[Sequence[AnswerT]]:
+    return not any(isinstance(result, SkippedBackend) for result in results)
+
+
+def _checked_selection(selection: Selection) -> Selection:
+    if selection not in ("ordered", "fastest"):
+        raise UnknownChoice("selection", selection, ("ordered", "fastest"))
+    return selection
+
+
+def _choice(stage: str, name: str, skipped: Sequence[SkippedBackend]) -> str:
+    return f"{stage}={name}" + (f" ({_reasons(skipped)})" if skipped else "")
+
+
+def _reasons(skipped: Sequence[SkippedBackend]) -> str:
+    return "; ".join(f"{one.backend}: {one.reason}" for one in skipped)

@@ -1,0 +1,94 @@
+"""Behaviours of many users and the catalogue they refer to, as columns."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from cluster.errors import DataError
+from cluster.values import FloatArray, Int8Array, Int32Array, Int64Array, Item, UserSequence
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """All items in index order: the item with catalogue index i is `items[i - 1]` (index 0 is padding)."""
+
+    items: Sequence[Item]
+
+    def __post_init__(self) -> None:
+        if len(self._index) != len(self.items):
+            twice, _ = Counter(item.item_id for item in self.items).most_common(1)[0]
+            raise DataError(f"item {twice!r} stands twice in the catalogue; item ids must be unique")
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Item:
+        if not 1 <= index <= len(self.items):
+            raise IndexError(f"catalogue index {index} is outside 1..{len(self.items)}")
+        return self.items[index - 1]
+
+    def index_of(self, item_id: str) -> int | None:
+        """The catalogue index of an item id, or None where the catalogue does not know it."""
+        return self._index.get(item_id)
+
+    @cached_property
+    def _index(self) -> Mapping[str, int]:
+        return {item.item_id: index for index, item in enumerate(self.items, start=1)}
+
+
+@dataclass(frozen=True, eq=False)
+class Interactions:
+    """Events grouped by user and sorted by time within each (ties keep file order).
+
+    User u's events are rows `offsets[u]:offsets[u + 1]` of `items` (catalogue indices), `timestamps` (seconds),
+    `actions` (`Action.code`) and `values` (NaN where there is none).
+    """
+
+    user_ids: Sequence[str]
+    offsets: Int64Array
+    items: Int32Array
+    timestamps: Int64Array
+    actions: Int8Array
+    values: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def users(self) -> int:
+        return len(self.user_ids)
+
+    @property
+    def lengths(self) -> Int64Array:
+        """Events of each user, (users,)."""
+        return np.diff(self.offsets)
+
+    def sequence(self, user: int, *, drop_last: int = 0, request_time: int | None = None) -> UserSequence:
+        """User number `user`'s events less the last `drop_last`, asked at `request_time` (default: at the first dropped event)."""
+        start, end = int(self.offsets[user]), int(self.offsets[user + 1])
+        stop = max(start, end - drop_last)
+        if request_time is None:
+            request_time = int(self.timestamps[min(stop, end - 1)]) if end > start else 0
+        rows = slice(start, stop)
+        return UserSequence(self.items[rows], self.timestamps[rows], self.actions[rows], self.values[rows], request_time)
+
+    def popularity(self, catalogue_size: int) -> Int64Array:
+        """Events per catalogue index, (catalogue_size + 1,); entry 0 is padding and stays 0."""
+        return np.bincount(self.items, minlength=catalogue_size + 1).astype(np.int64)
+
+    def __iter__(self) -> Iterator[UserSequence]:
+        return (self.sequence(user) for user in range(self.users))
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What a reader returns. `skipped_rows` counts bad rows passed over on request, `source` says where it came from."""
+
+    name: str
+    interactions: Interactions
+    catalogue: Catalogue
+    source: str
+    skipped_rows: int = 0

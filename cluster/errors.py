@@ -1,0 +1,74 @@
+"""Every error genrec raises on purpose, and which arrow of the data flow it belongs to.
+
+    rows -> dataset -> training -> bundle -> compile -> engine -> request -> answer
+      |       |                      |          |         |         |
+      |       UnknownChoice          |          |         |         InvalidRequest   (the caller's input: 422)
+      DataError                      |          |         BackendUnavailable        (not here: ask the next backend)
+                                     |          |         BackendFailed             (broke on this call: ask the next backend)
+                                     |          CompileError                         (this artifact is not to be trusted)
+                                     BundleError                                     (files missing, altered or half-written)
+
+    GenrecError
+    ├── ConfigError          ├── BundleError
+    ├── UnknownChoice        ├── CompileError
+    ├── DataError            ├── InvalidRequest
+    └── BackendError ── BackendUnavailable, BackendFailed
+
+A message says what happened, with which value, and what to do.
+"""
+
+from collections.abc import Iterable
+
+
+class GenrecError(Exception):
+    """Base of all errors that carry a message meant for the person at the other end."""
+
+
+class ConfigError(GenrecError):
+    """The configuration contradicts itself or names something that is not there."""
+
+
+class UnknownChoice(GenrecError):
+    """A name that is not in the table it was looked up in."""
+
+    def __init__(self, what: str, name: str, choices: Iterable[str]) -> None:
+        self.what, self.name, self.choices = what, name, sorted(choices)
+        super().__init__(f"unknown {what} {name!r}; choose from {', '.join(self.choices) or '(none registered)'}")
+
+    def __reduce__(self) -> tuple[type["UnknownChoice"], tuple[str, str, list[str]]]:
+        return type(self), (self.what, self.name, self.choices)
+
+
+class DataError(GenrecError):
+    """A dataset, file or row that cannot be read as what it should be."""
+
+
+class BundleError(GenrecError):
+    """A model bundle that is missing, altered or incomplete."""
+
+
+class CompileError(GenrecError):
+    """An export or engine build failed, or its result disagrees with the model."""
+
+
+class InvalidRequest(GenrecError):
+    """A request that cannot be answered as asked; `field` names the offending part (such as ``behaviours[3].timestamp``)."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        self.field, self.problem = field, problem
+        super().__init__(f"{field}: {problem}")
+
+    def __reduce__(self) -> tuple[type["InvalidRequest"], tuple[str, str]]:
+        return type(self), (self.field, self.problem)
+
+
+class BackendError(GenrecError):
+    """A backend could not answer; the controller asks the next one."""
+
+
+class BackendUnavailable(BackendError):
+    """The backend cannot run here, for the reason given (a package, a device or an artifact is missing)."""
+
+
+class BackendFailed(BackendError):
+    """The backend runs here but broke on this call."""

@@ -1,0 +1,77 @@
+"""The registry: name -> import string, for everything that is chosen by name.
+
+A line is added in three ways, none of which edits this file but the first: in the tables below, as an entry point of the group
+``genrec.backends`` named ``stage.name``, or in the configuration (``backends: {encoder: {name: "module:Class"}}``). The later ones win.
+Nothing is imported until it is asked for, so a table may name engines that are not installed.
+"""
+
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from cluster.errors import ConfigError, UnknownChoice
+
+ENTRY_POINT_GROUP = "genrec.backends"
+
+BACKENDS: Mapping[str, Mapping[str, str]] = {
+    "encoder": {
+        "tensorrt": "integrations.tensorrt.encoder:TensorRTEncoder",
+        "onnxruntime": "integrations.onnx.encoder:OnnxRuntimeEncoder",
+        "torch": "integrations.hstu.encoder:TorchEncoder",
+        "torch_compiled": "integrations.hstu.encoder:CompiledTorchEncoder",
+    },
+}
+
+MODELS: Mapping[str, str] = {
+    "hstu": "integrations.hstu.model:HSTU",
+    "sasrec": "integrations.hstu.sasrec:SASRec",
+}
+
+DATASETS: Mapping[str, str] = {
+    "ml-100k": "integrations.datasets.movielens:read_ml_100k",
+    "ml-1m": "integrations.datasets.movielens:read_ml_1m",
+    "ml-10m": "integrations.datasets.movielens:read_ml_10m",
+    "ml-20m": "integrations.datasets.movielens:read_ml_20m",
+    "ml-25m": "integrations.datasets.movielens:read_ml_25m",
+    "ml-32m": "integrations.datasets.movielens:read_ml_32m",
+    "ml-latest": "integrations.datasets.movielens:read_ml_latest",
+    "ml-latest-small": "integrations.datasets.movielens:read_ml_latest_small",
+    "table": "integrations.datasets.table:read_table",
+}
+
+COMPILERS: Mapping[str, str] = {
+    "onnx": "integrations.onnx.export:OnnxCompiler",
+    "tensorrt": "integrations.tensorrt.build:TensorRTCompiler",
+}
+
+
+def backends(stage: str, configured: Mapping[str, str] | None = None) -> dict[str, str]:
+    """All backends of a stage, name -> import string: ours, then installed entry points, then the configuration's."""
+    installed = (point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name.startswith(f"{stage}."))
+    table = {**BACKENDS.get(stage, {}), **{point.name.removeprefix(f"{stage}."): point.value for point in installed}, **(configured or {})}
+    if not table:
+        raise UnknownChoice("stage", stage, BACKENDS)
+    return table
+
+
+def choose(what: str, table: Mapping[str, str], name: str) -> Any:
+    """What `table` names `name`, imported. Raises UnknownChoice with the names there are."""
+    if name not in table:
+        raise UnknownChoice(what, name, table)
+    return resolve(table[name])
+
+
+def resolve(import_string: str) -> Any:
+    """The object an import string ``module:name`` stands for. Raises ConfigError where the string or the module's content is wrong.
+
+    An ImportError is left as it is: it says which package is missing.
+    """
+    module_name, _, attribute = import_string.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"import string {import_string!r} is not of the form 'module:name', as in 'my_package.encoder:MyEncoder'")
+    module = importlib.import_module(module_name)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise ConfigError(f"module {module_name!r} has no {attribute!r} (import string {import_string!r})") from None

@@ -1,0 +1,153 @@
+"""The cluster-wide switches of backends, and what all replicas have measured, in one place.
+
+    replica -> report(statistics, the switches it follows) -> the switches it should follow
+    operator -> set(stage, name, enabled) -> version; applied(version) once every live replica follows it
+
+It keeps nothing on disk: after a restart it adopts the switches of the replicas, which know them. Times are passed in, in seconds since
+1970: versions count milliseconds since then, so that a switch set just after a restart is newer than what the replicas remember.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+from cluster.controller import StageSnapshot
+from cluster.errors import UnknownChoice
+from cluster.latency import LatencySummary, merge
+from cluster.managed_backend import BackendSnapshot
+
+Switches: TypeAlias = Mapping[tuple[str, str], bool]
+"""(stage, backend) -> enabled; what is not named is as the configuration has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStatus:
+    """One backend over all live replicas: `available_on` of `replicas` could run it, `reasons` says why some would not ask it now."""
+
+    name: str
+    import_string: str
+    enabled: bool
+    rank: int | None
+    replicas: int
+    available_on: int
+    reasons: tuple[str, ...]
+    breakers: Mapping[str, int]
+    last_errors: tuple[str, ...]
+    calls: int
+    failures: int
+    fallbacks: int
+    latency: LatencySummary
+
+    def as_json(self) -> dict[str, Any]:
+        shown = {key: value for key, value in asdict(self).items() if key != "latency"}
+        return {**shown, **self.latency.as_json()}
+
+
+@dataclass(frozen=True, slots=True)
+class StageStatus:
+    """A stage over all live replicas; `explanations` are the different choices they make (one, unless they differ)."""
+
+    stage: str
+    replicas: int
+    explanations: tuple[str, ...]
+    backends: tuple[BackendStatus, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        backends = [backend.as_json() for backend in self.backends]
+        return {"stage": self.stage, "replicas": self.replicas, "explanations": list(self.explanations), "backends": backends}
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    seen_at: float
+    version: int
+    snapshot: StageSnapshot
+
+
+class Switchboard:
+    """Plain Python, for one thread at a time; a replica not heard of for `ttl_s` counts as gone."""
+
+    def __init__(self, ttl_s: float = 5.0) -> None:
+        self._ttl_s = ttl_s
+        self._version = 0
+        self._switches: dict[tuple[str, str], bool] = {}
+        self._reports: dict[tuple[str, str], _Report] = {}
+
+    def report(
+        self, stage: str, replica_id: str, snapshot: StageSnapshot, version: int, switches: Switches, *, now: float
+    ) -> tuple[int, dict[tuple[str, str], bool]]:
+        """Take a replica's statistics and the switches it follows; returns the version and switches it should follow from now on."""
+        self._learn(version, switches)
+        self._reports[stage, replica_id] = _Report(now, version, snapshot)
+        return self._version, dict(self._switches)
+
+    def set(self, stage: str, name: str, enabled: bool, *, now: float) -> int:
+        """Switch a backend on or off everywhere; the version to pass to `applied`. Raises UnknownChoice for what no live replica has."""
+        self._check_known(stage, name, now)
+        self._version = max(self._version + 1, int(now * 1000))
+        self._switches[stage, name] = enabled
+        return self._version
+
+    def applied(self, version: int, *, now: float) -> bool:
+        """Whether every live replica has reported that it follows this version or a later one."""
+        return all(report.version >= version for report in self._live(now).values())
+
+    def status(self, *, now: float) -> tuple[StageStatus, ...]:
+        """Every stage that a live replica has reported, its replicas' figures added up."""
+        return tuple(_merged_stage(stage, snapshots) for stage, snapshots in self._stages(now).items())
+
+    def _learn(self, version: int, switches: Switches) -> None:
+        """Adopt newer switches whole; from older ones, those that this switchboard, having been restarted, knows nothing of."""
+        if version > self._version:
+            self._version, self._switches = version, dict(switches)
+        elif not switches.keys() <= self._switches.keys():
+            self._version, self._switches = self._version + 1, {**switches, **self._switches}
+
+    def _check_known(self, stage: str, name: str, now: float) -> None:
+        stages = self._stages(now)
+        if stage not in stages:
+            raise UnknownChoice("stage", stage, stages)
+        names = {backend.name for snapshot in stages[stage] for backend in snapshot.backends}
+        if name not in names:
+            raise UnknownChoice(stage, name, names)
+
+    def _stages(self, now: float) -> dict[str, list[StageSnapshot]]:
+        stages: dict[str, list[StageSnapshot]] = {}
+        for (stage, _), report in sorted(self._live(now).items(), key=lambda item: item[0]):
+            stages.setdefault(stage, []).append(report.snapshot)
+        return stages
+
+    def _live(self, now: float) -> dict[tuple[str, str], _Report]:
+        self._reports = {key: report for key, report in self._reports.items() if now - report.seen_at <= self._ttl_s}
+        return self._reports
+
+
+def _merged_stage(stage: str, snapshots: list[StageSnapshot]) -> StageStatus:
+    names = dict.fromkeys(backend.name for snapshot in snapshots for backend in snapshot.backends)
+    of_name = {name: [backend for snapshot in snapshots for backend in snapshot.backends if backend.name == name] for name in names}
+    explanations = _distinct(snapshot.explanation for snapshot in snapshots)
+    return StageStatus(stage, len(snapshots), explanations, tuple(_merged_backend(same) for same in of_name.values()))
+
+
+def _merged_backend(same: list[BackendSnapshot]) -> BackendStatus:
+    first = same[0]
+    return BackendStatus(
+        name=first.name,
+        import_string=first.import_string,
+        enabled=all(one.enabled for one in same),
+        rank=first.rank,
+        replicas=len(same),
+        available_on=sum(one.available for one in same),
+        reasons=_distinct(one.reason for one in same),
+        breakers=dict(Counter(str(one.breaker) for one in same)),
+        last_errors=_distinct(one.last_error for one in same),
+        calls=sum(one.calls for one in same),
+        failures=sum(one.failures for one in same),
+        fallbacks=sum(one.fallbacks for one in same),
+        latency=merge(one.latency for one in same),
+    )
+
+
+def _distinct(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(text for text in texts if text))

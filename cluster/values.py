@@ -1,0 +1,184 @@
+"""The values that travel between the parts: behaviours in, recommendations out.
+
+Items have two names. Outside, an item is its catalogue id, a string. Inside, it is its catalogue index, an integer in 1..V;
+index 0 is padding and never an item.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Int8Array: TypeAlias = npt.NDArray[np.int8]
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+
+PADDING_INDEX = 0
+
+
+class Action(StrEnum):
+    """What a user did with an item. The order of the members is their code in arrays and files: append, never reorder."""
+
+    VIEW = "view"
+    CLICK = "click"
+    LIKE = "like"
+    DISLIKE = "dislike"
+    SHARE = "share"
+    CART = "cart"
+    PURCHASE = "purchase"
+    RATING = "rating"
+
+    @property
+    def code(self) -> int:
+        return _ACTION_CODES[self]
+
+
+_ACTION_CODES = {action: code for code, action in enumerate(Action)}
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """One event of a user. `timestamp` is in whole seconds since 1970, UTC; `value` is the rating, price or dwell time, if any."""
+
+    item_id: str
+    timestamp: int
+    action: Action = Action.VIEW
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A catalogue entry; `attributes` are whatever the item table holds beside id and title."""
+
+    item_id: str
+    title: str
+    attributes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Whether a backend can run here, and if not, why and what to do."""
+
+    ok: bool
+    reason: str = ""
+
+    @classmethod
+    def yes(cls) -> "Availability":
+        return cls(ok=True)
+
+    @classmethod
+    def no(cls, reason: str) -> "Availability":
+        return cls(ok=False, reason=reason)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UserSequence:
+    """A user's behaviours with items the catalogue knows, oldest first, as arrays of one length L. Encoders are given L >= 1.
+
+    `items`: catalogue indices, `timestamps`: seconds since 1970, `actions`: `Action.code`, `values`: NaN where there is none.
+    `request_time` is the moment the next item is asked for, in the same seconds; HSTU's last row needs it.
+    """
+
+    items: Int32Array
+    timestamps: Int64Array
+    actions: Int8Array
+    values: FloatArray
+    request_time: int
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodeRequest:
+    """Encode one user and retrieve the `top_n` nearest items, out of all of them or only out of `among` (catalogue indices)."""
+
+    sequence: UserSequence
+    top_n: int
+    among: Int32Array | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """`state`: the user's L2-normalised vector (D,); `items`, `scores`: nearest catalogue indices and cosines, best first."""
+
+    state: FloatArray
+    items: Int32Array
+    scores: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedBackend:
+    """A backend that was asked or considered before the one that answered, and why it did not serve.
+
+    `failed` says that it broke, now or so recently that its breaker is open; otherwise it is absent here or switched off.
+    """
+
+    backend: str
+    reason: str
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """Who served a stage, how long it took, and who was passed over."""
+
+    stage: str
+    backend: str
+    duration_ms: float
+    fallback_from: tuple[SkippedBackend, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodeAnswer:
+    """What the encoder stage returns for one request, and from which version of the model: indices mean nothing in another."""
+
+    encoded: Encoded
+    report: StageReport
+    model_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecommendRequest:
+    """What the caller asks for: `k` items for a user with these behaviours, as of `request_time` (seconds; default: now).
+
+    `exclude_seen` leaves out what stands in `behaviours`, `blocked` whatever it names; with `allowed`, nothing else is recommended.
+    `tenant` separates customers of one cluster.
+    """
+
+    user_id: str
+    behaviours: tuple[Behaviour, ...] = ()
+    k: int = 10
+    request_time: int | None = None
+    exclude_seen: bool = True
+    blocked: frozenset[str] = frozenset()
+    allowed: frozenset[str] | None = None
+    tenant: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredItem:
+    """A recommended item. Scores order the items of one answer; they do not compare across backends or answers."""
+
+    item: Item
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """The answer to one request, best item first, with its provenance.
+
+    `degraded`: an engine that should have served broke and another took its place, or none served and popularity did.
+    `unknown_items`: item ids of the request that the catalogue does not hold; they were left out of account.
+    """
+
+    user_id: str
+    items: tuple[ScoredItem, ...]
+    stages: tuple[StageReport, ...]
+    model_version: str
+    degraded: bool
+    unknown_items: tuple[str, ...] = ()
