@@ -1,0 +1,282 @@
+"""Events from rows to `Interactions`: a fast pass over Arrow columns, and a careful one over the rows of a block that the fast one doubts.
+
+What the fast pass accepts, the careful one accepts with the same result; so the fast one may give up on anything unusual.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cluster.dataset import Interactions
+from cluster.errors import DataError
+from cluster.values import Action, FloatArray, Int8Array, Int64Array
+from integrations.datasets.options import BadRows, TimestampUnit
+from integrations.datasets.text import Row
+
+LATEST_S = 253_402_300_799  # the last second of the year 9999: a larger number is another unit
+_MICROSECONDS = 1_000_000
+_ZONE = re.compile(r":.*([Zz]|[+-][\d:]+)\s*$")
+_ACTIONS = {action.value: action for action in Action}
+_LARGEST_VALUE = float(np.finfo(np.float32).max)
+
+
+class Block(Protocol):
+    """A stretch of an event file; all three give the same rows in the same order, `pieces` by smaller blocks or the only one there is."""
+
+    def columns(self, wanted: Sequence[int]) -> list[pa.Array]: ...
+    def rows(self) -> Iterable[Row]: ...
+    def pieces(self) -> "Iterable[Block]": ...
+
+
+class _Doubt(Exception):
+    """The fast pass is not sure of a block."""
+
+
+class _Fault(Exception):
+    """What is wrong with a row."""
+
+
+@dataclass(frozen=True)
+class EventFormat:
+    """Where the parts of an event stand among a row's `width` fields, and how they are written."""
+
+    width: int
+    user: int
+    item: int
+    timestamp: int
+    action: int | None = None
+    value: int | None = None
+    unit: TimestampUnit = TimestampUnit.SECONDS
+    default_action: Action = Action.VIEW
+    action_names: Mapping[str, Action] = field(default_factory=dict)
+
+    def action_of(self, text: str) -> Action | None:
+        """The action a file's word stands for, its own names first; None for an unknown word."""
+        word = text.strip().lower()
+        return self.action_names.get(word) or _ACTIONS.get(word)
+
+
+@dataclass(frozen=True)
+class _Events:
+    """A block's events: ids by number in the two indices, `times` in microseconds since 1970."""
+
+    users: Int64Array
+    items: Int64Array
+    times: Int64Array
+    actions: Int8Array
+    values: FloatArray
+
+
+class EventCollector:
+    """Takes blocks of one or more files of one format and turns them into `Interactions`.
+
+    Items the catalogue lacks are numbered on, in order of appearance.
+    """
+
+    def __init__(self, event_format: EventFormat, item_ids: Iterable[str], bad_rows: BadRows) -> None:
+        self.format, self._bad_rows = event_format, bad_rows
+        self._users: dict[str, int] = {}
+        self._items = {item_id: index for index, item_id in enumerate(item_ids, start=1)}
+        self._known_items = len(self._items)
+        self._parts: list[_Events] = []
+
+    def add(self, block: Block, place: str) -> None:
+        """Read a block of the file that messages call `place`. Raises DataError at a bad row, unless bad rows are skipped."""
+        try:
+            self._parts.append(self._fast(block))
+        except (_Doubt, pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            self._find_fault(block, place)
+
+    def _find_fault(self, block: Block, place: str) -> None:
+        """Read smaller and smaller parts of a block, so that only few rows are looked at one by one."""
+        pieces = list(block.pieces())
+        if len(pieces) == 1:
+            self._parts.append(self._careful(block, place))
+            return
+        for piece in pieces:
+            self.add(piece, place)
+
+    def unlisted_items(self) -> list[str]:
+        """Items that have events and no entry in the catalogue, in index order."""
+        return list(self._items)[self._known_items :]
+
+    def interactions(self, place: str) -> Interactions:
+        """All events, by user in order of appearance, then time. Raises DataError where there is none."""
+        if not any(len(part.times) for part in self._parts):
+            worst = f": all rows are bad, the first being {self._bad_rows.first[0]}" if self._bad_rows.first else ""
+            raise DataError(f"{place} holds no events{worst}")
+        users = np.concatenate([part.users for part in self._parts])
+        times = np.concatenate([part.times for part in self._parts])
+        order = np.lexsort((times, users))
+        return Interactions(
+            user_ids=list(self._users),
+            offsets=np.concatenate([[0], np.cumsum(np.bincount(users, minlength=len(self._users)))]).astype(np.int64),
+            items=np.concatenate([part.items for part in self._parts])[order].astype(np.int32),
+            timestamps=times[order] // _MICROSECONDS,
+            actions=np.concatenate([part.actions for part in self._parts])[order],
+            values=np.concatenate([part.values for part in self._parts])[order],
+        )
+
+    def _fast(self, block: Block) -> _Events:
+        form = self.format
+        wanted = [number for number in (form.user, form.item, form.timestamp, form.action, form.value) if number is not None]
+        columns = dict(zip(wanted, block.columns(wanted), strict=True))
+        times = _times(columns[form.timestamp], form.unit)
+        actions = np.full(len(times), form.default_action.code, np.int8) if form.action is None else self._actions(columns[form.action])
+        values = np.full(len(times), np.nan, np.float32) if form.value is None else _values(columns[form.value])
+        users, items = _Ids(columns[form.user]), _Ids(columns[form.item])
+        return _Events(users.numbers(self._users, 0), items.numbers(self._items, 1), times, actions, values)
+
+    def _careful(self, block: Block, place: str) -> _Events:
+        rows = []
+        for row in block.rows():
+            try:
+                rows.append(self._event(row))
+            except _Fault as fault:
+                self._bad_rows.add(place, row.line, str(fault))
+        users = np.array([self._users.setdefault(user, len(self._users)) for user, *_ in rows], np.int64)
+        items = np.array([self._items.setdefault(item, len(self._items) + 1) for _, item, *_ in rows], np.int64)
+        times = np.array([time for _, _, time, _, _ in rows], np.int64)
+        actions = np.array([action for _, _, _, action, _ in rows], np.int8)
+        return _Events(users, items, times, actions, np.array([value for *_, value in rows], np.float32))
+
+    def _event(self, row: Row) -> tuple[str, str, int, int, float]:
+        form, fields = self.format, row.fields
+        if row.fault:
+            raise _Fault(row.fault)
+        if len(fields) != form.width:
+            raise _Fault(f"{len(fields)} fields where there should be {form.width}")
+        user, item = fields[form.user].strip(), fields[form.item].strip()
+        if not user or not item:
+            raise _Fault(f"the {'item' if user else 'user'} id is empty")
+        action = form.default_action if form.action is None else form.action_of(fields[form.action])
+        if action is None:
+            known = ", ".join([*form.action_names, *Action])
+            raise _Fault(f"unknown action {fields[form.action or 0]!r}; the known ones are {known} (--action-name NAME=ACTION adds one)")
+        value = math.nan if form.value is None else _value(fields[form.value].strip())
+        return user, item, _time(fields[form.timestamp].strip(), form.unit), action.code, value
+
+    def _actions(self, column: pa.Array) -> Int8Array:
+        words = pc.dictionary_encode(column)
+        actions = [self.format.action_of(str(word)) for word in words.dictionary.to_pylist()]
+        if words.null_count or None in actions:
+            raise _Doubt
+        codes: Int8Array = np.array([action.code for action in actions if action is not None], np.int8)
+        chosen: Int8Array = codes[words.indices.to_numpy()]
+        return chosen
+
+
+class _Ids:
+    """A column of ids, checked before any of them is numbered."""
+
+    def __init__(self, column: pa.Array) -> None:
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()  # its dictionary may hold ids that no row has
+        encoded = pc.dictionary_encode(column)
+        self._rows = encoded.indices
+        self._ids = [str(name).strip() for name in encoded.dictionary.to_pylist()]
+        if encoded.null_count or "" in self._ids:
+            raise _Doubt
+
+    def numbers(self, index: dict[str, int], first: int) -> Int64Array:
+        """The number of each row's id; ids new to the index are added at its end. The index counts from `first`."""
+        numbers: Int64Array = np.array([index.setdefault(name, len(index) + first) for name in self._ids], np.int64)
+        of_rows: Int64Array = numbers[self._rows.to_numpy()]
+        return of_rows
+
+
+def _times(column: pa.Array, unit: TimestampUnit) -> Int64Array:
+    """Microseconds since 1970 of a column of numbers, times or text."""
+    if _is_text(column):
+        column = column.cast(_kind_of_time(column))
+    if column.null_count:
+        raise _Doubt
+    if pa.types.is_temporal(column.type):
+        times: Int64Array = column.cast(pa.timestamp("us", tz=getattr(column.type, "tz", None)), safe=False).cast(pa.int64()).to_numpy()
+    else:
+        numbers = column.cast(pa.float64()).to_numpy()
+        if not np.all((numbers >= 0) & (numbers <= LATEST_S * (_MICROSECONDS / unit.microseconds))):
+            raise _Doubt
+        times = _scaled(numbers, unit)
+    if times.size and not (times.min() >= 0 and times.max() <= LATEST_S * _MICROSECONDS):
+        raise _Doubt
+    return times
+
+
+def _scaled(numbers: npt.NDArray[np.float64], unit: TimestampUnit) -> Int64Array:
+    """Whole and fractional part apart, as their product with a million would not be exact in a float."""
+    whole = np.floor(numbers)
+    fraction = np.floor((numbers - whole) * unit.microseconds)
+    times: Int64Array = whole.astype(np.int64) * unit.microseconds + fraction.astype(np.int64)
+    return times
+
+
+def _values(column: pa.Array) -> FloatArray:
+    """Numbers as float32; NaN where the field is empty."""
+    if _is_text(column):
+        column = pc.if_else(pc.equal(column, ""), pa.scalar(None, column.type), column)
+    column = column.cast(pa.float64())
+    given = column.drop_null().to_numpy(zero_copy_only=False)
+    if not np.all(np.abs(given) <= _LARGEST_VALUE):
+        raise _Doubt
+    values: FloatArray = column.to_numpy(zero_copy_only=False).astype(np.float32)
+    return values
+
+
+def _is_text(column: pa.Array) -> bool:
+    return bool(pa.types.is_string(column.type) or pa.types.is_large_string(column.type))
+
+
+def _kind_of_time(column: pa.Array) -> pa.DataType:
+    """How the first timestamp is written. Trying one kind after the other is slow: Arrow makes a message of every value that fails."""
+    first = str(column[0].as_py()) if len(column) else "0"
+    if "-" not in first[1:]:
+        return pa.float64()
+    return pa.timestamp("us", tz="UTC" if _ZONE.search(first) else None)
+
+
+def _time(text: str, unit: TimestampUnit) -> int:
+    """Microseconds since 1970; a time without a zone is taken as UTC."""
+    try:
+        number = float(text)
+    except ValueError:
+        return _iso_time(text)
+    latest = LATEST_S * _MICROSECONDS // unit.microseconds
+    if not math.isfinite(number) or number < 0:
+        raise _Fault(f"timestamp {text!r} is not a time since 1970")
+    if number > latest:
+        raise _Fault(f"timestamp {text!r} lies after the year 9999 in unit {unit.value!r}; is another --timestamp-unit meant?")
+    whole = math.floor(number)  # as _scaled does
+    return whole * unit.microseconds + math.floor((number - whole) * unit.microseconds)
+
+
+def _iso_time(text: str) -> int:
+    try:
+        moment = datetime.fromisoformat(text)
+        since = moment.replace(tzinfo=moment.tzinfo or UTC) - datetime(1970, 1, 1, tzinfo=UTC)
+    except (ValueError, OverflowError):
+        raise _Fault(f"timestamp {text!r} is neither a number nor an ISO-8601 time") from None
+    microseconds = (since.days * 86_400 + since.seconds) * _MICROSECONDS + since.microseconds
+    if microseconds < 0:
+        raise _Fault(f"timestamp {text!r} lies before 1970")
+    return microseconds
+
+
+def _value(text: str) -> float:
+    if not text:
+        return math.nan
+    try:
+        number = float(text)
+    except ValueError:
+        raise _Fault(f"value {text!r} is not a number") from None
+    if not abs(number) <= _LARGEST_VALUE:
+        raise _Fault(f"value {text!r} is not a finite number")
+    return number

@@ -1,0 +1,91 @@
+"""How a dataset is to be read: where the cache is, which column is what, and what becomes of bad rows."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
+
+from cluster.errors import DataError
+from cluster.values import Action
+
+GROUPLENS = "https://files.grouplens.org/datasets/movielens"
+SHOWN_BAD_ROWS = 5
+
+
+class TimestampUnit(StrEnum):
+    """The unit of a timestamp that is a number. A timestamp that is not one is read as ISO-8601, whatever the unit."""
+
+    microseconds: int
+
+    def __new__(cls, name: str, microseconds: int) -> Self:
+        unit = str.__new__(cls, name)
+        unit._value_, unit.microseconds = name, microseconds
+        return unit
+
+    SECONDS = "s", 1_000_000
+    MILLISECONDS = "ms", 1_000
+    MICROSECONDS = "us", 1
+
+
+@dataclass
+class BadRows:
+    """What becomes of a bad row: the first one ends the reading, or all are counted and the first few kept to be shown."""
+
+    skip: bool = False
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, place: str, line: int, cause: str) -> None:
+        """Count a bad row. Raises DataError with file, line and cause unless bad rows are skipped."""
+        self.count += 1
+        if len(self.first) < SHOWN_BAD_ROWS:
+            self.first.append(f"{place}:{line}: {cause}")
+        if not self.skip:
+            raise DataError(f"{place}:{line}: {cause} (--skip-bad-rows reads on without such rows)")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which column of a table with a header is what. None: the usual names are tried; `action` and `value` may be absent."""
+
+    user: str | None = None
+    item: str | None = None
+    timestamp: str | None = None
+    action: str | None = None
+    value: str | None = None
+
+
+@dataclass(frozen=True)
+class ItemColumns:
+    """Which column of an item table is what; all others become attributes. None: the usual names are tried."""
+
+    id: str | None = None
+    title: str | None = None
+
+
+def default_cache() -> Path:
+    """Where fetched datasets are kept: $GENREC_CACHE, or ~/.cache/genrec."""
+    return Path(os.environ.get("GENREC_CACHE") or Path.home() / ".cache" / "genrec")
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """Everything about the reading that is not the path. Readers ignore what their format fixes, such as MovieLens its columns.
+
+    `progress` None: a bar is drawn only where stderr is a terminal. `action_names` maps a file's own names to ours, as ``buy: purchase``;
+    `default_action` is that of the events of a table without an action column.
+    """
+
+    items: Path | None = None
+    columns: Columns = Columns()
+    item_columns: ItemColumns = ItemColumns()
+    delimiter: str | None = None
+    timestamp_unit: TimestampUnit = TimestampUnit.SECONDS
+    action_names: Mapping[str, Action] = field(default_factory=dict)
+    default_action: Action = Action.VIEW
+    on_bad_row: BadRows = field(default_factory=BadRows)
+    progress: bool | None = None
+    cache: Path = field(default_factory=default_cache)
+    mirror: str = GROUPLENS

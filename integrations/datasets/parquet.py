@@ -1,0 +1,67 @@
+"""Parquet files in blocks of rows, readable as Arrow columns or row by row."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cluster.errors import DataError
+from integrations.datasets.text import PIECES, Row
+
+BLOCK_ROWS = 1 << 18
+SMALL_ROWS = 256
+
+
+@dataclass(frozen=True)
+class ParquetBlock:
+    """Consecutive rows; the first is row `first_row` of the file, counted from 1."""
+
+    batch: pa.RecordBatch
+    first_row: int
+
+    def columns(self, wanted: Sequence[int]) -> list[pa.Array]:
+        """The wanted columns, of whatever type the file gives them."""
+        return [self.batch.column(number) for number in wanted]
+
+    def pieces(self) -> "Iterator[ParquetBlock]":
+        """The block in smaller ones, or as it is where it is small."""
+        step = max(self.batch.num_rows // PIECES, SMALL_ROWS)
+        for start in range(0, self.batch.num_rows, step):
+            yield ParquetBlock(self.batch.slice(start, step), self.first_row + start)
+
+    def rows(self) -> Iterator[Row]:
+        """Every row, its values as text; a null is an empty field."""
+        columns = [_readable(column).to_pylist() for column in self.batch.columns]
+        for number in range(self.batch.num_rows):
+            yield Row(self.first_row + number, [_text(column[number]) for column in columns])
+
+
+def parquet_blocks(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[ParquetBlock]:
+    """The file's rows with only these columns, in this order."""
+    row = 1
+    for batch in file.iter_batches(batch_size=BLOCK_ROWS, columns=list(columns)):
+        yield ParquetBlock(batch.select(list(columns)), row)
+        row += batch.num_rows
+
+
+def refuse_as_id(file: str, schema: pa.Schema, column: str) -> None:
+    """Ids must be text or integers: 1.0 in a float column would not be found again as 1. Raises DataError otherwise."""
+    kind = schema.field(column).type
+    inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_integer(inner) or pa.types.is_string(inner) or pa.types.is_large_string(inner)):
+        raise DataError(f"{file}: column {column!r} holds {kind}, but ids must be strings or integers; cast it when the file is written")
+
+
+def _readable(column: pa.Array) -> pa.Array:
+    """Times as ISO-8601 text: Python's own cannot hold nanoseconds, nor years beyond 9999."""
+    if pa.types.is_timestamp(column.type):
+        return column.cast(pa.timestamp("us", tz="UTC" if column.type.tz else None), safe=False).cast(pa.string())
+    return column
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return "|".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,127 @@
+"""Any table of events, CSV or Parquet: user, item, timestamp and, where there are such columns, action and value; with an item table.
+
+A directory is read as the parts of one table, in order of name. Without an item table the catalogue is the items of the events, in order
+of appearance, with their id for a title; with one, items that only events name follow in that way.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.dataset import Dataset
+from cluster.errors import DataError
+from cluster.values import Item
+from integrations.datasets.events import Block, EventCollector, EventFormat
+from integrations.datasets.items import collect_items, extend
+from integrations.datasets.options import Columns, ItemColumns, ReadOptions
+from integrations.datasets.parquet import refuse_as_id
+from integrations.datasets.table_file import ParquetTable, Table, open_table, table_files
+
+USUAL_NAMES = {
+    "user": ("user_id", "user", "userId"),
+    "item": ("item_id", "item", "itemId", "movieId"),
+    "timestamp": ("timestamp", "time", "ts", "datetime"),
+    "action": ("action", "event", "event_type"),
+    "value": ("value", "rating"),
+    "id": ("item_id", "id", "item", "itemId", "movieId"),
+    "title": ("title", "name", "movie_title"),
+}
+
+
+def read_table(path: Path | None = None, options: ReadOptions | None = None) -> Dataset:
+    """The dataset of a file or directory. Raises DataError where a column is not found or, unless bad rows are skipped, a row is bad."""
+    if path is None:
+        raise DataError("a table is read from a file: pass it with --path")
+    options = options or ReadOptions()
+    bad_before = options.on_bad_row.count
+    items = [] if options.items is None else _read_items(options.items, options)
+    collector: EventCollector | None = None
+    for file in table_files(path):
+        with open_table(file, options.delimiter, options.progress) as table:
+            event_format, blocks = _events(table, options)
+            collector = collector or EventCollector(event_format, [item.item_id for item in items], options.on_bad_row)
+            collector.format = event_format  # the parts of a table may order their columns differently
+            for block in blocks:
+                collector.add(block, str(file))
+    if collector is None:
+        raise DataError(f"{path} holds no table")
+    interactions = collector.interactions(str(path))
+    return Dataset(path.stem, interactions, extend(items, collector.unlisted_items()), str(path), options.on_bad_row.count - bad_before)
+
+
+def _events(table: Table, options: ReadOptions) -> tuple[EventFormat, Iterator[Block]]:
+    chosen = _event_columns(table, options.columns)
+    if isinstance(table, ParquetTable):
+        for role in ("user", "item"):
+            refuse_as_id(table.place, table.file.schema_arrow, chosen[role])
+    names, blocks = table.read(sorted(set(chosen.values()), key=table.names.index))
+    at = {role: names.index(name) for role, name in chosen.items()}
+    event_format = EventFormat(
+        width=len(names),
+        user=at["user"],
+        item=at["item"],
+        timestamp=at["timestamp"],
+        action=at.get("action"),
+        value=at.get("value"),
+        unit=options.timestamp_unit,
+        default_action=options.default_action,
+        action_names=options.action_names,
+    )
+    return event_format, blocks
+
+
+def _event_columns(table: Table, columns: Columns) -> dict[str, str]:
+    """Role -> column name; `action` and `value` only where there is such a column."""
+    required = {role: _column(table, role, given) for role, given in (("user", columns.user), ("item", columns.item))}
+    required["timestamp"] = _column(table, "timestamp", columns.timestamp)
+    optional = {"action": columns.action, "value": columns.value}
+    wanted = {role: given for role, given in optional.items() if given or set(USUAL_NAMES[role]) & set(table.names)}
+    return required | {role: _column(table, role, given) for role, given in wanted.items()}
+
+
+def _column(table: Table, role: str, given: str | None) -> str:
+    found = [name for name in ([given] if given else USUAL_NAMES[role]) if name in table.names]
+    option = f"--item-{role}-column" if role in ("id", "title") else f"--{role}-column"
+    if not found:
+        sought = repr(given) if given else f"any of {', '.join(USUAL_NAMES[role])}"
+        raise DataError(f"{table.place} has no column {sought} for the {role}; it has {', '.join(table.names)}. Name it with {option}")
+    if table.names.count(found[0]) > 1:
+        raise DataError(f"{table.place} has several columns {found[0]!r}; name another one with {option}")
+    return found[0]
+
+
+def _read_items(path: Path, options: ReadOptions) -> list[Item]:
+    items: list[Item] = []
+    for file in table_files(path):
+        with open_table(file, options.delimiter, progress=False) as table:
+            id_column, title_column = _item_columns(table, options.item_columns)
+            names, blocks = table.read(table.names)
+            item_of = _ItemOf(names, names.index(id_column), None if title_column is None else names.index(title_column))
+            rows = (row for block in blocks for row in block.rows())
+            taken = {item.item_id for item in items}
+            items += collect_items(str(file), rows, width=len(names), item_of=item_of, bad_rows=options.on_bad_row, taken=taken)
+
+    if not items:
+        raise DataError(f"{path} holds no items")
+    return items
+
+
+def _item_columns(table: Table, columns: ItemColumns) -> tuple[str, str | None]:
+    titled = columns.title or set(USUAL_NAMES["title"]) & set(table.names)
+    return _column(table, "id", columns.id), _column(table, "title", columns.title) if titled else None
+
+
+@dataclass(frozen=True)
+class _ItemOf:
+    """Turns a row into an item: the columns that are neither id nor title become attributes, where they are not empty."""
+
+    names: Sequence[str]
+    id: int
+    title: int | None
+
+    def __call__(self, fields: Sequence[str]) -> Item:
+        item_id = fields[self.id].strip()
+        title = "" if self.title is None else fields[self.title].strip()
+        rest = [number for number in range(len(self.names)) if number not in (self.id, self.title)]
+        attributes = {self.names[number]: fields[number] for number in rest if self.names[number] and fields[number].strip()}
+        return Item(item_id, title or item_id, attributes)

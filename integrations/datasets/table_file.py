@@ -1,0 +1,87 @@
+"""Files with named columns, text or Parquet, opened for reading in blocks."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cluster.errors import DataError
+from integrations.datasets.events import Block
+from integrations.datasets.files import File
+from integrations.datasets.parquet import parquet_blocks
+from integrations.datasets.text import TextFormat, TextReader
+
+PARQUET = (".parquet", ".pq")
+ATOMIC = (".inter", ".item")  # tab-separated, and quotation marks mean nothing there
+TEXT = (".csv", ".tsv", ".txt", ".dat", *ATOMIC)
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """An open text file behind its header."""
+
+    place: str
+    names: list[str]
+    reader: TextReader
+
+    def read(self, wanted: Sequence[str]) -> tuple[list[str], Iterator[Block]]:
+        """Blocks, and the names of their columns in order: all of the file's, as lines are split whole."""
+        del wanted
+        return self.names, self.reader.blocks(len(self.names))
+
+
+@dataclass(frozen=True)
+class ParquetTable:
+    """An open Parquet file."""
+
+    place: str
+    names: list[str]
+    file: pq.ParquetFile
+
+    def read(self, wanted: Sequence[str]) -> tuple[list[str], Iterator[Block]]:
+        """Blocks with the wanted columns, and the names of those."""
+        return list(wanted), parquet_blocks(self.file, wanted)
+
+
+Table = TextTable | ParquetTable
+
+
+def table_files(path: Path) -> list[File]:
+    """The file, or the parts in the directory in order of name. Raises DataError where there is nothing."""
+    if not path.exists():
+        raise DataError(f"{path} does not exist")
+    if path.is_file():
+        return [File(path)]
+    files = [File(entry) for entry in sorted(path.iterdir()) if entry.is_file() and not entry.name.startswith((".", "_"))]
+    parts = [file for file in files if file.name.endswith((*TEXT, *PARQUET))]
+    if not parts:
+        raise DataError(f"{path} holds no file whose name ends in {', '.join([*TEXT, *PARQUET])}")
+    return parts
+
+
+@contextmanager
+def open_table(file: File, delimiter: str | None, progress: bool | None) -> Iterator[Table]:
+    """The file, its header read. `delimiter` None: tab where the name says so, else the one the first line has most of."""
+    with file.open(progress=progress) as stream:
+        try:
+            yield _parquet(file, stream) if file.name.endswith(PARQUET) else _text(file, stream, delimiter)
+        except pa.ArrowInvalid as error:
+            raise DataError(f"{file} cannot be read: {error}") from error
+
+
+def _parquet(file: File, stream: BinaryIO) -> ParquetTable:
+    opened = pq.ParquetFile(stream)
+    return ParquetTable(str(file), opened.schema_arrow.names, opened)
+
+
+def _text(file: File, stream: BinaryIO, delimiter: str | None) -> TextTable:
+    atomic = file.name.endswith(ATOMIC)
+    given = delimiter or ("\t" if atomic or file.name.endswith(".tsv") else None)
+    reader = TextReader(stream, str(file), TextFormat(given or ",", quoted=not atomic and len(given or ",") == 1))
+    if given is None:
+        reader.guess_delimiter(",\t;|")
+    return TextTable(str(file), reader.header(), reader)

@@ -1,0 +1,190 @@
+"""Delimited text in blocks of whole lines, each readable as Arrow columns (fast) or line by line (to say which line is bad)."""
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import IO
+
+import pyarrow as pa
+from pyarrow import csv as arrow_csv
+
+from cluster.errors import DataError
+
+BLOCK_BYTES = 8 << 20
+SMALL_BYTES = 16 << 10
+WORTH_THREADS_BYTES = 1 << 20
+PIECES = 32  # parts of a block with a bad row, of which only those that have one are read line by line
+LONGEST_RECORD = 200  # lines that a quoted field may run over; a quotation mark open for longer is a stray one
+_UNIT_SEPARATOR = b"\x1f"
+_COLUMN_TYPE = re.compile(r":(token|float)(_seq)?$")
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """How lines become fields. `delimiter` may be several characters long where `quoted` is False."""
+
+    delimiter: str
+    quoted: bool = False
+    encoding: str = "utf-8"
+
+    def split(self, line: str) -> list[str]:
+        """The fields of a line. Raises csv.Error where a quoted field goes on after it."""
+        if not self.quoted or '"' not in line:
+            return line.split(self.delimiter)
+        try:
+            return next(csv.reader([line], delimiter=self.delimiter, strict=True))
+        except csv.Error as error:
+            if "unexpected end of data" in str(error):
+                raise
+            return next(csv.reader([line], delimiter=self.delimiter))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A record as it stands in the file: its fields, or why it has none. `line` counts from 1."""
+
+    line: int
+    fields: Sequence[str]
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class TextBlock:
+    """Whole lines of a file, the first of which is line `first_line`, with `width` fields each."""
+
+    content: bytes
+    first_line: int
+    width: int
+    format: TextFormat
+
+    def columns(self, wanted: Sequence[int]) -> list[pa.Array]:
+        """The wanted columns as strings. Raises pa.ArrowInvalid where a line has too few or too many fields, or is not UTF-8."""
+        names = [str(number) for number in range(self.width)]
+        content, delimiter = self._for_arrow()
+        table = arrow_csv.read_csv(
+            pa.BufferReader(content),
+            read_options=arrow_csv.ReadOptions(
+                column_names=names,
+                block_size=len(content) + 1,
+                use_threads=len(content) > WORTH_THREADS_BYTES,
+            ),
+            parse_options=arrow_csv.ParseOptions(
+                delimiter=delimiter, quote_char='"' if self.format.quoted else False, newlines_in_values=self.format.quoted
+            ),
+            convert_options=arrow_csv.ConvertOptions(
+                include_columns=[names[number] for number in wanted], column_types=dict.fromkeys(names, pa.string())
+            ),
+        )
+        return [column.combine_chunks() for column in table.columns]
+
+    def rows(self) -> Iterator[Row]:
+        """Every record that is not an empty line."""
+        lines = self.content.split(b"\n")
+        number = 0
+        while number < len(lines):
+            if not lines[number].strip(b" \r"):
+                number += 1
+                continue
+            row, taken = self._record(lines, number)
+            yield row
+            number += taken
+
+    def pieces(self) -> "Iterator[TextBlock]":
+        """The block in smaller ones, or as it is where it is small or a quotation mark stays open, so that no cut is safe."""
+        start, line = 0, self.first_line
+        while start < len(self.content):
+            end = self._piece_end(start)
+            yield TextBlock(self.content[start:end], line, self.width, self.format)
+            line += self.content.count(b"\n", start, end)
+            start = end
+
+    def _piece_end(self, start: int) -> int:
+        stop = start + max(len(self.content) // PIECES, SMALL_BYTES)
+        if stop >= len(self.content):
+            return len(self.content)
+        whole_records = last_record_end(self.content[start:stop], self.format)
+        return start + whole_records if whole_records else len(self.content)
+
+    def _record(self, lines: Sequence[bytes], number: int) -> tuple[Row, int]:
+        """The record that starts at a line, and how many lines it takes."""
+        line, fault = self.first_line + number, ""
+        for taken in range(1, min(LONGEST_RECORD, len(lines) - number) + 1):
+            raw = b"\n".join(lines[number : number + taken]).removesuffix(b"\r")
+            try:
+                fields = self.format.split(raw.decode(self.format.encoding))
+            except UnicodeDecodeError as error:
+                return Row(line, (), f"byte {error.start + 1} of the line, 0x{raw[error.start]:02x}, is not {self.format.encoding}"), 1
+            except csv.Error as error:
+                fault = fault or f"a quotation mark is opened and never closed ({error})"
+            else:
+                if taken == 1 or len(fields) == self.width:
+                    return Row(line, fields), taken
+        return Row(line, (), fault), 1
+
+    def _for_arrow(self) -> tuple[bytes, str]:
+        """Content and delimiter as Arrow takes them. It splits at one byte, so a longer delimiter gives way to one that stands nowhere."""
+        if self.content.count(b"\r") != self.content.count(b"\r\n"):
+            raise pa.ArrowInvalid("the block holds a carriage return, which ends a line for Arrow, inside a line")
+        if len(self.format.delimiter) == 1:
+            return self.content, self.format.delimiter
+        if _UNIT_SEPARATOR in self.content:
+            raise pa.ArrowInvalid("the block holds the byte that should stand for the delimiter")
+        return self.content.replace(self.format.delimiter.encode(), _UNIT_SEPARATOR), _UNIT_SEPARATOR.decode()
+
+
+class TextReader:
+    """Reads a file block by block, never more than a few blocks at once in memory. `place` is how messages name the file."""
+
+    def __init__(self, stream: IO[bytes], place: str, text_format: TextFormat, block_bytes: int = BLOCK_BYTES) -> None:
+        self._stream, self._place, self._format, self._block_bytes = stream, place, text_format, block_bytes
+        self._rest = stream.read(block_bytes).removeprefix(b"\xef\xbb\xbf")
+        self._line = 1
+
+    def guess_delimiter(self, candidates: str) -> None:
+        """Take the candidate that stands most often in the first line; the earlier one of equals."""
+        first_line = self._rest.split(b"\n", 1)[0]
+        self._format = replace(self._format, delimiter=max(candidates, key=lambda candidate: first_line.count(candidate.encode())))
+
+    def header(self, expected: Sequence[str] = ()) -> list[str]:
+        """The column names of the first line, less a type after a colon, as ``user_id:token`` has.
+
+        Raises DataError where the file is empty, the line is not text, or the names are not the expected ones.
+        """
+        line, _, self._rest = self._rest.partition(b"\n")
+        self._line = 2
+        row = next(TextBlock(line, 1, 0, self._format).rows(), Row(1, (), "the first line is empty and should name the columns"))
+        if row.fault:
+            raise DataError(f"{self._place}:1: {row.fault}")
+        names = [_COLUMN_TYPE.sub("", name.strip()) for name in row.fields]
+        if expected and names != list(expected):
+            raise DataError(f"{self._place}:1: the columns are {', '.join(names)}, but should be {', '.join(expected)}")
+        return names
+
+    def blocks(self, width: int) -> Iterator[TextBlock]:
+        """What is left of the file, in blocks of whole lines."""
+        while True:
+            more = self._stream.read(self._block_bytes)
+            content = self._rest + more if more else self._rest
+            end = self._whole_lines(content) if more else len(content)
+            if end:
+                yield TextBlock(content[:end], self._line, width, self._format)
+                self._line += content.count(b"\n", 0, end)
+            self._rest = content[end:]
+            if not more:
+                return
+
+    def _whole_lines(self, content: bytes) -> int:
+        """Where the last record ends; the last line, where a quotation mark that is never closed hides the ends of records."""
+        return last_record_end(content, self._format) or content.rfind(b"\n") + 1
+
+
+def last_record_end(content: bytes, text_format: TextFormat) -> int:
+    """Where the last whole record ends, that is the last line end not inside quotation marks; 0 where there is none."""
+    end = content.rfind(b"\n") + 1
+    quotes = content.count(b'"', 0, end) if text_format.quoted else 0
+    while quotes % 2 and end:
+        before = content.rfind(b"\n", 0, end - 1) + 1
+        quotes -= content.count(b'"', before, end)
+        end = before
+    return end
