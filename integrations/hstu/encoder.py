@@ -1,0 +1,139 @@
+"""HSTU and SASRec in PyTorch: as they are (`torch`, needs nothing compiled) and through torch.compile (`torch_compiled`)."""
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cluster.bundle import WEIGHTS, Bundle
+from cluster.errors import BackendUnavailable, BundleError
+from cluster.nearest import NearestItems
+from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
+from integrations.hstu.user_behavior_schema import BehaviourBatch, collate
+
+if TYPE_CHECKING:
+    import torch
+
+_INPUTS = ("items", "times", "next_times", "lengths")
+
+
+class TorchEncoder:
+    """The model in eager mode, on the first GPU where there is one."""
+
+    def get_availability(self, bundle: Bundle) -> Availability:
+        if find_spec("torch") is None:
+            return Availability.no("torch is not installed; run: pip install 'genrec[cpu]'")
+        try:
+            bundle.verified(WEIGHTS)
+        except BundleError as error:
+            return Availability.no(str(error))
+        return Availability.yes()
+
+    def load(self, bundle: Bundle) -> None:
+        if not (availability := self.get_availability(bundle)).ok:
+            raise BackendUnavailable(availability.reason)
+        import torch  # noqa: PLC0415 - an encoder process that serves another engine need not pay for importing torch
+
+        from integrations.hstu.last_state import last_states  # noqa: PLC0415
+        from integrations.hstu.weights import load_model  # noqa: PLC0415
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_model(bundle).to(device)
+
+        def encode(*inputs: "torch.Tensor") -> "torch.Tensor":
+            return last_states(model, *inputs)
+
+        self._max_history = model.config.max_history
+        self._device = device
+        self._encode: Callable[..., torch.Tensor] = encode
+        with torch.inference_mode():
+            self._index = NearestItems(model.item_vectors().cpu().numpy())
+
+    def infer(self, request: EncodeRequest) -> Encoded:
+        return self.batch_infer([request])[0]
+
+    def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
+        states = self._states(collate([request.sequence for request in requests], self._max_history))
+        return self._index.answer(requests, states)
+
+    def close(self) -> None:
+        for name in ("_encode", "_index"):
+            self.__dict__.pop(name, None)
+
+    def _states(self, batch: BehaviourBatch) -> FloatArray:
+        import torch  # noqa: PLC0415
+
+        tensors = batch.tensors()
+        with torch.inference_mode():
+            states: FloatArray = self._encode(*(tensors[name].to(self._device) for name in _INPUTS)).cpu().numpy()
+        return states
+
+
+class CompiledTorchEncoder(TorchEncoder):
+    """The model through torch.compile, one compilation for each bucket of length and batch size.
+
+    Left to itself, torch.compile recompiles for new shapes and after eight of them runs eagerly without a word. Here every shape is a
+    bucket that `load` has compiled, inputs are padded up to it, and a shape outside the buckets is an error.
+    """
+
+    batches = (1, 8, 32)
+    shortest = 64
+
+    def get_availability(self, bundle: Bundle) -> Availability:
+        if not (eager := super().get_availability(bundle)).ok:
+            return eager
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None:
+            return Availability.no(
+                f"torch.compile needs a C++ compiler and {compiler!r} is not on the PATH; run: apt-get install g++, or set CXX"
+            )
+        return Availability.yes()
+
+    def load(self, bundle: Bundle) -> None:
+        super().load(bundle)
+        import torch  # noqa: PLC0415
+
+        self._lengths = _doublings(self.shortest, self._max_history)
+        shapes = [(batch, length) for batch in self.batches for length in self._lengths]
+        self._encode = torch.compile(  # type: ignore[call-overload]  # torch 2.13's stubs lack the two options its documentation describes
+            self._encode, fullgraph=True, dynamic=False, recompile_limit=len(shapes), isolate_recompiles=True
+        )
+        for batch, length in shapes:
+            super()._states(_padding(batch, length))
+
+    def _states(self, batch: BehaviourBatch) -> FloatArray:
+        largest = self.batches[-1]
+        return np.concatenate([self._bucketed(batch, start, min(start + largest, len(batch))) for start in range(0, len(batch), largest)])
+
+    def _bucketed(self, batch: BehaviourBatch, start: int, stop: int) -> FloatArray:
+        length = next(bucket for bucket in self._lengths if bucket >= batch.items.shape[1])
+        padded = _padding(next(bucket for bucket in self.batches if bucket >= stop - start), length)
+        for name in _INPUTS:
+            source, target = getattr(batch, name)[start:stop], getattr(padded, name)
+            target[tuple(slice(size) for size in source.shape)] = source
+        return super()._states(padded)[: stop - start]
+
+
+def _doublings(shortest: int, longest: int) -> list[int]:
+    """`shortest`, twice that and so on, up to `longest`, which ends the list."""
+    sizes = []
+    while shortest < longest:
+        sizes.append(shortest)
+        shortest *= 2
+    return [*sizes, longest]
+
+
+def _padding(batch: int, length: int) -> BehaviourBatch:
+    """A batch of users whose one event is padding."""
+    shape = batch, length
+    return BehaviourBatch(
+        items=np.zeros(shape, np.int64),
+        times=np.zeros(shape, np.int32),
+        next_times=np.zeros(shape, np.int32),
+        lengths=np.ones(batch, np.int64),
+        actions=np.zeros(shape, np.int8),
+        values=np.full(shape, np.nan, np.float32),
+    )

@@ -1,0 +1,194 @@
+"""HSTU, the research variant for retrieval ("Actions Speak Louder than Words", arXiv 2402.17152, section 3).
+
+    A = SiLU(Q K^T + bias) / N, causal          N is the constant `config.max_length`, whatever the length of the batch
+    y = W_o dropout(U * LayerNorm(A V)) + b + x
+
+The attention has no softmax, hence adds up over blocks of keys: kept keys and values of old events and those of new events are summed
+without concatenation, and a mask is a very negative bias (SiLU of it is 0).
+
+Shapes: B users, L or S rows (events), P past rows, H heads, K = `attention_dim`, W = `linear_dim`, D = `dim`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from integrations.hstu.config import HSTUConfig
+from integrations.hstu.sequence_model import SequenceModel, unit
+
+_MASKED = -1e4
+_EPSILON = 1e-6
+_SECONDS_PER_BUCKET_LOG = 0.301
+
+
+def time_buckets(next_times_BL: Tensor, times_BP: Tensor, last: int) -> Tensor:
+    """The bucket of the time from event j to the event after event i, (B, L, P), 0..`last`: logarithmic, floor(ln|seconds| / 0.301)."""
+    seconds = (next_times_BL.unsqueeze(2) - times_BP.unsqueeze(1)).abs().clamp(min=1)
+    return (seconds.float().log() / _SECONDS_PER_BUCKET_LOG).long().clamp(0, last)
+
+
+class _Lookup(torch.autograd.Function):
+    """`weights[index]` whose gradient is one scatter; that of F.embedding takes half of a training step on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.size = len(weights)
+        return weights[index]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.size).scatter_add_(0, index.flatten(), grads[0].flatten()), None
+
+
+def lookup(weights: Tensor, index: Tensor) -> Tensor:
+    """`weights[index]` for weights (n,).
+
+    Outside of eager training it is written so that it exports as Gather: GatherND costs a quarter of a small model's time.
+    """
+    if torch.is_grad_enabled() and weights.requires_grad and not torch.compiler.is_compiling():
+        found: Tensor = _Lookup.apply(weights, index)  # type: ignore[no-untyped-call]
+        return found
+    return F.embedding(index, weights.unsqueeze(1)).squeeze(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """What rows may look at: the time buckets and the distance of each (row, key), and which pairs are allowed."""
+
+    buckets: Tensor  # (B, rows, keys)
+    distances: Tensor  # (rows, keys) or (B, rows, keys): how many positions before the row the key stands
+    allowed: Tensor  # broadcasts with `distances`
+
+
+class HSTULayer(nn.Module):
+    """One layer: pointwise projection, attention without softmax, gated output."""
+
+    def __init__(self, config: HSTUConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.widths = [config.linear_dim * config.heads] * 2 + [config.attention_dim * config.heads] * 2
+        self.uvqk = nn.Parameter(torch.empty(config.dim, sum(self.widths)).normal_(std=0.02))
+        self.output = nn.Linear(config.linear_dim * config.heads, config.dim)
+        nn.init.xavier_uniform_(self.output.weight)
+        self.position_weights = nn.Parameter(torch.empty(2 * config.max_length - 1).normal_(std=0.02))
+        self.time_weights = nn.Parameter(torch.empty(config.time_buckets + 1).normal_(std=0.02))
+
+    def project(self, x_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """U (B, L, H*W), V (B, H, L, W), Q (B, H, L, K) and K^T (B, H, K, L)."""
+        normed = F.layer_norm(x_BLD, (self.config.dim,), eps=_EPSILON)
+        u, v, q, k = torch.split(F.silu(normed @ self.uvqk), self.widths, dim=-1)
+        heads = (self.config.heads, -1)
+        return (
+            u,
+            torch.unflatten(v, -1, heads).transpose(1, 2),
+            torch.unflatten(q, -1, heads).transpose(1, 2),
+            torch.unflatten(k, -1, heads).permute(0, 2, 3, 1),
+        )
+
+    def bias(self, attended: Attended) -> Tensor:
+        """Relative position and time bias with the mask folded in, (B, rows, keys); shared by the heads."""
+        position = lookup(self.position_weights, (self.config.max_length - 1 - attended.distances).clamp(min=0))
+        return position.masked_fill(~attended.allowed, _MASKED) + lookup(self.time_weights, attended.buckets)
+
+    def attend(self, q: Tensor, kt: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        """(B, H, rows, W): each row's sum over these keys, already divided by N."""
+        return (F.silu(q @ kt + bias.unsqueeze(1)) / self.config.max_length) @ v
+
+    def gate(self, x_BLD: Tensor, u: Tensor, attention_BHLW: Tensor) -> Tensor:
+        """The layer's output (B, L, D) from what its rows attended to."""
+        mixed = attention_BHLW.transpose(1, 2).flatten(2)
+        gated = u * F.layer_norm(mixed, (mixed.shape[-1],), eps=_EPSILON)
+        out: Tensor = self.output(F.dropout(gated, self.config.dropout, self.training))
+        return out + x_BLD
+
+    def forward(self, x_BLD: Tensor, attended: Attended, past: "Past | None" = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The output (B, L, D) of rows that attend to each other and to kept rows; their K^T (B, H, K, L) and V (B, H, L, W)."""
+        u, v, q, kt = self.project(x_BLD)
+        attention = self.attend(q, kt, v, self.bias(attended))
+        if past is not None:
+            attention = attention + self.attend(q, past.kt, past.v, self.bias(past.attended))
+        return self.gate(x_BLD, u, attention), kt, v
+
+
+@dataclass(frozen=True, eq=False)
+class Past:
+    """One layer's kept keys K^T (B, H, K, P) and values (B, H, P, W), and what the new rows may look at among them."""
+
+    attended: Attended
+    kt: Tensor
+    v: Tensor
+
+
+class HSTU(SequenceModel):
+    """Hierarchical Sequential Transduction Unit."""
+
+    config: HSTUConfig
+    config_type: ClassVar = HSTUConfig
+
+    def __init__(self, config: HSTUConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(HSTULayer(config) for _ in range(config.layers))
+
+    def transform(self, x_BLD: Tensor, times_BL: Tensor, next_times_BL: Tensor) -> Tensor:
+        attended = self._causal(times_BL, next_times_BL)
+        for layer in self.layers:
+            x_BLD, _, _ = layer(x_BLD, attended)
+        return x_BLD
+
+    def encode_with_state(self, items_BL: Tensor, times_BL: Tensor, next_times_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`forward`'s states and every layer's K^T (layers, B, H, K, L) and V (layers, B, H, L, W).
+
+        Of a user with n events keep rows 0..n-2 only: the last row's output, hence its keys and values in higher layers, depends on the
+        time of the next event, which is not known yet. Give that row to `append` again.
+        """
+        x = self.embed(items_BL, torch.arange(items_BL.shape[1], device=items_BL.device))
+        attended = self._causal(times_BL, next_times_BL)
+        kts, vs = [], []
+        for layer in self.layers:
+            x, kt, v = layer(x, attended)
+            kts.append(kt)
+            vs.append(v)
+        return unit(x), torch.stack(kts), torch.stack(vs)
+
+    def append(  # noqa: PLR0917 - the order is the exported graph's
+        self,
+        items_BS: Tensor,
+        times_BS: Tensor,
+        next_times_BS: Tensor,
+        past_times_BP: Tensor,
+        past_lengths_B: Tensor,
+        past_kt: Tensor,
+        past_v: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """States (B, S, D), K^T (layers, B, H, K, S) and V (layers, B, H, S, W) of rows that follow kept ones.
+
+        `past_kt` (layers, B, H, K, P) and `past_v` (layers, B, H, P, W) hold `past_lengths_B` rows a user, right-padded; P may be 0.
+        All times are relative to one moment, the request; a padded new row's output means nothing.
+        """
+        rows_S = torch.arange(items_BS.shape[1], device=items_BS.device)
+        positions_BS = past_lengths_B.unsqueeze(1) + rows_S
+        new = self._causal(times_BS, next_times_BS)
+        past = self._past(positions_BS, past_lengths_B, past_times_BP, next_times_BS)
+        x = self.embed(items_BS, positions_BS.clamp(max=self.config.max_length - 1))
+        kts, vs = [], []
+        for index, layer in enumerate(self.layers):
+            x, kt, v = layer(x, new, Past(past, past_kt[index], past_v[index]))
+            kts.append(kt)
+            vs.append(v)
+        return unit(x), torch.stack(kts), torch.stack(vs)
+
+    def _causal(self, times_BL: Tensor, next_times_BL: Tensor) -> Attended:
+        rows_L = torch.arange(times_BL.shape[1], device=times_BL.device)
+        distances = rows_L.unsqueeze(1) - rows_L
+        return Attended(time_buckets(next_times_BL, times_BL, self.config.time_buckets), distances.clamp(min=0), distances >= 0)
+
+    def _past(self, positions_BS: Tensor, past_lengths_B: Tensor, past_times_BP: Tensor, next_times_BS: Tensor) -> Attended:
+        rows_P = torch.arange(past_times_BP.shape[1], device=past_times_BP.device)
+        kept_BP = rows_P < past_lengths_B.unsqueeze(1)
+        distances = (positions_BS.unsqueeze(2) - rows_P).clamp(min=0)
+        return Attended(time_buckets(next_times_BS, past_times_BP, self.config.time_buckets), distances, kept_BP.unsqueeze(1))

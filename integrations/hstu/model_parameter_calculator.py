@@ -1,0 +1,94 @@
+"""How big a model is and what a batch costs, from its configuration alone: parameters, FLOPs, memory.
+
+    size = model_size(HSTUConfig(items=3883), batch=8, length=200)
+    size.parameters, size.encode_flops, size.kv_bytes
+
+Shapes: B users, L events, D = `dim`, H heads, K = `attention_dim`, W = `linear_dim`. A multiply-add counts as two operations; only
+matrix products are counted, as torch.utils.flop_counter does.
+"""
+
+from dataclasses import dataclass
+
+from integrations.hstu.config import HSTUConfig, SASRecConfig, SequenceConfig
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Sizes of a model and of encoding one padded batch. Bytes are those of the given width of a number."""
+
+    parameters: int
+    embedding_parameters: int
+    encode_flops: int
+    score_flops: int
+    weight_bytes: int
+    activation_bytes: int
+    kv_bytes: int
+    kv_bytes_per_event: int
+
+    @property
+    def training_flops_per_batch(self) -> int:
+        """Forward and backward (twice the forward) of the layers and of a softmax over the whole catalogue at every event."""
+        return 3 * (self.encode_flops + self.score_flops)
+
+
+def model_size(config: SequenceConfig, *, batch: int = 1, length: int | None = None, bytes_per_number: int = 4) -> ModelSize:
+    """The sizes for B = `batch` histories of L = `length` events (default: the model's longest)."""
+    rows = length or config.max_history
+    embeddings = (config.items + 1 + config.max_length) * config.dim
+    parameters = embeddings + config.layers * _layer_parameters(config)
+    per_event = config.layers * _kv_width(config) * bytes_per_number
+    return ModelSize(
+        parameters=parameters,
+        embedding_parameters=embeddings,
+        encode_flops=config.layers * _layer_flops(config, batch, rows),
+        score_flops=2 * batch * rows * config.dim * (config.items + 1),
+        weight_bytes=parameters * bytes_per_number,
+        activation_bytes=_activation_bytes(config, batch, rows, bytes_per_number),
+        kv_bytes=batch * rows * per_event,
+        kv_bytes_per_event=per_event,
+    )
+
+
+def _layer_parameters(config: SequenceConfig) -> int:
+    if isinstance(config, HSTUConfig):
+        mixed = config.heads * config.linear_dim
+        biases = (2 * config.max_length - 1) + (config.time_buckets + 1)
+        return config.dim * _projected(config) + mixed * config.dim + config.dim + biases
+    return 4 * _linear(config.dim, config.dim) + 4 * config.dim + 2 * config.dim * _hidden(config) + _hidden(config) + config.dim
+
+
+def _layer_flops(config: SequenceConfig, batch: int, rows: int) -> int:
+    if isinstance(config, HSTUConfig):
+        mixed = config.heads * config.linear_dim
+        attention = config.heads * rows * (config.attention_dim + config.linear_dim)
+        return 2 * batch * rows * (config.dim * _projected(config) + attention + mixed * config.dim)
+    return 2 * batch * rows * (4 * config.dim**2 + 2 * rows * config.dim + 2 * config.dim * _hidden(config))
+
+
+def _activation_bytes(config: SequenceConfig, batch: int, rows: int, width: int) -> int:
+    """The most that is alive at once in eager inference: a layer's (B, H, L, L) attention and what it is made from.
+
+    HSTU holds the biased products and SiLU of them, the bias and the 64-bit time buckets; SASRec's attention kernel works in blocks.
+    """
+    if isinstance(config, HSTUConfig):
+        pairs = batch * rows * rows * (2 * config.heads * width + width + 8)
+        return pairs + batch * rows * (2 * _projected(config) + 2 * config.dim) * width
+    return batch * rows * (6 * config.dim + _hidden(config)) * width
+
+
+def _kv_width(config: SequenceConfig) -> int:
+    if isinstance(config, HSTUConfig):
+        return config.heads * (config.attention_dim + config.linear_dim)
+    return 2 * config.dim
+
+
+def _projected(config: HSTUConfig) -> int:
+    return 2 * config.heads * (config.attention_dim + config.linear_dim)
+
+
+def _linear(inputs: int, outputs: int) -> int:
+    return inputs * outputs + outputs
+
+
+def _hidden(config: SequenceConfig) -> int:
+    return config.feedforward_dim if isinstance(config, SASRecConfig) else 0

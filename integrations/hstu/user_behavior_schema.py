@@ -1,0 +1,92 @@
+"""Typed user behaviour as arrays: events -> one sequence -> a padded batch -> tensors.
+
+Shapes: B users, L events of the longest history in the batch. Rows are right-padded: a causal model never looks at what follows.
+Times are int32 seconds before the request (<= 0), so that an engine needs no 64-bit arithmetic.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cluster.dataset import Catalogue
+from cluster.values import Behaviour, FloatArray, Int8Array, Int32Array, Int64Array, UserSequence
+
+if TYPE_CHECKING:
+    import torch
+
+_OLDEST = np.iinfo(np.int32).min + 1
+
+
+@dataclass(frozen=True, eq=False)
+class BehaviourBatch:
+    """A batch of histories, oldest event first.
+
+    `items` (B, L): catalogue indices, 0 where padded. `times` (B, L). `next_times` (B, L): when the following event happened, which for
+    a user's last row is the request itself, hence 0. `actions` (B, L): `Action.code`. `values` (B, L): NaN where there is none.
+    `lengths` (B,).
+    """
+
+    items: Int64Array
+    times: Int32Array
+    next_times: Int32Array
+    lengths: Int64Array
+    actions: Int8Array
+    values: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def tensors(self) -> "dict[str, torch.Tensor]":
+        """The arrays by name as tensors that share their memory."""
+        import torch  # noqa: PLC0415 - the schema also serves engines that run without torch
+
+        return {field.name: torch.from_numpy(getattr(self, field.name)) for field in fields(self)}
+
+
+def sequence_of(behaviours: Sequence[Behaviour], catalogue: Catalogue, request_time: int) -> tuple[UserSequence, tuple[str, ...]]:
+    """The behaviours the catalogue knows, sorted by time (ties keep their order), and the item ids it does not know."""
+    indices = [catalogue.index_of(behaviour.item_id) for behaviour in behaviours]
+    known = [(behaviour, index) for behaviour, index in zip(behaviours, indices, strict=True) if index is not None]
+    known.sort(key=lambda pair: pair[0].timestamp)
+    unknown = dict.fromkeys(behaviour.item_id for behaviour, index in zip(behaviours, indices, strict=True) if index is None)
+    sequence = UserSequence(
+        items=np.array([index for _, index in known], dtype=np.int32),
+        timestamps=np.array([behaviour.timestamp for behaviour, _ in known], dtype=np.int64),
+        actions=np.array([behaviour.action.code for behaviour, _ in known], dtype=np.int8),
+        values=np.array([np.nan if behaviour.value is None else behaviour.value for behaviour, _ in known], dtype=np.float32),
+        request_time=request_time,
+    )
+    return sequence, tuple(unknown)
+
+
+def collate(sequences: Sequence[UserSequence], max_history: int, *, pad_to: int | None = None) -> BehaviourBatch:
+    """Each user's latest `max_history` events as a batch, as long as the longest of them or `pad_to`."""
+    lengths = np.array([min(len(sequence), max_history) for sequence in sequences], dtype=np.int64)
+    shape = len(sequences), pad_to or max(1, int(lengths.max(initial=0)))
+    batch = BehaviourBatch(
+        items=np.zeros(shape, np.int64),
+        times=np.zeros(shape, np.int32),
+        next_times=np.zeros(shape, np.int32),
+        lengths=lengths,
+        actions=np.zeros(shape, np.int8),
+        values=np.full(shape, np.nan, np.float32),
+    )
+    for row, (sequence, length) in enumerate(zip(sequences, lengths.tolist(), strict=True)):
+        _fill(batch, row, sequence, length)
+    return batch
+
+
+def _fill(batch: BehaviourBatch, row: int, sequence: UserSequence, length: int) -> None:
+    latest = slice(len(sequence) - length, len(sequence))
+    batch.items[row, :length] = sequence.items[latest]
+    batch.times[row, :length] = seconds_before(sequence.timestamps[latest], sequence.request_time)
+    batch.next_times[row, : max(0, length - 1)] = batch.times[row, 1:length]
+    batch.actions[row, :length] = sequence.actions[latest]
+    batch.values[row, :length] = sequence.values[latest]
+
+
+def seconds_before(timestamps: Int64Array, request_time: int) -> Int32Array:
+    """Timestamps relative to the request, clipped to what int32 holds; an event after the request counts as simultaneous."""
+    return np.clip(timestamps - request_time, _OLDEST, 0).astype(np.int32)

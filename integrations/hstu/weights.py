@@ -1,0 +1,43 @@
+"""Weights in and out: a model from a bundle's record, and safetensors files."""
+
+from pathlib import Path
+
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from cluster.bundle import WEIGHTS, Bundle, ModelRecord
+from cluster.errors import BundleError
+from cluster.registry import MODELS, choose
+from integrations.hstu.sequence_model import SequenceModel
+
+
+def build_model(record: ModelRecord) -> SequenceModel:
+    """An untrained model of the recorded family and configuration. Raises BundleError where the configuration does not fit the family."""
+    family = choose("model family", MODELS, record.family)
+    try:
+        config = family.config_type.model_validate(record.config)
+    except ValidationError as error:
+        raise BundleError(f"the configuration of this {record.family} model is not one this release understands: {error}") from error
+    model: SequenceModel = family(config)
+    return model
+
+
+def load_model(bundle: Bundle) -> SequenceModel:
+    """The bundle's model with its weights, ready to answer (eval mode, on the CPU)."""
+    model = build_model(bundle.manifest.model)
+    load_weights(model, bundle.verified(WEIGHTS))
+    return model.eval()
+
+
+def load_weights(model: SequenceModel, path: Path) -> None:
+    """Fill `model` from a safetensors file. Raises BundleError naming what does not match."""
+    try:
+        model.load_state_dict(load_file(path))
+    except (SafetensorError, RuntimeError) as error:
+        raise BundleError(f"{path} does not hold weights of this model: {error}") from error
+
+
+def save_weights(model: SequenceModel, path: Path) -> None:
+    """Write the weights as safetensors."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}, path)
