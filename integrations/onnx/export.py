@@ -1,0 +1,132 @@
+"""PyTorch -> ONNX: the model's graphs with dynamic batch and length, each checked against the model before it is kept."""
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from torch.export import Dim
+
+from cluster.bundle import Artifact, Bundle, Draft
+from cluster.compilation import CompileOptions, CompileStep, Precision
+from cluster.errors import CompileError
+from integrations.hstu.config import SequenceConfig
+from integrations.hstu.weights import load_model
+from integrations.onnx.files import ITEM_VECTORS, graph_file
+from integrations.onnx.graphs import Graph, graphs
+from integrations.onnx.half import halved
+from integrations.onnx.parity import Run, measure, require_parity
+from integrations.onnx.samples import Inputs, samples
+from integrations.onnx.session import open_session
+
+OPSET = 20
+
+
+class OnnxCompiler:
+    """Exports `encode`, `retrieve` and, of an HSTU, `append`; those that engines are built from also in fp16."""
+
+    def steps(self, bundle: Bundle, draft: Draft, options: CompileOptions) -> Sequence[CompileStep]:
+        model = load_model(bundle)
+        vectors = model.item_vectors().detach().numpy()
+        (draft.path / "onnx").mkdir(exist_ok=True)
+        np.save(draft.path / ITEM_VECTORS, vectors)
+        made = [(graph, precision) for graph in graphs(model) for precision in _precisions(graph, options)]
+        return [
+            CompileStep(f"onnx {graph.name} {precision}", partial(self._make, graph, precision, model.config, draft.path, vectors))
+            for graph, precision in made
+        ]
+
+    def _make(self, graph: Graph, precision: Precision, config: SequenceConfig, directory: Path, vectors: Any) -> Artifact:
+        file = graph_file(graph.name, precision)
+        if precision == "fp32":
+            export(graph, config, directory / file)
+        else:
+            narrow(directory, graph, directory / file)
+        parity = measure(graph, session_run(directory / file), samples(graph, config), vectors)
+        require_parity(parity, precision)
+        builder = f"torch {torch.__version__}, onnx opset {OPSET}"
+        return Artifact(kind="onnx", graph=graph.name, file=file, precision=precision, builder=builder, parity=parity)
+
+
+def export(graph: Graph, config: SequenceConfig, path: Path) -> None:
+    """Write the graph. Raises CompileError with the exporter's own reason."""
+    example = list(samples(graph, config))[-3]  # the largest batch: the exporter takes dimensions of 0 and 1 for constants
+    sizes = {"B": Dim("batch", min=1), "L": Dim("length", min=1, max=config.max_length), "P": Dim("past", min=0, max=config.max_length)}
+    dynamic = {name: {axis: sizes[d] for axis, d in enumerate(dims) if d} for name, dims in graph.inputs.items()}
+    try:
+        with _quiet():
+            program = torch.onnx.export(
+                graph.module.eval(),
+                kwargs=dict(example),
+                dynamo=True,
+                dynamic_shapes=dynamic,
+                input_names=list(graph.inputs),
+                output_names=list(graph.outputs),
+                opset_version=OPSET,
+                verbose=False,
+            )
+            assert program is not None
+            program.save(path)
+    except Exception as error:
+        raise CompileError(f"torch.onnx.export could not express it: {_first_line(error)}") from error
+
+
+def narrow(directory: Path, graph: Graph, path: Path) -> None:
+    """Write the fp16 form of a graph whose fp32 form stands in `directory`. Raises CompileError."""
+    full = directory / graph_file(graph.name, "fp32")
+    if not full.is_file():
+        raise CompileError(f"there is no fp32 graph {graph.name!r} to narrow: its own step failed")
+    try:
+        onnx.save(halved(onnx.load(full)), path)
+    except Exception as error:
+        raise CompileError(f"narrowing it to fp16 broke: {_first_line(error)}") from error
+
+
+def session_run(path: Path) -> Run:
+    """The graph at `path` as a function, on ONNX Runtime. Raises CompileError where it does not load."""
+    try:
+        session = open_session(path)
+    except Exception as error:
+        raise CompileError(f"ONNX Runtime could not load it: {_first_line(error)}") from error
+    inputs_taken = {node.name for node in session.get_inputs()}
+    outputs = [node.name for node in session.get_outputs()]
+
+    def run(inputs: Inputs) -> dict[str, Any]:
+        given = {name: value.contiguous().numpy() for name, value in inputs.items() if name in inputs_taken}
+        try:
+            return dict(zip(outputs, session.run(outputs, given), strict=True))
+        except Exception as error:
+            raise CompileError(f"ONNX Runtime could not run it: {_first_line(error)}") from error
+
+    return run
+
+
+def _precisions(graph: Graph, options: CompileOptions) -> list[Precision]:
+    """`retrieve` serves on ONNX Runtime only, which has no use for fp16 on a CPU."""
+    halves: list[Precision] = ["fp16"] if "fp16" in options.precisions and graph.name != "retrieve" else []
+    return ["fp32", *halves]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the exporter's remarks about itself: its deprecated internals, axis names used twice, packages it would also support."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+            warnings.filterwarnings("ignore", message=".*axis name.*", category=UserWarning)
+            yield
+    finally:
+        log.setLevel(level)

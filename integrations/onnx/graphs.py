@@ -1,0 +1,101 @@
+"""The three computations that are exported, as modules of tensors in and tensors out.
+
+    encode     items, times, next_times, lengths                                       -> state
+    retrieve   items, times, next_times, lengths, top_n                                -> state, items, scores
+    append     items, times, next_times, lengths, past_times, past_lengths, past_kt, past_v -> state, kt, v
+
+`next_times` of a user's last event is the time of the request (0), and the attention divides by the constant N of the model, whatever
+the length of the inputs. Shapes: B users, L events, S new events, P kept events, D width, V items.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from integrations.hstu.last_state import last_states, row
+from integrations.hstu.model import HSTU
+from integrations.hstu.sequence_model import SequenceModel
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A computation and the names and dynamic dimensions of its inputs: a letter for a dimension that varies, None for one that doesn't."""
+
+    name: str
+    module: nn.Module
+    inputs: Mapping[str, tuple[str | None, ...]]
+    outputs: tuple[str, ...]
+
+
+_HISTORY: dict[str, tuple[str | None, ...]] = {"items": ("B", "L"), "times": ("B", "L"), "next_times": ("B", "L"), "lengths": ("B",)}
+_PAST: dict[str, tuple[str | None, ...]] = {
+    "past_times": ("B", "P"),
+    "past_lengths": ("B",),
+    "past_kt": (None, "B", None, None, "P"),
+    "past_v": (None, "B", None, "P", None),
+}
+
+
+def graphs(model: SequenceModel) -> list[Graph]:
+    """What this model can be exported as; only HSTU has a state to append to."""
+    shared = [
+        Graph("encode", Encode(model), _HISTORY, ("state",)),
+        Graph("retrieve", Retrieve(model), {**_HISTORY, "top_n": ()}, ("state", "nearest", "scores")),
+    ]
+    return [*shared, Graph("append", Append(model), {**_HISTORY, **_PAST}, ("state", "kt", "v"))] if isinstance(model, HSTU) else shared
+
+
+class Encode(nn.Module):
+    """(B, D): the L2-normalised state after each user's last event."""
+
+    def __init__(self, model: SequenceModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, items: Tensor, times: Tensor, next_times: Tensor, lengths: Tensor) -> Tensor:
+        return last_states(self.model, items, times, next_times, lengths)
+
+
+class Retrieve(nn.Module):
+    """The state, and the indices 1..V and cosines of the `top_n` nearest items, (B, min(top_n, V)), best first."""
+
+    vectors: Tensor
+
+    def __init__(self, model: SequenceModel) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("vectors", model.item_vectors()[1:].detach().T.contiguous())
+
+    def forward(self, items: Tensor, times: Tensor, next_times: Tensor, lengths: Tensor, top_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        state = last_states(self.model, items, times, next_times, lengths)
+        catalogue_size = self.vectors.shape[1]
+        count = cast("int", top_n.clamp(max=catalogue_size).item())  # int() would fix it to the example's
+        torch._check(count >= 1)  # type: ignore[no-untyped-call]  # noqa: SLF001 - the documented way to tell the exporter a bound
+        torch._check(count <= catalogue_size)  # type: ignore[no-untyped-call]  # noqa: SLF001
+        scores, nearest = torch.topk(state @ self.vectors, count, dim=1)
+        return state, nearest + 1, scores
+
+
+class Append(nn.Module):
+    """The state after new events that follow kept ones, and the new events' K^T and V; see HSTU.append."""
+
+    def __init__(self, model: HSTU) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(  # noqa: PLR0917 - the order of the graph's inputs
+        self,
+        items: Tensor,
+        times: Tensor,
+        next_times: Tensor,
+        lengths: Tensor,
+        past_times: Tensor,
+        past_lengths: Tensor,
+        past_kt: Tensor,
+        past_v: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        states, kt, v = self.model.append(items, times, next_times, past_times, past_lengths, past_kt, past_v)
+        return row(states, lengths - 1).squeeze(1), kt, v

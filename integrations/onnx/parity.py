@@ -1,0 +1,68 @@
+"""The gate every compiled artifact passes: it answers as the model does, within a stated tolerance, or it is refused."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cluster.compilation import Precision
+from cluster.errors import CompileError
+from cluster.values import FloatArray, Int64Array
+from integrations.onnx.graphs import Graph
+from integrations.onnx.samples import Inputs
+
+Run = Callable[[Inputs], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest difference of any output from the model's, and the least share of its ten nearest items that must be the same."""
+
+    max_abs_error: float
+    top10_agreement: float
+
+
+# A time that falls into the neighbouring bucket, for a logarithm rounded otherwise, moves an output by about 1e-5: fp32 stands above that.
+TOLERANCES: Mapping[Precision, Tolerance] = {"fp32": Tolerance(1e-4, 0.99), "fp16": Tolerance(2e-2, 0.9)}
+
+
+def measure(graph: Graph, run: Run, samples: Iterable[Inputs], vectors: FloatArray) -> dict[str, float]:
+    """`max_abs_error` over all outputs but item indices, and `top10_agreement`, of `run` against the model in PyTorch."""
+    errors, agreements = [], []
+    for inputs in samples:
+        with torch.no_grad():
+            outputs = graph.module(*inputs.values())
+        expected = dict(zip(graph.outputs, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
+        actual = run(inputs)
+        errors += [_difference(actual[name], expected[name].numpy()) for name in graph.outputs if name != "nearest"]
+        agreements.append(_agreement(actual.get("nearest", _top10(actual["state"], vectors)), _top10(expected["state"].numpy(), vectors)))
+    return {"max_abs_error": float(max(errors)), "top10_agreement": float(np.mean(agreements))}
+
+
+def require_parity(parity: Mapping[str, float], precision: Precision) -> None:
+    """Raises CompileError where the measured parity is outside the tolerance of its precision (NaN always is)."""
+    allowed = TOLERANCES[precision]
+    error, agreement = parity["max_abs_error"], parity["top10_agreement"]
+    if not error <= allowed.max_abs_error:
+        raise CompileError(f"its outputs are {error:.2g} from the model's; {precision} allows at most {allowed.max_abs_error:.2g}")
+    if not agreement >= allowed.top10_agreement:
+        raise CompileError(f"{agreement:.1%} of its ten nearest items are the model's; {precision} requires {allowed.top10_agreement:.0%}")
+
+
+def _difference(actual: FloatArray, expected: FloatArray) -> float:
+    if actual.shape != expected.shape:
+        raise CompileError(f"it returns shape {actual.shape} where the model returns {expected.shape}")
+    return float(np.abs(actual - expected).max(initial=0.0))
+
+
+def _top10(states_BD: FloatArray, vectors: FloatArray) -> Int64Array:
+    return np.argsort(-(states_BD @ vectors[1:].T), axis=1, kind="stable")[:, :10] + 1
+
+
+def _agreement(actual: Int64Array, expected: Int64Array) -> float:
+    """The share of the first ten, or of as many as were asked for, that stand in both."""
+    count = min(actual.shape[1], expected.shape[1])
+    shared = [np.intersect1d(mine[:count], theirs[:count]).size for mine, theirs in zip(actual, expected, strict=True)]
+    return float(np.mean(shared) / count)

@@ -1,0 +1,135 @@
+"""ONNX -> TensorRT engines, one for each graph, precision and GPU architecture.
+
+A network is strongly typed: its precisions are those of the ONNX graph, which has been checked against the model. An engine can only be
+checked itself where its GPU is; there it passes the same gate.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from cluster.bundle import Artifact, Bundle, Draft, ModelRecord
+from cluster.compilation import CompileOptions, CompileStep
+from cluster.errors import BackendUnavailable, CompileError
+from integrations.hstu.limits import limits
+from integrations.hstu.weights import load_model
+from integrations.onnx.graphs import graphs
+from integrations.onnx.parity import measure, require_parity
+from integrations.onnx.samples import samples
+from integrations.tensorrt.device import gpu_architecture
+from integrations.tensorrt.engine import Engine
+from integrations.tensorrt.library import CURE, FULL, RTX, installed, load_library, make_logger, title
+
+Range: TypeAlias = tuple[int, int, int]
+GRAPHS = ("encode", "append")  # not `retrieve`: with the item table inside, an engine stores it twice and doubles in size
+
+
+class TensorRTCompiler:
+    """With the full library and a GPU: engines for that GPU. With TensorRT for RTX: engines for every target, on any machine."""
+
+    def steps(self, bundle: Bundle, draft: Draft, options: CompileOptions) -> Sequence[CompileStep]:
+        here = _architecture_here()
+        library = _builder(here)
+        targets = (here,) if here and library.__name__ == FULL else options.targets
+        sources = [a for a in draft.artifacts if a.kind == "onnx" and a.graph in GRAPHS and a.precision in options.precisions]
+        if not sources:
+            raise CompileError(f"there is no ONNX graph ({' or '.join(GRAPHS)}) to build from: its export failed or was never run")
+        (draft.path / "tensorrt").mkdir(exist_ok=True)
+        return [
+            CompileStep(f"tensorrt {graph.graph} {graph.precision} {target}", partial(_make, library, bundle, draft, graph, target))
+            for graph in sources
+            for target in targets
+        ]
+
+
+def profile_ranges(graph: str, model: ModelRecord) -> dict[str, Range]:
+    """The (smallest, most likely, largest) size of each named dimension of a graph."""
+    longest, usual = limits(model).max_length, limits(model).max_history
+    if graph == "append":
+        return {"batch": (1, 8, 32), "length": (1, 1, min(32, longest)), "past": (0, usual, longest)}
+    return {"batch": (1, 8, 32), "length": (1, usual, longest)}
+
+
+def build_engine(library: Any, graph: Path, ranges: Mapping[str, Range], target: str) -> Any:
+    """The serialised engine, a bytes-like object. Raises CompileError with the library's own reason."""
+    logger = make_logger(library)
+    builder = library.Builder(logger)
+    network = builder.create_network(1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = library.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(graph)):
+        error = parser.get_error(0)
+        raise CompileError(f"{title(library)} cannot parse {graph.name}: operator {error.node_operator()!r}: {error.desc()}")
+    config = builder.create_builder_config()
+    config.add_optimization_profile(_profile(builder, network, ranges))
+    if library.__name__ == RTX:
+        _target(library, config, target)
+    engine = builder.build_serialized_network(network, config)
+    if engine is None:
+        raise CompileError(f"{title(library)} cannot build {graph.name} for {target}: {'; '.join(logger.errors) or 'no reason given'}")
+    return engine
+
+
+def _make(library: Any, bundle: Bundle, draft: Draft, graph: Artifact, target: str) -> Artifact:
+    file = f"tensorrt/{graph.graph}.{graph.precision}.{target}.engine"
+    engine = build_engine(library, draft.path / graph.file, profile_ranges(graph.graph, bundle.manifest.model), target)
+    (draft.path / file).write_bytes(engine)
+    parity = measure_here(library, bundle, draft.path / file, graph) if target == _architecture_here() else {}
+    return graph.model_copy(update={"kind": "tensorrt", "file": file, "target": target, "builder": title(library), "parity": parity})
+
+
+def measure_here(library: Any, bundle: Bundle, file: Path, graph: Artifact) -> dict[str, float]:
+    """Run the engine on this GPU against the model. Raises CompileError where it is outside the tolerance of its precision."""
+    model = load_model(bundle)
+    computation = next(candidate for candidate in graphs(model) if candidate.name == graph.graph)
+    try:
+        engine = Engine(library, file)
+        parity = measure(
+            computation,
+            lambda inputs: {name: tensor.cpu().numpy() for name, tensor in engine.run(inputs).items()},
+            samples(computation, model.config),
+            model.item_vectors().detach().numpy(),
+        )
+    except RuntimeError as error:  # torch raises these for whatever goes wrong on the GPU
+        raise CompileError(f"the engine was built and broke when it ran: {error}") from error
+    require_parity(parity, graph.precision)
+    return parity
+
+
+def _profile(builder: Any, network: Any, ranges: Mapping[str, Range]) -> Any:
+    profile = builder.create_optimization_profile()
+    for index in range(network.num_inputs):
+        tensor = network.get_input(index)
+        names = [tensor.get_dimension_name(axis) if size == -1 else None for axis, size in enumerate(tensor.shape)]
+        if unknown := {name for name in names if name} - ranges.keys():
+            raise CompileError(f"input {tensor.name!r} has dimensions {sorted(unknown)} without a range; known are {sorted(ranges)}")
+        shapes = [tuple(ranges[name][end] if name else size for name, size in zip(names, tensor.shape, strict=True)) for end in range(3)]
+        profile.set_shape(tensor.name, *shapes)
+    return profile
+
+
+def _target(library: Any, config: Any, target: str) -> None:
+    capabilities = {f"sm_{name[2:]}": value for name, value in library.ComputeCapability.__members__.items() if name.startswith("SM")}
+    if target not in capabilities:
+        choices = ", ".join(capabilities)
+        raise CompileError(f"{title(library)} does not build for {target!r}, only for {choices}; use the full tensorrt on that GPU")
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(capabilities[target], 0)
+
+
+def _architecture_here() -> str | None:
+    try:
+        return gpu_architecture()
+    except BackendUnavailable:
+        return None
+
+
+def _builder(here: str | None) -> Any:
+    """The full library where there is a GPU for it, else TensorRT for RTX."""
+    usable = [name for name in installed() if here or name != FULL]
+    if not usable:
+        raise CompileError(f"no TensorRT builder can work here; {CURE}")
+    try:
+        return load_library(usable[0])
+    except ImportError as error:
+        raise CompileError(str(error)) from error

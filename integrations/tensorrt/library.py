@@ -1,0 +1,45 @@
+"""Which TensorRT is here. Two libraries share one API:
+
+tensorrt               the full library: builds and runs engines for the GPU of this machine, needs one to build
+tensorrt_rtx_bindings  TensorRT for RTX: builds for a list of architectures on any machine, no GPU needed; has none of Hopper's
+"""
+
+import importlib
+from importlib.util import find_spec
+from typing import Any
+
+FULL, RTX = "tensorrt", "tensorrt_rtx_bindings"
+CURE = "run: pip install 'genrec[gpu]' on a GPU machine, or 'genrec[cpu]' to build engines anywhere"
+
+
+def installed() -> list[str]:
+    """The libraries there are, the full one first."""
+    return [name for name in (FULL, RTX) if find_spec(name) is not None]
+
+
+def load_library(name: str) -> Any:
+    """The library as a module. Raises ImportError, also where its shared objects are missing."""
+    try:
+        return importlib.import_module(name)
+    except OSError as error:
+        raise ImportError(f"{name} is installed but does not load: {error}") from error
+
+
+def title(library: Any) -> str:
+    """How manifests name it, as ``tensorrt_rtx_bindings 1.7.1.116``: the module, a blank, the version."""
+    return f"{library.__name__} {library.__version__}"
+
+
+def make_logger(library: Any) -> Any:
+    """A logger that keeps errors in `errors` in place of printing them: TensorRT returns None and says why only here."""
+
+    class Logger(library.ILogger):  # type: ignore[misc]  # the base class is known at run time only
+        def __init__(self) -> None:
+            super().__init__()
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (library.ILogger.ERROR, library.ILogger.INTERNAL_ERROR):
+                self.errors.append(message)
+
+    return Logger()
