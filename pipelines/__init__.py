@@ -1,0 +1,1 @@
+"""The work itself, without Ray: recommend, train, evaluate, compile."""

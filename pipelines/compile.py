@@ -1,0 +1,108 @@
+"""Compile a model: PyTorch -> ONNX -> engines, as a new version of it. What fails is left out and recorded; the model serves without it.
+
+A compiler's name in the registry is also the kind of its artifacts and the directory in the bundle that holds all its files.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.bundle import Artifact, Bundle, BundleStore, Draft, FailedStep
+from cluster.compilation import CompileOptions, Compiler, CompileStep
+from cluster.errors import BundleError, CompileError, GenrecError
+from cluster.registry import COMPILERS, choose
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What became of a step: an artifact of `size` bytes, or the reason why there is none."""
+
+    step: str
+    seconds: float
+    artifact: Artifact | None = None
+    size: int = 0
+    failure: str = ""
+
+
+def compile_bundle(
+    store: BundleStore,
+    options: CompileOptions,
+    *,
+    only: Sequence[str] = (),
+    compilers: Mapping[str, str] = COMPILERS,
+    on_step: Callable[[StepResult], None] = lambda _: None,
+) -> Bundle:
+    """Publish a version of the current model with new artifacts and return it. `only` these compilers run; what the others made is kept."""
+    chosen = {name: choose_compiler(compilers, name) for name in only or compilers}
+    bundle = store.open()
+    with store.recompile(bundle) as draft:
+        for name in compilers.keys() - chosen.keys():
+            keep(name, bundle, draft)
+        for name, compiler in chosen.items():
+            for result in results(name, compiler, bundle, draft, options):
+                record(draft, result)
+                on_step(result)
+    return store.open()
+
+
+def choose_compiler(compilers: Mapping[str, str], name: str) -> Compiler | GenrecError:
+    """The compiler of that name or, where a package it needs is missing, the error to record. Raises UnknownChoice."""
+    try:
+        compiler: Compiler = choose("compiler", compilers, name)()
+    except ImportError as error:
+        return CompileError(f"{error}; run: pip install 'genrec[cpu]' (or 'genrec[gpu]' on a GPU machine)")
+    return compiler
+
+
+def results(name: str, compiler: Compiler | GenrecError, bundle: Bundle, draft: Draft, options: CompileOptions) -> Iterator[StepResult]:
+    """Run a compiler's steps one after the other; one that fails does not stop the next."""
+    try:
+        if isinstance(compiler, GenrecError):
+            raise compiler
+        steps = compiler.steps(bundle, draft, options)
+    except GenrecError as error:
+        yield StepResult(name, seconds=0.0, failure=str(error))
+        return
+    for step in steps:
+        yield attempt(step, draft)
+
+
+def attempt(step: CompileStep, draft: Draft) -> StepResult:
+    """Run a step; where it fails, the files it left behind go."""
+    before, start = files(draft), time.perf_counter()
+    try:
+        artifact = step.run()
+    except GenrecError as error:
+        for file in files(draft) - before:
+            file.unlink()
+        return StepResult(step.name, time.perf_counter() - start, failure=str(error))
+    return StepResult(step.name, time.perf_counter() - start, artifact, (draft.path / artifact.file).stat().st_size)
+
+
+def record(draft: Draft, result: StepResult) -> None:
+    """Put the outcome into the manifest to be."""
+    if result.artifact:
+        draft.artifacts.append(result.artifact)
+    else:
+        draft.failed_steps.append(FailedStep(step=result.step, reason=result.failure))
+
+
+def keep(name: str, bundle: Bundle, draft: Draft) -> None:
+    """Take over what the compiler `name` made earlier, if all of it verifies; else it is recorded as lost."""
+    try:
+        for file in bundle.manifest.files:
+            if file.startswith(f"{name}/"):
+                (draft.path / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(bundle.verified(file), draft.path / file)
+    except BundleError as error:
+        shutil.rmtree(draft.path / name, ignore_errors=True)
+        draft.failed_steps.append(FailedStep(step=name, reason=str(error)))
+        return
+    draft.artifacts += [artifact for artifact in bundle.manifest.artifacts if artifact.kind == name]
+    draft.failed_steps += [failed for failed in bundle.manifest.failed_steps if failed.step.split()[0] == name]
+
+
+def files(draft: Draft) -> set[Path]:
+    return {path for path in draft.path.rglob("*") if path.is_file()}

@@ -1,0 +1,61 @@
+"""Measure a sequence model: rank the whole catalogue for every user's held-out event.
+
+Items inside the history window are filtered out of the ranking (save the answer itself, where users come back to items). Ties count
+against the model.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.dataset import Interactions
+from cluster.errors import DataError
+from cluster.values import Int64Array
+from pipelines.ranking_metrics import ranking_metrics
+from pipelines.sequence_models import TrainableModel
+from pipelines.splits import TEST, Example, held_out
+
+_USERS_AT_ONCE = 128
+
+
+def evaluate(model: TrainableModel, interactions: Interactions, *, from_end: int = TEST) -> Mapping[str, float]:
+    """HR@10/50/200, NDCG@10/50 and MRR on the event that stands `from_end` from each user's end."""
+    return ranking_metrics(ranks(model, list(held_out(interactions, from_end))))
+
+
+def ranks(model: TrainableModel, examples: Sequence[Example]) -> Int64Array:
+    """The rank (1 = first) of each example's target, in the order of the examples."""
+    out = np.zeros(len(examples), np.int64)
+    was_training = model.training
+    model.eval()
+    with torch.inference_mode():
+        vectors = model.item_vectors()
+        for rows in _by_length(examples):
+            out[rows] = _ranks(model, vectors, [examples[row] for row in rows])
+    model.train(was_training)
+    return out
+
+
+def _by_length(examples: Sequence[Example]) -> Iterator[list[int]]:
+    order = np.argsort([len(example.history) for example in examples], kind="stable").tolist()
+    return (order[start : start + _USERS_AT_ONCE] for start in range(0, len(order), _USERS_AT_ONCE))
+
+
+def _ranks(model: TrainableModel, vectors_VD: Tensor, examples: Sequence[Example]) -> Int64Array:
+    batch = {
+        name: tensor.to(vectors_VD.device) for name, tensor in model.collate([example.history for example in examples]).tensors().items()
+    }
+    rows = torch.arange(len(examples), device=vectors_VD.device)
+    states_BLD = model(batch["items"], batch["times"], batch["next_times"])
+    scores_BV = states_BLD[rows, batch["lengths"] - 1] @ vectors_VD.T
+    targets = torch.tensor([example.target for example in examples], device=vectors_VD.device)
+    wanted_B = scores_BV[rows, targets]
+    if not bool(torch.isfinite(wanted_B).all()):
+        raise DataError("the model's scores are not finite; its weights are broken, train it again with a lower learning rate")
+    scores_BV.scatter_(1, batch["items"], -torch.inf)
+    scores_BV[:, 0] = -torch.inf
+    scores_BV[rows, targets] = wanted_B
+    out: Int64Array = (scores_BV >= wanted_B.unsqueeze(1)).sum(dim=1).cpu().numpy()
+    return out

@@ -1,0 +1,65 @@
+"""From what a caller says of a user to what an encoder takes."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from cluster.dataset import Catalogue
+from cluster.errors import InvalidRequest
+from cluster.values import Behaviour, Int32Array, RecommendRequest, UserSequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wishes:
+    """A request in catalogue indices. `among` is None where any item may be recommended; the others are sorted and unique."""
+
+    sequence: UserSequence
+    excluded: Int32Array
+    among: Int32Array | None
+    unknown_items: tuple[str, ...]
+
+
+def understand(request: RecommendRequest, catalogue: Catalogue) -> Wishes:
+    """Look the request's items up and put its behaviours in the order of time; unknown items are set aside, not refused.
+
+    Raises InvalidRequest where a behaviour lies after the request's own time.
+    """
+    ordered = sorted(request.behaviours, key=lambda behaviour: behaviour.timestamp)
+    known = [(index, behaviour) for behaviour in ordered if (index := catalogue.index_of(behaviour.item_id)) is not None]
+    sequence = _sequence(known, _request_time(request))
+    mentioned = (*(b.item_id for b in ordered), *sorted(request.blocked), *sorted(request.allowed or ()))
+    return Wishes(
+        sequence=sequence,
+        excluded=np.union1d(sequence.items if request.exclude_seen else [], _indices(request.blocked, catalogue)).astype(np.int32),
+        among=None if request.allowed is None else _indices(request.allowed, catalogue),
+        unknown_items=tuple(dict.fromkeys(item for item in mentioned if catalogue.index_of(item) is None)),
+    )
+
+
+def _request_time(request: RecommendRequest) -> int:
+    """As asked; by default now, or the last behaviour where the caller's clock is ahead of ours."""
+    last = max((behaviour.timestamp for behaviour in request.behaviours), default=0)
+    if request.request_time is None:
+        return max(int(time.time()), last)
+    for position, behaviour in enumerate(request.behaviours):
+        if behaviour.timestamp > request.request_time:
+            problem = f"{behaviour.timestamp} is after request_time ({request.request_time}); leave it out or ask at a later time"
+            raise InvalidRequest(f"behaviours[{position}].timestamp", problem)
+    return request.request_time
+
+
+def _sequence(known: list[tuple[int, Behaviour]], request_time: int) -> UserSequence:
+    return UserSequence(
+        items=np.array([index for index, _ in known], np.int32),
+        timestamps=np.array([behaviour.timestamp for _, behaviour in known], np.int64),
+        actions=np.array([behaviour.action.code for _, behaviour in known], np.int8),
+        values=np.array([np.nan if behaviour.value is None else behaviour.value for _, behaviour in known], np.float32),
+        request_time=request_time,
+    )
+
+
+def _indices(item_ids: Iterable[str], catalogue: Catalogue) -> Int32Array:
+    known = {index for item_id in item_ids if (index := catalogue.index_of(item_id)) is not None}
+    return np.array(sorted(known), np.int32)

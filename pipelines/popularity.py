@@ -1,0 +1,20 @@
+"""The last fallback, and the answer to a newcomer: what most people chose."""
+
+import numpy as np
+
+from cluster.values import FloatArray, Int32Array, Int64Array
+
+
+class Popularity:
+    """Items by their number of events in the training data; ties go to the lower catalogue index."""
+
+    def __init__(self, counts: Int64Array) -> None:
+        order = np.argsort(-counts[1:], kind="stable").astype(np.int32) + 1
+        self._ranked: Int32Array = order
+        self._share: FloatArray = (counts / max(1, counts.sum())).astype(np.float32)
+
+    def nearest(self, top_n: int, among: Int32Array | None = None) -> tuple[Int32Array, FloatArray]:
+        """The `top_n` most popular items, or of those in `among`, and each one's share of all events."""
+        ranked = self._ranked if among is None else self._ranked[np.isin(self._ranked, among)]
+        items = ranked[:top_n]
+        return items, self._share[items]
