@@ -1,0 +1,53 @@
+"""The command `genrec`."""
+
+import importlib
+import sys
+
+import typer
+
+from cluster.errors import GenrecError
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, help="Train, compile and serve generative recommenders on a Ray Serve cluster."
+)
+
+COMMANDS = {
+    "demo": "deployments.cli.demo:demo",
+    "serve": "deployments.cli.serve:serve",
+    "data": "deployments.cli.data:app",
+    "train": "deployments.cli.train:train",
+    "evaluate": "deployments.cli.evaluate:evaluate",
+    "import": "deployments.cli.import_:app",
+    "compile": "deployments.cli.compile:compile_",
+    "backends": "deployments.cli.backends:backends",
+    "config": "deployments.cli.config:config",
+}
+
+
+@app.callback()
+def genrec() -> None:
+    """Keep the command's name on the command line though only the one that is called is registered."""
+
+
+def main() -> None:
+    """Run the command line. An error meant for people is printed as one line, with exit status 1."""
+    _register()
+    try:
+        app()
+    except GenrecError as error:
+        typer.secho(f"genrec: {error}", fg="red", err=True)
+        sys.exit(1)
+
+
+def _register() -> None:
+    """Import only the command that is called, or all of them for help: some load torch, some Ray."""
+    asked = sys.argv[1] if len(sys.argv) > 1 else ""
+    for name, target in COMMANDS.items():
+        if asked in COMMANDS and asked != name:
+            continue
+        module, attribute = target.split(":")
+        command = getattr(importlib.import_module(module), attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)

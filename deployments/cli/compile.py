@@ -1,0 +1,66 @@
+"""genrec compile: turn a trained model into ONNX graphs and TensorRT engines, each checked against it."""
+
+from pathlib import Path
+from typing import Annotated, cast, get_args
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cluster.bundle import BundleStore
+from cluster.compilation import CompileOptions, Precision
+from cluster.errors import UnknownChoice
+from pipelines.compile import StepResult, compile_bundle
+
+_TARGETS = ",".join(CompileOptions().targets)
+_PRECISIONS = ",".join(CompileOptions().precisions)
+
+
+def compile_(
+    model_dir: Annotated[Path, typer.Option(help="Directory with the versions of one model, such as models/ml-1m.")],
+    targets: Annotated[str, typer.Option(help="GPU architectures to build for; the full TensorRT builds for its own GPU only.")] = _TARGETS,
+    precision: Annotated[str, typer.Option(help="Precisions to build: fp32, fp16 or both.")] = _PRECISIONS,
+    only: Annotated[str, typer.Option(help="Run only these compilers, such as onnx; what the others made is kept.")] = "",
+) -> None:
+    """Publish a version of the current model with compiled artifacts, and print what became of every step."""
+    console = Console()
+    options = CompileOptions(targets=_split(targets), precisions=_precisions(precision))
+    results: list[StepResult] = []
+    with console.status("compiling") as status:
+
+        def show(result: StepResult) -> None:
+            results.append(result)
+            status.update(f"compiling: {result.step} took {result.seconds:.1f} s")
+
+        bundle = compile_bundle(BundleStore(model_dir), options, only=_split(only), on_step=show)
+    console.print(_table(f"{bundle.version}, compiled from version {bundle.manifest.compiled_from}", results))
+    for failed in (result for result in results if result.failure):
+        console.print(f"[yellow]{failed.step}[/]: ", end="")
+        console.print(failed.failure, markup=False)
+
+
+def _table(title: str, results: list[StepResult]) -> Table:
+    table = Table(title=title, caption="an engine without error figures has not run: its GPU is not here")
+    for column in ("step", "size", "max abs error", "same top 10", "seconds"):
+        table.add_column(column, no_wrap=column == "step")
+    for result in results:
+        parity = result.artifact.parity if result.artifact else {}
+        table.add_row(
+            result.step,
+            f"{result.size / 1e6:.2f} MB" if result.artifact else "[yellow]failed[/]",
+            f"{parity['max_abs_error']:.1e}" if parity else "",
+            f"{parity['top10_agreement']:.1%}" if parity else "",
+            f"{result.seconds:.1f}",
+        )
+    return table
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _precisions(text: str) -> tuple[Precision, ...]:
+    for name in _split(text):
+        if name not in get_args(Precision):
+            raise UnknownChoice("precision", name, get_args(Precision))
+    return cast("tuple[Precision, ...]", _split(text))

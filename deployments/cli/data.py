@@ -1,0 +1,83 @@
+"""`genrec data`: fetch a dataset, or say what is in one."""
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cluster.dataset import Dataset
+from cluster.errors import UnknownChoice
+from cluster.registry import DATASETS
+from cluster.values import Action
+from deployments.cli.dataset_options import DatasetOptions, open_dataset, with_dataset_options
+from integrations.datasets.fetch import fetch_movielens
+from integrations.datasets.options import GROUPLENS, default_cache
+
+app = typer.Typer(no_args_is_help=True, help="Fetch datasets and look into them.")
+PERCENTILES = (0, 25, 50, 75, 90, 99, 100)
+FETCHABLE = tuple(name for name in DATASETS if name.startswith("ml-"))
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(metavar="DATASET", help=f"one of {', '.join(FETCHABLE)}")],
+    *,
+    cache: Annotated[Path | None, typer.Option(help="where to keep it (default: $GENREC_CACHE or ~/.cache/genrec)")] = None,
+    mirror: Annotated[str, typer.Option(help="where to fetch MovieLens from")] = GROUPLENS,
+) -> None:
+    """Bring a MovieLens dataset into the cache and print where it lies."""
+    if name not in FETCHABLE:
+        raise UnknownChoice("dataset to fetch", name, FETCHABLE)
+    typer.echo(fetch_movielens(name, cache or default_cache(), mirror))
+
+
+@app.command()
+@with_dataset_options
+def inspect(
+    dataset: DatasetOptions,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Read a dataset and print its users, items, events, time span, sequence lengths and actions."""
+    summary = summarise(open_dataset(dataset))
+    if as_json:
+        typer.echo(json.dumps(summary, ensure_ascii=False))
+    else:
+        Console().print(_as_table(summary))
+
+
+def summarise(dataset: Dataset) -> dict[str, Any]:
+    """What is in a dataset, in numbers. `lengths` are the percentiles of events per user."""
+    events, catalogue = dataset.interactions, dataset.catalogue
+    counts = np.bincount(events.actions, minlength=len(Action))
+    return {
+        "name": dataset.name,
+        "source": dataset.source,
+        "users": events.users,
+        "items": len(catalogue),
+        "items_with_events": int(np.count_nonzero(events.popularity(len(catalogue)))),
+        "events": len(events),
+        "from": _moment(events.timestamps.min()),
+        "to": _moment(events.timestamps.max()),
+        "lengths": {f"p{percent}": float(np.percentile(events.lengths, percent)) for percent in PERCENTILES},
+        "actions": {action.value: int(counts[action.code]) for action in Action if counts[action.code]},
+        "events_with_value": int(np.count_nonzero(~np.isnan(events.values))),
+        "skipped_rows": dataset.skipped_rows,
+    }
+
+
+def _as_table(summary: Mapping[str, Any]) -> Table:
+    table = Table(show_header=False, box=None)
+    for key, value in summary.items():
+        shown = "  ".join(f"{name} {number:,g}" for name, number in value.items()) if isinstance(value, dict) else value
+        table.add_row(key.replace("_", " "), f"{shown:,}" if isinstance(shown, int) else str(shown))
+    return table
+
+
+def _moment(timestamp: np.int64) -> str:
+    return datetime.fromtimestamp(int(timestamp), UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,126 @@
+"""The options that say which dataset to read and how, for every command that reads one.
+
+    @with_dataset_options
+    def train(dataset: DatasetOptions, epochs: int = 10) -> None:
+        data = open_dataset(dataset)
+
+gives the command the argument NAME and all the options below, and hands it one value.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from cluster.dataset import Dataset
+from cluster.errors import ConfigError
+from cluster.registry import DATASETS, choose
+from cluster.values import Action
+from integrations.datasets.options import GROUPLENS, BadRows, Columns, ItemColumns, ReadOptions, TimestampUnit, default_cache
+
+T = TypeVar("T")
+_BY_DEFAULT = "column of a table; by default the usual names are tried"
+
+
+@dataclass(frozen=True)
+class DatasetOptions:
+    """What was asked for on the command line."""
+
+    name: Annotated[str, typer.Argument(metavar="DATASET", help=f"one of {', '.join(DATASETS)}")]
+    path: Annotated[Path | None, typer.Option(help="file, directory or zip; without it MovieLens is taken from the cache or fetched")] = (
+        None
+    )
+    items: Annotated[Path | None, typer.Option(help="item table (id, title, any attributes), CSV or Parquet")] = None
+    user_column: Annotated[str | None, typer.Option(help=f"user {_BY_DEFAULT}")] = None
+    item_column: Annotated[str | None, typer.Option(help=f"item {_BY_DEFAULT}")] = None
+    timestamp_column: Annotated[str | None, typer.Option(help=f"timestamp {_BY_DEFAULT}")] = None
+    action_column: Annotated[str | None, typer.Option(help=f"action {_BY_DEFAULT}")] = None
+    value_column: Annotated[str | None, typer.Option(help=f"value {_BY_DEFAULT}")] = None
+    item_id_column: Annotated[str | None, typer.Option(help="id column of the item table")] = None
+    item_title_column: Annotated[str | None, typer.Option(help="title column of the item table")] = None
+    delimiter: Annotated[str | None, typer.Option(help=r"between the fields of a text table, as ';' or '\t'; guessed by default")] = None
+    timestamp_unit: Annotated[TimestampUnit, typer.Option(help="of timestamps that are numbers; ISO-8601 is understood as well")] = (
+        TimestampUnit.SECONDS
+    )
+    action_name: Annotated[
+        list[str], typer.Option(metavar="NAME=ACTION", help="what a table calls an action, as buy=purchase; repeatable")
+    ] = field(default_factory=list)
+    default_action: Annotated[Action, typer.Option(help="of events in a table without an action column")] = Action.VIEW
+    skip_bad_rows: Annotated[bool, typer.Option("--skip-bad-rows", help="count bad rows and read on, rather than stop at the first")] = (
+        False
+    )
+    progress: Annotated[bool | None, typer.Option(help="draw a progress bar (default: where stderr is a terminal)")] = None
+    cache: Annotated[Path | None, typer.Option(help="where fetched datasets are kept (default: $GENREC_CACHE or ~/.cache/genrec)")] = None
+    mirror: Annotated[str, typer.Option(help="where MovieLens is fetched from")] = GROUPLENS
+
+    def read_options(self) -> ReadOptions:
+        """The same for a reader. Raises ConfigError where an --action-name is not NAME=ACTION."""
+        return ReadOptions(
+            items=self.items,
+            columns=Columns(self.user_column, self.item_column, self.timestamp_column, self.action_column, self.value_column),
+            item_columns=ItemColumns(self.item_id_column, self.item_title_column),
+            delimiter=self.delimiter.replace("\\t", "\t") if self.delimiter else None,
+            timestamp_unit=self.timestamp_unit,
+            action_names=_action_names(self.action_name),
+            default_action=self.default_action,
+            on_bad_row=BadRows(skip=self.skip_bad_rows),
+            progress=self.progress,
+            cache=self.cache or default_cache(),
+            mirror=self.mirror,
+        )
+
+
+def open_dataset(asked: DatasetOptions) -> Dataset:
+    """Read a dataset; how many bad rows were skipped, and the first few, are told on stderr.
+
+    Raises UnknownChoice for an unknown name, DataError where it cannot be read.
+    """
+    options = asked.read_options()
+    dataset: Dataset = choose("dataset", DATASETS, asked.name)(asked.path, options)
+    if dataset.skipped_rows:
+        typer.secho(f"skipped {dataset.skipped_rows} bad rows of {dataset.source}, the first of them:", fg="yellow", err=True)
+        for problem in options.on_bad_row.first:
+            typer.echo(f"  {problem}", err=True)
+    return dataset
+
+
+def with_dataset_options(command: Callable[..., T]) -> Callable[..., T]:
+    """A command whose first parameter is a DatasetOptions, with that parameter spread out into one option a field."""
+    spread = _parameters()
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+    @functools.wraps(command)
+    def spread_command(**given: Any) -> T:
+        dataset = DatasetOptions(**{parameter.name: given.pop(parameter.name) for parameter in spread})
+        return command(dataset, **given)
+
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in [*spread, *own]]
+    spread_command.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]  # how inspect lets a wrapper tell its own
+    spread_command.__annotations__ = {parameter.name: parameter.annotation for parameter in keywords}
+    return spread_command
+
+
+def _parameters() -> list[inspect.Parameter]:
+    hints = get_type_hints(DatasetOptions, include_extras=True)
+    signature = inspect.signature(DatasetOptions).parameters
+    return [
+        signature[part.name].replace(annotation=hints[part.name], default=_default(signature[part.name])) for part in fields(DatasetOptions)
+    ]
+
+
+def _default(parameter: inspect.Parameter) -> Any:
+    return [] if parameter.name == "action_name" else parameter.default
+
+
+def _action_names(pairs: list[str]) -> Mapping[str, Action]:
+    names = {}
+    for pair in pairs:
+        name, _, action = pair.partition("=")
+        if not name.strip() or action not in list(Action):
+            raise ConfigError(f"--action-name {pair!r} is not NAME=ACTION with an action out of {', '.join(Action)}")
+        names[name.strip().lower()] = Action(action)
+    return names

@@ -1,0 +1,57 @@
+"""`genrec evaluate`: how good a published model ranks every user's last event."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cluster.bundle import Bundle, BundleStore
+from cluster.dataset import Dataset
+from cluster.errors import DataError
+from deployments.cli.dataset_options import DatasetOptions, open_dataset, with_dataset_options
+from deployments.cli.publishing import item_order_sha256
+from integrations.hstu.weights import load_model
+from pipelines import evaluate as evaluation
+from pipelines.splits import TEST, VALIDATION
+
+
+@with_dataset_options
+def evaluate(
+    dataset: DatasetOptions,
+    *,
+    model_dir: Annotated[Path | None, typer.Option(help="where the model is published (default: models/DATASET)")] = None,
+    version: Annotated[int | None, typer.Option(help="which version (default: the current one)")] = None,
+    validation: Annotated[bool, typer.Option("--validation", help="the second-last events instead of the last")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Rank the whole catalogue for every user's last event: HR@10/50/200, NDCG@10/50, MRR."""
+    data = open_dataset(dataset)
+    bundle = BundleStore(model_dir or Path("models") / data.name).open(version)
+    refuse_another_catalogue(bundle, data)
+    quality = evaluation.evaluate(load_model(bundle), data.interactions, from_end=VALIDATION if validation else TEST)
+    if as_json:
+        typer.echo(json.dumps({"model": bundle.version, "users": data.interactions.users, **quality}))
+    else:
+        print_quality(quality, f"{bundle.version}, {data.interactions.users} users' {'second-last' if validation else 'last'} events")
+
+
+def refuse_another_catalogue(bundle: Bundle, dataset: Dataset) -> None:
+    """Raises DataError where catalogue indices of the data set mean other items than those of the bundle."""
+    if item_order_sha256(bundle.catalogue) != item_order_sha256(dataset.catalogue):
+        raise DataError(
+            f"{bundle.version} knows {len(bundle.catalogue)} items, {dataset.source} has {len(dataset.catalogue)}, and they are not "
+            "the same in the same order; give the data set the model was trained on"
+        )
+
+
+def print_quality(quality: Mapping[str, float], title: str) -> None:
+    """A table of the metrics."""
+    table = Table(title=title)
+    for name in quality:
+        table.add_column(name.upper(), justify="right")
+    table.add_row(*(f"{value:.4f}" for value in quality.values()))
+    Console().print(table)

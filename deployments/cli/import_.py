@@ -1,0 +1,43 @@
+"""`genrec import`: models trained elsewhere -> published bundle."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.bundle import ModelRecord
+from cluster.registry import DATASETS
+from deployments.cli.dataset_options import DatasetOptions, open_dataset
+from deployments.cli.evaluate import print_quality
+from deployments.cli.publishing import publish
+from integrations.hstu.meta_checkpoint import from_meta, raw_id_rows, read_meta_checkpoint, read_meta_config
+from pipelines.evaluate import evaluate
+
+app = typer.Typer(no_args_is_help=True, help="Publish models that were trained elsewhere.")
+
+
+@app.callback()
+def importing() -> None:
+    """Publish models that were trained elsewhere."""
+
+
+@app.command()
+def meta(
+    checkpoint: Annotated[Path, typer.Argument(help="what Meta's research trainer saved (generative-recommenders)")],
+    *,
+    config: Annotated[Path, typer.Option(help="its .gin file, or YAML with dim, layers, heads, attention_dim, linear_dim, max_length")],
+    dataset: Annotated[str, typer.Option(help=f"what it was trained on, one of {', '.join(DATASETS)}")],
+    path: Annotated[Path | None, typer.Option(help="the data set's file, directory or zip; without it MovieLens is fetched")] = None,
+    items: Annotated[Path | None, typer.Option(help="item table of a data set that is a table")] = None,
+    model_dir: Annotated[Path | None, typer.Option(help="where it is published (default: models/DATASET)")] = None,
+) -> None:
+    """Publish an HSTU from Meta's research trainer; its data set gives titles and popularity, and measures it."""
+    data = open_dataset(DatasetOptions(name=dataset, path=path, items=items))
+    sizes = read_meta_config(config, items=len(data.catalogue))
+    model = from_meta(read_meta_checkpoint(checkpoint), sizes, raw_id_rows([item.item_id for item in data.catalogue.items]))
+    record = ModelRecord(family="hstu", config=sizes.model_dump(mode="json"))
+    quality = evaluate(model, data.interactions)
+    origin = {"imported_from": "meta-recsys/generative-recommenders", "checkpoint": checkpoint.name}
+    bundle = publish(model_dir or Path("models") / data.name, record, model, data, training=origin, quality=quality)
+    print_quality(quality, f"{bundle.version}, {data.interactions.users} users' last events")
+    typer.echo(f"published {bundle.path}", err=True)

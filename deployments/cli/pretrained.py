@@ -1,0 +1,66 @@
+"""A trained model without its data: weights and what they are, to be joined with the data set where it is fetched.
+
+Such a directory holds weights.safetensors and model.json: family, configuration, the command that makes it again, quality, provenance
+and a digest of the item order.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from cluster.bundle import WEIGHTS, Bundle, ModelRecord
+from cluster.dataset import Dataset
+from cluster.errors import BundleError, DataError
+from deployments.cli.publishing import item_order_sha256, publish
+from integrations.hstu.weights import build_model, load_weights
+
+DESCRIPTION = "model.json"
+
+
+class Pretrained(BaseModel):
+    """What model.json holds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: ModelRecord
+    command: str = Field(description="makes these weights again")
+    quality: dict[str, float]
+    training: dict[str, JsonValue]
+
+    @property
+    def item_order_sha256(self) -> str:
+        return str(self.training["item_order_sha256"])
+
+
+def export_pretrained(bundle: Bundle, directory: Path, command: str) -> None:
+    """Write a bundle's weights and description, without its catalogue, into `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(bundle.verified(WEIGHTS), directory / WEIGHTS)
+    manifest = bundle.manifest
+    described = Pretrained(model=manifest.model, command=command, quality=manifest.quality, training=manifest.training)
+    (directory / DESCRIPTION).write_text(described.model_dump_json(indent=2) + "\n")
+
+
+def publish_pretrained(directory: Path, dataset: Dataset, model_dir: Path) -> Bundle:
+    """Publish exported weights with the data set they were trained on.
+
+    Raises DataError where the data set's items are others or in another order, BundleError where the export is broken.
+    """
+    described = read_pretrained(directory)
+    if item_order_sha256(dataset.catalogue) != described.item_order_sha256:
+        raise DataError(f"{directory} was trained on other items than {dataset.source} has; train a model: genrec train {dataset.name}")
+    model = build_model(described.model)
+    load_weights(model, directory / WEIGHTS)
+    training: dict[str, Any] = {**described.training, "pretrained": True}
+    return publish(model_dir, described.model, model, dataset, training=training, quality=described.quality)
+
+
+def read_pretrained(directory: Path) -> Pretrained:
+    """The description of an export. Raises BundleError where there is none."""
+    path = directory / DESCRIPTION
+    try:
+        return Pretrained.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise BundleError(f"{path} does not describe a pre-trained model: {error}") from error

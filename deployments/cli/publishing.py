@@ -1,0 +1,52 @@
+"""Put a model and its catalogue into a new bundle version."""
+
+import hashlib
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.bundle import CATALOGUE, POPULARITY, WEIGHTS, Bundle, BundleStore, ModelRecord
+from cluster.catalogue_file import write_catalogue
+from cluster.dataset import Catalogue, Dataset
+from integrations.hstu.sequence_model import SequenceModel
+from integrations.hstu.weights import save_weights
+
+
+def publish(
+    model_dir: Path,
+    record: ModelRecord,
+    model: SequenceModel,
+    dataset: Dataset,
+    *,
+    training: Mapping[str, Any],
+    quality: Mapping[str, float],
+) -> Bundle:
+    """A new current version of the model in `model_dir`, opened."""
+    store = BundleStore(model_dir)
+    with store.publish(record) as draft:
+        save_weights(model, draft.path / WEIGHTS)
+        write_catalogue(dataset.catalogue, draft.path / CATALOGUE)
+        np.save(draft.path / POPULARITY, dataset.interactions.popularity(len(dataset.catalogue)))
+        draft.training, draft.quality = {**provenance(dataset), **training}, dict(quality)
+    return store.open()
+
+
+def provenance(dataset: Dataset) -> dict[str, Any]:
+    """What the model learnt from and which software made it."""
+    return {
+        "dataset": dataset.name,
+        "users": dataset.interactions.users,
+        "items": len(dataset.catalogue),
+        "events": len(dataset.interactions),
+        "item_order_sha256": item_order_sha256(dataset.catalogue),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("genrec", "torch", "numpy")}},
+    }
+
+
+def item_order_sha256(catalogue: Catalogue) -> str:
+    """A digest of the item ids in index order: weights fit only a catalogue with the same one."""
+    return hashlib.sha256("\n".join(item.item_id for item in catalogue.items).encode()).hexdigest()

@@ -1,0 +1,100 @@
+"""`genrec train`: dataset -> sequence model -> published bundle."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from pydantic import ValidationError
+
+from cluster.bundle import ModelRecord
+from cluster.errors import ConfigError
+from cluster.registry import MODELS
+from deployments.cli.dataset_options import DatasetOptions, open_dataset, with_dataset_options
+from deployments.cli.evaluate import print_quality
+from deployments.cli.pretrained import export_pretrained
+from deployments.cli.publishing import publish
+from deployments.cli.training_progress import TrainingProgress
+from integrations.hstu.sequence_model import SequenceModel
+from pipelines.train import TrainOptions
+from pipelines.training_run import RunOptions, TrainedModel, train_model
+
+_DEFAULT = TrainOptions()
+_WINDOW_MARGIN = 11
+"""How much longer than the history the constant N is, as in the published configurations (200 -> 211)."""
+
+
+@with_dataset_options
+def train(
+    dataset: DatasetOptions,
+    *,
+    model_dir: Annotated[Path | None, typer.Option(help="where versions are published (default: models/DATASET)")] = None,
+    family: Annotated[str, typer.Option(help=f"one of {', '.join(MODELS)}")] = "hstu",
+    dim: Annotated[int, typer.Option(help="width of the embeddings")] = 50,
+    layers: Annotated[int, typer.Option()] = 2,
+    heads: Annotated[int, typer.Option()] = 1,
+    head_dim: Annotated[int | None, typer.Option(help="HSTU: width of a head (default: dim / heads)")] = None,
+    max_history: Annotated[int, typer.Option(help="how many of a user's latest events the model sees")] = 200,
+    dropout: Annotated[float, typer.Option()] = 0.2,
+    epochs: Annotated[int, typer.Option(help="at most, and the end of the learning-rate schedule")] = _DEFAULT.epochs,
+    batch_users: Annotated[int, typer.Option(help="users in a batch")] = _DEFAULT.batch_users,
+    learning_rate: Annotated[float, typer.Option()] = _DEFAULT.learning_rate,
+    schedule: Annotated[str, typer.Option(help="cosine or constant learning rate")] = _DEFAULT.schedule,
+    loss: Annotated[str, typer.Option(help="softmax over the whole catalogue (full), over drawn items (sampled), or auto")] = _DEFAULT.loss,
+    negatives: Annotated[int, typer.Option(help="items drawn for each event by the sampled loss")] = _DEFAULT.negatives,
+    window: Annotated[str, typer.Option(help="random: long histories give other windows too; latest: only the last")] = _DEFAULT.window,
+    validate_every: Annotated[int, typer.Option(help="epochs between validations; 0: none")] = _DEFAULT.validate_every,
+    patience: Annotated[int, typer.Option(help="validations without a better one before it stops")] = _DEFAULT.patience,
+    seed: Annotated[int, typer.Option()] = _DEFAULT.seed,
+    refit: Annotated[bool, typer.Option(help="train anew with the validation events learnt too, as long as validation chose")] = False,
+    compile_: Annotated[bool, typer.Option("--compile", help="torch.compile: slow to start, then several times faster")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    export: Annotated[Path | None, typer.Option(help="write the weights and model.json here too, without the catalogue")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on where an interrupted run of the same options stopped")] = False,
+) -> None:
+    """Train a sequence model with early stop, measure it on every user's last event and publish it."""
+    data = open_dataset(dataset)
+    sizes = {"dim": dim, "layers": layers, "heads": heads, "max_history": max_history, "max_length": max_history + _WINDOW_MARGIN}
+    config = {**sizes, **_widths(family, dim, heads, head_dim), "dropout": dropout, "items": len(data.catalogue)}
+    record = ModelRecord(family=family, config=config)
+    options = _options(
+        epochs=epochs, batch_users=batch_users, learning_rate=learning_rate, schedule=schedule, loss=loss, negatives=negatives,
+        window=window, validate_every=validate_every, patience=patience, seed=seed, compile=compile_,
+    )  # fmt: skip
+    target = model_dir or Path("models") / data.name
+    with TrainingProgress() as progress:
+        run = RunOptions(refit=refit, device=device, checkpoint=target / ".training", resume=resume)
+        trained = train_model(record, data, options, run, progress)
+    model = cast(SequenceModel, trained.model)
+    bundle = publish(target, record, model, data, training=_training(options, run, trained), quality=trained.quality)
+    if export:
+        export_pretrained(bundle, export, shlex.join(["genrec", *sys.argv[1:]]))
+    print_quality(trained.quality, f"{bundle.version}, {data.interactions.users} users' last events")
+    typer.echo(f"published {bundle.path}", err=True)
+
+
+def _widths(family: str, dim: int, heads: int, head_dim: int | None) -> dict[str, int]:
+    if family != "hstu":
+        return {"feedforward_dim": dim}
+    width = head_dim or max(1, dim // heads)
+    return {"attention_dim": width, "linear_dim": width}
+
+
+def _options(**given: Any) -> TrainOptions:
+    try:
+        return TrainOptions.model_validate(given)
+    except ValidationError as error:
+        problems = "; ".join(f"--{str(problem['loc'][0]).replace('_', '-')}: {problem['msg']}" for problem in error.errors())
+        raise ConfigError(problems) from error
+
+
+def _training(options: TrainOptions, run: RunOptions, trained: TrainedModel) -> dict[str, Any]:
+    return {
+        "options": options.model_dump(mode="json"),
+        "refit": run.refit,
+        "epochs": trained.epochs,
+        "best_epoch": trained.best.epoch,
+        "validation": trained.best.validation,
+        "seconds": round(trained.seconds, 1),
+    }

@@ -1,0 +1,129 @@
+"""The encoder deployment: batches requests from all gateways and asks the framework controller for their answers."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from cluster import registry
+from cluster.bundle import Bundle, BundleStore
+from cluster.config import Settings, StageSettings, parse
+from cluster.controller import FrameworkController, NoBackendAnswered, Served
+from cluster.errors import BackendError
+from cluster.stage_rules import ENCODER_RULES
+from cluster.switchboard import Switches
+from cluster.values import EncodeAnswer, Encoded, EncodeRequest, StageReport, UserSequence
+from deployments.batching import MicroBatcher
+from deployments.remote import ask
+from deployments.switchboard import REPORT_INTERVAL_S
+
+STAGE = "encoder"
+Result = TypeVar("Result")
+STUCK_AFTER_S = 30.0
+REPORT_DEADLINE_S = 5.0
+WARM_UP_LENGTHS = (1, 20, 200)
+logger = logging.getLogger("ray.serve")
+
+
+class Encoder:
+    """One replica. Engines run in one thread of their own, so that the event loop stays free to take requests."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: dict[str, Any], switchboard: DeploymentHandle[Any]
+    ) -> None:
+        self._settings = parse(settings)
+        self._bundle = BundleStore(self._settings.model_dir).open(self._settings.version)
+        self._controller = create_controller(self._settings, self._bundle)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._batcher = MicroBatcher(self._answer, self._settings.encoder.batching, tokens=lambda request: len(request.sequence))
+        logger.info("%s", await self._in_thread(lambda: self._controller.warm_up(warm_up_requests(self._bundle))))
+        self._switchboard = switchboard
+        self._switches_version = 0
+        self._switches: Switches = {}
+        self._reporting = asyncio.create_task(self._report_forever())
+
+    async def encode(self, request: EncodeRequest) -> EncodeAnswer | NoBackendAnswered:
+        """One user's state and nearest items, or why no engine gave them: a value, since for Ray this call did not fail."""
+        served = await self._batcher.submit(request)
+        if isinstance(served, NoBackendAnswered):
+            return served
+        report = StageReport("encode", served.backend, served.duration_ms, served.fallback_from)
+        return EncodeAnswer(served.answer, report, self._bundle.version)
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Take a new order, selection or list of disabled backends while requests are served; `user_config` holds StageSettings."""
+        wanted = StageSettings.model_validate(user_config)
+        enabled = {name: name not in wanted.disabled for name in wanted.order}
+        await self._in_thread(lambda: self._controller.reconfigure(order=wanted.order, selection=wanted.selection, enabled=enabled))
+
+    async def check_health(self) -> None:
+        """Unhealthy only where the engine thread is stuck or gone: a broken engine is the controller's business."""
+        await asyncio.wait_for(self._in_thread(lambda: None), timeout=STUCK_AFTER_S)
+        if self._reporting.done():
+            self._reporting.result()
+
+    async def _answer(self, requests: list[EncodeRequest]) -> Sequence[Served[Encoded] | NoBackendAnswered]:
+        return await self._in_thread(lambda: self._controller.call(requests))
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _report_forever(self) -> None:
+        """Push statistics to the switchboard and pull its switches; while it is away, the last switches stay in force."""
+        replica = serve.get_replica_context().replica_id.unique_id
+        while True:
+            snapshot = self._controller.snapshot()
+            following = (self._switches_version, self._switches)
+            try:
+                self._follow(*await ask(self._switchboard, "report", STAGE, replica, snapshot, *following, within_s=REPORT_DEADLINE_S))
+            except BackendError as error:
+                logger.warning("switches stay as they are: %s", error)
+            await asyncio.sleep(REPORT_INTERVAL_S)
+
+    def _follow(self, version: int, switches: Switches) -> None:
+        if version == self._switches_version:
+            return
+        self._switches_version, self._switches = version, switches
+        for (stage, name), enabled in switches.items():
+            if stage == STAGE:
+                (self._controller.enable if enabled else self._controller.disable)(name)
+
+
+def create_controller(settings: Settings, bundle: Bundle) -> FrameworkController[EncodeRequest, Encoded]:
+    """The controller that the configuration describes, over `bundle`."""
+    encoder = settings.encoder
+    controller: FrameworkController[EncodeRequest, Encoded] = FrameworkController(
+        STAGE,
+        registry.backends(STAGE, encoder.backends),
+        encoder.order,
+        bundle,
+        ENCODER_RULES,
+        selection=encoder.selection,
+        breaker=encoder.breaker,
+        probe_interval_s=encoder.probe_interval_s,
+    )
+    for name in encoder.disabled:
+        controller.disable(name)
+    return controller
+
+
+def warm_up_requests(bundle: Bundle) -> list[EncodeRequest]:
+    """Histories of several lengths over real items, so that every engine has run before the first user comes."""
+    return [_history_of(length, len(bundle.catalogue)) for length in WARM_UP_LENGTHS]
+
+
+def _history_of(length: int, items: int) -> EncodeRequest:
+    steps = np.arange(length)
+    sequence = UserSequence(
+        items=(steps % items + 1).astype(np.int32),
+        timestamps=(1_700_000_000 + 3600 * steps).astype(np.int64),
+        actions=np.zeros(length, np.int8),
+        values=np.full(length, np.nan, np.float32),
+        request_time=1_700_000_000 + 3600 * length,
+    )
+    return EncodeRequest(sequence, top_n=min(100, items))

@@ -1,0 +1,110 @@
+"""Every error leaves as problem+json (RFC 9457), and says what to do."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from cluster.errors import BackendUnavailable, InvalidRequest, UnknownChoice
+from deployments.messages import FieldProblem, Problem
+
+MEDIA_TYPE = "application/problem+json"
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    422: {"description": "The request cannot be answered as asked", "content": {MEDIA_TYPE: {"schema": Problem.model_json_schema()}}}
+}
+_SHOWN_ERRORS = 20
+_SHOWN_CHARACTERS = 100
+_log = logging.getLogger(__name__)
+
+
+class BodyTooLarge(HTTPException):
+    """The body has more bytes than the service reads; an HTTPException, which alone passes through FastAPI's reading of a body."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.field = "body"
+        self.problem = f"has more than the {max_bytes} bytes this service takes; send the most recent behaviours only"
+        super().__init__(422, f"{self.field}: {self.problem}")
+
+    def __str__(self) -> str:
+        return self.detail
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` as a problem."""
+    app.add_exception_handler(RequestValidationError, _invalid_message)
+    app.add_exception_handler(InvalidRequest, _invalid_request)
+    app.add_exception_handler(BodyTooLarge, _invalid_request)
+    app.add_exception_handler(UnknownChoice, _unknown_choice)
+    app.add_exception_handler(BackendUnavailable, _unavailable)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _our_fault)
+
+
+def respond(request: Request, status: int, title: str, detail: str, errors: Sequence[FieldProblem] = ()) -> JSONResponse:
+    """A problem as a response."""
+    problem = Problem(title=title, status=status, detail=detail, instance=request.url.path, errors=list(errors))
+    return JSONResponse(problem.model_dump(), status, media_type=MEDIA_TYPE)
+
+
+def field_path(location: Sequence[Any]) -> str:
+    """``("body", "behaviours", 3, "timestamp")`` -> ``behaviours[3].timestamp``."""
+    steps = location[1:] if location and location[0] in {"body", "path", "query"} else location
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
+    return text.encode("utf-8", "backslashreplace").decode() or "body"  # a key may hold what JSON cannot carry back
+
+
+async def _invalid_message(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    found = error.errors()
+    problems = [_field_problem(e) for e in found[:_SHOWN_ERRORS]]
+    detail = f"{problems[0].field}: {problems[0].problem}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+    return respond(request, 422, "Invalid request", detail, problems)
+
+
+def _field_problem(error: dict[str, Any]) -> FieldProblem:
+    field, value = field_path(error["loc"]), repr(error.get("input"))[:_SHOWN_CHARACTERS]
+    match error["type"]:
+        case "extra_forbidden":
+            return FieldProblem(
+                field=field, problem="there is no such field; remove it, or see /docs for the fields there are", value=value
+            )
+        case "json_invalid":
+            position, cause = error["loc"][-1], error.get("ctx", {}).get("error", error["msg"])
+            return FieldProblem(field="body", problem=f"is not JSON: {cause} at character {position}")
+        case _:
+            return FieldProblem(field=field, problem=str(error["msg"]).removeprefix("Value error, "), value=value)
+
+
+async def _invalid_request(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, InvalidRequest | BodyTooLarge)
+    return respond(request, 422, "Invalid request", str(error), [FieldProblem(field=error.field, problem=error.problem)])
+
+
+async def _unknown_choice(request: Request, error: Exception) -> JSONResponse:
+    return respond(request, 404, "Not found", str(error))
+
+
+async def _unavailable(request: Request, error: Exception) -> JSONResponse:
+    response = respond(request, 503, "Not available now", str(error))
+    response.headers["Retry-After"] = "2"
+    return response
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 400:  # FastAPI's word for a body that Python's JSON parser gave up on
+        problem = FieldProblem(field="body", problem="cannot be read: it is nested too deeply, has an endless number, or was cut off")
+        return respond(request, 422, "Invalid request", f"body: {problem.problem}", [problem])
+    titles = {404: "Not found", 405: "Method not allowed"}
+    response = respond(request, error.status_code, titles.get(error.status_code, "Request refused"), str(error.detail))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _our_fault(request: Request, error: Exception) -> JSONResponse:
+    _log.error("unexpected error while answering %s", request.url.path, exc_info=error)
+    return respond(request, 500, "Internal error", "genrec failed in a way it does not know; the server's log has the trace")

@@ -1,0 +1,42 @@
+"""Call another deployment: its answer, or an error of ours that says what went wrong."""
+
+import asyncio
+import logging
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from cluster.errors import BackendFailed, BackendUnavailable, GenrecError
+
+logger = logging.getLogger("ray.serve")
+
+
+async def ask(handle: DeploymentHandle[Any], method: str, *args: Any, within_s: float, tries: int = 1) -> Any:
+    """What `method` of a replica answers. A replica that dies with the call costs a try; the time is for all tries together.
+
+    Raises what the callee raised where that is a GenrecError, BackendFailed where it raised anything else, and BackendUnavailable where
+    no replica could be reached or answered in time.
+    """
+    deadline = monotonic() + within_s
+    try:
+        for _ in range(tries - 1):
+            with suppress(RayActorError):
+                return await _once(handle, method, args, deadline)
+        return await _once(handle, method, args, deadline)
+    except RayTaskError as error:
+        if isinstance(error.cause, GenrecError):
+            raise error.cause from None
+        logger.exception("%s.%s failed in a way it does not know", handle.deployment_name, method)
+        raise BackendFailed(f"{handle.deployment_name} raised {error.cause!r}; its log has the trace") from error
+    except TimeoutError as error:
+        raise BackendUnavailable(f"no replica of {handle.deployment_name} answered within {within_s:g} s") from error
+    except (RayError, RayServeException) as error:
+        raise BackendUnavailable(f"no replica of {handle.deployment_name} could be reached ({type(error).__name__}: {error})") from error
+
+
+async def _once(handle: DeploymentHandle[Any], method: str, args: tuple[Any, ...], deadline: float) -> Any:
+    return await asyncio.wait_for(getattr(handle, method).remote(*args), max(0.0, deadline - monotonic()))

@@ -1,0 +1,28 @@
+"""The switchboard as a deployment: one replica, seldom called, whose loss costs nothing but a little delay."""
+
+from time import monotonic
+
+from cluster.controller import StageSnapshot
+from cluster.switchboard import StageStatus, Switchboard, Switches
+
+REPORT_INTERVAL_S = 0.5
+"""How often every replica of a stage reports; a switch is in force everywhere after two reports."""
+
+
+class SwitchboardDeployment:
+    """Adds the time of day to `Switchboard`."""
+
+    def __init__(self) -> None:
+        self._board = Switchboard(ttl_s=10 * REPORT_INTERVAL_S)
+
+    async def report(self, stage: str, replica: str, snapshot: StageSnapshot, version: int, switches: Switches) -> tuple[int, Switches]:
+        return self._board.report(stage, replica, snapshot, version, switches, now=monotonic())
+
+    async def set(self, stage: str, name: str, enabled: bool) -> int:
+        return self._board.set(stage, name, enabled, now=monotonic())
+
+    async def applied(self, version: int) -> bool:
+        return self._board.applied(version, now=monotonic())
+
+    async def status(self) -> tuple[StageStatus, ...]:
+        return self._board.status(now=monotonic())
