@@ -1,0 +1,169 @@
+"""What every encoder must do, run over all that are registered. A backend that cannot run here is skipped with its own reason."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.protocols import Backend
+from cluster.registry import backends, choose
+from cluster.values import EncodeRequest
+from integrations.hstu.weights import load_model
+from tests.bundles import random_sequence
+
+ITEMS, LONGEST = 200, 20
+TOLERANCE = 1e-4
+COMPILES = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")]  # Inductor's own remarks
+CASES = [
+    pytest.param((name, family), id=f"{name}-{family}", marks=COMPILES if name == "torch_compiled" else ())
+    for name in backends("encoder")
+    for family in ("hstu", "sasrec")
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def served(request):
+    """(an encoder that is loaded, its bundle)."""
+    name, family = request.param
+    bundle = request.getfixturevalue(f"compiled_{family}")
+    encoder = choose("encoder", backends("encoder"), name)()
+    if not (availability := encoder.get_availability(bundle)).ok:
+        pytest.skip(f"{name}: {availability.reason}")
+    encoder.load(bundle)
+    yield encoder, bundle
+    encoder.close()
+
+
+@pytest.fixture(scope="module")
+def encoder(served):
+    return served[0]
+
+
+@pytest.fixture(scope="module")
+def model(served):
+    return load_model(served[1])
+
+
+def asked(length, top_n=10, among=None, seed=0):
+    return EncodeRequest(random_sequence(length, items=ITEMS, seed=seed), top_n, None if among is None else np.array(among, np.int32))
+
+
+def truth(model, request):
+    """The state and all cosines by the model itself: one user, no padding, no pruning."""
+    sequence = request.sequence
+    recent = slice(max(0, len(sequence) - LONGEST), None)
+    times = sequence.timestamps[recent] - sequence.request_time
+    rows = (sequence.items[recent], times, np.append(times[1:], 0))
+    with torch.no_grad():
+        state = model(*(torch.from_numpy(row.astype(np.int64))[None] for row in rows))[0, -1].numpy()
+        return state, model.item_vectors().numpy() @ state
+
+
+def assert_same(actual, expected):
+    assert actual.items.tolist() == expected.items.tolist()
+    assert actual.state == pytest.approx(expected.state, abs=TOLERANCE)
+    assert actual.scores == pytest.approx(expected.scores, abs=TOLERANCE)
+
+
+def test_has_the_methods_of_a_backend(encoder):
+    assert isinstance(encoder, Backend)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 19, LONGEST])
+def test_finds_the_state_and_the_ten_items_that_pytorch_finds(encoder, model, length):
+    request = asked(length)
+    state, cosines = truth(model, request)
+    answer = encoder.infer(request)
+    assert answer.state == pytest.approx(state, abs=TOLERANCE)
+    assert answer.items.tolist() == (np.argsort(-cosines[1:], kind="stable")[:10] + 1).tolist()
+    assert answer.scores == pytest.approx(cosines[answer.items], abs=TOLERANCE)
+
+
+def test_answers_in_the_types_of_the_interface(encoder):
+    answer = encoder.infer(asked(5))
+    assert (answer.state.dtype, answer.items.dtype, answer.scores.dtype) == (np.float32, np.int32, np.float32)
+    assert np.linalg.norm(answer.state) == pytest.approx(1, abs=1e-3)
+
+
+def test_answers_a_batch_of_mixed_lengths_as_it_answers_each_alone_and_in_the_order_asked(encoder):
+    requests = [asked(length, seed=seed) for seed, length in enumerate([1, 20, 3, 25, 7, 2, 20, 1])]
+    answers = encoder.batch_infer(requests)
+    assert len(answers) == len(requests)
+    for request, answer in zip(requests, answers, strict=True):
+        assert_same(answer, encoder.infer(request))
+
+
+def test_answers_more_requests_at_once_than_an_engine_takes(encoder):
+    requests = [asked(1 + seed % 9, seed=seed) for seed in range(70)]
+    for request, answer in zip(requests[::23], encoder.batch_infer(requests)[::23], strict=True):
+        assert_same(answer, encoder.infer(request))
+
+
+def test_gives_each_request_of_a_batch_as_many_items_as_it_asked_for(encoder):
+    answers = encoder.batch_infer([asked(5, top_n) for top_n in (1, 50, 3)])
+    assert [len(answer.items) for answer in answers] == [1, 50, 3]
+    assert answers[0].items[0] == answers[1].items[0] == answers[2].items[0]
+
+
+def test_gives_the_whole_catalogue_once_where_more_is_asked_for_and_never_padding(encoder):
+    answer = encoder.infer(asked(5, top_n=ITEMS + 50))
+    assert sorted(answer.items.tolist()) == list(range(1, ITEMS + 1))
+    assert (np.diff(answer.scores) <= 0).all()
+
+
+def test_searches_only_among_the_items_given(encoder, model):
+    among = [3, 50, 7, 120, 199, 200, 1]
+    request = asked(6, 3, among)
+    _, cosines = truth(model, request)
+    answer = encoder.infer(request)
+    assert answer.items.tolist() == sorted(among, key=lambda item: -cosines[item])[:3]
+    assert answer.scores == pytest.approx(cosines[answer.items], abs=TOLERANCE)
+
+
+def test_keeps_requests_with_and_without_a_subset_apart_in_one_batch(encoder):
+    requests = [asked(4, 5), asked(9, 5, [1, 2, 3]), asked(2, 40), asked(3, 2, [])]
+    answers = encoder.batch_infer(requests)
+    assert [len(answer.items) for answer in answers] == [5, 3, 40, 0]
+    assert_same(answers[1], encoder.infer(requests[1]))
+
+
+def test_encodes_only_the_latest_events_of_a_history_that_is_too_long(encoder):
+    request = asked(3 * LONGEST)
+    whole = request.sequence
+    columns = {name: getattr(whole, name)[-LONGEST:] for name in ("items", "timestamps", "actions", "values")}
+    latest = replace(whole, **columns)
+    assert_same(encoder.infer(request), encoder.infer(replace(request, sequence=latest)))
+
+
+def test_the_moment_of_the_request_matters_to_hstu_and_not_to_sasrec(served):
+    encoder, bundle = served
+    request = asked(8)
+    later = replace(request, sequence=replace(request.sequence, request_time=request.sequence.request_time + 10**7))
+    moved = np.abs(encoder.infer(request).state - encoder.infer(later).state).max()
+    assert (moved > 1e-3) == (bundle.manifest.model.family == "hstu")
+
+
+def test_answers_again_after_it_was_closed_and_loaded(served):
+    encoder, bundle = served
+    before = encoder.infer(asked(5))
+    encoder.close()
+    encoder.load(bundle)
+    assert_same(encoder.infer(asked(5)), before)
+
+
+def test_can_be_closed_twice(served):
+    encoder, bundle = served
+    encoder.close()
+    encoder.close()
+    encoder.load(bundle)
+
+
+def test_answers_from_other_threads_than_the_one_that_loaded_it(encoder):
+    requests = [asked(length) for length in (1, 5, 20)]
+    here = [encoder.infer(request) for request in requests]
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as thread:
+            for expected, actual in zip(here, thread.map(encoder.infer, requests), strict=True):
+                assert_same(actual, expected)

@@ -1,0 +1,74 @@
+"""`genrec backends` with a model, without one, and with a configuration of one's own."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cluster.errors import BundleError
+from deployments.cli import backends
+from tests.bundles import make_bundle
+
+app = typer.Typer()
+app.command()(backends.backends)
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "240")
+
+
+def genrec_backends(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def by_name(output: str) -> dict[str, dict]:
+    return {backend["name"]: backend for backend in json.loads(output)["stages"][0]["backends"]}
+
+
+def test_says_for_a_model_which_engines_can_serve_it_and_why_others_cannot(tmp_path: Path):
+    make_bundle(tmp_path / "tiny")
+    output = genrec_backends("--model-dir", "tiny", "--json")
+    listed, shown = by_name(output), json.loads(output)
+    assert shown["model_version"] == "tiny/1"
+    assert (listed["torch"]["available"], listed["torch"]["rank"]) == (True, 2)
+    assert listed["onnxruntime"]["available"] is False
+    assert listed["onnxruntime"]["reason"].endswith("run: genrec compile")
+    assert listed["torch_compiled"]["rank"] is None
+    assert shown["stages"][0]["explanation"].startswith("encoder=torch (tensorrt: ")
+
+
+def test_prints_a_table(tmp_path: Path):
+    make_bundle(tmp_path / "tiny")
+    output = genrec_backends("--model-dir", "tiny")
+    assert "backends for tiny/1" in output
+    assert "torch_compiled" in output
+    assert "encoder=torch (" in output
+
+
+def test_without_a_model_it_says_what_it_could_not_probe():
+    assert "nothing is published in models/ml-100k, so only imports were tried" in genrec_backends()
+    listed = by_name(genrec_backends("--json"))
+    assert (listed["torch"]["available"], listed["torch"]["reason"]) == (None, "not probed without a model")
+
+
+def test_a_backend_and_an_order_of_ones_own_come_from_the_configuration(tmp_path: Path):
+    make_bundle(tmp_path / "tiny")
+    encoder = {"backends": {"mine": "no_such_package.encoder:Mine"}, "order": ["mine", "torch"], "disabled": ["torch"]}
+    args = {"model_dir": "tiny", "encoder": encoder}
+    (tmp_path / "ray_config.yaml").write_text(json.dumps({"applications": [{"args": args}]}))
+    listed = by_name(genrec_backends("--json"))
+    assert listed["mine"]["reason"] == "no_such_package.encoder:Mine cannot be imported: No module named 'no_such_package'"
+    assert (listed["torch"]["rank"], listed["torch"]["available"], listed["torch"]["reason"]) == (1, True, "switched off by the operator")
+
+
+def test_a_model_directory_that_is_not_there_is_an_error():
+    with pytest.raises(BundleError, match="no model has been published in nowhere"):
+        genrec_backends("--model-dir", "nowhere")

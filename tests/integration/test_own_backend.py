@@ -1,0 +1,106 @@
+"""A backend from outside the tree, registered without editing a file of genrec: the example, by configuration and by entry point."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from cluster import registry
+from cluster.config import parse
+from cluster.controller import FrameworkController
+from cluster.errors import ConfigError
+from cluster.stage_rules import ENCODER_RULES
+from cluster.values import EncodeRequest
+from tests.bundles import make_bundle, random_sequence
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples/own_backend.py"
+
+
+def python(*arguments: object, path: Path) -> str:
+    """What a fresh interpreter prints that imports genrec from this checkout and anything else from `path`."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), str(ROOT)])}
+    command = [sys.executable, *(str(argument) for argument in arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def install(site: Path, *, entry_points: str) -> None:
+    """Lay out what pip leaves of a distribution with the example as its only module."""
+    metadata = site / "own_backend-1.dist-info"
+    metadata.mkdir(parents=True)
+    (site / "own_backend.py").write_text(EXAMPLE.read_text())
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: own-backend\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(f"[genrec.backends]\n{entry_points}\n")
+
+
+def test_the_example_runs_and_is_chosen(tmp_path: Path):
+    make_bundle(tmp_path / "tiny")
+    output = python(EXAMPLE, tmp_path / "tiny", path=tmp_path)
+    assert output.startswith("encoder=mean\n")
+    assert "next, says mean: Item " in output
+
+
+def test_the_example_is_a_backend_in_under_thirty_lines():
+    _, docstring, rest = EXAMPLE.read_text().split('"""', 2)
+    assert "genrec.backends" in docstring
+    assert len(rest.split("\nif __name__", maxsplit=1)[0].strip().splitlines()) < 30
+
+
+def test_a_backend_named_in_the_configuration_serves_and_ours_takes_over_when_it_is_switched_off(tmp_path: Path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    table = registry.backends("encoder", {"mean": "own_backend:MeanEncoder"})
+    controller = FrameworkController("encoder", table, ["mean", "torch"], make_bundle(tmp_path / "tiny"), ENCODER_RULES)
+    request = EncodeRequest(random_sequence(12), top_n=10)
+    served = controller.call_one(request)
+    assert (served.backend, len(served.answer.items)) == ("mean", 10)
+    controller.disable("mean")
+    served = controller.call_one(request)
+    assert (served.backend, served.fallback_from[0].backend) == ("torch", "mean")
+
+
+def test_fastest_does_not_choose_it_because_it_is_not_the_same_model(tmp_path: Path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    table = registry.backends("encoder", {"mean": "own_backend:MeanEncoder"})
+    bundle = make_bundle(tmp_path / "tiny")
+    controller = FrameworkController("encoder", table, ["mean", "torch"], bundle, ENCODER_RULES, selection="fastest")
+    explanation = controller.warm_up([EncodeRequest(random_sequence(length), top_n=10) for length in (3, 20)])
+    assert explanation.startswith(("encoder=torch", "encoder=none"))
+    mean = next(backend for backend in controller.snapshot().backends if backend.name == "mean")
+    assert "disagrees with torch: its user state is" in mean.reason
+
+
+def test_a_package_registers_a_backend_by_its_entry_point(tmp_path: Path):
+    install(tmp_path / "site", entry_points="encoder.mean = own_backend:MeanEncoder")
+    make_bundle(tmp_path / "tiny")
+    (tmp_path / "ask.py").write_text(
+        textwrap.dedent("""\
+            import sys
+            from pathlib import Path
+            from cluster import registry
+            from cluster.bundle import BundleStore
+            from cluster.config import parse
+            from cluster.controller import FrameworkController
+            from cluster.stage_rules import ENCODER_RULES
+            from cluster.values import EncodeRequest
+            from tests.bundles import random_sequence
+
+            settings = parse({"encoder": {"order": ["mean", "torch"]}})
+            bundle = BundleStore(Path(sys.argv[1])).open()
+            table = registry.backends("encoder")
+            controller = FrameworkController("encoder", table, settings.encoder.order, bundle, ENCODER_RULES)
+            served = controller.call_one(EncodeRequest(random_sequence(5), top_n=3))
+            print(served.backend, len(served.answer.items), sys.modules["own_backend"].__file__)
+            """)
+    )
+    backend, items, file = python(tmp_path / "ask.py", tmp_path / "tiny", path=tmp_path / "site").split()
+    assert (backend, items, Path(file)) == ("mean", "3", tmp_path / "site/own_backend.py")
+
+
+def test_its_name_is_unknown_where_the_package_is_not_installed():
+    with pytest.raises(ConfigError, match="order names mean, but no such encoder is registered"):
+        parse({"encoder": {"order": ["mean", "torch"]}})

@@ -1,0 +1,111 @@
+"""`genrec train`, `evaluate` and `import meta` from a table or a checkpoint to a published, measured bundle."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from cluster.bundle import BundleStore
+from cluster.errors import BundleError, DataError
+from cluster.registry import DATASETS, choose
+from deployments.cli import evaluate, import_, train
+from deployments.cli.pretrained import publish_pretrained, read_pretrained
+from integrations.hstu.weights import load_model
+from tests.hstu_oracle import meta_state
+
+SMALL = ["--dim", "8", "--max-history", "10", "--batch-users", "16", "--learning-rate", "0.01"]
+
+
+app = typer.Typer()
+app.command("train")(train.train)
+app.command("evaluate")(evaluate.evaluate)
+app.add_typer(import_.app, name="import")
+
+
+@pytest.fixture
+def table(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [f"u{user},{(user + step) % 12 + 1},{1000 * step + user}" for user in range(40) for step in range(int(rng.integers(4, 15)))]
+    path = tmp_path / "events.csv"
+    path.write_text("\n".join(["user,item,timestamp", *rows]) + "\n")
+    return path
+
+
+def genrec(*arguments):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_table_becomes_a_published_model_whose_quality_evaluate_measures_again(table, tmp_path):
+    model_dir = tmp_path / "shop"
+    genrec("train", "table", "--path", table, "--model-dir", model_dir, "--epochs", 4, "--refit", *SMALL)
+    bundle = BundleStore(model_dir).open()
+    assert bundle.manifest.training["users"] == 40
+    assert bundle.manifest.training["refit"] is True
+    assert set(bundle.manifest.training["versions"]) == {"python", "genrec", "torch", "numpy"}
+    assert int(bundle.popularity.sum()) == bundle.manifest.training["events"]
+    assert not list(model_dir.glob(".training*"))
+    measured = json.loads(genrec("evaluate", "table", "--path", table, "--model-dir", model_dir, "--json"))
+    assert measured["model"] == "shop/1"
+    assert {name: measured[name] for name in bundle.manifest.quality} == bundle.manifest.quality
+
+
+def test_the_same_seed_gives_the_same_weights(table, tmp_path):
+    models = []
+    for name in ("first", "second"):
+        genrec("train", "table", "--path", table, "--model-dir", tmp_path / name, "--epochs", 1, "--family", "sasrec", *SMALL)
+        models.append(load_model(BundleStore(tmp_path / name).open()).state_dict())
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def test_an_export_joined_with_its_data_set_is_the_same_model_and_refuses_another(table, tmp_path):
+    genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--epochs", 1, "--export", tmp_path / "export", *SMALL)
+    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == ["model.json", "weights.safetensors"]
+    original = BundleStore(tmp_path / "shop").open()
+    joined = publish_pretrained(tmp_path / "export", choose("dataset", DATASETS, "table")(table), tmp_path / "joined")
+    assert joined.manifest.quality == original.manifest.quality
+    assert joined.manifest.files["weights.safetensors"] == original.manifest.files["weights.safetensors"]
+    table.write_text(table.read_text() + "u1,99,99999\n")
+    with pytest.raises(DataError, match="other items"):
+        publish_pretrained(tmp_path / "export", choose("dataset", DATASETS, "table")(table), tmp_path / "joined")
+
+
+def test_a_broken_export_is_refused(tmp_path):
+    (tmp_path / "model.json").write_text("{}")
+    with pytest.raises(BundleError, match="does not describe a pre-trained model"):
+        read_pretrained(tmp_path)
+
+
+def test_evaluate_refuses_a_model_of_another_catalogue(table, tmp_path):
+    genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--epochs", 1, *SMALL)
+    other = tmp_path / "other.csv"
+    other.write_text(table.read_text() + "u1,99,99999\n")
+    with pytest.raises(DataError, match="not the same in the same order"):
+        genrec("evaluate", "table", "--path", other, "--model-dir", tmp_path / "shop")
+
+
+def test_resume_without_a_checkpoint_says_so(table, tmp_path):
+    with pytest.raises(DataError, match="start without --resume"):
+        genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--resume", *SMALL)
+
+
+def test_publishes_a_checkpoint_of_metas_trainer(table, tmp_path):
+    state = meta_state(np.random.default_rng(0), rows=20, dim=8, layers=2, heads=2, dqk=4, dv=4, n=21)
+    saved = {f"module.{name}": torch.from_numpy(value) for name, value in state.items()}
+    torch.save({"model_state_dict": saved}, tmp_path / "checkpoint")
+    sizes = {"dim": 8, "layers": 2, "heads": 2, "attention_dim": 4, "linear_dim": 4, "max_length": 21, "max_history": 10}
+    (tmp_path / "sizes.yaml").write_text(json.dumps(sizes))
+    where = ["--dataset", "table", "--path", table, "--model-dir", tmp_path / "meta"]
+    genrec("import", "meta", tmp_path / "checkpoint", "--config", tmp_path / "sizes.yaml", *where)
+    bundle = BundleStore(tmp_path / "meta").open()
+    weights = load_model(bundle).state_dict()
+    index = bundle.catalogue.index_of("7")
+    expected = state["_embedding_module._item_emb.weight"][7]
+    assert np.array_equal(weights["item_embedding.weight"][index].numpy(), expected)
+    assert bundle.manifest.quality["hr@200"] == 1.0

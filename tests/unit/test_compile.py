@@ -1,0 +1,164 @@
+import re
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from cluster.bundle import Artifact, BundleStore
+from cluster.compilation import CompileOptions, CompileStep
+from cluster.errors import CompileError, UnknownChoice
+from deployments.cli.compile import compile_
+from integrations.hstu.encoder import TorchEncoder
+from integrations.onnx.encoder import OnnxRuntimeEncoder
+from integrations.tensorrt.build import TensorRTCompiler
+from integrations.tensorrt.encoder import TensorRTEncoder
+from pipelines.compile import compile_bundle
+from tests.bundles import make_bundle
+
+
+class Good:
+    """Leaves a file for each precision."""
+
+    def steps(self, bundle, draft, options):
+        return [CompileStep(f"onnx encode {p}", lambda p=p: self.make(draft, p)) for p in options.precisions]
+
+    def make(self, draft, precision):
+        (draft.path / "onnx").mkdir(exist_ok=True)
+        (draft.path / f"onnx/encode.{precision}").write_text(precision)
+        return Artifact(kind="onnx", graph="encode", file=f"onnx/encode.{precision}", precision=precision, builder="test")
+
+
+class HalfFails(Good):
+    """Refuses fp16 after its file was written."""
+
+    def make(self, draft, precision):
+        artifact = super().make(draft, precision)
+        if precision == "fp16":
+            raise CompileError("its outputs are 0.5 from the model's")
+        return artifact
+
+
+class Chained:
+    """Builds on what stands in the draft."""
+
+    def steps(self, bundle, draft, options):
+        return [CompileStep("tensorrt encode sm_80", lambda: self.make(draft))]
+
+    def make(self, draft):
+        if not draft.artifacts:
+            raise CompileError("there is no graph to build from")
+        (draft.path / "tensorrt").mkdir()
+        (draft.path / "tensorrt/encode.sm_80").write_text("engine")
+        return Artifact(kind="tensorrt", graph="encode", file="tensorrt/encode.sm_80", target="sm_80", builder="test")
+
+
+class Broken:
+    """Has a bug."""
+
+    def steps(self, bundle, draft, options):
+        return [CompileStep("onnx encode fp32", lambda: 1 / 0)]
+
+
+def table(onnx, tensorrt="Chained"):
+    return {"onnx": f"tests.unit.test_compile:{onnx}", "tensorrt": f"tests.unit.test_compile:{tensorrt}"}
+
+
+@pytest.fixture
+def store(tmp_path):
+    make_bundle(tmp_path / "tiny")
+    return BundleStore(tmp_path / "tiny")
+
+
+def files(bundle):
+    return sorted(file for file in bundle.manifest.files if "/" in file)
+
+
+def test_publishes_a_version_with_the_artifacts_of_all_compilers(store):
+    bundle = compile_bundle(store, CompileOptions(), compilers=table("Good"))
+    assert (bundle.version, bundle.manifest.compiled_from, store.current()) == ("tiny/2", 1, 2)
+    assert files(bundle) == ["onnx/encode.fp16", "onnx/encode.fp32", "tensorrt/encode.sm_80"]
+    assert [artifact.file for artifact in bundle.manifest.artifacts] == ["onnx/encode.fp32", "onnx/encode.fp16", "tensorrt/encode.sm_80"]
+    assert bundle.manifest.failed_steps == []
+
+
+def test_drops_a_refused_artifact_records_why_and_goes_on(store):
+    seen = []
+    bundle = compile_bundle(store, CompileOptions(), compilers=table("HalfFails"), on_step=seen.append)
+    assert files(bundle) == ["onnx/encode.fp32", "tensorrt/encode.sm_80"]
+    assert [(step.step, step.reason) for step in bundle.manifest.failed_steps] == [
+        ("onnx encode fp16", "its outputs are 0.5 from the model's")
+    ]
+    assert [(result.step, bool(result.failure)) for result in seen] == [
+        ("onnx encode fp32", False),
+        ("onnx encode fp16", True),
+        ("tensorrt encode sm_80", False),
+    ]
+
+
+def test_publishes_a_version_that_torch_serves_where_nothing_compiles(store):
+    compilers = {"onnx": "no_such_package.export:OnnxCompiler", "tensorrt": "tests.unit.test_compile:Chained"}
+    bundle = compile_bundle(store, CompileOptions(), compilers=compilers)
+    assert bundle.manifest.artifacts == []
+    reasons = {step.step: step.reason for step in bundle.manifest.failed_steps}
+    assert "No module named 'no_such_package'" in reasons["onnx"]
+    assert "pip install 'genrec[cpu]'" in reasons["onnx"]
+    assert reasons["tensorrt encode sm_80"] == "there is no graph to build from"
+    assert TorchEncoder().get_availability(bundle).ok
+    assert not OnnxRuntimeEncoder().get_availability(bundle).ok
+    assert not TensorRTEncoder().get_availability(bundle).ok
+
+
+def test_the_engine_builder_says_that_there_is_no_graph_where_the_export_failed(store):
+    with store.recompile(store.open()) as draft, pytest.raises(CompileError, match="its export failed or was never run"):
+        TensorRTCompiler().steps(store.open(), draft, CompileOptions())
+
+
+def test_a_bug_in_a_compiler_stays_loud_and_publishes_nothing(store):
+    with pytest.raises(ZeroDivisionError):
+        compile_bundle(store, CompileOptions(), compilers=table("Broken"))
+    assert store.versions() == [1]
+
+
+def test_running_one_compiler_keeps_what_the_others_made(store):
+    first = compile_bundle(store, CompileOptions(), compilers=table("HalfFails"))
+    second = compile_bundle(store, CompileOptions(), only=["tensorrt"], compilers=table("Good"))
+    assert (second.version, files(second)) == ("tiny/3", files(first))
+    assert second.manifest.failed_steps == first.manifest.failed_steps
+    assert second.verified("onnx/encode.fp32").read_text() == "fp32"
+
+
+def test_does_not_keep_what_was_altered_and_says_so(store):
+    first = compile_bundle(store, CompileOptions(), compilers=table("Good"))
+    (first.path / "tensorrt/encode.sm_80").write_text("ENGINE")
+    second = compile_bundle(store, CompileOptions(), only=["onnx"], compilers=table("Good"))
+    assert files(second) == ["onnx/encode.fp16", "onnx/encode.fp32"]
+    assert [step.step for step in second.manifest.failed_steps] == ["tensorrt"]
+    assert "checksum" in second.manifest.failed_steps[0].reason
+
+
+def test_refuses_the_name_of_a_compiler_that_is_not_there_before_doing_anything(store):
+    with pytest.raises(UnknownChoice, match="unknown compiler 'onxx'; choose from onnx, tensorrt"):
+        compile_bundle(store, CompileOptions(), only=["onxx"])
+    assert store.versions() == [1]
+
+
+@pytest.fixture
+def genrec():
+    app = Typer()
+    app.command("compile")(compile_)
+    return lambda *arguments: CliRunner().invoke(app, [*arguments])
+
+
+def test_the_command_prints_what_became_of_every_step(genrec, store, monkeypatch):
+    monkeypatch.setattr(compile_bundle, "__kwdefaults__", {**compile_bundle.__kwdefaults__, "compilers": table("HalfFails")})
+    result = genrec("--model-dir", str(store.root), "--precision", "fp32,fp16", "--targets", "sm_80")
+    assert result.exit_code == 0
+    assert "tiny/2, compiled from version 1" in result.output
+    assert re.search(r"onnx encode fp16 .*failed", result.output)
+    assert "onnx encode fp16: its outputs are 0.5 from the model's" in result.output
+
+
+def test_the_command_refuses_a_precision_it_does_not_know(genrec, store):
+    result = genrec("--model-dir", str(store.root), "--precision", "fp8")
+    assert isinstance(result.exception, UnknownChoice)
+    assert str(result.exception) == "unknown precision 'fp8'; choose from fp16, fp32"

@@ -1,0 +1,93 @@
+import json
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cluster.errors import ConfigError, UnknownChoice
+from deployments.cli.data import app
+from deployments.cli.dataset_options import DatasetOptions, open_dataset, with_dataset_options
+from integrations.datasets.options import TimestampUnit
+from tests.unit.test_datasets_table import CSV, written
+
+
+def run(application, *arguments):
+    return CliRunner().invoke(application, list(arguments), catch_exceptions=False)
+
+
+def test_inspect_prints_one_json_object_with_users_items_events_span_lengths_and_actions(tmp_path):
+    path = written(tmp_path, CSV)
+    answer = run(app, "inspect", "table", "--path", str(path), "--json")
+    assert answer.exit_code == 0
+    summary = json.loads(answer.stdout)
+    assert (summary["users"], summary["items"], summary["events"], summary["skipped_rows"]) == (2, 3, 4, 0)
+    assert (summary["from"], summary["to"]) == ("1970-01-01T00:01:40Z", "1970-01-01T00:05:00Z")
+    assert summary["lengths"]["p50"] == 2
+    assert summary["actions"] == {"view": 1, "click": 1, "like": 1, "purchase": 1}
+
+
+def test_inspect_prints_a_table_for_people(tmp_path):
+    answer = run(app, "inspect", "table", "--path", str(written(tmp_path, CSV)))
+    assert "purchase 1" in answer.stdout
+    assert "events" in answer.stdout
+
+
+def test_skipped_rows_are_told_on_stderr_and_counted(tmp_path):
+    path = written(tmp_path, CSV + "a,x,abc,view,\n")
+    answer = run(app, "inspect", "table", "--path", str(path), "--skip-bad-rows", "--json")
+    assert json.loads(answer.stdout)["skipped_rows"] == 1
+    assert "skipped 1 bad rows" in answer.stderr
+    assert f"{path}:6: timestamp 'abc'" in answer.stderr
+
+
+def test_mapping_flags_reach_the_reader(tmp_path):
+    path = written(tmp_path, "who;what;when;how;rest\na;x;5000;buy;1\n")
+    items = written(tmp_path, "sku;label\nx;An X\n", "items.csv")
+    options = DatasetOptions(
+        name="table",
+        path=path,
+        items=items,
+        user_column="who",
+        item_column="what",
+        timestamp_column="when",
+        action_column="how",
+        value_column="rest",
+        item_id_column="sku",
+        item_title_column="label",
+        timestamp_unit=TimestampUnit.MILLISECONDS,
+        action_name=["Buy=purchase"],
+    )
+    dataset = open_dataset(options)
+    assert dataset.catalogue[1].title == "An X"
+    assert dataset.interactions.timestamps.tolist() == [5]
+
+
+def test_a_progress_bar_is_drawn_on_stderr_when_asked(tmp_path):
+    path = written(tmp_path, CSV)
+    asked = run(app, "inspect", "table", "--path", str(path), "--progress", "--json")
+    assert json.loads(asked.stdout)["events"] == 4
+    assert "events.csv" in asked.stderr
+    assert run(app, "inspect", "table", "--path", str(path), "--json").stderr == ""
+
+
+def test_unknown_names_and_mappings_list_the_choices():
+    with pytest.raises(UnknownChoice, match="unknown dataset 'ml-3m'; choose from ml-100k"):
+        open_dataset(DatasetOptions(name="ml-3m"))
+    with pytest.raises(UnknownChoice, match="ml-100k"):
+        run(app, "fetch", "table")
+    with pytest.raises(ConfigError, match="--action-name 'buy=bought' is not NAME=ACTION with an action out of view"):
+        open_dataset(DatasetOptions(name="table", action_name=["buy=bought"]))
+
+
+def test_another_command_takes_the_same_options_beside_its_own(tmp_path):
+    got = {}
+    application = typer.Typer()
+
+    @application.command()
+    @with_dataset_options
+    def train(dataset: DatasetOptions, epochs: Annotated[int, typer.Option()] = 3):
+        got.update(dataset=dataset, epochs=epochs)
+
+    assert run(application, "table", "--path", str(tmp_path), "--epochs", "7", "--action-name", "a=view").exit_code == 0
+    assert got == {"dataset": DatasetOptions(name="table", path=tmp_path, action_name=["a=view"]), "epochs": 7}

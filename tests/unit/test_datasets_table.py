@@ -1,0 +1,432 @@
+import csv
+import io
+from datetime import UTC, datetime
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.errors import DataError
+from cluster.values import Action, Item
+from integrations.datasets.events import EventCollector, EventFormat
+from integrations.datasets.options import BadRows, Columns, ItemColumns, ReadOptions, TimestampUnit
+from integrations.datasets.table import read_table
+from integrations.datasets.text import TextFormat, TextReader
+
+CSV = "user,item,timestamp,action,value\nb,x,200,purchase,9.5\na,y,300,view,\na,x,100,click,\nb,z,200,like,\n"
+
+
+def skipping(**more):
+    return ReadOptions(on_bad_row=BadRows(skip=True), **more)
+
+
+def written(tmp_path, text, name="events.csv"):
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def as_parquet(tmp_path, name="events.parquet", **columns):
+    pq.write_table(pa.table(columns), tmp_path / name)
+    return tmp_path / name
+
+
+def rows_of(dataset):
+    """The events as (user, item, timestamp, action, value or None), grouped and sorted as the dataset has them."""
+    events = dataset.interactions
+    users = np.repeat(np.arange(events.users), events.lengths)
+    return [
+        (
+            events.user_ids[user],
+            dataset.catalogue[int(events.items[row])].item_id,
+            int(events.timestamps[row]),
+            list(Action)[events.actions[row]],
+            None if np.isnan(events.values[row]) else float(events.values[row]),
+        )
+        for row, user in enumerate(users)
+    ]
+
+
+EXPECTED = [
+    ("b", "x", 200, Action.PURCHASE, 9.5),
+    ("b", "z", 200, Action.LIKE, None),
+    ("a", "x", 100, Action.CLICK, None),
+    ("a", "y", 300, Action.VIEW, None),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("events.csv", CSV),
+        ("events.tsv", CSV.replace(",", "\t")),
+        ("events.csv", CSV.replace(",", ";")),
+        ("events.txt", CSV.replace(",", " | ").replace("| \n", "|\n")),
+        ("events.csv", "\ufeff" + CSV.replace("\n", "\r\n")),
+        ("events.csv", "\n".join(",".join(f'"{part}"' for part in line.split(",")) for line in CSV.splitlines())),
+        ("events.csv", CSV.replace("\n", "\n\n")),
+    ],
+)
+def test_reads_text_whatever_its_delimiter_quotes_and_line_ends(tmp_path, name, text):
+    assert rows_of(read_table(written(tmp_path, text, name))) == EXPECTED
+
+
+def test_reads_parquet(tmp_path):
+    path = as_parquet(
+        tmp_path,
+        unused=[1, 2, 3, 4],
+        value=[9.5, None, None, None],
+        item=pa.array(["x", "y", "x", "z"]).dictionary_encode(),
+        timestamp=[200, 300, 100, 200],
+        user=["b", "a", "a", "b"],
+        action=["purchase", "view", "click", "like"],
+    )
+    assert rows_of(read_table(path)) == EXPECTED
+
+
+@pytest.mark.parametrize("users", [pa.array([1, 2]), pa.array(["1", "2"]), pa.array([1, 2]).dictionary_encode()])
+@pytest.mark.parametrize("kind", [pa.timestamp("ns"), pa.timestamp("ms", tz="Europe/Berlin"), pa.int32(), pa.float64(), pa.string()])
+def test_parquet_columns_may_have_any_sensible_type(tmp_path, users, kind):
+    path = as_parquet(tmp_path, user=users, item=[7, 8], timestamp=pa.array([10, 20], pa.int64()).cast(kind))
+    unit = {pa.timestamp("ns"): 10**9, pa.timestamp("ms", tz="Europe/Berlin"): 10**3}.get(kind, 1)
+    path = as_parquet(tmp_path, user=users, item=[7, 8], timestamp=pa.array([10 * unit, 20 * unit]).cast(kind))
+    assert rows_of(read_table(path)) == [("1", "7", 10, Action.VIEW, None), ("2", "8", 20, Action.VIEW, None)]
+
+
+def test_ids_in_a_float_column_are_refused_with_the_cure(tmp_path):
+    path = as_parquet(tmp_path, user=[1.0, 2.0], item=[7, 8], timestamp=[1, 2])
+    with pytest.raises(DataError, match="column 'user' holds double, but ids must be strings or integers"):
+        read_table(path)
+
+
+def test_a_directory_is_read_as_parts_in_order_of_name(tmp_path):
+    lines = CSV.splitlines()
+    written(tmp_path, "\n".join([lines[0], *lines[1:3]]), "part-0.csv")
+    written(tmp_path, "timestamp,user,item,action,value\n100,a,x,click,\n200,b,z,like,\n", "part-1.csv")
+    written(tmp_path, "not a table", "_SUCCESS")
+    assert rows_of(read_table(tmp_path)) == EXPECTED
+
+
+def test_columns_and_actions_can_be_named(tmp_path):
+    path = written(tmp_path, "who,what,when,how,user\na,x,5,buy,7\n")
+    options = ReadOptions(columns=Columns(user="who", item="what", timestamp="when", action="how"), action_names={"buy": Action.PURCHASE})
+    assert rows_of(read_table(path, options)) == [("a", "x", 5, Action.PURCHASE, None)]
+
+
+def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    path = written(tmp_path, "who,item,timestamp\na,x,5\n")
+    with pytest.raises(
+        DataError, match=r"no column any of user_id, user, userId for the user; it has who, item, timestamp\. Name it with --user"
+    ):
+        read_table(path)
+    with pytest.raises(DataError, match="no column 'sort' for the action"):
+        read_table(path, ReadOptions(columns=Columns(user="who", action="sort")))
+    with pytest.raises(DataError, match="several columns 'user'"):
+        read_table(written(tmp_path, "user,user,item,timestamp\na,a,x,5\n"))
+
+
+@pytest.mark.parametrize(
+    ("unit", "stamp", "expected"),
+    [
+        ("s", "1700000000", 1700000000),
+        ("s", "1700000000.75", 1700000000),
+        ("ms", "1700000000999", 1700000000),
+        ("us", "1700000000999999", 1700000000),
+        ("s", " 1700000000 ", 1700000000),
+        ("s", "2023-11-14T22:13:20Z", 1700000000),
+        ("s", "2023-11-14 22:13:20", 1700000000),
+        ("ms", "2023-11-14T23:13:20.5+01:00", 1700000000),
+        ("s", "2023-11-14", 1699920000),
+    ],
+)
+def test_timestamps_are_numbers_in_the_given_unit_or_iso_8601(tmp_path, unit, stamp, expected):
+    path = written(tmp_path, f"user,item,timestamp\na,x,{stamp}\n")
+    assert read_table(path, ReadOptions(timestamp_unit=TimestampUnit(unit))).interactions.timestamps.tolist() == [expected]
+
+
+def test_a_file_may_mix_ways_to_write_a_time(tmp_path):
+    path = written(tmp_path, "user,item,timestamp\na,x,1700000003\na,y,2023-11-14T22:13:21Z\na,z,2023-11-14 22:13:22\n")
+    assert read_table(path).interactions.timestamps.tolist() == [1700000001, 1700000002, 1700000003]
+
+
+def test_events_within_a_second_keep_the_order_of_their_fractions(tmp_path):
+    path = written(tmp_path, "user,item,timestamp\na,late,5900\na,early,5100\na,tie1,5500\na,tie2,5500\n")
+    dataset = read_table(path, ReadOptions(timestamp_unit=TimestampUnit.MILLISECONDS))
+    assert [item for _, item, *_ in rows_of(dataset)] == ["early", "tie1", "tie2", "late"]
+
+
+BAD = [
+    ("a,x,abc,view,", "timestamp 'abc' is neither a number nor an ISO-8601 time"),
+    ("a,x,,view,", "timestamp ''"),
+    ("a,x,nan,view,", "timestamp 'nan'"),
+    ("a,x,-5,view,", "timestamp '-5' is not a time since 1970"),
+    ("a,x,0x1F,view,", "timestamp '0x1F'"),
+    ("a,x,1960-01-01,view,", "timestamp '1960-01-01' lies before 1970"),
+    ("a,x,1700000000000,view,", "lies after the year 9999 in unit 's'"),
+    (",x,5,view,", "the user id is empty"),
+    ("a, ,5,view,", "the item id is empty"),
+    ("a,x,5,stare,", "unknown action 'stare'; the known ones are view, click"),
+    ("a,x,5,,", "unknown action ''"),
+    ("a,x,5,view,nan", "value 'nan' is not a finite number"),
+    ("a,x,5,view,-inf", "value '-inf' is not a finite number"),
+    ("a,x,5,view,much", "value 'much' is not a number"),
+    ("a,x,5", "3 fields where there should be 5"),
+    ("a,x,5,view,1,2", "6 fields where there should be 5"),
+    ("a,\udcff,5,view,", "byte 3 of the line, 0xff, is not utf-8"),
+    ('a,"x,5,view,', "a quotation mark is opened and never closed"),
+]
+
+
+@pytest.mark.parametrize(("row", "cause"), BAD)
+def test_a_bad_row_of_a_csv_names_its_file_line_and_cause_and_can_be_skipped(tmp_path, row, cause):
+    lines = CSV.splitlines()
+    path = written(tmp_path, "\n".join([*lines[:3], row, *lines[3:]]).encode("utf-8", "surrogateescape"))
+    with pytest.raises(DataError) as caught:
+        read_table(path)
+    assert str(caught.value).startswith(f"{path}:4: ")
+    assert cause in str(caught.value)
+    assert "--skip-bad-rows" in str(caught.value)
+    dataset = read_table(path, skipping())
+    assert rows_of(dataset) == EXPECTED
+    assert dataset.skipped_rows == 1
+
+
+BAD_VALUES = [
+    ("timestamp", None, "timestamp ''"),
+    ("timestamp", -1.0, "timestamp '-1.0'"),
+    ("timestamp", float("nan"), "timestamp 'nan'"),
+    ("user", None, "the user id is empty"),
+    ("item", "", "the item id is empty"),
+    ("action", "stare", "unknown action 'stare'"),
+    ("action", None, "unknown action ''"),
+    ("value", float("inf"), "value 'inf' is not a finite number"),
+    ("value", float("nan"), "value 'nan' is not a finite number"),
+]
+
+
+@pytest.mark.parametrize(("column", "value", "cause"), BAD_VALUES)
+def test_a_bad_row_of_a_parquet_file_names_its_row_and_cause_and_can_be_skipped(tmp_path, column, value, cause):
+    row = {"user": "a", "item": "x", "timestamp": 5.0, "action": "view", "value": 1.0}
+    table = pa.Table.from_pylist([row, row, row | {column: value}, row])
+    pq.write_table(table, tmp_path / "e.parquet")
+    with pytest.raises(DataError, match=r"e\.parquet:3: ") as caught:
+        read_table(tmp_path / "e.parquet")
+    assert cause in str(caught.value)
+    dataset = read_table(tmp_path / "e.parquet", skipping())
+    assert (len(dataset.interactions), dataset.skipped_rows) == (3, 1)
+
+
+def test_parquet_times_python_cannot_hold_are_bad_rows(tmp_path):
+    path = as_parquet(tmp_path, user=["a", "a"], item=["x", "x"], timestamp=pa.array([10**18, 5 * 10**6], pa.timestamp("us")))
+    with pytest.raises(DataError, match=r"events\.parquet:1: timestamp '.*' is neither"):
+        read_table(path)
+    assert read_table(path, skipping()).interactions.timestamps.tolist() == [5]
+
+
+@pytest.mark.parametrize("how", ["csv", "parquet"])
+def test_bad_rows_far_apart_in_a_long_file_keep_their_numbers_and_cost_no_good_row(tmp_path, how):
+    bad = {0, 1, 777, 10_000, 49_999}
+    rows = [
+        ("u" if number in bad else f"u{number % 7}", f"i{number % 11}", "no" if number in bad else str(number)) for number in range(50_000)
+    ]
+    if how == "csv":
+        text = 'note,user,item,timestamp\n"two\nlines",u,i,5\n' + "".join(
+            f'"{number}",{",".join(row)}\n' for number, row in enumerate(rows)
+        )
+        path, first = written(tmp_path, text), 4
+    else:
+        path, first = as_parquet(tmp_path, **dict(zip(["user", "item", "timestamp"], zip(*rows, strict=True), strict=True))), 1
+    options = skipping()
+    dataset = read_table(path, options)
+    assert dataset.skipped_rows == 5
+    assert [int(problem.split(":")[1]) - first for problem in options.on_bad_row.first] == sorted(bad)
+    kept = sorted(int(time) for time in dataset.interactions.timestamps)
+    assert kept == sorted([number for number in range(50_000) if number not in bad] + [5] * (how == "csv"))
+
+
+def test_only_the_first_few_bad_rows_are_kept_but_all_are_counted(tmp_path):
+    options = skipping()
+    dataset = read_table(written(tmp_path, CSV + "bad\n" * 20), options)
+    assert (dataset.skipped_rows, len(options.on_bad_row.first)) == (20, 5)
+
+
+def test_a_stray_quotation_mark_costs_its_own_line_only(tmp_path):
+    path = written(tmp_path, 'user,item,timestamp\na,x,1\n"a,x,2\na,x,3\na,"x",4\n"a,x,5\na,x,6\n')
+    dataset = read_table(path, skipping())
+    assert dataset.interactions.timestamps.tolist() == [1, 3, 4, 6]
+    assert dataset.skipped_rows == 2
+
+
+def test_a_quoted_field_may_hold_line_ends_and_later_bad_rows_keep_their_line_number(tmp_path):
+    path = written(tmp_path, 'user,item,timestamp,review\na,x,1,"fine,\nreally ""fine"""\na,y,2,\na,z,oops,\n')
+    with pytest.raises(DataError, match=r"events\.csv:5: timestamp 'oops'"):
+        read_table(path)
+    assert rows_of(read_table(path, skipping()))[0][1] == "x"
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"user,item,timestamp\n", b"\xff\xfeu\x00"])
+def test_a_file_without_a_header_or_events_is_refused(tmp_path, content):
+    with pytest.raises(DataError, match=r"events\.csv"):
+        read_table(written(tmp_path, content))
+
+
+def test_what_is_not_parquet_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"events\.parquet cannot be read"):
+        read_table(written(tmp_path, "user,item", "events.parquet"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no file whose name ends in"):
+        read_table(tmp_path / "empty")
+    with pytest.raises(DataError, match="--path"):
+        read_table()
+
+
+ITEMS = 'sku,name,brand,blurb\ny,Yellow,Acme,"soft,\nwarm"\nx,,,\nq,Unsold,Acme,\n'
+
+
+def test_the_item_table_gives_order_titles_and_attributes_and_unlisted_items_follow(tmp_path):
+    items = written(tmp_path, ITEMS, "items.csv")
+    dataset = read_table(written(tmp_path, CSV), ReadOptions(items=items, item_columns=ItemColumns(id="sku")))
+    assert list(dataset.catalogue.items) == [
+        Item("y", "Yellow", {"brand": "Acme", "blurb": "soft,\nwarm"}),
+        Item("x", "x", {}),
+        Item("q", "Unsold", {"brand": "Acme"}),
+        Item("z", "z", {}),
+    ]
+    assert rows_of(dataset) == EXPECTED
+
+
+def test_the_item_table_may_be_parquet_with_numbers_and_lists(tmp_path):
+    items = as_parquet(tmp_path, "items.parquet", id=[2, 1], title=["Two", "One"], genres=[["a", "b"], None], price=[1.5, None])
+    path = written(tmp_path, "user,item,timestamp\nu,1,5\n")
+    catalogue = read_table(path, ReadOptions(items=items)).catalogue
+    assert list(catalogue.items) == [Item("2", "Two", {"genres": "a|b", "price": "1.5"}), Item("1", "One", {})]
+
+
+@pytest.mark.parametrize(
+    ("row", "cause"),
+    [
+        ("y,Again,,", "item 'y' is listed a second time"),
+        (" ,Nobody,,", "the item id is empty"),
+        ("w,Short", "2 fields where there should be 4"),
+    ],
+)
+def test_a_bad_row_of_an_item_table_names_its_file_line_and_cause(tmp_path, row, cause):
+    items = written(tmp_path, ITEMS + row + "\n", "items.csv")
+    path = written(tmp_path, CSV)
+    with pytest.raises(DataError, match=rf"items\.csv:6: {cause}"):
+        read_table(path, ReadOptions(items=items, item_columns=ItemColumns(id="sku")))
+    dataset = read_table(path, skipping(items=items, item_columns=ItemColumns(id="sku")))
+    assert (len(dataset.catalogue), dataset.skipped_rows) == (4, 1)
+
+
+ids = (
+    st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from('",;\n '), min_size=1, max_size=6)
+    .filter(str.strip)
+    .map(str.strip)
+)
+events = st.tuples(
+    ids,
+    ids,
+    st.integers(0, 253_402_300_799),
+    st.sampled_from(Action),
+    st.none() | st.floats(width=32, allow_nan=False, allow_infinity=False),
+)
+
+
+def in_dataset_order(rows):
+    order = {user: number for number, user in reversed(list(enumerate(row[0] for row in rows)))}
+    return sorted(rows, key=lambda row: (order[row[0]], row[2]))
+
+
+@given(st.lists(events, min_size=1, max_size=30), st.sampled_from(["csv", "iso", "parquet"]))
+def test_what_is_written_is_read_back(tmp_path_factory, rows, how):
+    folder = tmp_path_factory.mktemp("round")
+    names = ["user_id", "item_id", "timestamp", "action", "value"]
+    if how == "parquet":
+        path = as_parquet(folder, **dict(zip(names, zip(*rows, strict=True), strict=True)))
+    else:
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(names)
+        for user, item, time, action, value in rows:
+            stamp = datetime.fromtimestamp(time, UTC).isoformat() if how == "iso" else time
+            writer.writerow([user, item, stamp, action, "" if value is None else repr(value)])
+        path = written(folder, text.getvalue())
+    assert rows_of(read_table(path, ReadOptions(delimiter=None if how == "parquet" else ","))) == in_dataset_order(rows)
+
+
+class OnlyRows:
+    """A block the fast pass cannot read."""
+
+    def __init__(self, block):
+        self.rows = block.rows
+
+    def columns(self, wanted):
+        raise pa.ArrowInvalid("not this way")
+
+    def pieces(self):
+        return [self]
+
+
+def collected(text, block_bytes, wrap=lambda block: block):
+    bad = BadRows(skip=True)
+    collector = EventCollector(EventFormat(4, user=0, item=1, timestamp=2, value=3), [], bad)
+    reader = TextReader(io.BytesIO(text), "text", TextFormat(",", quoted=True), block_bytes)
+    for block in reader.blocks(4):
+        collector.add(wrap(block), "text")
+    try:
+        found = collector.interactions("text")
+    except DataError:
+        return bad.count, bad.first
+    columns = (found.offsets, found.items, found.timestamps, found.values)
+    return (
+        bad.count,
+        bad.first,
+        found.user_ids,
+        [column.tolist() for column in columns if not np.isnan(column).any()],
+        collector.unlisted_items(),
+    )
+
+
+fields = st.sampled_from(
+    ["a", "b ", '"a,\nb"', '"say ""x"""', 'in"ch', '"', "1", " 2", "3.5", "2020-01-01", "nan", "0x1F", "", "+4", "1e3", "é"]
+)
+lines = st.lists(fields, min_size=3, max_size=5).map(",".join) | st.tuples(fields, fields, st.just("7"), st.just("1")).map(",".join)
+
+
+times = st.sampled_from(["1", " 2", "3.5", "4.0 ", "2020-01-01", "2020-01-01 10:00:00.25", "2020-01-01T10:00:00+02:00", "+4", "1e3", "09"])
+good = st.tuples(
+    st.sampled_from(["a", "b ", '"a,\nb"', '"say ""x"""', 'in"ch', "é", "NA", "null", "a\rb"]), st.just("x"), times, st.just("")
+).map(",".join)
+
+
+@given(st.lists(good, max_size=6) | st.lists(lines, max_size=8), st.sampled_from(["\n", "\r\n"]))
+def test_the_fast_and_the_careful_pass_agree(rows, line_end):
+    text = line_end.join(rows).encode()
+    assert collected(text, 1 << 20) == collected(text, 1 << 20, OnlyRows)
+
+
+@given(st.lists(st.tuples(ids, ids, st.integers(0, 9999), st.integers(0, 5)), min_size=1, max_size=20), st.integers(1, 200))
+def test_the_size_of_a_block_makes_no_difference(rows, block_bytes):
+    text = io.StringIO()
+    csv.writer(text).writerows(rows)
+    content = text.getvalue().encode()
+    assert collected(content, block_bytes) == collected(content, 1 << 20)
+
+
+def test_a_large_file_is_never_in_memory_whole():
+    line = b"user,item,1700000000,1\n"
+    taken = []
+
+    class Endless(io.RawIOBase):
+        def read(self, size=-1):
+            taken.append(size)
+            return line * (size // len(line)) if len(taken) < 50 else b""
+
+    reader = TextReader(Endless(), "endless", TextFormat(","), 1 << 16)
+    largest = max(len(block.content) for block in reader.blocks(4))
+    assert largest <= 2 << 16
+    assert set(taken) == {1 << 16}

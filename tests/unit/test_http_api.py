@@ -1,0 +1,252 @@
+"""The HTTP interface over the real pipeline and a real torch encoder, in this process."""
+
+import json
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.config import GatewaySettings
+from cluster.errors import BackendUnavailable, UnknownChoice
+from cluster.values import EncodeAnswer, StageReport
+from deployments.http_api import create_api
+from deployments.messages import BackendsOut, ReadyOut, StageReadyOut, SwitchOut
+from integrations.hstu.encoder import TorchEncoder
+from pipelines.recommend import Recommender
+from tests.bundles import make_bundle
+
+LIMITS = GatewaySettings(max_k=100, max_behaviours=50, max_listed_items=20, max_batch=4, max_body_bytes=20_000)
+
+
+class InProcess:
+    """The service of one process: what the gateway does with an encoder across the cluster, done with one right here."""
+
+    def __init__(self, bundle):
+        self.bundle, self.encoder, self.ready = bundle, TorchEncoder(), True
+        self.encoder.load(bundle)
+        self.recommender = Recommender(bundle, self.encode)
+
+    async def encode(self, request):
+        return EncodeAnswer(self.encoder.infer(request), StageReport("encode", "torch", 1.0), self.bundle.version)
+
+    async def recommend(self, request):
+        return await self.recommender.recommend(request)
+
+    def item(self, item_id):
+        index = self.bundle.catalogue.index_of(item_id)
+        return None if index is None else self.bundle.catalogue[index]
+
+    async def backends(self):
+        if not self.ready:
+            raise BackendUnavailable("the switchboard does not answer")
+        return BackendsOut(model_version=self.bundle.version, stages=[])
+
+    async def switch(self, stage, name, *, enabled):
+        if name != "torch":
+            raise UnknownChoice(stage, name, ["torch"])
+        return SwitchOut(stage=stage, name=name, enabled=enabled, applied=True)
+
+    async def readiness(self):
+        stage = StageReadyOut(stage="encoder", ready=self.ready, detail="")
+        return ReadyOut(ready=self.ready, model_version=self.bundle.version, stages=[stage])
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    return InProcess(make_bundle(tmp_path_factory.mktemp("models") / "tiny", items=50))
+
+
+@pytest.fixture
+async def client(service):
+    transport = httpx.ASGITransport(create_api(service, LIMITS))
+    async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
+        yield client
+
+
+def behaviour(item_id="1", timestamp=1000, **more):
+    return {"item_id": item_id, "timestamp": timestamp, **more}
+
+
+async def test_recommends_titled_items_with_their_provenance(client):
+    response = await client.post("/v1/recommend", json={"user_id": "u", "behaviours": [behaviour(), behaviour("2", 1001)], "k": 5})
+    answer = response.json()
+    assert response.status_code == 200
+    assert len(answer["items"]) == 5
+    assert answer["items"][0]["title"].startswith("Item ")
+    assert {item["item_id"] for item in answer["items"]}.isdisjoint({"1", "2"})
+    assert answer["stages"][0]["backend"] == "torch"
+    assert answer["model_version"] == "tiny/1"
+
+
+async def test_item_ids_may_be_numbers(client):
+    as_number, as_text = [
+        (await client.post("/v1/recommend", json={"user_id": 7, "behaviours": [behaviour(item_id)], "request_time": 2000})).json()
+        for item_id in (3, "3")
+    ]
+    assert [i["item_id"] for i in as_number["items"]] == [i["item_id"] for i in as_text["items"]]
+
+
+async def test_a_batch_is_answered_in_order(client):
+    requests = [{"user_id": str(i), "behaviours": [behaviour(str(i))], "k": 3} for i in range(1, 5)]
+    response = await client.post("/v1/recommend:batch", json={"requests": requests})
+    assert [answer["user_id"] for answer in response.json()["answers"]] == ["1", "2", "3", "4"]
+
+
+BAD = {
+    "no body": (None, "body"),
+    "empty object": ({}, "user_id"),
+    "not an object": ([1, 2], "body"),
+    "unknown field": ({"user_id": "u", "limit": 3}, "limit"),
+    "unknown field in a behaviour": ({"user_id": "u", "behaviours": [behaviour(rating=5)]}, "behaviours[0].rating"),
+    "k is zero": ({"user_id": "u", "k": 0}, "k"),
+    "k is huge": ({"user_id": "u", "k": 10**30}, "k"),
+    "k is text": ({"user_id": "u", "k": "many"}, "k"),
+    "k is a fraction": ({"user_id": "u", "k": 2.5}, "k"),
+    "negative time": ({"user_id": "u", "behaviours": [behaviour(timestamp=-1)]}, "behaviours[0].timestamp"),
+    "milliseconds": ({"user_id": "u", "behaviours": [behaviour(timestamp=1_700_000_000_000)]}, "behaviours[0].timestamp"),
+    "time is text": ({"user_id": "u", "behaviours": [behaviour(timestamp="yesterday")]}, "behaviours[0].timestamp"),
+    "no time": ({"user_id": "u", "behaviours": [{"item_id": "1"}]}, "behaviours[0].timestamp"),
+    "empty item id": ({"user_id": "u", "behaviours": [behaviour("")]}, "behaviours[0].item_id"),
+    "null item id": ({"user_id": "u", "behaviours": [behaviour(None)]}, "behaviours[0].item_id"),
+    "unknown action": ({"user_id": "u", "behaviours": [behaviour(action="ponder")]}, "behaviours[0].action"),
+    "value beyond floats": ({"user_id": "u", "behaviours": [behaviour(value=1e300)]}, "behaviours[0].value"),
+    "behaviours is text": ({"user_id": "u", "behaviours": "all"}, "behaviours"),
+    "too many behaviours": ({"user_id": "u", "behaviours": [behaviour()] * 51}, "behaviours"),
+    "too many blocked": ({"user_id": "u", "blocked": ["1"] * 21}, "blocked"),
+    "too many allowed": ({"user_id": "u", "allowed": ["1"] * 21}, "allowed"),
+    "behaviour after the request": ({"user_id": "u", "behaviours": [behaviour()], "request_time": 5}, "behaviours[0].timestamp"),
+    "empty user": ({"user_id": ""}, "user_id"),
+    "strange tenant": ({"user_id": "u", "tenant": "a b"}, "tenant"),
+    "body of a million behaviours": ({"user_id": "u", "behaviours": [behaviour()] * 1000}, "body"),
+}
+
+
+@pytest.mark.parametrize(("body", "field"), BAD.values(), ids=BAD.keys())
+async def test_bad_input_is_refused_with_the_field_and_the_cure(client, body, field):
+    response = await client.post("/v1/recommend", json=body)
+    problem = response.json()
+    assert response.status_code == 422
+    assert response.headers["content-type"] == "application/problem+json"
+    assert problem["errors"][0]["field"] == field
+    assert problem["detail"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"{",
+        b"",
+        b"\xff\xfe",
+        b'{"user_id": NaN}',
+        b'{"user_id":"u","k":NaN}',
+        b'{"user_id":"u","behaviours":[{"item_id":"1","timestamp":NaN}]}',
+        b'{"user_id":"u","behaviours":[{"item_id":"1","timestamp":1,"value":Infinity}]}',
+        b'{"user_id":"u","\\ud800":1}',
+        b'{"user_id":"\\ud800"}',
+        b'{"user_id":"u","k":' + b"9" * 5000 + b"}",
+        b"[" * 9000,
+    ],
+    ids=range(11),
+)
+async def test_what_is_hardly_json_is_refused_and_never_a_server_error(client, raw):
+    response = await client.post("/v1/recommend", content=raw, headers={"content-type": "application/json"})
+    assert response.status_code == 422, response.text
+    assert response.json()["errors"]
+
+
+async def test_a_bad_request_in_a_batch_is_named_by_its_place(client):
+    bad = {"user_id": "u", "behaviours": [behaviour()], "request_time": 5}
+    response = await client.post("/v1/recommend:batch", json={"requests": [{"user_id": "fine"}, bad]})
+    assert response.status_code == 422
+    assert response.json()["errors"][0]["field"] == "requests[1].behaviours[0].timestamp"
+    response = await client.post("/v1/recommend:batch", json={"requests": [{"user_id": "u"}] * 5})
+    assert response.json()["errors"][0]["field"] == "requests"
+
+
+@pytest.mark.parametrize(
+    "sensible",
+    [
+        {"behaviours": [behaviour("no such item")]},
+        {"behaviours": []},
+        {"allowed": []},
+        {"allowed": ["no such item"]},
+        {"behaviours": [behaviour()], "allowed": []},
+        {"behaviours": [behaviour()], "allowed": ["no such item"]},
+        {"behaviours": [behaviour()], "allowed": ["1"]},
+        {"behaviours": [behaviour(str(i), 1000) for i in range(1, 51)]},
+        {"blocked": [str(i) for i in range(1, 21)], "k": 100},
+        {"behaviours": [behaviour(timestamp=0)], "request_time": 4_000_000_000},
+    ],
+    ids=repr,
+)
+async def test_odd_but_honest_requests_get_an_answer(client, sensible):
+    response = await client.post("/v1/recommend", json={"user_id": "u", **sensible})
+    assert response.status_code == 200, response.text
+    if sensible.get("allowed") is not None:
+        assert response.json()["items"] == []
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["1", "2", "u"]),
+    lambda children: (
+        st.lists(children, max_size=3)
+        | st.dictionaries(st.sampled_from(["item_id", "timestamp", "action", "value", "x"]), children, max_size=4)
+    ),
+    max_leaves=8,
+)
+FIELDS = ["user_id", "behaviours", "k", "request_time", "exclude_seen", "blocked", "allowed", "tenant"]
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(body=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6))
+async def test_no_input_whatever_is_a_server_error(service, body):
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_api(service, LIMITS)), base_url="http://genrec") as client:
+        response = await client.post("/v1/recommend", content=json.dumps(body), headers={"content-type": "application/json"})
+    assert response.status_code in (200, 422), (body, response.text)
+
+
+async def test_items_are_looked_up_by_id(client):
+    assert (await client.get("/v1/items/7")).json() == {"item_id": "7", "title": "Item 7", "attributes": {}}
+    missing = await client.get("/v1/items/a%2Fb")
+    assert missing.status_code == 404
+    assert "'a/b'" in missing.json()["detail"]
+
+
+async def test_switches_name_the_choices_where_the_name_is_unknown(client):
+    assert (await client.post("/v1/backends/encoder/torch:disable")).json()["enabled"] is False
+    unknown = await client.post("/v1/backends/encoder/trt:enable")
+    assert (unknown.status_code, unknown.json()["detail"]) == (404, "unknown encoder 'trt'; choose from torch")
+    assert (await client.post("/v1/backends/encoder/torch:toggle")).status_code == 422
+
+
+async def test_readiness_is_503_until_the_stages_are_there(client, service, monkeypatch):
+    assert (await client.get("/readyz")).status_code == 200
+    monkeypatch.setattr(service, "ready", False)
+    assert (await client.get("/readyz")).status_code == 503
+    backends = await client.get("/v1/backends")
+    assert (backends.status_code, backends.headers["retry-after"]) == (503, "2")
+    assert (await client.get("/healthz")).json() == {"status": "ok"}
+
+
+async def test_an_error_of_ours_is_a_problem_without_a_trace(service, monkeypatch):
+    async def broken(request):
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(service, "recommend", broken)
+    transport = httpx.ASGITransport(create_api(service, LIMITS), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
+        response = await client.post("/v1/recommend", json={"user_id": "u"})
+    assert response.status_code == 500
+    assert response.headers["content-type"] == "application/problem+json"
+    assert "secret" not in response.text
+
+
+def test_the_openapi_document_describes_every_route_with_an_example():
+    document = create_api(None, LIMITS).openapi()
+    assert set(document["paths"]) == {
+        "/v1/recommend", "/v1/recommend:batch", "/v1/items/{item_id}", "/v1/backends",
+        "/v1/backends/{stage}/{name}:{switch}", "/healthz", "/readyz",
+    }  # fmt: skip
+    assert document["components"]["schemas"]["RecommendIn"]["examples"]
+    assert "application/problem+json" in document["paths"]["/v1/recommend"]["post"]["responses"]["422"]["content"]

@@ -1,0 +1,71 @@
+"""The calculator against real models."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from integrations.hstu.config import HSTUConfig, SASRecConfig
+from integrations.hstu.model import HSTU
+from integrations.hstu.model_parameter_calculator import model_size
+from integrations.hstu.sasrec import SASRec
+
+HSTUS = [
+    HSTUConfig(items=3883),
+    HSTUConfig(items=300, layers=8, heads=2, attention_dim=25, linear_dim=25),
+    HSTUConfig(items=77, dim=24, layers=3, heads=4, attention_dim=5, linear_dim=7, max_length=40, max_history=30, time_buckets=64),
+]
+SASRECS = [SASRecConfig(items=3883), SASRecConfig(items=77, dim=24, layers=3, heads=4, feedforward_dim=31, max_length=40, max_history=30)]
+MODELS = [*((HSTU, config) for config in HSTUS), *((SASRec, config) for config in SASRECS)]
+
+
+def inputs(batch, length):
+    return torch.ones(batch, length, dtype=torch.int64), *(torch.zeros(batch, length, dtype=torch.int32) for _ in range(2))
+
+
+@pytest.mark.parametrize(("family", "config"), MODELS)
+def test_counts_every_parameter_of_the_real_model(family, config):
+    model = family(config)
+    size = model_size(config)
+    assert size.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert size.weight_bytes == sum(parameter.nbytes for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("family", "config"), MODELS)
+def test_counts_the_operations_that_torch_counts(family, config):
+    model = family(config).eval()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        states = model(*inputs(3, 20))
+        states.flatten(0, 1) @ model.item_vectors().T
+    size = model_size(config, batch=3, length=20)
+    assert size.encode_flops + size.score_flops == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("config", HSTUS)
+def test_counts_the_bytes_of_the_kept_keys_and_values(config):
+    with torch.no_grad():
+        _, kt, v = HSTU(config).eval().encode_with_state(*inputs(3, 20))
+    size = model_size(config, batch=3, length=20)
+    assert size.kv_bytes == kt.nbytes + v.nbytes
+    assert size.kv_bytes_per_event * 60 == size.kv_bytes
+
+
+def test_the_state_of_a_long_history_in_bf16_is_as_large_as_published():
+    """8 layers of 4 heads of 256: 32 KiB an event, 128 MiB for 4,096 events."""
+    config = HSTUConfig(items=10, dim=512, layers=8, heads=4, attention_dim=256, linear_dim=256, max_length=4096, max_history=4096)
+    size = model_size(config, bytes_per_number=2)
+    assert size.kv_bytes_per_event == 32 * 1024
+    assert size.kv_bytes == 128 * 1024**2
+
+
+@pytest.mark.parametrize("config", [HSTUS[0], HSTUS[1]])
+def test_the_activation_estimate_is_near_the_measured_peak(config):
+    model = HSTU(config).eval()
+    model(*inputs(1, 8))
+    with torch.profiler.profile(profile_memory=True) as profile, torch.inference_mode():
+        model(*inputs(8, 200))
+    live = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    assert model_size(config, batch=8, length=200).activation_bytes == pytest.approx(peak, rel=0.35)

@@ -1,0 +1,213 @@
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from cluster.bundle import Bundle
+from cluster.errors import BackendUnavailable, CompileError
+from integrations.hstu.last_state import last_states
+from integrations.hstu.weights import load_model
+from integrations.onnx.encoder import OnnxRuntimeEncoder
+from integrations.onnx.export import export, session_run
+from integrations.onnx.files import ITEM_VECTORS, graph_file
+from integrations.onnx.graphs import Graph, graphs
+from integrations.onnx.half import halved
+from integrations.onnx.parity import measure, require_parity
+from integrations.onnx.samples import history, samples
+
+
+@pytest.fixture(scope="module")
+def model(compiled_hstu):
+    return load_model(compiled_hstu)
+
+
+@pytest.fixture(scope="module")
+def encode(compiled_hstu):
+    return session_run(compiled_hstu.path / graph_file("encode", "fp32"))
+
+
+@pytest.fixture(scope="module")
+def append(compiled_hstu):
+    return session_run(compiled_hstu.path / graph_file("append", "fp32"))
+
+
+@pytest.fixture
+def altered(compiled_hstu, tmp_path):
+    """A copy of the compiled bundle that a test may damage."""
+    shutil.copytree(compiled_hstu.path, tmp_path / "2")
+    return Bundle(tmp_path / "2", compiled_hstu.manifest)
+
+
+def test_the_manifest_says_how_far_each_graph_is_from_the_model(compiled_hstu):
+    parity = {(a.graph, a.precision): a.parity for a in compiled_hstu.manifest.artifacts if a.kind == "onnx"}
+    assert parity.keys() == {(g, "fp32") for g in ("encode", "retrieve", "append")} | {(g, "fp16") for g in ("encode", "append")}
+    for (_, precision), figures in parity.items():
+        assert 0 <= figures["max_abs_error"] < (1e-5 if precision == "fp32" else 2e-2)
+        assert figures["top10_agreement"] >= 0.9
+
+
+def test_prunes_to_the_last_row_without_changing_it(model):
+    inputs = history(model.config, 4, 20, torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        rows = model(inputs["items"], inputs["times"], inputs["next_times"])
+        expected = rows[torch.arange(4), inputs["lengths"] - 1]
+        assert last_states(model, *inputs.values()).numpy() == pytest.approx(expected.numpy(), abs=1e-6)
+
+
+def test_divides_by_the_models_constant_whatever_the_length_of_the_inputs(model, encode):
+    inputs = history(model.config, 2, 6, torch.Generator().manual_seed(4))
+    wider = {name: torch.nn.functional.pad(value, (0, 9)) if value.dim() == 2 else value for name, value in inputs.items()}
+    assert encode(wider)["state"] == pytest.approx(encode(inputs)["state"], abs=1e-6)
+    with torch.no_grad():
+        assert encode(inputs)["state"] == pytest.approx(last_states(model, *inputs.values()).numpy(), abs=1e-5)
+
+
+def test_takes_the_time_of_the_request_as_the_last_rows_next_time(encode):
+    inputs = history(SimpleNamespace(items=200), 1, 5, torch.Generator().manual_seed(5))
+    moved = inputs["next_times"].clone()
+    moved[0, -1] = 10**7
+    assert np.abs(encode({**inputs, "next_times": moved})["state"] - encode(inputs)["state"]).max() > 1e-3
+
+
+def test_takes_times_as_old_as_int32_holds(model, encode):
+    oldest = torch.tensor([[-(2**31) + 1, -5]], dtype=torch.int32)
+    inputs = {
+        "items": torch.tensor([[3, 4]]),
+        "times": oldest,
+        "next_times": torch.tensor([[-5, 0]], dtype=torch.int32),
+        "lengths": torch.tensor([2]),
+    }
+    with torch.no_grad():
+        assert encode(inputs)["state"] == pytest.approx(last_states(model, *inputs.values()).numpy(), abs=1e-5)
+
+
+@pytest.mark.parametrize("split", [0, 1, 5, 14])
+def test_appending_to_a_kept_state_is_encoding_the_whole_history(model, encode, append, split):
+    whole = history(model.config, 1, 15, torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        _, kt, v = model.encode_with_state(whole["items"], whole["times"], whole["next_times"])
+    new = {name: whole[name][:, split:] for name in ("items", "times", "next_times")}
+    past = {"past_times": whole["times"][:, :split], "past_kt": kt[..., :split], "past_v": v[..., :split, :]}
+    appended = append({**new, **past, "lengths": whole["lengths"] - split, "past_lengths": torch.tensor([split])})
+    assert appended["state"] == pytest.approx(encode(whole)["state"], abs=1e-5)
+    assert appended["kt"] == pytest.approx(kt[..., split:].numpy(), abs=1e-5)
+
+
+def test_one_append_serves_users_with_pasts_of_different_lengths(model, encode, append):
+    wholes = [history(model.config, 1, length, torch.Generator().manual_seed(length)) for length in (4, 9)]
+    layers = model.config.layers
+    kt, v = torch.zeros(layers, 2, 2, 8, 8), torch.zeros(layers, 2, 2, 8, 8)
+    past_times = torch.zeros(2, 8, dtype=torch.int32)
+    for user, whole in enumerate(wholes):
+        kept = whole["items"].shape[1] - 1
+        with torch.no_grad():
+            _, user_kt, user_v = model.encode_with_state(whole["items"], whole["times"], whole["next_times"])
+        kt[:, user, ..., :kept], v[:, user, :, :kept] = user_kt[:, 0, ..., :kept], user_v[:, 0, :, :kept]
+        past_times[user, :kept] = whole["times"][0, :kept]
+    last = {name: torch.cat([whole[name][:, -1:] for whole in wholes]) for name in ("items", "times", "next_times")}
+    past = {"past_times": past_times, "past_lengths": torch.tensor([3, 8]), "past_kt": kt, "past_v": v}
+    states = append({**last, **past, "lengths": torch.ones(2, dtype=torch.long)})["state"]
+    for whole, state in zip(wholes, states, strict=True):
+        assert state == pytest.approx(encode(whole)["state"][0], abs=1e-5)
+
+
+def test_half_precision_narrows_weights_and_keeps_the_types_of_inputs_and_outputs(compiled_hstu):
+    full, half = (onnx.load(compiled_hstu.path / graph_file("encode", precision)) for precision in ("fp32", "fp16"))
+    types = [[value.type for value in (*model.graph.input, *model.graph.output)] for model in (full, half)]
+    assert types[0] == types[1]
+    assert half.ByteSize() < full.ByteSize()
+    tables = [tensor for tensor in half.graph.initializer if len(tensor.dims) == 2 and tensor.dims[0] > 1]
+    assert {tensor.data_type for tensor in tables} == {onnx.TensorProto.FLOAT16}
+
+
+def test_half_precision_shares_one_narrowed_copy_of_a_tensor_that_two_products_use():
+    make = onnx.helper
+    nodes = [
+        make.make_node("MatMul", ["x", "w"], ["y"]),
+        make.make_node("MatMul", ["y", "w"], ["z"]),
+        make.make_node("Add", ["z", "w"], ["out"]),
+    ]
+    values = [make.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2, 2]) for name in ("x", "out")]
+    weights = [onnx.numpy_helper.from_array(np.eye(2, dtype=np.float32), "w")]
+    graph = make.make_graph(nodes, "twice", values[:1], values[1:], weights)
+    half = halved(make.make_model(graph, opset_imports=[make.make_opsetid("", 20)]))
+    assert sorted(tensor.name for tensor in half.graph.initializer) == ["w", "w_fp16"]
+    half.ir_version = 10
+    session = onnxruntime.InferenceSession(half.SerializeToString())
+    x = np.array([[1, 2], [3, 4]], np.float32)
+    assert session.run(None, {"x": x})[0] == pytest.approx(x + np.eye(2))
+
+
+def test_refuses_a_graph_whose_answers_are_not_the_models(model, encode):
+    graph = graphs(model)[0]
+    vectors = model.item_vectors().detach().numpy()
+
+    def off(inputs):
+        return {"state": encode(inputs)["state"] + np.float32(0.01)}
+
+    parity = measure(graph, off, samples(graph, model.config), vectors)
+    with pytest.raises(CompileError, match=r"0\.01 from the model's; fp32 allows at most 0\.0001"):
+        require_parity(parity, "fp32")
+    with pytest.raises(CompileError, match=r"ten nearest items"):
+        require_parity({"max_abs_error": 0.0, "top10_agreement": 0.5}, "fp32")
+    with pytest.raises(CompileError, match="nan"):
+        require_parity({"max_abs_error": float("nan"), "top10_agreement": 1.0}, "fp32")
+
+
+def test_counts_a_wrong_item_against_the_agreement(model, compiled_hstu):
+    graph = graphs(model)[1]
+    run = session_run(compiled_hstu.path / graph_file("retrieve", "fp32"))
+
+    def shifted(inputs):
+        outputs = run(inputs)
+        return {**outputs, "nearest": outputs["nearest"] % 200 + 1}
+
+    parity = measure(graph, shifted, samples(graph, model.config), model.item_vectors().detach().numpy())
+    assert parity["max_abs_error"] < 1e-5
+    assert parity["top10_agreement"] < 0.5
+
+
+def test_says_why_a_model_cannot_be_exported(model, tmp_path):
+    class Stubborn(torch.nn.Module):
+        def forward(self, items, times, next_times, lengths):
+            return torch.zeros(1) if items.sum().item() > 3 else torch.ones(1)
+
+    graph = Graph("encode", Stubborn(), graphs(model)[0].inputs, ("state",))
+    with pytest.raises(CompileError, match=r"torch\.onnx\.export could not express it"):
+        export(graph, model.config, tmp_path / "graph.onnx")
+
+
+def test_says_that_the_bundle_was_never_compiled_and_how_to(compiled_hstu):
+    bare = replace(compiled_hstu, manifest=compiled_hstu.manifest.model_copy(update={"artifacts": []}))
+    assert OnnxRuntimeEncoder().get_availability(bare).reason == "tiny-hstu/2 has no onnx artifact 'retrieve'; run: genrec compile"
+    with pytest.raises(BackendUnavailable, match="genrec compile"):
+        OnnxRuntimeEncoder().load(bare)
+
+
+@pytest.mark.parametrize("file", [graph_file("retrieve", "fp32"), ITEM_VECTORS])
+def test_is_unavailable_where_a_file_it_needs_is_missing_or_altered(altered, file):
+    encoder = OnnxRuntimeEncoder()
+    assert encoder.get_availability(altered).ok
+    damaged = altered.path / file
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    assert "checksum" in encoder.get_availability(altered).reason
+    damaged.unlink()
+    assert file in encoder.get_availability(altered).reason
+    with pytest.raises(BackendUnavailable):
+        encoder.load(altered)
+
+
+def test_runs_in_as_many_threads_as_asked_for_or_as_ray_granted(compiled_hstu, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    for threads, expected in ((None, 2), (1, 1)):
+        encoder = OnnxRuntimeEncoder(threads=threads)
+        encoder.load(compiled_hstu)
+        assert encoder._session.get_session_options().intra_op_num_threads == expected
+        encoder.close()

@@ -1,0 +1,142 @@
+"""The pipeline on a real bundle, with the encoder stage played by a function the test controls."""
+
+import numpy as np
+import pytest
+
+from cluster.controller import NoBackendAnswered
+from cluster.errors import BackendFailed, InvalidRequest
+from cluster.values import Behaviour, EncodeAnswer, Encoded, RecommendRequest, SkippedBackend, StageReport
+from pipelines.recommend import Recommender
+from tests.bundles import make_bundle
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return make_bundle(tmp_path_factory.mktemp("models") / "tiny", items=50)
+
+
+class Descending:
+    """An encoder stage that ranks the catalogue from its last item down, and remembers what it was asked."""
+
+    def __init__(self, bundle, *, error=None, version=None, skipped=()):
+        self.bundle, self.error, self.version, self.skipped, self.asked = bundle, error, version or bundle.version, skipped, []
+
+    async def __call__(self, request):
+        self.asked.append(request)
+        if self.error:
+            raise self.error
+        ranked = np.arange(len(self.bundle.catalogue), 0, -1, dtype=np.int32)
+        if request.among is not None:
+            ranked = ranked[np.isin(ranked, request.among)]
+        items = ranked[: request.top_n]
+        report = StageReport("encode", "descending", 1.0, self.skipped)
+        return EncodeAnswer(Encoded(np.ones(4, np.float32), items, items.astype(np.float32)), report, self.version)
+
+
+def behaviours(*item_ids, start=1000):
+    return tuple(Behaviour(item_id, start + i) for i, item_id in enumerate(item_ids))
+
+
+def ids(answer):
+    return [scored.item.item_id for scored in answer.items]
+
+
+async def test_answers_titled_items_and_names_who_served(bundle):
+    answer = await Recommender(bundle, Descending(bundle)).recommend(RecommendRequest("u", behaviours("1", "2"), k=3))
+    assert ids(answer) == ["50", "49", "48"]
+    assert answer.items[0].item.title == "Item 50"
+    assert [(stage.stage, stage.backend) for stage in answer.stages] == [("encode", "descending")]
+    assert answer.model_version == bundle.version == "tiny/1"
+    assert not answer.degraded
+
+
+async def test_leaves_out_what_was_seen_and_what_is_blocked_and_still_fills_k(bundle):
+    request = RecommendRequest("u", behaviours("50", "48"), k=3, blocked=frozenset({"49"}))
+    assert ids(await Recommender(bundle, Descending(bundle)).recommend(request)) == ["47", "46", "45"]
+
+
+async def test_seen_items_may_come_back_when_asked_for(bundle):
+    request = RecommendRequest("u", behaviours("50"), k=1, exclude_seen=False)
+    assert ids(await Recommender(bundle, Descending(bundle)).recommend(request)) == ["50"]
+
+
+async def test_recommends_only_what_is_allowed(bundle):
+    request = RecommendRequest("u", behaviours("50"), k=10, allowed=frozenset({"7", "50", "9", "no such item"}))
+    answer = await Recommender(bundle, Descending(bundle)).recommend(request)
+    assert ids(answer) == ["9", "7"]
+    assert answer.unknown_items == ("no such item",)
+
+
+async def test_behaviours_reach_the_encoder_in_the_order_of_time(bundle):
+    encoder = Descending(bundle)
+    shuffled = (Behaviour("3", 30), Behaviour("1", 10), Behaviour("nobody knows", 15), Behaviour("2", 20))
+    answer = await Recommender(bundle, encoder).recommend(RecommendRequest("u", shuffled, request_time=40))
+    (asked,) = encoder.asked
+    assert asked.sequence.items.tolist() == [1, 2, 3]
+    assert asked.sequence.timestamps.tolist() == [10, 20, 30]
+    assert asked.sequence.request_time == 40
+    assert answer.unknown_items == ("nobody knows",)
+
+
+@pytest.mark.parametrize("history", [(), behaviours("unknown")])
+async def test_a_newcomer_gets_what_is_popular_and_that_is_no_degradation(bundle, history):
+    encoder = Descending(bundle)
+    answer = await Recommender(bundle, encoder).recommend(RecommendRequest("u", history, k=2))
+    assert ids(answer) == ["1", "2"]
+    assert answer.stages[0].backend == "popularity"
+    assert "no behaviour" in answer.stages[0].fallback_from[0].reason
+    assert not answer.degraded
+    assert encoder.asked == []
+
+
+async def test_popularity_answers_when_no_encoder_does_and_says_why(bundle):
+    encoder = Descending(bundle, error=BackendFailed("no encoder could answer (torch: out of memory)"))
+    answer = await Recommender(bundle, encoder).recommend(RecommendRequest("u", behaviours("1"), k=2))
+    assert ids(answer) == ["2", "3"]
+    assert answer.degraded
+    assert answer.stages[0].fallback_from[0].reason == "no encoder could answer (torch: out of memory)"
+
+
+async def test_popularity_names_every_backend_that_was_passed_over(bundle):
+    skipped = (SkippedBackend("onnxruntime", "switched off by the operator"), SkippedBackend("torch", "out of memory", failed=True))
+    answer = await Recommender(bundle, Descending(bundle, error=NoBackendAnswered("encoder", skipped))).recommend(
+        RecommendRequest("u", behaviours("1"), k=2)
+    )
+    assert answer.stages[0].fallback_from == skipped
+    assert answer.degraded
+
+
+async def test_an_answer_of_another_model_version_is_not_used(bundle):
+    answer = await Recommender(bundle, Descending(bundle, version="tiny/2")).recommend(RecommendRequest("u", behaviours("1"), k=2))
+    assert answer.stages[0].backend == "popularity"
+    assert answer.degraded
+    assert "tiny/2" in answer.stages[0].fallback_from[0].reason
+
+
+async def test_an_engine_that_broke_marks_the_answer_degraded_but_an_absent_one_does_not(bundle):
+    absent, broke = SkippedBackend("tensorrt", "not installed"), SkippedBackend("onnxruntime", "it broke", failed=True)
+    for skipped, degraded in (((absent,), False), ((absent, broke), True)):
+        answer = await Recommender(bundle, Descending(bundle, skipped=skipped)).recommend(RecommendRequest("u", behaviours("1")))
+        assert answer.degraded is degraded
+
+
+async def test_a_bug_in_our_own_code_is_not_taken_for_an_engine_failure(bundle):
+    with pytest.raises(ZeroDivisionError):
+        await Recommender(bundle, Descending(bundle, error=ZeroDivisionError())).recommend(RecommendRequest("u", behaviours("1")))
+
+
+async def test_a_behaviour_after_the_request_is_refused_with_its_place(bundle):
+    request = RecommendRequest("u", (Behaviour("1", 10), Behaviour("2", 99)), request_time=50)
+    with pytest.raises(InvalidRequest, match=r"behaviours\[1\].timestamp: 99 is after request_time \(50\)"):
+        await Recommender(bundle, Descending(bundle)).recommend(request)
+
+
+async def test_a_caller_whose_clock_is_ahead_is_served(bundle):
+    encoder = Descending(bundle)
+    await Recommender(bundle, encoder).recommend(RecommendRequest("u", (Behaviour("1", 4_000_000_000),)))
+    assert encoder.asked[0].sequence.request_time == 4_000_000_000
+
+
+async def test_k_larger_than_the_catalogue_returns_all_there_is(bundle):
+    answer = await Recommender(bundle, Descending(bundle)).recommend(RecommendRequest("u", behaviours("1"), k=1000))
+    assert len(answer.items) == 49

@@ -1,0 +1,55 @@
+"""What counts as nonsense from an encoder, and when two encoders are the same model."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cluster.stage_rules import encoder_disagreement, encoder_nonsense
+from cluster.values import Encoded, EncodeRequest
+from tests.bundles import random_sequence
+
+REQUEST = EncodeRequest(random_sequence(5), top_n=4)
+SOUND = Encoded(np.array([0.6, 0.8], np.float32), np.array([3, 1, 2, 9], np.int32), np.array([0.9, 0.8, 0.7, 0.6], np.float32))
+
+
+def test_a_sound_answer_is_sound_also_where_fewer_items_were_found():
+    assert encoder_nonsense(REQUEST, SOUND) == ""
+    assert encoder_nonsense(REQUEST, replace(SOUND, items=SOUND.items[:0], scores=SOUND.scores[:0])) == ""
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (None, "NoneType, not with Encoded"),
+        (replace(SOUND, state=np.array([np.nan, 1], np.float32)), "NaN"),
+        (replace(SOUND, scores=np.array([1, 1, 1, np.nan], np.float32)), "NaN"),
+        (replace(SOUND, items=SOUND.items[:3]), "3 items and 4 scores"),
+        (replace(SOUND, items=np.arange(1, 6, dtype=np.int32), scores=np.ones(5, np.float32)), "5 items and 5 scores to top_n 4"),
+        (replace(SOUND, items=np.array([0, 1, 2, 3], np.int32)), "catalogue index 0"),
+        (replace(SOUND, items=[1, 2, 3, 4]), "items that are not one row of numbers, but list"),
+        (replace(SOUND, items=SOUND.scores), "items that are not one row of numbers"),
+        (replace(SOUND, state=np.ones((1, 2), np.float32)), r"state that are not one row of numbers, but ndarray \(1, 2\)"),
+    ],
+)
+def test_nonsense_is_named(answer: Encoded, problem: str):
+    assert re.search(problem, encoder_nonsense(REQUEST, answer))
+
+
+def test_small_differences_and_near_ties_are_agreement():
+    swapped = replace(SOUND, items=SOUND.items[[1, 0, 2, 3]], state=SOUND.state + 0.004)
+    assert encoder_disagreement(SOUND, swapped) == ""
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (replace(SOUND, state=np.ones(3, np.float32)), "its user state has shape (3,), not (2,)"),
+        (replace(SOUND, state=SOUND.state + np.float32(0.05)), "its user state is 0.05 off (tolerance 0.01)"),
+        (replace(SOUND, state=SOUND.state * np.float32(np.nan)), "its user state is nan off (tolerance 0.01)"),
+        (replace(SOUND, items=np.array([3, 1, 7, 8], np.int32)), "it retrieves only 2 of the same 4 items"),
+    ],
+)
+def test_another_model_is_disagreement(answer: Encoded, problem: str):
+    assert encoder_disagreement(SOUND, answer) == problem

@@ -1,0 +1,165 @@
+"""The switchboard: one switch for all replicas, their statistics added up, and a restart that loses neither."""
+
+import json
+
+import pytest
+
+from cluster.breaker import BreakerState
+from cluster.controller import StageSnapshot
+from cluster.errors import UnknownChoice
+from cluster.latency import LatencySummary
+from cluster.managed_backend import BackendSnapshot
+from cluster.switchboard import Switchboard
+
+NOW = 1_760_000_000.0
+OFF = {("encoder", "torch"): False}
+
+
+def backend(name: str = "torch", **changes: object) -> BackendSnapshot:
+    values: dict[str, object] = {
+        "name": name,
+        "import_string": f"my.{name}:Encoder",
+        "available": True,
+        "reason": "",
+        "enabled": True,
+        "rank": 0,
+        "loaded": True,
+        "breaker": BreakerState.CLOSED,
+        "last_error": "",
+        "calls": 0,
+        "failures": 0,
+        "fallbacks": 0,
+        "latency": LatencySummary(),
+    }
+    return BackendSnapshot(**{**values, **changes})
+
+
+def stage(*backends: BackendSnapshot, explanation: str = "encoder=torch") -> StageSnapshot:
+    return StageSnapshot("encoder", "ordered", explanation, backends or (backend(),))
+
+
+class Replica:
+    """What the encoder deployment does once a second."""
+
+    def __init__(self, name: str, snapshot: StageSnapshot | None = None) -> None:
+        self.name, self.snapshot = name, snapshot or stage()
+        self.version, self.switches = 0, {}
+
+    def report(self, switchboard: Switchboard, now: float = NOW) -> None:
+        self.version, self.switches = switchboard.report("encoder", self.name, self.snapshot, self.version, self.switches, now=now)
+
+
+def test_a_switch_reaches_every_replica_and_is_applied_only_then():
+    switchboard, replicas = Switchboard(), [Replica("a"), Replica("b")]
+    for replica in replicas:
+        replica.report(switchboard)
+    version = switchboard.set("encoder", "torch", False, now=NOW)
+    for replica in replicas:
+        assert not switchboard.applied(version, now=NOW)
+        replica.report(switchboard)
+        assert replica.switches == OFF
+    assert not switchboard.applied(version, now=NOW), "a replica follows a switch once it reports its version"
+    for replica in replicas:
+        replica.report(switchboard)
+    assert switchboard.applied(version, now=NOW)
+
+
+def test_a_replica_that_is_gone_is_neither_waited_for_nor_counted():
+    switchboard, alive = Switchboard(ttl_s=5), Replica("alive")
+    Replica("gone").report(switchboard, now=NOW)
+    alive.report(switchboard, now=NOW + 5.5)
+    version = switchboard.set("encoder", "torch", False, now=NOW + 5.5)
+    for _ in range(2):
+        alive.report(switchboard, now=NOW + 6)
+    assert switchboard.applied(version, now=NOW + 6)
+    assert [status.replicas for status in switchboard.status(now=NOW + 6)] == [1]
+    assert switchboard.status(now=NOW + 60) == ()
+
+
+def test_every_change_has_a_newer_version():
+    switchboard = Switchboard()
+    Replica("a").report(switchboard)
+    versions = [switchboard.set("encoder", "torch", on, now=NOW) for on in (False, True, False)]
+    assert sorted(set(versions)) == versions
+
+
+def test_a_restarted_switchboard_adopts_what_the_replicas_follow():
+    old, replica = Switchboard(), Replica("a")
+    replica.report(old)
+    version = old.set("encoder", "torch", False, now=NOW)
+    replica.report(old)
+    restarted, newcomer = Switchboard(), Replica("b")
+    newcomer.report(restarted)
+    assert newcomer.switches == {}
+    replica.report(restarted)
+    newcomer.report(restarted)
+    assert (newcomer.version, newcomer.switches) == (version, OFF)
+
+
+def test_a_switch_set_right_after_a_restart_is_kept_and_so_are_the_older_ones():
+    old, replica, both = Switchboard(), Replica("a"), stage(backend("torch"), backend("onnxruntime"))
+    replica.snapshot = both
+    replica.report(old)
+    old.set("encoder", "torch", False, now=NOW)
+    replica.report(old)
+    restarted, newcomer = Switchboard(), Replica("b", both)
+    newcomer.report(restarted, now=NOW + 1)
+    version = restarted.set("encoder", "onnxruntime", False, now=NOW + 1)
+    newcomer.report(restarted, now=NOW + 1)
+    for _ in range(2):
+        for one in (replica, newcomer):
+            one.report(restarted, now=NOW + 2)
+    assert restarted.applied(version, now=NOW + 2)
+    assert replica.switches == newcomer.switches == {**OFF, ("encoder", "onnxruntime"): False}
+
+
+def test_the_newer_of_two_settings_of_one_switch_wins_after_a_restart():
+    old, replica = Switchboard(), Replica("a")
+    replica.report(old)
+    old.set("encoder", "torch", False, now=NOW)
+    replica.report(old)
+    restarted = Switchboard()
+    Replica("b").report(restarted, now=NOW + 1)
+    restarted.set("encoder", "torch", True, now=NOW + 1)
+    replica.report(restarted, now=NOW + 2)
+    assert replica.switches == {("encoder", "torch"): True}
+
+
+def test_unknown_names_are_refused_with_the_choices():
+    switchboard = Switchboard()
+    with pytest.raises(UnknownChoice, match="unknown stage 'encoder'"):
+        switchboard.set("encoder", "torch", False, now=NOW)
+    Replica("a").report(switchboard)
+    with pytest.raises(UnknownChoice, match="unknown stage 'generator'; choose from encoder"):
+        switchboard.set("generator", "vllm", False, now=NOW)
+    with pytest.raises(UnknownChoice, match="unknown encoder 'trt'; choose from torch"):
+        switchboard.set("encoder", "trt", False, now=NOW)
+
+
+def test_the_status_adds_up_the_replicas():
+    switchboard = Switchboard()
+    first = backend(calls=10, failures=1, fallbacks=2, latency=LatencySummary(10, 2.0, (0, 10)))
+    second = backend(
+        available=False,
+        reason="no engine",
+        calls=5,
+        breaker=BreakerState.OPEN,
+        last_error="broke",
+        latency=LatencySummary(5, 1.5, (0, 0, 0, 5)),
+    )
+    Replica("a", stage(first)).report(switchboard)
+    Replica("b", stage(second, explanation="encoder=none (torch: no engine)")).report(switchboard)
+    (status,) = switchboard.status(now=NOW)
+    (torch,) = status.backends
+    assert (status.replicas, status.explanations) == (2, ("encoder=torch", "encoder=none (torch: no engine)"))
+    assert (torch.replicas, torch.available_on, torch.reasons, torch.last_errors) == (2, 1, ("no engine",), ("broke",))
+    assert (torch.calls, torch.failures, torch.fallbacks, torch.breakers) == (15, 1, 2, {"closed": 1, "open": 1})
+    assert (torch.latency.count, torch.latency.per_second, torch.latency.buckets) == (15, 3.5, (0, 10, 0, 5))
+
+
+def test_the_status_is_plain_json():
+    switchboard = Switchboard()
+    Replica("a").report(switchboard)
+    shown = json.loads(json.dumps([status.as_json() for status in switchboard.status(now=NOW)]))
+    assert shown[0]["backends"][0]["breakers"] == {"closed": 1}
+    assert shown[0]["backends"][0]["p99_ms"] is None

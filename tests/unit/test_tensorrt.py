@@ -1,0 +1,169 @@
+import shutil
+from dataclasses import replace
+
+import onnx
+import pytest
+
+from cluster.bundle import Bundle, FailedStep
+from cluster.errors import BackendUnavailable, CompileError
+from integrations.onnx.files import graph_file
+from integrations.tensorrt import build, device
+from integrations.tensorrt import encoder as encoder_module
+from integrations.tensorrt.build import build_engine, profile_ranges
+from integrations.tensorrt.encoder import TensorRTEncoder
+from integrations.tensorrt.engine import Engine
+from integrations.tensorrt.library import FULL, RTX, load_library
+
+rtx = pytest.importorskip(RTX, reason="TensorRT-RTX is not installed; run: pip install 'genrec[cpu]'")
+
+
+def has_gpu():
+    try:
+        return bool(device.gpu_architecture())
+    except BackendUnavailable:
+        return False
+
+
+without_gpu = pytest.mark.skipif(has_gpu(), reason="a GPU is here, so its absence cannot be shown")
+
+
+@pytest.fixture
+def compiled_hstu(compiled_hstu):
+    if not any(artifact.target == "sm_89" for artifact in compiled_hstu.manifest.artifacts):
+        pytest.skip("the full TensorRT is here and built for its own GPU only")
+    return compiled_hstu
+
+
+@pytest.fixture
+def altered(compiled_hstu, tmp_path):
+    shutil.copytree(compiled_hstu.path, tmp_path / "2")
+    return Bundle(tmp_path / "2", compiled_hstu.manifest)
+
+
+def with_artifacts(bundle, artifacts, failed=()):
+    return replace(bundle, manifest=bundle.manifest.model_copy(update={"artifacts": list(artifacts), "failed_steps": list(failed)}))
+
+
+def built(bundle, graph="encode", precision="fp32", target="sm_89", ranges=None):
+    ranges = profile_ranges(graph, bundle.manifest.model) if ranges is None else ranges
+    return build_engine(rtx, bundle.path / graph_file(graph, precision), ranges, target)
+
+
+def test_builds_every_graph_in_both_precisions_for_every_target_without_a_gpu(compiled_hstu):
+    engines = {(a.graph, a.precision, a.target) for a in compiled_hstu.manifest.artifacts if a.kind == "tensorrt"}
+    assert engines == {(g, p, t) for g in ("encode", "append") for p in ("fp32", "fp16") for t in ("sm_80", "sm_89")}
+    assert not compiled_hstu.manifest.failed_steps
+
+
+def test_refuses_an_architecture_that_the_library_cannot_build_for(compiled_hstu):
+    with pytest.raises(CompileError, match=r"does not build for 'sm_90', only for sm_75, sm_80"):
+        built(compiled_hstu, target="sm_90")
+
+
+def test_passes_on_the_librarys_reason_where_an_architecture_lacks_an_operation(compiled_hstu):
+    with pytest.raises(CompileError, match="FP32 GEMM is not supported"):
+        built(compiled_hstu, target="sm_75")
+
+
+def test_refuses_a_graph_with_a_dimension_nobody_gave_a_range(compiled_hstu):
+    with pytest.raises(CompileError, match=r"input 'items' has dimensions \['length'\] without a range"):
+        built(compiled_hstu, ranges={"batch": (1, 2, 4)})
+
+
+def test_passes_on_the_librarys_reason_where_the_ranges_contradict_themselves(compiled_hstu):
+    with pytest.raises(CompileError, match=r"(?i)profile"):
+        built(compiled_hstu, ranges={"batch": (8, 2, 1), "length": (1, 2, 3)})
+
+
+def test_refuses_a_graph_with_an_operator_it_does_not_know(tmp_path):
+    make = onnx.helper
+    values = [make.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2]) for name in ("x", "y")]
+    graph = make.make_graph([make.make_node("Telepathy", ["x"], ["y"], domain="nowhere")], "odd", values[:1], values[1:])
+    onnx.save(make.make_model(graph, opset_imports=[make.make_opsetid("", 20), make.make_opsetid("nowhere", 1)]), tmp_path / "odd.onnx")
+    with pytest.raises(CompileError, match=r"cannot parse odd\.onnx: .*Telepathy"):
+        build_engine(rtx, tmp_path / "odd.onnx", {}, "sm_89")
+
+
+def test_refuses_a_file_that_is_no_graph(tmp_path):
+    (tmp_path / "noise.onnx").write_bytes(b"\x00noise" * 50)
+    with pytest.raises(CompileError, match=r"cannot (parse|build) noise\.onnx"):
+        build_engine(rtx, tmp_path / "noise.onnx", {}, "sm_89")
+
+
+@without_gpu
+def test_an_engine_does_not_load_without_a_driver_and_says_so(compiled_hstu):
+    with pytest.raises(BackendUnavailable, match=r"cannot load encode\.fp32\.sm_89\.engine here: .*CUDA driver"):
+        Engine(load_library(RTX), compiled_hstu.path / "tensorrt/encode.fp32.sm_89.engine")
+
+
+def test_is_unavailable_where_no_library_is_installed(compiled_hstu, monkeypatch):
+    monkeypatch.setattr(encoder_module, "installed", list)
+    assert TensorRTEncoder().get_availability(compiled_hstu).reason.startswith("TensorRT is not installed; run: pip install 'genrec[gpu]'")
+
+
+def test_is_unavailable_where_the_bundle_has_no_engine_and_says_which_step_failed(compiled_hstu):
+    graphs_only = [a for a in compiled_hstu.manifest.artifacts if a.kind == "onnx"]
+    reason = TensorRTEncoder().get_availability(with_artifacts(compiled_hstu, graphs_only)).reason
+    assert reason == "tiny-hstu/2 has no tensorrt artifact 'encode'; run: genrec compile"
+    failed = [FailedStep(step="tensorrt encode fp32 sm_75", reason="FP32 GEMM is not supported")]
+    reason = TensorRTEncoder().get_availability(with_artifacts(compiled_hstu, graphs_only, failed)).reason
+    assert "the step 'tensorrt encode fp32 sm_75' failed: FP32 GEMM is not supported" in reason
+
+
+def test_is_unavailable_where_the_engine_files_were_deleted_whether_or_not_there_is_a_gpu(altered):
+    for engine in (altered.path / "tensorrt").iterdir():
+        engine.unlink()
+    encoder = TensorRTEncoder()
+    reason = encoder.get_availability(altered).reason
+    assert "encode.fp32.sm_80.engine" in reason
+    assert "missing" in reason
+    with pytest.raises(BackendUnavailable, match="missing"):
+        encoder.load(altered)
+
+
+@without_gpu
+def test_is_unavailable_without_a_gpu_and_driver(compiled_hstu):
+    assert TensorRTEncoder().get_availability(compiled_hstu).reason.startswith("no NVIDIA GPU with a driver is usable here")
+
+
+def on_gpu(monkeypatch, architecture):
+    monkeypatch.setattr(encoder_module, "gpu_architecture", lambda: architecture)
+
+
+def test_is_unavailable_on_a_gpu_nobody_built_for_and_says_what_there_is(compiled_hstu, monkeypatch):
+    on_gpu(monkeypatch, "sm_90")
+    reason = TensorRTEncoder().get_availability(compiled_hstu).reason
+    assert "has engines for sm_80 fp32, sm_89 fp32, sm_80 fp16, sm_89 fp16, none for this GPU, sm_90" in reason
+    assert "genrec compile --only tensorrt" in reason
+
+
+def test_is_available_on_a_gpu_it_was_built_for_until_that_engine_is_altered(altered, monkeypatch):
+    on_gpu(monkeypatch, "sm_89")
+    encoder = TensorRTEncoder()
+    assert encoder.get_availability(altered).ok
+    (altered.path / "tensorrt/encode.fp32.sm_89.engine").write_bytes(b"short")
+    assert "encode.fp32.sm_89.engine" in encoder.get_availability(altered).reason
+
+
+def test_is_unavailable_where_the_library_that_built_the_engine_is_not_installed(compiled_hstu, monkeypatch):
+    on_gpu(monkeypatch, "sm_89")
+    foreign = [a.model_copy(update={"builder": "tensorrt 10.9"}) if a.kind == "tensorrt" else a for a in compiled_hstu.manifest.artifacts]
+    monkeypatch.setattr(encoder_module, "installed", lambda: [RTX])
+    assert (
+        "built by tensorrt 10.9, which is not installed"
+        in TensorRTEncoder().get_availability(with_artifacts(compiled_hstu, foreign)).reason
+    )
+
+
+def test_prefers_the_precisions_in_the_order_given(compiled_hstu, monkeypatch):
+    on_gpu(monkeypatch, "sm_89")
+    assert TensorRTEncoder()._engine_of(compiled_hstu).precision == "fp32"
+    assert TensorRTEncoder(precisions=("fp16", "fp32"))._engine_of(compiled_hstu).precision == "fp16"
+
+
+def test_the_full_library_is_not_used_to_build_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(build, "installed", lambda: [FULL])
+    with pytest.raises(CompileError, match="no TensorRT builder can work here"):
+        build._builder(None)
+    monkeypatch.setattr(build, "installed", lambda: [FULL, RTX])
+    assert build._builder(None).__name__ == RTX

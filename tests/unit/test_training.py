@@ -1,0 +1,218 @@
+"""Splits, losses, metrics and the trainer, small and exact."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cluster.dataset import Interactions
+from cluster.errors import DataError
+from integrations.hstu.config import HSTUConfig, SASRecConfig
+from integrations.hstu.model import HSTU
+from integrations.hstu.sasrec import SASRec
+from pipelines.evaluate import evaluate, ranks
+from pipelines.losses import full_softmax, sampled_softmax
+from pipelines.ranking_metrics import ranking_metrics
+from pipelines.splits import TEST, VALIDATION, held_out, training_examples
+from pipelines.train import Trainer, TrainOptions, load_checkpoint, save_checkpoint
+
+ITEMS = 40
+
+
+def walks(users=60, seed=0, longest=30):
+    """Users who mostly go from item i to item i + 1: easy to learn."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(3, longest, users)
+    items = [(rng.integers(ITEMS) + np.arange(length)) % ITEMS + 1 for length in lengths]
+    offsets = np.r_[0, np.cumsum(lengths)].astype(np.int64)
+    total = int(offsets[-1])
+    times = 1_500_000_000 + np.cumsum(rng.integers(1, 5000, total)).astype(np.int64)
+    columns = np.concatenate(items).astype(np.int32), times, np.zeros(total, np.int8), np.full(total, np.nan, np.float32)
+    return Interactions([f"u{i}" for i in range(users)], offsets, *columns)
+
+
+def small_model(family=HSTU, seed=0, dropout=0.2):
+    torch.manual_seed(seed)
+    if family is SASRec:
+        return SASRec(SASRecConfig(items=ITEMS, dim=16, heads=1, feedforward_dim=16, max_length=31, max_history=20, dropout=dropout))
+    config = HSTUConfig(items=ITEMS, dim=16, attention_dim=8, linear_dim=8, max_length=31, max_history=20, dropout=dropout)
+    return HSTU(config)
+
+
+def weights(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_the_splits_never_show_an_event_before_it_is_asked_for():
+    data = walks()
+    for from_end in (TEST, VALIDATION):
+        for user, example in enumerate(held_out(data, from_end)):
+            events = data.items[data.offsets[user] : data.offsets[user + 1]].tolist()
+            assert [*example.history.items.tolist(), example.target] == events[: len(events) - from_end + 1]
+            assert example.history.request_time == data.timestamps[data.offsets[user + 1] - from_end]
+
+
+@pytest.mark.parametrize(("held", "window"), [(2, "latest"), (1, "latest"), (2, "random")])
+def test_training_leaves_the_held_out_events_alone(held, window):
+    data = walks()
+    rng = np.random.default_rng(0)
+    seen = [training_examples(data, held_out_events=held, max_history=5, window=window, rng=rng) for _ in range(20)]
+    latest = {int(example.history.request_time) for examples in seen for example in examples}
+    forbidden = {int(data.timestamps[end - back]) for end in data.offsets[1:] for back in range(1, held + 1)}
+    assert not latest & forbidden
+    assert {int(data.timestamps[end - held - 1]) for end in data.offsets[1:] if end} - latest <= {int(t) for t in data.timestamps}
+    assert all(len(example.history) <= 5 for examples in seen for example in examples)
+
+
+def test_random_windows_reach_the_oldest_events_and_latest_windows_do_not():
+    data = walks(users=10, longest=60)
+    user = int(np.argmax(data.lengths))
+    oldest = int(data.timestamps[data.offsets[user]])
+    reached = {}
+    for window in ("latest", "random"):
+        rng = np.random.default_rng(0)
+        drawn = [training_examples(data, held_out_events=2, max_history=5, window=window, rng=rng)[user] for _ in range(300)]
+        reached[window] = any(int(example.history.timestamps[0]) == oldest for example in drawn)
+    assert reached == {"latest": False, "random": True}
+
+
+def test_full_softmax_and_its_gradients_are_those_of_cross_entropy():
+    torch.manual_seed(0)
+    states = F.normalize(torch.randn(1300, 12, dtype=torch.float64), dim=1).requires_grad_()
+    vectors = F.normalize(torch.randn(31, 12, dtype=torch.float64), dim=1).requires_grad_()
+    targets = torch.randint(1, 31, (1300,))
+    expected = F.cross_entropy(states @ vectors[1:].T / 0.05, targets - 1)
+    wanted = torch.autograd.grad(expected * 3, (states, vectors))
+    loss = full_softmax(states, vectors, targets, 0.05)
+    got = torch.autograd.grad(loss * 3, (states, vectors))
+    torch.testing.assert_close(loss, expected)
+    for left, right in zip(got, wanted, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_full_softmax_stays_finite_at_low_temperatures():
+    states = F.normalize(torch.randn(10, 4), dim=1)
+    vectors = torch.cat([torch.zeros(1, 4), states])
+    assert torch.isfinite(full_softmax(states, vectors, torch.arange(1, 11), 0.01))
+
+
+def test_sampled_softmax_masks_negatives_that_are_the_target():
+    states = F.normalize(torch.randn(50, 4), dim=1)
+    vectors = torch.cat([torch.zeros(1, 4), F.normalize(torch.randn(1, 4), dim=1)])  # one item: every negative collides
+    assert sampled_softmax(states, vectors, torch.ones(50, dtype=torch.int64), 0.05, negatives=8).item() == pytest.approx(0, abs=1e-6)
+
+
+def test_sampled_softmax_is_near_the_full_one_when_it_draws_as_many_items():
+    torch.manual_seed(0)
+    states, vectors = F.normalize(torch.randn(400, 8), dim=1), torch.cat([torch.zeros(1, 8), F.normalize(torch.randn(30, 8), dim=1)])
+    targets = torch.randint(1, 31, (400,))
+    sampled = sampled_softmax(states, vectors, targets, 0.5, negatives=29)
+    assert sampled.item() == pytest.approx(full_softmax(states, vectors, targets, 0.5).item(), rel=0.03)
+
+
+def test_metrics_of_known_ranks():
+    metrics = ranking_metrics(np.array([1, 2, 11, 300]))
+    assert metrics["hr@10"] == 0.5
+    assert metrics["hr@50"] == metrics["hr@200"] == 0.75
+    assert metrics["ndcg@10"] == pytest.approx((1 + 1 / math.log2(3)) / 4)
+    assert metrics["mrr"] == pytest.approx((1 + 1 / 2 + 1 / 11 + 1 / 300) / 4)
+
+
+def test_ranks_filter_the_window_but_never_the_answer():
+    """Against a loop: everything in the user's window is out of the ranking, except the target itself."""
+    data, model = walks(), small_model().eval()
+    examples = list(held_out(data, TEST))
+    found = ranks(model, examples)
+    vectors = model.item_vectors()
+    for example, rank in zip(examples, found, strict=True):
+        columns = model.collate([example.history]).tensors()
+        with torch.inference_mode():
+            scores = (vectors @ model(columns["items"], columns["times"], columns["next_times"])[0, -1]).tolist()
+        others = set(range(1, ITEMS + 1)) - set(example.history.items[-20:].tolist()) - {example.target}
+        assert rank == 1 + sum(scores[item] >= scores[example.target] for item in others)
+
+
+def test_a_model_without_finite_scores_is_refused():
+    model = small_model()
+    with torch.no_grad():
+        model.position_embedding.weight.fill_(torch.nan)
+    with pytest.raises(DataError, match="not finite"):
+        evaluate(model, walks())
+
+
+@pytest.mark.parametrize("family", [HSTU, SASRec])
+@pytest.mark.parametrize("loss", ["full", "sampled"])
+def test_learns_a_walk_and_keeps_the_best_epochs_weights(family, loss):
+    data, model = walks(200), small_model(family)
+    options = TrainOptions(epochs=12, batch_users=32, learning_rate=1e-2, loss=loss, negatives=20)
+    before = evaluate(model, data)["hr@10"]
+    trainer = Trainer(model, data, options, device="cpu")
+    best = trainer.fit()
+    assert evaluate(model, data)["hr@10"] > max(0.8, before)
+    assert evaluate(model, data, from_end=VALIDATION) == best.validation
+    assert best.score == max(report.score for report in trainer.history)
+
+
+def test_stops_when_validation_gets_no_better():
+    trainer = Trainer(small_model(), walks(), TrainOptions(epochs=50, learning_rate=1e-9, schedule="constant", patience=2), device="cpu")
+    trainer.fit()
+    assert trainer.epoch < 10
+
+
+def test_two_runs_with_one_seed_are_equal_to_the_bit_and_another_seed_is_not():
+    runs = []
+    for seed in (1, 1, 2):
+        model = small_model(seed=0)
+        Trainer(model, walks(), TrainOptions(epochs=2, seed=seed), device="cpu").fit()
+        runs.append(weights(model))
+    assert same(runs[0], runs[1])
+    assert not same(runs[0], runs[2])
+
+
+@pytest.mark.parametrize("loss", ["full", "sampled"])
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(tmp_path, loss):
+    options = TrainOptions(epochs=5, batch_users=16, loss=loss, validate_every=2)
+    whole = Trainer(small_model(), walks(), options, device="cpu")
+    whole.fit()
+
+    interrupted = Trainer(small_model(), walks(), options, device="cpu")
+    for _ in range(3):
+        interrupted.run_epoch()
+    save_checkpoint(interrupted, tmp_path / "run.ckpt")
+    resumed = Trainer(small_model(seed=99), walks(), options, device="cpu")
+    load_checkpoint(resumed, tmp_path / "run.ckpt")
+    torch.rand(17)  # whatever else the process draws meanwhile
+    resumed.fit()
+
+    assert same(weights(whole.model), weights(resumed.model))
+    assert [(report.loss, report.validation) for report in whole.history] == [(r.loss, r.validation) for r in resumed.history]
+
+
+def test_refuses_to_resume_with_other_options(tmp_path):
+    save_checkpoint(Trainer(small_model(), walks(), TrainOptions(), device="cpu"), tmp_path / "run.ckpt")
+    with pytest.raises(DataError, match=r"batch_users \(64, now 8\)"):
+        load_checkpoint(Trainer(small_model(), walks(), TrainOptions(batch_users=8), device="cpu"), tmp_path / "run.ckpt")
+
+
+def test_refuses_a_damaged_checkpoint_and_one_of_other_sizes(tmp_path):
+    path = tmp_path / "run.ckpt"
+    save_checkpoint(Trainer(small_model(SASRec), walks(), TrainOptions(), device="cpu"), path)
+    hstu = Trainer(small_model(), walks(), TrainOptions(), device="cpu")
+    with pytest.raises(DataError, match="of another model"):
+        load_checkpoint(hstu, path)
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(DataError, match="damaged"):
+        load_checkpoint(hstu, path)
+
+
+def test_refuses_data_with_nothing_to_learn():
+    data = walks(5)
+    two_each = Interactions(["a"], np.array([0, 2]), data.items[:2], data.timestamps[:2], data.actions[:2], data.values[:2])
+    with pytest.raises(DataError, match="at least 4 are needed"):
+        Trainer(small_model(), two_each, TrainOptions(), device="cpu")

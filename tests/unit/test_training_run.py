@@ -1,0 +1,85 @@
+"""A whole run: train, refit, measure; interrupted and resumed."""
+
+import pytest
+import torch
+
+from cluster.bundle import ModelRecord
+from cluster.dataset import Catalogue, Dataset
+from cluster.errors import ConfigError, DataError, UnknownChoice
+from cluster.values import Item
+from pipelines.evaluate import evaluate
+from pipelines.train import TrainOptions
+from pipelines.training_run import RunOptions, new_model, train_model
+from tests.unit.test_training import ITEMS, walks
+
+SIZES = {"items": ITEMS, "dim": 16, "attention_dim": 8, "linear_dim": 8, "max_length": 31, "max_history": 20}
+RECORD = ModelRecord(family="hstu", config=SIZES)
+OPTIONS = TrainOptions(epochs=4, batch_users=16, learning_rate=1e-2)
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Watcher:
+    """Writes down what it is told, and stops the run after a number of epochs."""
+
+    def __init__(self, stop_after=None):
+        self.phases, self.epochs, self.shares, self.stop_after = [], [], [], stop_after
+
+    def phase(self, name, epochs, done):
+        self.phases.append((name, epochs, done))
+
+    def batch(self, share):
+        if len(self.epochs) == self.stop_after:
+            raise Interrupted  # in the middle of an epoch, after the checkpoint of the one before
+        self.shares.append(share)
+
+    def epoch(self, report):
+        self.epochs.append(report.epoch)
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    catalogue = Catalogue([Item(str(i), f"Item {i}") for i in range(1, ITEMS + 1)])
+    return Dataset("walks", walks(), catalogue, "made up")
+
+
+def same_weights(left, right):
+    return all(torch.equal(tensor, right.state_dict()[name]) for name, tensor in left.state_dict().items())
+
+
+def test_a_refit_learns_the_validation_events_for_as_many_epochs_as_validation_chose(dataset):
+    watcher = Watcher()
+    trained = train_model(RECORD, dataset, OPTIONS, RunOptions(refit=True, device="cpu"), watcher)
+    assert watcher.phases == [("train", 4, 0), ("refit", trained.best.epoch, 0)]
+    assert watcher.epochs == [*range(1, trained.epochs + 1), *range(1, trained.best.epoch + 1)]
+    assert max(watcher.shares) == 1
+    assert trained.quality == evaluate(trained.model, dataset.interactions)
+    assert trained.quality != trained.quality_before_refit
+
+
+@pytest.mark.parametrize("stop_after", [2, 5])
+def test_a_run_interrupted_in_either_phase_and_resumed_ends_as_if_nothing_had_happened(dataset, tmp_path, stop_after):
+    whole = train_model(RECORD, dataset, OPTIONS, RunOptions(refit=True, device="cpu"), Watcher())
+    saved = RunOptions(refit=True, device="cpu", checkpoint=tmp_path / "run")
+    with pytest.raises(Interrupted):
+        train_model(RECORD, dataset, OPTIONS, saved, Watcher(stop_after))
+    watcher = Watcher()
+    resumed = train_model(RECORD, dataset, OPTIONS, RunOptions(True, "cpu", tmp_path / "run", resume=True), watcher)
+    assert watcher.phases[0] == ("train", 4, min(stop_after, 4))
+    assert same_weights(whole.model, resumed.model)
+    assert resumed.quality == whole.quality
+    assert not list(tmp_path.iterdir())
+
+
+def test_refuses_to_resume_from_nothing(dataset, tmp_path):
+    with pytest.raises(DataError, match="no checkpoint"):
+        train_model(RECORD, dataset, OPTIONS, RunOptions(checkpoint=tmp_path / "run", resume=True), Watcher())
+
+
+def test_refuses_sizes_and_families_that_are_not_there():
+    with pytest.raises(ConfigError, match=r"max_history \(300\) must be less than or equal to max_length \(31\)"):
+        new_model(ModelRecord(family="hstu", config={**SIZES, "max_history": 300}), 0)
+    with pytest.raises(UnknownChoice, match="choose from hstu, sasrec"):
+        new_model(ModelRecord(family="gru", config=SIZES), 0)
