@@ -1,4 +1,4 @@
-# make demo   recommendations for real users, in a few minutes     (make demo ONCE=1: answer once and stop)
+# make demo   recommendations for real users, in a few minutes     (make demo ONCE=1: answer once and stop; PORT=9000: elsewhere)
 # make test   every check and every test
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,7 +6,7 @@ BIN := .venv/bin
 .PHONY: demo test check clean
 
 demo: .venv/cpu
-	$(BIN)/genrec demo $(if $(ONCE),--once)
+	$(BIN)/genrec demo $(if $(ONCE),--once) $(if $(PORT),--port $(PORT))
 
 test: .venv/dev check
 	$(BIN)/pytest

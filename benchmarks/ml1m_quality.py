@@ -12,7 +12,6 @@ beside it is written from all runs in that file.
 import json
 import os
 import platform
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -59,7 +58,7 @@ CONFIGURATIONS = {
     "hstu-deep-windows": Configuration("hstu", DEEP, {**WINDOWS, "epochs": 50}),
     "hstu-wide-windows": Configuration("hstu", WIDE, {**WINDOWS, "epochs": 40}),
     "hstu-wide": Configuration("hstu", WIDE, {"epochs": 40}),
-    "hstu-large": Configuration("hstu", LARGE),
+    "hstu-large-windows": Configuration("hstu", LARGE, {**WINDOWS, "epochs": 60}),
 }
 
 
@@ -185,7 +184,7 @@ def main(
         raise UnknownChoice("configuration", min(strangers), CONFIGURATIONS)
     dataset = choose("dataset", DATASETS, "ml-1m")(path)
     results = RESULTS / f"quality_{name}_{chosen_device('auto')}_{datetime.now(UTC):%Y-%m-%d}.json"
-    command = " ".join(["python", "benchmarks/ml1m_quality.py", *sys.argv[1:]])
+    command = f"python benchmarks/ml1m_quality.py --path DIRECTORY --name {name}"
     for one in config or CONFIGURATIONS:
         for number in seed or [42]:
             add(results, run(one, number, dataset, compiled=compiled, weights=weights), dataset, command)

@@ -93,11 +93,19 @@ def parse(tree: dict[str, Any], source: str = "configuration") -> Settings:
 
 def read(path: Path) -> Settings:
     """Settings from the first application's ``args`` in a Serve config file such as ``ray_config.yaml``."""
+    return parse(read_document(path)["applications"][0].get("args") or {}, str(path))
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """A whole Serve config file, which has one application at least. Raises ConfigError."""
     try:
         document = yaml.safe_load(path.read_text())
-        args = document["applications"][0].get("args") or {}
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; give the path of a Serve config file such as ray_config.yaml") from None
-    except (yaml.YAMLError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a Serve config file with one application: {error!r}") from error
-    return parse(args, str(path))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
+    match document:
+        case {"applications": [dict(), *_]}:
+            return dict(document)
+        case _:
+            raise ConfigError(f"{path} is not a Serve config file: it has no `applications: [{{name: ..., args: ...}}]`")

@@ -24,6 +24,7 @@ from deployments.switchboard import REPORT_INTERVAL_S
 
 STAGE = "encoder"
 Result = TypeVar("Result")
+REFRESH_INTERVAL_S = 1.0
 STUCK_AFTER_S = 30.0
 REPORT_DEADLINE_S = 5.0
 WARM_UP_LENGTHS = (1, 20, 200)
@@ -46,6 +47,7 @@ class Encoder:
         self._switches_version = 0
         self._switches: Switches = {}
         self._reporting = asyncio.create_task(self._report_forever())
+        self._refreshing = asyncio.create_task(self._refresh_forever())
 
     async def encode(self, request: EncodeRequest) -> EncodeAnswer | NoBackendAnswered:
         """One user's state and nearest items, or why no engine gave them: a value, since for Ray this call did not fail."""
@@ -60,12 +62,14 @@ class Encoder:
         wanted = StageSettings.model_validate(user_config)
         enabled = {name: name not in wanted.disabled for name in wanted.order}
         await self._in_thread(lambda: self._controller.reconfigure(order=wanted.order, selection=wanted.selection, enabled=enabled))
+        self._apply(self._switches)  # what an operator has switched by hand outlives a deploy
 
     async def check_health(self) -> None:
         """Unhealthy only where the engine thread is stuck or gone: a broken engine is the controller's business."""
         await asyncio.wait_for(self._in_thread(lambda: None), timeout=STUCK_AFTER_S)
-        if self._reporting.done():
-            self._reporting.result()
+        for task in (self._reporting, self._refreshing):
+            if task.done():
+                task.result()
 
     async def _answer(self, requests: list[EncodeRequest]) -> Sequence[Served[Encoded] | NoBackendAnswered]:
         return await self._in_thread(lambda: self._controller.call(requests))
@@ -85,12 +89,22 @@ class Encoder:
                 logger.warning("switches stay as they are: %s", error)
             await asyncio.sleep(REPORT_INTERVAL_S)
 
+    async def _refresh_forever(self) -> None:
+        """Probe and reload between requests, so that the first choice returns, and the status stays true, without traffic too."""
+        while True:
+            await asyncio.sleep(REFRESH_INTERVAL_S)
+            await self._in_thread(self._controller.refresh)
+
     def _follow(self, version: int, switches: Switches) -> None:
-        if version == self._switches_version:
-            return
-        self._switches_version, self._switches = version, switches
+        if version != self._switches_version:
+            self._switches_version, self._switches = version, switches
+            self._apply(switches)
+
+    def _apply(self, switches: Switches) -> None:
+        """Follow the switches of this stage; one may name a backend of an earlier configuration, which is not here any more."""
+        here = {backend.name for backend in self._controller.snapshot().backends}
         for (stage, name), enabled in switches.items():
-            if stage == STAGE:
+            if stage == STAGE and name in here:
                 (self._controller.enable if enabled else self._controller.disable)(name)
 
 

@@ -1,6 +1,6 @@
 """The switchboard as a deployment: one replica, seldom called, whose loss costs nothing but a little delay."""
 
-from time import monotonic
+from time import time
 
 from cluster.controller import StageSnapshot
 from cluster.switchboard import StageStatus, Switchboard, Switches
@@ -16,13 +16,13 @@ class SwitchboardDeployment:
         self._board = Switchboard(ttl_s=10 * REPORT_INTERVAL_S)
 
     async def report(self, stage: str, replica: str, snapshot: StageSnapshot, version: int, switches: Switches) -> tuple[int, Switches]:
-        return self._board.report(stage, replica, snapshot, version, switches, now=monotonic())
+        return self._board.report(stage, replica, snapshot, version, switches, now=time())
 
     async def set(self, stage: str, name: str, enabled: bool) -> int:
-        return self._board.set(stage, name, enabled, now=monotonic())
+        return self._board.set(stage, name, enabled, now=time())
 
     async def applied(self, version: int) -> bool:
-        return self._board.applied(version, now=monotonic())
+        return self._board.applied(version, now=time())
 
     async def status(self) -> tuple[StageStatus, ...]:
-        return self._board.status(now=monotonic())
+        return self._board.status(now=time())
