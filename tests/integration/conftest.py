@@ -1,0 +1,85 @@
+"""A real Ray cluster with Serve, started once for all tests that ask it over HTTP."""
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.bundle import Bundle
+from deployments.cli.local_serve import LocalServe
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = {
+    "encoder": {
+        "order": ["tensorrt", "onnxruntime", "torch", "mean"],
+        "disabled": ["mean"],
+        "backends": {
+            "onnxruntime": "tests.integration.breakable:BreakableOnnxRuntime",
+            "torch": "tests.integration.breakable:BreakableTorch",
+            "mean": "own_backend:MeanEncoder",
+        },
+        "breaker": {"failures_to_open": 1, "pause_s": 0.2, "growth": 1.0, "longest_pause_s": 0.2},
+        "probe_interval_s": 0.3,
+    }
+}
+
+
+@dataclass(frozen=True)
+class Live:
+    """A served model: where it answers, and the directory it was published in."""
+
+    url: str
+    model_dir: Path
+
+    def recommend(self, **request: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/recommend", json={"user_id": "ada", **request}, timeout=30)
+
+    def switch(self, name: str, to: str) -> None:
+        response = httpx.post(f"{self.url}/v1/backends/encoder/{name}:{to}", timeout=30)
+        assert (response.status_code, response.json()["applied"]) == (200, True), response.text
+
+    def backends(self) -> dict[str, dict[str, Any]]:
+        (stage,) = httpx.get(f"{self.url}/v1/backends", timeout=30).json()["stages"]
+        return {backend["name"]: backend for backend in stage["backends"]}
+
+    def eventually(self, holds: Callable[[Mapping[str, Any]], bool], *, within_s: float = 20, **request: Any) -> Mapping[str, Any]:
+        """Ask until the answer is as expected; every answer on the way has status 200."""
+        deadline = time.monotonic() + within_s
+        while True:
+            response = self.recommend(**request)
+            assert response.status_code == 200, response.text
+            if holds(response.json()):
+                return response.json()
+            assert time.monotonic() < deadline, f"still so after {within_s} s: {response.text}"
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def live(compiled_hstu: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A small compiled HSTU behind a real Serve, whose engines tests can break; they leave it as they found it."""
+    model_dir = tmp_path_factory.mktemp("served") / "tiny"
+    shutil.copytree(compiled_hstu.path.parent, model_dir)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "examples")]))
+        patch.syspath_prepend(ROOT / "examples")
+        log = model_dir.parent / "serve.log"
+        with LocalServe(ROOT / "ray_config.yaml", {"model_dir": str(model_dir), **SETTINGS}, port=free_port(), log=log) as url:
+            yield Live(url, model_dir)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def behaviours(*items: int, start: int = 1_700_000_000) -> list[dict[str, Any]]:
+    """Views of these items of the small catalogue, an hour apart."""
+    return [{"item_id": str(item), "timestamp": start + 3600 * step} for step, item in enumerate(items)]

@@ -1,0 +1,99 @@
+"""Plain `serve deploy ray_config.yaml` on a cluster that `ray start` made, as a user would; then a change without a restart."""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from deployments.cli.local_serve import is_ready
+from deployments.cli.serve import serve_command
+from tests.integration.conftest import ROOT, behaviours, free_port
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(autouse=True)
+def _with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray guards a cluster that `ray start` made by a token, and its clients must be told to send one."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+@contextmanager
+def ray_head(directory: Path) -> Iterator[str]:
+    """The dashboard address of a head node started with `ray start`, in `directory` as its working directory."""
+    dashboard = free_port()
+    ray = str(Path(serve_command()).with_name("ray"))
+    ports = [f"--port={free_port()}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={free_port()}"]
+    command = [ray, "start", "--head", "--block", "--disable-usage-stats", *ports]
+    with (directory / "ray.log").open("wb") as log:
+        head = subprocess.Popen(command, cwd=directory, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield f"http://127.0.0.1:{dashboard}"
+    finally:
+        head.send_signal(signal.SIGTERM)
+        try:
+            head.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(head.pid, signal.SIGKILL)
+            head.wait()
+
+
+def deploy(config: Path, dashboard: str) -> None:
+    """`serve deploy`, tried again while the dashboard is still starting."""
+    deadline = time.monotonic() + 60
+    while True:
+        command = [serve_command(), "deploy", str(config), "--address", dashboard]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        if done.returncode == 0:
+            return
+        assert time.monotonic() < deadline, done.stderr
+        time.sleep(1)
+
+
+def wait_for(holds, what: str, within_s: float = 90) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.3)
+
+
+def test_serve_deploy_serves_and_a_new_user_config_changes_engines_without_a_restart(compiled_hstu, tmp_path: Path):
+    """The file is deployed as it is but for the port: its relative `model_dir` is found from where Ray was started."""
+    shutil.copytree(compiled_hstu.path.parent, tmp_path / "models" / "ml-100k")
+    document = yaml.safe_load((ROOT / "ray_config.yaml").read_text())
+    document["http_options"] |= {"host": "127.0.0.1", "port": free_port()}
+    config, url = tmp_path / "ray_config.yaml", f"http://127.0.0.1:{document['http_options']['port']}"
+    request = {"user_id": "ada", "behaviours": behaviours(1, 2, 3)}
+
+    def served_by() -> str:
+        response = httpx.post(f"{url}/v1/recommend", json=request, timeout=30)
+        assert response.status_code == 200, response.text
+        return response.json()["stages"][-1]["backend"]
+
+    def calls_of_onnxruntime() -> int:
+        (stage,) = httpx.get(f"{url}/v1/backends", timeout=30).json()["stages"]
+        return next(backend["calls"] for backend in stage["backends"] if backend["name"] == "onnxruntime")
+
+    with ray_head(tmp_path) as dashboard:
+        config.write_text(yaml.safe_dump(document))
+        deploy(config, dashboard)
+        wait_for(lambda: is_ready(url), "ready")
+        assert served_by() == "onnxruntime"
+        wait_for(lambda: calls_of_onnxruntime() > 0, "the call is counted")
+
+        encoder = next(one for one in document["applications"][0]["deployments"] if one["name"] == "encoder")
+        encoder["user_config"] = {"order": ["tensorrt", "torch"], "selection": "ordered", "disabled": []}
+        config.write_text(yaml.safe_dump(document))
+        deploy(config, dashboard)
+        wait_for(lambda: served_by() == "torch", "torch serves")
+        assert calls_of_onnxruntime() > 0, "a replica that had been restarted would have forgotten them"

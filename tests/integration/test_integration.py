@@ -1,0 +1,192 @@
+"""The whole pipeline on a real Ray Serve: recommendations, every fallback in turn, and the way back."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event
+
+import httpx
+import pytest
+
+from tests.integration.breakable import switch
+from tests.integration.conftest import Live, behaviours
+
+pytestmark = pytest.mark.cluster
+HISTORY = {"behaviours": behaviours(3, 14, 15, 92, 65), "request_time": 1_700_100_000}
+
+
+def served_by(answer) -> str:
+    return answer["stages"][-1]["backend"]
+
+
+def reasons(answer) -> dict[str, str]:
+    return {skipped["backend"]: skipped["reason"] for skipped in answer["stages"][-1]["fallback_from"]}
+
+
+@contextmanager
+def broken(live: Live, name: str):
+    switch(live.model_dir, name).touch()
+    try:
+        yield
+    finally:
+        switch(live.model_dir, name).unlink()
+
+
+@contextmanager
+def constant_traffic(live: Live):
+    """Two callers that ask all the while; afterwards, every status they got."""
+    stop, statuses = Event(), []
+
+    def ask():
+        with httpx.Client(base_url=live.url, timeout=30) as client:
+            while not stop.is_set():
+                statuses.append(client.post("/v1/recommend", json={"user_id": "traffic", **HISTORY}).status_code)
+
+    with ThreadPoolExecutor(2) as callers:
+        futures = [callers.submit(ask) for _ in range(2)]
+        try:
+            yield statuses
+        finally:
+            stop.set()
+        for future in futures:
+            future.result()
+
+
+def test_recommends_titled_items_and_says_who_served(live: Live):
+    response = live.recommend(**HISTORY, k=7)
+    assert response.status_code == 200
+    answer = response.json()
+    assert len(answer["items"]) == 7
+    assert all(item["title"] == f"Item {item['item_id']}" for item in answer["items"])
+    assert not {"3", "14", "15", "92", "65"} & {item["item_id"] for item in answer["items"]}
+    assert (served_by(answer), answer["degraded"], answer["model_version"]) == ("onnxruntime", False, "tiny-hstu/2")
+
+
+def test_each_engine_in_turn_gives_way_to_the_next_and_the_first_choice_returns_by_itself(live: Live, tmp_path):
+    engines = live.model_dir / "2" / "tensorrt"
+    with constant_traffic(live) as statuses:
+        healthy = live.eventually(lambda answer: served_by(answer) == "onnxruntime", **HISTORY)
+        assert "NVIDIA GPU" in reasons(healthy)["tensorrt"]
+
+        shutil.move(engines, tmp_path / "tensorrt")
+        answer = live.eventually(lambda answer: "missing" in reasons(answer)["tensorrt"], **HISTORY)
+        assert served_by(answer) == "onnxruntime"
+        assert "genrec compile" in reasons(answer)["tensorrt"]
+        with broken(live, "onnxruntime"):
+            answer = live.eventually(lambda answer: served_by(answer) != "onnxruntime", **HISTORY)
+            assert (served_by(answer), answer["degraded"]) == ("torch", True)
+            assert "made to fail: broken-onnxruntime" in reasons(answer)["onnxruntime"]
+            assert [item["item_id"] for item in answer["items"]] == [item["item_id"] for item in healthy["items"]]
+            with broken(live, "torch"):
+                answer = live.eventually(lambda answer: served_by(answer) != "torch", **HISTORY)
+                assert (served_by(answer), answer["degraded"]) == ("popularity", True)
+                assert {"tensorrt", "onnxruntime", "torch"} <= reasons(answer).keys()
+                assert "made to fail: broken-torch" in reasons(answer)["torch"]
+                assert [item["item_id"] for item in answer["items"][:3]] == ["1", "2", "4"], "the most popular but those seen"
+            live.eventually(lambda answer: served_by(answer) == "torch", **HISTORY)
+        shutil.move(tmp_path / "tensorrt", engines)
+        back = live.eventually(lambda answer: served_by(answer) == "onnxruntime" and "NVIDIA" in reasons(answer)["tensorrt"], **HISTORY)
+        assert (back["items"], back["degraded"]) == (healthy["items"], False)
+    assert len(statuses) > 20
+    assert set(statuses) == {200}
+
+
+def test_the_first_choice_returns_without_any_traffic(live: Live):
+    with broken(live, "onnxruntime"):
+        live.eventually(lambda answer: served_by(answer) == "torch", **HISTORY)
+    answer = live.eventually(lambda answer: served_by(answer) == "onnxruntime", **HISTORY)
+    assert not answer["degraded"]
+
+
+def test_a_backend_from_outside_the_tree_serves_where_the_others_are_switched_off(live: Live):
+    assert live.backends()["mean"]["import_string"] == "own_backend:MeanEncoder"
+    try:
+        live.switch("mean", "enable")
+        for name in ("onnxruntime", "torch"):
+            live.switch(name, "disable")
+        answer = live.recommend(**HISTORY).json()
+        assert served_by(answer) == "mean", answer
+        assert reasons(answer)["torch"] == "switched off by the operator"
+        assert not answer["degraded"]
+    finally:
+        live.switch("mean", "disable")
+        for name in ("onnxruntime", "torch"):
+            live.switch(name, "enable")
+
+
+def test_the_last_fallback_takes_over_where_everything_is_switched_off(live: Live):
+    try:
+        for name in ("onnxruntime", "torch"):
+            live.switch(name, "disable")
+        answer = live.recommend(**HISTORY).json()
+        assert (served_by(answer), answer["degraded"]) == ("popularity", True)
+    finally:
+        for name in ("onnxruntime", "torch"):
+            live.switch(name, "enable")
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "field"),
+    [
+        ({"colour": "blue"}, "colour"),
+        ({"k": 0}, "k"),
+        ({"k": 10**30}, "k"),
+        ({"k": "many"}, "k"),
+        ({"user_id": ""}, "user_id"),
+        ({"behaviours": "none"}, "behaviours"),
+        ({"behaviours": [{"item_id": "1"}]}, "behaviours[0].timestamp"),
+        ({"behaviours": [{"item_id": "1", "timestamp": -5}]}, "behaviours[0].timestamp"),
+        ({"behaviours": [{"item_id": "1", "timestamp": 1_700_000_000_000}]}, "behaviours[0].timestamp"),
+        ({"behaviours": [{"item_id": "1", "timestamp": 5, "action": "sneeze"}]}, "behaviours[0].action"),
+        ({"behaviours": behaviours(1), "request_time": 0}, "behaviours[0].timestamp"),
+        ({"request_time": -1}, "request_time"),
+        ({"tenant": "a b"}, "tenant"),
+        ({"behaviours": behaviours(*[1] * 10_001)}, "behaviours"),
+    ],
+)
+def test_bad_input_is_answered_422_with_the_field(live: Live, request_fields, field):
+    response = live.recommend(**request_fields)
+    assert (response.status_code, response.headers["content-type"]) == (422, "application/problem+json")
+    problem = response.json()
+    assert field in [error["field"] for error in problem["errors"]], problem
+    assert all(error["problem"] for error in problem["errors"])
+
+
+def test_nan_and_a_million_behaviours_are_answered_422(live: Live):
+    nan = '{"user_id": "ada", "behaviours": [{"item_id": "1", "timestamp": 5, "value": NaN}]}'
+    million = '{"user_id": "ada", "behaviours": [%s]}' % ",".join(['{"item_id":"1","timestamp":5}'] * 10**6)
+    for body in (nan, million, "{", ""):
+        response = httpx.post(f"{live.url}/v1/recommend", content=body, headers={"content-type": "application/json"}, timeout=60)
+        assert (response.status_code, response.headers["content-type"]) == (422, "application/problem+json"), response.text[:200]
+
+
+@pytest.mark.parametrize(
+    "request_fields",
+    [
+        {},
+        {"behaviours": []},
+        {"behaviours": behaviours(999_999)},
+        {"behaviours": behaviours(1, 999_999, 2)},
+        {"behaviours": behaviours(*[7] * 500)},
+        {"behaviours": behaviours(1), "allowed": []},
+        {"behaviours": behaviours(1), "allowed": ["no such item"], "blocked": ["no such item"]},
+        {"behaviours": behaviours(1), "k": 1000},
+    ],
+)
+def test_unusual_input_gets_a_sensible_answer(live: Live, request_fields):
+    response = live.recommend(**request_fields)
+    assert response.status_code == 200, response.text
+    assert not response.json()["degraded"]
+
+
+def test_the_interface_documents_itself_with_examples(live: Live):
+    schema = httpx.get(f"{live.url}/openapi.json", timeout=30).json()
+    wanted = {"/v1/recommend", "/v1/recommend:batch", "/v1/backends", "/healthz", "/readyz"}
+    assert wanted <= schema["paths"].keys()
+    example = schema["components"]["schemas"]["RecommendIn"]["examples"][0]
+    assert live.recommend(**{**example, "user_id": "an example from the documentation"}).status_code == 200
+    assert "swagger" in httpx.get(f"{live.url}/docs", timeout=30).text.lower()
+    assert httpx.get(f"{live.url}/healthz", timeout=30).json() == {"status": "ok"}
+    assert httpx.get(f"{live.url}/readyz", timeout=30).json()["ready"] is True
+    assert httpx.get(f"{live.url}/v1/items/17", timeout=30).json()["title"] == "Item 17"
+    assert httpx.get(f"{live.url}/v1/items/none", timeout=30).status_code == 404
