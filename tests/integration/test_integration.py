@@ -1,5 +1,6 @@
 """The whole pipeline on a real Ray Serve: recommendations, every fallback in turn, and the way back."""
 
+import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -154,7 +155,7 @@ def test_bad_input_is_answered_422_with_the_field(live: Live, request_fields, fi
 
 def test_nan_and_a_million_behaviours_are_answered_422(live: Live):
     nan = '{"user_id": "ada", "behaviours": [{"item_id": "1", "timestamp": 5, "value": NaN}]}'
-    million = '{"user_id": "ada", "behaviours": [%s]}' % ",".join(['{"item_id":"1","timestamp":5}'] * 10**6)
+    million = json.dumps({"user_id": "ada", "behaviours": [{"item_id": "1", "timestamp": 5}] * 10**6})
     for body in (nan, million, "{", ""):
         response = httpx.post(f"{live.url}/v1/recommend", content=body, headers={"content-type": "application/json"}, timeout=60)
         assert (response.status_code, response.headers["content-type"]) == (422, "application/problem+json"), response.text[:200]

@@ -1,0 +1,49 @@
+"""What a newcomer runs first: `genrec demo --once`."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import DataError
+from deployments.cli.dataset_options import DatasetOptions, open_dataset
+from tests.integration.conftest import free_port
+
+GENREC = Path(sys.executable).with_name("genrec")
+
+
+def genrec(*arguments: object, within: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(GENREC), *(str(argument) for argument in arguments)]
+    return subprocess.run(command, cwd=within, capture_output=True, text=True, check=False, timeout=280)
+
+
+@pytest.mark.cluster
+def test_recommends_real_films_and_ends_with_the_answer_as_json(tmp_path: Path):
+    try:
+        open_dataset(DatasetOptions(name="ml-100k"))
+    except DataError as error:
+        pytest.skip(f"MovieLens-100K cannot be had: {error}")
+    done = genrec("demo", "--once", "--port", free_port(), "--users", 2, within=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert [len(answer["items"]), answer["degraded"], answer["stages"][0]["stage"]] == [5, False, "encode"]
+    assert answer["stages"][0]["backend"] in ("tensorrt", "onnxruntime")
+    for item in answer["items"]:
+        assert item["attributes"]["year"] in item["title"]
+        assert item["title"][:20] in done.stdout
+    assert (tmp_path / "models/ml-100k/current").read_text().strip() == "2"
+
+
+def test_a_taken_port_is_told_before_anything_is_done(tmp_path: Path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = genrec("demo", "--once", "--port", port, within=tmp_path)
+    assert done.returncode == 1
+    assert f"genrec: port {port} of this machine cannot be had" in done.stderr
+    assert "--port" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,163 @@
+"""A version is whole or not there; what is damaged is refused by name, and the last good version serves."""
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster.bundle import MANIFEST, POPULARITY, WEIGHTS, BundleStore, ModelRecord
+from cluster.config import Settings
+from cluster.errors import BundleError
+from deployments.app import pin_version
+from tests.bundles import make_bundle
+
+
+def damage(path: Path) -> None:
+    """Flip one bit, so that only the checksum can tell."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.unlink()  # versions share files by hard links
+    path.write_bytes(content)
+
+
+def test_what_is_published_is_what_is_opened(tmp_path: Path):
+    bundle = make_bundle(tmp_path / "tiny", items=30)
+    assert (bundle.version, bundle.manifest.model.config["items"]) == ("tiny/1", 30)
+    assert bundle.catalogue[7].title == "Item 7"
+    assert bundle.popularity[1] == 30
+    assert {WEIGHTS, POPULARITY} < bundle.manifest.files.keys()
+
+
+def test_versions_count_up_and_the_newest_becomes_current(tmp_path: Path):
+    store = BundleStore(tmp_path / "tiny")
+    for _ in range(3):
+        make_bundle(store.root)
+    assert (store.versions(), store.current()) == ([1, 2, 3], 3)
+    store.promote(1)
+    assert store.open().version == "tiny/1"
+    with pytest.raises(BundleError, match=r"no version 9; it has \[1, 2, 3\]"):
+        store.promote(9)
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, POPULARITY, "catalogue.parquet"])
+def test_an_altered_file_is_refused_by_name(tmp_path: Path, file: str):
+    bundle = make_bundle(tmp_path / "tiny")
+    damage(bundle.path / file)
+    with pytest.raises(BundleError, match=rf"{file} does not match the checksum"):
+        BundleStore(tmp_path / "tiny").open()
+
+
+def test_a_cut_off_file_is_refused_with_both_sizes(tmp_path: Path):
+    weights = make_bundle(tmp_path / "tiny").path / WEIGHTS
+    size = weights.stat().st_size
+    with weights.open("r+b") as file:
+        file.truncate(size - 1)
+    with pytest.raises(BundleError, match=f"has {size - 1} bytes, the manifest says {size}"):
+        BundleStore(tmp_path / "tiny").open()
+
+
+def test_a_missing_file_and_a_missing_or_foreign_manifest_are_refused(tmp_path: Path):
+    store = BundleStore(tmp_path / "tiny")
+    path = make_bundle(store.root).path
+    manifest = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
+    with pytest.raises(BundleError, match="not a manifest this release understands"):
+        store.open()
+    (path / MANIFEST).write_text("{")
+    with pytest.raises(BundleError, match="not a manifest this release understands"):
+        store.open()
+    (path / MANIFEST).unlink()
+    with pytest.raises(BundleError, match="never completely written"):
+        store.open()
+    make_bundle(store.root)
+    (store.root / "2" / WEIGHTS).unlink()
+    with pytest.raises(BundleError, match=f"{WEIGHTS} is missing"):
+        store.open()
+
+
+def test_the_last_good_version_serves_in_place_of_a_damaged_one_and_the_reason_is_told(tmp_path: Path):
+    store = BundleStore(tmp_path / "tiny")
+    for _ in range(3):
+        make_bundle(store.root)
+    damage(store.root / "3" / WEIGHTS)
+    (store.root / "2" / MANIFEST).unlink()
+    bundle, refused = store.open_last_good()
+    assert bundle.version == "tiny/1"
+    assert "3/weights.safetensors does not match" in refused[0]
+    assert "2/manifest.json is missing" in refused[1]
+
+
+def test_the_application_pins_the_last_good_version(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    make_bundle(tmp_path / "tiny")
+    damage(make_bundle(tmp_path / "tiny").path / WEIGHTS)
+    pinned = pin_version(Settings(model_dir=tmp_path / "tiny"))
+    assert (pinned.version, pinned.model_dir.is_absolute()) == (1, True)
+
+
+def test_a_version_that_is_asked_for_by_number_is_not_replaced_by_another(tmp_path: Path):
+    make_bundle(tmp_path / "tiny")
+    damage(make_bundle(tmp_path / "tiny").path / WEIGHTS)
+    with pytest.raises(BundleError, match="does not match the checksum"):
+        pin_version(Settings(model_dir=tmp_path / "tiny", version=2))
+
+
+def test_nothing_good_is_an_error_that_lists_every_reason(tmp_path: Path):
+    store = BundleStore(tmp_path / "tiny")
+    damage(make_bundle(store.root).path / WEIGHTS)
+    with pytest.raises(BundleError, match=r"no version in .*tiny can be served: .*does not match"):
+        store.open_last_good()
+    with pytest.raises(BundleError, match=r"no model has been published in .*; run: genrec train"):
+        BundleStore(tmp_path / "none").open()
+
+
+def test_a_nonsensical_pointer_is_refused_and_the_newest_good_version_serves(tmp_path: Path):
+    store = BundleStore(tmp_path / "tiny")
+    make_bundle(store.root)
+    (store.root / "current").write_text("latest\n")
+    with pytest.raises(BundleError, match="holds 'latest', not a version number"):
+        store.open()
+    assert store.open_last_good()[0].version == "tiny/1"
+
+
+def test_a_publication_that_breaks_off_leaves_nothing_behind(tmp_path: Path):
+    store = BundleStore(tmp_path / "tiny")
+    make_bundle(store.root)
+    record = ModelRecord(family="hstu", config={})
+    with pytest.raises(IsADirectoryError), store.publish(record) as draft:
+        draft.path.write_bytes(b"no file")
+    with pytest.raises(BundleError, match=r"cannot publish .* without"), store.publish(record) as draft:
+        (draft.path / WEIGHTS).write_bytes(b"weights only")
+    assert sorted(entry.name for entry in store.root.iterdir()) == ["1", "current"]
+
+
+def _publish(root: Path) -> None:
+    for _ in range(4):
+        make_bundle(root, items=20)
+
+
+def test_publishers_at_the_same_time_never_share_a_version(tmp_path: Path):
+    spawn = multiprocessing.get_context("spawn")
+    publishers = [spawn.Process(target=_publish, args=(tmp_path / "tiny",)) for _ in range(2)]
+    for publisher in publishers:
+        publisher.start()
+    for publisher in publishers:
+        publisher.join()
+    assert [publisher.exitcode for publisher in publishers] == [0, 0]
+    store = BundleStore(tmp_path / "tiny")
+    assert store.versions() == list(range(1, 9))
+    assert [store.open(version).manifest.version for version in store.versions()] == store.versions()
+
+
+def test_a_recompiled_version_has_the_same_model_and_new_artifacts_only(tmp_path: Path):
+    store = BundleStore(tmp_path / "tiny")
+    first = make_bundle(store.root)
+    with store.recompile(first) as draft:
+        np.save(draft.path / "extra.npy", np.zeros(3))
+    second = store.open()
+    assert (second.manifest.version, second.manifest.compiled_from) == (2, 1)
+    assert second.manifest.files[WEIGHTS] == first.manifest.files[WEIGHTS]
+    assert second.verified("extra.npy").is_file()
+    with pytest.raises(BundleError, match=r"lists no file 'engine'; it lists"):
+        second.verified("engine")

@@ -1,0 +1,116 @@
+"""One configuration tree: what is wrong in it is named, and ray_config.yaml says what is true."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from ray.serve.schema import ServeDeploySchema
+from typer.testing import CliRunner
+
+from cluster.bundle import BundleStore
+from cluster.config import Settings, parse, read, read_document
+from cluster.errors import ConfigError
+from deployments.app import build
+from deployments.cli import _register, app
+from tests.bundles import make_bundle
+
+RAY_CONFIG = Path(__file__).resolve().parents[2] / "ray_config.yaml"
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"modeldir": "x"}, "modeldir = 'x': Extra inputs are not permitted"),
+        ({"encoder": {"order": ["tensort"]}}, r"order names tensort, but no such encoder is registered; there are .*tensorrt, torch"),
+        ({"encoder": {"order": ["torch", "torch"]}}, "order names torch more than once"),
+        ({"encoder": {"order": ["torch"], "disabled": ["mine"]}}, r"disabled names mine, which order \(torch\) does not"),
+        ({"encoder": {"selection": "best"}}, "encoder.selection = 'best': Input should be 'ordered' or 'fastest'"),
+        ({"encoder": {"batching": {"max_requests": 0}}}, "encoder.batching.max_requests = 0"),
+        ({"encoder": {"breaker": {"pause_s": -1}}}, "pause_s is -1.0 and growth 2.0; pauses must be positive"),
+        ({"gateway": {"deadline_s": "soon"}}, "gateway.deadline_s = 'soon'"),
+        ({"version": 0}, "version = 0"),
+    ],
+)
+def test_a_wrong_key_is_named_with_its_value_and_the_rule(tree, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(tree)
+
+
+def test_every_problem_is_told_at_once():
+    with pytest.raises(ConfigError, match=r"version = 0.*gateway\.max_k = 0"):
+        parse({"version": 0, "gateway": {"max_k": 0}})
+
+
+@pytest.mark.parametrize("content", ["", "applications: []", "applications: 7", "- a list", "a: [", "applications: [genrec]"])
+def test_a_file_that_is_no_serve_config_is_refused_by_name(tmp_path: Path, content: str):
+    path = tmp_path / "other.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"other\.yaml"):
+        read_document(path)
+
+
+def test_a_missing_file_is_refused_with_the_cure(tmp_path: Path):
+    with pytest.raises(ConfigError, match="does not exist; give the path of a Serve config file"):
+        read(tmp_path / "none.yaml")
+
+
+def test_ray_config_is_a_valid_serve_config_whose_values_are_the_defaults():
+    ServeDeploySchema.model_validate(yaml.safe_load(RAY_CONFIG.read_text()))
+    assert read(RAY_CONFIG) == Settings()
+
+
+def test_ray_config_mentions_every_key():
+    text = RAY_CONFIG.read_text()
+    missing = [name for name in _names(Settings.model_json_schema()) if f"{name}:" not in text]
+    assert missing == []
+
+
+def test_ray_config_names_the_deployments_there_are(tmp_path: Path):
+    make_bundle(tmp_path / "tiny")
+    application = build({"model_dir": str(tmp_path / "tiny")})
+    named = {deployment["name"] for deployment in yaml.safe_load(RAY_CONFIG.read_text())["applications"][0]["deployments"]}
+    assert named == _deployments(application)
+
+
+def test_building_the_application_refuses_a_model_that_is_not_there(tmp_path: Path):
+    with pytest.raises(ConfigError, match="gateway"):
+        build({"model_dir": str(tmp_path), "gateway": 5})
+    assert BundleStore(tmp_path).versions() == []
+
+
+def test_genrec_config_prints_the_resolved_tree_and_its_schema():
+    _register()
+    shown = CliRunner().invoke(app, ["config", "--config", str(RAY_CONFIG)])
+    assert parse(yaml.safe_load(shown.stdout)) == Settings()
+    schema = CliRunner().invoke(app, ["config", "--schema"])
+    assert yaml.safe_load(schema.stdout) == Settings.model_json_schema()
+
+
+def test_every_key_is_described():
+    undescribed = [
+        f"{section.__name__}.{name}"
+        for section in [Settings, *_sections(Settings)]
+        for name, field in section.model_fields.items()
+        if not field.description and not (isinstance(field.annotation, type) and field.annotation.__doc__)
+    ]
+    assert undescribed == []
+
+
+def _sections(section: type[BaseModel]) -> list[type[BaseModel]]:
+    own = [f.annotation for f in section.model_fields.values() if isinstance(f.annotation, type) and issubclass(f.annotation, BaseModel)]
+    return [*own, *(below for one in own for below in _sections(one))]
+
+
+def _names(schema) -> set[str]:
+    objects = [schema, *schema.get("$defs", {}).values()]
+    return {name for one in objects for name in one.get("properties", {})}
+
+
+def _deployments(application) -> set[str]:
+    found, waiting = set(), [application]
+    while waiting:
+        bound = waiting.pop()._bound_deployment
+        found.add(bound.name)
+        waiting += [argument for argument in bound.init_args if hasattr(argument, "_bound_deployment")]
+    return found
