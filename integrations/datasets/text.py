@@ -175,8 +175,9 @@ class TextReader:
                 return
 
     def _whole_lines(self, content: bytes) -> int:
-        """Where the last record ends; the last line, where a quotation mark that is never closed hides the ends of records."""
-        return last_record_end(content, self._format) or content.rfind(b"\n") + 1
+        """Where the last record ends, 0 where none does yet; the last line, where a quotation mark stays open for too long to be meant."""
+        end = last_record_end(content, self._format)
+        return end if end or content.count(b"\n") < LONGEST_RECORD else content.rfind(b"\n") + 1
 
 
 def last_record_end(content: bytes, text_format: TextFormat) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.errors import DataError
@@ -410,6 +410,7 @@ def test_the_fast_and_the_careful_pass_agree(rows, line_end):
 
 
 @given(st.lists(st.tuples(ids, ids, st.integers(0, 9999), st.integers(0, 5)), min_size=1, max_size=20), st.integers(1, 200))
+@example([("0", "0\n0", 0, 0)], 1)
 def test_the_size_of_a_block_makes_no_difference(rows, block_bytes):
     text = io.StringIO()
     csv.writer(text).writerows(rows)
