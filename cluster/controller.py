@@ -94,6 +94,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         self._samples: Sequence[RequestT] = ()
         self._probed_at: float | None = None
         self._serving = ""
+        self._ready, self._refreshed = 0, False
         self._turn = threading.RLock()
 
     def call(self, requests: Sequence[RequestT]) -> list[Served[AnswerT] | NoBackendAnswered]:
@@ -128,24 +129,29 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         with self._turn:
             self._probed_at = self._clock()
             for backend in self._backends.values():
-                backend.settle(self._breaker, self._retries)
-            found = {name: backend.probe() for name, backend in self._backends.items()}
+                if not backend.loading:
+                    backend.settle(self._breaker, self._retries)
+                    backend.probe()
             if self._selection == "fastest" and self._samples:
                 self._measure()
-            return found
+            return {name: backend.availability for name, backend in self._backends.items()}
 
     def refresh(self) -> None:
-        """Probe if it is time to, and load the first choice if it is not: to be called about once a second, also without traffic.
+        """Probe if it is time to, and load what should be ready and is not: to be called about once a second after `warm_up`.
 
-        Then the status stays true while nobody calls, and it is the samples of `warm_up` that try a repaired backend, not a user.
+        Loads then take place beside the calls, which go to the next backend meanwhile, and the samples, not a user, try a repaired
+        backend. The status stays true while nobody calls.
         """
         with self._turn:
             self._probe_when_due()
-            for backend in self._ranked():
-                if self._samples and not backend.loaded:
-                    self._rehearse(backend)
-                if backend.loaded and not backend.obstacle():
-                    return
+            self._refreshed = bool(self._samples)
+        while backend := self._next_to_load():
+            try:
+                backend.load()
+            finally:
+                backend.loading = False
+            with self._turn:
+                self._rehearse(backend)
 
     def warm_up(self, samples: Sequence[RequestT], ready: int = 2) -> str:
         """Load the first `ready` backends that work and let them answer `samples`; with selection "fastest", measure them all.
@@ -155,7 +161,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         if not samples:
             raise ConfigError(f"the {self.stage} backends cannot be warmed up without sample requests; give at least one")
         with self._turn:
-            self._samples = list(samples)
+            self._samples, self._ready = list(samples), ready
             self.probe()
             for backend in self._ranked():
                 ready -= ready > 0 and _all_answered(self._rehearse(backend))
@@ -210,8 +216,17 @@ class FrameworkController(Generic[RequestT, AnswerT]):
                 backend.unload()
 
     def _ask(self, backend: ManagedBackend[RequestT, AnswerT], requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
-        obstacle = backend.obstacle()
+        obstacle = backend.obstacle() or (backend.unready() if self._refreshed and not backend.loaded else None)
         return [obstacle] * len(requests) if obstacle else backend.answer(requests)
+
+    def _next_to_load(self) -> ManagedBackend[RequestT, AnswerT] | None:
+        """Of the first `ready` backends that may be asked, one that is not loaded; it is not asked until its load has ended."""
+        with self._turn:
+            usable = [backend for backend in self._ranked() if not backend.obstacle()][: self._ready]
+            backend = next((backend for backend in usable if self._refreshed and not backend.loaded), None)
+            if backend:
+                backend.loading = True
+            return backend
 
     def _rehearse(self, backend: ManagedBackend[RequestT, AnswerT]) -> Sequence[AnswerT | SkippedBackend]:
         obstacle = backend.obstacle()

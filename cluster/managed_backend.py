@@ -69,6 +69,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     ) -> None:
         self.name, self.import_string = name, import_string
         self.enabled = True
+        self.loading = False  # set by whoever calls `load` beside the calls; until it is unset nobody else touches the engine
         self.availability = Availability.no("not probed yet")
         self.exclusion = ""
         self.measured_ms: float | None = None
@@ -91,11 +92,19 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             return self._skipped("switched off by the operator")
         if not self.availability.ok:
             return self._skipped(self.availability.reason)
+        if self.loading:
+            return self.unready()
         if self.exclusion:
             return self._skipped(self.exclusion)
         if self.breaker.state(now := self._clock()) is BreakerState.OPEN:
             return self._skipped(f"{self.last_error}; next trial in {self.breaker.wait_s(now):.1f} s", failed=True)
         return None
+
+    def unready(self) -> SkippedBackend:
+        """That it waits to be loaded, anew if it broke."""
+        if self.breaker.state(self._clock()) is BreakerState.CLOSED:
+            return self._skipped("is being loaded")
+        return self._skipped(f"{self.last_error}; it is being loaded again", failed=True)
 
     def probe(self) -> Availability:
         """Ask again whether it can run here. One that was repaired starts afresh: newly loaded, its failures forgotten."""

@@ -90,10 +90,10 @@ class Encoder:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     async def _refresh_forever(self) -> None:
-        """Probe and reload between requests, so that the first choice returns, and the status stays true, without traffic too."""
+        """Probe and load beside the calls, so that the first choice returns, and the status stays true, without traffic too."""
         while True:
             await asyncio.sleep(REFRESH_INTERVAL_S)
-            await self._in_thread(self._controller.refresh)
+            await asyncio.to_thread(self._controller.refresh)
 
     def _follow(self, version: int, switches: Switches) -> None:
         if version != self._switches_version:

@@ -297,6 +297,40 @@ class TestRecovery:
         controller.refresh()
         assert controller.explain() == "doubler=second (first: no engine)"
 
+    def test_calls_go_to_the_next_one_while_a_refresh_loads_it(self, controller, monkeypatch):
+        self.break_first(controller)
+        First.error = None
+        CLOCK.advance(1)
+        loading, may_end = threading.Event(), threading.Event()
+        monkeypatch.setattr(First, "load", lambda self, bundle: (loading.set(), may_end.wait(10)))
+        refresh = threading.Thread(target=controller.refresh)
+        refresh.start()
+        assert loading.wait(10)
+        served = controller.call_one(1)
+        assert served.backend == "second"
+        assert served.fallback_from == (SkippedBackend("first", "broke: RuntimeError: dead; it is being loaded again", failed=True),)
+        controller.probe()
+        may_end.set()
+        refresh.join()
+        assert controller.call_one(1).backend == "first"
+
+    def test_once_refreshes_load_engines_a_call_never_does(self, controller):
+        controller.warm_up([1], ready=2)
+        controller.refresh()
+        controller.disable("first")
+        controller.disable("second")
+        (outcome,) = controller.call([1])
+        assert isinstance(outcome, NoBackendAnswered)
+        assert outcome.skipped[-1] == SkippedBackend("third", "is being loaded")
+        controller.refresh()
+        assert controller.call_one(1).backend == "third"
+
+    def test_a_refresh_keeps_the_next_one_ready_too(self, controller):
+        controller.warm_up([1], ready=2)
+        controller.disable("first")
+        controller.refresh()
+        assert [snapshot_of(controller, name).loaded for name in ORDER] == [True, True, True]
+
     def test_a_missing_artifact_that_is_restored_is_found_by_the_next_probe(self, controller):
         controller.call_one(1)
         First.missing = "no engine"
