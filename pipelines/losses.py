@@ -3,7 +3,8 @@
 Shapes: R rows (events), D width, V items. States and item vectors are L2-normalised; `vectors_VD` has the padding row 0.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -11,6 +12,33 @@ from torch.nn import functional as F
 
 _ROWS_AT_ONCE = 512
 _COLLISION = -5e4
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """Which items a row's user had met by then, itself included: those are no wrong answers where what was seen is never recommended."""
+
+    first_BV: Tensor  # (B, V + 1): where in the window an item first stands, past its end where it never does
+    user_R: Tensor
+    place_R: Tensor
+
+    @classmethod
+    def of(cls, items_BL: Tensor, items: int) -> Self:
+        """For the real rows of a batch, in its order, of a catalogue of `items`."""
+        users, length = items_BL.shape
+        place_BL = torch.arange(length, dtype=torch.int16, device=items_BL.device).expand(users, length)
+        first_BV = place_BL.new_full((users, items + 1), length).scatter_reduce_(1, items_BL, place_BL, "amin")
+        user_R, place_R = (items_BL != 0).nonzero(as_tuple=True)
+        return cls(first_BV, user_R, place_R.to(torch.int16))
+
+    def among_all(self, rows: slice, targets: Tensor) -> Tensor:
+        """Whether items 1..V were seen, (rows, V); a row's target, which somebody may come back to, never counts as seen."""
+        seen = self.first_BV[self.user_R[rows], 1:] <= self.place_R[rows].unsqueeze(1)
+        return seen.scatter_(1, targets.unsqueeze(1) - 1, value=False)
+
+    def among(self, items_RN: Tensor) -> Tensor:
+        """Whether these items were seen, (R, N)."""
+        return self.first_BV[self.user_R.unsqueeze(1), items_RN] <= self.place_R.unsqueeze(1)
 
 
 class _FullSoftmax(torch.autograd.Function):
@@ -21,7 +49,9 @@ class _FullSoftmax(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, states_RD: Tensor, vectors_VD: Tensor, targets_R: Tensor, temperature: float) -> Tensor:
+    def forward(  # noqa: PLR0917 - autograd passes by position
+        ctx: Any, states_RD: Tensor, vectors_VD: Tensor, targets_R: Tensor, temperature: float, seen: Seen | None
+    ) -> Tensor:
         ctx.state_grads, ctx.vector_grads = torch.empty_like(states_RD), torch.zeros_like(vectors_VD)
         bound = states_RD.new_full((1,), -1 / temperature)
         loss = states_RD.new_zeros(())
@@ -30,6 +60,8 @@ class _FullSoftmax(torch.autograd.Function):
             rows = slice(start, start + _ROWS_AT_ONCE)
             states, targets = states_RD[rows], targets_R[rows]
             exponents = torch.addmm(bound, states, vectors_VD[1:].T, alpha=1 / temperature).exp_()
+            if seen:
+                exponents.masked_fill_(seen.among_all(rows, targets), 0)
             sums = exponents.sum(dim=1, keepdim=True)
             wanted = vectors_VD[targets]
             loss += (sums.squeeze(1).log() + (1 - (states * wanted).sum(dim=1)) / temperature).sum()
@@ -39,24 +71,29 @@ class _FullSoftmax(torch.autograd.Function):
         return loss / len(states_RD)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return ctx.state_grads * grads[0], ctx.vector_grads * grads[0], None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        return ctx.state_grads * grads[0], ctx.vector_grads * grads[0], None, None, None
 
 
-def full_softmax(states_RD: Tensor, vectors_VD: Tensor, targets_R: Tensor, temperature: float) -> Tensor:
-    """Mean negative log-likelihood of the targets among all V items."""
-    loss: Tensor = _FullSoftmax.apply(states_RD, vectors_VD, targets_R, temperature)  # type: ignore[no-untyped-call]
+def full_softmax(states_RD: Tensor, vectors_VD: Tensor, targets_R: Tensor, temperature: float, seen: Seen | None = None) -> Tensor:
+    """Mean negative log-likelihood of the targets among all V items or, with `seen`, those that the row's user has not seen."""
+    loss: Tensor = _FullSoftmax.apply(states_RD, vectors_VD, targets_R, temperature, seen)  # type: ignore[no-untyped-call]
     return loss
 
 
-def sampled_softmax(states_RD: Tensor, vectors_VD: Tensor, targets_R: Tensor, temperature: float, *, negatives: int) -> Tensor:
+def sampled_softmax(
+    states_RD: Tensor, vectors_VD: Tensor, targets_R: Tensor, temperature: float, seen: Seen | None = None, *, negatives: int
+) -> Tensor:
     """As `full_softmax`, among each row's target and its own `negatives` items, drawn uniformly from the catalogue.
 
-    A negative that happens to be the target is masked.
+    A negative that happens to be the target, or was seen, is masked.
     """
     shape = len(targets_R), negatives
     drawn = torch.randint(1, len(vectors_VD), shape, device=targets_R.device)
     wrong = torch.einsum("rd,rnd->rn", states_RD, F.embedding(drawn, vectors_VD)) / temperature
     right = (states_RD * vectors_VD[targets_R]).sum(dim=1, keepdim=True) / temperature
-    logits = torch.cat([right, wrong.masked_fill(drawn == targets_R.unsqueeze(1), _COLLISION)], dim=1)
+    masked = drawn == targets_R.unsqueeze(1)
+    if seen:
+        masked |= seen.among(drawn)
+    logits = torch.cat([right, wrong.masked_fill(masked, _COLLISION)], dim=1)
     return F.cross_entropy(logits, torch.zeros_like(targets_R))

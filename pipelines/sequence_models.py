@@ -11,6 +11,8 @@ from cluster.values import UserSequence
 
 class ModelConfig(Protocol):
     @property
+    def items(self) -> int: ...
+    @property
     def max_history(self) -> int: ...
 
 

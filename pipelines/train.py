@@ -24,7 +24,7 @@ from torch import Tensor
 from cluster.dataset import Interactions
 from cluster.errors import DataError
 from pipelines.evaluate import evaluate
-from pipelines.losses import full_softmax, sampled_softmax
+from pipelines.losses import Seen, full_softmax, sampled_softmax
 from pipelines.sequence_models import TrainableModel
 from pipelines.splits import VALIDATION, Example, Window, training_examples
 
@@ -44,6 +44,9 @@ class TrainOptions(BaseModel):
     loss: Literal["auto", "full", "sampled"] = Field(default="auto", description=f"auto: full up to {SMALL_CATALOGUE} items")
     negatives: int = Field(default=128, ge=1, description="items drawn for each event by the sampled loss")
     temperature: float = Field(default=0.05, gt=0)
+    seen_as_negatives: bool = Field(
+        default=True, description="without, items a user has seen are no wrong answers: fits catalogues where nobody comes back to an item"
+    )
     window: Window = Field(default="random", description="which part of a history longer than the model's window is trained on")
     validate_every: int = Field(
         default=1, ge=0, description="epochs between validations; 0: none, the last epoch counts and all but the test event is learnt"
@@ -187,14 +190,16 @@ class Trainer:
         padding = self.options.batch_users - len(batch) if self.options.compile else 0  # a compiled model wants one batch size
         columns = self.model.collate([*histories, *[histories[0]] * padding], pad_to=self._padded(max(map(len, histories)))).tensors()
         states_BLD = self.forward(*(columns[name].to(self.device) for name in ("items", "times", "next_times")))[: len(batch)]
-        real_BL = columns["items"][: len(batch)].to(self.device) != 0
+        items_BL = columns["items"][: len(batch)].to(self.device)
         targets_R = torch.from_numpy(np.concatenate([example.targets for example in batch])).to(self.device)
-        return self._softmax(states_BLD[real_BL], self.model.item_vectors(), targets_R)
+        seen = None if self.options.seen_as_negatives else Seen.of(items_BL, self.model.config.items)
+        return self._softmax(states_BLD[items_BL != 0], self.model.item_vectors(), targets_R, seen)
 
-    def _softmax(self, states_RD: Tensor, vectors_VD: Tensor, targets_R: Tensor) -> Tensor:
+    def _softmax(self, states_RD: Tensor, vectors_VD: Tensor, targets_R: Tensor, seen: Seen | None) -> Tensor:
+        temperature, negatives = self.options.temperature, self.options.negatives
         if self.options.loss == "full" or (self.options.loss == "auto" and len(vectors_VD) <= SMALL_CATALOGUE):
-            return full_softmax(states_RD, vectors_VD, targets_R, self.options.temperature)
-        return sampled_softmax(states_RD, vectors_VD, targets_R, self.options.temperature, negatives=self.options.negatives)
+            return full_softmax(states_RD, vectors_VD, targets_R, temperature, seen)
+        return sampled_softmax(states_RD, vectors_VD, targets_R, temperature, seen, negatives=negatives)
 
     def _set_learning_rate(self, epochs_done: float) -> None:
         share = epochs_done / self.options.epochs

@@ -43,6 +43,9 @@ def train(
     schedule: Annotated[str, typer.Option(help="cosine or constant learning rate")] = _DEFAULT.schedule,
     loss: Annotated[str, typer.Option(help="softmax over the whole catalogue (full), over drawn items (sampled), or auto")] = _DEFAULT.loss,
     negatives: Annotated[int, typer.Option(help="items drawn for each event by the sampled loss")] = _DEFAULT.negatives,
+    seen_as_negatives: Annotated[
+        bool, typer.Option(help="without, items a user has seen are no wrong answers")
+    ] = _DEFAULT.seen_as_negatives,
     window: Annotated[str, typer.Option(help="random: long histories give other windows too; latest: only the last")] = _DEFAULT.window,
     validate_every: Annotated[int, typer.Option(help="epochs between validations; 0: none")] = _DEFAULT.validate_every,
     patience: Annotated[int, typer.Option(help="validations without a better one before it stops")] = _DEFAULT.patience,
@@ -60,7 +63,7 @@ def train(
     record = ModelRecord(family=family, config=config)
     options = _options(
         epochs=epochs, batch_users=batch_users, learning_rate=learning_rate, schedule=schedule, loss=loss, negatives=negatives,
-        window=window, validate_every=validate_every, patience=patience, seed=seed, compile=compile_,
+        seen_as_negatives=seen_as_negatives, window=window, validate_every=validate_every, patience=patience, seed=seed, compile=compile_,
     )  # fmt: skip
     target = model_dir or Path("models") / data.name
     with TrainingProgress() as progress:

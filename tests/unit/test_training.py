@@ -13,7 +13,7 @@ from integrations.hstu.config import HSTUConfig, SASRecConfig
 from integrations.hstu.model import HSTU
 from integrations.hstu.sasrec import SASRec
 from pipelines.evaluate import evaluate, ranks
-from pipelines.losses import full_softmax, sampled_softmax
+from pipelines.losses import Seen, full_softmax, sampled_softmax
 from pipelines.ranking_metrics import ranking_metrics
 from pipelines.splits import TEST, VALIDATION, held_out, training_examples
 from pipelines.train import Trainer, TrainOptions, load_checkpoint, save_checkpoint
@@ -94,6 +94,37 @@ def test_full_softmax_and_its_gradients_are_those_of_cross_entropy():
     torch.testing.assert_close(loss, expected)
     for left, right in zip(got, wanted, strict=True):
         torch.testing.assert_close(left, right)
+
+
+def test_what_a_user_has_seen_is_no_wrong_answer_but_the_target_is_always_an_answer():
+    items_BL = torch.tensor([[3, 5, 3, 7], [2, 4, 0, 0]])
+    targets = torch.tensor([5, 3, 7, 9, 4, 6])  # the second comes back to an item
+    seen = Seen.of(items_BL, items=9)
+    hidden = [{3}, {5}, {3, 5}, {3, 5, 7}, {2}, {2, 4}]
+    mask = torch.zeros(6, 9, dtype=torch.bool)
+    for row, items in enumerate(hidden):
+        mask[row, [item - 1 for item in items]] = True
+    assert torch.equal(seen.among_all(slice(0, 6), targets), mask)
+    assert torch.equal(seen.among(torch.tensor([[3, 5, 7]] * 6))[1], torch.tensor([True, True, False]))
+
+    torch.manual_seed(0)
+    states = F.normalize(torch.randn(6, 4, dtype=torch.float64), dim=1).requires_grad_()
+    vectors = F.normalize(torch.randn(10, 4, dtype=torch.float64), dim=1).requires_grad_()
+    expected = F.cross_entropy((states @ vectors[1:].T / 0.05).masked_fill(mask, -torch.inf), targets - 1)
+    loss = full_softmax(states, vectors, targets, 0.05, seen)
+    torch.testing.assert_close(loss, expected)
+    for left, right in zip(torch.autograd.grad(loss, (states, vectors)), torch.autograd.grad(expected, (states, vectors)), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_sampled_softmax_masks_negatives_that_were_seen():
+    items_BL = torch.arange(1, 9).unsqueeze(0)
+    states, vectors = F.normalize(torch.randn(8, 4), dim=1), F.normalize(torch.randn(9, 4), dim=1)
+    last = Seen.of(items_BL, items=8)
+    loss = sampled_softmax(
+        states[-1:], vectors, torch.tensor([8]), 0.05, Seen(last.first_BV, last.user_R[-1:], last.place_R[-1:]), negatives=50
+    )
+    assert loss.item() == pytest.approx(0, abs=1e-6), "everything but the target was seen"
 
 
 def test_full_softmax_stays_finite_at_low_temperatures():
