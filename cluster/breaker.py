@@ -5,8 +5,9 @@ Time is passed in (seconds on any clock that only moves forward), so every trans
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Annotated
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from cluster.errors import ConfigError
 
@@ -25,19 +26,19 @@ class BreakerSettings:
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # a typing error in a configuration file is not ignored
 
-    failures_to_open: int = 3
-    pause_s: float = 1.0
-    growth: float = 2.0
-    longest_pause_s: float = 60.0
+    failures_to_open: Annotated[int, Field(description="broken calls in a row that take a backend out")] = 3
+    pause_s: Annotated[float, Field(description="until it is tried again")] = 1.0
+    growth: Annotated[float, Field(description="each failed trial makes the next pause so many times as long")] = 2.0
+    longest_pause_s: Annotated[float, Field(description="no pause is longer")] = 60.0
 
     def __post_init__(self) -> None:
         if self.failures_to_open < 1:
             raise ConfigError(f"failures_to_open is {self.failures_to_open}; it must be at least 1")
-        if self.pause_s <= 0 or self.growth < 1:
+        if not (self.pause_s > 0 and self.growth >= 1):  # NaN fails every comparison
             raise ConfigError(
                 f"pause_s is {self.pause_s} and growth {self.growth}; pauses must be positive and must not shrink (growth >= 1)"
             )
-        if self.longest_pause_s < self.pause_s:
+        if not self.longest_pause_s >= self.pause_s:
             raise ConfigError(f"longest_pause_s ({self.longest_pause_s}) must not be less than pause_s ({self.pause_s})")
 
 

@@ -9,7 +9,6 @@
 A version is written under a temporary name, flushed and renamed, so that a reader sees all of it or none of it.
 """
 
-import json
 import os
 import shutil
 import tempfile
@@ -123,13 +122,20 @@ class Bundle:
         if record is None:
             raise BundleError(f"{self.path / MANIFEST} lists no file {file!r}; it lists {', '.join(sorted(self.manifest.files))}")
         path = self.path / file
+        try:
+            self._verify(path, record)
+        except OSError as error:
+            raise BundleError(f"{path} cannot be read: {error}") from error
+        return path
+
+    def _verify(self, path: Path, record: FileRecord) -> None:
         if not path.is_file():
-            raise BundleError(f"{path} is missing; publish the version again or run: genrec compile")
+            cure = "use another version" if path.name in REQUIRED else f"run: genrec compile --model-dir {self.path.parent}"
+            raise BundleError(f"{path} is missing; {cure}")
         if path.stat().st_size != record.size:
             raise BundleError(f"{path} has {path.stat().st_size} bytes, the manifest says {record.size}: it is cut off or was altered")
         if sha256(path) != record.sha256:
             raise BundleError(f"{path} does not match the checksum in the manifest: it was altered after it was published")
-        return path
 
 
 class Draft:
@@ -192,7 +198,7 @@ class BundleStore:
         """A verified version, by default the current one. Raises BundleError with what is wrong."""
         number = version if version is not None else self.current()
         if number is None:
-            raise BundleError(f"no model has been published in {self.root}; run: genrec train --model {self.name}")
+            raise BundleError(f"no model has been published in {self.root}; run: genrec train DATASET --model-dir {self.root}")
         path = self.root / str(number)
         bundle = Bundle(path, _read_manifest(path / MANIFEST))
         for file in REQUIRED:
@@ -228,10 +234,10 @@ class BundleStore:
 
     @contextmanager
     def recompile(self, bundle: Bundle) -> Iterator[Draft]:
-        """Publish a version with the same model and new artifacts: required files are linked, derived ones start empty."""
+        """Publish a version with the same model and new artifacts: required files are copied, derived ones start empty."""
         with self.publish(bundle.manifest.model) as draft:
             for file in REQUIRED:
-                _link_or_copy(bundle.path / file, draft.path / file)
+                shutil.copy2(bundle.path / file, draft.path / file)  # no hard link: versions must not be damaged together
             draft.training, draft.quality = dict(bundle.manifest.training), dict(bundle.manifest.quality)
             draft.compiled_from = bundle.manifest.version
             yield draft
@@ -241,14 +247,18 @@ class BundleStore:
         if version not in self.versions():
             raise BundleError(f"{self.root} has no version {version}; it has {self.versions()}")
         pointer = self.root / f".current-{os.getpid()}"
-        _write_durably(pointer, f"{version}\n")
+        pointer.write_text(f"{version}\n")
+        _flush(pointer)
         pointer.replace(self.root / "current")
+        _flush(self.root)
 
     def _commit(self, draft: Draft) -> int:
         while True:
             version = max(self.versions(), default=0) + 1
-            _write_durably(draft.path / MANIFEST, draft.manifest(version).model_dump_json(indent=2))
+            (draft.path / MANIFEST).write_text(draft.manifest(version).model_dump_json(indent=2))
             draft.path.chmod(0o755)
+            for path in (*draft.path.rglob("*"), draft.path):
+                _flush(path)
             try:
                 draft.path.rename(self.root / str(version))
             except OSError:
@@ -264,19 +274,16 @@ def _read_manifest(path: Path) -> Manifest:
         return Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise BundleError(f"{path} is missing: this version was never completely written; use another one") from None
-    except (ValidationError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error}") from error
+    except ValidationError as error:
         raise BundleError(f"{path} is not a manifest this release understands: {error}") from error
 
 
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
+def _flush(path: Path) -> None:
+    """Have a file's content, or a directory's entries, on the disk before anything that relies on them."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copy2(source, target)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,5 +1,6 @@
 """The configuration: one tree, every default in it. `genrec config` prints it resolved; ``ray_config.yaml`` holds it under ``args``."""
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -49,6 +50,13 @@ class EncoderSettings(StageSettings):
     batching: BatchingSettings = BatchingSettings()
     breaker: BreakerSettings = BreakerSettings()
     probe_interval_s: float = Field(5.0, gt=0, description="how often an unavailable backend is looked at again")
+    retries: int = Field(2, ge=0, description="effort to find the bad requests of a batch that broke, before the next backend has it whole")
+
+    @model_validator(mode="after")
+    def _import_strings_are_well_formed(self) -> Self:
+        if wrong := [text for text in self.backends.values() if not re.fullmatch(r"[\w.]+:\w+", text)]:
+            raise ValueError(f"backends names {wrong[0]!r}, which is not of the form 'module:Class'")
+        return self
 
     @model_validator(mode="after")
     def _order_is_registered(self) -> Self:
@@ -93,7 +101,12 @@ def parse(tree: dict[str, Any], source: str = "configuration") -> Settings:
 
 def read(path: Path) -> Settings:
     """Settings from the first application's ``args`` in a Serve config file such as ``ray_config.yaml``."""
-    return parse(read_document(path)["applications"][0].get("args") or {}, str(path))
+    application = read_document(path)["applications"][0]
+    settings = parse(application.get("args") or {}, str(path))
+    for deployment in application.get("deployments") or []:
+        if deployment.get("name") == "encoder" and (changes := deployment.get("user_config")):
+            parse({"encoder": {**settings.encoder.model_dump(mode="json"), **changes}}, f"{path}: user_config of the encoder")
+    return settings
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Generic, Literal, TypeGuard, TypeVar
+from typing import Generic, Literal, TypeGuard, TypeVar
 
 from cluster.breaker import BreakerSettings
 from cluster.bundle import Bundle
@@ -53,13 +53,8 @@ class StageSnapshot:
     """A stage as the operator sees it; the backends stand in the order they are asked, those left out of it at the end."""
 
     stage: str
-    selection: Selection
     explanation: str
     backends: tuple[BackendSnapshot, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        backends = [backend.as_json() for backend in self.backends]
-        return {"stage": self.stage, "selection": self.selection, "explanation": self.explanation, "backends": backends}
 
 
 class FrameworkController(Generic[RequestT, AnswerT]):
@@ -85,16 +80,17 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stage, self._clock, self._probe_interval_s = stage, clock, probe_interval_s
-        self._breaker, self._retries, self._rules = breaker or BreakerSettings(), retries, rules
+        self._rules, breaker = rules, breaker or BreakerSettings()
         self._backends: dict[str, ManagedBackend[RequestT, AnswerT]] = {
-            name: ManagedBackend(name, path, bundle=bundle, rules=rules, breaker=self._breaker, retries=retries, clock=clock)
+            name: ManagedBackend(name, path, bundle=bundle, rules=rules, breaker=breaker, retries=retries, clock=clock)
             for name, path in table.items()
         }
         self._order, self._selection = self._checked_order(order), _checked_selection(selection)
         self._samples: Sequence[RequestT] = ()
         self._probed_at: float | None = None
         self._serving = ""
-        self._ready, self._refreshed = 0, False
+        self._measured_against = ""
+        self._refreshed = False
         self._turn = threading.RLock()
 
     def call(self, requests: Sequence[RequestT]) -> list[Served[AnswerT] | NoBackendAnswered]:
@@ -130,41 +126,40 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             self._probed_at = self._clock()
             for backend in self._backends.values():
                 if not backend.loading:
-                    backend.settle(self._breaker, self._retries)
                     backend.probe()
-            if self._selection == "fastest" and self._samples:
-                self._measure()
+            self._measure()
             return {name: backend.availability for name, backend in self._backends.items()}
 
     def refresh(self) -> None:
-        """Probe if it is time to, and load what should be ready and is not: to be called about once a second after `warm_up`.
+        """Probe if it is time to, and load every backend of the order that can be loaded: to be called about once a second after `warm_up`.
 
-        Loads then take place beside the calls, which go to the next backend meanwhile, and the samples, not a user, try a repaired
-        backend. The status stays true while nobody calls.
+        Loads then take place beside the calls, which go to another backend meanwhile, and the samples, not a user, try a repaired one.
+        The status stays true while nobody calls.
         """
         with self._turn:
             self._probe_when_due()
             self._refreshed = bool(self._samples)
         while backend := self._next_to_load():
-            try:
-                backend.load()
-            finally:
-                backend.loading = False
+            backend.load()
             with self._turn:
+                backend.loading = False
                 self._rehearse(backend)
+                self._measure()
 
     def warm_up(self, samples: Sequence[RequestT], ready: int = 2) -> str:
-        """Load the first `ready` backends that work and let them answer `samples`; with selection "fastest", measure them all.
+        """Load the first `ready` backends that work and let them answer `samples`; with selection "fastest", load and measure them all.
 
         Then neither a first call nor a first fallback waits for a load. Returns `explain()`.
         """
         if not samples:
             raise ConfigError(f"the {self.stage} backends cannot be warmed up without sample requests; give at least one")
         with self._turn:
-            self._samples, self._ready = list(samples), ready
+            self._samples = list(samples)
             self.probe()
+            ready = len(self._order) if self._selection == "fastest" else ready
             for backend in self._ranked():
                 ready -= ready > 0 and _all_answered(self._rehearse(backend))
+            self._measure()
             return self.explain()
 
     def explain(self) -> str:
@@ -181,7 +176,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         ranks = {backend.name: rank for rank, backend in enumerate(self._ranked())}
         names = sorted(self._backends, key=lambda name: ranks.get(name, len(ranks)))
         backends = tuple(self._backends[name].snapshot(ranks.get(name)) for name in names)
-        return StageSnapshot(self.stage, self._selection, self.explain(), backends)
+        return StageSnapshot(self.stage, self.explain(), backends)
 
     def enable(self, name: str) -> None:
         self._backend(name).enabled = True
@@ -196,18 +191,16 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         order: Sequence[str] | None = None,
         enabled: Mapping[str, bool] | None = None,
         selection: Selection | None = None,
-        breaker: BreakerSettings | None = None,
-        retries: int | None = None,
     ) -> None:
         """Change what is given and leave the rest; nothing changes where something given is wrong."""
         new_order = self._order if order is None else self._checked_order(order)
         new_selection = self._selection if selection is None else _checked_selection(selection)
         switched = [(self._backend(name), on) for name, on in (enabled or {}).items()]
-        self._order, self._selection = new_order, new_selection
-        self._breaker, self._retries = breaker or self._breaker, self._retries if retries is None else retries
-        for backend, on in switched:
-            backend.enabled = on
-        self._probed_at = None  # the next call probes, and hands the settings on between two calls
+        with self._turn:
+            self._order, self._selection = new_order, new_selection
+            for backend, on in switched:
+                backend.enabled = on
+            self._probed_at = None  # the next call probes
 
     def close(self) -> None:
         """Free what the backends hold."""
@@ -220,10 +213,9 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         return [obstacle] * len(requests) if obstacle else backend.answer(requests)
 
     def _next_to_load(self) -> ManagedBackend[RequestT, AnswerT] | None:
-        """Of the first `ready` backends that may be asked, one that is not loaded; it is not asked until its load has ended."""
+        """The first backend that may be asked and is not loaded; it is not asked until its load has ended."""
         with self._turn:
-            usable = [backend for backend in self._ranked() if not backend.obstacle()][: self._ready]
-            backend = next((backend for backend in usable if self._refreshed and not backend.loaded), None)
+            backend = next((one for one in self._ranked() if self._refreshed and not one.loaded and not one.obstacle()), None)
             if backend:
                 backend.loading = True
             return backend
@@ -236,43 +228,54 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """The backends in the order they are asked."""
         ranked = [self._backends[name] for name in self._order]
         if self._selection == "fastest":
-            ranked.sort(key=lambda backend: float("inf") if backend.measured_ms is None else backend.measured_ms)
+            ranked.sort(key=lambda backend: float("inf") if (measured := backend.measured_ms) is None else measured)
         return ranked
 
     def _measure(self) -> None:
-        """Time every usable backend that has not been timed; the reference is the last in the order that answers.
+        """With selection "fastest", time every loaded backend that has not been timed, and exclude those that disagree with the reference.
 
-        One that disagrees with the reference is excluded: it may be fast, but it is not the same model.
+        An excluded one may be fast, but it is not the same model. The reference is the last in the order that can answer; where that
+        changes, everything is measured anew.
         """
-        unmeasured = [self._backends[name] for name in self._order if self._backends[name].measured_ms is None]
-        if all(backend.obstacle() for backend in unmeasured):
+        if self._selection != "fastest" or not self._samples:
             return
-        reference_name, reference = self._reference()
-        for backend in unmeasured:
-            answers = self._rehearse(backend)
-            if not _all_answered(answers):
-                continue
+        if (ready := self._ready()) and ready[-1].name != self._measured_against:
+            for backend in self._backends.values():
+                backend.measured_ms, backend.exclusion = None, ""
+            ready = self._ready()
+        if all(backend.measured_ms is not None for backend in ready):
+            return
+        answers = {backend.name: self._rehearse(backend) for backend in ready}
+        sound = {name: answer for name, answer in answers.items() if _all_answered(answer)}
+        self._measured_against = next(reversed(sound), "")
+        for name, answer in sound.items():
+            self._judge(self._backends[name], self._measured_against, sound[self._measured_against], answer)
+
+    def _ready(self) -> list[ManagedBackend[RequestT, AnswerT]]:
+        """What is loaded and may be asked, as the order has it."""
+        return [backend for name in self._order if (backend := self._backends[name]).loaded and not backend.obstacle()]
+
+    def _judge(
+        self, backend: ManagedBackend[RequestT, AnswerT], reference: str, wanted: Sequence[AnswerT], answers: Sequence[AnswerT]
+    ) -> None:
+        if backend.measured_ms is None:
             backend.measured_ms = self._median_ms(backend)
-            problems = map(self._rules.disagreement, reference, answers)
-            backend.exclusion = next((f"disagrees with {reference_name}: {problem}" for problem in problems if problem), "")
+            problems = map(self._rules.disagreement, wanted, answers)
+            backend.exclusion = next((f"disagrees with {reference}: {problem}" for problem in problems if problem), "")
 
-    def _reference(self) -> tuple[str, Sequence[AnswerT]]:
-        for name in reversed(self._order):
-            answers = self._rehearse(self._backends[name])
-            if _all_answered(answers):
-                return name, answers
-        return "", ()
-
-    def _median_ms(self, backend: ManagedBackend[RequestT, AnswerT]) -> float:
+    def _median_ms(self, backend: ManagedBackend[RequestT, AnswerT]) -> float | None:
+        """None where it broke while it was timed."""
         durations = []
         for _ in range(MEASURED_ROUNDS):
             began = self._clock()
-            backend.rehearse(self._samples)
+            if not _all_answered(backend.rehearse(self._samples)):
+                return None
             durations.append((self._clock() - began) * 1e3)
         return median(durations)
 
     def _probe_when_due(self) -> None:
-        if self._probed_at is None or self._clock() - self._probed_at >= self._probe_interval_s:
+        probed_at = self._probed_at
+        if probed_at is None or self._clock() - probed_at >= self._probe_interval_s:
             self.probe()
 
     def _log_change(self, outcomes: Iterable[Served[AnswerT]]) -> None:

@@ -1,14 +1,14 @@
 """Behaviours of many users and the catalogue they refer to, as columns."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from cluster.errors import DataError
-from cluster.values import FloatArray, Int8Array, Int32Array, Int64Array, Item, UserSequence
+from cluster.values import Behaviour, FloatArray, Int8Array, Int32Array, Int64Array, Item, UserSequence
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,23 @@ class Catalogue:
     def index_of(self, item_id: str) -> int | None:
         """The catalogue index of an item id, or None where the catalogue does not know it."""
         return self._index.get(item_id)
+
+    def sequence(self, behaviours: Iterable[Behaviour], request_time: int) -> tuple[UserSequence, tuple[str, ...]]:
+        """The behaviours with items of this catalogue in the order of time (ties keep their order), and the item ids it does not hold."""
+        ordered = sorted(behaviours, key=lambda behaviour: behaviour.timestamp)
+        known = [(index, behaviour) for behaviour in ordered if (index := self.index_of(behaviour.item_id)) is not None]
+        sequence = UserSequence(
+            items=np.array([index for index, _ in known], np.int32),
+            timestamps=np.array([behaviour.timestamp for _, behaviour in known], np.int64),
+            actions=np.array([behaviour.action.code for _, behaviour in known], np.int8),
+            values=np.array([np.nan if behaviour.value is None else behaviour.value for _, behaviour in known], np.float32),
+            request_time=request_time,
+        )
+        return sequence, self.unknown(behaviour.item_id for behaviour in ordered)
+
+    def unknown(self, item_ids: Iterable[str]) -> tuple[str, ...]:
+        """Those that the catalogue does not hold, each once."""
+        return tuple(item_id for item_id in dict.fromkeys(item_ids) if self.index_of(item_id) is None)
 
     @cached_property
     def _index(self) -> Mapping[str, int]:
@@ -78,9 +95,6 @@ class Interactions:
     def popularity(self, catalogue_size: int) -> Int64Array:
         """Events per catalogue index, (catalogue_size + 1,); entry 0 is padding and stays 0."""
         return np.bincount(self.items, minlength=catalogue_size + 1).astype(np.int64)
-
-    def __iter__(self) -> Iterator[UserSequence]:
-        return (self.sequence(user) for user in range(self.users))
 
 
 @dataclass(frozen=True)

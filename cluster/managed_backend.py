@@ -8,8 +8,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from cluster.breaker import Breaker, BreakerSettings, BreakerState
 from cluster.bundle import Bundle
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BackendSnapshot:
-    """What `genrec backends` and ``GET /v1/backends`` show of one backend.
+    """One backend as its replica sees it.
 
     `calls` counts requests, `failures` those it broke on, `fallbacks` those it answered after a preferred backend was passed over.
     `rank` is its place in the order (0 is asked first), None where the order leaves it out. `reason` says why it would not be asked now.
@@ -46,11 +46,6 @@ class BackendSnapshot:
     failures: int
     fallbacks: int
     latency: LatencySummary
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values, with the percentiles in place of the buckets they are computed from."""
-        shown = {key: value for key, value in asdict(self).items() if key != "latency"}
-        return {**shown, "breaker": str(self.breaker), **self.latency.as_json()}
 
 
 class ManagedBackend(Generic[RequestT, AnswerT]):
@@ -79,6 +74,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self._bundle, self._rules, self._retries, self._clock = bundle, rules, retries, clock
         self._backend: Backend[RequestT, AnswerT] | None = None
         self._loaded, self._counting = False, True
+        self._holds = False  # a load was begun, whether or not it ended well: there is something to close
         self._known_good: RequestT | None = None
         self._latency, self._latency_lock = LatencyRecorder(clock()), threading.Lock()
 
@@ -135,6 +131,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         """Make it ready to answer; whether it is. A failed load opens the breaker at once."""
         if self._loaded:
             return True
+        self._holds = True
         try:
             self._made().load(self._bundle)
         except Exception as error:  # noqa: BLE001 - whatever an engine raises while loading is a reason to ask the next one
@@ -146,8 +143,9 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
 
     def unload(self) -> None:
         backend, self._backend = self._backend, None
+        held, self._holds = self._holds, False
         self._loaded, self._known_good, self.measured_ms, self.exclusion = False, None, None, ""
-        if backend is None:
+        if backend is None or not held:
             return
         try:
             backend.close()
@@ -172,10 +170,6 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             self.fallbacks,
             latency,
         )
-
-    def settle(self, breaker: BreakerSettings, retries: int) -> None:
-        """Take over changed settings; a pause under way stays as it is."""
-        self.breaker, self._retries = replace(self.breaker, settings=breaker), retries
 
     def _get_availability(self) -> Availability:
         try:

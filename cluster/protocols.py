@@ -1,4 +1,4 @@
-"""The interface of a backend, and of the encoder stage.
+"""The interface of a backend.
 
 A backend is a class whose constructor takes nothing, so that a table of import strings is enough to make one.
 It need not inherit from anything here: having the methods is enough.
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
 from cluster.bundle import Bundle
-from cluster.values import Availability, Encoded, EncodeRequest
+from cluster.values import Availability
 
 RequestT = TypeVar("RequestT", contravariant=True)  # noqa: PLC0105 - the T says enough
 AnswerT = TypeVar("AnswerT")
@@ -29,6 +29,3 @@ class Backend(Protocol[RequestT, AnswerT]):
     def infer(self, request: RequestT) -> AnswerT: ...
     def batch_infer(self, requests: Sequence[RequestT]) -> list[AnswerT]: ...
     def close(self) -> None: ...
-
-
-Encoder = Backend[EncodeRequest, Encoded]

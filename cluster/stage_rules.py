@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -29,17 +30,27 @@ AGREEING_SHARE = 0.9
 """Share of the reference's items that another backend must retrieve too: near ties may change places, the set may not change much."""
 
 
-def encoder_nonsense(request: EncodeRequest, answer: Encoded) -> str:
+def encoder_nonsense(request: EncodeRequest, answer: Encoded, catalogue_size: int) -> str:
     if not isinstance(answer, Encoded):
         return f"answered with a {type(answer).__name__}, not with Encoded"
     if problem := _wrong_arrays(answer):
         return problem
-    if np.isnan(answer.state).any() or np.isnan(answer.scores).any():
-        return "answered with NaN"
+    if not np.isfinite(answer.state).all() or not np.isfinite(answer.scores).all():
+        return "answered with NaN or infinity"
     if len(answer.items) != len(answer.scores) or len(answer.items) > request.top_n:
         return f"answered with {len(answer.items)} items and {len(answer.scores)} scores to top_n {request.top_n}"
-    if (answer.items < 1).any():
-        return "answered with catalogue index 0 or below, which is no item"
+    return _wrong_items(request, answer, catalogue_size)
+
+
+def _wrong_items(request: EncodeRequest, answer: Encoded, catalogue_size: int) -> str:
+    if (wrong := answer.items[(answer.items < 1) | (answer.items > catalogue_size)]).size:
+        return f"answered with catalogue index {wrong[0]}; items are 1 to {catalogue_size}"
+    if len(np.unique(answer.items)) < len(answer.items):
+        return "answered with the same item more than once"
+    if (np.diff(answer.scores) > 0).any():
+        return "answered with items that are not ordered by score, best first"
+    if request.among is not None and (others := np.setdiff1d(answer.items, request.among)).size:
+        return f"answered with catalogue index {others[0]}, which is not among the items asked for"
     return ""
 
 
@@ -66,4 +77,6 @@ def encoder_disagreement(reference: Encoded, answer: Encoded) -> str:
     return ""
 
 
-ENCODER_RULES: StageRules[EncodeRequest, Encoded] = StageRules(encoder_nonsense, encoder_disagreement)
+def encoder_rules(catalogue_size: int) -> StageRules[EncodeRequest, Encoded]:
+    """The rules of the encoder stage, for a catalogue of that many items."""
+    return StageRules(partial(encoder_nonsense, catalogue_size=catalogue_size), encoder_disagreement)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 from cluster.controller import StageSnapshot
-from cluster.errors import UnknownChoice
+from cluster.errors import BackendUnavailable, UnknownChoice
 from cluster.latency import LatencySummary, merge
 from cluster.managed_backend import BackendSnapshot
 
@@ -83,7 +83,10 @@ class Switchboard:
         return self._version, dict(self._switches)
 
     def set(self, stage: str, name: str, enabled: bool, *, now: float) -> int:
-        """Switch a backend on or off everywhere; the version to pass to `applied`. Raises UnknownChoice for what no live replica has."""
+        """Switch a backend on or off everywhere; the version to pass to `applied`.
+
+        Raises UnknownChoice for what no live replica has, BackendUnavailable before any has reported.
+        """
         self._check_known(stage, name, now)
         self._version = max(self._version + 1, int(now * 1000))
         self._switches[stage, name] = enabled
@@ -106,6 +109,8 @@ class Switchboard:
 
     def _check_known(self, stage: str, name: str, now: float) -> None:
         stages = self._stages(now)
+        if not stages:
+            raise BackendUnavailable("no replica has reported since the switchboard started; try again in a few seconds")
         if stage not in stages:
             raise UnknownChoice("stage", stage, stages)
         names = {backend.name for snapshot in stages[stage] for backend in snapshot.backends}

@@ -147,7 +147,7 @@ class RecommendRequest:
     """What the caller asks for: `k` items for a user with these behaviours, as of `request_time` (seconds; default: now).
 
     `exclude_seen` leaves out what stands in `behaviours`, `blocked` whatever it names; with `allowed`, nothing else is recommended.
-    `tenant` separates customers of one cluster.
+    `tenant` says whose request it is, where customers share a cluster; it does not change the answer.
     """
 
     user_id: str

@@ -27,7 +27,7 @@ def build(args: dict[str, Any]) -> Application:
     settings = pin_version(parse(args))
     tree = settings.model_dump(mode="json")
     switchboard = serve.deployment(name="switchboard")(SwitchboardDeployment).bind()
-    encoder = serve.deployment(name="encoder", user_config=settings.encoder.stage().model_dump())(Encoder).bind(tree, switchboard)
+    encoder = serve.deployment(name="encoder", user_config={})(Encoder).bind(tree, switchboard)
     return serve.deployment(name="gateway")(serve.ingress()(Gateway)).bind(tree, encoder, switchboard)
 
 

@@ -15,12 +15,13 @@ from cluster.bundle import Bundle, BundleStore
 from cluster.config import Settings, StageSettings, parse
 from cluster.controller import FrameworkController, NoBackendAnswered, Served
 from cluster.errors import BackendError
-from cluster.stage_rules import ENCODER_RULES
+from cluster.stage_rules import encoder_rules
 from cluster.switchboard import Switches
 from cluster.values import EncodeAnswer, Encoded, EncodeRequest, StageReport, UserSequence
 from deployments.batching import MicroBatcher
 from deployments.remote import ask
 from deployments.switchboard import REPORT_INTERVAL_S
+from integrations.hstu.limits import limits
 
 STAGE = "encoder"
 Result = TypeVar("Result")
@@ -40,8 +41,9 @@ class Encoder:
         self._settings = parse(settings)
         self._bundle = BundleStore(self._settings.model_dir).open(self._settings.version)
         self._controller = create_controller(self._settings, self._bundle)
+        self._longest = limits(self._bundle.manifest.model).max_history
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._batcher = MicroBatcher(self._answer, self._settings.encoder.batching, tokens=lambda request: len(request.sequence))
+        self._batcher = MicroBatcher(self._answer, self._settings.encoder.batching, tokens=self._tokens)
         logger.info("%s", await self._in_thread(lambda: self._controller.warm_up(warm_up_requests(self._bundle))))
         self._switchboard = switchboard
         self._switches_version = 0
@@ -57,9 +59,18 @@ class Encoder:
         report = StageReport("encode", served.backend, served.duration_ms, served.fallback_from)
         return EncodeAnswer(served.answer, report, self._bundle.version)
 
+    def _tokens(self, request: EncodeRequest) -> int:
+        """Behaviours that the engine computes: the model's window of them."""
+        return min(len(request.sequence), self._longest)
+
+    def __del__(self) -> None:
+        """Serve calls it when it stops a replica."""
+        if controller := getattr(self, "_controller", None):
+            controller.close()
+
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Take a new order, selection or list of disabled backends while requests are served; `user_config` holds StageSettings."""
-        wanted = StageSettings.model_validate(user_config)
+        """Take a new order, selection or list of disabled backends while requests are served; what is not given is as in `args.encoder`."""
+        wanted = StageSettings.model_validate({**self._settings.encoder.stage().model_dump(), **user_config})
         enabled = {name: name not in wanted.disabled for name in wanted.order}
         await self._in_thread(lambda: self._controller.reconfigure(order=wanted.order, selection=wanted.selection, enabled=enabled))
         self._apply(self._switches)  # what an operator has switched by hand outlives a deploy
@@ -116,10 +127,11 @@ def create_controller(settings: Settings, bundle: Bundle) -> FrameworkController
         registry.backends(STAGE, encoder.backends),
         encoder.order,
         bundle,
-        ENCODER_RULES,
+        encoder_rules(len(bundle.catalogue)),
         selection=encoder.selection,
         breaker=encoder.breaker,
         probe_interval_s=encoder.probe_interval_s,
+        retries=encoder.retries,
     )
     for name in encoder.disabled:
         controller.disable(name)

@@ -95,7 +95,7 @@ def _operation(service: Service) -> APIRouter:
 
     @routes.get("/readyz", responses={503: {"model": ReadyOut}})
     async def readyz(response: Response) -> ReadyOut:
-        """Requests can be answered, and by which stage; 503 while they cannot."""
+        """An encoder is up, and which engines it would ask; 503 while there is none and popularity alone would answer."""
         ready = await service.readiness()
         response.status_code = 200 if ready.ready else 503
         return ready

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from cluster.values import Action, Behaviour, Recommendation, RecommendRequest
 
@@ -16,15 +16,15 @@ def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _in_seconds(value: Any) -> Any:
-    if isinstance(value, int | float) and value > LATEST_TIMESTAMP:
+def _in_seconds(value: int) -> int:
+    if value > LATEST_TIMESTAMP:
         raise ValueError(f"{value} is after the year 2100; timestamps are whole seconds since 1970, not milliseconds")
     return value
 
 
 ItemId = Annotated[str, BeforeValidator(_as_text), StringConstraints(min_length=1, max_length=256)]
 UserId = Annotated[str, BeforeValidator(_as_text), StringConstraints(min_length=1, max_length=256)]
-Timestamp = Annotated[int, BeforeValidator(_in_seconds), Field(ge=0, description="whole seconds since 1970, UTC")]
+Timestamp = Annotated[int, AfterValidator(_in_seconds), Field(ge=0, description="whole seconds since 1970, UTC")]
 
 
 class Message(BaseModel):
@@ -68,7 +68,9 @@ class RecommendIn(Message):
     exclude_seen: bool = Field(True, description="leave out the items in `behaviours`")
     blocked: list[ItemId] = Field([], description="items that must not be recommended")
     allowed: list[ItemId] | None = Field(None, description="if given, only these items may be recommended")
-    tenant: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = "default"
+    tenant: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = Field(
+        "default", description="whose request it is, where customers share a cluster; it does not change the answer"
+    )
 
     def to_value(self) -> RecommendRequest:
         return RecommendRequest(

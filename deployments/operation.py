@@ -21,6 +21,7 @@ class Operation:
 
     def __init__(self, switchboard: DeploymentHandle[Any], model_version: str) -> None:
         self._switchboard, self._model_version = switchboard, model_version
+        self._was_ready = False
 
     async def backends(self) -> BackendsOut:
         return BackendsOut(model_version=self._model_version, stages=[_stage_out(status) for status in await self._status()])
@@ -35,14 +36,18 @@ class Operation:
         return SwitchOut(stage=stage, name=name, enabled=enabled, applied=applied)
 
     async def readiness(self) -> ReadyOut:
-        """Ready once there is an encoder replica, whatever its engines do: from then on requests are answered at full speed."""
+        """Ready once an encoder replica has reported, and as long as none is known to be gone: a lost switchboard stops no request."""
         try:
             statuses = await self._status()
         except BackendUnavailable as error:
-            return ReadyOut(ready=False, model_version=self._model_version, stages=[_unready(str(error))])
-        stages = [StageReadyOut(stage=s.stage, ready=s.replicas > 0, detail="; ".join(s.explanations)) for s in statuses]
-        stages = stages or [_unready("no replica has reported yet; it may still be loading its engines")]
-        return ReadyOut(ready=all(stage.ready for stage in stages), model_version=self._model_version, stages=stages)
+            return self._readiness([StageReadyOut(stage="encoder", ready=self._was_ready, detail=str(error))])
+        stages = [StageReadyOut(stage=status.stage, ready=True, detail="; ".join(status.explanations)) for status in statuses]
+        missing = StageReadyOut(stage="encoder", ready=False, detail="no replica reports; it may still be loading its engines")
+        return self._readiness(stages or [missing])
+
+    def _readiness(self, stages: list[StageReadyOut]) -> ReadyOut:
+        self._was_ready = all(stage.ready for stage in stages)
+        return ReadyOut(ready=self._was_ready, model_version=self._model_version, stages=stages)
 
     async def _status(self) -> tuple[StageStatus, ...]:
         statuses: tuple[StageStatus, ...] = await self._ask("status")
@@ -50,10 +55,6 @@ class Operation:
 
     async def _ask(self, method: str, *args: Any) -> Any:
         return await ask(self._switchboard, method, *args, within_s=SWITCHBOARD_DEADLINE_S, tries=2)
-
-
-def _unready(detail: str) -> StageReadyOut:
-    return StageReadyOut(stage="encoder", ready=False, detail=detail)
 
 
 def _stage_out(status: StageStatus) -> StageOperationOut:

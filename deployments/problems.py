@@ -97,7 +97,9 @@ async def _unavailable(request: Request, error: Exception) -> JSONResponse:
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if error.status_code == 400:  # FastAPI's word for a body that Python's JSON parser gave up on
-        problem = FieldProblem(field="body", problem="cannot be read: it is nested too deeply, has an endless number, or was cut off")
+        problem = FieldProblem(
+            field="body", problem="cannot be read: it is not UTF-8, is nested too deeply, has an endless number, or was cut off"
+        )
         return respond(request, 422, "Invalid request", f"body: {problem.problem}", [problem])
     titles = {404: "Not found", 405: "Method not allowed"}
     response = respond(request, error.status_code, titles.get(error.status_code, "Request refused"), str(error.detail))

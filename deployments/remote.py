@@ -39,4 +39,9 @@ async def ask(handle: DeploymentHandle[Any], method: str, *args: Any, within_s: 
 
 
 async def _once(handle: DeploymentHandle[Any], method: str, args: tuple[Any, ...], deadline: float) -> Any:
-    return await asyncio.wait_for(getattr(handle, method).remote(*args), max(0.0, deadline - monotonic()))
+    response = getattr(handle, method).remote(*args)
+    try:
+        return await asyncio.wait_for(response, max(0.0, deadline - monotonic()))
+    except (TimeoutError, asyncio.CancelledError):
+        response.cancel()  # nobody waits for it any more: an overloaded replica need not compute it
+        raise

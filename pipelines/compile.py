@@ -34,9 +34,12 @@ def compile_bundle(
     compilers: Mapping[str, str] = COMPILERS,
     on_step: Callable[[StepResult], None] = lambda _: None,
 ) -> Bundle:
-    """Publish a version of the current model with new artifacts and return it. `only` these compilers run; what the others made is kept."""
+    """Publish a version of the current model, or of the last good one, with new artifacts and return it.
+
+    `only` these compilers run; what the others made is kept.
+    """
     chosen = {name: choose_compiler(compilers, name) for name in only or compilers}
-    bundle = store.open()
+    bundle, _ = store.open_last_good()
     with store.recompile(bundle) as draft:
         for name in compilers.keys() - chosen.keys():
             keep(name, bundle, draft)

@@ -8,7 +8,7 @@ import numpy as np
 
 from cluster.dataset import Catalogue
 from cluster.errors import InvalidRequest
-from cluster.values import Behaviour, Int32Array, RecommendRequest, UserSequence
+from cluster.values import Int32Array, RecommendRequest, UserSequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,15 +26,13 @@ def understand(request: RecommendRequest, catalogue: Catalogue) -> Wishes:
 
     Raises InvalidRequest where a behaviour lies after the request's own time.
     """
-    ordered = sorted(request.behaviours, key=lambda behaviour: behaviour.timestamp)
-    known = [(index, behaviour) for behaviour in ordered if (index := catalogue.index_of(behaviour.item_id)) is not None]
-    sequence = _sequence(known, _request_time(request))
-    mentioned = (*(b.item_id for b in ordered), *sorted(request.blocked), *sorted(request.allowed or ()))
+    sequence, unknown = catalogue.sequence(request.behaviours, _request_time(request))
+    listed = catalogue.unknown((*sorted(request.blocked), *sorted(request.allowed or ())))
     return Wishes(
         sequence=sequence,
         excluded=np.union1d(sequence.items if request.exclude_seen else [], _indices(request.blocked, catalogue)).astype(np.int32),
         among=None if request.allowed is None else _indices(request.allowed, catalogue),
-        unknown_items=tuple(dict.fromkeys(item for item in mentioned if catalogue.index_of(item) is None)),
+        unknown_items=tuple(dict.fromkeys((*unknown, *listed))),
     )
 
 
@@ -48,16 +46,6 @@ def _request_time(request: RecommendRequest) -> int:
             problem = f"{behaviour.timestamp} is after request_time ({request.request_time}); leave it out or ask at a later time"
             raise InvalidRequest(f"behaviours[{position}].timestamp", problem)
     return request.request_time
-
-
-def _sequence(known: list[tuple[int, Behaviour]], request_time: int) -> UserSequence:
-    return UserSequence(
-        items=np.array([index for index, _ in known], np.int32),
-        timestamps=np.array([behaviour.timestamp for _, behaviour in known], np.int64),
-        actions=np.array([behaviour.action.code for _, behaviour in known], np.int8),
-        values=np.array([np.nan if behaviour.value is None else behaviour.value for _, behaviour in known], np.float32),
-        request_time=request_time,
-    )
 
 
 def _indices(item_ids: Iterable[str], catalogue: Catalogue) -> Int32Array:

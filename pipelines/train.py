@@ -4,7 +4,7 @@
     best = trainer.fit()                # EpochReport of the epoch whose weights the model now has
 
 Everything that draws at random takes its numbers from `options.seed` and the epoch, so that a run resumed from a checkpoint is
-bit-equal to one that was never interrupted.
+bit-equal to one that was never interrupted (on a CPU; a GPU adds up in no fixed order).
 """
 
 import copy

@@ -4,11 +4,15 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from cluster.bundle import Bundle, BundleStore
 from cluster.compilation import CompileOptions
 from pipelines.compile import compile_bundle
 from tests.bundles import make_bundle
+
+settings.register_profile("genrec", deadline=None)  # an example's time says more of the machine than of the code
+settings.load_profile("genrec")
 
 
 def shared_data() -> Path:

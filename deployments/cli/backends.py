@@ -15,7 +15,7 @@ from cluster.bundle import Bundle, BundleStore
 from cluster.config import Settings, read
 from cluster.controller import FrameworkController
 from cluster.errors import ConfigError
-from cluster.stage_rules import ENCODER_RULES
+from cluster.stage_rules import encoder_rules
 
 STAGE = "encoder"
 CONFIG_FILE = Path("ray_config.yaml")
@@ -55,12 +55,15 @@ def _bundle(model_dir: Path | None, version: int | None, settings: Settings) -> 
     if model_dir is not None:
         return BundleStore(model_dir).open(version)
     store = BundleStore(settings.model_dir)
-    return store.open(version or settings.version) if store.versions() else None
+    if not store.versions():
+        return None
+    wanted = version or settings.version
+    return store.open(wanted) if wanted else store.open_last_good()[0]
 
 
 def _probed(settings: Settings, bundle: Bundle) -> tuple[list[Row], str]:
     table = registry.backends(STAGE, settings.encoder.backends)
-    controller = FrameworkController(STAGE, table, settings.encoder.order, bundle, ENCODER_RULES)
+    controller = FrameworkController(STAGE, table, settings.encoder.order, bundle, encoder_rules(len(bundle.catalogue)))
     for name in settings.encoder.disabled:
         controller.disable(name)
     controller.probe()
@@ -86,7 +89,7 @@ def _imported_row(name: str, import_string: str, rank: int | None) -> Row:
 
 
 def _without_model(settings: Settings) -> str:
-    return f"nothing is published in {settings.model_dir}, so only imports were tried; run: genrec train, or give --model-dir"
+    return f"nothing is published in {settings.model_dir}, so only imports were tried; run: genrec train DATASET, or give --model-dir"
 
 
 def _table(rows: list[Row], title: str) -> Table:

@@ -66,7 +66,7 @@ class LocalServe:
         document["http_options"] = {**(document.get("http_options") or {}), "host": "127.0.0.1", "port": self._port}
         application = document["applications"][0]
         settings = pin_version(parse({**(application.get("args") or {}), **self._changes}, str(self._config)))
-        application["args"] = {**application.get("args", {}), **self._changes, "model_dir": str(settings.model_dir)}
+        application["args"] = {**(application.get("args") or {}), **self._changes, "model_dir": str(settings.model_dir)}
         return document
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:

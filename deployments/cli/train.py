@@ -16,6 +16,7 @@ from deployments.cli.evaluate import print_quality
 from deployments.cli.pretrained import export_pretrained
 from deployments.cli.publishing import publish
 from deployments.cli.training_progress import TrainingProgress
+from integrations.hstu.model_parameter_calculator import model_size
 from integrations.hstu.sequence_model import SequenceModel
 from pipelines.train import TrainOptions
 from pipelines.training_run import RunOptions, TrainedModel, train_model
@@ -74,7 +75,13 @@ def train(
     if export:
         export_pretrained(bundle, export, shlex.join(["genrec", *sys.argv[1:]]))
     print_quality(trained.quality, f"{bundle.version}, {data.interactions.users} users' last events")
-    typer.echo(f"published {bundle.path}", err=True)
+    typer.echo(f"published {bundle.path}: {_size(model)}", err=True)
+
+
+def _size(model: SequenceModel) -> str:
+    size = model_size(model.config)
+    history = f"{size.encode_flops / 1e6:,.0f} MFLOP and {size.kv_bytes / 1e3:,.0f} kB of keys and values"
+    return f"{size.parameters:,} parameters ({size.weight_bytes / 1e6:.1f} MB), a history of {model.config.max_history} takes {history}"
 
 
 def _widths(family: str, dim: int, heads: int, head_dim: int | None) -> dict[str, int]:

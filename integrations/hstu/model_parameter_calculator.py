@@ -25,11 +25,6 @@ class ModelSize:
     kv_bytes: int
     kv_bytes_per_event: int
 
-    @property
-    def training_flops_per_batch(self) -> int:
-        """Forward and backward (twice the forward) of the layers and of a softmax over the whole catalogue at every event."""
-        return 3 * (self.encode_flops + self.score_flops)
-
 
 def model_size(config: SequenceConfig, *, batch: int = 1, length: int | None = None, bytes_per_number: int = 4) -> ModelSize:
     """The sizes for B = `batch` histories of L = `length` events (default: the model's longest)."""

@@ -1,4 +1,4 @@
-"""Typed user behaviour as arrays: events -> one sequence -> a padded batch -> tensors.
+"""Typed user behaviour as arrays: sequences of events -> a padded batch -> tensors.
 
 Shapes: B users, L events of the longest history in the batch. Rows are right-padded: a causal model never looks at what follows.
 Times are int32 seconds before the request (<= 0), so that an engine needs no 64-bit arithmetic.
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cluster.dataset import Catalogue
-from cluster.values import Behaviour, FloatArray, Int8Array, Int32Array, Int64Array, UserSequence
+from cluster.values import FloatArray, Int8Array, Int32Array, Int64Array, UserSequence
 
 if TYPE_CHECKING:
     import torch
@@ -43,22 +42,6 @@ class BehaviourBatch:
         import torch  # noqa: PLC0415 - the schema also serves engines that run without torch
 
         return {field.name: torch.from_numpy(getattr(self, field.name)) for field in fields(self)}
-
-
-def sequence_of(behaviours: Sequence[Behaviour], catalogue: Catalogue, request_time: int) -> tuple[UserSequence, tuple[str, ...]]:
-    """The behaviours the catalogue knows, sorted by time (ties keep their order), and the item ids it does not know."""
-    indices = [catalogue.index_of(behaviour.item_id) for behaviour in behaviours]
-    known = [(behaviour, index) for behaviour, index in zip(behaviours, indices, strict=True) if index is not None]
-    known.sort(key=lambda pair: pair[0].timestamp)
-    unknown = dict.fromkeys(behaviour.item_id for behaviour, index in zip(behaviours, indices, strict=True) if index is None)
-    sequence = UserSequence(
-        items=np.array([index for _, index in known], dtype=np.int32),
-        timestamps=np.array([behaviour.timestamp for behaviour, _ in known], dtype=np.int64),
-        actions=np.array([behaviour.action.code for behaviour, _ in known], dtype=np.int8),
-        values=np.array([np.nan if behaviour.value is None else behaviour.value for behaviour, _ in known], dtype=np.float32),
-        request_time=request_time,
-    )
-    return sequence, tuple(unknown)
 
 
 def collate(sequences: Sequence[UserSequence], max_history: int, *, pad_to: int | None = None) -> BehaviourBatch:

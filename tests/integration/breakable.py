@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from cluster.bundle import Bundle
 from cluster.values import Encoded, EncodeRequest
@@ -14,26 +15,24 @@ def switch(model_dir: Path, name: str) -> Path:
     return model_dir / f"broken-{name}"
 
 
-def _raise_if(switched: Path) -> None:
-    if switched.exists():
-        raise RuntimeError(f"made to fail: {switched.name}")
+class _Breakable:
+    """Goes before an encoder among the bases of a class."""
 
+    name: ClassVar[str]
 
-class BreakableOnnxRuntime(OnnxRuntimeEncoder):
     def load(self, bundle: Bundle) -> None:
-        self._switch = switch(bundle.path.parent, "onnxruntime")
+        self._switch = switch(bundle.path.parent, self.name)
         super().load(bundle)
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        _raise_if(self._switch)
+        if self._switch.exists():
+            raise RuntimeError(f"made to fail: {self._switch.name}")
         return super().batch_infer(requests)
 
 
-class BreakableTorch(TorchEncoder):
-    def load(self, bundle: Bundle) -> None:
-        self._switch = switch(bundle.path.parent, "torch")
-        super().load(bundle)
+class BreakableOnnxRuntime(_Breakable, OnnxRuntimeEncoder):
+    name = "onnxruntime"
 
-    def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        _raise_if(self._switch)
-        return super().batch_infer(requests)
+
+class BreakableTorch(_Breakable, TorchEncoder):
+    name = "torch"

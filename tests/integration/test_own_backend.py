@@ -12,7 +12,7 @@ from cluster import registry
 from cluster.config import parse
 from cluster.controller import FrameworkController
 from cluster.errors import ConfigError
-from cluster.stage_rules import ENCODER_RULES
+from cluster.stage_rules import encoder_rules
 from cluster.values import EncodeRequest
 from tests.bundles import make_bundle, random_sequence
 
@@ -54,7 +54,8 @@ def test_the_example_is_a_backend_in_under_thirty_lines():
 def test_a_backend_named_in_the_configuration_serves_and_ours_takes_over_when_it_is_switched_off(tmp_path: Path, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     table = registry.backends("encoder", {"mean": "own_backend:MeanEncoder"})
-    controller = FrameworkController("encoder", table, ["mean", "torch"], make_bundle(tmp_path / "tiny"), ENCODER_RULES)
+    bundle = make_bundle(tmp_path / "tiny")
+    controller = FrameworkController("encoder", table, ["mean", "torch"], bundle, encoder_rules(len(bundle.catalogue)))
     request = EncodeRequest(random_sequence(12), top_n=10)
     served = controller.call_one(request)
     assert (served.backend, len(served.answer.items)) == ("mean", 10)
@@ -67,7 +68,7 @@ def test_fastest_does_not_choose_it_because_it_is_not_the_same_model(tmp_path: P
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     table = registry.backends("encoder", {"mean": "own_backend:MeanEncoder"})
     bundle = make_bundle(tmp_path / "tiny")
-    controller = FrameworkController("encoder", table, ["mean", "torch"], bundle, ENCODER_RULES, selection="fastest")
+    controller = FrameworkController("encoder", table, ["mean", "torch"], bundle, encoder_rules(len(bundle.catalogue)), selection="fastest")
     explanation = controller.warm_up([EncodeRequest(random_sequence(length), top_n=10) for length in (3, 20)])
     assert explanation.startswith(("encoder=torch", "encoder=none"))
     mean = next(backend for backend in controller.snapshot().backends if backend.name == "mean")
@@ -85,14 +86,14 @@ def test_a_package_registers_a_backend_by_its_entry_point(tmp_path: Path):
             from cluster.bundle import BundleStore
             from cluster.config import parse
             from cluster.controller import FrameworkController
-            from cluster.stage_rules import ENCODER_RULES
+            from cluster.stage_rules import encoder_rules
             from cluster.values import EncodeRequest
             from tests.bundles import random_sequence
 
             settings = parse({"encoder": {"order": ["mean", "torch"]}})
             bundle = BundleStore(Path(sys.argv[1])).open()
             table = registry.backends("encoder")
-            controller = FrameworkController("encoder", table, settings.encoder.order, bundle, ENCODER_RULES)
+            controller = FrameworkController("encoder", table, settings.encoder.order, bundle, encoder_rules(len(bundle.catalogue)))
             served = controller.call_one(EncodeRequest(random_sequence(5), top_n=3))
             print(served.backend, len(served.answer.items), sys.modules["own_backend"].__file__)
             """)

@@ -59,7 +59,8 @@ def test_a_table_becomes_a_published_model_whose_quality_evaluate_measures_again
 def test_the_same_seed_gives_the_same_weights(table, tmp_path):
     models = []
     for name in ("first", "second"):
-        genrec("train", "table", "--path", table, "--model-dir", tmp_path / name, "--epochs", 1, "--family", "sasrec", *SMALL)
+        options = ["--epochs", 1, "--family", "sasrec", "--device", "cpu", *SMALL]
+        genrec("train", "table", "--path", table, "--model-dir", tmp_path / name, *options)
         models.append(load_model(BundleStore(tmp_path / name).open()).state_dict())
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 

@@ -18,7 +18,6 @@ def damage(path: Path) -> None:
     """Flip one bit, so that only the checksum can tell."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
-    path.unlink()  # versions share files by hard links
     path.write_bytes(content)
 
 
@@ -148,6 +147,27 @@ def test_publishers_at_the_same_time_never_share_a_version(tmp_path: Path):
     store = BundleStore(tmp_path / "tiny")
     assert store.versions() == list(range(1, 9))
     assert [store.open(version).manifest.version for version in store.versions()] == store.versions()
+
+
+def test_versions_of_one_model_are_not_damaged_together(tmp_path: Path):
+    store = BundleStore(tmp_path / "tiny")
+    with store.recompile(make_bundle(store.root)):
+        pass
+    with (store.root / "2" / WEIGHTS).open("r+b") as file:
+        file.write(b"overwritten in place")
+    bundle, refused = store.open_last_good()
+    assert (bundle.version, len(refused)) == ("tiny/1", 1)
+
+
+def test_what_cannot_be_read_is_refused_like_what_is_damaged(tmp_path: Path):
+    store = BundleStore(tmp_path / "tiny")
+    make_bundle(store.root)
+    weights = make_bundle(store.root).path / WEIGHTS
+    weights.unlink()
+    weights.symlink_to(weights)
+    bundle, refused = store.open_last_good()
+    assert bundle.version == "tiny/1"
+    assert WEIGHTS in refused[0]
 
 
 def test_a_recompiled_version_has_the_same_model_and_new_artifacts_only(tmp_path: Path):

@@ -27,6 +27,8 @@ RAY_CONFIG = Path(__file__).resolve().parents[2] / "ray_config.yaml"
         ({"encoder": {"order": ["torch"], "disabled": ["mine"]}}, r"disabled names mine, which order \(torch\) does not"),
         ({"encoder": {"selection": "best"}}, "encoder.selection = 'best': Input should be 'ordered' or 'fastest'"),
         ({"encoder": {"batching": {"max_requests": 0}}}, "encoder.batching.max_requests = 0"),
+        ({"encoder": {"backends": {"x": "nocolon"}}}, "backends names 'nocolon', which is not of the form 'module:Class'"),
+        ({"encoder": {"breaker": {"growth": float("nan")}}}, "growth nan; pauses must be positive"),
         ({"encoder": {"breaker": {"pause_s": -1}}}, "pause_s is -1.0 and growth 2.0; pauses must be positive"),
         ({"gateway": {"deadline_s": "soon"}}, "gateway.deadline_s = 'soon'"),
         ({"version": 0}, "version = 0"),
@@ -53,6 +55,15 @@ def test_a_file_that_is_no_serve_config_is_refused_by_name(tmp_path: Path, conte
 def test_a_missing_file_is_refused_with_the_cure(tmp_path: Path):
     with pytest.raises(ConfigError, match="does not exist; give the path of a Serve config file"):
         read(tmp_path / "none.yaml")
+
+
+def test_a_wrong_user_config_is_refused_before_anything_is_deployed(tmp_path: Path):
+    document = yaml.safe_load(RAY_CONFIG.read_text())
+    encoder = next(one for one in document["applications"][0]["deployments"] if one["name"] == "encoder")
+    encoder["user_config"] = {"order": ["tensort"]}
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(document))
+    with pytest.raises(ConfigError, match=r"other\.yaml: user_config of the encoder: .*order names tensort"):
+        read(tmp_path / "other.yaml")
 
 
 def test_ray_config_is_a_valid_serve_config_whose_values_are_the_defaults():

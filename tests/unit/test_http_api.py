@@ -105,6 +105,9 @@ BAD = {
     "k is a fraction": ({"user_id": "u", "k": 2.5}, "k"),
     "negative time": ({"user_id": "u", "behaviours": [behaviour(timestamp=-1)]}, "behaviours[0].timestamp"),
     "milliseconds": ({"user_id": "u", "behaviours": [behaviour(timestamp=1_700_000_000_000)]}, "behaviours[0].timestamp"),
+    "milliseconds as text": ({"user_id": "u", "behaviours": [behaviour(timestamp="1700000000000")]}, "behaviours[0].timestamp"),
+    "endless time as text": ({"user_id": "u", "behaviours": [behaviour(timestamp="9" * 30)]}, "behaviours[0].timestamp"),
+    "endless request time as text": ({"user_id": "u", "behaviours": [behaviour()], "request_time": "9" * 30}, "request_time"),
     "time is text": ({"user_id": "u", "behaviours": [behaviour(timestamp="yesterday")]}, "behaviours[0].timestamp"),
     "no time": ({"user_id": "u", "behaviours": [{"item_id": "1"}]}, "behaviours[0].timestamp"),
     "empty item id": ({"user_id": "u", "behaviours": [behaviour("")]}, "behaviours[0].item_id"),
@@ -141,13 +144,14 @@ async def test_bad_input_is_refused_with_the_field_and_the_cure(client, body, fi
         b'{"user_id": NaN}',
         b'{"user_id":"u","k":NaN}',
         b'{"user_id":"u","behaviours":[{"item_id":"1","timestamp":NaN}]}',
+        b'{"user_id":"\xff"}',
         b'{"user_id":"u","behaviours":[{"item_id":"1","timestamp":1,"value":Infinity}]}',
         b'{"user_id":"u","\\ud800":1}',
         b'{"user_id":"\\ud800"}',
         b'{"user_id":"u","k":' + b"9" * 5000 + b"}",
         b"[" * 9000,
     ],
-    ids=range(11),
+    ids=range(12),
 )
 async def test_what_is_hardly_json_is_refused_and_never_a_server_error(client, raw):
     response = await client.post("/v1/recommend", content=raw, headers={"content-type": "application/json"})
@@ -198,7 +202,7 @@ json_values = st.recursive(
 FIELDS = ["user_id", "behaviours", "k", "request_time", "exclude_seen", "blocked", "allowed", "tenant"]
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6))
 async def test_no_input_whatever_is_a_server_error(service, body):
     async with httpx.AsyncClient(transport=httpx.ASGITransport(create_api(service, LIMITS)), base_url="http://genrec") as client:

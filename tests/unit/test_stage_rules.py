@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cluster.stage_rules import encoder_disagreement, encoder_nonsense
+from cluster.stage_rules import encoder_disagreement, encoder_rules
 from cluster.values import Encoded, EncodeRequest
 from tests.bundles import random_sequence
 
 REQUEST = EncodeRequest(random_sequence(5), top_n=4)
+encoder_nonsense = encoder_rules(catalogue_size=9).nonsense
 SOUND = Encoded(np.array([0.6, 0.8], np.float32), np.array([3, 1, 2, 9], np.int32), np.array([0.9, 0.8, 0.7, 0.6], np.float32))
 
 
@@ -23,11 +24,15 @@ def test_a_sound_answer_is_sound_also_where_fewer_items_were_found():
     ("answer", "problem"),
     [
         (None, "NoneType, not with Encoded"),
-        (replace(SOUND, state=np.array([np.nan, 1], np.float32)), "NaN"),
+        (replace(SOUND, state=np.array([np.nan, 1], np.float32)), "NaN or infinity"),
+        (replace(SOUND, scores=np.array([1, 1, 1, -np.inf], np.float32)), "NaN or infinity"),
         (replace(SOUND, scores=np.array([1, 1, 1, np.nan], np.float32)), "NaN"),
         (replace(SOUND, items=SOUND.items[:3]), "3 items and 4 scores"),
         (replace(SOUND, items=np.arange(1, 6, dtype=np.int32), scores=np.ones(5, np.float32)), "5 items and 5 scores to top_n 4"),
-        (replace(SOUND, items=np.array([0, 1, 2, 3], np.int32)), "catalogue index 0"),
+        (replace(SOUND, items=np.array([0, 1, 2, 3], np.int32)), "catalogue index 0; items are 1 to 9"),
+        (replace(SOUND, items=np.array([1, 2, 3, 10], np.int32)), "catalogue index 10; items are 1 to 9"),
+        (replace(SOUND, items=np.array([1, 2, 3, 1], np.int32)), "the same item more than once"),
+        (replace(SOUND, scores=SOUND.scores[::-1]), "not ordered by score"),
         (replace(SOUND, items=[1, 2, 3, 4]), "items that are not one row of numbers, but list"),
         (replace(SOUND, items=SOUND.scores), "items that are not one row of numbers"),
         (replace(SOUND, state=np.ones((1, 2), np.float32)), r"state that are not one row of numbers, but ndarray \(1, 2\)"),
@@ -35,6 +40,12 @@ def test_a_sound_answer_is_sound_also_where_fewer_items_were_found():
 )
 def test_nonsense_is_named(answer: Encoded, problem: str):
     assert re.search(problem, encoder_nonsense(REQUEST, answer))
+
+
+def test_items_that_were_not_asked_for_are_nonsense():
+    request = replace(REQUEST, among=np.array([1, 2, 3], np.int32))
+    assert encoder_nonsense(request, SOUND) == "answered with catalogue index 9, which is not among the items asked for"
+    assert encoder_nonsense(request, replace(SOUND, items=SOUND.items[:3], scores=SOUND.scores[:3])) == ""
 
 
 def test_small_differences_and_near_ties_are_agreement():

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.breaker import BreakerState
 from cluster.controller import StageSnapshot
-from cluster.errors import UnknownChoice
+from cluster.errors import BackendUnavailable, UnknownChoice
 from cluster.latency import LatencySummary
 from cluster.managed_backend import BackendSnapshot
 from cluster.switchboard import Switchboard
@@ -35,7 +35,7 @@ def backend(name: str = "torch", **changes: object) -> BackendSnapshot:
 
 
 def stage(*backends: BackendSnapshot, explanation: str = "encoder=torch") -> StageSnapshot:
-    return StageSnapshot("encoder", "ordered", explanation, backends or (backend(),))
+    return StageSnapshot("encoder", explanation, backends or (backend(),))
 
 
 class Replica:
@@ -47,6 +47,11 @@ class Replica:
 
     def report(self, switchboard: Switchboard, now: float = NOW) -> None:
         self.version, self.switches = switchboard.report("encoder", self.name, self.snapshot, self.version, self.switches, now=now)
+
+
+def test_before_any_replica_has_reported_a_switch_is_not_possible_yet():
+    with pytest.raises(BackendUnavailable, match="try again in a few seconds"):
+        Switchboard().set("encoder", "torch", False, now=NOW)
 
 
 def test_a_switch_reaches_every_replica_and_is_applied_only_then():
@@ -127,8 +132,6 @@ def test_the_newer_of_two_settings_of_one_switch_wins_after_a_restart():
 
 def test_unknown_names_are_refused_with_the_choices():
     switchboard = Switchboard()
-    with pytest.raises(UnknownChoice, match="unknown stage 'encoder'"):
-        switchboard.set("encoder", "torch", False, now=NOW)
     Replica("a").report(switchboard)
     with pytest.raises(UnknownChoice, match="unknown stage 'generator'; choose from encoder"):
         switchboard.set("generator", "vllm", False, now=NOW)

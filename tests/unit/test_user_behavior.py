@@ -8,26 +8,26 @@ import torch
 
 from cluster.dataset import Catalogue
 from cluster.values import Action, Behaviour, Item
-from integrations.hstu.user_behavior_schema import collate, sequence_of
+from integrations.hstu.user_behavior_schema import collate
 
 CATALOGUE = Catalogue([Item("a", "A"), Item("b", "B"), Item("c", "C")])
 
 
 def sequence(*timestamps, request_time=1000, item="a"):
     behaviours = [Behaviour(item, timestamp) for timestamp in timestamps]
-    return sequence_of(behaviours, CATALOGUE, request_time)[0]
+    return CATALOGUE.sequence(behaviours, request_time)[0]
 
 
 def test_sorts_behaviours_by_time_and_keeps_the_order_of_ties():
     behaviours = [Behaviour("c", 30), Behaviour("a", 10), Behaviour("b", 10), Behaviour("a", 20)]
-    found, _ = sequence_of(behaviours, CATALOGUE, 100)
+    found, _ = CATALOGUE.sequence(behaviours, 100)
     assert found.items.tolist() == [1, 2, 1, 3]
     assert found.timestamps.tolist() == [10, 10, 20, 30]
 
 
 def test_keeps_actions_and_values_and_says_which_items_are_unknown():
     behaviours = [Behaviour("a", 1, Action.RATING, 4.5), Behaviour("z", 2), Behaviour("b", 3, Action.LIKE), Behaviour("z", 4)]
-    found, unknown = sequence_of(behaviours, CATALOGUE, 100)
+    found, unknown = CATALOGUE.sequence(behaviours, 100)
     assert unknown == ("z",)
     assert found.actions.tolist() == [Action.RATING.code, Action.LIKE.code]
     assert found.values[0] == 4.5
@@ -36,7 +36,7 @@ def test_keeps_actions_and_values_and_says_which_items_are_unknown():
 
 def test_every_action_has_a_code_that_survives_the_batch():
     behaviours = [Behaviour("a", i, action) for i, action in enumerate(Action)]
-    batch = collate([sequence_of(behaviours, CATALOGUE, 100)[0]], 200)
+    batch = collate([CATALOGUE.sequence(behaviours, 100)[0]], 200)
     assert [list(Action)[code] for code in batch.actions[0].tolist()] == list(Action)
 
 
