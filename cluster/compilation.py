@@ -43,8 +43,13 @@ def artifact_file(artifact: Artifact, bundle: Bundle) -> Path:
     return bundle.verified(artifact.file)
 
 
-def why_missing(bundle: Bundle, kind: str, graph: str, cure: str = "genrec compile") -> str:
-    """Why this version has no such artifact: the step that failed, or that nobody ran it; and what to do."""
-    failed = next((step for step in bundle.manifest.failed_steps if step.step.startswith(f"{kind} {graph}")), None)
-    because = f"the step {failed.step!r} failed: {failed.reason}" if failed else f"run: {cure}"
+def compile_command(bundle: Bundle) -> str:
+    """What a person types to compile the model of this version."""
+    return f"genrec compile --model-dir {bundle.path.parent}"
+
+
+def why_missing(bundle: Bundle, kind: str, graph: str) -> str:
+    """Why this version has no such artifact: the step, or the whole compiler, that failed, or that nobody ran it; and what to do."""
+    failed = next((s for s in bundle.manifest.failed_steps if s.step == kind or s.step.startswith(f"{kind} {graph}")), None)
+    because = f"the step {failed.step!r} failed: {failed.reason}" if failed else f"run: {compile_command(bundle)}"
     return f"{bundle.version} has no {kind} artifact {graph!r}; {because}"

@@ -44,8 +44,7 @@ class Seen:
 class _FullSoftmax(torch.autograd.Function):
     """Mean cross entropy over the whole catalogue, with its gradients made in the same pass.
 
-    Rows are taken in blocks that stay in the cache, so the (R, V) logits are never held at once. A cosine is at most 1, hence
-    exp((cosine - 1) / temperature) can't overflow and no row maximum is needed.
+    Rows are taken in blocks that stay in the cache, so the (R, V) logits are never held at once.
     """
 
     @staticmethod
@@ -53,18 +52,18 @@ class _FullSoftmax(torch.autograd.Function):
         ctx: Any, states_RD: Tensor, vectors_VD: Tensor, targets_R: Tensor, temperature: float, seen: Seen | None
     ) -> Tensor:
         ctx.state_grads, ctx.vector_grads = torch.empty_like(states_RD), torch.zeros_like(vectors_VD)
-        bound = states_RD.new_full((1,), -1 / temperature)
         loss = states_RD.new_zeros(())
         scale = 1 / (temperature * len(states_RD))
         for start in range(0, len(states_RD), _ROWS_AT_ONCE):
             rows = slice(start, start + _ROWS_AT_ONCE)
             states, targets = states_RD[rows], targets_R[rows]
-            exponents = torch.addmm(bound, states, vectors_VD[1:].T, alpha=1 / temperature).exp_()
+            exponents = (states / temperature) @ vectors_VD[1:].T
             if seen:
-                exponents.masked_fill_(seen.among_all(rows, targets), 0)
-            sums = exponents.sum(dim=1, keepdim=True)
+                exponents.masked_fill_(seen.among_all(rows, targets), -torch.inf)
+            largest = exponents.amax(dim=1, keepdim=True)  # of what counts: the target always does, so it is finite
+            sums = exponents.sub_(largest).exp_().sum(dim=1, keepdim=True)
             wanted = vectors_VD[targets]
-            loss += (sums.squeeze(1).log() + (1 - (states * wanted).sum(dim=1)) / temperature).sum()
+            loss += ((sums.log() + largest).squeeze(1) - (states * wanted).sum(dim=1) / temperature).sum()
             ctx.state_grads[rows] = ((exponents @ vectors_VD[1:]) / sums - wanted) * scale
             ctx.vector_grads[1:].addmm_(exponents.T, states / sums, alpha=scale)
             ctx.vector_grads.index_add_(0, targets, states, alpha=-scale)

@@ -25,6 +25,8 @@ LATEST_S = 253_402_300_799  # the last second of the year 9999: a larger number 
 _MICROSECONDS = 1_000_000
 _ZONE = re.compile(r":.*([Zz]|[+-][\d:]+)\s*$")
 _ACTIONS = {action.value: action for action in Action}
+_LARGEST_INT = float(2**63 - 1024)  # of int64, as a float
+_EARLIEST_DATE, _LATEST_DATE = 1900_01_01, 2100_12_31  # as YYYYMMDD; as seconds, all of it is August 1970
 _LARGEST_VALUE = float(np.finfo(np.float32).max)
 
 
@@ -115,6 +117,8 @@ class EventCollector:
             raise DataError(f"{place} holds no events{worst}")
         users = np.concatenate([part.users for part in self._parts])
         times = np.concatenate([part.times for part in self._parts])
+        if self.format.unit is TimestampUnit.SECONDS:
+            _refuse_dates(times // _MICROSECONDS, place)
         order = np.lexsort((times, users))
         return Interactions(
             user_ids=list(self._users),
@@ -202,8 +206,8 @@ def _times(column: pa.Array, unit: TimestampUnit) -> Int64Array:
     if pa.types.is_temporal(column.type):
         times: Int64Array = column.cast(pa.timestamp("us", tz=getattr(column.type, "tz", None)), safe=False).cast(pa.int64()).to_numpy()
     else:
-        numbers = column.cast(pa.float64()).to_numpy()
-        if not np.all((numbers >= 0) & (numbers <= LATEST_S * (_MICROSECONDS / unit.microseconds))):
+        numbers = column.cast(pa.float64(), safe=not pa.types.is_integer(column.type)).to_numpy()  # rounds nanoseconds, as _time does
+        if not np.all((numbers >= 0) & (numbers <= min(_latest(unit), _LARGEST_INT))):
             raise _Doubt
         times = _scaled(numbers, unit)
     if times.size and not (times.min() >= 0 and times.max() <= LATEST_S * _MICROSECONDS):
@@ -211,12 +215,28 @@ def _times(column: pa.Array, unit: TimestampUnit) -> Int64Array:
     return times
 
 
+def _refuse_dates(seconds: Int64Array, place: str) -> None:
+    """Raises DataError where every time, read as YYYYMMDD, is a date: 20231114 is no moment of August 1970."""
+    if seconds.min() < _EARLIEST_DATE or seconds.max() > _LATEST_DATE:
+        return
+    months, days = seconds // 100 % 100, seconds % 100
+    if np.all((months >= 1) & (months <= 12) & (days >= 1) & (days <= 31)):
+        first = str(seconds[0])
+        iso = f"{first[:4]}-{first[4:6]}-{first[6:]}"
+        raise DataError(f"{place}: all timestamps look like dates written as numbers, such as {first}; write them as ISO dates, {iso}")
+
+
 def _scaled(numbers: npt.NDArray[np.float64], unit: TimestampUnit) -> Int64Array:
     """Whole and fractional part apart, as their product with a million would not be exact in a float."""
     whole = np.floor(numbers)
     fraction = np.floor((numbers - whole) * unit.microseconds)
-    times: Int64Array = whole.astype(np.int64) * unit.microseconds + fraction.astype(np.int64)
+    times: Int64Array = (whole.astype(np.int64) * unit.microseconds + fraction.astype(np.int64)) // unit.per_microsecond
     return times
+
+
+def _latest(unit: TimestampUnit) -> int:
+    """LATEST_S in this unit."""
+    return LATEST_S * _MICROSECONDS * unit.per_microsecond // unit.microseconds
 
 
 def _values(column: pa.Array) -> FloatArray:
@@ -249,13 +269,12 @@ def _time(text: str, unit: TimestampUnit) -> int:
         number = float(text)
     except ValueError:
         return _iso_time(text)
-    latest = LATEST_S * _MICROSECONDS // unit.microseconds
     if not math.isfinite(number) or number < 0:
         raise _Fault(f"timestamp {text!r} is not a time since 1970")
-    if number > latest:
+    if number > _latest(unit):
         raise _Fault(f"timestamp {text!r} lies after the year 9999 in unit {unit.value!r}; is another --timestamp-unit meant?")
     whole = math.floor(number)  # as _scaled does
-    return whole * unit.microseconds + math.floor((number - whole) * unit.microseconds)
+    return (whole * unit.microseconds + math.floor((number - whole) * unit.microseconds)) // unit.per_microsecond
 
 
 def _iso_time(text: str) -> int:

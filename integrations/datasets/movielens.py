@@ -78,6 +78,7 @@ class Layout:
 _TABS = TextFormat("\t")
 _COMMAS = TextFormat(",", quoted=True)
 DAT = Layout(TextFile("ratings.dat", TextFormat("::")), TextFile("movies.dat", TextFormat("::", encoding="latin-1")), 3, _plain_movie)
+DAT_10M = Layout(TextFile("ratings.dat", TextFormat("::")), TextFile("movies.dat", TextFormat("::")), 3, _plain_movie)  # UTF-8, unlike 1M
 CSV = Layout(
     TextFile("ratings.csv", _COMMAS, ("userId", "movieId", "rating", "timestamp")),
     TextFile("movies.csv", _COMMAS, ("movieId", "title", "genres")),
@@ -132,7 +133,7 @@ def _read_items(layout: Layout, movies: File, options: ReadOptions) -> list[Item
 
 read_ml_100k = MovieLens("ml-100k", (U_DATA, ATOMIC))
 read_ml_1m = MovieLens("ml-1m", (DAT,))
-read_ml_10m = MovieLens("ml-10m", (DAT,))
+read_ml_10m = MovieLens("ml-10m", (DAT_10M,))
 read_ml_20m = MovieLens("ml-20m", (CSV,))
 read_ml_25m = MovieLens("ml-25m", (CSV,))
 read_ml_32m = MovieLens("ml-32m", (CSV,))

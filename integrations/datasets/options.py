@@ -18,15 +18,17 @@ class TimestampUnit(StrEnum):
     """The unit of a timestamp that is a number. A timestamp that is not one is read as ISO-8601, whatever the unit."""
 
     microseconds: int
+    per_microsecond: int  # 1 unless the unit is smaller than a microsecond
 
-    def __new__(cls, name: str, microseconds: int) -> Self:
+    def __new__(cls, name: str, microseconds: int, per_microsecond: int = 1) -> Self:
         unit = str.__new__(cls, name)
-        unit._value_, unit.microseconds = name, microseconds
+        unit._value_, unit.microseconds, unit.per_microsecond = name, microseconds, per_microsecond
         return unit
 
     SECONDS = "s", 1_000_000
     MILLISECONDS = "ms", 1_000
     MICROSECONDS = "us", 1
+    NANOSECONDS = "ns", 1, 1_000
 
 
 @dataclass

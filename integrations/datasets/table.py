@@ -95,6 +95,8 @@ def _read_items(path: Path, options: ReadOptions) -> list[Item]:
     for file in table_files(path):
         with open_table(file, options.delimiter, progress=False) as table:
             id_column, title_column = _item_columns(table, options.item_columns)
+            if isinstance(table, ParquetTable):
+                refuse_as_id(table.place, table.file.schema_arrow, id_column)
             names, blocks = table.read(table.names)
             item_of = _ItemOf(names, names.index(id_column), None if title_column is None else names.index(title_column))
             rows = (row for block in blocks for row in block.rows())

@@ -11,12 +11,13 @@ import pyarrow.parquet as pq
 
 from cluster.errors import DataError
 from integrations.datasets.events import Block
-from integrations.datasets.files import File
+from integrations.datasets.files import ARCHIVES, File
 from integrations.datasets.parquet import parquet_blocks
 from integrations.datasets.text import TextFormat, TextReader
 
 PARQUET = (".parquet", ".pq")
 ATOMIC = (".inter", ".item")  # tab-separated, and quotation marks mean nothing there
+PACKED = (*ARCHIVES, ".tar", ".tar.gz", ".tgz", ".7z", ".rar", ".bz2", ".xz", ".zst")  # of packed files only .gz is read as it is
 TEXT = (".csv", ".tsv", ".txt", ".dat", *ATOMIC)
 
 
@@ -54,6 +55,8 @@ def table_files(path: Path) -> list[File]:
     """The file, or the parts in the directory in order of name. Raises DataError where there is nothing."""
     if not path.exists():
         raise DataError(f"{path} does not exist")
+    if path.name.endswith(PACKED) and path.is_file():
+        raise DataError(f"{path} is packed; unpack it first, and pass the table or the directory with its parts")
     if path.is_file():
         return [File(path)]
     files = [File(entry) for entry in sorted(path.iterdir()) if entry.is_file() and not entry.name.startswith((".", "_"))]

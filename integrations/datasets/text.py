@@ -17,6 +17,7 @@ WORTH_THREADS_BYTES = 1 << 20
 PIECES = 32  # parts of a block with a bad row, of which only those that have one are read line by line
 LONGEST_RECORD = 200  # lines that a quoted field may run over; a quotation mark open for longer is a stray one
 _UNIT_SEPARATOR = b"\x1f"
+csv.field_size_limit(BLOCK_BYTES)  # Arrow has no limit, and Python's default of 131,072 would make the two disagree
 _COLUMN_TYPE = re.compile(r":(token|float)(_seq)?$")
 
 

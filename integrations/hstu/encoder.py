@@ -12,7 +12,8 @@ from cluster.bundle import WEIGHTS, Bundle
 from cluster.errors import BackendUnavailable, BundleError
 from cluster.nearest import NearestItems
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
-from integrations.hstu.user_behavior_schema import BehaviourBatch, collate
+from integrations.hstu.engine_batch import engine_batch
+from integrations.hstu.user_behavior_schema import BehaviourBatch
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +57,7 @@ class TorchEncoder:
         return self.batch_infer([request])[0]
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        states = self._states(collate([request.sequence for request in requests], self._max_history))
-        return self._index.answer(requests, states)
+        return self._index.answer(requests, self._states(engine_batch(requests, self._max_history, len(self._index))))
 
     def close(self) -> None:
         for name in ("_encode", "_index"):

@@ -5,7 +5,7 @@ number (a raw movie id, with gaps), a row of ours is a catalogue index. Its rela
 the newest: entry N - 1 + (j - i) is for key j seen from row i, as in ours.
 """
 
-import pickle
+import ast
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,36 @@ _GIN_KEYS = {
 }
 _OUTPUT_LENGTH = 11
 """What the research trainer adds to the maximum sequence length: `gr_output_length` (10) and the target."""
+_IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
+    "train_fn.main_module": ("HSTU",),
+    "train_fn.user_embedding_norm": ("l2_norm",),
+    "train_fn.item_l2_norm": (True,),
+    "train_fn.l2_norm_eps": (1e-6,),
+    "train_fn.gr_output_length": (10,),
+    "train_fn.embedding_module_type": ("local",),
+    "train_fn.interaction_module_type": ("DotProduct",),
+    "hstu_encoder.normalization": ("rel_bias", "hstu_rel_bias"),
+    "hstu_encoder.linear_config": ("uvqk",),
+    "hstu_encoder.linear_activation": ("silu",),
+    "hstu_encoder.concat_ua": (False,),
+    "hstu_encoder.enable_relative_attention_bias": (True,),
+}
+"""Settings that change the model's answers and have one meaning here."""
+_REQUIRED = ("train_fn.main_module", "train_fn.item_l2_norm", "train_fn.item_embedding_dim", "hstu_encoder.dqk", "hstu_encoder.dv")
+"""Settings whose default in the trainer is another than ours."""
+_TRAINING_ONLY = ("hstu_encoder.linear_dropout_rate", "hstu_encoder.attn_dropout_rate")
 
 
 def read_meta_config(path: Path, items: int) -> HSTUConfig:
-    """The configuration in the trainer's own .gin file, or in YAML or JSON with the names of `HSTUConfig`."""
-    values = _gin(path) if path.suffix == ".gin" else yaml.safe_load(path.read_text())
+    """The configuration in the trainer's own .gin file, or in YAML or JSON with the names of `HSTUConfig`.
+
+    Raises ConfigError where it can't be read, leaves out what must be known, or describes a model other than this HSTU.
+    """
+    try:
+        text = path.read_text()
+        values = _gin(path, text) if path.suffix == ".gin" else yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} can't be read as a configuration: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no mapping; give a .gin file, or YAML such as: dim: 50")
     try:
@@ -57,8 +82,8 @@ def read_meta_checkpoint(path: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint by Meta's names, without the prefix of distributed training. Nothing in the file is executed."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise DataError(f"{path} can't be read as a checkpoint: {error}") from error
+    except Exception as error:  # a file of something else leads the unpickler to errors of any kind, such as KeyError
+        raise DataError(f"{path} can't be read as a checkpoint: {error!r}") from error
     state = saved.get("model_state_dict") if isinstance(saved, dict) else None
     if not isinstance(state, dict):
         raise DataError(f"{path} has no 'model_state_dict': it was not saved by Meta's research trainer")
@@ -124,10 +149,30 @@ def _bad_rows(state: Mapping[str, Tensor], item_rows: Sequence[int]) -> list[str
     return [f"{ITEMS} has rows 1..{(rows or 1) - 1}, but {len(outside)} items have numbers outside, such as {outside[0]}"]
 
 
-def _gin(path: Path) -> dict[str, Any]:
-    lines = (line.split("#")[0].partition("=") for line in path.read_text().splitlines())
+def _gin(path: Path, text: str) -> dict[str, Any]:
+    lines = (line.split("#")[0].partition("=") for line in text.splitlines())
     pairs = {key.strip(): value.strip() for key, equals, value in lines if equals}
-    values = {ours: yaml.safe_load(pairs[gin]) for gin, ours in _GIN_KEYS.items() if gin in pairs}
-    if "max_history" in values:
-        values["max_length"] = values["max_history"] + _OUTPUT_LENGTH
+    settings = {key: _literal(path, key, pairs[key]) for key in (*_GIN_KEYS, *_IMPLEMENTED) if key in pairs}
+    if problems := _unlike_ours(settings, pairs):
+        raise ConfigError(f"{path} does not describe the HSTU that is implemented here: " + "; ".join(problems))
+    values = {ours: settings[gin] for gin, ours in _GIN_KEYS.items() if gin in settings}
+    if isinstance(longest := values.get("max_history"), int):
+        values["max_length"] = longest + _OUTPUT_LENGTH
     return values
+
+
+def _literal(path: Path, key: str, text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise ConfigError(f"{path}: {key} = {text} is no number, string or truth value; write the value itself") from None
+
+
+def _unlike_ours(settings: Mapping[str, Any], pairs: Mapping[str, str]) -> list[str]:
+    others = [key for key, values in _IMPLEMENTED.items() if key in settings and settings[key] not in values]
+    known = {*_GIN_KEYS, *_IMPLEMENTED, *_TRAINING_ONLY}
+    return [
+        *(f"{key} is {settings[key]!r}, implemented is {_IMPLEMENTED[key][0]!r}" for key in others),
+        *(f"{key} is missing" for key in _REQUIRED if key not in settings),
+        *(f"{key} = {pairs[key]} is unknown" for key in pairs if key.startswith("hstu_encoder.") and key not in known),
+    ]

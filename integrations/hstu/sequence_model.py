@@ -31,7 +31,7 @@ class SequenceModel(nn.Module):
         self.config: SequenceConfig = config
         self.item_embedding = nn.Embedding(config.items + 1, config.dim, padding_idx=0)
         self.position_embedding = nn.Embedding(config.max_length, config.dim)
-        nn.init.trunc_normal_(self.item_embedding.weight, std=0.02)
+        nn.init.trunc_normal_(self.item_embedding.weight, std=0.02, a=-0.04, b=0.04)  # the bounds are absolute: two deviations
         nn.init.normal_(self.position_embedding.weight, std=math.sqrt(1 / config.dim))
         with torch.no_grad():
             self.item_embedding.weight[0].zero_()

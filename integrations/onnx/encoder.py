@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from cluster.bundle import Bundle
-from cluster.compilation import artifact_file, why_missing
+from cluster.compilation import artifact_file, compile_command, why_missing
 from cluster.errors import BackendUnavailable, BundleError
 from cluster.nearest import NearestItems, finite
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray, Int32Array
+from integrations.hstu.engine_batch import engine_batch
 from integrations.hstu.limits import limits
-from integrations.hstu.user_behavior_schema import BehaviourBatch, collate
+from integrations.hstu.user_behavior_schema import BehaviourBatch
 from integrations.onnx.files import ITEM_VECTORS
 from integrations.onnx.session import open_session
 
@@ -35,7 +36,7 @@ class OnnxRuntimeEncoder:
             artifact_file(artifact, bundle)
             bundle.verified(ITEM_VECTORS)
         except BundleError as error:
-            return Availability.no(f"{error}; run: genrec compile")
+            return Availability.no(f"{error}; run: {compile_command(bundle)}")
         return Availability.yes()
 
     def load(self, bundle: Bundle) -> None:
@@ -52,7 +53,7 @@ class OnnxRuntimeEncoder:
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
         most = max((request.top_n for request in requests if request.among is None), default=1)
-        states, nearest, scores = self._retrieve(collate([request.sequence for request in requests], self._max_history), max(1, most))
+        states, nearest, scores = self._retrieve(engine_batch(requests, self._max_history, len(self._index)), max(1, most))
         return [
             Encoded(state, items[: request.top_n], cosines[: request.top_n])
             if request.among is None

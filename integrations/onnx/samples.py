@@ -16,14 +16,14 @@ _TOP_N = (10, 1, 100)
 def samples(graph: Graph, config: SequenceConfig) -> Iterator[Inputs]:
     """Batches of 1 to 4 users with ragged lengths; for `append` also ragged pasts, none among them."""
     longest = config.max_length
-    shapes = [(1, 1), (1, 2), (2, 7), (3, longest // 2), (4, longest), (1, longest), (4, 1)]
+    shapes = [(1, 1), (1, min(2, longest)), (2, min(7, longest)), (3, max(1, longest // 2)), (4, longest), (1, longest), (4, 1)]
     generator = torch.Generator().manual_seed(0)
     for number, (batch, length) in enumerate(shapes):
         if graph.name == "append":
-            past = max(0, min((0, 1, 5, longest // 2, longest - 8)[number % 5], longest - 1))
+            past = max(0, min((0, 1, 5, longest // 2, max(longest - 8, longest // 2))[number % 5], longest - 1))
             yield append_inputs(graph.module.get_submodule("model"), batch, min(length, longest - past, 8), past, generator)
         else:
-            inputs = history(config, batch, max(1, length), generator)
+            inputs = history(config, batch, length, generator)
             yield {**inputs, "top_n": torch.tensor(_TOP_N[number % 3])} if graph.name == "retrieve" else inputs
 
 

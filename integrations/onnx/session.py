@@ -1,8 +1,13 @@
 """ONNX Runtime sessions, opened the same way for serving and for the parity gate."""
 
+import logging
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+_LOG = logging.getLogger(__name__)
+_WANTED = {"CUDAExecutionProvider": {"use_tf32": 0}, "CPUExecutionProvider": {}}  # TF32, on by default, is too coarse for the fp32 gate
 
 
 def open_session(graph: Path, threads: int | None = None) -> Any:
@@ -14,9 +19,24 @@ def open_session(graph: Path, threads: int | None = None) -> Any:
     import onnxruntime  # noqa: PLC0415 - a quarter of a second that processes serving another engine don't spend
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads or int(os.environ.get("OMP_NUM_THREADS", "0"))
+    options.intra_op_num_threads = threads or _threads_granted()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3  # errors are raised; its warnings are notes on shapes
-    wanted = ("CUDAExecutionProvider", "CPUExecutionProvider")
-    providers = [provider for provider in wanted if provider in onnxruntime.get_available_providers()]
-    return onnxruntime.InferenceSession(graph, options, providers=providers)
+    providers = [provider for provider in _WANTED if provider in onnxruntime.get_available_providers()]
+    if "CUDAExecutionProvider" in providers and hasattr(onnxruntime, "preload_dlls"):
+        onnxruntime.preload_dlls()  # the CUDA and cuDNN of pip packages, which the loader does not find by itself
+    session = onnxruntime.InferenceSession(graph, options, providers=[(name, _WANTED[name]) for name in providers])
+    for lost in set(providers) - set(session.get_providers()):
+        _warn_of_lost(lost)
+    return session
+
+
+def _threads_granted() -> int:
+    """OMP_NUM_THREADS, which may be empty or a list with a number for each level of nesting; 0 where it says nothing."""
+    return int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0] or 0)
+
+
+@cache
+def _warn_of_lost(provider: str) -> None:
+    """Once in a process: ONNX Runtime goes on without a provider whose libraries do not load."""
+    _LOG.warning("ONNX Runtime has %s but could not start it; serving without. Check that its CUDA and cuDNN libraries load", provider)

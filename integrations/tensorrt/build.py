@@ -13,25 +13,22 @@ from cluster.bundle import Artifact, Bundle, Draft, ModelRecord
 from cluster.compilation import CompileOptions, CompileStep
 from cluster.errors import BackendUnavailable, CompileError
 from integrations.hstu.limits import limits
-from integrations.hstu.weights import load_model
-from integrations.onnx.graphs import graphs
-from integrations.onnx.parity import measure, require_parity
-from integrations.onnx.samples import samples
 from integrations.tensorrt.device import gpu_architecture
 from integrations.tensorrt.engine import Engine
-from integrations.tensorrt.library import CURE, FULL, RTX, installed, load_library, make_logger, title
+from integrations.tensorrt.library import CURE, FULL, RTX, broken_as, installed, load_library, make_logger, title
+from integrations.tensorrt.parity import measure_here
 
 Range: TypeAlias = tuple[int, int, int]
 GRAPHS = ("encode", "append")  # not `retrieve`: with the item table inside, an engine stores it twice and doubles in size
 
 
 class TensorRTCompiler:
-    """With the full library and a GPU: engines for that GPU. With TensorRT for RTX: engines for every target, on any machine."""
+    """With the full library and a GPU: engines for that GPU. With TensorRT for RTX: for every target, on any machine."""
 
     def steps(self, bundle: Bundle, draft: Draft, options: CompileOptions) -> Sequence[CompileStep]:
         here = _architecture_here()
         library = _builder(here)
-        targets = (here,) if here and library.__name__ == FULL else options.targets
+        targets = _targets(library, here, options)
         sources = [a for a in draft.artifacts if a.kind == "onnx" and a.graph in GRAPHS and a.precision in options.precisions]
         if not sources:
             raise CompileError(f"there is no ONNX graph ({' or '.join(GRAPHS)}) to build from: its export failed or was never run")
@@ -41,6 +38,13 @@ class TensorRTCompiler:
             for graph in sources
             for target in targets
         ]
+
+
+def _targets(library: Any, here: str | None, options: CompileOptions) -> tuple[str, ...]:
+    """The GPU that is here is always among them: where it can't be built for, the failed step says so."""
+    if here and library.__name__ == FULL:
+        return (here,)
+    return tuple(dict.fromkeys((*options.targets, here))) if here else options.targets
 
 
 def profile_ranges(graph: str, model: ModelRecord) -> dict[str, Range]:
@@ -53,6 +57,11 @@ def profile_ranges(graph: str, model: ModelRecord) -> dict[str, Range]:
 
 def build_engine(library: Any, graph: Path, ranges: Mapping[str, Range], target: str) -> Any:
     """The serialised engine, a bytes-like object. Raises CompileError with the library's own reason."""
+    with broken_as(CompileError, f"{title(library)}, building {graph.name} for {target},"):
+        return _built(library, graph, ranges, target)
+
+
+def _built(library: Any, graph: Path, ranges: Mapping[str, Range], target: str) -> Any:
     logger = make_logger(library)
     builder = library.Builder(logger)
     network = builder.create_network(1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -60,10 +69,8 @@ def build_engine(library: Any, graph: Path, ranges: Mapping[str, Range], target:
     if not parser.parse_from_file(str(graph)):
         error = parser.get_error(0)
         raise CompileError(f"{title(library)} cannot parse {graph.name}: operator {error.node_operator()!r}: {error.desc()}")
-    config = builder.create_builder_config()
+    config = builder_config(library, builder, target)
     config.add_optimization_profile(_profile(builder, network, ranges))
-    if library.__name__ == RTX:
-        _target(library, config, target)
     engine = builder.build_serialized_network(network, config)
     if engine is None:
         raise CompileError(f"{title(library)} cannot build {graph.name} for {target}: {'; '.join(logger.errors) or 'no reason given'}")
@@ -74,26 +81,24 @@ def _make(library: Any, bundle: Bundle, draft: Draft, graph: Artifact, target: s
     file = f"tensorrt/{graph.graph}.{graph.precision}.{target}.engine"
     engine = build_engine(library, draft.path / graph.file, profile_ranges(graph.graph, bundle.manifest.model), target)
     (draft.path / file).write_bytes(engine)
-    parity = measure_here(library, bundle, draft.path / file, graph) if target == _architecture_here() else {}
+    parity = _measured(library, bundle, draft.path / file, graph) if target == _architecture_here() else {}
     return graph.model_copy(update={"kind": "tensorrt", "file": file, "target": target, "builder": title(library), "parity": parity})
 
 
-def measure_here(library: Any, bundle: Bundle, file: Path, graph: Artifact) -> dict[str, float]:
-    """Run the engine on this GPU against the model. Raises CompileError where it is outside the tolerance of its precision."""
-    model = load_model(bundle)
-    computation = next(candidate for candidate in graphs(model) if candidate.name == graph.graph)
+def _measured(library: Any, bundle: Bundle, file: Path, graph: Artifact) -> dict[str, float]:
     try:
-        engine = Engine(library, file)
-        parity = measure(
-            computation,
-            lambda inputs: {name: tensor.cpu().numpy() for name, tensor in engine.run(inputs).items()},
-            samples(computation, model.config),
-            model.item_vectors().detach().numpy(),
-        )
-    except RuntimeError as error:  # torch raises these for whatever goes wrong on the GPU
-        raise CompileError(f"the engine was built and broke when it ran: {error}") from error
-    require_parity(parity, graph.precision)
-    return parity
+        return measure_here(Engine(library, file), bundle, graph)
+    except BackendUnavailable as error:
+        raise CompileError(str(error)) from error
+
+
+def builder_config(library: Any, builder: Any, target: str) -> Any:
+    """The configuration for an architecture, without TF32: it is on by default, and its 10 bits would fail the fp32 gate."""
+    config = builder.create_builder_config()
+    config.clear_flag(library.BuilderFlag.TF32)
+    if library.__name__ == RTX:
+        _target(library, config, target)
+    return config
 
 
 def _profile(builder: Any, network: Any, ranges: Mapping[str, Range]) -> Any:
@@ -125,11 +130,14 @@ def _architecture_here() -> str | None:
 
 
 def _builder(here: str | None) -> Any:
-    """The full library where there is a GPU for it, else TensorRT for RTX."""
+    """The full library where there is a GPU for it and it loads, else TensorRT for RTX."""
     usable = [name for name in installed() if here or name != FULL]
     if not usable:
         raise CompileError(f"no TensorRT builder can work here; {CURE}")
-    try:
-        return load_library(usable[0])
-    except ImportError as error:
-        raise CompileError(str(error)) from error
+    reasons = []
+    for name in usable:
+        try:
+            return load_library(name)
+        except ImportError as error:
+            reasons.append(str(error))
+    raise CompileError("; ".join(reasons))

@@ -1,19 +1,23 @@
 """HSTU and SASRec on a TensorRT engine: the `encode` graph on the GPU, then the nearest items by scan."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cluster.bundle import Artifact, Bundle
-from cluster.compilation import Precision, why_missing
-from cluster.errors import BackendUnavailable, BundleError
+from cluster.compilation import Precision, compile_command, why_missing
+from cluster.errors import BackendUnavailable, BundleError, CompileError
 from cluster.nearest import NearestItems
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray, UserSequence
+from integrations.hstu.engine_batch import engine_batch
 from integrations.hstu.limits import limits
-from integrations.hstu.user_behavior_schema import collate
 from integrations.onnx.files import ITEM_VECTORS
 from integrations.tensorrt.device import gpu_architecture
 from integrations.tensorrt.library import CURE, installed, load_library
+
+if TYPE_CHECKING:
+    from integrations.tensorrt.engine import Engine
 
 _INPUTS = ("items", "times", "next_times", "lengths")
 _ONE_EVENT = UserSequence(
@@ -41,12 +45,9 @@ class TensorRTEncoder:
     def load(self, bundle: Bundle) -> None:
         try:
             artifact = self._engine_of(bundle)
-            library = load_library(artifact.builder.split()[0])
-        except (BundleError, ImportError) as error:
+            self._engine = _checked_engine(bundle, artifact)
+        except (BundleError, CompileError, ImportError) as error:
             raise BackendUnavailable(str(error)) from error
-        from integrations.tensorrt.engine import Engine  # noqa: PLC0415 - imports torch, which availability must not cost
-
-        self._engine = Engine(library, bundle.path / artifact.file)
         self._index = NearestItems(np.load(bundle.path / ITEM_VECTORS, mmap_mode="r"))
         self._max_history = limits(bundle.manifest.model).max_history
         self._states([EncodeRequest(_ONE_EVENT, top_n=1)])  # TensorRT for RTX finishes its kernels in the first call: not in a user's
@@ -64,7 +65,7 @@ class TensorRTEncoder:
             self.__dict__.pop(name, None)
 
     def _states(self, requests: Sequence[EncodeRequest]) -> FloatArray:
-        tensors = collate([request.sequence for request in requests], self._max_history).tensors()
+        tensors = engine_batch(requests, self._max_history, len(self._index)).tensors()
         states: FloatArray = self._engine.run({name: tensors[name] for name in _INPUTS})["state"].cpu().numpy()
         return states
 
@@ -89,6 +90,22 @@ class TensorRTEncoder:
         return engine
 
 
+def _checked_engine(bundle: Bundle, artifact: Artifact) -> "Engine":
+    """The engine, once it is known to answer as the model does. Raises ImportError, BackendUnavailable, BundleError or CompileError."""
+    library = load_library(artifact.builder.split()[0])
+    from integrations.tensorrt.engine import Engine  # noqa: PLC0415 - imports torch, which availability must not cost
+
+    engine = Engine(library, bundle.path / artifact.file)
+    if not artifact.parity:
+        from integrations.tensorrt.parity import measure_here  # noqa: PLC0415
+
+        try:
+            measure_here(engine, bundle, artifact)
+        except CompileError as error:
+            raise CompileError(f"{artifact.file}, built without its GPU and first checked here, is refused: {error}") from error
+    return engine
+
+
 def _fitting(bundle: Bundle, engines: Sequence[Artifact], architecture: str, precisions: Sequence[Precision]) -> Artifact:
     """The engine for this architecture. Raises BackendUnavailable where there is none."""
     for precision in precisions:
@@ -96,5 +113,9 @@ def _fitting(bundle: Bundle, engines: Sequence[Artifact], architecture: str, pre
             if (engine.target, engine.precision) == (architecture, precision):
                 return engine
     there = ", ".join(f"{engine.target} {engine.precision}" for engine in engines)
-    cure = "run on this machine: genrec compile --only tensorrt"
-    raise BackendUnavailable(f"{bundle.version} has engines for {there}, none for this GPU, {architecture} {'/'.join(precisions)}; {cure}")
+    wanted = [f"tensorrt encode {precision} {architecture}" for precision in precisions]
+    failed = next((step for step in bundle.manifest.failed_steps if step.step in wanted), None)
+    cure = f"run on this machine: {compile_command(bundle)} --only tensorrt"
+    because = f"the step {failed.step!r} failed: {failed.reason}" if failed else cure
+    asked = f"{architecture} {'/'.join(precisions)}"
+    raise BackendUnavailable(f"{bundle.version} has engines for {there}, none for this GPU, {asked}; {because}")

@@ -8,21 +8,25 @@ import torch
 from torch import Tensor
 
 from cluster.errors import BackendFailed, BackendUnavailable
-from integrations.tensorrt.library import make_logger, title
+from integrations.tensorrt.library import broken_as, make_logger, title
 
 
 class Engine:
     """Not thread-safe: an execution context runs one call at a time. Raises BackendUnavailable where the file does not deserialise here."""
 
     def __init__(self, library: Any, file: Path) -> None:
+        with broken_as(BackendUnavailable, f"{title(library)}, loading {file.name},"):
+            self._open(library, file)
+
+    def _open(self, library: Any, file: Path) -> None:
         self._logger = make_logger(library)
         self._runtime = library.Runtime(self._logger)  # an engine needs its runtime alive
         self._engine = self._runtime.deserialize_cuda_engine(file.read_bytes())
         if self._engine is None:
-            raise BackendUnavailable(
-                f"{title(library)} cannot load {file.name} here: {'; '.join(self._logger.errors) or 'no reason given'}"
-            )
+            raise BackendUnavailable(f"{title(library)} cannot load {file.name} here: {self._reasons()}")
         self._context = self._engine.create_execution_context()
+        if self._context is None:
+            raise BackendUnavailable(f"{title(library)} cannot run {file.name} here, as for a lack of GPU memory: {self._reasons()}")
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
         self.inputs = [name for name in names if self._engine.get_tensor_mode(name) == library.TensorIOMode.INPUT]
         self._outputs = {name: _torch_type(library, self._engine.get_tensor_dtype(name)) for name in names if name not in self.inputs}

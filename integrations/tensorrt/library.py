@@ -5,8 +5,12 @@ tensorrt_rtx_bindings  TensorRT for RTX: builds for a list of architectures on a
 """
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
+
+from cluster.errors import GenrecError
 
 FULL, RTX = "tensorrt", "tensorrt_rtx_bindings"
 CURE = "run: pip install 'genrec[gpu]' on a GPU machine, or 'genrec[cpu]' to build engines anywhere"
@@ -28,6 +32,17 @@ def load_library(name: str) -> Any:
 def title(library: Any) -> str:
     """How manifests name it, as ``tensorrt_rtx_bindings 1.7.1.116``: the module, a blank, the version."""
     return f"{library.__name__} {library.__version__}"
+
+
+@contextmanager
+def broken_as(error_type: type[GenrecError], doing: str) -> Iterator[None]:
+    """Turns whatever the library raises into an `error_type`: a null pointer within it, as for a lack of memory, is a TypeError here."""
+    try:
+        yield
+    except GenrecError:
+        raise
+    except Exception as error:
+        raise error_type(f"{doing} broke: {type(error).__name__}: {error}") from error
 
 
 def make_logger(library: Any) -> Any:

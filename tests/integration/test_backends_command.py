@@ -40,7 +40,7 @@ def test_says_for_a_model_which_engines_can_serve_it_and_why_others_cannot(tmp_p
     assert shown["model_version"] == "tiny/1"
     assert (listed["torch"]["available"], listed["torch"]["rank"]) == (True, 2)
     assert listed["onnxruntime"]["available"] is False
-    assert listed["onnxruntime"]["reason"].endswith("run: genrec compile")
+    assert listed["onnxruntime"]["reason"].endswith("run: genrec compile --model-dir tiny")
     assert listed["torch_compiled"]["rank"] is None
     assert shown["stages"][0]["explanation"].startswith("encoder=torch (tensorrt: ")
 

@@ -5,6 +5,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +35,8 @@ def ray_head(directory: Path) -> Iterator[str]:
     dashboard = free_port()
     ray = str(Path(serve_command()).with_name("ray"))
     ports = [f"--port={free_port()}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={free_port()}"]
-    command = [ray, "start", "--head", "--block", "--disable-usage-stats", *ports]
+    temporary = tempfile.mkdtemp(prefix="ray-")  # short enough for sockets, and no other Ray on this machine takes notice
+    command = [ray, "start", "--head", "--block", "--disable-usage-stats", "--temp-dir", temporary, *ports]
     with (directory / "ray.log").open("wb") as log:
         head = subprocess.Popen(command, cwd=directory, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
@@ -46,6 +48,7 @@ def ray_head(directory: Path) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             os.killpg(head.pid, signal.SIGKILL)
             head.wait()
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def deploy(config: Path, dashboard: str) -> None:

@@ -5,7 +5,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from cluster.bundle import Artifact, BundleStore
-from cluster.compilation import CompileOptions, CompileStep
+from cluster.compilation import CompileOptions, CompileStep, why_missing
 from cluster.errors import CompileError, UnknownChoice
 from deployments.cli.compile import compile_
 from integrations.hstu.encoder import TorchEncoder
@@ -104,8 +104,13 @@ def test_publishes_a_version_that_torch_serves_where_nothing_compiles(store):
     assert "pip install 'genrec[cpu]'" in reasons["onnx"]
     assert reasons["tensorrt encode sm_80"] == "there is no graph to build from"
     assert TorchEncoder().get_availability(bundle).ok
-    assert not OnnxRuntimeEncoder().get_availability(bundle).ok
+    assert "the step 'onnx' failed: No module named 'no_such_package'" in OnnxRuntimeEncoder().get_availability(bundle).reason
+    assert "the step 'tensorrt encode sm_80' failed: there is no graph" in why_missing(bundle, "tensorrt", "encode")
     assert not TensorRTEncoder().get_availability(bundle).ok
+
+
+def test_a_version_nobody_compiled_says_how_to(store):
+    assert why_missing(store.open(), "onnx", "encode").endswith(f"run: genrec compile --model-dir {store.root}")
 
 
 def test_the_engine_builder_says_that_there_is_no_graph_where_the_export_failed(store):

@@ -17,6 +17,10 @@ FILES = {
         "ratings.dat": "2::10::5::978300760\n1::20::3::978302109\n1::10::4::978300000\n",
         "movies.dat": "10::Les Misérables (1995)::Drama|Musical\n20::Nameless::Comedy\n30::Unseen (2000)::War\n",
     },
+    "ml-10m": {
+        "ratings.dat": "2::10::5::978300760\n1::20::3::978302109\n1::10::4::978300000\n",
+        "movies.dat": "10::Les Misérables (1995)::Drama|Musical\n20::Nameless::Comedy\n30::Unseen (2000)::War\n",
+    },
     "ml-20m": {
         "ratings.csv": "userId,movieId,rating,timestamp\n2,10,5.0,978300760\n1,20,3.0,978302109\n1,10,4.0,978300000\n",
         "movies.csv": "movieId,title,genres\n10,Les Misérables (1995),Drama|Musical\n"
@@ -33,7 +37,7 @@ FILES = {
         "10\tLes Misérables\t1995\tDrama Musical\n20\tNameless\t\tComedy\n30\tUnseen\t2000\tWar\n",
     },
 }
-ENCODING = {"movies.dat": "latin-1", "u.item": "latin-1"}
+ENCODING = {("ml-1m", "movies.dat"): "latin-1", ("ml-100k", "u.item"): "latin-1"}
 LAYOUTS = list(FILES)
 
 
@@ -43,7 +47,7 @@ def reader_of(layout):
 
 def write(folder, layout):
     for name, text in FILES[layout].items():
-        (folder / name).write_bytes(text.encode(ENCODING.get(name, "utf-8")))
+        (folder / name).write_bytes(text.encode(ENCODING.get((layout, name), "utf-8")))
     return folder
 
 
@@ -135,7 +139,7 @@ BAD = [  # a row's user, item, rating, timestamp; and what the message must say
     (("1", "10", "4", "978300760", "9"), "5 fields where there should be 4"),
     (("1", "1\udcff0", "4", "978300760"), "0xff, is not utf-8"),
 ]
-DELIMITER = {"ml-1m": "::", "ml-20m": ",", "ml-100k": "\t", "wheel": "\t"}
+DELIMITER = {"ml-1m": "::", "ml-10m": "::", "ml-20m": ",", "ml-100k": "\t", "wheel": "\t"}
 
 
 def bad_line(layout, fields):

@@ -102,6 +102,21 @@ def test_ids_in_a_float_column_are_refused_with_the_cure(tmp_path):
         read_table(path)
 
 
+def test_ids_in_a_float_column_of_an_item_table_are_refused_as_they_would_lose_the_titles(tmp_path):
+    items = as_parquet(tmp_path, "items.parquet", id=[1.0, 2.0], title=["One", "Two"])
+    with pytest.raises(DataError, match=r"items\.parquet: column 'id' holds double, but ids must be strings or integers"):
+        read_table(written(tmp_path, "user,item,timestamp\nu,1,5\n"), ReadOptions(items=items))
+
+
+@pytest.mark.parametrize("name", ["events.zip", "events.tar.gz", "events.csv.zst"])
+def test_a_packed_file_is_refused_with_the_cure(tmp_path, name):
+    path, events_file = written(tmp_path, b"PK\x03\x04\xbb", name), written(tmp_path, CSV)
+    with pytest.raises(DataError, match=rf"{name} is packed; unpack it first"):
+        read_table(path)
+    with pytest.raises(DataError, match=rf"{name} is packed; unpack it first"):
+        read_table(events_file, ReadOptions(items=path))
+
+
 def test_a_directory_is_read_as_parts_in_order_of_name(tmp_path):
     lines = CSV.splitlines()
     written(tmp_path, "\n".join([lines[0], *lines[1:3]]), "part-0.csv")
@@ -135,6 +150,9 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
         ("s", "1700000000.75", 1700000000),
         ("ms", "1700000000999", 1700000000),
         ("us", "1700000000999999", 1700000000),
+        ("ns", "1700000000999999000", 1700000000),
+        ("ns", "1700000000000000000", 1700000000),
+        ("ns", "2023-11-14T22:13:20Z", 1700000000),
         ("s", " 1700000000 ", 1700000000),
         ("s", "2023-11-14T22:13:20Z", 1700000000),
         ("s", "2023-11-14 22:13:20", 1700000000),
@@ -145,6 +163,29 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
 def test_timestamps_are_numbers_in_the_given_unit_or_iso_8601(tmp_path, unit, stamp, expected):
     path = written(tmp_path, f"user,item,timestamp\na,x,{stamp}\n")
     assert read_table(path, ReadOptions(timestamp_unit=TimestampUnit(unit))).interactions.timestamps.tolist() == [expected]
+
+
+def test_nanoseconds_in_an_integer_column_of_parquet_are_those_of_text(tmp_path):
+    stamps = [1_700_000_000_999_999_000, 1_700_000_000_123_456_789, 5]
+    options = ReadOptions(timestamp_unit=TimestampUnit.NANOSECONDS)
+    text = "user,item,timestamp\n" + "".join(f"a,i{stamp},{stamp}\n" for stamp in stamps)
+    from_text = read_table(written(tmp_path, text), options)
+    from_parquet = read_table(as_parquet(tmp_path, user=["a"] * 3, item=[f"i{stamp}" for stamp in stamps], timestamp=stamps), options)
+    assert rows_of(from_text) == rows_of(from_parquet)
+    assert from_text.interactions.timestamps.tolist() == [0, 1_700_000_000, 1_700_000_000]
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.string()])
+def test_dates_written_as_numbers_are_refused_with_the_cure(tmp_path, kind):
+    stamps = pa.array([20231114, 19991231, 20240229]).cast(kind)
+    with pytest.raises(DataError, match=r"look like dates written as numbers, such as 20231114; write them as ISO dates, 2023-11-14"):
+        read_table(as_parquet(tmp_path, user=["a", "b", "c"], item=["x"] * 3, timestamp=stamps))
+
+
+@pytest.mark.parametrize("stamps", [[20231114, 20231399], [20231114, 1_700_000_000], [20231114, 5]])
+def test_seconds_that_only_look_like_dates_now_and_then_are_read(tmp_path, stamps):
+    path = as_parquet(tmp_path, user=["a", "b"], item=["x", "x"], timestamp=stamps)
+    assert read_table(path).interactions.timestamps.tolist() == stamps
 
 
 def test_a_file_may_mix_ways_to_write_a_time(tmp_path):
@@ -330,7 +371,7 @@ ids = (
 events = st.tuples(
     ids,
     ids,
-    st.integers(0, 253_402_300_799),
+    st.integers(0, 19_000_100) | st.integers(21_001_232, 253_402_300_799),  # between them, alone, they would be taken for dates
     st.sampled_from(Action),
     st.none() | st.floats(width=32, allow_nan=False, allow_infinity=False),
 )
@@ -371,9 +412,9 @@ class OnlyRows:
         return [self]
 
 
-def collected(text, block_bytes, wrap=lambda block: block):
+def collected(text, block_bytes, wrap=lambda block: block, unit=TimestampUnit.SECONDS):
     bad = BadRows(skip=True)
-    collector = EventCollector(EventFormat(4, user=0, item=1, timestamp=2, value=3), [], bad)
+    collector = EventCollector(EventFormat(4, user=0, item=1, timestamp=2, value=3, unit=unit), [], bad)
     reader = TextReader(io.BytesIO(text), "text", TextFormat(",", quoted=True), block_bytes)
     for block in reader.blocks(4):
         collector.add(wrap(block), "text")
@@ -407,6 +448,21 @@ good = st.tuples(
 def test_the_fast_and_the_careful_pass_agree(rows, line_end):
     text = line_end.join(rows).encode()
     assert collected(text, 1 << 20) == collected(text, 1 << 20, OnlyRows)
+
+
+def test_the_fast_and_the_careful_pass_agree_on_a_very_long_field():
+    text = f'a,"{"x" * 200_000}, and more",5,1\n'.encode()
+    assert collected(text, 1 << 20)[0] == 0
+    assert collected(text, 1 << 20) == collected(text, 1 << 20, OnlyRows)
+
+
+stamps = st.one_of(st.integers(0, 2**64), st.floats(0, 1e22).map(repr), st.integers(10**18, 2 * 10**18).map(lambda n: f" {n}.5"))
+
+
+@given(st.lists(stamps, min_size=1, max_size=5), st.sampled_from(TimestampUnit))
+def test_the_fast_and_the_careful_pass_agree_on_numbers_in_every_unit(numbers, unit):
+    text = "".join(f"a,x{row},{number},1\n" for row, number in enumerate(numbers)).encode()
+    assert collected(text, 1 << 20, unit=unit) == collected(text, 1 << 20, OnlyRows, unit=unit)
 
 
 @given(st.lists(st.tuples(ids, ids, st.integers(0, 9999), st.integers(0, 5)), min_size=1, max_size=20), st.integers(1, 200))

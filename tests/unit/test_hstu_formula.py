@@ -7,6 +7,7 @@ import torch
 from cluster.values import UserSequence
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.meta_checkpoint import from_meta
+from integrations.hstu.model import HSTU
 from integrations.hstu.user_behavior_schema import collate
 from tests.hstu_oracle import hstu_states, meta_state
 
@@ -96,3 +97,9 @@ def test_the_training_gradient_of_the_biases_equals_that_of_the_exported_form():
 
     numeric = (loss(1e-5) - loss(-1e-5)) / 2e-5
     assert numeric == pytest.approx(float(analytic[bucket]), rel=1e-3)
+
+
+def test_item_embeddings_start_within_two_standard_deviations():
+    torch.manual_seed(0)
+    largest = HSTU(HSTUConfig(items=20_000, dim=8)).item_embedding.weight.abs().max().item()
+    assert 0.039 < largest <= 0.04

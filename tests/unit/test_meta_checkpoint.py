@@ -79,18 +79,37 @@ def test_refuses_a_file_of_something_else(tmp_path):
         read_meta_checkpoint(tmp_path / "other")
 
 
+def test_refuses_a_file_that_is_no_checkpoint_at_all(tmp_path):
+    for content in (b"hello world", b"", b"PK\x03\x04", bytes(range(256))):
+        (tmp_path / "text").write_bytes(content)
+        with pytest.raises(DataError, match="text can't be read as a checkpoint"):
+            read_meta_checkpoint(tmp_path / "text")
+    with pytest.raises(DataError, match="nowhere can't be read as a checkpoint"):
+        read_meta_checkpoint(tmp_path / "nowhere")
+
+
+LARGE = """
+train_fn.dataset_name = "ml-1m"
+train_fn.max_sequence_length = 200   # events
+train_fn.main_module = "HSTU"
+train_fn.dropout_rate = 0.2
+train_fn.user_embedding_norm = "l2_norm"
+train_fn.item_embedding_dim = 50
+hstu_encoder.num_blocks = 8
+hstu_encoder.num_heads = 2
+hstu_encoder.dqk = 25
+hstu_encoder.dv = 25
+hstu_encoder.linear_dropout_rate = 0.2
+train_fn.learning_rate = 1e-3
+train_fn.interaction_module_type = "DotProduct"
+train_fn.item_l2_norm = True
+train_fn.l2_norm_eps = 1e-6
+create_data_loader.num_workers = 8
+"""
+
+
 def test_reads_the_trainers_own_configuration_file(tmp_path):
-    gin = """
-    train_fn.max_sequence_length = 200   # events
-    train_fn.item_embedding_dim = 50
-    train_fn.dropout_rate = 0.2
-    train_fn.dataset_name = "ml-1m"
-    hstu_encoder.num_blocks = 8
-    hstu_encoder.num_heads = 2
-    hstu_encoder.dqk = 25
-    hstu_encoder.dv = 25
-    """
-    (tmp_path / "large.gin").write_text(gin)
+    (tmp_path / "large.gin").write_text(LARGE)
     config = read_meta_config(tmp_path / "large.gin", items=3883)
     assert config == HSTUConfig(items=3883, dim=50, layers=8, heads=2, attention_dim=25, linear_dim=25, max_length=211, max_history=200)
 
@@ -99,3 +118,52 @@ def test_refuses_a_configuration_with_unknown_keys(tmp_path):
     (tmp_path / "c.yaml").write_text("dim: 50\nwidth: 3\n")
     with pytest.raises(ConfigError, match="width"):
         read_meta_config(tmp_path / "c.yaml", items=10)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "implemented"),
+    [
+        ("train_fn.main_module", "'SASRec'", "'HSTU'"),
+        ("train_fn.user_embedding_norm", "'layer_norm'", "'l2_norm'"),
+        ("train_fn.item_l2_norm", "False", "True"),
+        ("train_fn.gr_output_length", "20", "10"),
+        ("train_fn.interaction_module_type", "'MoL'", "'DotProduct'"),
+        ("hstu_encoder.normalization", "'softmax_rel_bias'", "'rel_bias'"),
+        ("hstu_encoder.linear_activation", "'none'", "'silu'"),
+        ("hstu_encoder.concat_ua", "True", "False"),
+        ("hstu_encoder.enable_relative_attention_bias", "False", "True"),
+    ],
+)
+def test_refuses_settings_of_the_trainer_that_make_another_model(tmp_path, key, value, implemented):
+    (tmp_path / "c.gin").write_text(f"{LARGE}\n{key} = {value}\n")
+    with pytest.raises(ConfigError, match=f"{key} is {value}, implemented is {implemented}"):
+        read_meta_config(tmp_path / "c.gin", items=10)
+
+
+@pytest.mark.parametrize("key", ["hstu_encoder.dqk", "hstu_encoder.dv", "train_fn.item_l2_norm", "train_fn.main_module"])
+def test_refuses_a_trainers_file_without_a_setting_whose_default_is_not_ours(tmp_path, key):
+    (tmp_path / "c.gin").write_text("\n".join(line for line in LARGE.splitlines() if not line.startswith(f"{key} ")))
+    with pytest.raises(ConfigError, match=f"{key} is missing"):
+        read_meta_config(tmp_path / "c.gin", items=10)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("hstu_encoder.layer_scale = 2", r"hstu_encoder\.layer_scale = 2 is unknown"),
+        ("hstu_encoder.dqk = %WIDTH", r"hstu_encoder\.dqk = %WIDTH is no number"),
+        ("train_fn.max_sequence_length = 'long'", "max_history"),
+    ],
+)
+def test_refuses_lines_of_the_trainers_file_that_it_does_not_understand(tmp_path, line, message):
+    (tmp_path / "c.gin").write_text(f"{LARGE}\n{line}\n")
+    with pytest.raises(ConfigError, match=message):
+        read_meta_config(tmp_path / "c.gin", items=10)
+
+
+@pytest.mark.parametrize(("name", "content"), [("c.yaml", b"dim: [50"), ("c.json", b"\xff\xfe"), ("c.gin", b"\xff"), ("none.yaml", None)])
+def test_refuses_a_configuration_file_that_cannot_be_read(tmp_path, name, content):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{name} can't be read as a configuration"):
+        read_meta_config(tmp_path / name, items=10)

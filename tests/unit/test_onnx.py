@@ -1,4 +1,6 @@
+import logging
 import shutil
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,9 +10,12 @@ import onnxruntime
 import pytest
 import torch
 
-from cluster.bundle import Bundle
+from cluster.bundle import Bundle, BundleStore
+from cluster.compilation import CompileOptions
 from cluster.errors import BackendUnavailable, CompileError
+from integrations.hstu.config import HSTUConfig
 from integrations.hstu.last_state import last_states
+from integrations.hstu.model import HSTU
 from integrations.hstu.weights import load_model
 from integrations.onnx.encoder import OnnxRuntimeEncoder
 from integrations.onnx.export import export, session_run
@@ -19,6 +24,9 @@ from integrations.onnx.graphs import Graph, graphs
 from integrations.onnx.half import halved
 from integrations.onnx.parity import measure, require_parity
 from integrations.onnx.samples import history, samples
+from integrations.onnx.session import open_session
+from pipelines.compile import compile_bundle
+from tests.bundles import make_bundle
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +167,34 @@ def test_refuses_a_graph_whose_answers_are_not_the_models(model, encode):
         require_parity({"max_abs_error": float("nan"), "top10_agreement": 1.0}, "fp32")
 
 
+def test_refuses_a_graph_that_answers_nan_in_any_sample_but_the_first(model, encode):
+    graph = graphs(model)[0]
+    calls = []
+
+    def broken_at_the_second_call(inputs):
+        calls.append(inputs)
+        return {"state": encode(inputs)["state"] * np.float32(np.nan if len(calls) == 2 else 1)}
+
+    parity = measure(graph, broken_at_the_second_call, samples(graph, model.config), model.item_vectors().detach().numpy())
+    with pytest.raises(CompileError, match="nan"):
+        require_parity(parity, "fp32")
+
+
+@pytest.mark.parametrize("longest", [1, 2, 6, 8, 31])
+def test_samples_fit_a_model_whatever_the_length_of_its_histories(longest):
+    model = HSTU(HSTUConfig(items=9, dim=4, max_length=longest, max_history=longest))
+    for graph in graphs(model):
+        for inputs in samples(graph, model.config):
+            assert 1 <= inputs["items"].shape[1] + (inputs["past_times"].shape[1] if graph.name == "append" else 0) <= longest
+
+
+def test_compiles_a_model_of_short_histories(tmp_path):
+    make_bundle(tmp_path / "short", max_length=6, max_history=5)
+    bundle = compile_bundle(BundleStore(tmp_path / "short"), CompileOptions(precisions=("fp32",)), only=["onnx"])
+    assert not bundle.manifest.failed_steps
+    assert {artifact.graph for artifact in bundle.manifest.artifacts} == {"encode", "retrieve", "append"}
+
+
 def test_counts_a_wrong_item_against_the_agreement(model, compiled_hstu):
     graph = graphs(model)[1]
     run = session_run(compiled_hstu.path / graph_file("retrieve", "fp32"))
@@ -184,7 +220,8 @@ def test_says_why_a_model_cannot_be_exported(model, tmp_path):
 
 def test_says_that_the_bundle_was_never_compiled_and_how_to(compiled_hstu):
     bare = replace(compiled_hstu, manifest=compiled_hstu.manifest.model_copy(update={"artifacts": []}))
-    assert OnnxRuntimeEncoder().get_availability(bare).reason == "tiny-hstu/2 has no onnx artifact 'retrieve'; run: genrec compile"
+    cure = f"run: genrec compile --model-dir {bare.path.parent}"
+    assert OnnxRuntimeEncoder().get_availability(bare).reason == f"tiny-hstu/2 has no onnx artifact 'retrieve'; {cure}"
     with pytest.raises(BackendUnavailable, match="genrec compile"):
         OnnxRuntimeEncoder().load(bare)
 
@@ -198,6 +235,7 @@ def test_is_unavailable_where_a_file_it_needs_is_missing_or_altered(altered, fil
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
     assert "checksum" in encoder.get_availability(altered).reason
+    assert encoder.get_availability(altered).reason.endswith(f"run: genrec compile --model-dir {altered.path.parent}")
     damaged.unlink()
     assert file in encoder.get_availability(altered).reason
     with pytest.raises(BackendUnavailable):
@@ -211,3 +249,47 @@ def test_runs_in_as_many_threads_as_asked_for_or_as_ray_granted(compiled_hstu, m
         encoder.load(compiled_hstu)
         assert encoder._session.get_session_options().intra_op_num_threads == expected
         encoder.close()
+
+
+@pytest.mark.parametrize(("granted", "expected"), [("", 0), ("4,2", 4), ("3", 3)])
+def test_reads_omp_num_threads_as_openmp_does(compiled_hstu, monkeypatch, granted, expected):
+    monkeypatch.setenv("OMP_NUM_THREADS", granted)
+    session = open_session(compiled_hstu.path / graph_file("encode", "fp32"))
+    assert session.get_session_options().intra_op_num_threads == expected
+
+
+class FakeRuntime:
+    """ONNX Runtime with a CUDA provider, whose libraries load where `works`."""
+
+    SessionOptions = onnxruntime.SessionOptions
+
+    def __init__(self, works):
+        self.works, self.preloaded = works, False
+
+    def get_available_providers(self):
+        return ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
+
+    def preload_dlls(self):
+        self.preloaded = True
+
+    def InferenceSession(self, graph, options, providers):  # noqa: N802 - the library's name
+        assert self.preloaded
+        self.asked = providers
+        names = [name for name, _ in providers]
+        return SimpleNamespace(get_providers=lambda: names if self.works else names[1:])
+
+
+def test_asks_for_cuda_without_tf32_which_the_fp32_gate_would_refuse(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime := FakeRuntime(works=True))
+    open_session(tmp_path / "any.onnx")
+    assert runtime.asked == [("CUDAExecutionProvider", {"use_tf32": 0}), ("CPUExecutionProvider", {})]
+    assert not caplog.records
+
+
+def test_says_once_that_cuda_was_lost_where_its_libraries_do_not_load(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "onnxruntime", FakeRuntime(works=False))
+    for _ in range(3):
+        open_session(tmp_path / "any.onnx")
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "CUDAExecutionProvider but could not start it" in record.getMessage()

@@ -1,18 +1,25 @@
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import onnx
 import pytest
+import torch
 
 from cluster.bundle import Bundle, FailedStep
+from cluster.compilation import CompileOptions
 from cluster.errors import BackendUnavailable, CompileError
+from cluster.values import EncodeRequest
+from integrations.hstu.last_state import last_states
+from integrations.hstu.weights import load_model
 from integrations.onnx.files import graph_file
 from integrations.tensorrt import build, device
 from integrations.tensorrt import encoder as encoder_module
-from integrations.tensorrt.build import build_engine, profile_ranges
+from integrations.tensorrt.build import build_engine, builder_config, profile_ranges
 from integrations.tensorrt.encoder import TensorRTEncoder
 from integrations.tensorrt.engine import Engine
-from integrations.tensorrt.library import FULL, RTX, load_library
+from integrations.tensorrt.library import FULL, RTX, load_library, make_logger
+from tests.bundles import random_sequence
 
 rtx = pytest.importorskip(RTX, reason="TensorRT-RTX is not installed; run: pip install 'genrec[cpu]'")
 
@@ -49,6 +56,7 @@ def built(bundle, graph="encode", precision="fp32", target="sm_89", ranges=None)
     return build_engine(rtx, bundle.path / graph_file(graph, precision), ranges, target)
 
 
+@without_gpu
 def test_builds_every_graph_in_both_precisions_for_every_target_without_a_gpu(compiled_hstu):
     engines = {(a.graph, a.precision, a.target) for a in compiled_hstu.manifest.artifacts if a.kind == "tensorrt"}
     assert engines == {(g, p, t) for g in ("encode", "append") for p in ("fp32", "fp16") for t in ("sm_80", "sm_89")}
@@ -104,7 +112,7 @@ def test_is_unavailable_where_no_library_is_installed(compiled_hstu, monkeypatch
 def test_is_unavailable_where_the_bundle_has_no_engine_and_says_which_step_failed(compiled_hstu):
     graphs_only = [a for a in compiled_hstu.manifest.artifacts if a.kind == "onnx"]
     reason = TensorRTEncoder().get_availability(with_artifacts(compiled_hstu, graphs_only)).reason
-    assert reason == "tiny-hstu/2 has no tensorrt artifact 'encode'; run: genrec compile"
+    assert reason == f"tiny-hstu/2 has no tensorrt artifact 'encode'; run: genrec compile --model-dir {compiled_hstu.path.parent}"
     failed = [FailedStep(step="tensorrt encode fp32 sm_75", reason="FP32 GEMM is not supported")]
     reason = TensorRTEncoder().get_availability(with_artifacts(compiled_hstu, graphs_only, failed)).reason
     assert "the step 'tensorrt encode fp32 sm_75' failed: FP32 GEMM is not supported" in reason
@@ -132,9 +140,16 @@ def on_gpu(monkeypatch, architecture):
 
 def test_is_unavailable_on_a_gpu_nobody_built_for_and_says_what_there_is(compiled_hstu, monkeypatch):
     on_gpu(monkeypatch, "sm_90")
-    reason = TensorRTEncoder().get_availability(compiled_hstu).reason
+    reason = TensorRTEncoder().get_availability(with_artifacts(compiled_hstu, compiled_hstu.manifest.artifacts)).reason
     assert "has engines for sm_80 fp32, sm_89 fp32, sm_80 fp16, sm_89 fp16, none for this GPU, sm_90" in reason
-    assert "genrec compile --only tensorrt" in reason
+    assert f"genrec compile --model-dir {compiled_hstu.path.parent} --only tensorrt" in reason
+
+
+def test_quotes_the_step_that_failed_for_the_gpu_that_is_here(compiled_hstu, monkeypatch):
+    on_gpu(monkeypatch, "sm_90")
+    failed = [FailedStep(step=f"tensorrt encode fp32 {target}", reason=f"not for {target}") for target in ("sm_75", "sm_90")]
+    reason = TensorRTEncoder().get_availability(with_artifacts(compiled_hstu, compiled_hstu.manifest.artifacts, failed)).reason
+    assert reason.endswith("none for this GPU, sm_90 fp32/fp16; the step 'tensorrt encode fp32 sm_90' failed: not for sm_90")
 
 
 def test_is_available_on_a_gpu_it_was_built_for_until_that_engine_is_altered(altered, monkeypatch):
@@ -167,3 +182,134 @@ def test_the_full_library_is_not_used_to_build_without_a_gpu(monkeypatch):
         build._builder(None)
     monkeypatch.setattr(build, "installed", lambda: [FULL, RTX])
     assert build._builder(None).__name__ == RTX
+
+
+def test_builds_with_rtx_where_the_full_library_does_not_load(monkeypatch):
+    def load(name):
+        if name == FULL:
+            raise ImportError("libnvinfer.so.10: cannot open shared object file")
+        return rtx
+
+    monkeypatch.setattr(build, "installed", lambda: [FULL, RTX])
+    monkeypatch.setattr(build, "load_library", load)
+    assert build._builder("sm_89") is rtx
+    monkeypatch.setattr(build, "installed", lambda: [FULL])
+    with pytest.raises(CompileError, match=r"libnvinfer\.so\.10"):
+        build._builder("sm_89")
+
+
+def test_builds_with_rtx_for_the_gpu_that_is_here_as_well(compiled_hstu, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "gpu_architecture", lambda: "sm_90")
+    monkeypatch.setattr(build, "installed", lambda: [RTX])
+    graphs = [a for a in compiled_hstu.manifest.artifacts if (a.kind, a.graph, a.precision) == ("onnx", "encode", "fp32")]
+    draft = SimpleNamespace(path=tmp_path, artifacts=graphs)
+    steps = build.TensorRTCompiler().steps(compiled_hstu, draft, CompileOptions(targets=("sm_89",)))
+    assert [step.name for step in steps] == ["tensorrt encode fp32 sm_89", "tensorrt encode fp32 sm_90"]
+
+
+def test_engines_compute_without_tf32_which_the_fp32_gate_would_refuse():
+    builder = rtx.Builder(make_logger(rtx))
+    assert builder.create_builder_config().get_flag(rtx.BuilderFlag.TF32), "the library's default"
+    assert not builder_config(rtx, builder, "sm_89").get_flag(rtx.BuilderFlag.TF32)
+
+
+class Faked:
+    """The library, but for the names that are given."""
+
+    def __init__(self, **names):
+        self.__dict__.update(names)
+
+    def __getattr__(self, name):
+        return getattr(rtx, name)
+
+
+def null_pointer(*_):
+    raise TypeError("pybind11::init(): factory function returned nullptr")
+
+
+def test_a_builder_that_cannot_start_fails_its_step_only(compiled_hstu):
+    graph = compiled_hstu.path / graph_file("encode", "fp32")
+    with pytest.raises(CompileError, match=r"building encode\.fp32\.onnx for sm_89, broke: TypeError: .*returned nullptr"):
+        build_engine(Faked(Builder=null_pointer), graph, profile_ranges("encode", compiled_hstu.manifest.model), "sm_89")
+
+
+class Deserialized:
+    """An engine with one output, of a type, whose context may not start."""
+
+    num_io_tensors = 1
+
+    def __init__(self, context, dtype):
+        self._context, self._dtype = context, dtype
+
+    def create_execution_context(self):
+        return self._context
+
+    def get_tensor_name(self, index):
+        return "state"
+
+    def get_tensor_mode(self, name):
+        return rtx.TensorIOMode.OUTPUT
+
+    def get_tensor_dtype(self, name):
+        return self._dtype
+
+
+@pytest.mark.parametrize(
+    ("runtime", "reason"),
+    [
+        (null_pointer, "broke: TypeError: .*returned nullptr"),
+        (lambda _: SimpleNamespace(deserialize_cuda_engine=lambda data: Deserialized(None, rtx.DataType.FLOAT)), "lack of GPU memory"),
+        (
+            lambda _: SimpleNamespace(deserialize_cuda_engine=lambda data: Deserialized(object(), rtx.DataType.FP8)),
+            "broke: KeyError: .*FP8",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_start_makes_the_backend_unavailable(compiled_hstu, runtime, reason):
+    with pytest.raises(BackendUnavailable, match=reason):
+        Engine(Faked(Runtime=runtime), compiled_hstu.path / "tensorrt/encode.fp32.sm_89.engine")
+
+
+def test_an_engine_that_cannot_start_where_it_was_built_fails_its_step(compiled_hstu, monkeypatch):
+    graph = next(a for a in compiled_hstu.manifest.artifacts if (a.kind, a.graph, a.precision) == ("onnx", "encode", "fp32"))
+    with pytest.raises(CompileError, match="returned nullptr"):
+        build._measured(Faked(Runtime=null_pointer), compiled_hstu, compiled_hstu.path / "tensorrt/encode.fp32.sm_89.engine", graph)
+
+
+class TorchEngine:
+    """An engine whose answers are the model's, times `factor`; it counts its calls."""
+
+    largest_batch = 32
+
+    def __init__(self, model, factor):
+        self._model, self._factor, self.calls = model, factor, 0
+
+    def run(self, inputs):
+        self.calls += 1
+        with torch.no_grad():
+            return {"state": last_states(self._model, *inputs.values()) * self._factor}
+
+
+def served_with(monkeypatch, bundle, factor):
+    on_gpu(monkeypatch, "sm_89")
+    engine = TorchEngine(load_model(bundle), factor)
+    monkeypatch.setattr("integrations.tensorrt.engine.Engine", lambda library, file: engine)
+    return engine
+
+
+@pytest.mark.parametrize("factor", [0.9, float("nan")])
+def test_an_engine_built_without_its_gpu_is_checked_before_it_serves_and_refused_where_it_is_wrong(compiled_hstu, monkeypatch, factor):
+    served_with(monkeypatch, compiled_hstu, factor)
+    with pytest.raises(BackendUnavailable, match=r"encode\.fp32\.sm_89\.engine, built without its GPU .* refused: its outputs are"):
+        TensorRTEncoder().load(compiled_hstu)
+
+
+def test_an_engine_that_answers_as_the_model_does_serves_and_one_checked_when_it_was_built_is_not_checked_again(compiled_hstu, monkeypatch):
+    unchecked = served_with(monkeypatch, compiled_hstu, 1.0)
+    encoder = TensorRTEncoder()
+    encoder.load(compiled_hstu)
+    assert len(encoder.infer(EncodeRequest(random_sequence(3), 4)).items) == 4
+    artifacts = [a.model_copy(update={"parity": {"max_abs_error": 0.0, "top10_agreement": 1.0}}) for a in compiled_hstu.manifest.artifacts]
+    checked = served_with(monkeypatch, compiled_hstu, 1.0)
+    TensorRTEncoder().load(with_artifacts(compiled_hstu, artifacts))
+    assert (checked.calls, unchecked.calls > 2) == (1, True)

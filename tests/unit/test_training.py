@@ -66,7 +66,6 @@ def test_training_leaves_the_held_out_events_alone(held, window):
     latest = {int(example.history.request_time) for examples in seen for example in examples}
     forbidden = {int(data.timestamps[end - back]) for end in data.offsets[1:] for back in range(1, held + 1)}
     assert not latest & forbidden
-    assert {int(data.timestamps[end - held - 1]) for end in data.offsets[1:] if end} - latest <= {int(t) for t in data.timestamps}
     assert all(len(example.history) <= 5 for examples in seen for example in examples)
 
 
@@ -131,6 +130,26 @@ def test_full_softmax_stays_finite_at_low_temperatures():
     states = F.normalize(torch.randn(10, 4), dim=1)
     vectors = torch.cat([torch.zeros(1, 4), states])
     assert torch.isfinite(full_softmax(states, vectors, torch.arange(1, 11), 0.01))
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.01, 0.001])
+@pytest.mark.parametrize("masked", [False, True])
+def test_full_softmax_is_that_of_cross_entropy_where_every_cosine_that_counts_is_negative(temperature, masked):
+    """In float32, against float64: exp((cosine - 1) / 0.01) is zero below a cosine of about 0."""
+    torch.manual_seed(0)
+    direction = F.normalize(torch.randn(8), dim=0)
+    vectors = torch.cat([torch.zeros(1, 8), F.normalize(0.3 * torch.randn(9, 8) - direction, dim=1), direction[None]])
+    states, targets = F.normalize(0.1 * torch.randn(4, 8) + direction, dim=1), torch.tensor([1, 2, 9, 4])
+    seen = Seen.of(torch.full((1, 4), 10), items=10) if masked else None  # item 10 is the one whose cosine is near 1
+    catalogue = vectors if masked else vectors[:10]
+    left = [tensor.clone().requires_grad_() for tensor in (states, catalogue)]
+    right = [tensor.double().requires_grad_() for tensor in (states, catalogue)]
+    loss = full_softmax(*left, targets, temperature, seen)
+    logits = right[0] @ right[1][1:].T / temperature
+    expected = F.cross_entropy(logits[:, :9], targets - 1)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-4)
+    for got, wanted in zip(torch.autograd.grad(loss, left), torch.autograd.grad(expected, right), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-3, atol=1e-3 / temperature)
 
 
 def test_sampled_softmax_masks_negatives_that_are_the_target():

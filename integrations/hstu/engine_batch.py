@@ -1,0 +1,20 @@
+"""Requests as the batch an engine takes, checked first: on a GPU, one lookup outside a table breaks every later call of the process."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cluster.errors import BackendFailed
+from cluster.values import EncodeRequest
+from integrations.hstu.user_behavior_schema import BehaviourBatch, collate
+
+
+def engine_batch(requests: Sequence[EncodeRequest], max_history: int, items: int) -> BehaviourBatch:
+    """Each user's latest `max_history` events. Raises BackendFailed at an empty history and at an item outside 1..`items`."""
+    batch = collate([request.sequence for request in requests], max_history)
+    if not batch.lengths.all():
+        raise BackendFailed(f"request {int(batch.lengths.argmin())} of the batch has a history of 0 events; a state needs at least 1")
+    given = batch.items[np.arange(batch.items.shape[1]) < batch.lengths[:, None]]
+    if (outside := given[(given < 1) | (given > items)]).size:
+        raise BackendFailed(f"item index {outside[0]} is outside of 1..{items}, the items of this model")
+    return batch
