@@ -6,6 +6,7 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.integration.breakable import POISON
 from tests.integration.conftest import Live, behaviours
 
 pytestmark = pytest.mark.cluster
@@ -59,6 +60,17 @@ def test_a_bad_request_fails_alone_among_good_ones(live: Live):
         requests[user] = {**requests[user], "k": -user - 1}
     statuses = [response.status_code for response in asyncio.run(ask_together(live, requests))]
     assert statuses == [422 if user % 7 == 0 else 200 for user in range(USERS)]
+
+
+def test_a_request_that_breaks_an_engine_never_fails_those_beside_it(live: Live):
+    requests = [request_of(user) for user in range(USERS)]
+    poisoned = {user: {**requests[user], "behaviours": behaviours(1, 2, start=POISON)} for user in (5, 31)}
+    responses = asyncio.run(ask_together(live, [poisoned.get(user, request) for user, request in enumerate(requests)]))
+    assert {response.status_code for response in responses} == {200}
+    served = {user: response.json()["stages"][-1] for user, response in enumerate(responses)}
+    assert {served[user]["backend"] for user in poisoned} == {"torch"}
+    assert all("poisoned" in served[user]["fallback_from"][-1]["reason"] for user in poisoned)
+    assert {stage["backend"] for user, stage in served.items() if user not in poisoned} == {"onnxruntime"}
 
 
 def test_all_engines_that_run_here_recommend_the_same(live: Live):
