@@ -124,7 +124,7 @@ def table(results: Mapping[str, Any]) -> str:
                 epochs = f"{entry['epochs']} ({entry['best_epoch']})"
                 head = f"{entry['configuration']} | {entry['parameters']:,} | {entry['seed']} | {trained_on} | {epochs}"
                 lines.append(f"| {head} | {figures} | {entry['seconds_an_epoch']} |")
-    lines += ["", *_lift(results["runs"]), "", f"Environment: {json.dumps(results['environment'])}", ""]
+    lines += ["", *_lift(results["runs"]), "", *results["remarks"], "", f"Environment: {json.dumps(results['environment'])}", ""]
     return "\n".join([*lines, f"Command: `{results['command']}`", ""])
 
 
@@ -144,12 +144,13 @@ def _lift_of(runs: list[dict[str, Any]], better: str, baseline: str) -> list[str
 
 def add(path: Path, entry: Mapping[str, Any], dataset: Dataset, command: str) -> None:
     """Add a run to the results file, in place of one of the same configuration and seed, and rewrite the table."""
-    old = json.loads(path.read_text())["runs"] if path.is_file() else []
-    runs = [other for other in old if (other["configuration"], other["seed"]) != (entry["configuration"], entry["seed"])]
+    old = json.loads(path.read_text()) if path.is_file() else {"runs": []}
+    runs = [other for other in old["runs"] if (other["configuration"], other["seed"]) != (entry["configuration"], entry["seed"])]
     results = {
         "title": f"Quality on {dataset.name}, {dataset.interactions.users} users, {len(dataset.interactions):,} events",
         "protocol": f"Leave-last-out: all {len(dataset.catalogue):,} items are ranked but those in the window. "
         "The epoch is chosen by the second-last event; then the model may be trained anew with that event learnt as well (refit).",
+        "remarks": old.get("remarks", []),
         "environment": environment(),
         "command": command,
         "runs": sorted([*runs, entry], key=lambda one: (one["configuration"], one["seed"])),
@@ -188,7 +189,7 @@ def main(
         raise UnknownChoice("configuration", min(strangers), CONFIGURATIONS)
     dataset = choose("dataset", DATASETS, "ml-1m")(path)
     results = RESULTS / f"quality_{name}_{chosen_device('auto')}_{datetime.now(UTC):%Y-%m-%d}.json"
-    command = f"python benchmarks/ml1m_quality.py --path DIRECTORY --name {name}"
+    command = f"python benchmarks/ml1m_quality.py --path DIRECTORY --name {name} --config CONFIGURATION --seed SEED"
     for one in config or CONFIGURATIONS:
         for number in seed or [42]:
             add(results, run(one, number, dataset, compiled=compiled, weights=weights), dataset, command)
