@@ -166,17 +166,17 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """Who would be asked first now, and why those before it would not be."""
         skipped: list[SkippedBackend] = []
         for backend in self._ranked():
-            obstacle = backend.obstacle()
+            obstacle = self._obstacle(backend)
             if obstacle is None:
                 return _choice(self.stage, backend.name, skipped)
             skipped.append(obstacle)
         return _choice(self.stage, "none", skipped)
 
     def snapshot(self) -> StageSnapshot:
-        ranks = {backend.name: rank for rank, backend in enumerate(self._ranked())}
-        names = sorted(self._backends, key=lambda name: ranks.get(name, len(ranks)))
-        backends = tuple(self._backends[name].snapshot(ranks.get(name)) for name in names)
-        return StageSnapshot(self.stage, self.explain(), backends)
+        ranked = self._ranked()
+        asked = tuple(backend.snapshot(rank, self._obstacle(backend)) for rank, backend in enumerate(ranked))
+        left_out = tuple(backend.snapshot(None, backend.obstacle()) for backend in self._backends.values() if backend not in ranked)
+        return StageSnapshot(self.stage, self.explain(), asked + left_out)
 
     def enable(self, name: str) -> None:
         self._backend(name).enabled = True
@@ -209,8 +209,12 @@ class FrameworkController(Generic[RequestT, AnswerT]):
                 backend.unload()
 
     def _ask(self, backend: ManagedBackend[RequestT, AnswerT], requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
-        obstacle = backend.obstacle() or (backend.unready() if self._refreshed and not backend.loaded else None)
+        obstacle = self._obstacle(backend)
         return [obstacle] * len(requests) if obstacle else backend.answer(requests)
+
+    def _obstacle(self, backend: ManagedBackend[RequestT, AnswerT]) -> SkippedBackend | None:
+        """Why it would not be asked now. Once refreshes load the backends, calls never do."""
+        return backend.obstacle() or (backend.unready() if self._refreshed and not backend.loaded else None)
 
     def _next_to_load(self) -> ManagedBackend[RequestT, AnswerT] | None:
         """The first backend that may be asked and is not loaded; it is not asked until its load has ended."""

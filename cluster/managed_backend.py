@@ -152,14 +152,14 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         except Exception:  # a foreign engine may raise anything, and it is no longer needed
             logger.warning("backend %s broke while it was closed", self.name, exc_info=True)
 
-    def snapshot(self, rank: int | None) -> BackendSnapshot:
+    def snapshot(self, rank: int | None, obstacle: SkippedBackend | None) -> BackendSnapshot:
         with self._latency_lock:
             latency = self._latency.summary(self._clock())
         return BackendSnapshot(
             self.name,
             self.import_string,
             self.availability.ok,
-            obstacle.reason if (obstacle := self.obstacle()) else "",
+            obstacle.reason if obstacle else "",
             self.enabled,
             rank,
             self._loaded,

@@ -127,6 +127,8 @@ class TextBlock:
         """Content and delimiter as Arrow takes them. It splits at one byte, so a longer delimiter gives way to one that stands nowhere."""
         if self.content.count(b"\r") != self.content.count(b"\r\n"):
             raise pa.ArrowInvalid("the block holds a carriage return, which ends a line for Arrow, inside a line")
+        if self.format.quoted and self.content.count(b'"') % 2:
+            raise pa.ArrowInvalid("the block may hold a quotation mark that is never closed, which Arrow passes over at its end")
         if len(self.format.delimiter) == 1:
             return self.content, self.format.delimiter
         if _UNIT_SEPARATOR in self.content:
