@@ -31,7 +31,7 @@ from pipelines.splits import TEST, Example, held_out
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = "torch"
 ENCODERS = ("tensorrt", "onnxruntime", REFERENCE, "torch_compiled")
-USERS_A_CALL = 64
+USERS_A_CALL = 32  # as many as one replica is meant for, so that none is added
 SAME_HR_WITHIN = 0.001
 LOADED_WITHIN_S = 600
 
@@ -111,9 +111,8 @@ def measure(client: httpx.Client, encoder: str, requests: list[dict[str, Any]]) 
     for start in range(0, len(requests), USERS_A_CALL):
         call = client.post("/v1/recommend:batch", json={"requests": requests[start : start + USERS_A_CALL]})
         answers += call.raise_for_status().json()["answers"]
-    served = {answer["stages"][-1]["backend"] for answer in answers}
-    if served != {encoder}:
-        raise RuntimeError(f"{encoder} should have served alone, but {', '.join(sorted(served))} did")
+    if others := [stage for answer in answers if (stage := answer["stages"][-1])["backend"] != encoder]:
+        raise RuntimeError(f"{encoder} should have served alone, but {len(others)} of {len(answers)} answers came as {others[0]}")
     items = [[item["item_id"] for item in answer["items"]] for answer in answers]
     scores = [[item["score"] for item in answer["items"]] for answer in answers]
     return Measured(items, scores, time.perf_counter() - began)

@@ -80,6 +80,10 @@ class Switchboard:
         """Take a replica's statistics and the switches it follows; returns the version and switches it should follow from now on."""
         self._learn(version, switches)
         self._reports[stage, replica_id] = _Report(now, version, snapshot)
+        return self.switches()
+
+    def switches(self) -> tuple[int, dict[tuple[str, str], bool]]:
+        """The version and switches that a replica should follow from its start."""
         return self._version, dict(self._switches)
 
     def set(self, stage: str, name: str, enabled: bool, *, now: float) -> int:

@@ -44,10 +44,11 @@ class Encoder:
         self._longest = limits(self._bundle.manifest.model).max_history
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._batcher = MicroBatcher(self._answer, self._settings.encoder.batching, tokens=self._tokens)
-        logger.info("%s", await self._in_thread(lambda: self._controller.warm_up(warm_up_requests(self._bundle))))
         self._switchboard = switchboard
         self._switches_version = 0
         self._switches: Switches = {}
+        await self._ask_for_switches("switches")  # first, so that what is loaded now is what will be asked
+        logger.info("%s", await self._in_thread(lambda: self._controller.warm_up(warm_up_requests(self._bundle))))
         self._reporting = asyncio.create_task(self._report_forever())
         self._refreshing = asyncio.create_task(self._refresh_forever())
 
@@ -92,13 +93,15 @@ class Encoder:
         """Push statistics to the switchboard and pull its switches; while it is away, the last switches stay in force."""
         replica = serve.get_replica_context().replica_id.unique_id
         while True:
-            snapshot = self._controller.snapshot()
             following = (self._switches_version, self._switches)
-            try:
-                self._follow(*await ask(self._switchboard, "report", STAGE, replica, snapshot, *following, within_s=REPORT_DEADLINE_S))
-            except BackendError as error:
-                logger.warning("switches stay as they are: %s", error)
+            await self._ask_for_switches("report", STAGE, replica, self._controller.snapshot(), *following)
             await asyncio.sleep(REPORT_INTERVAL_S)
+
+    async def _ask_for_switches(self, method: str, *args: Any) -> None:
+        try:
+            self._follow(*await ask(self._switchboard, method, *args, within_s=REPORT_DEADLINE_S))
+        except BackendError as error:
+            logger.warning("switches stay as they are: %s", error)
 
     async def _refresh_forever(self) -> None:
         """Probe and load beside the calls, so that the first choice returns, and the status stays true, without traffic too."""

@@ -18,6 +18,9 @@ class SwitchboardDeployment:
     async def report(self, stage: str, replica: str, snapshot: StageSnapshot, version: int, switches: Switches) -> tuple[int, Switches]:
         return self._board.report(stage, replica, snapshot, version, switches, now=time())
 
+    async def switches(self) -> tuple[int, Switches]:
+        return self._board.switches()
+
     async def set(self, stage: str, name: str, enabled: bool) -> int:
         return self._board.set(stage, name, enabled, now=time())
 
