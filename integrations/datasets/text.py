@@ -18,6 +18,7 @@ PIECES = 32  # parts of a block with a bad row, of which only those that have on
 LONGEST_RECORD = 200  # lines that a quoted field may run over; a quotation mark open for longer is a stray one
 _UNIT_SEPARATOR = b"\x1f"
 csv.field_size_limit(BLOCK_BYTES)  # Arrow has no limit, and Python's default of 131,072 would make the two disagree
+_LAST_ROW = "\x1e"
 _COLUMN_TYPE = re.compile(r":(token|float)(_seq)?$")
 
 
@@ -63,6 +64,8 @@ class TextBlock:
         """The wanted columns as strings. Raises pa.ArrowInvalid where a line has too few or too many fields, or is not UTF-8."""
         names = [str(number) for number in range(self.width)]
         content, delimiter = self._for_arrow()
+        if self.format.quoted:
+            content += b"\n" + delimiter.join([_LAST_ROW] * self.width).encode()
         table = arrow_csv.read_csv(
             pa.BufferReader(content),
             read_options=arrow_csv.ReadOptions(
@@ -77,7 +80,8 @@ class TextBlock:
                 include_columns=[names[number] for number in wanted], column_types=dict.fromkeys(names, pa.string())
             ),
         )
-        return [column.combine_chunks() for column in table.columns]
+        columns = [column.combine_chunks() for column in table.columns]
+        return [_without_last_row(column) for column in columns] if self.format.quoted else columns
 
     def rows(self) -> Iterator[Row]:
         """Every record that is not an empty line."""
@@ -127,13 +131,18 @@ class TextBlock:
         """Content and delimiter as Arrow takes them. It splits at one byte, so a longer delimiter gives way to one that stands nowhere."""
         if self.content.count(b"\r") != self.content.count(b"\r\n"):
             raise pa.ArrowInvalid("the block holds a carriage return, which ends a line for Arrow, inside a line")
-        if self.format.quoted and self.content.count(b'"') % 2:
-            raise pa.ArrowInvalid("the block may hold a quotation mark that is never closed, which Arrow passes over at its end")
         if len(self.format.delimiter) == 1:
             return self.content, self.format.delimiter
         if _UNIT_SEPARATOR in self.content:
             raise pa.ArrowInvalid("the block holds the byte that should stand for the delimiter")
         return self.content.replace(self.format.delimiter.encode(), _UNIT_SEPARATOR), _UNIT_SEPARATOR.decode()
+
+
+def _without_last_row(column: pa.Array) -> pa.Array:
+    """The column less the row put behind it. Raises pa.ArrowInvalid where an open quotation mark, which Arrow forgives, swallowed it."""
+    if column[-1].as_py() != _LAST_ROW:
+        raise pa.ArrowInvalid("the block ends within a quotation mark that is never closed")
+    return column[:-1]
 
 
 class TextReader:

@@ -446,6 +446,7 @@ good = st.tuples(
 
 @given(st.lists(good, max_size=6) | st.lists(lines, max_size=8), st.sampled_from(["\n", "\r\n"]))
 @example(['a,a,1,"'], "\n")
+@example(['a,in"ch,1,"'], "\n")
 def test_the_fast_and_the_careful_pass_agree(rows, line_end):
     text = line_end.join(rows).encode()
     assert collected(text, 1 << 20) == collected(text, 1 << 20, OnlyRows)
