@@ -3,7 +3,9 @@
     models/ml-1m/
       current              the number of the version that serves
       1/manifest.json      what this version is: checksums, model configuration, provenance, measured quality, artifacts
-      1/weights.safetensors  1/catalogue.parquet  1/popularity.npy          (required: verified whenever the bundle is opened)
+      1/weights.safetensors  1/catalogue.parquet  1/popularity.npy  1/item_vectors.npy  1/first_seen.npy
+                                                                            (required: verified whenever the bundle is opened)
+      1/semantic_ids.npz  1/soft_prompt.safetensors  1/decoder/...          (a model that generates: verified by the backend that loads it)
       2/...                the same model with compiled artifacts           (derived: verified by the backend that loads them)
 
 A version is written under a temporary name, flushed and renamed, so that a reader sees all of it or none of it.
@@ -27,13 +29,21 @@ from cluster.catalogue_file import read_catalogue
 from cluster.checksums import sha256
 from cluster.dataset import Catalogue
 from cluster.errors import BundleError
-from cluster.values import Int64Array
+from cluster.semantic_ids import SemanticIds, read_semantic_ids
+from cluster.values import FloatArray, Int64Array
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 CATALOGUE = "catalogue.parquet"
 POPULARITY = "popularity.npy"
-REQUIRED = (WEIGHTS, CATALOGUE, POPULARITY)
+ITEM_VECTORS = "item_vectors.npy"
+FIRST_SEEN = "first_seen.npy"
+REQUIRED = (WEIGHTS, CATALOGUE, POPULARITY, ITEM_VECTORS, FIRST_SEEN)
+
+SEMANTIC_IDS = "semantic_ids.npz"
+SOFT_PROMPT = "soft_prompt.safetensors"
+DECODER = "decoder"
+GENERATIVE = (SEMANTIC_IDS, SOFT_PROMPT, f"{DECODER}/config.json", f"{DECODER}/generation_config.json", f"{DECODER}/model.safetensors")
 
 
 class _Record(BaseModel):
@@ -52,6 +62,26 @@ class ModelRecord(_Record):
 
     family: str
     config: dict[str, JsonValue]
+
+
+class DecoderRecord(_Record):
+    """How the decoder in `decoder/` (Hugging Face format) is prompted: with the encoder's last `prompt_length` states.
+
+    `semantic_ids` is the version of the semantic IDs whose codes are its tokens.
+    """
+
+    family: str
+    prompt_length: int = Field(ge=1)
+    semantic_ids: str
+    config: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class BlendRecord(_Record):
+    """The rule that merges retrieved and generated items, fitted on the validation events; see pipelines/blend.py."""
+
+    weights: dict[str, float]
+    fitted_on: str
+    quality: dict[str, dict[str, float]] = Field(default_factory=dict, description="strategy -> metrics on the test events")
 
 
 class Artifact(_Record):
@@ -84,6 +114,8 @@ class Manifest(_Record):
     files: dict[str, FileRecord]
     training: dict[str, JsonValue] = Field(default_factory=dict, description="provenance: dataset, seed, epochs, versions")
     quality: dict[str, float] = Field(default_factory=dict, description="metrics measured after training, such as hr@10")
+    decoder: DecoderRecord | None = None
+    blend: BlendRecord | None = None
     artifacts: list[Artifact] = Field(default_factory=list)
     failed_steps: list[FailedStep] = Field(default_factory=list)
     compiled_from: int | None = None
@@ -110,6 +142,25 @@ class Bundle:
         """Events per catalogue index in the training data, (V + 1,)."""
         counts: Int64Array = np.load(self.path / POPULARITY)
         return counts
+
+    @cached_property
+    def item_vectors(self) -> FloatArray:
+        """L2-normalised item vectors (V + 1, D); row 0 is zeros."""
+        vectors: FloatArray = np.load(self.path / ITEM_VECTORS)
+        return vectors
+
+    @cached_property
+    def first_seen(self) -> Int64Array:
+        """When each item was first met in the training data, in seconds since 1970, 0 where never, (V + 1,)."""
+        times: Int64Array = np.load(self.path / FIRST_SEEN)
+        return times
+
+    @cached_property
+    def semantic_ids(self) -> SemanticIds:
+        """Raises BundleError where this version has none or they are damaged."""
+        if self.manifest.decoder is None:
+            raise BundleError(f"{self.version} has no decoder; run: genrec train DATASET --model-dir {self.path.parent}")
+        return read_semantic_ids(self.verified(SEMANTIC_IDS))
 
     def artifact(self, kind: str, graph: str, *, target: str = "any", precision: str = "fp32") -> Artifact | None:
         """The artifact of that description, or None where this version was compiled without one."""
@@ -145,6 +196,8 @@ class Draft:
         self.path, self.name, self.model = path, name, model
         self.training: dict[str, Any] = {}
         self.quality: dict[str, float] = {}
+        self.decoder: DecoderRecord | None = None
+        self.blend: BlendRecord | None = None
         self.artifacts: list[Artifact] = []
         self.failed_steps: list[FailedStep] = []
         self.compiled_from: int | None = None
@@ -162,6 +215,8 @@ class Draft:
             files={file: FileRecord(size=(self.path / file).stat().st_size, sha256=sha256(self.path / file)) for file in present},
             training=self.training,
             quality=self.quality,
+            decoder=self.decoder,
+            blend=self.blend,
             artifacts=self.artifacts,
             failed_steps=self.failed_steps,
             compiled_from=self.compiled_from,
@@ -236,11 +291,18 @@ class BundleStore:
     def recompile(self, bundle: Bundle) -> Iterator[Draft]:
         """Publish a version with the same model and new artifacts: required files are copied, derived ones start empty."""
         with self.publish(bundle.manifest.model) as draft:
-            for file in REQUIRED:
-                shutil.copy2(bundle.path / file, draft.path / file)  # no hard link: versions must not be damaged together
-            draft.training, draft.quality = dict(bundle.manifest.training), dict(bundle.manifest.quality)
+            self._copy(bundle, draft)
             draft.compiled_from = bundle.manifest.version
             yield draft
+
+    @staticmethod
+    def _copy(bundle: Bundle, draft: Draft) -> None:
+        """Take over the model itself. No hard links: versions must not be damaged together."""
+        for file in (*REQUIRED, *(file for file in GENERATIVE if file in bundle.manifest.files)):
+            (draft.path / file).parent.mkdir(exist_ok=True)
+            shutil.copy2(bundle.verified(file), draft.path / file)
+        draft.training, draft.quality = dict(bundle.manifest.training), dict(bundle.manifest.quality)
+        draft.decoder, draft.blend = bundle.manifest.decoder, bundle.manifest.blend
 
     def promote(self, version: int) -> None:
         """Make a published version the current one, atomically."""

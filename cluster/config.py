@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -28,9 +28,9 @@ class BatchingSettings(Section):
 
 
 class StageSettings(Section):
-    """What can change while the system runs, without a restart: the encoder's ``user_config``."""
+    """What can change while the system runs, without a restart: a stage's ``user_config``."""
 
-    order: list[str] = Field(["tensorrt", "onnxruntime", "torch"], min_length=1, description="backends, first choice first")
+    order: list[str] = Field(min_length=1, description="backends, first choice first")
     selection: Literal["ordered", "fastest"] = Field("ordered", description="ordered: as listed; fastest: as measured at warm-up")
     disabled: list[str] = Field([], description="backends that are switched off")
 
@@ -43,10 +43,13 @@ class StageSettings(Section):
         return self
 
 
-class EncoderSettings(StageSettings):
-    """The encoder stage: history -> user state and nearest items."""
+class EngineSettings(StageSettings):
+    """A stage that engines serve."""
+
+    stage_name: ClassVar[str]
 
     backends: dict[str, str] = Field({}, description="backends of your own: name -> 'module:Class'")
+    options: dict[str, dict[str, Any]] = Field({}, description="keyword arguments of backends' constructors: name -> {argument: value}")
     batching: BatchingSettings = BatchingSettings()
     breaker: BreakerSettings = BreakerSettings()
     probe_interval_s: float = Field(5.0, gt=0, description="how often an unavailable backend is looked at again")
@@ -60,14 +63,33 @@ class EncoderSettings(StageSettings):
 
     @model_validator(mode="after")
     def _order_is_registered(self) -> Self:
-        known = registry.backends("encoder", self.backends)
+        stage, known = self.stage_name, registry.backends(self.stage_name, self.backends)
         if strangers := [name for name in self.order if name not in known]:
-            raise ValueError(f"order names {', '.join(strangers)}, but no such encoder is registered; there are {', '.join(sorted(known))}")
+            raise ValueError(f"order names {', '.join(strangers)}, but no such {stage} is registered; there are {', '.join(sorted(known))}")
+        if strangers := sorted(set(self.options) - set(known)):
+            raise ValueError(f"options names {', '.join(strangers)}, but no such {stage} is registered")
         return self
 
     def stage(self) -> StageSettings:
         """The part that can change at run time."""
         return StageSettings(order=self.order, selection=self.selection, disabled=self.disabled)
+
+
+class EncoderSettings(EngineSettings):
+    """The encoder stage: history -> user state and nearest items."""
+
+    stage_name = "encoder"
+
+    order: list[str] = Field(["tensorrt", "onnxruntime", "torch"], min_length=1, description="backends, first choice first")
+
+
+class GeneratorSettings(EngineSettings):
+    """The generator stage: user state -> items by their semantic IDs. It serves only a model that has a decoder."""
+
+    stage_name = "generator"
+
+    order: list[str] = Field(["vllm", "torch_beam"], min_length=1, description="backends, first choice first")
+    beam: int = Field(20, ge=1, le=256, description="paths kept at each level of the semantic IDs: items one request generates, at least")
 
 
 class GatewaySettings(Section):
@@ -79,6 +101,8 @@ class GatewaySettings(Section):
     max_batch: int = Field(256, ge=1, description="requests in one call of /v1/recommend:batch")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="size of a request's body")
     deadline_s: float = Field(5.0, gt=0, description="how long the encoder may take before popularity answers instead")
+    generation_deadline_s: float = Field(5.0, gt=0, description="how long the generator may take before the retrieved items are the answer")
+    pool: int = Field(500, ge=1, description="retrieved items that the blend, diversity and freshness choose from")
 
 
 class Settings(Section):
@@ -87,6 +111,7 @@ class Settings(Section):
     model_dir: Path = Field(Path("models/ml-100k"), description="the model's directory: versions, and which is current")
     version: int | None = Field(None, ge=1, description="the version to serve; default: the current one, or the last one that verifies")
     encoder: EncoderSettings = EncoderSettings()
+    generator: GeneratorSettings = GeneratorSettings()
     gateway: GatewaySettings = GatewaySettings()
 
 
@@ -104,8 +129,9 @@ def read(path: Path) -> Settings:
     application = read_document(path)["applications"][0]
     settings = parse(application.get("args") or {}, str(path))
     for deployment in application.get("deployments") or []:
-        if deployment.get("name") == "encoder" and (changes := deployment.get("user_config")):
-            parse({"encoder": {**settings.encoder.model_dump(mode="json"), **changes}}, f"{path}: user_config of the encoder")
+        stage, changes = deployment.get("name"), deployment.get("user_config")
+        if stage in {"encoder", "generator"} and changes:
+            parse({stage: {**getattr(settings, stage).model_dump(mode="json"), **changes}}, f"{path}: user_config of the {stage}")
     return settings
 
 

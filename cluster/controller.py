@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Generic, Literal, TypeGuard, TypeVar
+from typing import Any, Generic, Literal, TypeGuard, TypeVar
 
 from cluster.breaker import BreakerSettings
 from cluster.bundle import Bundle
@@ -62,6 +62,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
 
     `table` names every backend of the stage (name -> import string), `order` those that may serve, most wanted first. `selection` "fastest"
     reorders them by speed on the requests given to `warm_up`. `retries` bounds the search for bad requests in a batch that broke (0: none).
+    `options` are the keyword arguments of the backends' constructors, by name.
     Raises UnknownChoice or ConfigError where the order does not fit the table.
     """
 
@@ -78,11 +79,14 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         retries: int = 2,
         probe_interval_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self.stage, self._clock, self._probe_interval_s = stage, clock, probe_interval_s
         self._rules, breaker = rules, breaker or BreakerSettings()
         self._backends: dict[str, ManagedBackend[RequestT, AnswerT]] = {
-            name: ManagedBackend(name, path, bundle=bundle, rules=rules, breaker=breaker, retries=retries, clock=clock)
+            name: ManagedBackend(
+                name, path, bundle=bundle, rules=rules, breaker=breaker, retries=retries, clock=clock, options=(options or {}).get(name)
+            )
             for name, path in table.items()
         }
         self._order, self._selection = self._checked_order(order), _checked_selection(selection)

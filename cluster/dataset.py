@@ -96,6 +96,13 @@ class Interactions:
         """Events per catalogue index, (catalogue_size + 1,); entry 0 is padding and stays 0."""
         return np.bincount(self.items, minlength=catalogue_size + 1).astype(np.int64)
 
+    def first_seen(self, catalogue_size: int) -> Int64Array:
+        """When each catalogue index was first met, in seconds, 0 where never, (catalogue_size + 1,)."""
+        never = np.iinfo(np.int64).max
+        first = np.full(catalogue_size + 1, never, np.int64)
+        np.minimum.at(first, self.items, self.timestamps)
+        return np.where(first == never, 0, first)
+
 
 @dataclass(frozen=True)
 class Dataset:

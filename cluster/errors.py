@@ -12,7 +12,7 @@
     ├── ConfigError          ├── BundleError
     ├── UnknownChoice        ├── CompileError
     ├── DataError            ├── InvalidRequest
-    └── BackendError ── BackendUnavailable, BackendFailed
+    └── BackendError ── BackendUnavailable, BackendFailed, DeadlineExceeded
 
 A message says what happened, with which value, and what to do.
 """
@@ -72,3 +72,7 @@ class BackendUnavailable(BackendError):
 
 class BackendFailed(BackendError):
     """The backend runs here but broke on this call."""
+
+
+class DeadlineExceeded(BackendError):
+    """The caller's time was over before the answer was ready; no fault of the backend."""

@@ -6,10 +6,10 @@ Only what a backend's own code raises is caught here (a foreign engine may raise
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from cluster.breaker import Breaker, BreakerSettings, BreakerState
 from cluster.bundle import Bundle
@@ -61,6 +61,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         breaker: BreakerSettings,
         retries: int,
         clock: Callable[[], float],
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.name, self.import_string = name, import_string
         self.enabled = True
@@ -71,7 +72,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self.breaker = Breaker(breaker)
         self.last_error = ""
         self.calls = self.failures = self.fallbacks = 0
-        self._bundle, self._rules, self._retries, self._clock = bundle, rules, retries, clock
+        self._bundle, self._rules, self._retries, self._clock, self._options = bundle, rules, retries, clock, dict(options or {})
         self._backend: Backend[RequestT, AnswerT] | None = None
         self._loaded, self._counting = False, True
         self._holds = False  # a load was begun, whether or not it ended well: there is something to close
@@ -182,7 +183,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     def _made(self) -> Backend[RequestT, AnswerT]:
         if self._backend is None:
             importlib.invalidate_caches()  # a package may have been installed since the last probe
-            self._backend = resolve(self.import_string)()
+            self._backend = resolve(self.import_string)(**self._options)
         return self._backend
 
     def _answer(self, requests: Sequence[RequestT]) -> list[AnswerT | SkippedBackend]:

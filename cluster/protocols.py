@@ -1,6 +1,7 @@
 """The interface of a backend.
 
-A backend is a class whose constructor takes nothing, so that a table of import strings is enough to make one.
+A backend is a class whose constructor needs nothing, so that a table of import strings is enough to make one; what it takes besides can be
+given under `options` in the configuration.
 It need not inherit from anything here: having the methods is enough.
 """
 

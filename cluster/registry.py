@@ -21,11 +21,19 @@ BACKENDS: Mapping[str, Mapping[str, str]] = {
         "torch": "integrations.hstu.encoder:TorchEncoder",
         "torch_compiled": "integrations.hstu.encoder:CompiledTorchEncoder",
     },
+    "generator": {
+        "vllm": "integrations.vllm.generator:VllmGenerator",
+        "torch_beam": "integrations.torch_beam.generator:TorchBeamGenerator",
+    },
 }
 
 MODELS: Mapping[str, str] = {
     "hstu": "integrations.hstu.model:HSTU",
     "sasrec": "integrations.hstu.sasrec:SASRec",
+}
+
+DECODERS: Mapping[str, str] = {
+    "llama": "integrations.decoder.model:SemanticIdDecoder",
 }
 
 DATASETS: Mapping[str, str] = {

@@ -1,13 +1,13 @@
 """What the controller must know about a stage's answers: which are plain nonsense, and when two backends agree."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from cluster.values import Encoded, EncodeRequest
+from cluster.values import Encoded, EncodeRequest, FloatArray, Generated, GenerateRequest, Int32Array
 
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
@@ -26,6 +26,9 @@ class StageRules(Generic[RequestT, AnswerT]):
 STATE_TOLERANCE = 0.01
 """Largest difference in any component of the unit-length user state; fp16 engines stay within it."""
 
+LOG_PROB_TOLERANCE = 0.05
+"""Largest difference of an item's log-probability from the reference's; bf16 decoders stay within it."""
+
 AGREEING_SHARE = 0.9
 """Share of the reference's items that another backend must retrieve too: near ties may change places, the set may not change much."""
 
@@ -33,29 +36,42 @@ AGREEING_SHARE = 0.9
 def encoder_nonsense(request: EncodeRequest, answer: Encoded, catalogue_size: int) -> str:
     if not isinstance(answer, Encoded):
         return f"answered with a {type(answer).__name__}, not with Encoded"
-    if problem := _wrong_arrays(answer):
+    if problem := _wrong_rows(answer, {"state": np.floating, "items": np.integer, "scores": np.floating}):
         return problem
     if not np.isfinite(answer.state).all() or not np.isfinite(answer.scores).all():
         return "answered with NaN or infinity"
     if len(answer.items) != len(answer.scores) or len(answer.items) > request.top_n:
         return f"answered with {len(answer.items)} items and {len(answer.scores)} scores to top_n {request.top_n}"
-    return _wrong_items(request, answer, catalogue_size)
+    if problem := _wrong_states(answer, len(request.sequence)):
+        return problem
+    return _wrong_choice(answer.items, answer.scores, request.among, catalogue_size)
 
 
-def _wrong_items(request: EncodeRequest, answer: Encoded, catalogue_size: int) -> str:
-    if (wrong := answer.items[(answer.items < 1) | (answer.items > catalogue_size)]).size:
+def _wrong_states(answer: Encoded, events: int) -> str:
+    """A decoder is prompted with them: a wrong shape or a NaN would take its engine down."""
+    states = answer.states
+    if states is None:
+        return ""
+    if not isinstance(states, np.ndarray) or states.ndim != 2 or not np.issubdtype(states.dtype, np.floating):
+        return f"answered with states that are not rows of numbers, but {type(states).__name__} {getattr(states, 'shape', '')}".rstrip()
+    if states.shape[1] != len(answer.state) or not 1 <= len(states) <= events:
+        return f"answered with states of shape {states.shape} to {events} events and a state of {len(answer.state)}"
+    return "" if np.isfinite(states).all() else "answered with NaN or infinity"
+
+
+def _wrong_choice(items: Int32Array, scores: FloatArray, among: Int32Array | None, catalogue_size: int) -> str:
+    if (wrong := items[(items < 1) | (items > catalogue_size)]).size:
         return f"answered with catalogue index {wrong[0]}; items are 1 to {catalogue_size}"
-    if len(np.unique(answer.items)) < len(answer.items):
+    if len(np.unique(items)) < len(items):
         return "answered with the same item more than once"
-    if (np.diff(answer.scores) > 0).any():
+    if (np.diff(scores) > 0).any():
         return "answered with items that are not ordered by score, best first"
-    if request.among is not None and (others := np.setdiff1d(answer.items, request.among)).size:
+    if among is not None and (others := np.setdiff1d(items, among)).size:
         return f"answered with catalogue index {others[0]}, which is not among the items asked for"
     return ""
 
 
-def _wrong_arrays(answer: Encoded) -> str:
-    kinds = {"state": np.floating, "items": np.integer, "scores": np.floating}
+def _wrong_rows(answer: object, kinds: Mapping[str, type]) -> str:
     for field, kind in kinds.items():
         array = getattr(answer, field)
         if not isinstance(array, np.ndarray) or array.ndim != 1 or not np.issubdtype(array.dtype, kind):
@@ -75,6 +91,33 @@ def encoder_disagreement(reference: Encoded, answer: Encoded) -> str:
     if shared < AGREEING_SHARE * len(reference.items):
         return f"it retrieves only {shared} of the same {len(reference.items)} items"
     return ""
+
+
+def generator_nonsense(request: GenerateRequest, answer: Generated, catalogue_size: int) -> str:
+    if not isinstance(answer, Generated):
+        return f"answered with a {type(answer).__name__}, not with Generated"
+    if problem := _wrong_rows(answer, {"items": np.integer, "log_probs": np.floating}):
+        return problem
+    if len(answer.items) != len(answer.log_probs) or len(answer.items) > request.k:
+        return f"answered with {len(answer.items)} items and {len(answer.log_probs)} scores to k {request.k}"
+    if not np.isfinite(answer.log_probs).all() or (answer.log_probs > LOG_PROB_TOLERANCE).any():
+        return "answered with log-probabilities that are NaN, infinite or above 0"
+    if len(blocked := np.intersect1d(answer.items, request.blocked)):
+        return f"answered with catalogue index {blocked[0]}, which is blocked"
+    return _wrong_choice(answer.items, answer.log_probs, request.among, catalogue_size)
+
+
+def generator_disagreement(reference: Generated, answer: Generated) -> str:
+    shared, ours, theirs = np.intersect1d(reference.items, answer.items, return_indices=True)
+    if len(shared) < AGREEING_SHARE * len(reference.items):
+        return f"it generates only {len(shared)} of the same {len(reference.items)} items"
+    distance = float(np.abs(reference.log_probs[ours] - answer.log_probs[theirs]).max(initial=0.0))
+    return f"its log-probabilities are {distance:.3g} off (tolerance {LOG_PROB_TOLERANCE})" if distance > LOG_PROB_TOLERANCE else ""
+
+
+def generator_rules(catalogue_size: int) -> StageRules[GenerateRequest, Generated]:
+    """The rules of the generator stage, for a catalogue of that many items."""
+    return StageRules(partial(generator_nonsense, catalogue_size=catalogue_size), generator_disagreement)
 
 
 def encoder_rules(catalogue_size: int) -> StageRules[EncodeRequest, Encoded]:

@@ -104,11 +104,16 @@ class EncodeRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """`state`: the user's L2-normalised vector (D,); `items`, `scores`: nearest catalogue indices and cosines, best first."""
+    """`state`: the user's L2-normalised vector (D,); `items`, `scores`: nearest catalogue indices and cosines, best first.
+
+    `states`: those after each of the latest events, oldest first, as many as the decoder's prompt takes or the history has, (T, D);
+    the last of them is `state`. None from a backend that has only the one.
+    """
 
     state: FloatArray
     items: Int32Array
     scores: FloatArray
+    states: FloatArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +143,67 @@ class EncodeAnswer:
     """What the encoder stage returns for one request, and from which version of the model: indices mean nothing in another."""
 
     encoded: Encoded
+    report: StageReport
+    model_version: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UserState:
+    """What a decoder is prompted with: the encoder's states (T, D) after the latest events, oldest first, and those T events themselves."""
+
+    states: FloatArray
+    sequence: UserSequence
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """Draw items instead of searching for the most probable ones: `samples` paths, each code drawn from the decoder's distribution.
+
+    `temperature` 0 takes the most probable code; `top_k` 0 means all; `top_p` keeps the fewest codes that hold that much probability.
+    The same `seed` draws the same; None draws anew each time.
+    """
+
+    samples: int = 32
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateRequest:
+    """Generate the `k` most probable items with a beam of that width, out of all items or only `among`, never one of `blocked`.
+
+    `deadline` is on this process's monotonic clock, in seconds: what cannot be done by then is given up. `tenant` keeps customers' cached
+    prompts apart. With `sampling`, items are drawn, and the `k` most probable of those drawn are the answer.
+    """
+
+    user: UserState
+    k: int
+    beam: int
+    blocked: Int32Array
+    among: Int32Array | None = None
+    deadline: float | None = None
+    tenant: str = "default"
+    sampling: SamplingOptions | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generated:
+    """Catalogue indices, most probable first, and the logarithm of each one's probability among the items that might be named."""
+
+    items: Int32Array
+    log_probs: FloatArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateAnswer:
+    """What the generator stage returns for one request, and from which version of the model."""
+
+    generated: Generated
     report: StageReport
     model_version: str
 

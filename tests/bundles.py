@@ -1,21 +1,59 @@
 """Small published bundles with random weights, and histories to ask them about."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import torch
 from pydantic import JsonValue
 
-from cluster.bundle import CATALOGUE, POPULARITY, WEIGHTS, Bundle, BundleStore, ModelRecord
+from cluster.bundle import CATALOGUE, FIRST_SEEN, ITEM_VECTORS, POPULARITY, WEIGHTS, Bundle, BundleStore, ModelRecord
 from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue
+from cluster.semantic_ids import SemanticIds
 from cluster.values import Item, UserSequence
+from integrations.decoder.config import DecoderConfig
+from integrations.decoder.files import save_decoder
+from integrations.decoder.model import SemanticIdDecoder
 from integrations.hstu.weights import build_model, save_weights
 
 CONFIGS: dict[str, dict[str, JsonValue]] = {
     "hstu": {"dim": 16, "layers": 2, "heads": 2, "attention_dim": 8, "linear_dim": 8, "max_length": 31, "max_history": 20},
     "sasrec": {"dim": 16, "layers": 2, "heads": 2, "feedforward_dim": 16, "max_length": 31, "max_history": 20},
 }
+
+
+DECODER_SIZES = {"hidden": 64, "layers": 2, "heads": 2, "feedforward": 128, "prompt_length": 8, "dropout": 0.0}
+
+
+def make_generative_bundle(root: Path, *, items: int = 200, seed: int = 0, sizes: tuple[int, ...] = (8, 8), **decoder: int) -> Bundle:
+    """As `make_bundle`, with random semantic IDs and a random decoder whose probabilities are far from uniform.
+
+    `sizes` are the codes of every level but the last, which tells apart what shares the rest; `decoder` overrides DECODER_SIZES.
+    """
+    bundle = make_bundle(root, items=items, seed=seed)
+    ids = random_semantic_ids(items, sizes, seed)
+    config = DecoderConfig(vocabulary=ids.vocabulary, levels=ids.levels, state_dim=16, **{**DECODER_SIZES, **decoder})
+    torch.manual_seed(seed)
+    model = SemanticIdDecoder(config, ids, bundle.item_vectors)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(6 if "weight" in name and "norm" not in name else 1)
+    store = BundleStore(root)
+    with store.recompile(bundle) as draft:
+        save_decoder(model, draft)
+        draft.compiled_from = None
+    return store.open()
+
+
+def random_semantic_ids(items: int, sizes: tuple[int, ...], seed: int = 0) -> SemanticIds:
+    """Unique paths: random codes at each level, and a last level that counts the items that share them."""
+    rng, codes, met = np.random.default_rng(seed), np.zeros((items + 1, len(sizes) + 1), np.int32), Counter[tuple[int, ...]]()
+    for item in range(1, items + 1):
+        path = tuple(int(rng.integers(size)) for size in sizes)
+        codes[item] = *path, met[path]
+        met[path] += 1
+    return SemanticIds(codes, (*sizes, max(met.values())))
 
 
 def make_bundle(root: Path, *, items: int = 200, family: str = "hstu", seed: int = 0, **config: JsonValue) -> Bundle:
@@ -34,6 +72,8 @@ def make_bundle(root: Path, *, items: int = 200, family: str = "hstu", seed: int
         save_weights(model, draft.path / WEIGHTS)
         write_catalogue(Catalogue([Item(str(i), f"Item {i}") for i in range(1, items + 1)]), draft.path / CATALOGUE)
         np.save(draft.path / POPULARITY, np.r_[0, np.arange(items, 0, -1)].astype(np.int64))
+        np.save(draft.path / FIRST_SEEN, np.r_[0, 1_600_000_000 + np.arange(items)].astype(np.int64))
+        np.save(draft.path / ITEM_VECTORS, model.item_vectors().detach().numpy())
     return store.open()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.bundle import CATALOGUE, POPULARITY, WEIGHTS, Bundle, BundleStore, ModelRecord
+from cluster.bundle import CATALOGUE, FIRST_SEEN, ITEM_VECTORS, POPULARITY, WEIGHTS, Bundle, BundleStore, ModelRecord
 from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue, Dataset
 from integrations.hstu.sequence_model import SequenceModel
@@ -31,6 +31,8 @@ def publish(
         save_weights(model, draft.path / WEIGHTS)
         write_catalogue(dataset.catalogue, draft.path / CATALOGUE)
         np.save(draft.path / POPULARITY, dataset.interactions.popularity(len(dataset.catalogue)))
+        np.save(draft.path / FIRST_SEEN, dataset.interactions.first_seen(len(dataset.catalogue)))
+        np.save(draft.path / ITEM_VECTORS, model.item_vectors().detach().cpu().numpy())
         draft.training, draft.quality = {**provenance(dataset), **training}, dict(quality)
     return store.open()
 

@@ -14,7 +14,6 @@ from cluster.values import Availability, Encoded, EncodeRequest, FloatArray, Int
 from integrations.hstu.engine_batch import engine_batch
 from integrations.hstu.limits import limits
 from integrations.hstu.user_behavior_schema import BehaviourBatch
-from integrations.onnx.files import ITEM_VECTORS
 from integrations.onnx.session import open_session
 
 
@@ -34,7 +33,6 @@ class OnnxRuntimeEncoder:
             return Availability.no(why_missing(bundle, "onnx", "retrieve"))
         try:
             artifact_file(artifact, bundle)
-            bundle.verified(ITEM_VECTORS)
         except BundleError as error:
             return Availability.no(f"{error}; run: {compile_command(bundle)}")
         return Availability.yes()
@@ -45,7 +43,7 @@ class OnnxRuntimeEncoder:
         artifact = bundle.artifact("onnx", "retrieve")
         assert artifact is not None
         self._session = open_session(artifact_file(artifact, bundle), self._threads)
-        self._index = NearestItems(np.load(bundle.path / ITEM_VECTORS, mmap_mode="r"))
+        self._index = NearestItems(bundle.item_vectors)
         self._max_history = limits(bundle.manifest.model).max_history
 
     def infer(self, request: EncodeRequest) -> Encoded:

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import torch
 from torch.export import Dim
@@ -18,7 +17,7 @@ from cluster.compilation import CompileOptions, CompileStep, Precision
 from cluster.errors import CompileError
 from integrations.hstu.config import SequenceConfig
 from integrations.hstu.weights import load_model
-from integrations.onnx.files import ITEM_VECTORS, graph_file
+from integrations.onnx.files import graph_file
 from integrations.onnx.graphs import Graph, graphs
 from integrations.onnx.half import halved
 from integrations.onnx.parity import Run, measure, require_parity
@@ -35,7 +34,6 @@ class OnnxCompiler:
         model = load_model(bundle)
         vectors = model.item_vectors().detach().numpy()
         (draft.path / "onnx").mkdir(exist_ok=True)
-        np.save(draft.path / ITEM_VECTORS, vectors)
         made = [(graph, precision) for graph in graphs(model) for precision in _precisions(graph, options)]
         return [
             CompileStep(f"onnx {graph.name} {precision}", partial(self._make, graph, precision, model.config, draft.path, vectors))

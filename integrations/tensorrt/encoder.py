@@ -12,7 +12,6 @@ from cluster.nearest import NearestItems
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray, UserSequence
 from integrations.hstu.engine_batch import engine_batch
 from integrations.hstu.limits import limits
-from integrations.onnx.files import ITEM_VECTORS
 from integrations.tensorrt.device import gpu_architecture
 from integrations.tensorrt.library import CURE, installed, load_library
 
@@ -48,7 +47,7 @@ class TensorRTEncoder:
             self._engine = _checked_engine(bundle, artifact)
         except (BundleError, CompileError, ImportError) as error:
             raise BackendUnavailable(str(error)) from error
-        self._index = NearestItems(np.load(bundle.path / ITEM_VECTORS, mmap_mode="r"))
+        self._index = NearestItems(bundle.item_vectors)
         self._max_history = limits(bundle.manifest.model).max_history
         self._states([EncodeRequest(_ONE_EVENT, top_n=1)])  # TensorRT for RTX finishes its kernels in the first call: not in a user's
 
@@ -85,7 +84,6 @@ class TensorRTEncoder:
         engine = _fitting(bundle, engines, gpu_architecture(), self._precisions)
         if engine.builder.split()[0] not in libraries:
             raise BackendUnavailable(f"{engine.file} was built by {engine.builder}, which is not installed; {CURE}")
-        bundle.verified(ITEM_VECTORS)
         bundle.verified(engine.file)
         return engine
 

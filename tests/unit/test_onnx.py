@@ -19,7 +19,7 @@ from integrations.hstu.model import HSTU
 from integrations.hstu.weights import load_model
 from integrations.onnx.encoder import OnnxRuntimeEncoder
 from integrations.onnx.export import export, session_run
-from integrations.onnx.files import ITEM_VECTORS, graph_file
+from integrations.onnx.files import graph_file
 from integrations.onnx.graphs import Graph, graphs
 from integrations.onnx.half import halved
 from integrations.onnx.parity import measure, require_parity
@@ -226,8 +226,8 @@ def test_says_that_the_bundle_was_never_compiled_and_how_to(compiled_hstu):
         OnnxRuntimeEncoder().load(bare)
 
 
-@pytest.mark.parametrize("file", [graph_file("retrieve", "fp32"), ITEM_VECTORS])
-def test_is_unavailable_where_a_file_it_needs_is_missing_or_altered(altered, file):
+def test_is_unavailable_where_its_graph_is_missing_or_altered(altered):
+    file = graph_file("retrieve", "fp32")
     encoder = OnnxRuntimeEncoder()
     assert encoder.get_availability(altered).ok
     damaged = altered.path / file

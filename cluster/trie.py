@@ -1,0 +1,131 @@
+"""The trie of all semantic IDs: which codes may follow which, so that a decoder can only ever name an item there is.
+
+Level 0 is the root, level `levels` the items. A level's nodes are numbered in the order of their paths, so that a node's children are
+consecutive, and three small arrays a level hold everything.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.errors import DataError
+from cluster.semantic_ids import SemanticIds
+from cluster.values import Int32Array
+
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+NO_NODE = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Trie:
+    """`tokens[l]`, `parents[l]`: each node's token and parent at level l + 1; `first[l]`: where the children of each node of level l begin.
+
+    `items`: the catalogue index of each leaf; `leaves`: the leaf of each catalogue index, NO_NODE where it has none (index 0).
+    `version` is that of the semantic IDs.
+    """
+
+    version: str
+    tokens: tuple[Int32Array, ...]
+    parents: tuple[Int32Array, ...]
+    first: tuple[Int32Array, ...]
+    items: Int32Array
+    leaves: Int32Array
+
+    @classmethod
+    def of(cls, ids: SemanticIds) -> "Trie":
+        """The trie of every item. Raises DataError where two items have the same path."""
+        order = np.lexsort(ids.codes[1:].T[::-1]).astype(np.int32) + 1
+        paths = ids.tokens[order]
+        tokens, parents, first, nodes = [], [], [], np.zeros(len(order), np.int32)
+        new = np.zeros(len(order), bool)
+        new[:1] = True
+        for level in range(ids.levels):
+            new = new | np.append(True, paths[1:, level] != paths[:-1, level])[: len(order)]
+            starts = np.flatnonzero(new)
+            parents.append(nodes[starts])
+            count = int(nodes[-1]) + 1 if len(nodes) else 1
+            first.append(np.searchsorted(parents[-1], np.arange(count + 1)).astype(np.int32))
+            tokens.append(paths[starts, level].astype(np.int32))
+            nodes = (np.cumsum(new) - 1).astype(np.int32)
+        if len(tokens[-1]) < len(order):
+            twice = order[np.flatnonzero(np.diff(nodes) == 0)[0]]
+            raise DataError(f"the semantic ID {ids.codes[twice].tolist()} of catalogue index {twice} is that of another item too")
+        leaves = np.full(ids.items + 1, NO_NODE, np.int32)
+        leaves[order] = nodes
+        return cls(ids.version, tuple(tokens), tuple(parents), tuple(first), order, leaves)
+
+    @property
+    def levels(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def _counts(self) -> tuple[Int32Array, ...]:
+        """Items below each node, level 1 to the leaves."""
+        counts = [np.ones(len(self.items), np.int32)]
+        for parents, first in zip(reversed(self.parents), reversed(self.first), strict=True):
+            counts.append(np.bincount(parents, weights=counts[-1], minlength=len(first) - 1).astype(np.int32))
+        return tuple(reversed(counts[:-1]))
+
+    def view(self, among: Int32Array | None = None, blocked: Int32Array | None = None) -> "TrieView":
+        """The trie with only the items of `among` (default: all), less `blocked`; catalogue indices, of which strangers are passed over."""
+        if among is None and (blocked is None or not len(blocked)):
+            return TrieView(self, None)
+        if among is None:
+            return TrieView(self, tuple(counts > gone for counts, gone in zip(self._counts, self._below(blocked), strict=True)))
+        kept = np.setdiff1d(among, [] if blocked is None else blocked)
+        return TrieView(self, tuple(left > 0 for left in self._below(kept)))
+
+    def _below(self, items: Int32Array | None) -> list[Int32Array]:
+        """How many of these items stand below each node, level 1 to the leaves."""
+        given = np.unique(np.asarray(items, np.int64))
+        nodes = self.leaves[given[(given >= 1) & (given < len(self.leaves))]]
+        below = []
+        for level in reversed(range(self.levels)):
+            below.append(np.bincount(nodes, minlength=len(self.tokens[level])).astype(np.int32))
+            nodes = self.parents[level][nodes]
+        return below[::-1]
+
+
+@dataclass(frozen=True, eq=False)
+class TrieView:
+    """What of a trie may be named: `alive[l]` says which nodes of level l + 1, None that all may."""
+
+    trie: Trie
+    alive: tuple[BoolArray, ...] | None
+
+    @property
+    def items(self) -> int:
+        """How many items may be named."""
+        return len(self.trie.items) if self.alive is None else int(self.alive[-1].sum())
+
+    def children(self, level: int, node: int) -> Int32Array:
+        """The nodes of level `level` + 1 below a node of `level` that may be named."""
+        start, stop = self.trie.first[level][node : node + 2]
+        nodes = np.arange(start, stop, dtype=np.int32)
+        return nodes if self.alive is None else nodes[self.alive[level][start:stop]]
+
+    def expand(self, level: int, nodes: Int32Array) -> Int32Array:
+        """The children of several nodes, (nodes, most children of any), filled up with NO_NODE."""
+        starts, stops = self.trie.first[level][nodes], self.trie.first[level][nodes + 1]
+        below = starts[:, None] + np.arange(int((stops - starts).max(initial=0)), dtype=np.int32)
+        missing = below >= stops[:, None]
+        if self.alive is not None:
+            missing |= ~self.alive[level][np.where(missing, 0, below)]
+        children: Int32Array = np.where(missing, NO_NODE, below)
+        return children
+
+    def tokens(self, level: int, nodes: Int32Array) -> Int32Array:
+        """The tokens that lead to these nodes of level `level` + 1."""
+        return self.trie.tokens[level][nodes]
+
+    def paths(self, items: Sequence[int] | Int32Array) -> Int32Array:
+        """Node numbers of each item at level 1 to the leaves, (items, levels)."""
+        nodes = [self.trie.leaves[np.asarray(items, np.int32)]]
+        for above, _ in reversed(list(pairwise(range(self.trie.levels)))):
+            nodes.append(self.trie.parents[above + 1][nodes[-1]])
+        return np.stack(nodes[::-1], axis=1)

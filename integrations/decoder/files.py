@@ -1,0 +1,59 @@
+"""The decoder in a bundle: `decoder/` in Hugging Face format, the soft prompt's projection beside it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from cluster.bundle import DECODER, GENERATIVE, SEMANTIC_IDS, SOFT_PROMPT, Bundle, DecoderRecord, Draft
+from cluster.errors import BundleError
+from cluster.semantic_ids import write_semantic_ids
+from integrations.decoder.config import DecoderConfig
+from integrations.decoder.soft_prompt import SoftPrompt
+
+if TYPE_CHECKING:
+    from integrations.decoder.model import SemanticIdDecoder  # imports transformers, which serving need not
+
+
+def decoder_config(bundle: Bundle) -> DecoderConfig:
+    """Raises BundleError where this version has no decoder, or one that this release does not understand."""
+    if bundle.manifest.decoder is None:
+        raise BundleError(f"{bundle.version} has no decoder; run: genrec train DATASET --model-dir {bundle.path.parent}")
+    try:
+        return DecoderConfig.model_validate(bundle.manifest.decoder.config)
+    except ValidationError as error:
+        raise BundleError(f"the decoder of {bundle.version} is not one this release understands: {error}") from error
+
+
+def verified_decoder(bundle: Bundle) -> Path:
+    """The directory in Hugging Face format, once every file of the generative stage has its checksum. Raises BundleError."""
+    decoder_config(bundle)
+    for file in GENERATIVE:
+        bundle.verified(file)
+    if bundle.manifest.decoder and bundle.semantic_ids.version != bundle.manifest.decoder.semantic_ids:
+        raise BundleError(f"the decoder of {bundle.version} was trained on other semantic IDs than stand beside it; train it again")
+    return bundle.path / DECODER
+
+
+def load_soft_prompt(bundle: Bundle) -> SoftPrompt:
+    """Ready to answer (eval mode, on the CPU). Raises BundleError."""
+    prompt = SoftPrompt(bundle.item_vectors, decoder_config(bundle).hidden)
+    try:
+        prompt.load_state_dict(load_file(bundle.verified(SOFT_PROMPT)))
+    except (SafetensorError, RuntimeError) as error:
+        raise BundleError(f"{bundle.path / SOFT_PROMPT} does not hold the soft prompt of this decoder: {error}") from error
+    return prompt.eval().requires_grad_(requires_grad=False)
+
+
+def save_decoder(decoder: "SemanticIdDecoder", draft: Draft) -> None:
+    """Put a trained decoder, its soft prompt and its semantic IDs into a version that is being written."""
+    config, ids = decoder.config, decoder.ids
+    decoder.lm.save_pretrained(draft.path / DECODER)
+    prompt = {name: tensor.detach().cpu().contiguous() for name, tensor in decoder.prompt.state_dict().items()}
+    save_file(prompt, draft.path / SOFT_PROMPT)
+    write_semantic_ids(ids, draft.path / SEMANTIC_IDS)
+    draft.decoder = DecoderRecord(
+        family="llama", prompt_length=config.prompt_length, semantic_ids=ids.version, config=config.model_dump(mode="json")
+    )
