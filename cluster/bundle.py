@@ -133,6 +133,11 @@ class Bundle:
         """How answers name it, as ``ml-1m/3``."""
         return f"{self.manifest.name}/{self.manifest.version}"
 
+    @property
+    def prompt_length(self) -> int:
+        """How many of the encoder's latest states the decoder is prompted with, 0 where there is no decoder."""
+        return self.manifest.decoder.prompt_length if self.manifest.decoder else 0
+
     @cached_property
     def catalogue(self) -> Catalogue:
         return read_catalogue(self.path / CATALOGUE)

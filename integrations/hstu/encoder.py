@@ -12,7 +12,7 @@ from cluster.bundle import WEIGHTS, Bundle
 from cluster.errors import BackendUnavailable, BundleError
 from cluster.nearest import NearestItems
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
-from integrations.hstu.engine_batch import engine_batch
+from integrations.hstu.engine_batch import engine_batch, with_states
 from integrations.hstu.user_behavior_schema import BehaviourBatch
 
 if TYPE_CHECKING:
@@ -38,14 +38,17 @@ class TorchEncoder:
             raise BackendUnavailable(availability.reason)
         import torch  # noqa: PLC0415 - an encoder process that serves another engine need not pay for importing torch
 
-        from integrations.hstu.last_state import last_states  # noqa: PLC0415
+        from integrations.hstu.last_state import latest_states  # noqa: PLC0415
         from integrations.hstu.weights import load_model  # noqa: PLC0415
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_model(bundle).to(device)
 
-        def encode(*inputs: "torch.Tensor") -> "torch.Tensor":
-            return last_states(model, *inputs)
+        self._prompt_length = bundle.prompt_length
+        count = max(1, self._prompt_length)
+
+        def encode(items: "torch.Tensor", times: "torch.Tensor", next_times: "torch.Tensor", lengths: "torch.Tensor") -> "torch.Tensor":
+            return latest_states(model, items, times, next_times, lengths, count)
 
         self._max_history = model.config.max_history
         self._device = device
@@ -57,13 +60,17 @@ class TorchEncoder:
         return self.batch_infer([request])[0]
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        return self._index.answer(requests, self._states(engine_batch(requests, self._max_history, len(self._index))))
+        batch = engine_batch(requests, self._max_history, len(self._index))
+        states_BCD = self._states(batch)
+        answers = self._index.answer(requests, states_BCD[:, -1])
+        return with_states(answers, states_BCD, batch) if self._prompt_length else answers
 
     def close(self) -> None:
         for name in ("_encode", "_index"):
             self.__dict__.pop(name, None)
 
     def _states(self, batch: BehaviourBatch) -> FloatArray:
+        """The latest states of each user, (B, C, D)."""
         import torch  # noqa: PLC0415
 
         tensors = batch.tensors()

@@ -1,11 +1,12 @@
 """Requests as the batch an engine takes, checked first: on a GPU, one lookup outside a table breaks every later call of the process."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from cluster.errors import BackendFailed
-from cluster.values import EncodeRequest
+from cluster.values import Encoded, EncodeRequest, FloatArray
 from integrations.hstu.user_behavior_schema import BehaviourBatch, collate
 
 
@@ -18,3 +19,9 @@ def engine_batch(requests: Sequence[EncodeRequest], max_history: int, items: int
     if (outside := given[(given < 1) | (given > items)]).size:
         raise BackendFailed(f"item index {outside[0]} is outside of 1..{items}, the items of this model")
     return batch
+
+
+def with_states(answers: Sequence[Encoded], states_BCD: FloatArray, batch: BehaviourBatch) -> list[Encoded]:
+    """The answers with each user's latest states, of which an engine repeats the first where the history has fewer than C."""
+    rows = zip(answers, states_BCD, batch.lengths.tolist(), strict=True)
+    return [replace(answer, states=states_CD[-min(length, len(states_CD)) :]) for answer, states_CD, length in rows]

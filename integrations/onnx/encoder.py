@@ -10,8 +10,8 @@ from cluster.bundle import Bundle
 from cluster.compilation import artifact_file, compile_command, why_missing
 from cluster.errors import BackendUnavailable, BundleError
 from cluster.nearest import NearestItems, finite
-from cluster.values import Availability, Encoded, EncodeRequest, FloatArray, Int32Array
-from integrations.hstu.engine_batch import engine_batch
+from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
+from integrations.hstu.engine_batch import engine_batch, with_states
 from integrations.hstu.limits import limits
 from integrations.hstu.user_behavior_schema import BehaviourBatch
 from integrations.onnx.session import open_session
@@ -43,6 +43,7 @@ class OnnxRuntimeEncoder:
         artifact = bundle.artifact("onnx", "retrieve")
         assert artifact is not None
         self._session = open_session(artifact_file(artifact, bundle), self._threads)
+        self._outputs = ["state", "nearest", "scores", *(["states"] if bundle.prompt_length else [])]
         self._index = NearestItems(bundle.item_vectors)
         self._max_history = limits(bundle.manifest.model).max_history
 
@@ -51,19 +52,22 @@ class OnnxRuntimeEncoder:
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
         most = max((request.top_n for request in requests if request.among is None), default=1)
-        states, nearest, scores = self._retrieve(engine_batch(requests, self._max_history, len(self._index)), max(1, most))
-        return [
+        batch = engine_batch(requests, self._max_history, len(self._index))
+        states, nearest, scores, *latest = self._retrieve(batch, max(1, most))
+        answers = [
             Encoded(state, items[: request.top_n], cosines[: request.top_n])
             if request.among is None
             else self._index.among(request.among, state, request.top_n)
-            for request, state, items, cosines in zip(requests, states, nearest, scores, strict=True)
+            for request, state, items, cosines in zip(requests, finite(states), nearest.astype(np.int32), scores, strict=True)
         ]
+        return with_states(answers, latest[0], batch) if latest else answers
 
     def close(self) -> None:
         for name in ("_session", "_index"):
             self.__dict__.pop(name, None)
 
-    def _retrieve(self, batch: BehaviourBatch, top_n: int) -> tuple[FloatArray, Int32Array, FloatArray]:
+    def _retrieve(self, batch: BehaviourBatch, top_n: int) -> list[FloatArray]:
+        """The graph's outputs: state, nearest, scores and, where there is a decoder, the latest states."""
         given: dict[str, Any] = {name: getattr(batch, name) for name in ("items", "times", "next_times", "lengths")}
-        states, nearest, scores = self._session.run(["state", "nearest", "scores"], {**given, "top_n": np.array(top_n, np.int64)})
-        return finite(states), nearest.astype(np.int32), scores
+        outputs: list[FloatArray] = self._session.run(self._outputs, {**given, "top_n": np.array(top_n, np.int64)})
+        return outputs

@@ -34,7 +34,7 @@ class OnnxCompiler:
         model = load_model(bundle)
         vectors = model.item_vectors().detach().numpy()
         (draft.path / "onnx").mkdir(exist_ok=True)
-        made = [(graph, precision) for graph in graphs(model) for precision in _precisions(graph, options)]
+        made = [(graph, precision) for graph in graphs(model, bundle.prompt_length) for precision in _precisions(graph, options)]
         return [
             CompileStep(f"onnx {graph.name} {precision}", partial(self._make, graph, precision, model.config, draft.path, vectors))
             for graph, precision in made

@@ -1,11 +1,12 @@
 """The three computations that are exported, as modules of tensors in and tensors out.
 
-    encode     items, times, next_times, lengths                                       -> state
-    retrieve   items, times, next_times, lengths, top_n                                -> state, items, scores
+    encode     items, times, next_times, lengths                                       -> state [, states]
+    retrieve   items, times, next_times, lengths, top_n                                -> state, nearest, scores [, states]
     append     items, times, next_times, lengths, past_times, past_lengths, past_kt, past_v -> state, kt, v
 
 `next_times` of a user's last event is the time of the request (0), and the attention divides by the constant N of the model, whatever
-the length of the inputs. Shapes: B users, L events, S new events, P kept events, D width, V items.
+the length of the inputs. `states` are the latest C, for a model whose decoder is prompted with them.
+Shapes: B users, L events, S new events, P kept events, D width, V items.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from integrations.hstu.last_state import last_states, row
+from integrations.hstu.last_state import latest_states, rows
 from integrations.hstu.model import HSTU
 from integrations.hstu.sequence_model import SequenceModel
 
@@ -39,44 +40,47 @@ _PAST: dict[str, tuple[str | None, ...]] = {
 }
 
 
-def graphs(model: SequenceModel) -> list[Graph]:
-    """What this model can be exported as; only HSTU has a state to append to."""
+def graphs(model: SequenceModel, prompt_length: int = 0) -> list[Graph]:
+    """What this model can be exported as; only HSTU has a state to append to. `prompt_length` is C, 0 where there is no decoder."""
+    latest = ("states",) if prompt_length else ()
     shared = [
-        Graph("encode", Encode(model), _HISTORY, ("state",)),
-        Graph("retrieve", Retrieve(model), {**_HISTORY, "top_n": ()}, ("state", "nearest", "scores")),
+        Graph("encode", Encode(model, prompt_length), _HISTORY, ("state", *latest)),
+        Graph("retrieve", Retrieve(model, prompt_length), {**_HISTORY, "top_n": ()}, ("state", "nearest", "scores", *latest)),
     ]
     return [*shared, Graph("append", Append(model), {**_HISTORY, **_PAST}, ("state", "kt", "v"))] if isinstance(model, HSTU) else shared
 
 
 class Encode(nn.Module):
-    """(B, D): the L2-normalised state after each user's last event."""
+    """(B, D): the L2-normalised state after each user's last event; with a `prompt_length` also (B, C, D), the states of the last C."""
 
-    def __init__(self, model: SequenceModel) -> None:
+    def __init__(self, model: SequenceModel, prompt_length: int = 0) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.prompt_length = model, prompt_length
 
-    def forward(self, items: Tensor, times: Tensor, next_times: Tensor, lengths: Tensor) -> Tensor:
-        return last_states(self.model, items, times, next_times, lengths)
+    def forward(self, items: Tensor, times: Tensor, next_times: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+        states = latest_states(self.model, items, times, next_times, lengths, max(1, self.prompt_length))
+        return (states[:, -1], states) if self.prompt_length else (states[:, -1],)
 
 
-class Retrieve(nn.Module):
-    """The state, and the indices 1..V and cosines of the `top_n` nearest items, (B, min(top_n, V)), best first."""
+class Retrieve(Encode):
+    """The state, and the indices 1..V and cosines of the `top_n` nearest items, (B, min(top_n, V)), best first; then as Encode."""
 
     vectors: Tensor
 
-    def __init__(self, model: SequenceModel) -> None:
-        super().__init__()
-        self.model = model
+    def __init__(self, model: SequenceModel, prompt_length: int = 0) -> None:
+        super().__init__(model, prompt_length)
         self.register_buffer("vectors", model.item_vectors()[1:].detach().T.contiguous())
 
-    def forward(self, items: Tensor, times: Tensor, next_times: Tensor, lengths: Tensor, top_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        state = last_states(self.model, items, times, next_times, lengths)
+    def forward(  # type: ignore[override]  # one input more than Encode
+        self, items: Tensor, times: Tensor, next_times: Tensor, lengths: Tensor, top_n: Tensor
+    ) -> tuple[Tensor, ...]:
+        state, *latest = super().forward(items, times, next_times, lengths)
         catalogue_size = self.vectors.shape[1]
         count = cast("int", top_n.clamp(max=catalogue_size).item())  # int() would fix it to the example's
         torch._check(count >= 1)  # type: ignore[no-untyped-call]  # noqa: SLF001 - the documented way to tell the exporter a bound
         torch._check(count <= catalogue_size)  # type: ignore[no-untyped-call]  # noqa: SLF001
         scores, nearest = torch.topk(state @ self.vectors, count, dim=1)
-        return state, nearest + 1, scores
+        return state, nearest + 1, scores, *latest
 
 
 class Append(nn.Module):
@@ -98,4 +102,4 @@ class Append(nn.Module):
         past_v: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         states, kt, v = self.model.append(items, times, next_times, past_times, past_lengths, past_kt, past_v)
-        return row(states, lengths - 1).squeeze(1), kt, v
+        return rows(states, lengths.unsqueeze(1) - 1).squeeze(1), kt, v

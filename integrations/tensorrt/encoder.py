@@ -9,8 +9,8 @@ from cluster.bundle import Artifact, Bundle
 from cluster.compilation import Precision, compile_command, why_missing
 from cluster.errors import BackendUnavailable, BundleError, CompileError
 from cluster.nearest import NearestItems
-from cluster.values import Availability, Encoded, EncodeRequest, FloatArray, UserSequence
-from integrations.hstu.engine_batch import engine_batch
+from cluster.values import Availability, Encoded, EncodeRequest, UserSequence
+from integrations.hstu.engine_batch import engine_batch, with_states
 from integrations.hstu.limits import limits
 from integrations.tensorrt.device import gpu_architecture
 from integrations.tensorrt.library import CURE, installed, load_library
@@ -49,7 +49,8 @@ class TensorRTEncoder:
             raise BackendUnavailable(str(error)) from error
         self._index = NearestItems(bundle.item_vectors)
         self._max_history = limits(bundle.manifest.model).max_history
-        self._states([EncodeRequest(_ONE_EVENT, top_n=1)])  # TensorRT for RTX finishes its kernels in the first call: not in a user's
+        self._has_prompt = bool(bundle.prompt_length)
+        self.infer(EncodeRequest(_ONE_EVENT, top_n=1))  # TensorRT for RTX finishes its kernels in the first call: not in a user's
 
     def infer(self, request: EncodeRequest) -> Encoded:
         return self.batch_infer([request])[0]
@@ -57,16 +58,18 @@ class TensorRTEncoder:
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
         size = self._engine.largest_batch
         parts = [requests[start : start + size] for start in range(0, len(requests), size)]
-        return [answer for part in parts for answer in self._index.answer(part, self._states(part))]
+        return [answer for part in parts for answer in self._answer(part)]
 
     def close(self) -> None:
         for name in ("_engine", "_index"):
             self.__dict__.pop(name, None)
 
-    def _states(self, requests: Sequence[EncodeRequest]) -> FloatArray:
-        tensors = engine_batch(requests, self._max_history, len(self._index)).tensors()
-        states: FloatArray = self._engine.run({name: tensors[name] for name in _INPUTS})["state"].cpu().numpy()
-        return states
+    def _answer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
+        batch = engine_batch(requests, self._max_history, len(self._index))
+        tensors = batch.tensors()
+        outputs = self._engine.run({name: tensors[name] for name in _INPUTS})
+        answers = self._index.answer(requests, outputs["state"].cpu().numpy())
+        return with_states(answers, outputs["states"].cpu().numpy(), batch) if self._has_prompt else answers
 
     def _engine_of(self, bundle: Bundle) -> Artifact:
         """The engine to serve here. The cheapest question comes first: packages, the bundle, the GPU, and only then the architecture.

@@ -12,7 +12,7 @@ from integrations.tensorrt.engine import Engine
 def measure_here(engine: Engine, bundle: Bundle, artifact: Artifact) -> dict[str, float]:
     """Raises CompileError where the engine breaks or is outside the tolerance of its precision."""
     model = load_model(bundle)
-    computation = next(candidate for candidate in graphs(model) if candidate.name == artifact.graph)
+    computation = next(candidate for candidate in graphs(model, bundle.prompt_length) if candidate.name == artifact.graph)
     try:
         parity = measure(
             computation,
