@@ -29,7 +29,8 @@ from cluster.errors import UnknownChoice
 from cluster.registry import DATASETS, choose
 from integrations.hstu.sequence_model import SequenceModel
 from integrations.hstu.weights import save_weights
-from pipelines.train import EpochReport, TrainOptions, chosen_device
+from pipelines.epochs import EpochReport, chosen_device
+from pipelines.train import TrainOptions
 from pipelines.training_run import RunOptions, train_model
 
 RESULTS = Path(__file__).parent / "results"

@@ -6,10 +6,12 @@ The codes of a level are tokens of the decoder. Token 0 names nothing: vLLM's pr
 """
 
 import hashlib
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -70,8 +72,11 @@ def write_semantic_ids(ids: SemanticIds, path: Path) -> None:
 def read_semantic_ids(path: Path) -> SemanticIds:
     """What `write_semantic_ids` wrote. Raises BundleError where the file is damaged."""
     try:
-        with np.load(path) as arrays:
+        with path.open("rb") as file, np.load(file) as arrays:  # numpy leaves a path that it opened itself open at an error
             books: Sequence[FloatArray] = [arrays[name] for name in sorted(arrays.files) if name.startswith("codebook_")]
-            return SemanticIds(arrays["codes"], tuple(arrays["sizes"].tolist()), tuple(books))
-    except (OSError, KeyError, ValueError) as error:
+            ids = SemanticIds(arrays["codes"], tuple(arrays["sizes"].tolist()), tuple(books))
+    except (OSError, EOFError, KeyError, ValueError, BadZipFile, zlib.error) as error:
         raise BundleError(f"{path} does not hold semantic IDs: {error}") from error
+    if ids.codes.ndim != 2 or ids.codes.shape[1] != ids.levels or (ids.codes < 0).any() or (ids.codes >= ids.sizes).any():
+        raise BundleError(f"{path} holds codes of shape {ids.codes.shape} that do not fit levels of {ids.sizes} codes")
+    return ids

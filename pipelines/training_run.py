@@ -1,9 +1,10 @@
 """From a dataset to a trained, measured model: train with early stop, learn the validation events too, measure on the test events."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from pydantic import ValidationError
@@ -12,9 +13,13 @@ from cluster.bundle import ModelRecord
 from cluster.dataset import Dataset
 from cluster.errors import ConfigError, DataError
 from cluster.registry import MODELS, choose
+from pipelines.epochs import EpochReport, EpochTrainer, load_checkpoint, save_checkpoint
 from pipelines.evaluate import evaluate
 from pipelines.sequence_models import TrainableModel
-from pipelines.train import EpochReport, Trainer, TrainOptions, load_checkpoint, save_checkpoint
+from pipelines.train import Trainer, TrainOptions
+
+FIRST_PHASE = "train"
+PHASES = (FIRST_PHASE, "refit", "decoder", "decoder refit")
 
 
 class Observer(Protocol):
@@ -27,7 +32,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run does around the training itself; `checkpoint` is written after every epoch and removed at the end."""
+    """What a run does around the training itself; `checkpoint` is written after every epoch, a file for each phase."""
 
     refit: bool = False
     device: str = "auto"
@@ -37,9 +42,13 @@ class RunOptions:
 
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """A finished run: `best` is the epoch that validation chose, `quality` the metrics on the test events, before and after a refit."""
+    """A finished run: `best` is the epoch that validation chose, `quality` the metrics on the test events, before and after a refit.
+
+    `validated` is the model before the refit, which knows nothing of the validation events.
+    """
 
     model: TrainableModel
+    validated: TrainableModel
     best: EpochReport
     epochs: int
     quality: dict[str, float]
@@ -72,19 +81,28 @@ def train_model(record: ModelRecord, dataset: Dataset, options: TrainOptions, ru
         again = options.model_copy(update={"validate_every": 0, "stop_after": first.best.epoch})
         last = _train("refit", record, dataset, again, run, observer)
         quality = dict(evaluate(last.model, dataset.interactions))
-    for phase in ("train", "refit"):
-        if run.checkpoint:
-            _checkpoint(run.checkpoint, phase).unlink(missing_ok=True)
-    return TrainedModel(last.model, first.best, first.epoch, quality, quality_before_refit, time.perf_counter() - began)
+    return TrainedModel(last.model, first.model, first.best, first.epoch, quality, quality_before_refit, time.perf_counter() - began)
 
 
 def _train(  # noqa: PLR0917 - `train_model`'s own parameters
     phase: str, record: ModelRecord, dataset: Dataset, options: TrainOptions, run: RunOptions, observer: Observer
 ) -> Trainer:
     trainer = Trainer(new_model(record, options.seed), dataset.interactions, options, device=run.device)
+    trainer.fit(after_batch=observer.batch, after_epoch=begin(trainer, phase, run, observer))
+    return trainer
+
+
+def begin(trainer: EpochTrainer[Any, Any], phase: str, run: RunOptions, observer: Observer) -> Callable[[EpochReport], None]:
+    """Begin a phase of a run, from its checkpoint where that is asked for; what is returned, called after an epoch, shows and saves it.
+
+    Raises DataError where there is nothing to resume: the first phase has no checkpoint.
+    """
     path = _checkpoint(run.checkpoint, phase) if run.checkpoint else None
-    if run.resume:
-        _resume(trainer, path, needed=phase == "train")
+    if run.resume and path and path.is_file():
+        load_checkpoint(trainer, path)
+    elif run.resume and phase == FIRST_PHASE:
+        raise DataError(f"there is no checkpoint {path} to resume from; start without --resume")
+    options = trainer.options
     observer.phase(phase, options.stop_after or options.epochs, trainer.epoch)
 
     def after_epoch(report: EpochReport) -> None:
@@ -92,15 +110,14 @@ def _train(  # noqa: PLR0917 - `train_model`'s own parameters
         if path:
             save_checkpoint(trainer, path)
 
-    trainer.fit(after_batch=observer.batch, after_epoch=after_epoch)
-    return trainer
+    return after_epoch
 
 
-def _resume(trainer: Trainer, path: Path | None, *, needed: bool) -> None:
-    if path and path.is_file():
-        load_checkpoint(trainer, path)
-    elif needed:
-        raise DataError(f"there is no checkpoint {path} to resume from; start without --resume")
+def forget_checkpoints(run: RunOptions) -> None:
+    """Once what was trained is published, nothing is left to resume."""
+    if run.checkpoint:
+        for phase in PHASES:
+            _checkpoint(run.checkpoint, phase).unlink(missing_ok=True)
 
 
 def _checkpoint(path: Path, phase: str) -> Path:

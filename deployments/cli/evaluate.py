@@ -48,6 +48,16 @@ def refuse_another_catalogue(bundle: Bundle, dataset: Dataset) -> None:
         )
 
 
+def print_strategies(quality: Mapping[str, Mapping[str, float]], title: str) -> None:
+    """A table of the metrics, a row a strategy."""
+    table = Table("strategy", title=title)
+    for name in next(iter(quality.values())):
+        table.add_column(name.upper(), justify="right")
+    for strategy, figures in quality.items():
+        table.add_row(strategy, *(f"{value:.4f}" for value in figures.values()))
+    Console().print(table)
+
+
 def print_quality(quality: Mapping[str, float], title: str) -> None:
     """A table of the metrics."""
     table = Table(title=title)

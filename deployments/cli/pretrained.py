@@ -1,16 +1,17 @@
 """A trained model without its data: weights and what they are, to be joined with the data set where it is fetched.
 
 Such a directory holds weights.safetensors and model.json: family, configuration, the command that makes it again, quality, provenance
-and a digest of the item order.
+and a digest of the item order; a model that generates also has its decoder, soft prompt and semantic IDs there.
 """
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from cluster.bundle import WEIGHTS, Bundle, ModelRecord
+from cluster.bundle import GENERATIVE, WEIGHTS, BlendRecord, Bundle, DecoderRecord, Draft, ModelRecord
 from cluster.dataset import Dataset
 from cluster.errors import BundleError, DataError
 from deployments.cli.publishing import item_order_sha256, publish
@@ -28,6 +29,8 @@ class Pretrained(BaseModel):
     command: str = Field(description="makes these weights again")
     quality: dict[str, float]
     training: dict[str, JsonValue]
+    decoder: DecoderRecord | None = None
+    blend: BlendRecord | None = None
 
     @property
     def item_order_sha256(self) -> str:
@@ -37,9 +40,12 @@ class Pretrained(BaseModel):
 def export_pretrained(bundle: Bundle, directory: Path, command: str) -> None:
     """Write a bundle's weights and description, without its catalogue, into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(bundle.verified(WEIGHTS), directory / WEIGHTS)
     manifest = bundle.manifest
-    described = Pretrained(model=manifest.model, command=command, quality=manifest.quality, training=manifest.training)
+    for file in (WEIGHTS, *(GENERATIVE if manifest.decoder else ())):
+        (directory / file).parent.mkdir(exist_ok=True)
+        shutil.copyfile(bundle.verified(file), directory / file)
+    kept = {name: getattr(manifest, name) for name in ("model", "quality", "training", "decoder", "blend")}
+    described = Pretrained(command=command, **kept)
     (directory / DESCRIPTION).write_text(described.model_dump_json(indent=2) + "\n")
 
 
@@ -54,7 +60,19 @@ def publish_pretrained(directory: Path, dataset: Dataset, model_dir: Path) -> Bu
     model = build_model(described.model)
     load_weights(model, directory / WEIGHTS)
     training: dict[str, Any] = {**described.training, "pretrained": True}
-    return publish(model_dir, described.model, model, dataset, training=training, quality=described.quality)
+    put = partial(_put_generative, directory, described) if described.decoder else None
+    return publish(model_dir, described.model, model, dataset, training=training, quality=described.quality, put_generative=put)
+
+
+def _put_generative(directory: Path, described: Pretrained, draft: Draft) -> None:
+    """Raises BundleError where a file of it is not there."""
+    for file in GENERATIVE:
+        (draft.path / file).parent.mkdir(exist_ok=True)
+        try:
+            shutil.copyfile(directory / file, draft.path / file)
+        except OSError as error:
+            raise BundleError(f"{directory / file} cannot be read: {error}") from error
+    draft.decoder, draft.blend = described.decoder, described.blend
 
 
 def read_pretrained(directory: Path) -> Pretrained:

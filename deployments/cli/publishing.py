@@ -2,14 +2,14 @@
 
 import hashlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cluster.bundle import CATALOGUE, FIRST_SEEN, ITEM_VECTORS, POPULARITY, WEIGHTS, Bundle, BundleStore, ModelRecord
+from cluster.bundle import CATALOGUE, FIRST_SEEN, ITEM_VECTORS, POPULARITY, WEIGHTS, Bundle, BundleStore, Draft, ModelRecord
 from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue, Dataset
 from integrations.hstu.sequence_model import SequenceModel
@@ -24,8 +24,9 @@ def publish(
     *,
     training: Mapping[str, Any],
     quality: Mapping[str, float],
+    put_generative: Callable[[Draft], None] | None = None,
 ) -> Bundle:
-    """A new current version of the model in `model_dir`, opened."""
+    """A new current version of the model in `model_dir`, opened; `put_generative` adds the decoder and the blend, if there are any."""
     store = BundleStore(model_dir)
     with store.publish(record) as draft:
         save_weights(model, draft.path / WEIGHTS)
@@ -33,6 +34,8 @@ def publish(
         np.save(draft.path / POPULARITY, dataset.interactions.popularity(len(dataset.catalogue)))
         np.save(draft.path / FIRST_SEEN, dataset.interactions.first_seen(len(dataset.catalogue)))
         np.save(draft.path / ITEM_VECTORS, model.item_vectors().detach().cpu().numpy())
+        if put_generative:
+            put_generative(draft)
         draft.training, draft.quality = {**provenance(dataset), **training}, dict(quality)
     return store.open()
 

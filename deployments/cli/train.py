@@ -2,6 +2,8 @@
 
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -12,16 +14,20 @@ from cluster.bundle import ModelRecord
 from cluster.errors import ConfigError
 from cluster.registry import MODELS
 from deployments.cli.dataset_options import DatasetOptions, open_dataset, with_dataset_options
-from deployments.cli.evaluate import print_quality
+from deployments.cli.evaluate import print_quality, print_strategies
+from deployments.cli.generative import NO_DECODER, DecoderPlan, preset, train_generative
 from deployments.cli.pretrained import export_pretrained
 from deployments.cli.publishing import publish
 from deployments.cli.training_progress import TrainingProgress
+from integrations.decoder.config import PRESETS
 from integrations.hstu.model_parameter_calculator import model_size
 from integrations.hstu.sequence_model import SequenceModel
+from pipelines.generative_run import IdOptions
 from pipelines.train import TrainOptions
-from pipelines.training_run import RunOptions, TrainedModel, train_model
+from pipelines.train_decoder import DecoderOptions
+from pipelines.training_run import RunOptions, TrainedModel, forget_checkpoints, train_model
 
-_DEFAULT = TrainOptions()
+_DEFAULT, _DECODER, _IDS = TrainOptions(), DecoderOptions(), IdOptions()
 _WINDOW_MARGIN = 11
 """How much longer than the history the constant N is, as in the published configurations (200 -> 211)."""
 
@@ -53,6 +59,15 @@ def train(
     seed: Annotated[int, typer.Option()] = _DEFAULT.seed,
     refit: Annotated[bool, typer.Option(help="train anew with the validation events learnt too, as long as validation chose")] = False,
     compile_: Annotated[bool, typer.Option("--compile", help="torch.compile: slow to start, then several times faster")] = False,
+    decoder: Annotated[str, typer.Option(help=f"size of the semantic-ID decoder: {', '.join(PRESETS)} or {NO_DECODER}")] = "tiny",
+    decoder_epochs: Annotated[int, typer.Option(help="at most, and the end of its learning-rate schedule")] = _DECODER.epochs,
+    decoder_learning_rate: Annotated[float, typer.Option()] = _DECODER.learning_rate,
+    decoder_batch: Annotated[int, typer.Option(help="windows of the prompt's length in a batch")] = _DECODER.batch_windows,
+    decoder_precision: Annotated[str, typer.Option(help="fp32, or bf16 where the processor multiplies it faster")] = _DECODER.precision,
+    prompt_length: Annotated[int, typer.Option(help="the encoder's latest states that prompt the decoder; 32s fill vLLM's blocks")] = 64,
+    levels: Annotated[int, typer.Option(help="codes in a semantic ID")] = _IDS.levels,
+    codes: Annotated[int | None, typer.Option(help="different codes a level (default: enough for two cells an item)")] = _IDS.codes,
+    title_weight: Annotated[float, typer.Option(help="share of titles in what semantic IDs are clustered by, 0 to 1")] = _IDS.title_weight,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     export: Annotated[Path | None, typer.Option(help="write the weights and model.json here too, without the catalogue")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on where an interrupted run of the same options stopped")] = False,
@@ -67,14 +82,24 @@ def train(
         seen_as_negatives=seen_as_negatives, window=window, validate_every=validate_every, patience=patience, seed=seed, compile=compile_,
     )  # fmt: skip
     target = model_dir or Path("models") / data.name
+    plan = _decoder_plan(
+        decoder, options, prompt_length=prompt_length, epochs=decoder_epochs, learning_rate=decoder_learning_rate,
+        batch_windows=decoder_batch, precision=decoder_precision, levels=levels, codes=codes, title_weight=title_weight,
+    )  # fmt: skip
+    run = RunOptions(refit=refit, device=device, checkpoint=target / ".training", resume=resume)
     with TrainingProgress() as progress:
-        run = RunOptions(refit=refit, device=device, checkpoint=target / ".training", resume=resume)
         trained = train_model(record, data, options, run, progress)
-    model = cast(SequenceModel, trained.model)
-    bundle = publish(target, record, model, data, training=_training(options, run, trained), quality=trained.quality)
+        generative = train_generative(trained, record, data, plan, run=run, observer=progress) if plan else None
+    model, training = cast(SequenceModel, trained.model), _training(options, run, trained)
+    if plan and generative:
+        training["decoder"] = generative.described(plan)
+    put = generative.put if generative else None
+    bundle = publish(target, record, model, data, training=training, quality=trained.quality, put_generative=put)
+    forget_checkpoints(run)
     if export:
         export_pretrained(bundle, export, shlex.join(["genrec", *sys.argv[1:]]))
-    print_quality(trained.quality, f"{bundle.version}, {data.interactions.users} users' last events")
+    title = f"{bundle.version}, {data.interactions.users} users' last events"
+    print_strategies(bundle.manifest.blend.quality, title) if bundle.manifest.blend else print_quality(trained.quality, title)
     typer.echo(f"published {bundle.path}: {_size(model)}", err=True)
 
 
@@ -92,11 +117,32 @@ def _widths(family: str, dim: int, heads: int, head_dim: int | None) -> dict[str
 
 
 def _options(**given: Any) -> TrainOptions:
-    try:
+    with _as_options():
         return TrainOptions.model_validate(given)
+
+
+def _decoder_plan(
+    decoder: str, encoder: TrainOptions, *, prompt_length: int, levels: int, codes: int | None, title_weight: float, **given: Any
+) -> DecoderPlan | None:
+    """None where no decoder is wanted. Seed, windows and whether there is validation are as for the encoder."""
+    if decoder == NO_DECODER:
+        return None
+    shared = {"seed": encoder.seed, "window": encoder.window, "validate_every": 1 if encoder.validate_every else 0}
+    with _as_options("decoder-"):
+        options = DecoderOptions.model_validate({**given, **shared})
+    with _as_options():
+        ids = IdOptions(levels=levels, codes=codes, title_weight=title_weight)
+    return DecoderPlan({**preset(decoder), "prompt_length": prompt_length}, ids, options, encoder.temperature)
+
+
+@contextmanager
+def _as_options(prefix: str = "") -> Iterator[None]:
+    """Raises ConfigError in the names of the command line where pydantic refuses a value."""
+    try:
+        yield
     except ValidationError as error:
-        problems = "; ".join(f"--{str(problem['loc'][0]).replace('_', '-')}: {problem['msg']}" for problem in error.errors())
-        raise ConfigError(problems) from error
+        problems = (f"--{prefix}{str(problem['loc'][0]).replace('_', '-')}: {problem['msg']}" for problem in error.errors())
+        raise ConfigError("; ".join(problems)) from error
 
 
 def _training(options: TrainOptions, run: RunOptions, trained: TrainedModel) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from pipelines.train import EpochReport
+from pipelines.epochs import EpochReport
 
 
 class TrainingProgress:

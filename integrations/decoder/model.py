@@ -6,19 +6,22 @@ mask gives each token its own target's path and the prompt up to its target's ev
     rows    [state 0..T-1][first codes of T targets][second codes] ...
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.semantic_ids import SemanticIds
-from cluster.values import FloatArray
+from cluster.values import FloatArray, UserSequence
 from integrations.decoder.config import DecoderConfig
-from integrations.decoder.soft_prompt import SoftPrompt
+from integrations.decoder.soft_prompt import SoftPrompt, pause_codes, rating_codes
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,19 +47,39 @@ class SemanticIdDecoder(nn.Module):
         self.lm = LlamaForCausalLM(llama_config(config))  # type: ignore[no-untyped-call]
         self.prompt = SoftPrompt(item_vectors, config.hidden, config.dropout)
         self.register_buffer("paths", torch.from_numpy(ids.tokens).long(), persistent=False)
-        self._siblings = [_Siblings(ids, level) for level in range(ids.levels)]
+        self._depth = max(level for level, size in enumerate(ids.sizes, start=1) if size > 1 or level == 1)
+        self._siblings = [_Siblings(ids, level) for level in range(self._depth)]
         for layer in self.lm.model.layers:  # Llama has no dropout of its own where it matters
             for part in (layer.self_attn.o_proj, layer.mlp):
                 part.register_forward_hook(partial(_drop, config.dropout))
 
+    @property
+    def prompt_length(self) -> int:
+        return self.config.prompt_length
+
+    def columns(self, history: UserSequence, states_LD: Tensor, targets_L: Tensor) -> dict[str, Tensor]:
+        """A window as columns of one length L: the latest L events of a history, the states after them, and what followed each."""
+        length = len(targets_L)
+        codes: dict[str, np.ndarray[Any, Any]] = {"items": history.items, "ratings": rating_codes(history), "pauses": pause_codes(history)}
+        tensors = {name: torch.from_numpy(np.asarray(column[-length:], np.int64)) for name, column in codes.items()}
+        return {"states": states_LD, **tensors, "targets": targets_L}
+
+    def batch(self, windows: Sequence[Mapping[str, Tensor]]) -> PromptBatch:
+        """Windows of at most `prompt_length` rows, right-padded to the longest."""
+        device = self.paths.device
+        return PromptBatch(**{name: pad_sequence([window[name] for window in windows], batch_first=True).to(device) for name in windows[0]})
+
     def loss(self, batch: PromptBatch) -> Tensor:
-        """Mean over the targets of -log P(path), each code's probability among those that may follow the path so far."""
+        """Mean over the targets of -log P(path), each code's probability among those that may follow the path so far.
+
+        Below the last level with more than one code there is nothing to learn.
+        """
         paths_BTL = self.paths[batch.targets]
         hidden = self._hidden(batch, paths_BTL)
         present = batch.targets != 0
         paths = paths_BTL[present]
         losses = []
-        for level, hidden_BTH in enumerate(torch.chunk(hidden, self.ids.levels, dim=1)):
+        for level, hidden_BTH in enumerate(torch.chunk(hidden, self._depth, dim=1)):
             first, size = self.ids.first_tokens[level], self.ids.sizes[level]
             logits = F.linear(hidden_BTH[present], self.lm.lm_head.weight[first : first + size])
             logits = logits.masked_fill(~self._siblings[level].of(batch.targets[present]), torch.finfo(logits.dtype).min)
@@ -64,11 +87,11 @@ class SemanticIdDecoder(nn.Module):
         return torch.stack(losses).sum()
 
     def _hidden(self, batch: PromptBatch, paths_BTL: Tensor) -> Tensor:
-        """Last hidden states (B, levels x T, H): at rows [0, T) those that predict first codes, then those that predict second ones..."""
+        """Last hidden states (B, depth x T, H): at rows [0, T) those that predict first codes, then those that predict second ones..."""
         users, length = batch.targets.shape
         rows = self.prompt(batch.states, batch.items, batch.ratings, batch.pauses)
-        codes = self.lm.model.embed_tokens(paths_BTL[:, :, :-1].transpose(1, 2).reshape(users, -1))
-        mask, positions = window_attention(length, self.ids.levels, rows.device, rows.dtype)
+        codes = self.lm.model.embed_tokens(paths_BTL[:, :, : self._depth - 1].transpose(1, 2).reshape(users, -1))
+        mask, positions = window_attention(length, self._depth, rows.device, rows.dtype)
         out = self.lm.model(
             inputs_embeds=torch.cat([rows, codes], dim=1),
             attention_mask=mask,

@@ -16,7 +16,8 @@ from pipelines.evaluate import evaluate, ranks
 from pipelines.losses import Seen, full_softmax, sampled_softmax
 from pipelines.ranking_metrics import ranking_metrics
 from pipelines.splits import TEST, VALIDATION, held_out, training_examples
-from pipelines.train import Trainer, TrainOptions, load_checkpoint, save_checkpoint
+from pipelines.epochs import load_checkpoint, save_checkpoint
+from pipelines.train import Trainer, TrainOptions
 
 ITEMS = 40
 

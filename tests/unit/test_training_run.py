@@ -9,7 +9,7 @@ from cluster.errors import ConfigError, DataError, UnknownChoice
 from cluster.values import Item
 from pipelines.evaluate import evaluate
 from pipelines.train import TrainOptions
-from pipelines.training_run import RunOptions, new_model, train_model
+from pipelines.training_run import RunOptions, forget_checkpoints, new_model, train_model
 from tests.unit.test_training import ITEMS, walks
 
 SIZES = {"items": ITEMS, "dim": 16, "attention_dim": 8, "linear_dim": 8, "max_length": 31, "max_history": 20}
@@ -70,6 +70,7 @@ def test_a_run_interrupted_in_either_phase_and_resumed_ends_as_if_nothing_had_ha
     assert watcher.phases[0] == ("train", 4, min(stop_after, 4))
     assert same_weights(whole.model, resumed.model)
     assert resumed.quality == whole.quality
+    forget_checkpoints(saved)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,218 @@
+"""What every training run does, whatever it trains: epochs with a learning-rate schedule, validation, early stop, resume.
+
+Everything that draws at random takes its numbers from `options.seed` and the epoch, so that a run resumed from a checkpoint is
+bit-equal to one that was never interrupted (on a CPU; a GPU adds up in no fixed order).
+"""
+
+import copy
+import math
+import pickle
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from cluster.errors import DataError
+
+BatchT = TypeVar("BatchT")
+OptionsT = TypeVar("OptionsT", bound="EpochOptions")
+
+
+class EpochOptions(BaseModel):
+    """How long and how fast to train."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    epochs: int = Field(default=100, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    schedule: Literal["constant", "cosine"] = Field(default="cosine", description="cosine falls to a hundredth at the last epoch")
+    validate_every: int = Field(
+        default=1, ge=0, description="epochs between validations; 0: none, the last epoch counts and all but the test event is learnt"
+    )
+    patience: int = Field(default=10, ge=1, description="validations without a better one after which training stops")
+    stop_after: int | None = Field(default=None, ge=1, description="stop after this many epochs, with `epochs` still the schedule's end")
+    seed: int = 42
+
+
+@dataclass(frozen=True)
+class EpochReport:
+    """How an epoch went; `validation` is empty where none was due."""
+
+    epoch: int
+    loss: float
+    seconds: float
+    validation: dict[str, float]
+
+    @property
+    def score(self) -> float:
+        """What the best epoch is chosen by: NDCG@10 or, of a decoder, the validation loss."""
+        return self.validation.get("ndcg@10", -self.validation.get("loss", math.inf))
+
+
+class Trainable(Protocol):
+    """What a run asks of a torch module."""
+
+    def train(self, mode: bool = True) -> Any: ...
+    def eval(self) -> Any: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
+    """One training run, an epoch at a time; `state` and `restore` carry it over a restart. A subclass says what a batch is and costs.
+
+    The learning rate rises over the first `warm_up_epochs`; a gradient longer than `largest_gradient` is shortened to it.
+    """
+
+    warm_up_epochs = 0.0
+    largest_gradient: float | None = None
+
+    def __init__(self, model: Trainable, optimizer: torch.optim.Optimizer, options: OptionsT, device: torch.device) -> None:
+        self._trained, self.optimizer, self.options, self.device = model, optimizer, options, device
+        self.history: list[EpochReport] = []
+        self.best_weights: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def _batches(self, rng: np.random.Generator) -> Sequence[BatchT]:
+        """An epoch's batches, in the order they are learnt."""
+
+    @abstractmethod
+    def _loss(self, batch: BatchT) -> tuple[Tensor, int]:
+        """The mean loss over a batch's rows, and how many those are."""
+
+    @abstractmethod
+    def _validate(self) -> dict[str, float]:
+        """Metrics on the validation events, `ndcg@10` or `loss` among them."""
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs are done."""
+        return len(self.history)
+
+    @property
+    def best(self) -> EpochReport:
+        """The epoch with the best validation or, without validation, the last."""
+        return max(self.history, key=lambda report: (report.score, report.epoch if report.score == -math.inf else -report.epoch))
+
+    @property
+    def finished(self) -> bool:
+        last = min(self.options.epochs, self.options.stop_after or self.options.epochs)
+        return self.epoch >= last or (bool(self.options.validate_every) and self._stale() >= self.options.patience)
+
+    def fit(
+        self, *, after_batch: Callable[[float], None] | None = None, after_epoch: Callable[[EpochReport], None] | None = None
+    ) -> EpochReport:
+        """Train until finished and put the best epoch's weights into the model."""
+        while not self.finished:
+            report = self.run_epoch(after_batch)
+            if after_epoch:
+                after_epoch(report)
+        if self.best_weights:
+            self._trained.load_state_dict(self.best_weights)
+        self._trained.eval()
+        return self.best
+
+    def run_epoch(self, after_batch: Callable[[float], None] | None = None) -> EpochReport:
+        """One pass over every user, then a validation where one is due. `after_batch` is told the share of the epoch that is done."""
+        began = time.perf_counter()
+        torch.manual_seed(_mixed(self.options.seed, self.epoch))
+        losses, rows = 0.0, 0
+        self._trained.train()
+        batches = self._batches(np.random.default_rng([self.options.seed, self.epoch]))
+        for number, batch in enumerate(batches):
+            self._set_learning_rate(self.epoch + number / len(batches))
+            loss, count = self._step(batch)
+            losses += loss * count
+            rows += count
+            if after_batch:
+                after_batch((number + 1) / len(batches))
+        return self._finish_epoch(losses / rows, began)
+
+    def state(self) -> dict[str, Any]:
+        """All that a resumed run needs, to be saved with torch.save."""
+        return {
+            "options": self.options.model_dump(mode="json"),
+            "model": self._trained.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "best_weights": self.best_weights,
+            "history": [asdict(report) for report in self.history],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`. Raises DataError where it was made with other options; only what merely lengthens a run may differ."""
+        free = {"patience"} | ({"epochs"} if self.options.schedule == "constant" else set())
+        saved, now = state["options"], self.options.model_dump(mode="json")
+        names = [name for name in now if name not in free and saved.get(name) != now[name]]
+        if different := [f"{name} ({saved.get(name)}, now {now[name]})" for name in names]:
+            values = ", ".join(different)
+            raise DataError(f"the checkpoint was made with other options: {values}; give the same ones, or start anew without --resume")
+        self._trained.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.best_weights = state["best_weights"]
+        self.history = [EpochReport(**report) for report in state["history"]]
+
+    def _step(self, batch: BatchT) -> tuple[float, int]:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss, rows = self._loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self.largest_gradient is not None:
+            torch.nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], self.largest_gradient)
+        self.optimizer.step()
+        return loss.item(), rows
+
+    def _set_learning_rate(self, epochs_done: float) -> None:
+        share = epochs_done / self.options.epochs
+        factor = 1.0 if self.options.schedule == "constant" else 0.01 + 0.99 * (1 + math.cos(math.pi * share)) / 2
+        if epochs_done < self.warm_up_epochs:
+            factor *= 0.01 + 0.99 * epochs_done / self.warm_up_epochs
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.options.learning_rate * factor
+
+    def _finish_epoch(self, loss: float, began: float) -> EpochReport:
+        due = self.options.validate_every and (self.epoch + 1) % self.options.validate_every == 0
+        validation = self._validate() if due else {}
+        report = EpochReport(self.epoch + 1, loss, time.perf_counter() - began, validation)
+        self.history.append(report)
+        if validation and self.best is report:
+            self.best_weights = copy.deepcopy(self._trained.state_dict())
+        return report
+
+    def _stale(self) -> int:
+        """Validations since the best one."""
+        validated = [report.epoch for report in self.history if report.validation]
+        return sum(epoch > self.best.epoch for epoch in validated)
+
+
+def chosen_device(name: str) -> str:
+    """`name`, or for "auto" the GPU where there is one."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def save_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:
+    """Write the run's state beside `path` and rename it, so that an interruption leaves the last one whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    torch.save(trainer.state(), partial)
+    partial.replace(path)
+
+
+def load_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:
+    """Go on from what `save_checkpoint` wrote. Raises DataError where it is damaged or of another model."""
+    try:
+        trainer.restore(torch.load(path, map_location=trainer.device, weights_only=True))
+    except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        raise DataError(f"{path} is damaged or the checkpoint of another model; start anew without --resume: {error}") from error
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    """A seed of torch's generator for one epoch, unlike that of any other epoch or neighbouring seed."""
+    return int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0] >> np.uint64(1))

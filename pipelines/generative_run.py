@@ -1,0 +1,136 @@
+"""From a trained encoder to a whole generative model: semantic IDs, decoder, and the blend of the two fitted on the validation events.
+
+ids = item vectors in codes -> decoder trained on states -> what the serving backends answer -> weights of the blend
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cluster.bundle import Bundle
+from cluster.dataset import Dataset, Interactions
+from cluster.errors import ConfigError
+from cluster.protocols import Backend
+from cluster.registry import BACKENDS, DECODERS, choose
+from cluster.semantic_ids import SemanticIds
+from cluster.values import Encoded, EncodeRequest, Generated, GenerateRequest, UserState
+from pipelines.epochs import EpochReport
+from pipelines.fit_blend import Retrieved
+from pipelines.generation import last_events
+from pipelines.semantic_ids import Report, build_semantic_ids, report, with_titles
+from pipelines.sequence_models import TrainableModel
+from pipelines.splits import Example, held_out
+from pipelines.train_decoder import DecoderOptions, DecoderTrainer, TrainableDecoder
+from pipelines.training_run import Observer, RunOptions, begin
+
+USERS_AT_ONCE = 32
+
+
+class IdOptions(BaseModel):
+    """How items get their semantic IDs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    levels: int = Field(default=3, ge=2, le=8)
+    codes: int | None = Field(default=None, ge=2, description="codes a level; default: as few as give two cells to each item")
+    title_weight: float = Field(default=0.0, ge=0, lt=1, description="share of titles and attributes in what items are clustered by")
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedDecoder:
+    """A finished decoder, what became of its items' IDs, and how its training went."""
+
+    decoder: TrainableDecoder
+    ids: Report
+    best: EpochReport
+    epochs: int
+    seconds: float
+
+
+def train_decoder(
+    encoder: TrainableModel,
+    dataset: Dataset,
+    sizes: Mapping[str, Any],
+    ids: IdOptions,
+    options: DecoderOptions,
+    *,
+    run: RunOptions,
+    observer: Observer,
+    phase: str = "decoder",
+) -> TrainedDecoder:
+    """Train on all but each user's last two events, or with `validate_every=0` the last; the encoder stays as it is.
+
+    `sizes` are keys of the decoder's configuration. Raises ConfigError where they do not fit it.
+    """
+    began = time.perf_counter()
+    vectors = encoder.item_vectors().detach().cpu().numpy()
+    clustered = with_titles(vectors, dataset.catalogue, ids.title_weight) if ids.title_weight else vectors
+    codes = build_semantic_ids(clustered, levels=ids.levels, codes=ids.codes, seed=options.seed)
+    trainer = DecoderTrainer(new_decoder(sizes, codes, vectors, options.seed), encoder, dataset.interactions, options, device=run.device)
+    trainer.fit(after_batch=observer.batch, after_epoch=begin(trainer, phase, run, observer))
+    return TrainedDecoder(trainer.decoder, report(codes), trainer.best, trainer.epoch, time.perf_counter() - began)
+
+
+def new_decoder(sizes: Mapping[str, Any], ids: SemanticIds, vectors: "np.ndarray[Any, Any]", seed: int) -> TrainableDecoder:
+    """A decoder with first weights drawn from the seed. Raises ConfigError."""
+    family = choose("decoder", DECODERS, "llama")
+    given = {**sizes, "vocabulary": ids.vocabulary, "levels": ids.levels, "state_dim": vectors.shape[1]}
+    try:
+        config = family.config_type.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(f"not a configuration of a decoder: {error}") from error
+    torch.manual_seed(seed)
+    decoder: TrainableDecoder = family(config, ids, vectors)
+    return decoder
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """What serving would answer before each event, and the item of that event."""
+
+    retrieved: Sequence[Retrieved]
+    generated: Sequence[Generated]
+    targets: Sequence[int]
+
+
+def serving_lists(bundle: Bundle, interactions: Interactions, from_end: int, *, beam: int, pool: int) -> Lists:
+    """Every user's retrieved and generated items before the event that stands `from_end` from the end, by torch alone.
+
+    As in pipelines/evaluate.py, what the encoder's window holds is not recommended again.
+    """
+    encoder: Backend[EncodeRequest, Encoded] = choose("encoder", BACKENDS["encoder"], "torch")()
+    generator: Backend[GenerateRequest, Generated] = choose("generator", BACKENDS["generator"], "torch_beam")()
+    encoder.load(bundle)
+    generator.load(bundle)
+    retrieved: list[Encoded] = []
+    generated: list[Generated] = []
+    examples = list(held_out(interactions, from_end))
+    for start in range(0, len(examples), USERS_AT_ONCE):
+        part = examples[start : start + USERS_AT_ONCE]
+        encoded = encoder.batch_infer([EncodeRequest(one.history, pool + len(one.history)) for one in part])
+        retrieved += [_unseen(answer, one) for answer, one in zip(encoded, part, strict=True)]
+        generated += generator.batch_infer([_asked(answer, one, beam) for answer, one in zip(encoded, part, strict=True)])
+    encoder.close()
+    generator.close()
+    return Lists(retrieved, generated, [one.target for one in examples])
+
+
+def _asked(encoded: Encoded, example: Example, beam: int) -> GenerateRequest:
+    assert encoded.states is not None
+    user = UserState(encoded.states, last_events(example.history, len(encoded.states)))
+    return GenerateRequest(user, beam, beam, blocked=_seen(example))
+
+
+def _unseen(encoded: Encoded, example: Example) -> Encoded:
+    kept = ~np.isin(encoded.items, _seen(example))
+    return Encoded(encoded.state, encoded.items[kept], encoded.scores[kept])
+
+
+def _seen(example: Example) -> "np.ndarray[Any, np.dtype[np.int32]]":
+    """What may not be recommended: the history, save the answer itself, where users come back to items."""
+    return np.setdiff1d(example.history.items, [example.target]).astype(np.int32)

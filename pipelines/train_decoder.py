@@ -1,0 +1,145 @@
+"""Train the semantic-ID decoder on a trained encoder's states: windows of states and events -> the next items' paths.
+
+    trainer = DecoderTrainer(decoder, encoder, interactions, options)
+    best = trainer.fit()                # EpochReport of the epoch whose weights the decoder now has
+
+The encoder stays as it is. Each of a user's windows is encoded and cut into pieces of the prompt's length; a piece teaches one path for
+each of its events (see integrations/decoder/model.py).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, Self
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from cluster.dataset import Interactions
+from cluster.errors import DataError
+from cluster.values import UserSequence
+from pipelines.epochs import EpochOptions, EpochTrainer, chosen_device
+from pipelines.sequence_models import TrainableModel
+from pipelines.splits import VALIDATION, Example, Window, held_out, training_examples
+
+ENCODED_AT_ONCE = 64
+BETAS = (0.9, 0.98)
+
+
+class DecoderOptions(EpochOptions):
+    """How to train the decoder."""
+
+    epochs: int = Field(default=20, ge=1)
+    learning_rate: float = Field(default=1.5e-3, gt=0)
+    batch_windows: int = Field(default=32, ge=1, description="pieces of the prompt's length in a batch")
+    weight_decay: float = Field(default=0.05, ge=0)
+    window: Window = Field(default="random", description="which part of a history longer than the encoder's window is trained on")
+    precision: Literal["fp32", "bf16"] = Field(default="fp32", description="bf16: autocast, where the processor multiplies it faster")
+
+
+class TrainableDecoder(Protocol):
+    """What training asks of a decoder: `loss` is the mean over a batch's targets, which `batch` makes from columns of equal length."""
+
+    @property
+    def prompt_length(self) -> int: ...
+    def batch(self, windows: Sequence[Mapping[str, Tensor]]) -> Any: ...
+    def columns(self, history: UserSequence, states_LD: Tensor, targets: Tensor) -> dict[str, Tensor]: ...
+    def loss(self, batch: Any) -> Tensor: ...
+
+    def train(self, mode: bool = True) -> Self: ...
+    def eval(self) -> Self: ...
+    def to(self, device: torch.device, /) -> Self: ...
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+WindowColumns = dict[str, Tensor]
+
+
+class DecoderTrainer(EpochTrainer[Sequence[WindowColumns], DecoderOptions]):
+    """A run over the users' windows, each a dict of columns of one length; validation is the loss on the validation events."""
+
+    warm_up_epochs = 1.0
+    largest_gradient = 1.0
+
+    def __init__(
+        self,
+        decoder: TrainableDecoder,
+        encoder: TrainableModel,
+        interactions: Interactions,
+        options: DecoderOptions,
+        *,
+        device: str = "auto",
+    ) -> None:
+        place = torch.device(chosen_device(device))
+        self.decoder, self.encoder = decoder.to(place), encoder.to(place).eval()
+        self.interactions = interactions
+        optimizer = torch.optim.AdamW(decoder.parameters(), lr=options.learning_rate, betas=BETAS, weight_decay=options.weight_decay)
+        super().__init__(decoder, optimizer, options, place)
+        if not self._examples(np.random.default_rng(0)):
+            raise DataError(f"none of the {interactions.users} users has events enough to learn from")
+
+    def _examples(self, rng: np.random.Generator) -> list[Example]:
+        held_out_events = 2 if self.options.validate_every else 1
+        history = self.encoder.config.max_history
+        return training_examples(
+            self.interactions, held_out_events=held_out_events, max_history=history, window=self.options.window, rng=rng
+        )
+
+    def _batches(self, rng: np.random.Generator) -> list[list[WindowColumns]]:
+        windows = [piece for columns in self._encoded(self._examples(rng)) for piece in pieces(columns, self.decoder.prompt_length, rng)]
+        order, size = rng.permutation(len(windows)).tolist(), self.options.batch_windows
+        return [[windows[index] for index in order[start : start + size]] for start in range(0, len(order), size)]
+
+    def _loss(self, batch: Sequence[WindowColumns]) -> tuple[Tensor, int]:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
+            loss = self.decoder.loss(self.decoder.batch(batch))
+        return loss, sum(len(columns["targets"]) for columns in batch)
+
+    def _validate(self) -> dict[str, float]:
+        """The loss on each user's validation event, prompted with all that went before."""
+        examples = list(held_out(self.interactions, VALIDATION))
+        losses, rows, length = 0.0, 0, self.decoder.prompt_length
+        self.decoder.eval()
+        with torch.inference_mode():
+            last = [_only_last(_tail(columns, length)) for columns in self._encoded(examples)]
+            for start in range(0, len(last), self.options.batch_windows):
+                batch = last[start : start + self.options.batch_windows]
+                losses += self.decoder.loss(self.decoder.batch(batch)).item() * len(batch)
+                rows += len(batch)
+        self.decoder.train()
+        return {"loss": losses / rows}
+
+    def _encoded(self, examples: Sequence[Example]) -> Iterator[WindowColumns]:
+        """Each example's window, as far back as the encoder sees: its states and events, and what followed each."""
+        order = np.argsort([len(example.history) for example in examples], kind="stable").tolist()
+        for start in range(0, len(order), ENCODED_AT_ONCE):
+            part = [examples[index] for index in order[start : start + ENCODED_AT_ONCE]]
+            batch = self.encoder.collate([example.history for example in part]).tensors()
+            with torch.no_grad():
+                states_BLD = self.encoder(*(batch[name].to(self.device) for name in ("items", "times", "next_times"))).cpu()
+            for example, states_LD, length in zip(part, states_BLD, batch["lengths"].tolist(), strict=True):
+                targets = torch.from_numpy(example.targets[-length:])
+                yield self.decoder.columns(example.history, states_LD[:length], targets)
+
+
+def pieces(columns: WindowColumns, length: int, rng: np.random.Generator) -> list[WindowColumns]:
+    """The window in pieces of `length` rows that end at its end or, every other time by chance, up to half a piece before it."""
+    rows = len(columns["targets"])
+    if rows <= length:
+        return [columns]
+    last = rows - (int(rng.integers(0, min(length // 2, rows - length) + 1)) if rng.random() < 0.5 else 0)
+    stops = range(last, 0, -length)
+    return [{name: column[max(0, stop - length) : max(stop, length)] for name, column in columns.items()} for stop in stops]
+
+
+def _tail(columns: WindowColumns, length: int) -> WindowColumns:
+    return {name: column[-length:] for name, column in columns.items()}
+
+
+def _only_last(columns: WindowColumns) -> WindowColumns:
+    """With the last target alone."""
+    targets = torch.zeros_like(columns["targets"])
+    targets[-1] = columns["targets"][-1]
+    return {**columns, "targets": targets}
