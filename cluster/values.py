@@ -7,7 +7,7 @@ index 0 is padding and never an item.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ Int8Array: TypeAlias = npt.NDArray[np.int8]
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
+Strategy: TypeAlias = Literal["unified", "retrieval", "generative"]
 
 PADDING_INDEX = 0
 
@@ -214,6 +215,10 @@ class RecommendRequest:
 
     `exclude_seen` leaves out what stands in `behaviours`, `blocked` whatever it names; with `allowed`, nothing else is recommended.
     `tenant` says whose request it is, where customers share a cluster; it does not change the answer.
+    `strategy`: the encoder's nearest items (retrieval), the decoder's most probable ones (generative) or both lists blended (unified);
+    None is unified where the model has a decoder and retrieval where it has none. `sampling` draws the generated items, and `deadline_ms`
+    is the time generation may take before the retrieved items are the answer.
+    `diversity` and `freshness`, both 0 to 1, say how much items unlike each other, and items new to the catalogue, are preferred.
     """
 
     user_id: str
@@ -224,21 +229,59 @@ class RecommendRequest:
     blocked: frozenset[str] = frozenset()
     allowed: frozenset[str] | None = None
     tenant: str = "default"
+    strategy: Strategy | None = None
+    diversity: float = 0.0
+    freshness: float = 0.0
+    explain: bool = False
+    deadline_ms: float | None = None
+    sampling: SamplingOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SimilarItem:
+    """An item of the user's history, and the cosine of its vector and the recommended item's."""
+
+    item: Item
+    similarity: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why an item was recommended: what each stage gave it, None where the stage did not find it or was not asked.
+
+    `retrieval`: its cosine with the user's state; `generation`: the logarithm of its probability; `blended`: what the two make together;
+    `popularity`: its share of all events; `freshness`: 1 for an item first met now, half of it for each half-life since.
+    `similar`: the items of the history that are most like it, the most similar first.
+    """
+
+    retrieval: float | None = None
+    generation: float | None = None
+    blended: float | None = None
+    popularity: float | None = None
+    freshness: float | None = None
+    similar: tuple[SimilarItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredItem:
-    """A recommended item. Scores order the items of one answer; they do not compare across backends or answers."""
+    """A recommended item, and the score that `stage` gave it: a cosine (encode), a log-probability (generate), the two combined (blend) or
+    a share of all events (popularity).
+
+    Scores do not compare across backends or answers. They order the items of one answer, until diversity or freshness reorder them.
+    """
 
     item: Item
     score: float
+    stage: str = ""
+    explanation: Explanation | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
     """The answer to one request, best item first, with its provenance.
 
-    `degraded`: an engine that should have served broke and another took its place, or none served and popularity did.
+    `degraded`: an engine that should have served broke and another took its place, or none served the stage: retrieved items instead of
+    generated ones, popular items instead of retrieved ones.
     `unknown_items`: item ids of the request that the catalogue does not hold; they were left out of account.
     """
 

@@ -4,7 +4,19 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
-from cluster.values import Action, Behaviour, Recommendation, RecommendRequest
+from cluster.values import (
+    Action,
+    Behaviour,
+    Explanation,
+    Item,
+    Recommendation,
+    RecommendRequest,
+    SamplingOptions,
+    ScoredItem,
+    SkippedBackend,
+    StageReport,
+    Strategy,
+)
 
 LATEST_TIMESTAMP = 4_102_444_800  # the year 2100, in seconds
 
@@ -43,6 +55,21 @@ class BehaviourIn(Message):
         return Behaviour(self.item_id, self.timestamp, self.action, self.value)
 
 
+class SamplingIn(Message):
+    """Draw the generated items, instead of searching for the most probable ones."""
+
+    samples: int = Field(32, ge=1, le=1024, description="items drawn; the same one may be drawn twice")
+    temperature: float = Field(
+        1.0, ge=0, le=10, allow_inf_nan=False, description="0: always the most probable code; above 1: more surprising"
+    )
+    top_k: int = Field(0, ge=0, le=1_000_000, description="draw each code only from that many, the most probable; 0: from all")
+    top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False, description="draw each code only from the fewest that hold this probability")
+    seed: int | None = Field(None, ge=0, le=2**63 - 1, description="the same seed draws the same items; default: others each time")
+
+    def to_value(self) -> SamplingOptions:
+        return SamplingOptions(**self.model_dump())
+
+
 class RecommendIn(Message):
     """Who asks, what they did, and what may be recommended."""
 
@@ -56,7 +83,18 @@ class RecommendIn(Message):
                         {"item_id": "181", "timestamp": 881251100, "action": "rating", "value": 4},
                     ],
                     "k": 10,
-                }
+                },
+                {
+                    "user_id": "196",
+                    "behaviours": [{"item_id": "50", "timestamp": 881250949, "action": "rating", "value": 5}],
+                    "k": 10,
+                    "strategy": "unified",
+                    "diversity": 0.3,
+                    "freshness": 0.1,
+                    "explain": True,
+                    "deadline_ms": 200,
+                    "sampling": {"samples": 64, "temperature": 0.8, "top_p": 0.95, "seed": 7},
+                },
             ]
         }
     )
@@ -71,6 +109,18 @@ class RecommendIn(Message):
     tenant: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = Field(
         "default", description="whose request it is, where customers share a cluster; it does not change the answer"
     )
+    strategy: Strategy | None = Field(
+        None,
+        description="retrieval: the items nearest to the user's state; generative: those that the decoder names; unified: both lists "
+        "blended. Default: unified where the model has a decoder, else retrieval",
+    )
+    diversity: float = Field(0, ge=0, le=1, allow_inf_nan=False, description="0: by score alone; 1: as unlike each other as can be")
+    freshness: float = Field(0, ge=0, le=1, allow_inf_nan=False, description="how much items that are new to the catalogue are preferred")
+    explain: bool = Field(False, description="say of each item what every stage gave it and which items of the history it is like")
+    deadline_ms: float | None = Field(
+        None, gt=0, le=600_000, allow_inf_nan=False, description="time for generating; when it is over, the retrieved items are the answer"
+    )
+    sampling: SamplingIn | None = Field(None, description="draw the generated items; default: search for the most probable ones")
 
     def to_value(self) -> RecommendRequest:
         return RecommendRequest(
@@ -82,6 +132,12 @@ class RecommendIn(Message):
             blocked=frozenset(self.blocked),
             allowed=None if self.allowed is None else frozenset(self.allowed),
             tenant=self.tenant,
+            strategy=self.strategy,
+            diversity=self.diversity,
+            freshness=self.freshness,
+            explain=self.explain,
+            deadline_ms=self.deadline_ms,
+            sampling=self.sampling.to_value() if self.sampling else None,
         )
 
 
@@ -96,9 +152,48 @@ class ItemOut(Message):
     title: str
     attributes: dict[str, str]
 
+    @classmethod
+    def from_item(cls, item: Item) -> Self:
+        return cls(item_id=item.item_id, title=item.title, attributes=dict(item.attributes))
+
+
+class SimilarOut(Message):
+    """An item of the user's history."""
+
+    item_id: str
+    title: str
+    similarity: float = Field(description="cosine of its vector and the recommended item's")
+
+
+class ExplanationOut(Message):
+    """Why an item was recommended: what each stage gave it, null where the stage did not find it or was not asked."""
+
+    retrieval: float | None = Field(description="cosine of its vector and the user's state")
+    generation: float | None = Field(description="logarithm of the probability with which the decoder names it")
+    blended: float | None = Field(description="both combined, on a logarithmic scale")
+    popularity: float | None = Field(description="its share of all events")
+    freshness: float | None = Field(description="1 where it was first met just now, half of it for each half-life since")
+    similar: list[SimilarOut] = Field(description="the items of the history it is most like, the most similar first")
+
+    @classmethod
+    def from_value(cls, why: Explanation) -> Self:
+        similar = [SimilarOut(item_id=one.item.item_id, title=one.item.title, similarity=one.similarity) for one in why.similar]
+        scores = {name: getattr(why, name) for name in ("retrieval", "generation", "blended", "popularity", "freshness")}
+        return cls(**scores, similar=similar)
+
 
 class ScoredItemOut(ItemOut):
-    score: float = Field(description="orders the items of this answer; not comparable across answers")
+    score: float = Field(
+        description="what `stage` gave it: a cosine (encode), a log-probability (generate), both combined (blend) or a share of all events "
+        "(popularity). Orders the items of this answer, unless diversity or freshness reorder them; not comparable across answers"
+    )
+    stage: str = Field(description="whose score it is")
+    explanation: ExplanationOut | None = Field(None, description="given where `explain` asks for it")
+
+    @classmethod
+    def from_value(cls, scored: ScoredItem) -> Self:
+        why = ExplanationOut.from_value(scored.explanation) if scored.explanation else None
+        return cls(**ItemOut.from_item(scored.item).model_dump(), score=scored.score, stage=scored.stage, explanation=why)
 
 
 class SkippedOut(Message):
@@ -106,21 +201,33 @@ class SkippedOut(Message):
     reason: str
     failed: bool = Field(description="it broke, now or lately; otherwise it is absent or switched off")
 
+    @classmethod
+    def from_value(cls, skipped: SkippedBackend) -> Self:
+        return cls(backend=skipped.backend, reason=skipped.reason, failed=skipped.failed)
+
 
 class StageOut(Message):
     """Who served a stage, and who was passed over."""
 
-    stage: str
-    backend: str
+    stage: str = Field(description="encode, generate, blend or popularity")
+    backend: str = Field(description="none where nobody served it; fallback_from says why")
     duration_ms: float
     fallback_from: list[SkippedOut]
+
+    @classmethod
+    def from_value(cls, report: StageReport) -> Self:
+        skipped = [SkippedOut.from_value(one) for one in report.fallback_from]
+        return cls(stage=report.stage, backend=report.backend, duration_ms=round(report.duration_ms, 3), fallback_from=skipped)
 
 
 class RecommendOut(Message):
     user_id: str
-    items: list[ScoredItemOut]
+    items: list[ScoredItemOut] = Field(description="best first")
     stages: list[StageOut]
-    degraded: bool = Field(description="an engine that should have served broke, and another took its place")
+    degraded: bool = Field(
+        description="an engine that should have served broke and another took its place, or none served a stage: retrieved items stand in "
+        "for generated ones, popular items for retrieved ones"
+    )
     model_version: str
     unknown_items: list[str] = Field(description="item ids of the request that the catalogue does not hold")
 
@@ -128,19 +235,8 @@ class RecommendOut(Message):
     def from_value(cls, answer: Recommendation) -> Self:
         return cls(
             user_id=answer.user_id,
-            items=[
-                ScoredItemOut(item_id=s.item.item_id, title=s.item.title, attributes=dict(s.item.attributes), score=s.score)
-                for s in answer.items
-            ],
-            stages=[
-                StageOut(
-                    stage=stage.stage,
-                    backend=stage.backend,
-                    duration_ms=round(stage.duration_ms, 3),
-                    fallback_from=[SkippedOut(backend=s.backend, reason=s.reason, failed=s.failed) for s in stage.fallback_from],
-                )
-                for stage in answer.stages
-            ],
+            items=[ScoredItemOut.from_value(scored) for scored in answer.items],
+            stages=[StageOut.from_value(report) for report in answer.stages],
             degraded=answer.degraded,
             model_version=answer.model_version,
             unknown_items=list(answer.unknown_items),

@@ -1,84 +1,132 @@
-"""Recommend items: behaviours -> history -> user state -> nearest items -> filter -> titled items."""
+"""Recommend items: behaviours -> history -> nearest items and user state -> generated items -> blend -> rerank -> titled items.
 
-import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+    history      the request in catalogue indices
+    retrieval    the encoder's nearest items and states; popular items where it gives none
+    generation   the items that the decoder names for those states, or the reason why there are none
+    blend        both lists as one
+    rerank       freshness and diversity
+    explain      why each item
+
+Each of these is a file.
+"""
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import replace
 from typing import TypeAlias
 
-import numpy as np
-
 from cluster.bundle import Bundle
-from cluster.controller import NoBackendAnswered
-from cluster.errors import BackendError
-from cluster.values import (
-    EncodeAnswer,
-    EncodeRequest,
-    FloatArray,
-    Int32Array,
-    Recommendation,
-    RecommendRequest,
-    ScoredItem,
-    SkippedBackend,
-    StageReport,
-)
+from cluster.errors import InvalidRequest
+from cluster.values import Recommendation, RecommendRequest, ScoredItem, StageReport, Strategy
+from pipelines.blend import BlendWeights, blend
+from pipelines.candidates import Candidates
+from pipelines.explain import explain, most_similar
+from pipelines.generation import Generate, Generation, Stream
 from pipelines.history import Wishes, understand
-from pipelines.popularity import Popularity
+from pipelines.rerank import recency, rerank
+from pipelines.retrieval import Encode, Retrieval
 
-Encode: TypeAlias = Callable[[EncodeRequest], Awaitable[EncodeAnswer]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Candidates:
-    """Items that may be recommended, best first, and who ranked them."""
-
-    items: Int32Array
-    scores: FloatArray
-    stages: tuple[StageReport, ...]
-    degraded: bool = False
+Part: TypeAlias = StageReport | ScoredItem | Recommendation
 
 
 class Recommender:
-    """One model version's way from a request to an answer. `encode` is the encoder stage: in this process, or across the cluster."""
+    """One model version's way from a request to an answer. `encode`, `generate` and `stream` are its stages: in this process, or across
+    the cluster; `generate` is None where the model has no decoder.
 
-    def __init__(self, bundle: Bundle, encode: Encode) -> None:
-        self._catalogue, self._popularity = bundle.catalogue, Popularity(bundle.popularity)
-        self._version, self._encode = bundle.version, encode
+    `beam`: how many items are generated at least; `pool`: how many retrieved ones blend, diversity and freshness choose from;
+    `generation_deadline_s`: what the generator may take before the retrieved items are the answer. Raises BundleError at a damaged blend.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        encode: Encode,
+        generate: Generate | None = None,
+        stream: Stream | None = None,
+        *,
+        beam: int = 20,
+        pool: int = 500,
+        generation_deadline_s: float = 5.0,
+    ) -> None:
+        self._catalogue, self._version, self._pool = bundle.catalogue, bundle.version, pool
+        self._vectors, self._first_seen = bundle.item_vectors, bundle.first_seen
+        self._retrieval = Retrieval(bundle, encode)
+        self._generation = Generation(bundle, generate, stream, beam=beam, deadline_s=generation_deadline_s)
+        self._weights = BlendWeights.of(bundle.manifest.blend)
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """The answer to one request. Raises InvalidRequest; never an error because an engine broke."""
-        wishes = understand(request, self._catalogue)
-        candidates = await self._candidates(wishes, request.k)
-        chosen = self._title(self._permitted(candidates, wishes), request.k)
-        return Recommendation(request.user_id, chosen, candidates.stages, self._version, candidates.degraded, wishes.unknown_items)
+        *_, answer = [part async for part in self._parts(request, streaming=False)]
+        assert isinstance(answer, Recommendation)
+        return answer
 
-    async def _candidates(self, wishes: Wishes, k: int) -> Candidates:
-        """The encoder's nearest items; popularity for a user of whom nothing is known, or where no encoder answers."""
-        top_n = min(k + len(wishes.excluded), len(self._catalogue))
-        if not len(wishes.sequence):
-            return self._popular(wishes, top_n, (SkippedBackend("encoder", "the user has no behaviour with an item of the catalogue"),))
-        try:
-            answer = await self._encode(EncodeRequest(wishes.sequence, top_n, wishes.among))
-        except NoBackendAnswered as error:
-            return self._popular(wishes, top_n, error.skipped, degraded=True)
-        except BackendError as error:
-            return self._popular(wishes, top_n, (SkippedBackend("encoder", str(error), failed=True),), degraded=True)
-        if answer.model_version != self._version:
-            reason = f"the encoder serves {answer.model_version}, this gateway {self._version}: a new version is being rolled out"
-            return self._popular(wishes, top_n, (SkippedBackend("encoder", reason, failed=True),), degraded=True)
-        broken = any(skipped.failed for skipped in answer.report.fallback_from)
-        return Candidates(answer.encoded.items, answer.encoded.scores, (answer.report,), degraded=broken)
+    def stream(self, request: RecommendRequest) -> AsyncGenerator[Part, None]:
+        """The same answer as the last part; before it each stage's report, once it has answered, and its items, as they are found.
 
-    def _popular(self, wishes: Wishes, top_n: int, skipped: tuple[SkippedBackend, ...], *, degraded: bool = False) -> Candidates:
-        started = time.perf_counter()
-        items, scores = self._popularity.nearest(top_n, wishes.among)
-        report = StageReport("popularity", "popularity", (time.perf_counter() - started) * 1000, skipped)
-        return Candidates(items, scores, (report,), degraded)
+        Of the retrieved items the first `k` come, best first, unless only generated ones are asked for. No item comes twice from a stage.
+        InvalidRequest is raised in place of the first part.
+        """
+        return self._parts(request, streaming=True)
 
-    @staticmethod
-    def _permitted(candidates: Candidates, wishes: Wishes) -> Candidates:
-        kept = ~np.isin(candidates.items, wishes.excluded)
-        return replace(candidates, items=candidates.items[kept], scores=candidates.scores[kept])
+    async def _parts(self, request: RecommendRequest, *, streaming: bool) -> AsyncGenerator[Part, None]:
+        strategy, wishes = self._strategy(request), understand(request, self._catalogue)
 
-    def _title(self, candidates: Candidates, k: int) -> tuple[ScoredItem, ...]:
-        pairs = zip(candidates.items[:k].tolist(), candidates.scores[:k].tolist(), strict=True)
-        return tuple(ScoredItem(self._catalogue[index], score) for index, score in pairs)
+        retrieved = await self._retrieval.find(wishes, self._pool_for(request, strategy))
+        lists = [retrieved]
+        yield retrieved.report
+        if strategy != "generative":
+            for item in self._titled(retrieved.at(slice(request.k))):
+                yield item
+
+        if strategy != "retrieval":
+            async with aclosing(self._generation.find(retrieved, wishes, request, streaming=streaming)) as found:
+                async for part in found:
+                    for item in () if part.complete else self._titled(part):
+                        yield item
+            lists.append(part)  # the last one is complete
+            yield part.report
+
+        if strategy == "unified" and lists[-1].served:
+            lists.append(blend(retrieved, lists[-1], self._weights))
+            yield lists[-1].report
+
+        chosen = self._reranked(lists, wishes, request)
+        reports, degraded = tuple(one.report for one in lists), any(one.degraded for one in lists)
+        items = self._explained(chosen, lists, wishes, request) if request.explain else tuple(self._titled(chosen))
+        yield Recommendation(request.user_id, items, reports, self._version, degraded, wishes.unknown_items)
+
+    def _strategy(self, request: RecommendRequest) -> Strategy:
+        if request.strategy is None:
+            return "unified" if self._generation.available else "retrieval"
+        if request.strategy == "generative" and not self._generation.available:
+            cure = "leave strategy out, or train a decoder: genrec train DATASET --model-dir MODEL"
+            raise InvalidRequest("strategy", f"generative needs a decoder, and {self._version} has none; {cure}")
+        return request.strategy
+
+    def _pool_for(self, request: RecommendRequest, strategy: Strategy) -> int:
+        """How many items to retrieve: no more than are asked for where nothing chooses among them."""
+        chosen_from = strategy == "unified" or request.diversity or request.freshness or request.explain
+        return max(request.k, self._pool) if chosen_from else request.k
+
+    def _reranked(self, lists: list[Candidates], wishes: Wishes, request: RecommendRequest) -> Candidates:
+        """The answer's items, out of the last list that somebody served: blended, else generated, else retrieved."""
+        ranking = [one for one in lists if one.served][-1]
+        return rerank(
+            ranking,
+            request.k,
+            diversity=request.diversity,
+            freshness=request.freshness,
+            vectors_VD=self._vectors,
+            first_seen_V=self._first_seen,
+            now=wishes.sequence.request_time,
+        )
+
+    def _explained(self, chosen: Candidates, lists: list[Candidates], wishes: Wishes, request: RecommendRequest) -> tuple[ScoredItem, ...]:
+        similar = most_similar(chosen.items, wishes.sequence.items, self._vectors, self._catalogue)
+        fresh = recency(self._first_seen[chosen.items], wishes.sequence.request_time) if request.freshness else None
+        reasons = explain(chosen.items, lists, similar, fresh)
+        return tuple(replace(item, explanation=reason) for item, reason in zip(self._titled(chosen), reasons, strict=True))
+
+    def _titled(self, candidates: Candidates) -> Iterator[ScoredItem]:
+        pairs = zip(candidates.items.tolist(), candidates.scores.tolist(), strict=True)
+        return (ScoredItem(self._catalogue[index], score, candidates.report.stage) for index, score in pairs)

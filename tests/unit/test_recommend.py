@@ -1,36 +1,18 @@
 """The pipeline on a real bundle, with the encoder stage played by a function the test controls."""
 
-import numpy as np
 import pytest
 
 from cluster.controller import NoBackendAnswered
 from cluster.errors import BackendFailed, InvalidRequest
-from cluster.values import Behaviour, EncodeAnswer, Encoded, RecommendRequest, SkippedBackend, StageReport
+from cluster.values import Behaviour, RecommendRequest, SkippedBackend
 from pipelines.recommend import Recommender
 from tests.bundles import make_bundle
+from tests.fake_stages import Descending
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
     return make_bundle(tmp_path_factory.mktemp("models") / "tiny", items=50)
-
-
-class Descending:
-    """An encoder stage that ranks the catalogue from its last item down, and remembers what it was asked."""
-
-    def __init__(self, bundle, *, error=None, version=None, skipped=()):
-        self.bundle, self.error, self.version, self.skipped, self.asked = bundle, error, version or bundle.version, skipped, []
-
-    async def __call__(self, request):
-        self.asked.append(request)
-        if self.error:
-            raise self.error
-        ranked = np.arange(len(self.bundle.catalogue), 0, -1, dtype=np.int32)
-        if request.among is not None:
-            ranked = ranked[np.isin(ranked, request.among)]
-        items = ranked[: request.top_n]
-        report = StageReport("encode", "descending", 1.0, self.skipped)
-        return EncodeAnswer(Encoded(np.ones(4, np.float32), items, items.astype(np.float32)), report, self.version)
 
 
 def behaviours(*item_ids, start=1000):
@@ -140,3 +122,50 @@ async def test_a_caller_whose_clock_is_ahead_is_served(bundle):
 async def test_k_larger_than_the_catalogue_returns_all_there_is(bundle):
     answer = await Recommender(bundle, Descending(bundle)).recommend(RecommendRequest("u", behaviours("1"), k=1000))
     assert len(answer.items) == 49
+
+
+async def test_plain_retrieval_asks_for_no_more_than_is_needed_and_a_choice_for_a_pool(bundle):
+    for more, top_n in (
+        ({}, 5),
+        ({"diversity": 0.5}, 33),
+        ({"freshness": 0.5}, 33),
+        ({"explain": True}, 33),
+        ({"strategy": "unified"}, 33),
+    ):
+        encoder = Descending(bundle)
+        request = RecommendRequest("u", behaviours("1", "2"), k=2, blocked=frozenset({"3"}), **more)
+        await Recommender(bundle, encoder, pool=30).recommend(request)
+        assert encoder.asked[0].top_n == top_n, more
+
+
+async def test_generative_is_refused_where_there_is_no_decoder(bundle):
+    with pytest.raises(InvalidRequest, match="generative needs a decoder, and tiny/1 has none; leave strategy out"):
+        await Recommender(bundle, Descending(bundle)).recommend(RecommendRequest("u", behaviours("1"), strategy="generative"))
+
+
+async def test_unified_without_a_decoder_is_retrieval_and_says_why(bundle):
+    answer = await Recommender(bundle, Descending(bundle)).recommend(RecommendRequest("u", behaviours("1"), k=2, strategy="unified"))
+    assert ids(answer) == ["50", "49"]
+    assert [(stage.stage, stage.backend) for stage in answer.stages] == [("encode", "descending"), ("generate", "none")]
+    assert answer.stages[1].fallback_from[0].reason == "tiny/1 has no decoder"
+    assert not answer.degraded
+
+
+async def test_freshness_prefers_items_that_are_new_at_the_time_of_the_request(bundle):
+    encoder, now = Descending(bundle), int(bundle.first_seen[1]) + 10  # item i is first seen i - 1 seconds after item 1
+    request = RecommendRequest("u", (Behaviour("1", 0),), k=50, request_time=now + 365 * 86400, freshness=1.0, explain=True)
+    answer = await Recommender(bundle, encoder).recommend(request)
+    assert sorted(ids(answer)) == sorted(str(i) for i in range(2, 51))
+    assert 0 < answer.items[0].explanation.freshness < 1e-3
+    ages = [one.explanation.freshness for one in answer.items]
+    assert ages == sorted(ages, reverse=True)
+
+
+async def test_diversity_reorders_and_keeps_each_items_score(bundle):
+    plain, diverse = [
+        await Recommender(bundle, Descending(bundle)).recommend(RecommendRequest("u", behaviours("1"), k=49, diversity=diversity))
+        for diversity in (0.0, 0.9)
+    ]
+    assert ids(plain) != ids(diverse)
+    assert ids(plain)[0] == ids(diverse)[0]
+    assert {one.item.item_id: one.score for one in plain.items} == {one.item.item_id: one.score for one in diverse.items}

@@ -1,0 +1,44 @@
+"""Say why items were recommended: what each stage gave them, and which items of the history they are like."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.dataset import Catalogue
+from cluster.values import Explanation, FloatArray, Int32Array, SimilarItem
+from pipelines.candidates import Candidates
+
+SIMILAR_ITEMS = 3
+FIELDS = {"encode": "retrieval", "generate": "generation", "blend": "blended", "popularity": "popularity"}
+"""Stage -> the field of an explanation that holds its score."""
+
+
+def explain(
+    items: Int32Array,
+    lists: Sequence[Candidates],
+    similar: Sequence[tuple[SimilarItem, ...]],
+    recency_N: FloatArray | None = None,
+) -> list[Explanation]:
+    """One explanation for each of the N items. `lists`: what the stages found, `similar`: as `most_similar` has it; `recency_N` is None
+    where freshness did not count.
+    """
+    scores = {FIELDS[one.report.stage]: dict(zip(one.items.tolist(), one.scores.tolist(), strict=True)) for one in lists}
+    found: list[dict[str, Any]] = [{field: by_item.get(item) for field, by_item in scores.items()} for item in items.tolist()]
+    fresh = [None] * len(items) if recency_N is None else recency_N.tolist()
+    return [Explanation(**found[n], freshness=fresh[n], similar=similar[n]) for n in range(len(items))]
+
+
+def most_similar(items: Int32Array, history: Int32Array, vectors_VD: FloatArray, catalogue: Catalogue) -> list[tuple[SimilarItem, ...]]:
+    """For each item, the up to SIMILAR_ITEMS others of the history with the largest cosines, the largest first."""
+    met = np.unique(history)
+    cosines = vectors_VD[items] @ vectors_VD[met].T
+    cosines[items[:, None] == met] = -np.inf  # what came back is like itself: that explains nothing
+    best = np.argsort(-cosines, axis=1, kind="stable")[:, :SIMILAR_ITEMS]
+    return [_named(met[places], row[places], catalogue) for row, places in zip(cosines, best, strict=True)]
+
+
+def _named(items: Int32Array, cosines: npt.NDArray[np.floating[Any]], catalogue: Catalogue) -> tuple[SimilarItem, ...]:
+    pairs = zip(items.tolist(), cosines.tolist(), strict=True)
+    return tuple(SimilarItem(catalogue[item], cosine) for item, cosine in pairs if np.isfinite(cosine))

@@ -1,0 +1,51 @@
+"""The encoder's stage of the pipeline: the items nearest to the user's state, or the popular ones where nobody can say which those are."""
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+from cluster.bundle import Bundle
+from cluster.controller import NoBackendAnswered
+from cluster.errors import BackendError
+from cluster.values import EncodeAnswer, EncodeRequest, SkippedBackend, StageReport
+from pipelines.candidates import Candidates, broken
+from pipelines.history import Wishes
+from pipelines.popularity import Popularity
+
+Encode: TypeAlias = Callable[[EncodeRequest], Awaitable[EncodeAnswer]]
+
+
+class Retrieval:
+    """`encode` is the encoder stage: in this process, or across the cluster."""
+
+    def __init__(self, bundle: Bundle, encode: Encode) -> None:
+        self._version, self._size, self._encode = bundle.version, len(bundle.catalogue), encode
+        self._popularity = Popularity(bundle.popularity)
+
+    async def find(self, wishes: Wishes, count: int) -> Candidates:
+        """The `count` best items that are not excluded, fewer where there are fewer; popularity for a user of whom nothing is known, or
+        where no encoder answers.
+        """
+        top_n = min(count + len(wishes.excluded), self._size)
+        return (await self._candidates(wishes, top_n)).without(wishes.excluded).at(slice(count))
+
+    async def _candidates(self, wishes: Wishes, top_n: int) -> Candidates:
+        if not len(wishes.sequence):
+            return self._popular(wishes, top_n, (SkippedBackend("encoder", "the user has no behaviour with an item of the catalogue"),))
+        try:
+            answer = await self._encode(EncodeRequest(wishes.sequence, top_n, wishes.among))
+        except NoBackendAnswered as error:
+            return self._popular(wishes, top_n, error.skipped, degraded=True)
+        except BackendError as error:
+            return self._popular(wishes, top_n, (SkippedBackend("encoder", str(error), failed=True),), degraded=True)
+        if answer.model_version != self._version:
+            reason = f"the encoder serves {answer.model_version}, this gateway {self._version}: a new version is being rolled out"
+            return self._popular(wishes, top_n, (SkippedBackend("encoder", reason, failed=True),), degraded=True)
+        encoded = answer.encoded
+        return Candidates(encoded.items, encoded.scores, answer.report, broken(answer.report), encoded.states)
+
+    def _popular(self, wishes: Wishes, top_n: int, skipped: tuple[SkippedBackend, ...], *, degraded: bool = False) -> Candidates:
+        started = time.perf_counter()
+        items, scores = self._popularity.nearest(top_n, wishes.among)
+        report = StageReport("popularity", "popularity", (time.perf_counter() - started) * 1000, skipped)
+        return Candidates(items, scores, report, degraded)

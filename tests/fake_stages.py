@@ -1,0 +1,75 @@
+"""The pipeline's stages, played by objects that a test controls, and a bundle that says it has a decoder."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+
+from cluster.bundle import BlendRecord, Bundle, BundleStore, DecoderRecord
+from cluster.values import EncodeAnswer, Encoded, GenerateAnswer, Generated, StageReport
+from tests.bundles import make_bundle
+
+
+def bundle_with_decoder(root: Path, *, items: int = 50, blend: BlendRecord | None = None) -> Bundle:
+    """As `make_bundle`. The decoder stands in the manifest only: enough where the generator is a fake."""
+    store, bundle = BundleStore(root), make_bundle(root, items=items)
+    with store.recompile(bundle) as draft:
+        draft.decoder = DecoderRecord(family="fake", prompt_length=8, semantic_ids="0" * 16)
+        draft.blend = blend
+    return store.open()
+
+
+class Descending:
+    """An encoder stage that ranks the catalogue from its last item down, and remembers what it was asked."""
+
+    def __init__(self, bundle, *, error=None, version=None, skipped=(), states=True):
+        self.bundle, self.error, self.version, self.skipped, self.asked = bundle, error, version or bundle.version, skipped, []
+        self.states = states
+
+    async def __call__(self, request):
+        self.asked.append(request)
+        if self.error:
+            raise self.error
+        ranked = np.arange(len(self.bundle.catalogue), 0, -1, dtype=np.int32)
+        if request.among is not None:
+            ranked = ranked[np.isin(ranked, request.among)]
+        items = ranked[: request.top_n]
+        states = np.arange(min(3, len(request.sequence)) * 4, dtype=np.float32).reshape(-1, 4) if self.states else None
+        encoded = Encoded(np.ones(4, np.float32), items, (items / len(self.bundle.catalogue)).astype(np.float32), states)
+        return EncodeAnswer(encoded, StageReport("encode", "descending", 1.0, self.skipped), self.version)
+
+
+class Naming:
+    """A generator stage that names the given items in that order, each half as probable as the one before. `delay`: seconds it takes.
+
+    It is both: call it for the answer, call `stream` for the items by twos and then the answer.
+    """
+
+    def __init__(self, bundle, *items, error=None, version=None, skipped=(), delay=0.0):
+        self.items, self.error, self.version, self.skipped, self.delay = items, error, version or bundle.version, skipped, delay
+        self.asked, self.seconds, self.closed = [], [], False
+
+    async def __call__(self, request, within_s):
+        self.asked.append(request)
+        self.seconds.append(within_s)
+        await asyncio.sleep(self.delay)
+        if self.error:
+            raise self.error
+        return GenerateAnswer(self.generated(request), StageReport("generate", "naming", 2.0, self.skipped), self.version)
+
+    def generated(self, request):
+        items = np.array(self.items, np.int32)
+        items = items[~np.isin(items, request.blocked)]
+        if request.among is not None:
+            items = items[np.isin(items, request.among)]
+        return Generated(items[: request.k], -np.log(2) * np.arange(1, len(items) + 1, dtype=np.float32)[: request.k])
+
+    async def stream(self, request, within_s):
+        try:
+            generated = self.generated(request)
+            for start in range(0, len(generated.items), 2):
+                rows = slice(max(0, start - 1), start + 2)  # each time the last one once again
+                yield Generated(generated.items[rows], generated.log_probs[rows])
+            yield await self(request, within_s)
+        finally:
+            self.closed = True

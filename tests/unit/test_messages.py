@@ -1,0 +1,95 @@
+"""The messages of the HTTP interface: what is taken, what is refused, what is sent."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from cluster.values import (
+    Explanation,
+    Item,
+    Recommendation,
+    RecommendRequest,
+    SamplingOptions,
+    ScoredItem,
+    SimilarItem,
+    SkippedBackend,
+    StageReport,
+)  # fmt: skip
+from deployments.messages import RecommendIn, RecommendOut
+
+
+def parsed(**fields):
+    return RecommendIn.model_validate_json(json.dumps({"user_id": "u", **fields})).to_value()
+
+
+def test_what_is_not_said_has_the_values_own_defaults():
+    assert parsed() == RecommendRequest("u")
+    assert parsed(sampling={}).sampling == SamplingOptions()
+
+
+def test_every_wish_reaches_the_pipeline():
+    sampling = {"samples": 64, "temperature": 0.8, "top_k": 10, "top_p": 0.9, "seed": 3}
+    wishes = {"strategy": "generative", "diversity": 0.5, "freshness": 0.25, "explain": True, "deadline_ms": 80}
+    request = parsed(**wishes, sampling=sampling)
+    assert {name: getattr(request, name) for name in wishes} == wishes
+    assert request.sampling == SamplingOptions(**sampling)
+
+
+@pytest.mark.parametrize("example", RecommendIn.model_config["json_schema_extra"]["examples"])
+def test_the_documented_examples_are_requests(example):
+    assert RecommendIn.model_validate(example).to_value().user_id == "196"
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"strategy": "both"}, ("strategy",)),
+        ({"diversity": 1.1}, ("diversity",)),
+        ({"diversity": -0.1}, ("diversity",)),
+        ({"freshness": 2}, ("freshness",)),
+        ({"explain": "perhaps"}, ("explain",)),
+        ({"deadline_ms": 0}, ("deadline_ms",)),
+        ({"deadline_ms": 10**400}, ("deadline_ms",)),
+        ({"deadline_ms": 600_001}, ("deadline_ms",)),
+        ({"sampling": {"samples": 0}}, ("sampling", "samples")),
+        ({"sampling": {"samples": 1025}}, ("sampling", "samples")),
+        ({"sampling": {"temperature": 10.1}}, ("sampling", "temperature")),
+        ({"sampling": {"top_p": 0}}, ("sampling", "top_p")),
+        ({"sampling": {"top_k": -1}}, ("sampling", "top_k")),
+        ({"sampling": {"seed": -1}}, ("sampling", "seed")),
+        ({"sampling": {"seed": 2**63}}, ("sampling", "seed")),
+        ({"sampling": {"beam": 3}}, ("sampling", "beam")),
+    ],
+    ids=str,
+)
+def test_what_is_out_of_range_is_refused_with_its_field(fields, where):
+    with pytest.raises(ValidationError) as refused:
+        parsed(**fields)
+    assert refused.value.errors()[0]["loc"] == where
+
+
+@pytest.mark.parametrize("field", ["diversity", "freshness", "deadline_ms"])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_are_none_are_refused(field, number):
+    with pytest.raises(ValidationError):
+        RecommendIn.model_validate_json(f'{{"user_id": "u", "{field}": {number}}}')
+
+
+def test_an_answer_is_sent_with_its_explanations_and_who_served():
+    film, seen = Item("7", "Seven", {"year": "1995"}), SimilarItem(Item("8", "Eight"), 0.5)
+    why = Explanation(retrieval=0.25, blended=-1.5, similar=(seen,))
+    report = StageReport("generate", "none", 1.23456, (SkippedBackend("generator", "it broke", failed=True),))
+    answer = Recommendation("u", (ScoredItem(film, -1.5, "blend", why), ScoredItem(film, -2.0, "blend")), (report,), "m/1", True, ("x",))
+    sent = RecommendOut.from_value(answer).model_dump()
+    assert sent["items"][0] == {
+        "item_id": "7", "title": "Seven", "attributes": {"year": "1995"}, "score": -1.5, "stage": "blend",
+        "explanation": {
+            "retrieval": 0.25, "generation": None, "blended": -1.5, "popularity": None, "freshness": None,
+            "similar": [{"item_id": "8", "title": "Eight", "similarity": 0.5}],
+        },
+    }  # fmt: skip
+    assert sent["items"][1]["explanation"] is None
+    skipped = {"backend": "generator", "reason": "it broke", "failed": True}
+    assert sent["stages"] == [{"stage": "generate", "backend": "none", "duration_ms": 1.235, "fallback_from": [skipped]}]
+    assert (sent["degraded"], sent["model_version"], sent["unknown_items"]) == (True, "m/1", ["x"])
