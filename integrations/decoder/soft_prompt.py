@@ -48,9 +48,15 @@ class SoftPrompt(nn.Module):
     @torch.inference_mode()
     def of(self, users: Sequence[UserState]) -> list[Tensor]:
         """Each user's rows (T, H), float32. Raises BackendFailed at a state of another width, at NaN, and at an item that is not there."""
-        return [self._of(user) for user in users]
+        if not users:
+            return []
+        columns = zip(*(self._checked(user) for user in users), strict=True)
+        device = self.item_vectors.device
+        rows: Tensor = self(*(torch.from_numpy(np.concatenate(column)).to(device).unsqueeze(0) for column in columns))
+        return list(rows.squeeze(0).split([len(user) for user in users]))
 
-    def _of(self, user: UserState) -> Tensor:
+    def _checked(self, user: UserState) -> tuple[FloatArray, Int64Array, Int64Array, Int64Array]:
+        """A user's columns of T rows."""
         states, items = user.states, user.sequence.items
         dim, count = self.item_vectors.shape[1], len(self.item_vectors) - 1
         if states.ndim != 2 or states.shape != (len(items), dim) or not len(items):
@@ -59,11 +65,7 @@ class SoftPrompt(nn.Module):
             raise BackendFailed("a prompt has a state that is NaN or infinite")
         if (outside := items[(items < 1) | (items > count)]).size:
             raise BackendFailed(f"item index {outside[0]} of a prompt is outside of 1..{count}, the items of this model")
-        columns = (items.astype(np.int64), rating_codes(user.sequence), pause_codes(user.sequence))
-        device = self.item_vectors.device
-        given = [torch.from_numpy(np.ascontiguousarray(column)).to(device).unsqueeze(0) for column in (states.astype(np.float32), *columns)]
-        rows: Tensor = self(*given)
-        return rows.squeeze(0)
+        return states.astype(np.float32), items.astype(np.int64), rating_codes(user.sequence), pause_codes(user.sequence)
 
 
 def rating_codes(sequence: UserSequence) -> Int64Array:

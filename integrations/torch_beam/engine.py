@@ -1,0 +1,111 @@
+"""A loaded decoder that answers batches of requests: prompts -> groups that are computed alike -> search or draw -> items."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.bundle import DECODER, Bundle
+from cluster.errors import BackendFailed, DeadlineExceeded
+from cluster.trie import Trie, TrieView
+from cluster.values import Generated, GenerateRequest
+from integrations.decoder.files import load_soft_prompt, verified_decoder
+from integrations.torch_beam.beam import Continues, Search, search
+from integrations.torch_beam.continuations import Continuations
+from integrations.torch_beam.drawing import Draw, draw
+from integrations.torch_beam.llama import Llama
+from integrations.torch_beam.logits_cache import LogitsCache
+from integrations.torch_beam.recall import Prompted, Recalled
+from integrations.torch_beam.sampling import Sampler
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A request, its view of the trie, its prompt's rows (T, H), and the prompt's digest where there is a cache."""
+
+    request: GenerateRequest
+    view: TrieView
+    rows: Tensor
+    prompted: Prompted | None
+
+    @property
+    def widest(self) -> int:
+        return self.request.sampling.samples if self.request.sampling else self.request.beam
+
+
+class BeamEngine:
+    """Raises BundleError where the bundle's decoder is damaged or not one that it computes. `cache_bytes` 0: nothing is recalled."""
+
+    def __init__(self, bundle: Bundle, dtype: str, cache_bytes: int) -> None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        directory = verified_decoder(bundle)
+        self._prompt, self._ids = load_soft_prompt(bundle), bundle.semantic_ids
+        self._longest_prompt = bundle.manifest.decoder.prompt_length if bundle.manifest.decoder else 0
+        self._llama = Llama.read(directory, self._longest_prompt + self._ids.levels, getattr(torch, dtype), device)
+        self._model_hash = f"{bundle.manifest.files[f'{DECODER}/model.safetensors'].sha256}-{self._ids.version}-{dtype}"
+        self._cache = LogitsCache(cache_bytes) if cache_bytes else None
+        self._sampler = Sampler()
+        self.trie = Trie.of(self._ids)
+
+    def answer(self, requests: Sequence[GenerateRequest], views: Sequence[TrieView]) -> list[Generated]:
+        """In the order asked. Raises BackendFailed at a prompt that no decoder should see, DeadlineExceeded once nobody waits any more."""
+        in_time = _waiting([request.deadline for request in requests])
+        in_time()
+        if other := {view.trie.version for view in views} - {self.trie.version}:
+            raise BackendFailed(f"a trie of the semantic IDs {min(other)} was given; this decoder was trained on {self.trie.version}")
+        jobs = self._jobs(requests, views)
+        answers: list[Generated] = [Generated(np.empty(0, np.int32), np.empty(0, np.float32))] * len(jobs)
+        feasible = [index for index, job in enumerate(jobs) if job.view.items and job.request.k > 0]
+        for alike in _grouped(feasible, lambda index: self._kind(jobs[index])):
+            for index, generated in zip(alike, self._run([jobs[index] for index in alike], in_time), strict=True):
+                answers[index] = generated
+        return answers
+
+    def _jobs(self, requests: Sequence[GenerateRequest], views: Sequence[TrieView]) -> list[Job]:
+        if longest := max((len(one.user) for one in requests if len(one.user) > self._longest_prompt), default=0):
+            raise BackendFailed(f"a prompt has {longest} states; this decoder takes the latest {self._longest_prompt}")
+        prompts = self._prompt.of([request.user for request in requests])
+        return [
+            Job(request, view, rows, Prompted.of(self._model_hash, request.tenant, rows) if self._cache else None)
+            for request, view, rows in zip(requests, views, prompts, strict=True)
+        ]
+
+    def _kind(self, job: Job) -> tuple[bool, bool]:
+        """What is computed in one batch: searches or draws, prompts that are new or known."""
+        known = self._cache and job.prompted and self._cache.get(job.prompted.prefix(np.zeros((1, 0), np.int64)))
+        return job.request.sampling is not None, known is not None
+
+    def _run(self, jobs: Sequence[Job], in_time: Callable[[], None]) -> list[Generated]:
+        model: Continues = Continuations(self._llama, self._ids, [job.rows for job in jobs], max(job.widest for job in jobs))
+        if self._cache:
+            model = Recalled(model, self._cache, [job.prompted for job in jobs if job.prompted])
+        if jobs[0].request.sampling is None:
+            searches = [Search(job.view, job.request.beam, job.request.k) for job in jobs]
+            return search(searches, self._ids, model, in_time)
+        draws = [Draw(job.view, job.request.k, job.request.sampling) for job in jobs if job.request.sampling]
+        return draw(draws, self._ids, model, self._sampler, in_time)
+
+
+def _grouped(values: Sequence[Value], key: Callable[[Value], tuple[bool, bool]]) -> Iterator[list[Value]]:
+    keyed = sorted(((key(value), place) for place, value in enumerate(values)))
+    for _, members in groupby(keyed, lambda pair: pair[0]):
+        yield [values[place] for _, place in members]
+
+
+def _waiting(deadlines: Sequence[float | None]) -> Callable[[], None]:
+    """A check that raises DeadlineExceeded once all deadlines are past; a batch never fails because of one who came late."""
+    given = [deadline for deadline in deadlines if deadline is not None]
+    last = max(given) if given and len(given) == len(deadlines) else None
+
+    def in_time() -> None:
+        if last is not None and (late_s := time.monotonic() - last) >= 0:
+            raise DeadlineExceeded(f"the deadline was {late_s * 1e3:.0f} ms ago; allow more time, a narrower beam or a smaller batch")
+
+    return in_time

@@ -1,0 +1,81 @@
+"""The semantic-ID decoder in PyTorch, with a beam search of our own: needs nothing but torch, on the first GPU where there is one."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cluster.bundle import GENERATIVE, Bundle
+from cluster.errors import BackendUnavailable, BundleError, UnknownChoice
+from cluster.trie import TrieView
+from cluster.values import Availability, Generated, GenerateRequest, UserState
+
+if TYPE_CHECKING:
+    from integrations.torch_beam.engine import BeamEngine
+
+DTYPES = ("float32", "bfloat16")
+
+
+class TorchBeamGenerator:
+    """`dtype` is that of weights and activations; scores are float32 in any case. `threads` sets torch's for this whole process.
+
+    `cache_bytes`: how much memory the logits of prompts seen before may take; 0 recalls nothing.
+    """
+
+    def __init__(self, dtype: str = "float32", threads: int | None = None, cache_bytes: int = 8 << 20) -> None:
+        if dtype not in DTYPES:
+            raise UnknownChoice("dtype", dtype, DTYPES)
+        self._dtype, self._threads, self._cache_bytes = dtype, threads, cache_bytes
+        self._loaded: BeamEngine | None = None
+
+    def get_availability(self, bundle: Bundle) -> Availability:
+        if find_spec("torch") is None:
+            return Availability.no("torch is not installed; run: pip install 'genrec[cpu]'")
+        if bundle.manifest.decoder is None:
+            return Availability.no(f"{bundle.version} has no decoder; run: genrec train DATASET --model-dir {bundle.path.parent}")
+        try:
+            for file in GENERATIVE:
+                bundle.verified(file)
+        except BundleError as error:
+            return Availability.no(str(error))
+        return Availability.yes()
+
+    def load(self, bundle: Bundle) -> None:
+        if not (availability := self.get_availability(bundle)).ok:
+            raise BackendUnavailable(availability.reason)
+        import torch  # noqa: PLC0415 - a process that serves another engine need not pay for importing torch
+
+        from integrations.torch_beam.engine import BeamEngine  # noqa: PLC0415
+
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        try:
+            self._loaded = BeamEngine(bundle, self._dtype, self._cache_bytes)
+        except BundleError as error:
+            raise BackendUnavailable(str(error)) from error
+
+    def infer(self, request: GenerateRequest) -> Generated:
+        return self.batch_infer([request])[0]
+
+    def batch_infer(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
+        """In the order asked. A request past its deadline is answered nevertheless while a neighbour waits: they are computed together.
+
+        Raises BackendFailed at a prompt with a wrong shape, NaN or an unknown item, DeadlineExceeded once all deadlines are past.
+        """
+        engine = self._engine()
+        return engine.answer(requests, [engine.trie.view(request.among, request.blocked) for request in requests])
+
+    def topk(self, user_state: UserState, trie: TrieView, beam: int, k: int, deadline: float | None = None) -> list[tuple[int, float]]:
+        """The `k` most probable items of a view: (catalogue index, log-probability), best first. Raises as `batch_infer` does."""
+        request = GenerateRequest(user_state, k, beam, blocked=np.empty(0, np.int32), deadline=deadline)
+        (found,) = self._engine().answer([request], [trie])
+        return list(zip(found.items.tolist(), found.log_probs.tolist(), strict=True))
+
+    def close(self) -> None:
+        self._loaded = None
+
+    def _engine(self) -> "BeamEngine":
+        if self._loaded is None:
+            raise BackendUnavailable("torch_beam has not been loaded, or was closed; call load(bundle)")
+        return self._loaded

@@ -1,0 +1,195 @@
+"""The decoder's forward pass, for many users and many beams of each at once; every prompt is computed once and kept once.
+
+    rows of a user    [prompt, right-padded to T][codes of one step, one a beam][codes of the next step] ...
+
+Beams share the keys and values of all these rows; a mask gives each the prompt and its own codes. So nothing is copied when a beam
+branches. Of the last layer, a prompt's rows need their keys and values only, but for the one that predicts the first code.
+
+Shapes: U users, T prompt rows, Q rows that ask, R rows there are, H hidden, A heads, D width of a head, F feed-forward.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from cluster.errors import BundleError
+
+QUERIES, KEYS_AND_VALUES, ALL = slice(0, 1), slice(1, 3), slice(0, 3)
+_SUPPORTED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What of Hugging Face's config.json the forward pass needs."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    eps: float
+    theta: float
+
+    @classmethod
+    def read(cls, path: Path) -> "Sizes":
+        """Raises BundleError where the file is not the configuration of a model that this code computes."""
+        try:
+            config = json.loads(path.read_text())
+            rope = config["rope_parameters"]
+            given = {name: config[name] for name in _SUPPORTED} | {"rope_type": rope["rope_type"]}
+            wanted = {**_SUPPORTED, "rope_type": "default", "num_key_value_heads": config["num_attention_heads"]}
+            given["num_key_value_heads"] = config["num_key_value_heads"]
+            sizes = cls(
+                config["num_hidden_layers"], config["num_attention_heads"], config["head_dim"], config["rms_norm_eps"], rope["rope_theta"]
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BundleError(f"{path} is not the configuration of a decoder: {type(error).__name__}: {error}") from error
+        if other := {name: value for name, value in given.items() if value != wanted[name]}:
+            raise BundleError(f"{path} describes a model that torch_beam does not compute: {other}; serve it with vllm")
+        return sizes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """`qkv` (3 x H, H) and `gate_up` (2 x F, H) are what stands as several weights in the file."""
+
+    attention_norm: Tensor
+    qkv: Tensor
+    out: Tensor
+    feedforward_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], prefix: str, heads: int) -> "Layer":
+        q, k, v, out = (weights[f"{prefix}.self_attn.{name}_proj.weight"] for name in "qkvo")
+        gate, up, down = (weights[f"{prefix}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        norms = (weights[f"{prefix}.{name}_layernorm.weight"] for name in ("input", "post_attention"))
+        attention_norm, feedforward_norm = norms
+        qkv = torch.cat([_paired(q, heads), _paired(k, heads), v])
+        return cls(attention_norm, qkv, out, feedforward_norm, torch.cat([gate, up]), down)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """Keys and values of every layer, each (U, R, 2, A, D), of which the first `used` rows are filled; `lengths_U` rows are prompt."""
+
+    layers: list[Tensor]
+    prompt_rows: int
+    lengths_U: Tensor
+
+
+class Llama:
+    """Weights of one decoder. `longest`: the most rows a path may have, prompt and codes. All methods run without gradients."""
+
+    def __init__(self, sizes: Sizes, weights: Mapping[str, Tensor], longest: int) -> None:
+        self.sizes = sizes
+        self._layers = [Layer.of(weights, f"model.layers.{index}", sizes.heads) for index in range(sizes.layers)]
+        self._embedding, self._norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
+        self._head = weights["lm_head.weight"]
+        self._turns = _turns(sizes, longest).to(self._embedding.device)
+
+    @classmethod
+    def read(cls, directory: Path, longest: int, dtype: torch.dtype, device: torch.device) -> "Llama":
+        """The decoder that stands in a directory in Hugging Face format. Raises BundleError."""
+        sizes = Sizes.read(directory / "config.json")
+        try:
+            weights = load_file(directory / "model.safetensors")
+            return cls(sizes, {name: tensor.to(device, dtype) for name, tensor in weights.items()}, longest)
+        except (OSError, SafetensorError, KeyError) as error:
+            raise BundleError(f"{directory / 'model.safetensors'} does not hold this decoder: {type(error).__name__}: {error}") from error
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.device
+
+    @torch.inference_mode()
+    def prefill(self, rows_UTH: Tensor, lengths_U: Tensor, spare: int) -> tuple[Tensor, Memory]:
+        """What each user's last prompt row says, normalised (U, H), and a memory of all rows with room for `spare` more."""
+        users, rows, _ = rows_UTH.shape
+        memory = self._memory(users, rows, lengths_U, spare)
+        x, turns = rows_UTH.to(self._embedding.dtype), self._turns[:rows]
+        for layer, kept in zip(self._layers[:-1], memory.layers[:-1], strict=True):
+            projected = self._project(layer, x, turns, ALL)
+            kept[:, :rows] = projected[:, :, KEYS_AND_VALUES]
+            x = self._rest(layer, x, _attend(projected[:, :, 0], projected[:, :, KEYS_AND_VALUES], None))
+        top, kept, last_U = self._layers[-1], memory.layers[-1], lengths_U - 1
+        kept[:, :rows] = self._project(top, x, turns, KEYS_AND_VALUES)
+        x = x.gather(1, last_U.view(-1, 1, 1).expand(-1, 1, x.shape[2]))
+        query = self._project(top, x, self._turns[last_U].unsqueeze(1), QUERIES)[:, :, 0]
+        x = self._rest(top, x, _attend(query, kept[:, :rows], self.prompt_mask(memory)))
+        return self._normed(x, self._norm).squeeze(1), memory
+
+    @torch.inference_mode()
+    def step(self, memory: Memory, start: int, tokens_UQ: Tensor, places_UQ: Tensor, mask_UQR: Tensor) -> Tensor:
+        """Put codes at the rows from `start` and see what each says, normalised (U, Q, H). `places_UQ` are positions in their paths;
+        `mask_UQR` is 0 where a code may look and -inf elsewhere, over the R rows up to and including these.
+        """
+        stop = start + tokens_UQ.shape[1]
+        x, turns, mask = self._embedding[tokens_UQ], self._turns[places_UQ], mask_UQR.unsqueeze(1)
+        for layer, kept in zip(self._layers, memory.layers, strict=True):
+            projected = self._project(layer, x, turns, ALL)
+            kept[:, start:stop] = projected[:, :, KEYS_AND_VALUES]
+            x = self._rest(layer, x, _attend(projected[:, :, 0], kept[:, :stop], mask))
+        return self._normed(x, self._norm)
+
+    @torch.inference_mode()
+    def logits(self, said: Tensor, first: int, size: int) -> Tensor:
+        """Logits, float32, of the `size` tokens from `first` on: (..., H) -> (..., size)."""
+        return F.linear(said, self._head[first : first + size]).float()
+
+    def prompt_mask(self, memory: Memory) -> Tensor:
+        """(U, 1, 1, T): 0 at each user's prompt, -inf at its padding."""
+        places = torch.arange(memory.prompt_rows, device=self.device)
+        mask = torch.zeros(len(memory.lengths_U), 1, 1, memory.prompt_rows, dtype=self._embedding.dtype, device=self.device)
+        return mask.masked_fill_((places >= memory.lengths_U.unsqueeze(1))[:, None, None], -torch.inf)
+
+    def _memory(self, users: int, rows: int, lengths_U: Tensor, spare: int) -> Memory:
+        shape = (users, rows + spare, 2, self.sizes.heads, self.sizes.head_dim)
+        like = self._embedding
+        return Memory([torch.empty(shape, dtype=like.dtype, device=like.device) for _ in self._layers], rows, lengths_U)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.sizes.eps)
+
+    def _project(self, layer: Layer, x_UQH: Tensor, turns: Tensor, part: slice) -> Tensor:
+        """Turned queries, turned keys and values, or a part of the three: (U, Q, 1 to 3, A, D)."""
+        width = self.sizes.heads * self.sizes.head_dim
+        flat = F.linear(self._normed(x_UQH, layer.attention_norm), layer.qkv[part.start * width : part.stop * width])
+        pairs = flat.float().view(*flat.shape[:2], -1, self.sizes.heads, self.sizes.head_dim // 2, 2)
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * turns[..., part, :, :])
+        return turned.flatten(-2).to(flat.dtype)
+
+    def _rest(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
+        """What follows the attention in a layer."""
+        x = F.linear(attended, layer.out).add_(x)
+        gate, up = F.linear(self._normed(x, layer.feedforward_norm), layer.gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate, inplace=True).mul_(up), layer.down).add_(x)
+
+
+def _attend(query_UQAD: Tensor, kept_UR2AD: Tensor, mask: Tensor | None) -> Tensor:
+    """(U, Q, A x D). Without a mask, each row looks at itself and at what stands before it."""
+    keys, values = kept_UR2AD.permute(2, 0, 3, 1, 4)
+    out = F.scaled_dot_product_attention(query_UQAD.transpose(1, 2), keys, values, attn_mask=mask, is_causal=mask is None)
+    return out.transpose(1, 2).flatten(2)
+
+
+def _paired(weight: Tensor, heads: int) -> Tensor:
+    """Rows reordered so that the two numbers that rotary embedding turns together are neighbours; Llama keeps them half a head apart.
+
+    Done to queries and keys alike, it leaves their products as they are.
+    """
+    return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape_as(weight)
+
+
+def _turns(sizes: Sizes, longest: int) -> Tensor:
+    """Rotary embedding as complex numbers, (longest, 3, 1, D / 2), for queries, keys and values, which last are not turned."""
+    exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.float64) / sizes.head_dim
+    angles = torch.outer(torch.arange(longest, dtype=torch.float64), sizes.theta**-exponents)
+    turns = torch.polar(torch.ones_like(angles), angles)
+    return torch.stack([turns, turns, torch.ones_like(turns)], dim=1).unsqueeze(2).to(torch.complex64)

@@ -1,0 +1,329 @@
+"""What every generator must do, run over all that are registered. A backend that cannot run here is skipped with its own reason.
+
+The truth is found without a trie, a cache or a beam: `Oracle` lets transformers score the path of every item in double precision.
+"""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from cluster.bundle import DECODER
+from cluster.errors import BackendFailed, BackendUnavailable, DeadlineExceeded
+from cluster.protocols import Backend
+from cluster.registry import backends, resolve
+from cluster.stage_rules import generator_rules
+from cluster.values import GenerateRequest, SamplingOptions, UserState
+from integrations.decoder.files import load_soft_prompt
+from tests.bundles import make_bundle, make_generative_bundle, random_sequence
+
+ITEMS, WIDTH, LONGEST = 200, 16, 8
+TOLERANCE = 1e-4
+LOADS_SLOWLY = {"vllm"}
+SHAPES = {"two levels": (24,), "four levels": (4, 4, 4), "a first level of one code": (1, 12), "a second level of one code": (12, 1)}
+RULES = generator_rules(ITEMS)
+
+
+def case(name, sizes, label):
+    return pytest.param((name, sizes), id=f"{name}-{label}", marks=[pytest.mark.slow] if name in LOADS_SLOWLY else [])
+
+
+EVERY = [case(name, (8, 8), "three levels") for name in backends("generator")]
+EVERY_SHAPE = [case(name, sizes, label) for name in backends("generator") for label, sizes in SHAPES.items()]
+
+
+@pytest.fixture(scope="session", params=EVERY)
+def served(request, tmp_path_factory):
+    """(a generator that is loaded, its bundle)."""
+    name, sizes = request.param
+    try:
+        generator = resolve(backends("generator")[name])()
+    except ImportError as error:
+        pytest.skip(f"{name}: {error}")
+    bundle = make_generative_bundle(tmp_path_factory.mktemp("generates") / "tiny", items=ITEMS, sizes=sizes)
+    if not (availability := generator.get_availability(bundle)).ok:
+        pytest.skip(f"{name}: {availability.reason}")
+    generator.load(bundle)
+    yield generator, bundle
+    generator.close()
+
+
+@pytest.fixture
+def generator(served):
+    return served[0]
+
+
+@pytest.fixture
+def oracle(served):
+    return Oracle(served[1])
+
+
+class Oracle:
+    """Scores of all items, each path by itself."""
+
+    def __init__(self, bundle):
+        self.lm = LlamaForCausalLM.from_pretrained(bundle.path / DECODER).double().eval()
+        self.prompt, self.ids = load_soft_prompt(bundle), bundle.semantic_ids
+
+    def answer(self, request):
+        """What the rule of the beam yields: [(item, log p)], best first."""
+        allowed = sorted(set(range(1, ITEMS + 1) if request.among is None else request.among.tolist()) - set(request.blocked.tolist()))
+        scores = self.scores(request, [item for item in allowed if 1 <= item <= ITEMS])
+        paths = {self.path(item): item for item in scores}
+        kept = {()}
+        for level in range(1, self.ids.levels + 1):
+            last = level == self.ids.levels
+            reached = {path[:level]: scores[item][level - 1] for path, item in paths.items() if path[: level - 1] in kept}
+            kept = sorted(reached, key=lambda path: (-reached[path], path))[: request.k if last else request.beam]
+        return [(paths[path], reached[path]) for path in kept] if scores else []
+
+    def scores(self, request, allowed):
+        """Item -> log p of its path's first code, first two codes, and so on, among what is allowed."""
+        logits = self.logits(request.user)
+        sums = {item: [] for item in allowed}
+        for item in allowed:
+            path, total = self.path(item), 0.0
+            for level, token in enumerate(path):
+                siblings = sorted({self.path(other)[level] for other in allowed if self.path(other)[:level] == path[:level]})
+                total += (logits[item - 1, level, token] - logits[item - 1, level, siblings].logsumexp(0)).item()
+                sums[item].append(total)
+        return sums
+
+    def path(self, item):
+        return tuple(self.ids.tokens[item].tolist())
+
+    @torch.no_grad()
+    def logits(self, user):
+        """(items, levels, vocabulary)."""
+        rows = self.prompt.of([user])[0].double().expand(ITEMS, -1, -1)
+        codes = self.lm.model.embed_tokens(torch.from_numpy(self.ids.tokens[1:, :-1]).long())
+        return self.lm(inputs_embeds=torch.cat([rows, codes], dim=1)).logits[:, rows.shape[1] - 1 :]
+
+
+def user(length, seed=0):
+    states = np.random.default_rng([seed, length, 7]).normal(size=(length, WIDTH)).astype(np.float32)
+    return UserState(states / np.linalg.norm(states, axis=1, keepdims=True), random_sequence(length, items=ITEMS, seed=seed))
+
+
+def asked(length=5, *, k=10, beam=20, seed=0, blocked=(), among=None, **rest):
+    among = None if among is None else np.array(among, np.int32)
+    return GenerateRequest(user(length, seed), k, beam, np.array(blocked, np.int32), among, **rest)
+
+
+def assert_is(answer, expected):
+    assert answer.items.tolist() == [item for item, _ in expected]
+    assert answer.log_probs == pytest.approx([score for _, score in expected], abs=TOLERANCE)
+
+
+def assert_same(answer, other):
+    assert_is(answer, list(zip(other.items.tolist(), other.log_probs.tolist(), strict=True)))
+
+
+def test_has_the_methods_of_a_backend(generator):
+    assert isinstance(generator, Backend)
+
+
+def test_says_that_a_bundle_without_a_decoder_cannot_be_served_and_how_to_make_one(generator, tmp_path):
+    another, bundle = type(generator)(), make_bundle(tmp_path / "retrieves")
+    availability = another.get_availability(bundle)
+    assert not availability.ok
+    assert "genrec train" in availability.reason
+    with pytest.raises(BackendUnavailable, match="decoder"):
+        another.load(bundle)
+
+
+@pytest.mark.parametrize("length", range(1, LONGEST + 1))
+def test_finds_the_items_that_brute_force_finds_for_a_prompt_of_any_length(generator, oracle, length):
+    request = asked(length)
+    assert_is(generator.infer(request), oracle.answer(request))
+
+
+@pytest.mark.parametrize("served", EVERY_SHAPE, indirect=True)
+@pytest.mark.parametrize("beam", [3, 20])
+def test_finds_them_in_trees_of_other_shapes(served, beam):
+    generator, bundle = served
+    oracle = Oracle(bundle)
+    requests = [asked(3, beam=beam), asked(8, beam=beam, blocked=range(1, 100, 2)), asked(1, beam=beam, among=range(40, 60))]
+    for request, answer in zip(requests, generator.batch_infer(requests), strict=True):
+        assert_is(answer, oracle.answer(request))
+
+
+@pytest.mark.parametrize("beam", [1, 2, 5, 50])
+def test_keeps_as_many_paths_as_the_beam_is_wide(generator, oracle, beam):
+    request = asked(6, beam=beam, k=30)
+    assert_is(generator.infer(request), oracle.answer(request))
+
+
+def test_gives_every_item_once_and_probabilities_that_sum_to_one_where_the_beam_cuts_nothing(generator, oracle):
+    request = asked(4, beam=ITEMS, k=ITEMS)
+    answer = generator.infer(request)
+    assert sorted(answer.items.tolist()) == list(range(1, ITEMS + 1))
+    assert np.exp(answer.log_probs.astype(np.float64)).sum() == pytest.approx(1, abs=1e-3)
+    assert answer.log_probs == pytest.approx([score for _, score in oracle.answer(request)], abs=TOLERANCE)
+
+
+def test_answers_a_mixed_batch_as_it_answers_each_alone_and_in_the_order_asked(generator):
+    requests = [
+        asked(1),
+        asked(8, k=3),
+        asked(2, beam=4, k=7),
+        asked(5, blocked=range(1, 150)),
+        asked(8, among=[5, 6, 7, 8, 150], k=4),
+        asked(3, among=[]),
+        asked(8, seed=3, beam=40, k=40),
+    ]
+    for request, answer in zip(requests, generator.batch_infer(requests), strict=True):
+        assert_same(answer, generator.infer(request))
+
+
+def test_answers_an_empty_batch_with_nothing(generator):
+    assert generator.batch_infer([]) == []
+
+
+def test_answers_in_the_types_of_the_interface(generator):
+    for answer in generator.batch_infer([asked(), asked(among=[])]):
+        assert (answer.items.dtype, answer.log_probs.dtype) == (np.int32, np.float32)
+
+
+@pytest.mark.parametrize(
+    "restrictions",
+    [{"blocked": range(20, 190)}, {"among": [3, 50, 7, 120, 199, 200, 1]}, {"among": range(1, 90), "blocked": range(5, 80)}],
+    ids=["blocked", "among", "both"],
+)
+def test_renormalises_over_what_may_be_named(generator, oracle, restrictions):
+    request = asked(**restrictions)
+    assert_is(generator.infer(request), oracle.answer(request))
+
+
+def test_names_the_only_item_that_may_be_named_with_certainty(generator):
+    assert_is(generator.infer(asked(among=[42])), [(42, 0.0)])
+    assert_is(generator.infer(asked(blocked=[item for item in range(1, ITEMS + 1) if item != 42])), [(42, 0.0)])
+
+
+def test_names_nothing_where_nothing_may_be_named(generator):
+    assert len(generator.infer(asked(among=[])).items) == 0
+    assert len(generator.infer(asked(among=[4, 5], blocked=[4, 5])).items) == 0
+    assert len(generator.infer(asked(blocked=range(1, ITEMS + 1))).items) == 0
+
+
+def test_passes_over_strangers_among_the_items_to_block_or_to_choose_from(generator):
+    known = generator.infer(asked(among=[3, 50], blocked=[7]))
+    assert_same(generator.infer(asked(among=[0, -4, 3, 50, ITEMS + 1, 10**9], blocked=[7, 0, -1, 10**9])), known)
+
+
+def test_gives_what_there_is_where_more_is_asked_for(generator):
+    answer = generator.infer(asked(among=range(1, 16), beam=15, k=100))
+    assert sorted(answer.items.tolist()) == list(range(1, 16))
+
+
+def test_says_the_same_again_when_it_is_asked_again(generator):
+    before = generator.infer(asked(7))
+    assert_same(generator.infer(asked(7)), before)
+    assert_same(generator.infer(asked(7, tenant="another")), before)
+    assert_same(generator.infer(asked(7, k=4)), replace(before, items=before.items[:4], log_probs=before.log_probs[:4]))
+
+
+@pytest.fixture
+def drawer(generator):
+    """A generator that takes requests to draw; one that does not is skipped with its own reason."""
+    if reason := declined(generator, asked(sampling=SamplingOptions())):
+        pytest.skip(reason)
+    return generator
+
+
+def declined(generator, request):
+    return generator.declines(request) if hasattr(generator, "declines") else ""
+
+
+def test_draws_items_with_the_log_probability_that_brute_force_gives_them(drawer, oracle):
+    requests = [asked(4, sampling=SamplingOptions(samples=24, seed=5)), asked(7, blocked=range(1, 170), sampling=SamplingOptions(seed=6))]
+    for request, answer in zip(requests, drawer.batch_infer(requests), strict=True):
+        truth = dict(oracle.answer(replace(request, beam=ITEMS, k=ITEMS)))
+        assert 1 < len(answer.items) <= request.k
+        assert RULES.nonsense(request, answer) == ""
+        assert answer.log_probs == pytest.approx([truth[item] for item in answer.items.tolist()], abs=TOLERANCE)
+
+
+def test_the_same_seed_draws_the_same_whoever_else_asks_and_another_seed_draws_other_items(drawer):
+    first, second = (asked(6, k=20, sampling=SamplingOptions(samples=20, temperature=2.0, seed=seed)) for seed in (1, 2))
+    alone = drawer.infer(first)
+    among_others = drawer.batch_infer([second, asked(8), first, asked(2, sampling=SamplingOptions(samples=50))])
+    assert_same(among_others[2], alone)
+    assert set(among_others[0].items.tolist()) != set(alone.items.tolist())
+
+
+def test_without_a_temperature_it_draws_what_a_beam_of_one_finds(drawer, oracle):
+    request = asked(6, sampling=SamplingOptions(samples=3, temperature=0.0))
+    greedy = oracle.answer(replace(request, beam=1, k=1))
+    assert_is(drawer.infer(request), greedy)
+
+
+@pytest.mark.parametrize(
+    ("broken", "problem"),
+    [
+        (lambda good: replace(good, states=np.full_like(good.states, np.nan)), "NaN"),
+        (lambda good: replace(good, states=good.states[:, :-1]), r"\(5, 15\)"),
+        (lambda good: replace(good, states=good.states[:-1]), r"\(4, 16\)"),
+        (lambda good: replace(good, sequence=replace(good.sequence, items=good.sequence.items + ITEMS)), "outside of 1..200"),
+    ],
+    ids=["NaN", "another width", "a state too few", "unknown items"],
+)
+def test_refuses_a_prompt_that_could_take_an_engine_down_and_answers_the_next(generator, broken, problem):
+    good = asked(5)
+    before = generator.infer(good)
+    with pytest.raises(BackendFailed, match=problem):
+        generator.infer(replace(good, user=broken(good.user)))
+    assert_same(generator.infer(good), before)
+
+
+def test_gives_up_what_nobody_waits_for_any_more_and_answers_the_next(generator):
+    before = generator.infer(asked())
+    with pytest.raises(DeadlineExceeded):
+        generator.infer(asked(deadline=time.monotonic() - 0.001))
+    assert_same(generator.infer(asked(deadline=time.monotonic() + 60)), before)
+
+
+def test_answers_from_other_threads_than_the_one_that_loaded_it(generator):
+    requests = [asked(length) for length in (1, 5, 8)]
+    here = [generator.infer(request) for request in requests]
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as thread:
+            for expected, actual in zip(here, thread.map(generator.infer, requests), strict=True):
+                assert_same(actual, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_names_nothing_invalid_in_thousands_of_random_requests(served, request):
+    generator, _ = served
+    asks = random_requests(300 if request.node.callspec.params["served"][0] in LOADS_SLOWLY else 10_000)
+    asks = [one for one in asks if not declined(generator, one)]
+    for start in range(0, len(asks), 50):
+        for one, answer in zip(asks[start : start + 50], generator.batch_infer(asks[start : start + 50]), strict=True):
+            assert RULES.nonsense(one, answer) == ""
+            assert len(answer.items) > 0
+
+
+def random_requests(count):
+    """With random lengths, widths and block lists that leave something to name; every third is drawn."""
+    rng = np.random.default_rng(11)
+    requests = []
+    for index in range(count):
+        blocked = rng.choice(np.arange(1, ITEMS + 1), int(rng.integers(0, ITEMS)), replace=False)
+        sampling = SamplingOptions(samples=int(rng.integers(1, 12)), seed=index) if index % 3 == 0 else None
+        length, k, beam = (int(rng.integers(1, most)) for most in (LONGEST + 1, 20, 20))
+        requests.append(asked(length, k=k, beam=beam, seed=index, blocked=blocked, sampling=sampling))
+    return requests
+
+
+def test_can_be_closed_twice_and_answers_again_after_it_is_loaded(served):
+    generator, bundle = served
+    before = generator.infer(asked(5))
+    generator.close()
+    generator.close()
+    generator.load(bundle)
+    assert_same(generator.infer(asked(5)), before)
