@@ -62,9 +62,7 @@ def demo(
         f"[bold]data[/]   {len(dataset.interactions):,} ratings, {dataset.interactions.users} users, {len(dataset.catalogue):,} films"
     )
     bundle = compiled(published(model_dir, dataset))
-    console.print(
-        f"[bold]model[/]  {bundle.version}: {bundle.manifest.model.family}, hr@10 {bundle.manifest.quality['hr@10']:.3f} on held-out events"
-    )
+    console.print(f"[bold]model[/]  {bundle.version}: {described(bundle)}")
 
     log = Path(".genrec/serve.log")
     console.print(f"[bold]serve[/]  starting Ray and Serve; the log is {log}\n")
@@ -82,6 +80,15 @@ def published(model_dir: Path, dataset: Dataset) -> Bundle:
     """The model that is there, or the one that comes with genrec, published with the data it was trained on."""
     store = BundleStore(model_dir)
     return store.open_last_good()[0] if store.versions() else publish_pretrained(PRETRAINED, dataset, model_dir)
+
+
+def described(bundle: Bundle) -> str:
+    """What the model is and how good, on every user's last event."""
+    family, blend = bundle.manifest.model.family, bundle.manifest.blend
+    if blend is None:
+        return f"{family}, hr@10 {bundle.manifest.quality['hr@10']:.3f} on held-out events"
+    alone, unified = blend.quality["retrieval"]["hr@10"], blend.quality["unified"]["hr@10"]
+    return f"{family} and a decoder of semantic IDs, hr@10 {unified:.3f} on held-out events ({family} alone {alone:.3f})"
 
 
 def compiled(bundle: Bundle) -> Bundle:
