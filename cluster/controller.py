@@ -10,13 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import Any, Generic, Literal, TypeGuard, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Self, TypeGuard, TypeVar
 
-from cluster.breaker import BreakerSettings
+from cluster import registry
+from cluster.breaker import BreakerSettings, BreakerState
 from cluster.bundle import Bundle
+from cluster.config import EngineSettings
 from cluster.errors import BackendFailed, ConfigError, UnknownChoice
-from cluster.managed_backend import BackendSnapshot, ManagedBackend
+from cluster.managed_backend import BackendSnapshot, ManagedBackend, OutOfTime
 from cluster.stage_rules import StageRules
 from cluster.values import Availability, SkippedBackend
 
@@ -56,6 +59,12 @@ class StageSnapshot:
     explanation: str
     backends: tuple[BackendSnapshot, ...]
 
+    @property
+    def settled(self) -> bool:
+        """Whether the first choice that can run here is loaded or has failed: who serves now will serve until something changes."""
+        able = [one for one in self.backends if one.rank is not None and one.available and one.enabled]
+        return not able or able[0].loaded or able[0].breaker is not BreakerState.CLOSED
+
 
 class FrameworkController(Generic[RequestT, AnswerT]):
     """`call`, `warm_up`, `probe` and `refresh` take turns on a lock; everything else may be called from any thread at any time.
@@ -65,6 +74,27 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     `options` are the keyword arguments of the backends' constructors, by name.
     Raises UnknownChoice or ConfigError where the order does not fit the table.
     """
+
+    managed: ClassVar[type[ManagedBackend[Any, Any]]] = ManagedBackend
+
+    @classmethod
+    def configured(cls, settings: EngineSettings, bundle: Bundle, rules: StageRules[RequestT, AnswerT]) -> Self:
+        """The controller of a stage as the configuration has it, over `bundle`."""
+        controller = cls(
+            settings.stage_name,
+            registry.backends(settings.stage_name, settings.backends),
+            settings.order,
+            bundle,
+            rules,
+            selection=settings.selection,
+            breaker=settings.breaker,
+            probe_interval_s=settings.probe_interval_s,
+            retries=settings.retries,
+            options=settings.options,
+        )
+        for name in settings.disabled:
+            controller.disable(name)
+        return controller
 
     def __init__(
         self,
@@ -83,18 +113,16 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     ) -> None:
         self.stage, self._clock, self._probe_interval_s = stage, clock, probe_interval_s
         self._rules, breaker = rules, breaker or BreakerSettings()
+        make, given = partial(self.managed, bundle=bundle, rules=rules, breaker=breaker, retries=retries, clock=clock), options or {}
         self._backends: dict[str, ManagedBackend[RequestT, AnswerT]] = {
-            name: ManagedBackend(
-                name, path, bundle=bundle, rules=rules, breaker=breaker, retries=retries, clock=clock, options=(options or {}).get(name)
-            )
-            for name, path in table.items()
+            name: make(name, path, options=given.get(name)) for name, path in table.items()
         }
         self._order, self._selection = self._checked_order(order), _checked_selection(selection)
         self._samples: Sequence[RequestT] = ()
         self._probed_at: float | None = None
         self._serving = ""
         self._measured_against = ""
-        self._refreshed = False
+        self._refreshed = self._closed = False
         self._turn = threading.RLock()
 
     def call(self, requests: Sequence[RequestT]) -> list[Served[AnswerT] | NoBackendAnswered]:
@@ -105,7 +133,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             outcomes: dict[int, Served[AnswerT]] = {}
             skipped: dict[int, tuple[SkippedBackend, ...]] = dict.fromkeys(range(len(requests)), ())
             for backend in self._ranked():
-                waiting = [index for index in skipped if index not in outcomes]
+                waiting = [index for index in skipped if index not in outcomes and not _out_of_time(skipped[index])]
                 if not waiting:
                     break
                 for index, result in zip(waiting, self._ask(backend, [requests[index] for index in waiting]), strict=True):
@@ -144,10 +172,15 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             self._probe_when_due()
             self._refreshed = bool(self._samples)
         while backend := self._next_to_load():
-            backend.load()
+            try:
+                if backend.load():
+                    backend.rehearse(self._samples)
+            finally:
+                with self._turn:
+                    backend.loading = False
+                    if self._closed:
+                        backend.unload()
             with self._turn:
-                backend.loading = False
-                self._rehearse(backend)
                 self._measure()
 
     def warm_up(self, samples: Sequence[RequestT], ready: int = 2) -> str:
@@ -161,7 +194,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             self._samples = list(samples)
             self.probe()
             ready = len(self._order) if self._selection == "fastest" else ready
-            for backend in self._ranked():
+            for backend in self._quick_to_load():
                 ready -= ready > 0 and _all_answered(self._rehearse(backend))
             self._measure()
             return self.explain()
@@ -207,10 +240,12 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             self._probed_at = None  # the next call probes
 
     def close(self) -> None:
-        """Free what the backends hold."""
+        """Free what the backends hold; the one that is just being loaded as soon as it is."""
         with self._turn:
+            self._closed = True
             for backend in self._backends.values():
-                backend.unload()
+                if not backend.loading:
+                    backend.unload()
 
     def _ask(self, backend: ManagedBackend[RequestT, AnswerT], requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
         obstacle = self._obstacle(backend)
@@ -223,7 +258,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     def _next_to_load(self) -> ManagedBackend[RequestT, AnswerT] | None:
         """The first backend that may be asked and is not loaded; it is not asked until its load has ended."""
         with self._turn:
-            backend = next((one for one in self._ranked() if self._refreshed and not one.loaded and not one.obstacle()), None)
+            waiting = (one for one in self._ranked() if self._refreshed and not one.loaded and not one.obstacle())
+            backend = None if self._closed else next(waiting, None)
             if backend:
                 backend.loading = True
             return backend
@@ -231,6 +267,10 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     def _rehearse(self, backend: ManagedBackend[RequestT, AnswerT]) -> Sequence[AnswerT | SkippedBackend]:
         obstacle = backend.obstacle()
         return [obstacle] * len(self._samples) if obstacle else backend.rehearse(self._samples)
+
+    def _quick_to_load(self) -> Sequence[ManagedBackend[RequestT, AnswerT]]:
+        """What a warm-up waits for."""
+        return self._ranked()
 
     def _ranked(self) -> list[ManagedBackend[RequestT, AnswerT]]:
         """The backends in the order they are asked."""
@@ -307,6 +347,10 @@ class FrameworkController(Generic[RequestT, AnswerT]):
 
 def _all_answered(results: Sequence[AnswerT | SkippedBackend]) -> TypeGuard[Sequence[AnswerT]]:
     return not any(isinstance(result, SkippedBackend) for result in results)
+
+
+def _out_of_time(skipped: Sequence[SkippedBackend]) -> bool:
+    return bool(skipped) and isinstance(skipped[-1], OutOfTime)
 
 
 def _checked_selection(selection: Selection) -> Selection:

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from cluster.breaker import Breaker, BreakerSettings, BreakerState
 from cluster.bundle import Bundle
-from cluster.errors import GenrecError
+from cluster.errors import DeadlineExceeded, GenrecError
 from cluster.latency import LatencyRecorder, LatencySummary
 from cluster.protocols import Backend
 from cluster.registry import resolve
@@ -23,6 +23,11 @@ from cluster.values import Availability, SkippedBackend
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfTime(SkippedBackend):
+    """The caller's time was over before this backend had answered: no fault of its own, and no time is left to ask the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         """
         results = self._answer(requests)
         self.calls += len(requests)
-        self.failures += sum(isinstance(result, SkippedBackend) for result in results)
+        self.failures += sum(has_failed(result) for result in results)
         return results
 
     def rehearse(self, samples: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
@@ -136,7 +141,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         try:
             self._made().load(self._bundle)
         except Exception as error:  # noqa: BLE001 - whatever an engine raises while loading is a reason to ask the next one
-            self._note(f"could not be loaded: {_reason(error)}", error)
+            self._note(f"could not be loaded: {reason_of(error)}", error)
             self._open(at_once=True)
         else:
             self._loaded = True
@@ -178,7 +183,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         except ImportError as error:
             return Availability.no(f"{self.import_string} cannot be imported: {error}")
         except Exception as error:  # noqa: BLE001 - the module, the constructor and the probe are the backend's code
-            return Availability.no(f"its probe broke: {_reason(error)}")
+            return Availability.no(f"its probe broke: {reason_of(error)}")
 
     def _made(self) -> Backend[RequestT, AnswerT]:
         if self._backend is None:
@@ -194,6 +199,8 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         if _any_answer(results):
             self._judge(sound=True)
             return results
+        if _all_out_of_time(results):  # one may have been late for all: alone, the others are not; none of it speaks against the backend
+            return results if len(requests) == 1 else self._answer_in_parts(requests, results)
         proven = self._answers_known_good()
         if proven or (proven is None and not on_trial):
             results = self._answer_in_parts(requests, results)
@@ -205,8 +212,10 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         began = self._clock()
         try:
             answers = self._made().batch_infer(requests)
+        except DeadlineExceeded as error:
+            return [self._late(error)] * len(requests)
         except Exception as error:  # noqa: BLE001 - whatever an engine raises is a reason to ask the next one
-            return [self._note(f"broke: {_reason(error)}", error)] * len(requests)
+            return [self._note(f"broke: {reason_of(error)}", error)] * len(requests)
         if not isinstance(answers, list | tuple) or len(answers) != len(requests):
             given = f"{len(answers)} answers" if isinstance(answers, list | tuple) else f"a {type(answers).__name__}"
             return [self._note(f"returned {given} for {len(requests)} requests")] * len(requests)
@@ -215,6 +224,8 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return results
 
     def _checked(self, request: RequestT, answer: AnswerT) -> AnswerT | SkippedBackend:
+        if isinstance(answer, DeadlineExceeded):  # what a backend gives for the late ones of a batch
+            return self._late(answer)
         problem = self._rules.nonsense(request, answer)
         return self._note(problem) if problem else answer
 
@@ -275,6 +286,9 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self.last_error = reason
         return self._skipped(reason, failed=True)
 
+    def _late(self, error: DeadlineExceeded) -> OutOfTime:
+        return OutOfTime(self.name, f"{error}", failed=True)
+
     def _skipped(self, reason: str, *, failed: bool = False) -> SkippedBackend:
         return SkippedBackend(self.name, reason, failed)
 
@@ -283,10 +297,20 @@ def _any_answer(results: Sequence[object]) -> bool:
     return any(not isinstance(result, SkippedBackend) for result in results)
 
 
+def _all_out_of_time(results: Sequence[object]) -> bool:
+    return bool(results) and all(isinstance(result, OutOfTime) for result in results)
+
+
+def has_failed(result: object) -> bool:
+    """Whether it is no answer, and that through the backend's fault."""
+    return isinstance(result, SkippedBackend) and not isinstance(result, OutOfTime)
+
+
 def _halves(part: range) -> list[range]:
     middle = len(part) // 2
     return [half for half in (part[:middle], part[middle:]) if half]
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """An error as it stands in a reason: ours speak for themselves."""
     return f"{error}" if isinstance(error, GenrecError) else f"{type(error).__name__}: {error}"

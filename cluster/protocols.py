@@ -3,6 +3,16 @@
 A backend is a class whose constructor needs nothing, so that a table of import strings is enough to make one; what it takes besides can be
 given under `options` in the configuration.
 It need not inherit from anything here: having the methods is enough.
+
+The controller of a stage that runs an event loop (the generator's) looks for these too; a backend may have any of them:
+
+    async ainfer(request) -> answer       many at a time, instead of batch_infer
+    astream(request) -> async iterator    pieces of the answer, each as soon as it is found
+    declines(request) -> str              why this one request is not for it; "" where it is
+    alive() -> bool                       False once its engine is gone: it is then loaded anew
+    queue() -> dict[str, float]           how busy it is, for the autoscaling and for gauges
+
+What cannot be answered by a request's deadline raises DeadlineExceeded, or has one in its place among the answers of `batch_infer`.
 """
 
 from collections.abc import Sequence

@@ -46,12 +46,16 @@ class BackendStatus:
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """A stage over all live replicas; `explanations` are the different choices they make (one, unless they differ)."""
+    """A stage over all live replicas; `explanations` are the different choices they make (one, unless they differ).
+
+    `settled`: in one of them at least, the first choice that can run there is loaded or has failed.
+    """
 
     stage: str
     replicas: int
     explanations: tuple[str, ...]
     backends: tuple[BackendStatus, ...]
+    settled: bool = True
 
     def as_json(self) -> dict[str, Any]:
         backends = [backend.as_json() for backend in self.backends]
@@ -136,7 +140,8 @@ def _merged_stage(stage: str, snapshots: list[StageSnapshot]) -> StageStatus:
     names = dict.fromkeys(backend.name for snapshot in snapshots for backend in snapshot.backends)
     of_name = {name: [backend for snapshot in snapshots for backend in snapshot.backends if backend.name == name] for name in names}
     explanations = _distinct(snapshot.explanation for snapshot in snapshots)
-    return StageStatus(stage, len(snapshots), explanations, tuple(_merged_backend(same) for same in of_name.values()))
+    backends, settled = tuple(_merged_backend(same) for same in of_name.values()), any(snapshot.settled for snapshot in snapshots)
+    return StageStatus(stage, len(snapshots), explanations, backends, settled)
 
 
 def _merged_backend(same: list[BackendSnapshot]) -> BackendStatus:

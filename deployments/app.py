@@ -1,8 +1,8 @@
 r"""The Serve application: the only place where the deployments are wired together.
 
-    gateway -> encoder
-        \        |
-         switchboard
+    gateway -> encoder, then generator
+        \        |         /
+             switchboard
 
 ``ray_config.yaml`` names `build` as its import_path and gives it the configuration tree as ``args``.
 """
@@ -17,6 +17,7 @@ from cluster.bundle import BundleStore
 from cluster.config import Settings, parse
 from deployments.encoder import Encoder
 from deployments.gateway import Gateway
+from deployments.generator import Generator
 from deployments.switchboard import SwitchboardDeployment
 
 logger = logging.getLogger("ray.serve")
@@ -28,7 +29,8 @@ def build(args: dict[str, Any]) -> Application:
     tree = settings.model_dump(mode="json")
     switchboard = serve.deployment(name="switchboard")(SwitchboardDeployment).bind()
     encoder = serve.deployment(name="encoder", user_config={})(Encoder).bind(tree, switchboard)
-    return serve.deployment(name="gateway")(serve.ingress()(Gateway)).bind(tree, encoder, switchboard)
+    generator = serve.deployment(name="generator", user_config={})(Generator).bind(tree, switchboard)
+    return serve.deployment(name="gateway")(serve.ingress()(Gateway)).bind(tree, encoder, generator, switchboard)
 
 
 def pin_version(settings: Settings) -> Settings:

@@ -52,6 +52,11 @@ class MicroBatcher(Generic[Request, Answer]):
         self._arrival = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
 
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a batch."""
+        return len(self._waiting)
+
     async def submit(self, request: Request) -> Answer:
         """The answer to one request; raises what `run` raised on its batch. A caller that is cancelled leaves the queue."""
         if self._worker is None or self._worker.done():

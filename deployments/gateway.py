@@ -1,5 +1,7 @@
 """The gateway deployment: HTTP in, the recommendation pipeline, HTTP out. It holds no engine, only the catalogue and what is popular."""
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI
@@ -8,29 +10,59 @@ from ray.serve.handle import DeploymentHandle
 from cluster.bundle import BundleStore
 from cluster.config import parse
 from cluster.controller import NoBackendAnswered
-from cluster.values import EncodeAnswer, EncodeRequest, Item, Recommendation, RecommendRequest
+from cluster.values import (
+    EncodeAnswer,
+    EncodeRequest,
+    GenerateAnswer,
+    Generated,
+    GenerateRequest,
+    Item,
+    Recommendation,
+    RecommendRequest,
+    ScoredItem,
+    StageReport,
+)
 from deployments.http_api import create_api
 from deployments.messages import BackendsOut, ReadyOut, SwitchOut
 from deployments.operation import Operation
-from deployments.remote import ask
+from deployments.remote import ask, ask_stream
 from pipelines.recommend import Recommender
 
 
 class Gateway:
     """One replica. Serve asks it for the ASGI application once it is constructed."""
 
-    def __init__(self, settings: dict[str, Any], encoder: DeploymentHandle[Any], switchboard: DeploymentHandle[Any]) -> None:
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        encoder: DeploymentHandle[Any],
+        generator: DeploymentHandle[Any],
+        switchboard: DeploymentHandle[Any],
+    ) -> None:
         self._settings = parse(settings)
+        self._encoder, self._generator = encoder, generator
         bundle = BundleStore(self._settings.model_dir).open(self._settings.version)
         self._catalogue = bundle.catalogue
-        self._recommender, self._encoder = Recommender(bundle, self._encode), encoder
-        self._operation = Operation(switchboard, bundle.version)
+        edge, generates = self._settings.gateway, bundle.manifest.decoder is not None
+        self._recommender = Recommender(
+            bundle,
+            self._encode,
+            self._generate if generates else None,
+            self._generate_stream if generates else None,
+            beam=self._settings.generator.beam,
+            pool=edge.pool,
+            generation_deadline_s=edge.generation_deadline_s,
+        )
+        self._operation = Operation(switchboard, bundle.version, stages=("encoder", "generator") if generates else ("encoder",))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_api(self, self._settings.gateway)
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         return await self._recommender.recommend(request)
+
+    def stream(self, request: RecommendRequest) -> AsyncGenerator[StageReport | ScoredItem | Recommendation, None]:
+        return self._recommender.stream(request)
 
     async def _encode(self, request: EncodeRequest) -> EncodeAnswer:
         """The encoder stage, wherever its replicas are. Raises BackendError."""
@@ -40,6 +72,22 @@ class Gateway:
         if isinstance(answer, NoBackendAnswered):
             raise answer
         return answer
+
+    async def _generate(self, request: GenerateRequest, within_s: float) -> GenerateAnswer:
+        """The generator stage. Raises BackendError. What broke a replica's engines is not tried on another: it might break those too."""
+        answer: GenerateAnswer | NoBackendAnswered = await ask(self._generator, "generate", request, within_s, within_s=within_s, tries=2)
+        if isinstance(answer, NoBackendAnswered):
+            raise answer
+        return answer
+
+    async def _generate_stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[Generated | GenerateAnswer, None]:
+        """The same, piece by piece."""
+        parts = ask_stream(self._generator, "generate_stream", request, within_s, within_s=within_s, tries=2)
+        async with aclosing(parts):
+            async for part in parts:
+                if isinstance(part, NoBackendAnswered):
+                    raise part
+                yield part
 
     def item(self, item_id: str) -> Item | None:
         index = self._catalogue.index_of(item_id)

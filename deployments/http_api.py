@@ -1,17 +1,19 @@
 """The HTTP interface, without Ray: routes over a `Service`, which the gateway provides."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from importlib.metadata import version
 from typing import Annotated, Literal, Protocol
 
-from fastapi import APIRouter, FastAPI, Path, Response
+from fastapi import APIRouter, FastAPI, Path, Request, Response
+from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.config import GatewaySettings
 from cluster.errors import InvalidRequest
-from cluster.values import Item, Recommendation, RecommendRequest
-from deployments import problems
+from cluster.values import Item, Recommendation, RecommendRequest, ScoredItem, StageReport
+from deployments import problems, streaming
 from deployments.messages import (
     BackendsOut,
     ItemOut,
@@ -28,6 +30,7 @@ class Service(Protocol):
     """What stands behind the routes."""
 
     async def recommend(self, request: RecommendRequest) -> Recommendation: ...
+    def stream(self, request: RecommendRequest) -> AsyncGenerator[StageReport | ScoredItem | Recommendation, None]: ...
     def item(self, item_id: str) -> Item | None: ...
     async def backends(self) -> BackendsOut: ...
     async def switch(self, stage: str, name: str, *, enabled: bool) -> SwitchOut: ...
@@ -48,10 +51,12 @@ def create_api(service: Service, limits: GatewaySettings) -> FastAPI:
 def _recommendations(service: Service, limits: GatewaySettings) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/recommend", tags=["recommendations"])
-    async def recommend(message: RecommendIn) -> RecommendOut:
-        """Recommend items for one user."""
+    @routes.post("/v1/recommend", tags=["recommendations"], response_model=RecommendOut, responses=streaming.RESPONSES)
+    async def recommend(message: RecommendIn, http: Request) -> RecommendOut | StreamingResponse:
+        """Recommend items for one user: all at once, or as they are found where `Accept` asks for it."""
         _check_limits(message, limits)
+        if media_type := streaming.wanted(",".join(http.headers.getlist("accept"))):
+            return await streaming.respond(service.stream(message.to_value()), media_type, http.url.path)
         return RecommendOut.from_value(await service.recommend(message.to_value()))
 
     @routes.post("/v1/recommend:batch", tags=["recommendations"])
@@ -95,7 +100,7 @@ def _operation(service: Service) -> APIRouter:
 
     @routes.get("/readyz", responses={503: {"model": ReadyOut}})
     async def readyz(response: Response) -> ReadyOut:
-        """An encoder is up, and which engines it would ask; 503 while there is none and popularity alone would answer."""
+        """Every stage is up, and which engines it would ask; 503 until each has its first choice, and while there is no encoder."""
         ready = await service.readiness()
         response.status_code = 200 if ready.ready else 503
         return ready

@@ -1,6 +1,7 @@
 """What an operator asks of the running system: which backends serve, switch one, is it ready."""
 
 import asyncio
+from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
@@ -19,9 +20,9 @@ SWITCHBOARD_DEADLINE_S = 2.0
 class Operation:
     """Ask the switchboard. Every method raises BackendUnavailable where it cannot be reached, except `readiness`."""
 
-    def __init__(self, switchboard: DeploymentHandle[Any], model_version: str) -> None:
-        self._switchboard, self._model_version = switchboard, model_version
-        self._was_ready = False
+    def __init__(self, switchboard: DeploymentHandle[Any], model_version: str, stages: Sequence[str] = ("encoder",)) -> None:
+        self._switchboard, self._model_version, self._stages = switchboard, model_version, tuple(stages)
+        self._were_ready: set[str] = set()
 
     async def backends(self) -> BackendsOut:
         return BackendsOut(model_version=self._model_version, stages=[_stage_out(status) for status in await self._status()])
@@ -36,18 +37,29 @@ class Operation:
         return SwitchOut(stage=stage, name=name, enabled=enabled, applied=applied)
 
     async def readiness(self) -> ReadyOut:
-        """Ready once an encoder replica has reported, and as long as none is known to be gone: a lost switchboard stops no request."""
-        try:
-            statuses = await self._status()
-        except BackendUnavailable as error:
-            return self._readiness([StageReadyOut(stage="encoder", ready=self._was_ready, detail=str(error))])
-        stages = [StageReadyOut(stage=status.stage, ready=True, detail="; ".join(status.explanations)) for status in statuses]
-        missing = StageReadyOut(stage="encoder", ready=False, detail="no replica reports; it may still be loading its engines")
-        return self._readiness(stages or [missing])
+        """Ready once a replica of each stage has reported that its first choice is loaded, or has failed.
 
-    def _readiness(self, stages: list[StageReadyOut]) -> ReadyOut:
-        self._was_ready = all(stage.ready for stage in stages)
-        return ReadyOut(ready=self._was_ready, model_version=self._model_version, stages=stages)
+        After that, it is as long as an encoder is not known to be gone: a lost switchboard stops no request, and without a generator
+        retrieved items are the answer.
+        """
+        try:
+            statuses = {status.stage: status for status in await self._status()}
+        except BackendUnavailable as error:
+            stages = [StageReadyOut(stage=stage, ready=stage in self._were_ready, detail=str(error)) for stage in self._stages]
+        else:
+            stages = [self._stage_ready(stage, statuses.get(stage)) for stage in dict.fromkeys((*self._stages, *statuses))]
+        ready = all(one.ready or (one.stage == "generator" and one.stage in self._were_ready) for one in stages)
+        return ReadyOut(ready=ready, model_version=self._model_version, stages=stages)
+
+    def _stage_ready(self, stage: str, status: StageStatus | None) -> StageReadyOut:
+        if status is None:
+            if stage == "encoder":
+                self._were_ready.discard(stage)
+            return StageReadyOut(stage=stage, ready=False, detail="no replica reports; it may still be loading its engines")
+        ready = status.settled or stage not in self._stages or stage in self._were_ready
+        if ready:
+            self._were_ready.add(stage)
+        return StageReadyOut(stage=stage, ready=ready, detail="; ".join(status.explanations))
 
     async def _status(self) -> tuple[StageStatus, ...]:
         statuses: tuple[StageStatus, ...] = await self._ask("status")

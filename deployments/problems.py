@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from cluster.errors import BackendUnavailable, InvalidRequest, UnknownChoice
+from cluster.errors import BackendError, BackendUnavailable, InvalidRequest, UnknownChoice
 from deployments.messages import FieldProblem, Problem
 
 MEDIA_TYPE = "application/problem+json"
@@ -48,6 +48,18 @@ def respond(request: Request, status: int, title: str, detail: str, errors: Sequ
     """A problem as a response."""
     problem = Problem(title=title, status=status, detail=detail, instance=request.url.path, errors=list(errors))
     return JSONResponse(problem.model_dump(), status, media_type=MEDIA_TYPE)
+
+
+def problem_of(path: str, error: Exception) -> Problem:
+    """An error that can no longer be a response of its own."""
+    match error:
+        case InvalidRequest():
+            title, status, detail = "Invalid request", 422, str(error)
+        case BackendError():
+            title, status, detail = "Not available now", 503, str(error)
+        case _:
+            title, status, detail = "Internal error", 500, _told(path, error)
+    return Problem(title=title, status=status, detail=detail, instance=path)
 
 
 def field_path(location: Sequence[Any]) -> str:
@@ -108,5 +120,10 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _our_fault(request: Request, error: Exception) -> JSONResponse:
-    _log.error("unexpected error while answering %s", request.url.path, exc_info=error)
-    return respond(request, 500, "Internal error", "genrec failed in a way it does not know; the server's log has the trace")
+    return respond(request, 500, "Internal error", _told(request.url.path, error))
+
+
+def _told(path: str, error: Exception) -> str:
+    """What the caller may know of an error of ours; the log gets the rest."""
+    _log.error("unexpected error while answering %s", path, exc_info=error)
+    return "genrec failed in a way it does not know; the server's log has the trace"

@@ -1,8 +1,9 @@
-"""Call another deployment: its answer, or an error of ours that says what went wrong."""
+"""Call another deployment: its answer, all at once or piece by piece, or an error of ours that says what went wrong."""
 
 import asyncio
 import logging
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from time import monotonic
 from typing import Any
 
@@ -22,11 +23,36 @@ async def ask(handle: DeploymentHandle[Any], method: str, *args: Any, within_s: 
     no replica could be reached or answered in time.
     """
     deadline = monotonic() + within_s
-    try:
+    with _errors_of(handle, method, within_s):
         for _ in range(tries - 1):
             with suppress(RayActorError):
                 return await _once(handle, method, args, deadline)
         return await _once(handle, method, args, deadline)
+
+
+async def ask_stream(handle: DeploymentHandle[Any], method: str, *args: Any, within_s: float, tries: int = 1) -> AsyncGenerator[Any, None]:
+    """What `method` of a replica yields, as it comes. Raises as `ask` does.
+
+    A replica that dies midway costs a try, and all that another one yields follows: the same may come twice.
+    """
+    deadline = monotonic() + within_s
+    with _errors_of(handle, method, within_s):
+        for _ in range(tries - 1):
+            with suppress(RayActorError):
+                async with aclosing(_pieces(handle, method, args, deadline)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                return
+        async with aclosing(_pieces(handle, method, args, deadline)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+
+@contextmanager
+def _errors_of(handle: DeploymentHandle[Any], method: str, within_s: float) -> Iterator[None]:
+    """What went wrong in a call, as an error of ours."""
+    try:
+        yield
     except RayTaskError as error:
         if isinstance(error.cause, GenrecError):
             raise error.cause from None
@@ -36,6 +62,19 @@ async def ask(handle: DeploymentHandle[Any], method: str, *args: Any, within_s: 
         raise BackendUnavailable(f"no replica of {handle.deployment_name} answered within {within_s:g} s") from error
     except (RayError, RayServeException) as error:
         raise BackendUnavailable(f"no replica of {handle.deployment_name} could be reached ({type(error).__name__}: {error})") from error
+
+
+async def _pieces(handle: DeploymentHandle[Any], method: str, args: tuple[Any, ...], deadline: float) -> AsyncGenerator[Any, None]:
+    pieces = getattr(handle.options(stream=True), method).remote(*args)
+    try:
+        while True:
+            try:
+                piece = await asyncio.wait_for(anext(pieces), max(0.0, deadline - monotonic()))
+            except StopAsyncIteration:
+                return
+            yield piece
+    finally:
+        pieces.cancel()  # as below; after the last piece it does nothing
 
 
 async def _once(handle: DeploymentHandle[Any], method: str, args: tuple[Any, ...], deadline: float) -> Any:

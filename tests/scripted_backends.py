@@ -1,13 +1,14 @@
 """Backends of a stage that doubles numbers. Each behaves as its class's attributes say at the time, so it can break and be repaired."""
 
+import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from cluster.bundle import CATALOGUE, POPULARITY, WEIGHTS, Bundle, BundleStore, ModelRecord
+from cluster.bundle import CATALOGUE, FIRST_SEEN, ITEM_VECTORS, POPULARITY, WEIGHTS, Bundle, BundleStore, ModelRecord
 from cluster.stage_rules import StageRules
 from cluster.values import Availability
 
@@ -80,9 +81,45 @@ class Third(Scripted):
     log: ClassVar[list[str]] = []
 
 
-ALL = (First, Second, Third)
-TABLE = {cls.__name__.lower(): f"{__name__}:{cls.__name__}" for cls in ALL}
-_PRISTINE = {name: getattr(Scripted, name) for name in Scripted.__annotations__ if name != "log"}
+class Queued(Scripted):
+    """An engine with a queue of its own. `poison` breaks a request, `pieces` bounds what a stream yields before it breaks."""
+
+    log: ClassVar[list[str]] = []
+    dead: ClassVar[bool] = False
+    pieces: ClassVar[int] = 10**9
+    most: ClassVar[int] = 0
+    running: ClassVar[int] = 0
+
+    def declines(self, request: int) -> str:
+        return "does not take odd tenants" if request == 77 else ""
+
+    def alive(self) -> bool:
+        return not self.dead
+
+    def queue(self) -> dict[str, float]:
+        return {"waiting": 3.0}
+
+    async def ainfer(self, request: int) -> float:
+        cls = type(self)
+        cls.running += 1
+        cls.most = max(cls.most, cls.running)
+        try:
+            await asyncio.sleep(0)
+            return self.batch_infer([request])[0]
+        finally:
+            cls.running -= 1
+
+    async def astream(self, request: int) -> AsyncIterator[float]:
+        for number in range(3):
+            if number >= self.pieces:
+                raise self.error or RuntimeError("broke midway")
+            yield 2.0 * request + number
+
+
+ALL = (First, Second, Third, Queued)
+TABLE = {cls.__name__.lower(): f"{__name__}:{cls.__name__}" for cls in (First, Second, Third)}
+QUEUED_TABLE = {**TABLE, "queued": f"{__name__}:Queued"}
+_PRISTINE = {name: getattr(Queued, name) for name in (*Scripted.__annotations__, *Queued.__annotations__) if name != "log"}
 
 
 def reset() -> None:
@@ -98,5 +135,6 @@ def opaque_bundle(root: Path) -> Bundle:
     with BundleStore(root).publish(ModelRecord(family="none", config={})) as draft:
         (draft.path / WEIGHTS).write_bytes(b"weights")
         (draft.path / CATALOGUE).write_bytes(b"catalogue")
-        np.save(draft.path / POPULARITY, np.zeros(1, np.int64))
+        for name in (POPULARITY, FIRST_SEEN, ITEM_VECTORS):
+            np.save(draft.path / name, np.zeros(1, np.int64))
     return BundleStore(root).open()

@@ -1,6 +1,7 @@
 """`genrec backends`: which engines could serve here, and why the others could not. Needs neither Ray nor, for a first look, a model."""
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,12 +13,12 @@ from rich.table import Table
 
 from cluster import registry
 from cluster.bundle import Bundle, BundleStore
-from cluster.config import Settings, read
+from cluster.config import EngineSettings, Settings, read
 from cluster.controller import FrameworkController
 from cluster.errors import ConfigError
-from cluster.stage_rules import encoder_rules
+from cluster.stage_rules import StageRules, encoder_rules, generator_rules
 
-STAGE = "encoder"
+RULES: Mapping[str, Callable[[int], StageRules[Any, Any]]] = {"encoder": encoder_rules, "generator": generator_rules}
 CONFIG_FILE = Path("ray_config.yaml")
 
 
@@ -32,6 +33,15 @@ class Row:
     reason: str
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What would serve one stage; `explanation` says who and why."""
+
+    stage: str
+    explanation: str
+    backends: list[Row]
+
+
 def backends(
     *,
     model_dir: Annotated[Path | None, typer.Option(help="the model to serve, as models/ml-1m (default: the configuration's)")] = None,
@@ -42,12 +52,13 @@ def backends(
     """List every stage's backends in the order they are asked: available here or not, and why not."""
     settings = read(config or CONFIG_FILE) if config or CONFIG_FILE.is_file() else Settings()
     bundle = _bundle(model_dir, version, settings)
-    rows, explanation = _probed(settings, bundle) if bundle else (_imported(settings), _without_model(settings))
+    stages = [_probed(name, settings, bundle) if bundle else _imported(name, settings) for name in RULES]
     if as_json:
-        typer.echo(json.dumps(_as_json(bundle, rows, explanation), indent=2))
-    else:
-        Console().print(_table(rows, f"{STAGE} backends for {bundle.version}" if bundle else f"{STAGE} backends"))
-        typer.echo(explanation)
+        typer.echo(json.dumps({"model_version": bundle.version if bundle else None, "stages": [asdict(one) for one in stages]}, indent=2))
+        return
+    for one in stages:
+        Console().print(_table(one.backends, f"{one.stage} backends" + (f" for {bundle.version}" if bundle else "")))
+        typer.echo(one.explanation)
 
 
 def _bundle(model_dir: Path | None, version: int | None, settings: Settings) -> Bundle | None:
@@ -61,23 +72,27 @@ def _bundle(model_dir: Path | None, version: int | None, settings: Settings) -> 
     return store.open(wanted) if wanted else store.open_last_good()[0]
 
 
-def _probed(settings: Settings, bundle: Bundle) -> tuple[list[Row], str]:
-    table = registry.backends(STAGE, settings.encoder.backends)
-    controller = FrameworkController(STAGE, table, settings.encoder.order, bundle, encoder_rules(len(bundle.catalogue)))
-    for name in settings.encoder.disabled:
-        controller.disable(name)
+def _probed(stage: str, settings: Settings, bundle: Bundle) -> Stage:
+    rules = RULES[stage](len(bundle.catalogue))
+    controller = FrameworkController[Any, Any].configured(_engines(stage, settings), bundle, rules)
     controller.probe()
     snapshot = controller.snapshot()
     rows = [Row(one.name, one.import_string, one.rank, one.available, one.reason) for one in snapshot.backends]
-    return rows, snapshot.explanation
+    return Stage(stage, snapshot.explanation, rows)
 
 
-def _imported(settings: Settings) -> list[Row]:
+def _imported(stage: str, settings: Settings) -> Stage:
     """What can be said without a model: whether each backend's module is there."""
-    order = settings.encoder.order
-    table = registry.backends(STAGE, settings.encoder.backends)
+    engines = _engines(stage, settings)
+    order, table = engines.order, registry.backends(stage, engines.backends)
     names = sorted(table, key=lambda name: order.index(name) if name in order else len(order))
-    return [_imported_row(name, table[name], order.index(name) if name in order else None) for name in names]
+    rows = [_imported_row(name, table[name], order.index(name) if name in order else None) for name in names]
+    return Stage(stage, _without_model(settings), rows)
+
+
+def _engines(stage: str, settings: Settings) -> EngineSettings:
+    engines: EngineSettings = getattr(settings, stage)
+    return engines
 
 
 def _imported_row(name: str, import_string: str, rank: int | None) -> Row:
@@ -101,8 +116,3 @@ def _table(rows: list[Row], title: str) -> Table:
     for row in rows:
         table.add_row("-" if row.rank is None else str(row.rank + 1), row.name, shown[row.available], escape(row.reason))
     return table
-
-
-def _as_json(bundle: Bundle | None, rows: list[Row], explanation: str) -> dict[str, Any]:
-    stages = [{"stage": STAGE, "explanation": explanation, "backends": [asdict(row) for row in rows]}]
-    return {"model_version": bundle.version if bundle else None, "stages": stages}

@@ -22,7 +22,7 @@ from cluster.errors import ConfigError
 from deployments.app import pin_version
 from deployments.cli.serve import serve_command
 
-READY_WITHIN_S = 180.0
+READY_WITHIN_S = 400.0
 STOP_WITHIN_S = 30.0
 LOG_TAIL_LINES = 25
 

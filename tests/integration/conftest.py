@@ -41,13 +41,15 @@ class Live:
     def recommend(self, **request: Any) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/recommend", json={"user_id": "ada", **request}, timeout=30)
 
-    def switch(self, name: str, to: str) -> None:
-        response = httpx.post(f"{self.url}/v1/backends/encoder/{name}:{to}", timeout=30)
+    def switch(self, name: str, to: str, stage: str = "encoder") -> None:
+        response = httpx.post(f"{self.url}/v1/backends/{stage}/{name}:{to}", timeout=30)
         assert (response.status_code, response.json()["applied"]) == (200, True), response.text
 
-    def backends(self) -> dict[str, dict[str, Any]]:
-        (stage,) = httpx.get(f"{self.url}/v1/backends", timeout=30).json()["stages"]
-        return {backend["name"]: backend for backend in stage["backends"]}
+    def stages(self) -> dict[str, dict[str, Any]]:
+        return {stage["stage"]: stage for stage in httpx.get(f"{self.url}/v1/backends", timeout=30).json()["stages"]}
+
+    def backends(self, stage: str = "encoder") -> dict[str, dict[str, Any]]:
+        return {backend["name"]: backend for backend in self.stages()[stage]["backends"]}
 
     def eventually(self, holds: Callable[[Mapping[str, Any]], bool], *, within_s: float = 20, **request: Any) -> Mapping[str, Any]:
         """Ask until the answer is as expected; every answer on the way has status 200."""

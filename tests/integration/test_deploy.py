@@ -84,7 +84,7 @@ def test_serve_deploy_serves_and_a_new_user_config_changes_engines_without_a_res
         return response.json()["stages"][-1]["backend"]
 
     def calls_of_onnxruntime() -> int:
-        (stage,) = httpx.get(f"{url}/v1/backends", timeout=30).json()["stages"]
+        stage = next(one for one in httpx.get(f"{url}/v1/backends", timeout=30).json()["stages"] if one["stage"] == "encoder")
         return next(backend["calls"] for backend in stage["backends"] if backend["name"] == "onnxruntime")
 
     with ray_head(tmp_path) as dashboard:

@@ -13,7 +13,7 @@ from cluster.config import Settings, parse, read, read_document
 from cluster.errors import ConfigError
 from deployments.app import build
 from deployments.cli import _register, app
-from tests.bundles import make_bundle
+from tests.bundles import make_bundle, make_generative_bundle
 
 RAY_CONFIG = Path(__file__).resolve().parents[2] / "ray_config.yaml"
 
@@ -30,6 +30,9 @@ RAY_CONFIG = Path(__file__).resolve().parents[2] / "ray_config.yaml"
         ({"encoder": {"backends": {"x": "nocolon"}}}, "backends names 'nocolon', which is not of the form 'module:Class'"),
         ({"encoder": {"breaker": {"growth": float("nan")}}}, "growth nan; pauses must be positive"),
         ({"encoder": {"breaker": {"pause_s": -1}}}, "pause_s is -1.0 and growth 2.0; pauses must be positive"),
+        ({"generator": {"order": ["torch"]}}, r"order names torch, but no such generator is registered; there are torch_beam, vllm"),
+        ({"generator": {"options": {"vlm": {}}}}, "options names vlm, but no such generator is registered"),
+        ({"generator": {"beam": 0}}, "generator.beam = 0"),
         ({"gateway": {"deadline_s": "soon"}}, "gateway.deadline_s = 'soon'"),
         ({"version": 0}, "version = 0"),
     ],
@@ -57,12 +60,13 @@ def test_a_missing_file_is_refused_with_the_cure(tmp_path: Path):
         read(tmp_path / "none.yaml")
 
 
-def test_a_wrong_user_config_is_refused_before_anything_is_deployed(tmp_path: Path):
+@pytest.mark.parametrize(("stage", "wrong"), [("encoder", "tensort"), ("generator", "torch")])
+def test_a_wrong_user_config_is_refused_before_anything_is_deployed(tmp_path: Path, stage: str, wrong: str):
     document = yaml.safe_load(RAY_CONFIG.read_text())
-    encoder = next(one for one in document["applications"][0]["deployments"] if one["name"] == "encoder")
-    encoder["user_config"] = {"order": ["tensort"]}
+    deployment = next(one for one in document["applications"][0]["deployments"] if one["name"] == stage)
+    deployment["user_config"] = {"order": [wrong]}
     (tmp_path / "other.yaml").write_text(yaml.safe_dump(document))
-    with pytest.raises(ConfigError, match=r"other\.yaml: user_config of the encoder: .*order names tensort"):
+    with pytest.raises(ConfigError, match=rf"other\.yaml: user_config of the {stage}: .*order names {wrong}"):
         read(tmp_path / "other.yaml")
 
 
@@ -77,8 +81,9 @@ def test_ray_config_mentions_every_key():
     assert missing == []
 
 
-def test_ray_config_names_the_deployments_there_are(tmp_path: Path):
-    make_bundle(tmp_path / "tiny")
+@pytest.mark.parametrize("make", [make_bundle, make_generative_bundle])
+def test_ray_config_names_the_deployments_there_are_with_a_decoder_and_without(tmp_path: Path, make):
+    make(tmp_path / "tiny")
     application = build({"model_dir": str(tmp_path / "tiny")})
     named = {deployment["name"] for deployment in yaml.safe_load(RAY_CONFIG.read_text())["applications"][0]["deployments"]}
     assert named == _deployments(application)

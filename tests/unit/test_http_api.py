@@ -33,6 +33,9 @@ class InProcess:
     async def recommend(self, request):
         return await self.recommender.recommend(request)
 
+    def stream(self, request):
+        return self.recommender.stream(request)
+
     def item(self, item_id):
         index = self.bundle.catalogue.index_of(item_id)
         return None if index is None else self.bundle.catalogue[index]

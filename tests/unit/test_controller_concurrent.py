@@ -1,0 +1,370 @@
+"""The framework controller over an event loop: engines that take many requests at once, beside those that take a batch at a time."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from cluster import concurrent_backend
+from cluster.breaker import BreakerSettings, BreakerState
+from cluster.concurrent_controller import ConcurrentController
+from cluster.controller import NoBackendAnswered, Served
+from cluster.errors import DeadlineExceeded
+from cluster.values import SkippedBackend
+from tests import scripted_backends
+from tests.scripted_backends import CLOCK, QUEUED_TABLE, RULES, First, Queued, Second
+
+BREAKER = BreakerSettings(failures_to_open=3, pause_s=1, growth=2, longest_pause_s=8)
+
+
+@pytest.fixture(autouse=True)
+def _pristine() -> Iterator[None]:
+    scripted_backends.reset()
+    yield
+    scripted_backends.reset()
+
+
+class Stage:
+    """What a replica does: a controller, and batches of one for the backends that take batches."""
+
+    def __init__(self, directory: Path, *, order=("queued", "first", "second"), retries=2):
+        bundle = scripted_backends.opaque_bundle(directory / "model")
+        given = {"breaker": BREAKER, "probe_interval_s": 5.0, "clock": CLOCK, "retries": retries}
+        self.controller: ConcurrentController[int, float] = ConcurrentController("doubler", QUEUED_TABLE, order, bundle, RULES, **given)
+
+    def start(self):
+        self.controller.warm_up([1])
+        self.controller.refresh()
+        for cls in (Queued, First, Second):
+            cls.log.clear()
+        Queued.most = 0
+        return self
+
+    async def batched(self, name: str, request: int):
+        (result,) = self.controller.answer_batch(name, [request])
+        return result
+
+    async def serve(self, request: int) -> Served[float]:
+        return await self.controller.serve(request, self.batched)
+
+    async def stream(self, request: int, found: list | None = None) -> list[float | Served[float]]:
+        found = [] if found is None else found
+        async for one in self.controller.serve_stream(request, self.batched, sum):
+            found.append(one)
+        return found
+
+    def of(self, name: str):
+        return next(backend for backend in self.controller.snapshot().backends if backend.name == name)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path).start()
+
+
+class TestServe:
+    async def test_many_requests_are_in_the_engine_at_the_same_time(self, stage):
+        served = await asyncio.gather(*(stage.serve(number) for number in range(20)))
+        assert [one.answer for one in served] == [2.0 * number for number in range(20)]
+        assert {one.backend for one in served} == {"queued"}
+        assert Queued.most == 20
+
+    async def test_it_neither_waits_for_a_batch_that_runs_nor_for_a_refresh(self, stage):
+        holds, may_end = threading.Event(), threading.Event()
+
+        def hold_the_turn():
+            with stage.controller._turn:
+                holds.set()
+                return may_end.wait(10)
+
+        holding = asyncio.create_task(asyncio.to_thread(hold_the_turn))
+        assert await asyncio.to_thread(holds.wait, 10)
+        assert (await stage.serve(4)).answer == 8
+        may_end.set()
+        assert await holding, "the turn was held all the while"
+
+    async def test_a_request_it_declines_goes_on_and_is_neither_a_call_nor_a_failure(self, stage):
+        served = await stage.serve(77)
+        assert (served.backend, served.answer) == ("first", 154)
+        assert served.fallback_from == (SkippedBackend("queued", "does not take odd tenants"),)
+        assert (stage.of("queued").calls, stage.of("queued").failures) == (0, 0)
+
+    async def test_one_that_breaks_when_asked_whether_it_declines_is_passed_over(self, stage, monkeypatch):
+        monkeypatch.setattr(Queued, "declines", lambda self, request: 1 / 0)
+        (skipped,) = (await stage.serve(1)).fallback_from
+        assert skipped.failed
+        assert "ZeroDivisionError" in skipped.reason
+
+    async def test_a_broken_call_goes_to_the_next_with_the_reason_and_is_counted(self, stage):
+        Queued.error = RuntimeError("CUDA error")
+        served = await stage.serve(4)
+        assert (served.backend, served.answer) == ("first", 8)
+        assert served.fallback_from == (SkippedBackend("queued", "broke: RuntimeError: CUDA error", failed=True),)
+        assert (stage.of("queued").calls, stage.of("queued").failures, stage.of("first").fallbacks) == (1, 1, 1)
+
+    async def test_nonsense_is_not_passed_on(self, stage):
+        Queued.answers = [float("nan")]
+        assert (await stage.serve(4)).fallback_from[0].reason == "answered with NaN"
+
+    async def test_when_all_fail_the_error_holds_every_reason(self, stage):
+        Queued.error = First.error = RuntimeError("dead")
+        stage.controller.disable("second")
+        with pytest.raises(NoBackendAnswered) as caught:
+            await stage.serve(1)
+        assert [one.backend for one in caught.value.skipped] == ["queued", "first", "second"]
+        assert [one.failed for one in caught.value.skipped] == [True, True, False]
+
+    async def test_a_poisoned_request_again_and_again_does_not_open_the_breaker(self, stage):
+        Queued.poison = frozenset({13})
+        served = await asyncio.gather(*(stage.serve(13) for _ in range(10)), stage.serve(1))
+        assert [one.backend for one in served] == ["first"] * 10 + ["queued"]
+        assert stage.of("queued").breaker is BreakerState.CLOSED
+
+    async def test_a_hiccup_is_retried_on_the_same_engine_unless_there_are_to_be_no_retries(self, stage, monkeypatch):
+        working, hiccups = Queued.batch_infer, iter([True, False, False, True, False, False])
+        monkeypatch.setattr(Queued, "batch_infer", lambda self, requests: 1 / 0 if next(hiccups) else working(self, requests))
+        assert (await stage.serve(4)).backend == "queued"
+        stage.controller._backends["queued"]._retries = 0
+        assert (await stage.serve(4)).backend == "first"
+
+    async def test_a_hanging_engine_is_not_taken_for_a_sound_one(self, stage, monkeypatch):
+        calls = []
+
+        async def hang(self, request):
+            calls.append(request)
+            if len(calls) > 1:
+                await asyncio.Event().wait()
+            raise RuntimeError("stuck")
+
+        monkeypatch.setattr(concurrent_backend, "KNOWN_GOOD_WITHIN_S", 0.01)
+        monkeypatch.setattr(Queued, "ainfer", hang)
+        assert (await stage.serve(4)).backend == "first"
+        assert calls == [4, 1], "the request, and the sample that shows whether the engine is sound"
+
+    async def test_latency_is_that_of_its_calls(self, stage):
+        Queued.seconds = 0.02
+        await stage.serve(4)
+        latency = stage.of("queued").latency
+        assert latency.count == 1
+        assert 20 <= latency.p50_ms <= 24
+
+
+class TestDeadline:
+    @pytest.mark.parametrize("name", ["queued", "first"])
+    async def test_a_late_answer_ends_the_walk_and_counts_against_nobody(self, tmp_path, name):
+        stage = Stage(tmp_path, order=(name, "second")).start()
+        for cls in (Queued, First):
+            cls.error = DeadlineExceeded("had 5 ms, and 3 of 4 levels were done")
+        for _ in range(10):
+            with pytest.raises(NoBackendAnswered) as caught:
+                await stage.serve(4)
+        (skipped,) = caught.value.skipped
+        assert (skipped.backend, skipped.failed, skipped.reason) == (name, True, "had 5 ms, and 3 of 4 levels were done")
+        assert (stage.of(name).breaker, stage.of(name).failures, stage.of(name).calls) == (BreakerState.CLOSED, 0, 10)
+        assert Second.log == []
+
+    async def test_a_late_one_in_a_batch_does_not_make_the_others_late(self, stage, monkeypatch):
+        working = First.batch_infer
+
+        def late(self, requests):
+            if 13 in requests:
+                raise DeadlineExceeded("13 is late")
+            return working(self, requests)
+
+        monkeypatch.setattr(First, "batch_infer", late)
+        results = stage.controller.answer_batch("first", [12, 13, 14, 15])
+        assert [results[0], results[2], results[3]] == [24, 28, 30]
+        assert results[1].reason == "13 is late"
+
+    async def test_a_backend_may_name_the_late_ones_of_a_batch_itself(self, stage):
+        First.answers = [24.0, DeadlineExceeded("13 is late")]
+        good, late = stage.controller.answer_batch("first", [12, 13])
+        assert (good, late.reason, late.failed) == (24, "13 is late", True)
+        assert stage.of("first").failures == 0
+
+
+class TestLoading:
+    async def test_the_warm_up_waits_for_what_is_quick_and_a_refresh_loads_the_rest_beside_the_calls(self, tmp_path, monkeypatch):
+        stage = Stage(tmp_path)
+        stage.controller.warm_up([1])
+        assert (First.log, Queued.log) == (["load", "batch of 1"], [])
+        assert not stage.controller.snapshot().settled
+        assert (await stage.serve(4)).fallback_from == (SkippedBackend("queued", "is being loaded"),)
+        loading, may_end = threading.Event(), threading.Event()
+        monkeypatch.setattr(Queued, "load", lambda self, bundle: (loading.set(), may_end.wait(10)))
+        refreshing = asyncio.create_task(asyncio.to_thread(stage.controller.refresh))
+        assert await asyncio.to_thread(loading.wait, 10)
+        assert (await stage.serve(4)).backend == "first"
+        may_end.set()
+        await refreshing
+        assert (await stage.serve(4)).backend == "queued"
+        assert stage.controller.snapshot().settled
+
+    async def test_a_first_choice_that_cannot_be_loaded_is_settled_too(self, tmp_path):
+        Queued.load_error = RuntimeError("no memory")
+        stage = Stage(tmp_path).start()
+        assert stage.controller.snapshot().settled
+        assert stage.controller.explain().startswith("doubler=first (queued: could not be loaded: RuntimeError: no memory; next trial in ")
+
+    async def test_nobody_is_served_by_an_engine_that_the_samples_have_not_tried(self, tmp_path, monkeypatch):
+        stage, working, seen = Stage(tmp_path), Queued.batch_infer, []
+        stage.controller.warm_up([1])
+
+        def rehearse(self, requests):
+            seen.append(stage.of("queued").reason)
+            return working(self, requests)
+
+        monkeypatch.setattr(Queued, "batch_infer", rehearse)
+        stage.controller.refresh()
+        assert seen == ["is being loaded"]
+
+
+class TestRecovery:
+    async def test_a_dead_engine_is_out_at_once_and_comes_back_newly_loaded_without_traffic(self, stage):
+        Queued.dead, Queued.error = True, RuntimeError("EngineDeadError")
+        assert (await stage.serve(4)).backend == "first"
+        assert stage.of("queued").breaker is BreakerState.OPEN
+        assert Queued.log == ["batch of 1"], "the event loop closes no engine"
+        stage.controller.refresh()
+        assert Queued.log == ["batch of 1", "close"]
+        Queued.dead, Queued.error = False, None
+        CLOCK.advance(1)
+        stage.controller.refresh()
+        assert Queued.log[2:] == ["load", "batch of 1"]
+        assert (await stage.serve(4)).backend == "queued"
+
+    async def test_an_engine_that_dies_while_nobody_calls_is_found_by_the_refresh(self, stage):
+        Queued.dead = True
+        stage.controller.refresh()
+        assert Queued.log == ["close"]
+        assert stage.of("queued").reason == "has lost its engine; next trial in 1.0 s"
+        (skipped,) = (await stage.serve(4)).fallback_from
+        assert skipped.failed
+
+    async def test_one_that_breaks_again_and_again_is_loaded_anew_and_users_do_not_try_it(self, stage):
+        Queued.error = RuntimeError("flaky")
+        for _ in range(BREAKER.failures_to_open):
+            await stage.serve(4)
+        CLOCK.advance(1)
+        assert (await stage.serve(4)).fallback_from[0].reason == "broke: RuntimeError: flaky; it is being loaded again"
+        Queued.error = None
+        Queued.log.clear()
+        stage.controller.refresh()
+        assert Queued.log == ["close", "load", "batch of 1"]
+        assert (await stage.serve(4)).backend == "queued"
+
+    @pytest.mark.parametrize("stuck", [True, False])
+    async def test_an_engine_that_only_lets_deadlines_pass_is_asked_a_sample(self, stage, monkeypatch, stuck):
+        asked, working = [], Queued.ainfer
+
+        async def late(self, request):
+            asked.append(request)
+            if request != 1:
+                raise DeadlineExceeded("too late")
+            return await (asyncio.Event().wait() if stuck else working(self, request))
+
+        monkeypatch.setattr(concurrent_backend, "KNOWN_GOOD_WITHIN_S", 0.05)
+        monkeypatch.setattr(Queued, "ainfer", late)
+        for number in range(concurrent_backend.LATE_TO_BE_STUCK):
+            stage.controller.refresh()
+            assert asked == [4] * number, "a late answer or two says nothing"
+            with pytest.raises(NoBackendAnswered):
+                await stage.serve(4)
+        await asyncio.to_thread(stage.controller.refresh)
+        assert asked[-1] == 1
+        assert stage.of("queued").breaker is (BreakerState.OPEN if stuck else BreakerState.CLOSED)
+        assert stage.of("queued").reason.startswith("is stuck: it was late again and again" if stuck else "")
+        assert ("close" in Queued.log) == stuck
+
+    async def test_callers_who_leave_an_engine_that_does_not_answer_have_it_asked_a_sample_too(self, stage, monkeypatch):
+        async def stuck(self, request):
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(concurrent_backend, "KNOWN_GOOD_WITHIN_S", 0.05)
+        monkeypatch.setattr(Queued, "ainfer", stuck)
+        for _ in range(concurrent_backend.LATE_TO_BE_STUCK):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stage.serve(4), 0.01)
+        assert (stage.of("queued").failures, stage.of("queued").reason) == (0, "")
+        await asyncio.to_thread(stage.controller.refresh)
+        assert (await stage.serve(4)).fallback_from[0].reason.startswith("is stuck")
+
+    async def test_a_call_that_ends_after_its_engine_was_replaced_is_not_held_against_the_new_one(self, stage, monkeypatch):
+        asked, may_break, working = asyncio.Event(), asyncio.Event(), Queued.ainfer
+
+        async def breaks_late(self, request):
+            asked.set()
+            await may_break.wait()
+            raise RuntimeError("old engine")
+
+        monkeypatch.setattr(Queued, "ainfer", breaks_late)
+        old_calls = [asyncio.create_task(stage.serve(4)) for _ in range(5)]
+        await asked.wait()
+        stage.controller._backends["queued"].unload()
+        monkeypatch.setattr(Queued, "ainfer", working)
+        stage.controller.probe()
+        stage.controller.refresh()
+        may_break.set()
+        assert {served.backend for served in await asyncio.gather(*old_calls)} == {"first"}
+        assert stage.of("queued").last_error == ""
+        assert stage.of("queued").breaker is BreakerState.CLOSED
+
+    async def test_what_is_loaded_while_the_controller_closes_is_closed_too(self, tmp_path, monkeypatch):
+        stage = Stage(tmp_path, order=("queued",))
+        stage.controller.warm_up([1])
+        monkeypatch.setattr(Queued, "load", lambda self, bundle: stage.controller.close())
+        stage.controller.refresh()
+        assert Queued.log[-1] == "close"
+
+
+class TestStream:
+    async def test_pieces_come_as_they_are_found_and_the_whole_last(self, stage):
+        *pieces, served = await stage.stream(4)
+        assert pieces == [8, 9, 10]
+        assert (served.answer, served.backend, served.fallback_from) == (27, "queued", ())
+        assert (stage.of("queued").calls, stage.of("queued").latency.count) == (1, 1)
+
+    async def test_an_engine_that_cannot_stream_gives_its_answer_at_once(self, stage):
+        stage.controller.disable("queued")
+        piece, served = await stage.stream(4)
+        assert (piece, served.answer, served.backend) == (8, 8, "first")
+
+    async def test_where_it_breaks_midway_all_that_the_next_one_finds_follows(self, stage):
+        Queued.pieces = 2
+        *pieces, served = await stage.stream(4)
+        assert pieces == [8, 9, 8]
+        assert (served.answer, served.backend) == (8, "first")
+        assert served.fallback_from == (SkippedBackend("queued", "broke: RuntimeError: broke midway", failed=True),)
+        assert stage.of("queued").failures == 1
+
+    async def test_a_stream_that_is_late_ends_the_walk_after_what_it_found(self, stage):
+        Queued.pieces, Queued.error = 1, DeadlineExceeded("too late")
+        found = []
+        with pytest.raises(NoBackendAnswered, match="queued: too late"):
+            await stage.stream(4, found)
+        assert found == [8]
+        assert stage.of("queued").failures == 0
+
+    async def test_a_consumer_that_leaves_ends_the_engines_stream(self, stage, monkeypatch):
+        ended = []
+
+        async def stream(self, request):
+            try:
+                yield 1.0
+                await asyncio.Event().wait()
+            finally:
+                ended.append(request)
+
+        monkeypatch.setattr(Queued, "astream", stream)
+        async with aclosing(stage.controller.serve_stream(4, stage.batched, sum)) as found:
+            assert await anext(found) == 1
+        assert ended == [4]
+
+
+def test_queues_are_those_of_the_loaded_engines(tmp_path):
+    stage = Stage(tmp_path)
+    assert stage.controller.queues() == {}
+    assert stage.start().controller.queues() == {"queued": {"waiting": 3.0}}

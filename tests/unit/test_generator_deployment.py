@@ -1,0 +1,244 @@
+"""The generator deployment without Ray: what it does between a call and the controller, and how the gateway follows it."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from cluster.config import Settings
+from cluster.controller import NoBackendAnswered, Served
+from cluster.errors import BackendFailed, BackendUnavailable
+from cluster.managed_backend import OutOfTime
+from cluster.stage_rules import generator_rules
+from cluster.switchboard import StageStatus
+from cluster.values import GenerateAnswer, Generated, SkippedBackend
+from deployments.generator import Generator, merged
+from deployments.operation import Operation
+from deployments.remote import ask_stream
+from tests.bundles import make_generative_bundle
+
+
+def generated(*items: int, first: float = -1.0) -> Generated:
+    """These items, each a tenth less probable than the one before."""
+    return Generated(np.array(items, np.int32), (first - 0.1 * np.arange(len(items))).astype(np.float32))
+
+
+def test_pieces_become_the_most_probable_items_each_once():
+    whole = merged([generated(4, 5, first=-2.0), generated(1, 5, first=-1.0), generated(9, first=-7.0)], k=3)
+    assert whole.items.tolist() == [1, 5, 4]
+    assert whole.log_probs.tolist() == pytest.approx([-1.0, -1.1, -2.0])
+    nothing = merged([], k=3)
+    assert (nothing.items.tolist(), nothing.items.dtype, nothing.log_probs.dtype) == ([], np.int32, np.float32)
+
+
+class Stage:
+    """A controller that remembers what it was asked and answers `parts`: pieces, or errors to raise."""
+
+    def __init__(self, *parts):
+        self.parts, self.asked, self.batches = parts, [], []
+
+    async def serve(self, request, batched):
+        self.asked.append(request)
+        (part,) = self.parts
+        if isinstance(part, Exception):
+            raise part
+        return Served(part, "vllm", (), 1.0)
+
+    async def serve_stream(self, request, batched, merge):
+        for part in self.parts:
+            if isinstance(part, Exception):
+                raise part
+            yield part
+        yield Served(merge(self.parts), "vllm", (), 1.0)
+
+    def answer_batch(self, name, requests):
+        self.batches.append([request.k for request in requests])
+        return [generated(request.k) for request in requests]
+
+    def queues(self):
+        return {"vllm": {"waiting": 5.0, "kv_cache_usage": 0.25}}
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return make_generative_bundle(tmp_path_factory.mktemp("models") / "tiny", items=50)
+
+
+@pytest.fixture
+def replica_of(bundle):
+    """Makes a replica over a controller of the test's."""
+
+    def make(*parts) -> Generator:
+        replica = object.__new__(Generator)
+        replica._controller, replica._bundle, replica._settings = Stage(*parts), bundle, Settings()
+        replica._thread, replica._batchers = ThreadPoolExecutor(1), {}
+        return replica
+
+    return make
+
+
+async def test_the_deadline_counts_from_the_arrival_on_this_processs_clock(replica_of):
+    replica = replica_of(generated(3, 1))
+    (sample, *_) = replica._samples()
+    began = monotonic()
+    answer = await replica.generate(sample, 7.0)
+    assert (answer.generated.items.tolist(), answer.report.stage, answer.report.backend) == ([3, 1], "generate", "vllm")
+    assert answer.model_version == "tiny/2"
+    assert began + 6.9 <= replica._controller.asked[0].deadline < monotonic() + 7, "a little time is left to say that it is over"
+    await replica.generate(sample, 0.001)
+    assert began < replica._controller.asked[1].deadline
+
+
+async def test_that_nobody_answered_is_a_value(replica_of):
+    nobody = NoBackendAnswered("generator", (SkippedBackend("vllm", "gone", failed=True),))
+    replica = replica_of(nobody)
+    (sample, *_) = replica._samples()
+    assert await replica.generate(sample, 1.0) is nobody
+    assert [part async for part in replica.generate_stream(sample, 1.0)] == [nobody]
+
+
+async def test_a_stream_ends_with_the_whole_answer(replica_of):
+    pieces = generated(4, first=-2.0), generated(1)
+    replica = replica_of(*pieces)
+    (sample, *_) = replica._samples()
+    *found, answer = [part async for part in replica.generate_stream(sample, 1.0)]
+    assert found == list(pieces)
+    assert isinstance(answer, GenerateAnswer)
+    assert answer.generated.items.tolist() == [1, 4]
+
+
+async def test_requests_that_wait_are_answered_in_one_batch_and_the_late_ones_are_left_out(replica_of):
+    replica = replica_of()
+    (sample, *_) = replica._samples()
+
+    def asking(k: int, within_s: float):
+        return SimpleNamespace(user=sample.user, k=k, deadline=monotonic() + within_s)
+
+    requests = asking(1, 60), asking(2, -1), asking(3, 60)
+    first, late, last = await asyncio.gather(*(replica._batched("torch_beam", request) for request in requests))
+    assert replica._controller.batches == [[1, 3]]
+    assert (first.items.tolist(), last.items.tolist()) == ([1], [3])
+    assert isinstance(late, OutOfTime)
+    assert "waited for a batch" in late.reason
+
+
+async def test_the_autoscaler_is_told_of_all_queues(replica_of):
+    replica = replica_of()
+    (sample, *_) = replica._samples()
+    await replica._batched("torch_beam", SimpleNamespace(user=sample.user, k=1, deadline=None))
+    assert await replica.record_autoscaling_stats() == {"waiting": 5.0, "kv_cache_usage": 0.25}
+
+
+def test_samples_are_what_a_decoder_takes(replica_of, bundle):
+    samples = replica_of()._samples()
+    assert [len(sample.user) for sample in samples] == [1, bundle.prompt_length]
+    for sample in samples:
+        assert np.linalg.norm(sample.user.states, axis=1) == pytest.approx(np.ones(len(sample.user)))
+        assert len(sample.user.sequence) == len(sample.user)
+        assert sample.deadline is None
+        assert generator_rules(50).nonsense(sample, generated(*range(1, sample.k + 1))) == ""
+
+
+class Streaming:
+    """A handle whose calls yield the next of `outcomes`: a list of values and errors."""
+
+    deployment_name = "generator"
+
+    def __init__(self, *outcomes):
+        self.outcomes, self.cancelled = list(outcomes), 0
+
+    def options(self, *, stream):
+        assert stream
+        return self
+
+    def __getattr__(self, method):
+        return SimpleNamespace(remote=lambda *args: self._Pieces(self, self.outcomes.pop(0)))
+
+    class _Pieces:
+        def __init__(self, handle, pieces):
+            self.handle, self.pieces = handle, iter(pieces)
+
+        async def __anext__(self):
+            for piece in self.pieces:
+                if isinstance(piece, Exception):
+                    raise piece
+                return piece if piece is not None else await asyncio.Event().wait()
+            raise StopAsyncIteration
+
+        def cancel(self):
+            self.handle.cancelled += 1
+
+
+async def found(handle, *, within_s=5.0, tries=2) -> list:
+    return [piece async for piece in ask_stream(handle, "generate_stream", within_s=within_s, tries=tries)]
+
+
+async def test_a_replica_that_dies_midway_costs_a_try_and_the_next_ones_pieces_follow():
+    assert await found(Streaming([1, ActorDiedError()], [1, 2])) == [1, 1, 2]
+    with pytest.raises(BackendUnavailable, match="no replica of generator could be reached"):
+        await found(Streaming([1, ActorDiedError()], [ActorDiedError()]))
+
+
+async def test_what_a_stream_raises_is_an_error_of_ours_and_is_not_tried_on_another_replica():
+    with pytest.raises(BackendFailed, match="ZeroDivisionError"):
+        await found(Streaming([1, RayTaskError("generate_stream", "the trace", ZeroDivisionError("no"))], [1, 2]))
+
+
+async def test_a_stream_that_takes_too_long_is_cancelled():
+    handle = Streaming([1, None])
+    with pytest.raises(BackendUnavailable, match=r"no replica of generator answered within 0\.05 s"):
+        await found(handle, within_s=0.05)
+    assert handle.cancelled == 1
+
+
+class Board:
+    """A switchboard's handle that shows `statuses`; an exception is raised."""
+
+    deployment_name = "switchboard"
+
+    def __init__(self, *statuses):
+        self.statuses = statuses
+
+    def __getattr__(self, method):
+        return SimpleNamespace(remote=self._remote)
+
+    def _remote(self, *args):
+        response = asyncio.get_running_loop().create_future()
+        if isinstance(self.statuses[0], Exception):
+            response.set_exception(self.statuses[0])
+        else:
+            response.set_result(self.statuses)
+        return response
+
+
+ENCODER = StageStatus("encoder", 1, ("encoder=torch",), ())
+SERVED_BY_TORCH = StageStatus("generator", 1, ("generator=torch_beam (vllm: is being loaded)",), (), settled=False)
+SERVED_BY_VLLM = StageStatus("generator", 1, ("generator=vllm",), ())
+
+
+async def ready(operation: Operation, *statuses) -> bool:
+    operation._switchboard = Board(*statuses)
+    return (await operation.readiness()).ready
+
+
+async def test_it_is_ready_once_the_first_choice_is_loaded_and_stays_so_while_it_is_loaded_anew():
+    operation = Operation(Board(), "tiny/1", stages=("encoder", "generator"))
+    assert not await ready(operation, ENCODER)
+    assert not await ready(operation, ENCODER, SERVED_BY_TORCH)
+    assert await ready(operation, ENCODER, SERVED_BY_VLLM)
+    assert await ready(operation, ENCODER, SERVED_BY_TORCH)
+    assert await ready(operation, ENCODER), "retrieved items are the answer while there is no generator"
+    assert await ready(operation, ActorDiedError()), "a lost switchboard stops no request"
+    assert not await ready(operation, SERVED_BY_VLLM), "without an encoder there is little to answer with"
+
+
+async def test_a_model_without_a_decoder_waits_for_no_generator():
+    assert await ready(Operation(Board(), "tiny/1"), ENCODER)
+    assert await ready(Operation(Board(), "tiny/1"), ENCODER, SERVED_BY_TORCH)

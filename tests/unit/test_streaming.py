@@ -1,0 +1,142 @@
+"""Streaming over HTTP: both formats, over a service whose parts the test gives."""
+
+import json
+
+import httpx
+import pytest
+from starlette.requests import ClientDisconnect
+
+from cluster.config import GatewaySettings
+from cluster.errors import BackendUnavailable, InvalidRequest
+from cluster.values import Item, Recommendation, ScoredItem, SkippedBackend, StageReport
+from deployments.http_api import create_api
+from deployments.streaming import NDJSON, SSE, wanted
+
+STAGE = StageReport("generate", "vllm", 12.5, (SkippedBackend("mine", "is\nbroken", failed=True),))
+ITEM = ScoredItem(Item("50", "Äpfel &\u2028Birnen", {"year": "1977"}), -1.25, "generate")
+ANSWER = Recommendation("ada", (ITEM,), (STAGE,), "tiny/1", degraded=True, unknown_items=("x",))
+ASK = {"user_id": "ada"}
+
+
+class Service:
+    """Streams `parts`, of which an exception is raised; remembers whether the stream was closed."""
+
+    def __init__(self, *parts):
+        self.parts, self.closed = parts, False
+
+    async def recommend(self, request):
+        return ANSWER
+
+    async def stream(self, request):
+        try:
+            for part in self.parts:
+                if isinstance(part, Exception):
+                    raise part
+                yield part
+        finally:
+            self.closed = True
+
+
+async def post(service, accept: str | None = None, **more) -> httpx.Response:
+    transport = httpx.ASGITransport(create_api(service, GatewaySettings()), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
+        return await client.post("/v1/recommend", json={**ASK, **more}, headers={"accept": accept} if accept else {})
+
+
+def events_of(response: httpx.Response) -> list[tuple[str, dict]]:
+    """What a client reads, by each format's own rules."""
+    if response.headers["content-type"].startswith(NDJSON):
+        return [(line["type"], line["data"]) for line in map(json.loads, response.content.decode().rstrip("\n").split("\n"))]
+    blocks = [block.split("\n") for block in response.content.decode().removesuffix("\n\n").split("\n\n")]
+    assert all(len(block) == 2 for block in blocks)
+    return [(event.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for event, data in blocks]
+
+
+@pytest.mark.parametrize("accept", [SSE, NDJSON])
+class TestBothFormats:
+    async def test_every_part_is_an_event_and_the_last_is_the_plain_answer(self, accept):
+        service = Service(STAGE, ITEM, ANSWER)
+        response = await post(service, accept)
+        assert response.status_code == 200
+        assert response.headers["content-type"].partition(";")[0] == accept
+        assert response.headers["cache-control"] == "no-store"
+        (_, stage), (_, item), (_, answer) = events = events_of(response)
+        assert [name for name, _ in events] == ["stage", "item", "answer"]
+        assert (stage["backend"], stage["fallback_from"][0]["reason"]) == ("vllm", "is\nbroken")
+        assert (item["item_id"], item["title"], item["score"]) == ("50", "Äpfel &\u2028Birnen", -1.25)
+        assert answer == (await post(service)).json()
+
+    async def test_an_error_before_the_first_event_is_a_problem_with_its_status(self, accept):
+        response = await post(Service(InvalidRequest("behaviours[0].timestamp", "is in the future")), accept)
+        assert (response.status_code, response.headers["content-type"]) == (422, "application/problem+json")
+        assert response.json()["errors"][0]["field"] == "behaviours[0].timestamp"
+
+    async def test_a_request_that_cannot_be_read_is_a_problem_too(self, accept):
+        response = await post(Service(), accept, colour="blue")
+        assert (response.status_code, response.headers["content-type"]) == (422, "application/problem+json")
+
+    async def test_an_error_midway_is_the_last_event_and_says_nothing_secret(self, accept, caplog):
+        service = Service(STAGE, ITEM, RuntimeError("secret detail"))
+        response = await post(service, accept)
+        assert response.status_code == 200
+        (name, problem) = events_of(response)[-1]
+        assert [event for event, _ in events_of(response)] == ["stage", "item", "error"]
+        assert (name, problem["status"], problem["instance"]) == ("error", 500, "/v1/recommend")
+        assert "secret" not in response.text
+        assert "secret detail" in caplog.text, "the log has it"
+        assert service.closed
+
+    async def test_an_error_of_a_known_kind_keeps_its_words(self, accept):
+        _, (_, problem) = events_of(await post(Service(STAGE, BackendUnavailable("no replica could be reached")), accept))
+        assert (problem["status"], problem["detail"]) == (503, "no replica could be reached")
+
+
+async def test_events_are_sent_as_they_come_and_a_caller_who_leaves_ends_the_stream():
+    sent, service = [], Service(STAGE, *[ITEM] * 1000, ANSWER)
+    body = json.dumps(ASK).encode()
+    headers = [(b"accept", SSE.encode()), (b"content-type", b"application/json")]
+    scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "http_version": "1.1", "method": "POST", "path": "/v1/recommend"}
+    scope |= {"raw_path": b"/v1/recommend", "query_string": b"", "root_path": "", "scheme": "http", "headers": headers}
+
+    async def receive():
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+        if len(sent) == 4:
+            raise OSError("the caller has gone")
+
+    with pytest.raises(ClientDisconnect):
+        await create_api(service, GatewaySettings())(scope, receive, send)
+    assert [message["type"] for message in sent] == ["http.response.start", *["http.response.body"] * 3]
+    assert sent[1]["body"].startswith(b"event: stage\n"), "one event a message"
+    assert service.closed
+
+
+@pytest.mark.parametrize(
+    ("accept", "expected"),
+    [
+        ("", None),
+        ("*/*", None),
+        ("application/json", None),
+        ("text/html, image/png", None),
+        ("text/event-stream", SSE),
+        ("TEXT/Event-Stream; charset=utf-8", SSE),
+        ("application/x-ndjson", NDJSON),
+        ("*/*, text/event-stream", SSE),
+        ("application/json, text/event-stream", None),
+        ("application/json;q=0.5, text/event-stream;q=0.9", SSE),
+        ("application/x-ndjson;q=0.8, text/event-stream;q=0.9", SSE),
+        ("text/event-stream;q=0, */*", None),
+        ("text/event-stream;q=often", None),
+    ],
+)
+def test_the_accept_header_decides(accept, expected):
+    assert wanted(accept) == expected
+
+
+def test_both_formats_are_documented():
+    content = create_api(None, GatewaySettings()).openapi()["paths"]["/v1/recommend"]["post"]["responses"]["200"]["content"]
+    assert set(content) == {"application/json", SSE, NDJSON}
+    assert content["application/json"]["schema"]["$ref"].endswith("RecommendOut")
+    assert content[SSE]["example"].startswith("event: item\n")

