@@ -51,7 +51,7 @@ def save_decoder(decoder: "SemanticIdDecoder", draft: Draft) -> None:
     """Put a trained decoder, its soft prompt and its semantic IDs into a version that is being written."""
     from transformers.utils import logging  # noqa: PLC0415 - serving need not import it
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config, ids = decoder.config, decoder.ids
     decoder.lm.save_pretrained(draft.path / DECODER)
     prompt = {name: tensor.detach().cpu().contiguous() for name, tensor in decoder.prompt.state_dict().items()}

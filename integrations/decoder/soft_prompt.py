@@ -53,7 +53,7 @@ class SoftPrompt(nn.Module):
         columns = zip(*(self._checked(user) for user in users), strict=True)
         device = self.item_vectors.device
         rows: Tensor = self(*(torch.from_numpy(np.concatenate(column)).to(device).unsqueeze(0) for column in columns))
-        return list(rows.squeeze(0).split([len(user) for user in users]))
+        return list(torch.split(rows.squeeze(0), [len(user) for user in users]))
 
     def _checked(self, user: UserState) -> tuple[FloatArray, Int64Array, Int64Array, Int64Array]:
         """A user's columns of T rows."""

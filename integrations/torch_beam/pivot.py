@@ -7,8 +7,8 @@
 Rank: the greater logit first, equal logits by the lower id. A token is in the nucleus when the mass ranked above it is less than
 top_p of the whole, so a drawn token is judged by one sum over the row. A token that is refused is the next pivot: only what ranks
 above it is drawn from again. That leaves the distribution within the nucleus as it is, and needs 1 + ln(1 / top_p) rounds on average
-at most, since each refusal cuts what is left at a uniformly drawn place. The idea is that of FlashInfer's sampling kernels
-(arXiv:2501.01005), which narrow the search with a second pivot too.
+at most, since each refusal cuts what is left at a uniformly drawn place. The idea is that of FlashInfer's kernels for GPUs
+(https://flashinfer.ai/2025/03/10/sampling.html), which narrow the search with a second pivot too.
 
 Weights are exp((logit - greatest logit) / temperature), rounded to multiples of 2 ** -mass_bits(vocabulary). So every sum of weights
 is exact in float64, whatever its order: the nucleus never depends on vector width or batch. The price: in a vocabulary of 150,000, a
@@ -20,7 +20,7 @@ Legend: x (V,) logits of a row, -inf for what is forbidden, at least one finite;
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import numba  # type: ignore[import-untyped]
+import numba
 import numpy as np
 from numpy.typing import NDArray
 

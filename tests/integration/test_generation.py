@@ -68,7 +68,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generative]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setattr(local_serve, "READY_WITHIN_S", 400.0)  # a busy machine takes minutes to start vLLM
         log = model_dir.parent / "serve.log"
         serve = LocalServe(ROOT / "ray_config.yaml", {"model_dir": str(model_dir), **SETTINGS}, port=free_port(), log=log)
         with serve as url:
