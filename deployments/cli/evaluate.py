@@ -13,6 +13,7 @@ from cluster.bundle import Bundle, BundleStore
 from cluster.dataset import Dataset
 from cluster.errors import DataError
 from deployments.cli.dataset_options import DatasetOptions, open_dataset, with_dataset_options
+from deployments.cli.generative import measure_strategies
 from deployments.cli.publishing import item_order_sha256
 from integrations.hstu.weights import load_model
 from pipelines import evaluate as evaluation
@@ -28,15 +29,24 @@ def evaluate(
     validation: Annotated[bool, typer.Option("--validation", help="the second-last events instead of the last")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Rank the whole catalogue for every user's last event: HR@10/50/200, NDCG@10/50, MRR."""
+    """Rank every user's last event: HR@10/50/200, NDCG@10/50, MRR.
+
+    Of a model with a decoder, each strategy's list as it is served, without anything of the history; in JSON also the encoder's ranking
+    of the whole catalogue, without what its window holds.
+    """
     data = open_dataset(dataset)
     bundle = BundleStore(model_dir or Path("models") / data.name).open(version)
     refuse_another_catalogue(bundle, data)
-    quality = evaluation.evaluate(load_model(bundle), data.interactions, from_end=VALIDATION if validation else TEST)
+    from_end = VALIDATION if validation else TEST
+    quality = evaluation.evaluate(load_model(bundle), data.interactions, from_end=from_end)
+    strategies = measure_strategies(bundle, data, from_end) if bundle.manifest.decoder else None
+    title = f"{bundle.version}, {data.interactions.users} users' {'second-last' if validation else 'last'} events"
     if as_json:
-        typer.echo(json.dumps({"model": bundle.version, "users": data.interactions.users, **quality}))
+        typer.echo(json.dumps({"model": bundle.version, "users": data.interactions.users, **quality, "strategies": strategies}))
+    elif strategies:
+        print_strategies(strategies, title)
     else:
-        print_quality(quality, f"{bundle.version}, {data.interactions.users} users' {'second-last' if validation else 'last'} events")
+        print_quality(quality, title)
 
 
 def refuse_another_catalogue(bundle: Bundle, dataset: Dataset) -> None:

@@ -22,7 +22,7 @@ from integrations.decoder.files import save_decoder
 from integrations.hstu.sequence_model import SequenceModel
 from pipelines.blend import BlendWeights
 from pipelines.fit_blend import Quality, fit, measure
-from pipelines.generative_run import IdOptions, TrainedDecoder, serving_lists, train_decoder
+from pipelines.generative_run import IdOptions, Lists, TrainedDecoder, serving_lists, train_decoder
 from pipelines.sequence_models import TrainableModel
 from pipelines.splits import TEST, VALIDATION
 from pipelines.train_decoder import DecoderOptions
@@ -85,13 +85,13 @@ def train_generative(
     decoder = _decoder(trained.validated, dataset, plan, plan.options, run, observer, "decoder")
     with _published(record, trained.validated, dataset, decoder) as bundle:
         weights, fitted_on = _fitted(bundle, dataset, plan)
-        quality = _measured(bundle, dataset, weights)
+        quality = measure_strategies(bundle, dataset, TEST, weights)
     if trained.model is not trained.validated:
         again = plan.options.model_copy(update={"validate_every": 0, "stop_after": decoder.best.epoch})
         refitted = _decoder(trained.model, dataset, plan, again, run, observer, "decoder refit")
         decoder = TrainedDecoder(refitted.decoder, refitted.ids, decoder.best, decoder.epochs, decoder.seconds + refitted.seconds)
         with _published(record, trained.model, dataset, decoder) as bundle:
-            quality = _measured(bundle, dataset, weights)
+            quality = measure_strategies(bundle, dataset, TEST, weights)
     return GenerativePart(decoder, weights.record(fitted_on, quality))
 
 
@@ -110,12 +110,13 @@ def _fitted(bundle: Bundle, dataset: Dataset, plan: DecoderPlan) -> tuple[BlendW
     return weights, f"the second-last events of {len(lists.targets)} users"
 
 
-def _measured(bundle: Bundle, dataset: Dataset, weights: BlendWeights) -> Quality:
-    lists = _lists(bundle, dataset, TEST)
-    return measure(weights, lists.retrieved, lists.generated, lists.targets)
+def measure_strategies(bundle: Bundle, dataset: Dataset, from_end: int, weights: BlendWeights | None = None) -> Quality:
+    """The quality of each strategy, blended by `weights` or, without them, by those in the manifest."""
+    lists = _lists(bundle, dataset, from_end)
+    return measure(weights or BlendWeights.of(bundle.manifest.blend), lists.retrieved, lists.generated, lists.targets)
 
 
-def _lists(bundle: Bundle, dataset: Dataset, from_end: int) -> Any:
+def _lists(bundle: Bundle, dataset: Dataset, from_end: int) -> Lists:
     """As the default configuration serves."""
     return serving_lists(bundle, dataset.interactions, from_end, beam=_SERVING.generator.beam, pool=_SERVING.gateway.pool)
 

@@ -17,7 +17,6 @@ import httpx
 import numpy as np
 import pytest
 
-from deployments.cli import local_serve
 from deployments.cli.local_serve import LocalServe
 from integrations.vllm import library
 from tests.bundles import make_generative_bundle

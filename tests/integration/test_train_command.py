@@ -8,15 +8,17 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from cluster.bundle import BundleStore
-from cluster.errors import BundleError, DataError
+from cluster.bundle import GENERATIVE, BundleStore
+from cluster.errors import BundleError, DataError, UnknownChoice
 from cluster.registry import DATASETS, choose
 from deployments.cli import evaluate, import_, train
 from deployments.cli.pretrained import publish_pretrained, read_pretrained
 from integrations.hstu.weights import load_model
+from pipelines.train_decoder import DecoderTrainer
 from tests.hstu_oracle import meta_state
 
-SMALL = ["--dim", "8", "--max-history", "10", "--batch-users", "16", "--learning-rate", "0.01"]
+ENCODER = ["--dim", "8", "--max-history", "10", "--batch-users", "16", "--learning-rate", "0.01"]
+SMALL = [*ENCODER, "--prompt-length", "8", "--decoder-epochs", "2"]
 
 
 app = typer.Typer()
@@ -67,14 +69,64 @@ def test_the_same_seed_gives_the_same_weights(table, tmp_path):
 
 def test_an_export_joined_with_its_data_set_is_the_same_model_and_refuses_another(table, tmp_path):
     genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--epochs", 1, "--export", tmp_path / "export", *SMALL)
-    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == ["model.json", "weights.safetensors"]
     original = BundleStore(tmp_path / "shop").open()
+    exported = {str(path.relative_to(tmp_path / "export")) for path in (tmp_path / "export").rglob("*") if path.is_file()}
+    assert exported == {"model.json", "weights.safetensors", *GENERATIVE}
     joined = publish_pretrained(tmp_path / "export", choose("dataset", DATASETS, "table")(table), tmp_path / "joined")
     assert joined.manifest.quality == original.manifest.quality
-    assert joined.manifest.files["weights.safetensors"] == original.manifest.files["weights.safetensors"]
+    assert (joined.manifest.decoder, joined.manifest.blend) == (original.manifest.decoder, original.manifest.blend)
+    for file in ("weights.safetensors", *GENERATIVE):
+        assert joined.manifest.files[file] == original.manifest.files[file], file
     table.write_text(table.read_text() + "u1,99,99999\n")
     with pytest.raises(DataError, match="other items"):
         publish_pretrained(tmp_path / "export", choose("dataset", DATASETS, "table")(table), tmp_path / "joined")
+
+
+def test_training_fits_the_blend_on_validation_and_evaluate_measures_every_strategy_again(table, tmp_path):
+    genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--epochs", 2, *SMALL)
+    manifest = BundleStore(tmp_path / "shop").open().manifest
+    assert manifest.blend is not None
+    assert manifest.blend.fitted_on == "the second-last events of 40 users"
+    assert manifest.training["decoder"]["semantic_ids"]["largest_cell"] >= 1
+    measured = json.loads(genrec("evaluate", "table", "--path", table, "--model-dir", tmp_path / "shop", "--json"))["strategies"]
+    assert measured == manifest.blend.quality
+    assert set(measured) == {"retrieval", "generative", "unified"}
+
+
+def test_a_model_may_be_trained_without_a_decoder(table, tmp_path):
+    genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--epochs", 1, "--decoder", "none", *ENCODER)
+    bundle = BundleStore(tmp_path / "shop").open()
+    assert (bundle.manifest.decoder, bundle.manifest.blend) == (None, None)
+    with pytest.raises(UnknownChoice, match="choose from base, none, tiny"):
+        genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--decoder", "huge", *ENCODER)
+
+
+@pytest.mark.parametrize("refit", [[], ["--refit"]])
+def test_a_run_interrupted_while_its_decoder_is_trained_goes_on_from_there(table, tmp_path, monkeypatch, refit):
+    options = ["--epochs", 2, "--device", "cpu", *refit, *SMALL]
+    genrec("train", "table", "--path", table, "--model-dir", tmp_path / "whole", *options)
+    epochs, run_epoch = [], DecoderTrainer.run_epoch
+
+    def interrupted(trainer, after_batch=None):
+        if len(epochs) == (3 if refit else 1):
+            raise Interrupted
+        epochs.append(trainer.epoch)
+        return run_epoch(trainer, after_batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DecoderTrainer, "run_epoch", interrupted)
+        with pytest.raises(Interrupted):
+            genrec("train", "table", "--path", table, "--model-dir", tmp_path / "parts", *options)
+    genrec("train", "table", "--path", table, "--model-dir", tmp_path / "parts", "--resume", *options)
+    whole, parts = (BundleStore(tmp_path / name).open().manifest for name in ("whole", "parts"))
+    for file in ("weights.safetensors", *GENERATIVE):
+        assert whole.files[file] == parts.files[file], file
+    assert whole.blend == parts.blend
+    assert not list((tmp_path / "parts").glob(".training*"))
+
+
+class Interrupted(Exception):
+    """Somebody pressed Ctrl-C."""
 
 
 def test_a_broken_export_is_refused(tmp_path):

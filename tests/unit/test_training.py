@@ -12,11 +12,11 @@ from cluster.errors import DataError
 from integrations.hstu.config import HSTUConfig, SASRecConfig
 from integrations.hstu.model import HSTU
 from integrations.hstu.sasrec import SASRec
+from pipelines.epochs import load_checkpoint, save_checkpoint
 from pipelines.evaluate import evaluate, ranks
 from pipelines.losses import Seen, full_softmax, sampled_softmax
 from pipelines.ranking_metrics import ranking_metrics
 from pipelines.splits import TEST, VALIDATION, held_out, training_examples
-from pipelines.epochs import load_checkpoint, save_checkpoint
 from pipelines.train import Trainer, TrainOptions
 
 ITEMS = 40
