@@ -12,6 +12,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from cluster.errors import InvalidRequest
+
 Int8Array: TypeAlias = npt.NDArray[np.int8]
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -167,11 +169,24 @@ class SamplingOptions:
     The same `seed` draws the same; None draws anew each time.
     """
 
-    samples: int = 32
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
+    samples: int = 32
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest, with the field's name, at a value outside its range."""
+        if not isinstance(self.samples, int) or self.samples < 1:
+            raise InvalidRequest("sampling.samples", f"must be a whole number from 1 on, not {self.samples}")
+        if not 0 <= self.temperature < float("inf"):
+            raise InvalidRequest("sampling.temperature", f"must be 0 (greedy) or a positive finite number, not {self.temperature}")
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            raise InvalidRequest("sampling.top_k", f"must be 0 (all tokens) or a whole number of them, not {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise InvalidRequest("sampling.top_p", f"must be greater than 0 and at most 1 (all of the mass), not {self.top_p}")
+        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
+            raise InvalidRequest("sampling.seed", f"must be none or a whole number within 0..2**64 - 1, not {self.seed}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,6 @@ from cluster.trie import TrieView
 from cluster.values import Generated, SamplingOptions
 from integrations.torch_beam.beam import Continues, Paths, chosen, expand, log_probs, ranked, tokens
 from integrations.torch_beam.sampling import RandomStream, Sampler
-from integrations.torch_beam.sampling import SamplingOptions as DrawOptions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,11 +33,11 @@ def draw(
 ) -> list[Generated]:
     """Each user's distinct drawn items with their log-probabilities at temperature 1, most probable first, in the order asked.
 
-    `between_levels` may raise. Raises BackendFailed at NaN, InvalidRequest at options outside their ranges.
+    `between_levels` may raise. Raises BackendFailed at NaN.
     """
     trie, views, paths = draws[0].view.trie, [one.view for one in draws], Paths.roots(len(draws))
     user_N = np.repeat(np.arange(len(draws)), [one.options.samples for one in draws])
-    per_user = [(_checked(one.options), RandomStream(one.options.seed)) for one in draws]
+    per_user = [(one.options, RandomStream(one.options.seed)) for one in draws]
     options, streams = [per_user[user][0] for user in user_N], [per_user[user][1] for user in user_N]
     path_N = np.zeros(len(user_N), np.int64)
     for level in range(ids.levels):
@@ -54,7 +53,3 @@ def draw(
         if level < ids.levels - 1:
             model.branch(parents_UW, tokens(trie, level, paths.nodes))
     return ranked(trie, paths, np.array([one.k for one in draws]))
-
-
-def _checked(options: SamplingOptions) -> DrawOptions:
-    return DrawOptions(options.temperature, options.top_k, options.top_p, options.seed)

@@ -25,29 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cluster.errors import BackendFailed, InvalidRequest
+from cluster.errors import BackendFailed
+from cluster.values import SamplingOptions
 
 TEMPERATURES = (1e-30, 1e30)  # beyond, float32 would make NaN of equal or of forbidden logits
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How a token is drawn. Raises InvalidRequest, with the field's name, at a value outside its range."""
-
-    temperature: float = 1.0  # 0: the most probable token, always
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    seed: int | None = None  # None: another one each time
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise InvalidRequest("sampling.temperature", f"must be 0 (greedy) or a positive finite number, not {self.temperature}")
-        if not isinstance(self.top_k, int) or self.top_k < 0:
-            raise InvalidRequest("sampling.top_k", f"must be 0 (all tokens) or a whole number of them, not {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise InvalidRequest("sampling.top_p", f"must be greater than 0 and at most 1 (all of the mass), not {self.top_p}")
-        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
-            raise InvalidRequest("sampling.seed", f"must be none or a whole number within 0..2**64 - 1, not {self.seed}")
 
 
 class RandomStream:

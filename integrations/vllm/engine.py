@@ -1,0 +1,147 @@
+"""vLLM's engine: AsyncLLM on a thread with an event loop of its own, in front of the engine's process.
+
+any thread, any loop ──submit──► the engine's loop ──generate──► AsyncLLM ◄──ZeroMQ──► engine process
+"""
+
+import asyncio
+import atexit
+import gc
+import threading
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cluster.errors import BackendFailed, BackendUnavailable
+from integrations.vllm.beam import Question
+from integrations.vllm.library import load
+from integrations.vllm.requests import EngineSettings, Statistics, Words, engine_args
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+GRACE_S = 5.0
+"""How long the engine's process may take to end by itself. It has nothing to save."""
+
+
+class Engine:
+    """A started engine. Everything may be called from any thread, `generate` only within what is given to `submit`."""
+
+    def __init__(self, decoder: Path, settings: EngineSettings) -> None:
+        """Starts it: 10 to 20 seconds. Raises BackendUnavailable where it does not start, and leaves no process behind."""
+        self._async_llm = load("vllm.v1.engine.async_llm").AsyncLLM
+        self._dead_error = load("vllm.v1.engine.exceptions").EngineDeadError
+        self._words, self._statistics, self._ids = Words(), Statistics(), count()
+        self._llm: Any = None
+        self._working: set[asyncio.Task[Any]] = set()
+        self._closed, self._closing = False, threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+        try:
+            asyncio.run_coroutine_threadsafe(self._start(decoder, settings), self._loop).result()
+        except Exception as error:
+            self.close()
+            reason = f"{type(error).__name__}: {error}"
+            raise BackendUnavailable(f"vLLM's engine did not start: {reason}; why stands in its log, on standard error") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Run it on the engine's loop. Cancelling the future ends it there too, with what it asked of vLLM.
+
+        The future fails as the work does, and with BackendFailed where the engine is closed meanwhile.
+        """
+        with self._closing:  # what is on the loop before `_end` is ended by it; what came later would never be run
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop)
+        work.close()
+        raise BackendFailed("vLLM is closed; it must be loaded again")
+
+    async def generate(self, rows_TH: "torch.Tensor", question: Question, salt: str) -> Mapping[int, float]:
+        """The log p of the most probable of the tokens asked about, renormalised over all of them. Raises BackendFailed.
+
+        Prompts with the same salt share what the KV cache holds of their common rows.
+        """
+        prompt, sampling = self._words.prompt(rows_TH, question.suffix, salt), self._words.sampling(question)
+        answer: Mapping[int, float] = {}
+        try:
+            async for output in self._llm.generate(prompt, sampling, f"{next(self._ids)}"):
+                log_probs = output.outputs[0].logprobs
+                answer = dict(zip(log_probs.token_ids, log_probs.logprobs, strict=True))
+        except self._dead_error as error:
+            raise BackendFailed("vLLM's engine process has died; it must be loaded again") from error
+        except Exception as error:
+            cause = error.__cause__ or error  # vLLM wraps what it did not expect
+            raise BackendFailed(f"vLLM broke on a request: {type(cause).__name__}: {cause}") from error
+        return answer
+
+    def alive(self) -> bool:
+        llm = self._llm
+        return llm is not None and not llm.errored
+
+    def queue(self) -> dict[str, float]:
+        """What VllmGenerator.queue says."""
+        llm, seen = self._llm, self._statistics
+        unfinished = 0 if llm is None or llm.errored else int(llm.get_num_unfinished_requests())
+        running = min(seen.running, unfinished)  # an engine that idles does not report that aborted requests have gone
+        return {
+            "running": running,
+            "waiting": unfinished - running,
+            "kv_cache_usage": seen.kv_cache_usage if unfinished else 0.0,
+            "prefix_cache_queries": seen.prefix_cache_queries,
+            "prefix_cache_hits": seen.prefix_cache_hits,
+        }
+
+    def close(self) -> None:
+        """End the engine's process; what still runs fails with BackendFailed. Takes a few seconds."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        atexit.unregister(self.close)
+        try:
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+        gc.collect()  # AsyncLLM stands in reference cycles, and complains where the interpreter ends before it
+
+    async def _start(self, decoder: Path, settings: EngineSettings) -> None:
+        """AsyncLLM begins its tasks on the loop that it is made on. Nothing else is on this one yet, so it may stand still meanwhile."""
+        self._llm = self._async_llm.from_engine_args(engine_args(decoder, settings), stat_loggers=[self._statistics])
+
+    async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._working.add(task)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._closed:
+                raise BackendFailed("vLLM was closed while it answered") from None
+            raise
+        finally:
+            self._working.discard(task)
+
+    async def _end(self) -> None:
+        await _cancel(set(self._working))
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            processes = llm.engine_core.resources.engine_manager.processes
+            llm.shutdown(timeout=GRACE_S)
+            for process in processes:  # vLLM kills what is not gone by then, but does not wait for its end
+                process.join()
+        await _cancel(asyncio.all_tasks() - {asyncio.current_task()})
+        await self._loop.shutdown_default_executor()
+
+
+async def _cancel(tasks: set[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

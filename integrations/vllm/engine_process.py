@@ -1,0 +1,28 @@
+"""What runs in vLLM's engine process, which imports this file by its name."""
+
+import multiprocessing
+import os
+import threading
+from typing import Any
+
+from integrations.vllm.library import load
+
+_uniproc: Any = load("vllm.v1.executor.uniproc_executor")
+
+
+class HostBoundExecutor(_uniproc.UniProcExecutor):  # type: ignore[misc]  # the base class is known at run time only
+    """One model in the engine's own process, which ends when the process that started it does, even by `kill -9`.
+
+    vLLM's own engine outlives it, with all its memory. On CPUs vLLM would also start a further process for the model, to bind its
+    threads to cores; that costs as long a start again, and an exchange between processes at each step.
+    """
+
+    def _init_executor(self) -> None:
+        threading.Thread(target=_end_with_host, name="end-with-host", daemon=True).start()
+        super()._init_executor()
+
+
+def _end_with_host() -> None:
+    if host := multiprocessing.parent_process():
+        host.join()
+        os._exit(1)

@@ -1,0 +1,225 @@
+"""The decoder through vLLM: one request a path and level, all users' at once, prompts' common blocks computed once."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from math import ceil, exp
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from cluster.bundle import Bundle
+from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded, UnknownChoice
+from cluster.trie import Trie, TrieView
+from cluster.values import Availability, Generated, GenerateRequest, UserState
+from integrations.vllm import library
+from integrations.vllm.beam import Ask, BestSoFar, Found, Path, Question, search, together
+from integrations.vllm.requests import BLOCK, EngineSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from integrations.decoder.config import DecoderConfig
+    from integrations.vllm.engine import Engine
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PROBABILITY_TOLERANCE = 0.05
+T = TypeVar("T")
+NO_QUEUE = {"running": 0.0, "waiting": 0.0, "kv_cache_usage": 0.0, "prefix_cache_queries": 0.0, "prefix_cache_hits": 0.0}
+
+
+class VllmGenerator:
+    """Beam search over vLLM, in a process of its own. Its options stand in ray_config.yaml under generator.options.vllm:
+
+    `dtype`: float32, bfloat16 or float16. `kv_cache_bytes`: the memory that holds what was computed of prompts. `max_num_seqs`: requests
+    computed together, of which a user makes up to `beam` at a time. `compile`: through torch.compile, which makes the start half a minute
+    longer. `gpu_memory_share`: how much of a GPU's memory must be free at the start, 0 to 1. `patience_s`: how long a request without a
+    deadline may take before the engine counts as stuck.
+
+    `ainfer`, `astream`, `alive` and `queue` may be called from any thread and event loop, many at a time.
+    """
+
+    def __init__(
+        self,
+        dtype: str = "float32",
+        kv_cache_bytes: int = 256 * 2**20,
+        max_num_seqs: int = 256,
+        compile: bool = False,  # noqa: A002 - the name of the option
+        *,
+        gpu_memory_share: float = 0.3,
+        patience_s: float = 60.0,
+    ) -> None:
+        if dtype not in BYTES:
+            raise UnknownChoice("dtype of vllm", dtype, BYTES)
+        self._dtype, self._kv_cache_bytes, self._max_num_seqs = dtype, kv_cache_bytes, max_num_seqs
+        self._compile, self._gpu_memory_share, self._patience_s = compile, gpu_memory_share, patience_s
+        self._engine: Engine | None = None
+
+    def get_availability(self, bundle: Bundle) -> Availability:
+        if problem := library.obstacle():
+            return Availability.no(problem)
+        from integrations.decoder.files import decoder_config, verified_decoder  # noqa: PLC0415 - imports torch
+
+        try:
+            verified_decoder(bundle)
+            config = decoder_config(bundle)
+        except BundleError as error:
+            return Availability.no(str(error))
+        block = 2 * BLOCK * config.hidden * config.layers * BYTES[self._dtype]
+        needed = block * (1 + ceil((config.prompt_length + config.levels) / BLOCK))  # vLLM keeps one block for itself
+        if self._kv_cache_bytes < needed:
+            return Availability.no(f"kv_cache_bytes ({self._kv_cache_bytes}) holds no whole prompt of this decoder; {needed} are needed")
+        return Availability.yes()
+
+    def load(self, bundle: Bundle) -> None:
+        """Start the engine and let it answer once. Raises BackendUnavailable, BackendFailed; nothing is left behind then."""
+        if not (availability := self.get_availability(bundle)).ok:
+            raise BackendUnavailable(availability.reason)
+        self.close()
+        import torch  # noqa: PLC0415
+
+        from integrations.decoder.files import decoder_config, load_soft_prompt, verified_decoder  # noqa: PLC0415
+        from integrations.vllm.engine import Engine  # noqa: PLC0415
+
+        config = decoder_config(bundle)
+        self._soft_prompt, self._longest = load_soft_prompt(bundle), config.prompt_length
+        self._trie, self._version, self._torch = Trie.of(bundle.semantic_ids), bundle.version, torch
+        rows = config.prompt_length + config.levels
+        settings = EngineSettings(self._dtype, self._kv_cache_bytes, self._max_num_seqs, self._compile, self._gpu_memory_share, rows)
+        self._engine = Engine(verified_decoder(bundle), settings)
+        try:
+            self._try_out(self._engine, config)
+        except BaseException:
+            self.close()
+            raise
+
+    def declines(self, request: GenerateRequest) -> str:
+        """Why this backend does not take the request, whatever its state; "" where it does."""
+        return "sampling is served by torch_beam" if request.sampling else ""
+
+    def infer(self, request: GenerateRequest) -> Generated:
+        return self.batch_infer([request])[0]
+
+    def batch_infer(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
+        """All at once, answered in order. The first error is raised: BackendFailed, DeadlineExceeded."""
+        return self._run(together(self._answer(request) for request in requests))
+
+    async def ainfer(self, request: GenerateRequest) -> Generated:
+        """One answer, among whatever else the engine does. Cancelling it ends its requests to the engine."""
+        return await asyncio.wrap_future(self._submit(self._answer(request)))
+
+    async def astream(self, request: GenerateRequest) -> AsyncIterator[Generated]:
+        """Items as they are found, each once. Those of one piece are ordered, best first; the pieces come as they come.
+
+        What is yielded is among the `k` best found by then, so that the `k` best of all that was yielded are the answer. Raises as
+        `ainfer` does; items that came before an error are sound.
+        """
+        pieces, so_far, loop = asyncio.Queue[list[Path]](), BestSoFar(request.k), asyncio.get_running_loop()
+
+        def found(paths: list[Path]) -> None:
+            if good := so_far.add(paths):
+                loop.call_soon_threadsafe(pieces.put_nowait, good)
+
+        work = self._submit(self._answer(request, found))
+        work.add_done_callback(lambda _: loop.call_soon_threadsafe(pieces.put_nowait, []))
+        try:
+            while paths := await pieces.get():
+                yield self._generated(paths)
+            await asyncio.wrap_future(work)
+        finally:
+            work.cancel()
+
+    def topk(self, user_state: UserState, trie: TrieView, beam: int, k: int, deadline: float | None = None) -> list[tuple[int, float]]:
+        """The `k` most probable items that the view names, and their log p, best first. Raises as `infer` does."""
+
+        async def found() -> list[Path]:
+            return await search(trie, beam, k, await self._asker(user_state, "default", trie.trie.version))
+
+        paths = self._run(self._within(deadline, found()))
+        return [(int(trie.trie.items[path.node]), path.score) for path in paths]
+
+    def alive(self) -> bool:
+        """Whether it is loaded and its engine's process lives."""
+        return self._engine is not None and self._engine.alive()
+
+    def queue(self) -> dict[str, float]:
+        """`running`, `waiting`: requests to the engine, of which a user makes one a path and level; `kv_cache_usage`: 0 to 1;
+        `prefix_cache_queries`, `prefix_cache_hits`: rows of prompts that were looked up, and found, since the start.
+        """
+        return self._engine.queue() if self._engine else dict(NO_QUEUE)
+
+    def close(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine:
+            engine.close()
+
+    async def _answer(self, request: GenerateRequest, found: Found | None = None) -> Generated:
+        if problem := self.declines(request):
+            raise BackendFailed(f"vllm does not take this request: {problem}")
+        return self._generated(await self._within(request.deadline, self._found(request, found)))
+
+    async def _found(self, request: GenerateRequest, found: Found | None) -> list[Path]:
+        view = await asyncio.to_thread(self._trie.view, request.among, request.blocked)
+        ask = await self._asker(request.user, request.tenant, view.trie.version)
+        return await search(view, request.beam, request.k, ask, found)
+
+    async def _asker(self, user: UserState, tenant: str, ids: str) -> Ask:
+        """How the engine is asked about this user; another tenant, version or user shares nothing of what it has computed."""
+        engine, rows, salt = self._engine, await asyncio.to_thread(self._rows, user), f"{tenant}:{self._version}:{ids}"
+        if engine is None:
+            raise BackendFailed("vllm was closed while it answered")
+
+        async def ask(question: Question) -> Mapping[int, float]:
+            return await engine.generate(rows, question, salt)
+
+        return ask
+
+    def _rows(self, user: UserState) -> "torch.Tensor":
+        """The user's soft prompt (T, H). Raises BackendFailed where it is none: a wrong one takes the engine down, for everybody."""
+        if len(user) > self._longest:
+            raise BackendFailed(f"a prompt has {len(user)} events; this decoder takes {self._longest} at most")
+        (rows,) = self._soft_prompt.of([user])
+        rows = rows.to(getattr(self._torch, self._dtype))
+        if not rows.isfinite().all():
+            raise BackendFailed(f"a prompt's states are so large that its rows are infinite in {self._dtype}")
+        return rows
+
+    async def _within(self, deadline: float | None, work: Coroutine[Any, Any, T]) -> T:
+        """Give the work up when its time is over. Raises DeadlineExceeded, or BackendFailed where there is no deadline."""
+        left = self._patience_s if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            work.close()
+            raise DeadlineExceeded(f"the deadline had passed {-left:.3f} s before vllm began")
+        try:
+            async with asyncio.timeout(left):
+                return await work
+        except TimeoutError:
+            if deadline is None:
+                raise BackendFailed(f"vllm gave no answer within {left:g} s (patience_s)") from None
+            raise DeadlineExceeded(f"vllm had no answer at the deadline, {left:.3f} s after it began") from None
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        if self._engine is None:
+            work.close()
+            raise BackendFailed("vllm is not loaded")
+        return self._engine.submit(work)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self._submit(work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # where this thread was interrupted
+
+    def _try_out(self, engine: "Engine", config: "DecoderConfig") -> None:
+        """A real request: some widths of heads load, and break then. Raises BackendFailed."""
+        rows = self._torch.zeros(config.prompt_length, config.hidden, dtype=getattr(self._torch, self._dtype))
+        question = Question((1,) * (config.levels - 1), list(range(1, config.vocabulary)), config.vocabulary - 1)
+        answer = self._run(self._within(None, engine.generate(rows, question, "probe")))
+        if not abs(sum(map(exp, answer.values())) - 1) < PROBABILITY_TOLERANCE:
+            raise BackendFailed(f"vllm's probabilities of all tokens sum to {sum(map(exp, answer.values()))}, not to 1")
+
+    def _generated(self, paths: Sequence[Path]) -> Generated:
+        items = self._trie.items[np.array([path.node for path in paths], np.int64)]
+        return Generated(items, np.array([path.score for path in paths], np.float32))

