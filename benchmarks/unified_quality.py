@@ -1,6 +1,11 @@
-"""How much better is the blended answer than HSTU alone? Every user's last event, ranked by each strategy of a published model.
+r"""How much better is the blended answer than HSTU alone? Every user's last event, ranked by each strategy of a published model.
 
-    genrec train ml-1m --path DIRECTORY --name ... && python -m benchmarks.unified_quality ml-1m --path DIRECTORY --model-dir models/ml-1m
+    genrec train ml-100k --epochs 60 --batch-users 32 --validate-every 2 --no-seen-as-negatives --decoder-batch 16 --decoder-precision bf16
+    python -m benchmarks.unified_quality ml-100k
+
+    genrec train ml-1m --path DIRECTORY --epochs 80 --validate-every 2 --no-seen-as-negatives --compile \
+        --decoder-epochs 12 --decoder-batch 16 --decoder-precision bf16
+    python -m benchmarks.unified_quality ml-1m --path DIRECTORY
 
 The lists are those that the serving backends make (torch encoder, torch_beam), the blend's weights those in the manifest, fitted on the
 second-last events. The interval is a bootstrap over users of the ratio unified / retrieval. Also counts generated items that are no items,
@@ -9,6 +14,7 @@ were seen, or stand twice. Writes benchmarks/results/unified_quality_NAME_DATE.m
 
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -48,7 +54,10 @@ def main(
     lines = [*_head(bundle, dataset.name, dataset.interactions.users, weights), *_columns()]
     wrong = generated = 0
     for split, from_end in (("validation (fitted on)", VALIDATION), ("test", TEST)):
-        lists = serving_lists(bundle, dataset.interactions, from_end, beam=serving.generator.beam, pool=serving.gateway.pool)
+        users = dataset.interactions.users
+        lists = serving_lists(
+            bundle, dataset.interactions, from_end, beam=serving.generator.beam, pool=serving.gateway.pool, most_users=users
+        )
         wrong += _wrong(lists, list(held_out(dataset.interactions, from_end)), len(dataset.catalogue))
         generated += sum(len(one.items) for one in lists.generated)
         lines += _rows(split, _ranks(lists, weights))
@@ -119,7 +128,8 @@ def _columns() -> list[str]:
 
 def _environment() -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy"))
-    return f"Command: `python -m benchmarks.unified_quality`; Python {platform.python_version()}, {versions}, {os.cpu_count()} cores."
+    arguments = " ".join("DIRECTORY" if "/" in argument else argument for argument in sys.argv[1:])
+    return f"Command: `python -m benchmarks.unified_quality {arguments}`; Python {platform.python_version()}, {versions}, {os.cpu_count()} cores."
 
 
 if __name__ == "__main__":

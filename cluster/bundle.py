@@ -176,7 +176,8 @@ class Bundle:
         """The path of a file of this bundle once its checksum holds. Raises BundleError where it is missing or altered."""
         record = self.manifest.files.get(file)
         if record is None:
-            raise BundleError(f"{self.path / MANIFEST} lists no file {file!r}; it lists {', '.join(sorted(self.manifest.files))}")
+            cure = "it was published by an older genrec: train the model again" if file in REQUIRED else "use another version"
+            raise BundleError(f"{self.path / MANIFEST} lists no file {file!r}; {cure}")
         path = self.path / file
         try:
             self._verify(path, record)
@@ -186,7 +187,8 @@ class Bundle:
 
     def _verify(self, path: Path, record: FileRecord) -> None:
         if not path.is_file():
-            cure = "use another version" if path.name in REQUIRED else f"run: genrec compile --model-dir {self.path.parent}"
+            own = str(path.relative_to(self.path)) in (*REQUIRED, *GENERATIVE)
+            cure = "use another version" if own else f"run: genrec compile --model-dir {self.path.parent}"
             raise BundleError(f"{path} is missing; {cure}")
         if path.stat().st_size != record.size:
             raise BundleError(f"{path} has {path.stat().st_size} bytes, the manifest says {record.size}: it is cut off or was altered")

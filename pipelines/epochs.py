@@ -9,7 +9,7 @@ import math
 import pickle
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -76,6 +76,7 @@ class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
 
     def __init__(self, model: Trainable, optimizer: torch.optim.Optimizer, options: OptionsT, device: torch.device) -> None:
         self._trained, self.optimizer, self.options, self.device = model, optimizer, options, device
+        self.identity: Mapping[str, Any] = {}  # what is trained, beside its options: a checkpoint of something else is refused
         self.history: list[EpochReport] = []
         self.best_weights: dict[str, Tensor] = {}
 
@@ -95,6 +96,11 @@ class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
     def epoch(self) -> int:
         """How many epochs are done."""
         return len(self.history)
+
+    @property
+    def seconds(self) -> float:
+        """How long all epochs took, those before a resume among them."""
+        return sum(report.seconds for report in self.history)
 
     @property
     def best(self) -> EpochReport:
@@ -138,6 +144,7 @@ class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
     def state(self) -> dict[str, Any]:
         """All that a resumed run needs, to be saved with torch.save."""
         return {
+            "identity": dict(self.identity),
             "options": self.options.model_dump(mode="json"),
             "model": self._trained.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -147,6 +154,8 @@ class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a `state`. Raises DataError where it was made with other options; only what merely lengthens a run may differ."""
+        if different := [name for name, value in self.identity.items() if state["identity"].get(name) != value]:
+            raise DataError(f"the checkpoint is of another model (its {', '.join(different)} differ); give the same options, or start anew")
         free = {"patience"} | ({"epochs"} if self.options.schedule == "constant" else set())
         saved, now = state["options"], self.options.model_dump(mode="json")
         names = [name for name in now if name not in free and saved.get(name) != now[name]]

@@ -3,7 +3,6 @@
 ids = item vectors in codes -> decoder trained on states -> what the serving backends answer -> weights of the blend
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from pipelines.train_decoder import DecoderOptions, DecoderTrainer, TrainableDec
 from pipelines.training_run import Observer, RunOptions, begin
 
 USERS_AT_ONCE = 32
+MOST_USERS = 20_000
 
 
 class IdOptions(BaseModel):
@@ -67,13 +67,13 @@ def train_decoder(
 
     `sizes` are keys of the decoder's configuration. Raises ConfigError where they do not fit it.
     """
-    began = time.perf_counter()
     vectors = encoder.item_vectors().detach().cpu().numpy()
     clustered = with_titles(vectors, dataset.catalogue, ids.title_weight) if ids.title_weight else vectors
     codes = build_semantic_ids(clustered, levels=ids.levels, codes=ids.codes, seed=options.seed)
     trainer = DecoderTrainer(new_decoder(sizes, codes, vectors, options.seed), encoder, dataset.interactions, options, device=run.device)
+    trainer.identity = {"semantic IDs": codes.version, "decoder": dict(sizes)}
     trainer.fit(after_batch=observer.batch, after_epoch=begin(trainer, phase, run, observer))
-    return TrainedDecoder(trainer.decoder, report(codes), trainer.best, trainer.epoch, time.perf_counter() - began)
+    return TrainedDecoder(trainer.decoder, report(codes), trainer.best, trainer.epoch, trainer.seconds)
 
 
 def new_decoder(sizes: Mapping[str, Any], ids: SemanticIds, vectors: "np.ndarray[Any, Any]", seed: int) -> TrainableDecoder:
@@ -98,10 +98,12 @@ class Lists:
     targets: Sequence[int]
 
 
-def serving_lists(bundle: Bundle, interactions: Interactions, from_end: int, *, beam: int, pool: int) -> Lists:
-    """Every user's retrieved and generated items before the event that stands `from_end` from the end, by torch alone.
+def serving_lists(
+    bundle: Bundle, interactions: Interactions, from_end: int, *, beam: int, pool: int, most_users: int = MOST_USERS
+) -> Lists:
+    """Every user's retrieved and generated items before the event that stands `from_end` from the end, by the backends of torch.
 
-    As in pipelines/evaluate.py, what the encoder's window holds is not recommended again.
+    Of more than `most_users`, so many are drawn, always the same. What the history holds is not recommended again.
     """
     encoder: Backend[EncodeRequest, Encoded] = choose("encoder", BACKENDS["encoder"], "torch")()
     generator: Backend[GenerateRequest, Generated] = choose("generator", BACKENDS["generator"], "torch_beam")()
@@ -110,10 +112,13 @@ def serving_lists(bundle: Bundle, interactions: Interactions, from_end: int, *, 
     retrieved: list[Encoded] = []
     generated: list[Generated] = []
     examples = list(held_out(interactions, from_end))
+    if len(examples) > most_users:
+        drawn = np.random.default_rng(0).choice(len(examples), most_users, replace=False)
+        examples = [examples[index] for index in sorted(drawn.tolist())]
     for start in range(0, len(examples), USERS_AT_ONCE):
         part = examples[start : start + USERS_AT_ONCE]
         encoded = encoder.batch_infer([EncodeRequest(one.history, pool + len(one.history)) for one in part])
-        retrieved += [_unseen(answer, one) for answer, one in zip(encoded, part, strict=True)]
+        retrieved += [_unseen(answer, one, pool) for answer, one in zip(encoded, part, strict=True)]
         generated += generator.batch_infer([_asked(answer, one, beam) for answer, one in zip(encoded, part, strict=True)])
     encoder.close()
     generator.close()
@@ -126,8 +131,8 @@ def _asked(encoded: Encoded, example: Example, beam: int) -> GenerateRequest:
     return GenerateRequest(user, beam, beam, blocked=_seen(example))
 
 
-def _unseen(encoded: Encoded, example: Example) -> Encoded:
-    kept = ~np.isin(encoded.items, _seen(example))
+def _unseen(encoded: Encoded, example: Example, pool: int) -> Encoded:
+    kept = np.flatnonzero(~np.isin(encoded.items, _seen(example)))[:pool]
     return Encoded(encoded.state, encoded.items[kept], encoded.scores[kept])
 
 

@@ -32,6 +32,7 @@ class DecoderOptions(EpochOptions):
     epochs: int = Field(default=20, ge=1)
     learning_rate: float = Field(default=1.5e-3, gt=0)
     batch_windows: int = Field(default=32, ge=1, description="pieces of the prompt's length in a batch")
+    users_an_epoch: int = Field(default=20_000, ge=1, description="their states are held at once; of more users, each epoch draws so many")
     weight_decay: float = Field(default=0.05, ge=0)
     window: Window = Field(default="random", description="which part of a history longer than the encoder's window is trained on")
     precision: Literal["fp32", "bf16"] = Field(default="fp32", description="bf16: autocast, where the processor multiplies it faster")
@@ -88,7 +89,10 @@ class DecoderTrainer(EpochTrainer[Sequence[WindowColumns], DecoderOptions]):
         )
 
     def _batches(self, rng: np.random.Generator) -> list[list[WindowColumns]]:
-        windows = [piece for columns in self._encoded(self._examples(rng)) for piece in pieces(columns, self.decoder.prompt_length, rng)]
+        examples, most = self._examples(rng), self.options.users_an_epoch
+        if len(examples) > most:
+            examples = [examples[index] for index in rng.permutation(len(examples))[:most].tolist()]
+        windows = [piece for columns in self._encoded(examples) for piece in pieces(columns, self.decoder.prompt_length, rng)]
         order, size = rng.permutation(len(windows)).tolist(), self.options.batch_windows
         return [[windows[index] for index in order[start : start + size]] for start in range(0, len(order), size)]
 

@@ -1,6 +1,5 @@
 """From a dataset to a trained, measured model: train with early stop, learn the validation events too, measure on the test events."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +72,6 @@ def train_model(record: ModelRecord, dataset: Dataset, options: TrainOptions, ru
 
     With `run.refit` the model is then trained anew, for as many epochs as validation chose, with the second-last events learnt as well.
     """
-    began = time.perf_counter()
     first = _train("train", record, dataset, options, run, observer)
     quality = quality_before_refit = dict(evaluate(first.model, dataset.interactions))
     last = first
@@ -81,13 +79,22 @@ def train_model(record: ModelRecord, dataset: Dataset, options: TrainOptions, ru
         again = options.model_copy(update={"validate_every": 0, "stop_after": first.best.epoch})
         last = _train("refit", record, dataset, again, run, observer)
         quality = dict(evaluate(last.model, dataset.interactions))
-    return TrainedModel(last.model, first.model, first.best, first.epoch, quality, quality_before_refit, time.perf_counter() - began)
+    return TrainedModel(
+        last.model,
+        first.model,
+        first.best,
+        first.epoch,
+        quality,
+        quality_before_refit,
+        first.seconds + (last.seconds if last is not first else 0),
+    )
 
 
 def _train(  # noqa: PLR0917 - `train_model`'s own parameters
     phase: str, record: ModelRecord, dataset: Dataset, options: TrainOptions, run: RunOptions, observer: Observer
 ) -> Trainer:
     trainer = Trainer(new_model(record, options.seed), dataset.interactions, options, device=run.device)
+    trainer.identity = record.model_dump(mode="json")
     trainer.fit(after_batch=observer.batch, after_epoch=begin(trainer, phase, run, observer))
     return trainer
 
@@ -97,6 +104,8 @@ def begin(trainer: EpochTrainer[Any, Any], phase: str, run: RunOptions, observer
 
     Raises DataError where there is nothing to resume: the first phase has no checkpoint.
     """
+    if phase == FIRST_PHASE and not run.resume:
+        forget_checkpoints(run)  # of a run that was abandoned: its later phases belong to another model
     path = _checkpoint(run.checkpoint, phase) if run.checkpoint else None
     if run.resume and path and path.is_file():
         load_checkpoint(trainer, path)

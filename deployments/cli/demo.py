@@ -23,6 +23,7 @@ from rich.table import Table
 from cluster.bundle import Bundle, BundleStore
 from cluster.compilation import CompileOptions
 from cluster.dataset import Dataset
+from cluster.errors import BundleError
 from cluster.values import Action
 from deployments.cli.dataset_options import DatasetOptions, open_dataset
 from deployments.cli.local_serve import LocalServe, require_free
@@ -78,14 +79,18 @@ def demo(
 
 def published(model_dir: Path, dataset: Dataset) -> Bundle:
     """The model that is there, or the one that comes with genrec, published with the data it was trained on."""
-    store = BundleStore(model_dir)
-    return store.open_last_good()[0] if store.versions() else publish_pretrained(PRETRAINED, dataset, model_dir)
+    try:
+        return BundleStore(model_dir).open_last_good()[0]
+    except BundleError as error:
+        if BundleStore(model_dir).versions():
+            console.print(f"[yellow]model[/]  {escape(str(error))}; the demo's own is published beside it")
+        return publish_pretrained(PRETRAINED, dataset, model_dir)
 
 
 def described(bundle: Bundle) -> str:
     """What the model is and how good, on every user's last event."""
     family, blend = bundle.manifest.model.family, bundle.manifest.blend
-    if blend is None:
+    if blend is None or not blend.quality:
         return f"{family}, hr@10 {bundle.manifest.quality['hr@10']:.3f} on held-out events"
     alone, unified = blend.quality["retrieval"]["hr@10"], blend.quality["unified"]["hr@10"]
     return f"{family} and a decoder of semantic IDs, hr@10 {unified:.3f} on held-out events ({family} alone {alone:.3f})"

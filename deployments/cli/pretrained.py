@@ -41,6 +41,8 @@ def export_pretrained(bundle: Bundle, directory: Path, command: str) -> None:
     """Write a bundle's weights and description, without its catalogue, into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     manifest = bundle.manifest
+    for file in GENERATIVE:
+        (directory / file).unlink(missing_ok=True)  # of an earlier export
     for file in (WEIGHTS, *(GENERATIVE if manifest.decoder else ())):
         (directory / file).parent.mkdir(exist_ok=True)
         shutil.copyfile(bundle.verified(file), directory / file)

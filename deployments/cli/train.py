@@ -1,4 +1,4 @@
-"""`genrec train`: dataset -> sequence model -> published bundle."""
+"""`genrec train`: dataset -> sequence model -> semantic IDs and decoder -> blend -> published bundle."""
 
 import shlex
 import sys
@@ -72,7 +72,7 @@ def train(
     export: Annotated[Path | None, typer.Option(help="write the weights and model.json here too, without the catalogue")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on where an interrupted run of the same options stopped")] = False,
 ) -> None:
-    """Train a sequence model with early stop, measure it on every user's last event and publish it."""
+    """Train a sequence model and, on its states, a decoder of semantic IDs; fit the blend of the two, measure and publish them."""
     data = open_dataset(dataset)
     sizes = {"dim": dim, "layers": layers, "heads": heads, "max_history": max_history, "max_length": max_history + _WINDOW_MARGIN}
     config = {**sizes, **_widths(family, dim, heads, head_dim), "dropout": dropout, "items": len(data.catalogue)}

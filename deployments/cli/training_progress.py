@@ -8,6 +8,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from pipelines.epochs import EpochReport
 
+SHOWN = {"hr@10": "hr@10", "ndcg@10": "ndcg@10", "loss": "validation loss"}
+
 
 class TrainingProgress:
     """An Observer of a run, to be used in a `with` block."""
@@ -30,14 +32,16 @@ class TrainingProgress:
     def phase(self, name: str, epochs: int, done: int) -> None:
         self.done = done
         self.progress.update(self.task, description=name, total=epochs, completed=done, figures="")
+        if self.progress.disable:
+            self.console.print(f"{name}: {epochs - done} epochs at most", highlight=False)
 
     def batch(self, share: float) -> None:
         self.progress.update(self.task, completed=self.done + share)
 
     def epoch(self, report: EpochReport) -> None:
         self.done = report.epoch
-        shown = "".join(f"  {name} {report.validation[name]:.4f}" for name in ("hr@10", "ndcg@10") if name in report.validation)
-        figures = f"epoch {report.epoch}  loss {report.loss:.4f}{shown}"
+        validation = "".join(f"  {shown} {report.validation[name]:.4f}" for name, shown in SHOWN.items() if name in report.validation)
+        figures = f"epoch {report.epoch}  loss {report.loss:.4f}{validation}"
         self.progress.update(self.task, completed=report.epoch, figures=figures)
         if self.progress.disable:
             self.console.print(f"{figures}  {report.seconds:.1f} s", highlight=False)

@@ -84,3 +84,22 @@ def test_refuses_sizes_and_families_that_are_not_there():
         new_model(ModelRecord(family="hstu", config={**SIZES, "max_history": 300}), 0)
     with pytest.raises(UnknownChoice, match="choose from hstu, sasrec"):
         new_model(ModelRecord(family="gru", config=SIZES), 0)
+
+
+def test_an_abandoned_runs_later_phases_are_not_resumed_by_another_run(dataset, tmp_path):
+    run = RunOptions(refit=True, device="cpu", checkpoint=tmp_path / "run")
+    with pytest.raises(Interrupted):
+        train_model(RECORD, dataset, OPTIONS, run, Watcher(5))  # in the refit
+    assert (tmp_path / "run.refit").is_file()
+    with pytest.raises(Interrupted):
+        train_model(RECORD, dataset, OPTIONS, run, Watcher(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["run.train"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_though_its_weights_would_fit(dataset, tmp_path):
+    run = RunOptions(device="cpu", checkpoint=tmp_path / "run")
+    with pytest.raises(Interrupted):
+        train_model(RECORD, dataset, OPTIONS, run, Watcher(1))
+    other = RECORD.model_copy(update={"config": {**RECORD.config, "dropout": 0.4}})
+    with pytest.raises(DataError, match=r"another model \(its config differ\)"):
+        train_model(other, dataset, OPTIONS, RunOptions(False, "cpu", tmp_path / "run", resume=True), Watcher())

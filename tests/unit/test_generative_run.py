@@ -1,0 +1,45 @@
+"""The lists a blend is fitted on are those that serving would make."""
+
+import numpy as np
+import pytest
+
+from cluster.dataset import Interactions
+from pipelines.generative_run import serving_lists
+from pipelines.splits import TEST, VALIDATION
+from tests.bundles import make_generative_bundle
+
+USERS, EVENTS = 6, 12
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return make_generative_bundle(tmp_path_factory.mktemp("generative") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def interactions():
+    rng, count = np.random.default_rng(0), USERS * EVENTS
+    return Interactions(
+        user_ids=[str(user) for user in range(USERS)],
+        offsets=np.arange(0, count + 1, EVENTS),
+        items=np.concatenate([rng.permutation(200)[:EVENTS] + 1 for _ in range(USERS)]).astype(np.int32),
+        timestamps=np.tile(np.arange(EVENTS) * 3600, USERS),
+        actions=np.zeros(count, np.int8),
+        values=np.full(count, np.nan, np.float32),
+    )
+
+
+@pytest.mark.parametrize("from_end", [TEST, VALIDATION])
+def test_lists_are_cut_to_the_pool_and_the_beam_and_hold_nothing_of_the_history(bundle, interactions, from_end):
+    lists = serving_lists(bundle, interactions, from_end, beam=7, pool=50)
+    assert lists.targets == interactions.items.reshape(USERS, EVENTS)[:, -from_end].tolist()
+    for user, (retrieved, generated) in enumerate(zip(lists.retrieved, lists.generated, strict=True)):
+        history = interactions.items.reshape(USERS, EVENTS)[user, :-from_end]
+        assert (len(retrieved.items), len(generated.items)) == (50, 7)
+        assert not np.isin(np.concatenate([retrieved.items, generated.items]), history).any()
+
+
+def test_of_many_users_some_are_drawn_the_same_ones_each_time(bundle, interactions):
+    first, again = (serving_lists(bundle, interactions, TEST, beam=3, pool=5, most_users=4).targets for _ in range(2))
+    assert first == again
+    assert len(first) == 4
