@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from cluster.errors import DataError
+from pipelines.sequence_models import TrainableModule
 
 BatchT = TypeVar("BatchT")
 OptionsT = TypeVar("OptionsT", bound="EpochOptions")
@@ -56,15 +57,6 @@ class EpochReport:
         return self.validation.get("ndcg@10", -self.validation.get("loss", math.inf))
 
 
-class Trainable(Protocol):
-    """What a run asks of a torch module."""
-
-    def train(self, mode: bool = True) -> Any: ...
-    def eval(self) -> Any: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
-
-
 class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
     """One training run, an epoch at a time; `state` and `restore` carry it over a restart. A subclass says what a batch is and costs.
 
@@ -74,7 +66,7 @@ class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
     warm_up_epochs = 0.0
     largest_gradient: float | None = None
 
-    def __init__(self, model: Trainable, optimizer: torch.optim.Optimizer, options: OptionsT, device: torch.device) -> None:
+    def __init__(self, model: TrainableModule, optimizer: torch.optim.Optimizer, options: OptionsT, device: torch.device) -> None:
         self._trained, self.optimizer, self.options, self.device = model, optimizer, options, device
         self.identity: Mapping[str, Any] = {}  # what is trained, beside its options: a checkpoint of something else is refused
         self.history: list[EpochReport] = []

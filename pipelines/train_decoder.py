@@ -8,7 +8,7 @@ each of its events (see integrations/decoder/model.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from cluster.dataset import Interactions
 from cluster.errors import DataError
 from cluster.values import UserSequence
 from pipelines.epochs import EpochOptions, EpochTrainer, chosen_device
-from pipelines.sequence_models import TrainableModel
+from pipelines.sequence_models import TrainableModel, TrainableModule
 from pipelines.splits import VALIDATION, Example, Window, held_out, training_examples
 
 ENCODED_AT_ONCE = 64
@@ -38,7 +38,7 @@ class DecoderOptions(EpochOptions):
     precision: Literal["fp32", "bf16"] = Field(default="fp32", description="bf16: autocast, where the processor multiplies it faster")
 
 
-class TrainableDecoder(Protocol):
+class TrainableDecoder(TrainableModule, Protocol):
     """What training asks of a decoder: `loss` is the mean over a batch's targets, which `batch` makes from columns of equal length."""
 
     @property
@@ -46,13 +46,6 @@ class TrainableDecoder(Protocol):
     def batch(self, windows: Sequence[Mapping[str, Tensor]]) -> Any: ...
     def columns(self, history: UserSequence, states_LD: Tensor, targets: Tensor) -> dict[str, Tensor]: ...
     def loss(self, batch: Any) -> Tensor: ...
-
-    def train(self, mode: bool = True) -> Self: ...
-    def eval(self) -> Self: ...
-    def to(self, device: torch.device, /) -> Self: ...
-    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 WindowColumns = dict[str, Tensor]

@@ -15,6 +15,8 @@ from cluster.values import Item, UserSequence
 from integrations.decoder.config import DecoderConfig
 from integrations.decoder.files import save_decoder
 from integrations.decoder.model import SemanticIdDecoder
+from integrations.hstu.latest_states import latest_states
+from integrations.hstu.sequence_model import SequenceModel
 from integrations.hstu.weights import build_model, save_weights
 
 CONFIGS: dict[str, dict[str, JsonValue]] = {
@@ -88,3 +90,8 @@ def random_sequence(length: int, *, items: int = 200, seed: int = 0) -> UserSequ
         values=np.full(length, np.nan, np.float32),
         request_time=int(timestamps[-1]) + 3600,
     )
+
+
+def last_states(model: SequenceModel, *inputs: torch.Tensor) -> torch.Tensor:
+    """L2-normalised states (B, D) after each user's last event, by the pruned computation that is served."""
+    return latest_states(model, *inputs, 1).squeeze(1)

@@ -38,7 +38,7 @@ class TorchEncoder:
             raise BackendUnavailable(availability.reason)
         import torch  # noqa: PLC0415 - an encoder process that serves another engine need not pay for importing torch
 
-        from integrations.hstu.last_state import latest_states  # noqa: PLC0415
+        from integrations.hstu.latest_states import latest_states  # noqa: PLC0415
         from integrations.hstu.weights import load_model  # noqa: PLC0415
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

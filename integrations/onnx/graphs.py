@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from integrations.hstu.last_state import latest_states, rows
+from integrations.hstu.latest_states import latest_states, rows
 from integrations.hstu.model import HSTU
 from integrations.hstu.sequence_model import SequenceModel
 

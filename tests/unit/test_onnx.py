@@ -14,7 +14,6 @@ from cluster.bundle import Bundle, BundleStore
 from cluster.compilation import CompileOptions
 from cluster.errors import BackendUnavailable, CompileError
 from integrations.hstu.config import HSTUConfig
-from integrations.hstu.last_state import last_states
 from integrations.hstu.model import HSTU
 from integrations.hstu.weights import load_model
 from integrations.onnx.encoder import OnnxRuntimeEncoder
@@ -26,7 +25,7 @@ from integrations.onnx.parity import measure, require_parity
 from integrations.onnx.samples import history, samples
 from integrations.onnx.session import open_session
 from pipelines.compile import compile_bundle
-from tests.bundles import make_bundle
+from tests.bundles import last_states, make_bundle
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from cluster.bundle import Bundle, FailedStep
 from cluster.compilation import CompileOptions
 from cluster.errors import BackendUnavailable, CompileError
 from cluster.values import EncodeRequest
-from integrations.hstu.last_state import last_states
 from integrations.hstu.weights import load_model
 from integrations.onnx.files import graph_file
 from integrations.tensorrt import build, device
@@ -19,7 +18,7 @@ from integrations.tensorrt.build import build_engine, builder_config, profile_ra
 from integrations.tensorrt.encoder import TensorRTEncoder
 from integrations.tensorrt.engine import Engine
 from integrations.tensorrt.library import FULL, RTX, load_library, make_logger
-from tests.bundles import random_sequence
+from tests.bundles import last_states, random_sequence
 
 rtx = pytest.importorskip(RTX, reason="TensorRT-RTX is not installed; run: pip install 'genrec[cpu]'")
 

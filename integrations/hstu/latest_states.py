@@ -13,11 +13,6 @@ from integrations.hstu.model import HSTU, Attended, HSTULayer, time_buckets
 from integrations.hstu.sequence_model import SequenceModel, unit
 
 
-def last_states(model: SequenceModel, items_BL: Tensor, times_BL: Tensor, next_times_BL: Tensor, lengths_B: Tensor) -> Tensor:
-    """L2-normalised states (B, D) after each user's last event; rows are right-padded and hold `lengths_B` >= 1 events."""
-    return latest_states(model, items_BL, times_BL, next_times_BL, lengths_B, 1).squeeze(1)
-
-
 def latest_states(  # noqa: PLR0917 - a batch's own columns
     model: SequenceModel, items_BL: Tensor, times_BL: Tensor, next_times_BL: Tensor, lengths_B: Tensor, count: int
 ) -> Tensor:
