@@ -129,7 +129,8 @@ def _columns() -> list[str]:
 def _environment() -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy"))
     arguments = " ".join("DIRECTORY" if "/" in argument else argument for argument in sys.argv[1:])
-    return f"Command: `python -m benchmarks.unified_quality {arguments}`; Python {platform.python_version()}, {versions}, {os.cpu_count()} cores."
+    machine = f"Python {platform.python_version()}, {versions}, {os.cpu_count()} cores"
+    return f"Command: `python -m benchmarks.unified_quality {arguments}`; {machine}."
 
 
 if __name__ == "__main__":

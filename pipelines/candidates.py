@@ -15,7 +15,7 @@ NOBODY = "none"
 class Candidates:
     """Items that may be recommended, best first, with their scores, the report of the stage that ranked them, and whether it degrades the
     answer. `states`: the user's, (T, D), where an encoder that gives them made the list. Not `complete` are items that a stage found while
-    it is still at work; they will be in its complete list too.
+    it is still at work; its complete list need not have them, where it found better ones later.
     """
 
     items: Int32Array

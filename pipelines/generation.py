@@ -28,6 +28,8 @@ Part: TypeAlias = Generated | GenerateAnswer
 Generate: TypeAlias = Callable[[GenerateRequest, float], Awaitable[GenerateAnswer]]
 Stream: TypeAlias = Callable[[GenerateRequest, float], AsyncIterator[Part]]
 STAGE = "generate"
+CHOICE = 3
+"""How many generated items there are for each of the `k` that diversity or freshness choose, up to the pool."""
 AT_WORK = StageReport(STAGE, "not known yet", 0.0)
 
 
@@ -37,8 +39,11 @@ class Generation:
     A stream yields items as they are found and lastly the answer. Where there is none, everything is found at the end.
     """
 
-    def __init__(self, bundle: Bundle, generate: Generate | None, stream: Stream | None, *, beam: int, deadline_s: float) -> None:
-        self._version, self._size, self._beam, self._deadline_s = bundle.version, len(bundle.catalogue), beam, deadline_s
+    def __init__(
+        self, bundle: Bundle, generate: Generate | None, stream: Stream | None, *, beam: int, pool: int, deadline_s: float
+    ) -> None:
+        self._version, self._size, self._prompt_length = bundle.version, len(bundle.catalogue), bundle.prompt_length
+        self._beam, self._pool, self._deadline_s = beam, pool, deadline_s
         self._generate, self._stream = generate if bundle.manifest.decoder else None, stream
 
     @property
@@ -77,11 +82,25 @@ class Generation:
         return None
 
     def _asked(self, retrieved: Candidates, wishes: Wishes, request: RecommendRequest) -> GenerateRequest:
-        """A beam's width of items, or more where the caller wants more: the blend takes what it can get. No deadline: whose clock is it?"""
-        width = min(max(self._beam, request.k), self._size)
+        """As many items as the beam is wide. No deadline: whose clock is it?"""
         assert retrieved.states is not None
-        user = UserState(retrieved.states, last_events(wishes.sequence, len(retrieved.states)))
-        return GenerateRequest(user, width, width, wishes.excluded, wishes.among, tenant=request.tenant, sampling=request.sampling)
+        states, width = retrieved.states[-self._prompt_length :], self._width(request)  # an encoder may give a state for every event
+        return GenerateRequest(
+            UserState(states, last_events(wishes.sequence, len(states))),
+            width,
+            width,
+            wishes.excluded,
+            wishes.among,
+            tenant=request.tenant,
+            sampling=request.sampling,
+            model_version=self._version,
+        )
+
+    def _width(self, request: RecommendRequest) -> int:
+        """The beam's, since a blend takes what it can get, or what is asked for; more where diversity or freshness choose from it alone."""
+        chosen_from = request.strategy == "generative" and (request.diversity or request.freshness)
+        choice = min(CHOICE * request.k, self._pool) if chosen_from else 0
+        return min(max(self._beam, request.k, choice), self._size)
 
     def _time(self, request: RecommendRequest) -> float:
         """Seconds: the caller's limit or ours, whichever is over first."""

@@ -21,9 +21,10 @@ from cluster.values import Encoded, EncodeRequest, Generated, GenerateRequest, U
 from pipelines.epochs import EpochReport
 from pipelines.fit_blend import Retrieved
 from pipelines.generation import last_events
-from pipelines.semantic_ids import Report, build_semantic_ids, report, with_titles
+from pipelines.semantic_ids import Report, build_semantic_ids, report
 from pipelines.sequence_models import TrainableModel
 from pipelines.splits import Example, held_out
+from pipelines.titles import with_titles
 from pipelines.train_decoder import DecoderOptions, DecoderTrainer, TrainableDecoder
 from pipelines.training_run import Observer, RunOptions, begin
 
@@ -37,7 +38,7 @@ class IdOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     levels: int = Field(default=3, ge=2, le=8)
-    codes: int | None = Field(default=None, ge=2, description="codes a level; default: as few as give two cells to each item")
+    codes: int | None = Field(default=None, ge=2, le=65_536, description="codes a level; default: as few as give two cells to each item")
     title_weight: float = Field(default=0.0, ge=0, lt=1, description="share of titles and attributes in what items are clustered by")
 
 

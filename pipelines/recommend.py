@@ -33,7 +33,7 @@ class Recommender:
     """One model version's way from a request to an answer. `encode`, `generate` and `stream` are its stages: in this process, or across
     the cluster; `generate` is None where the model has no decoder.
 
-    `beam`: how many items are generated at least; `pool`: how many retrieved ones blend, diversity and freshness choose from;
+    `beam`: how many items are generated at least; `pool`: how many blend, diversity and freshness choose from;
     `generation_deadline_s`: what the generator may take before the retrieved items are the answer. Raises BundleError at a damaged blend.
     """
 
@@ -51,7 +51,7 @@ class Recommender:
         self._catalogue, self._version, self._pool = bundle.catalogue, bundle.version, pool
         self._vectors, self._first_seen = bundle.item_vectors, bundle.first_seen
         self._retrieval = Retrieval(bundle, encode)
-        self._generation = Generation(bundle, generate, stream, beam=beam, deadline_s=generation_deadline_s)
+        self._generation = Generation(bundle, generate, stream, beam=beam, pool=pool, deadline_s=generation_deadline_s)
         self._weights = BlendWeights.of(bundle.manifest.blend)
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
@@ -64,7 +64,7 @@ class Recommender:
         """The same answer as the last part; before it each stage's report, once it has answered, and its items, as they are found.
 
         Of the retrieved items the first `k` come, best first, unless only generated ones are asked for. No item comes twice from a stage.
-        InvalidRequest is raised in place of the first part.
+        Only the answer is final: an item that came before need not be in it. InvalidRequest is raised in place of the first part.
         """
         return self._parts(request, streaming=True)
 
@@ -96,12 +96,14 @@ class Recommender:
         yield Recommendation(request.user_id, items, reports, self._version, degraded, wishes.unknown_items)
 
     def _strategy(self, request: RecommendRequest) -> Strategy:
-        if request.strategy is None:
-            return "unified" if self._generation.available else "retrieval"
-        if request.strategy == "generative" and not self._generation.available:
+        strategy = request.strategy or ("unified" if self._generation.available else "retrieval")
+        if strategy == "retrieval" and request.sampling:
+            cure = "leave sampling out, or ask for strategy unified or generative"
+            raise InvalidRequest("sampling", f"draws generated items, and strategy retrieval generates none; {cure}")
+        if strategy == "generative" and not self._generation.available:
             cure = "leave strategy out, or train a decoder: genrec train DATASET --model-dir MODEL"
             raise InvalidRequest("strategy", f"generative needs a decoder, and {self._version} has none; {cure}")
-        return request.strategy
+        return strategy
 
     def _pool_for(self, request: RecommendRequest, strategy: Strategy) -> int:
         """How many items to retrieve: no more than are asked for where nothing chooses among them."""

@@ -6,25 +6,22 @@ Each level's codes are shared by all items, so that a decoder learns them once; 
 Shapes: V items, D width, K codes of a level.
 """
 
-import re
-from collections import Counter
+import math
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cluster.dataset import Catalogue
 from cluster.errors import ConfigError, DataError
 from cluster.semantic_ids import SemanticIds
 from cluster.values import FloatArray, Int32Array, Int64Array
+from pipelines.balanced_k_means import balanced_codes, k_means, rank_in_runs
 
-ROUNDS = 25
-BALANCED_ROUNDS = 5
-TEXT_DIM = 128
-SLACK = 1.25
-"""How many times its fair share of the items a first code may hold."""
+MOST_CODES = 65_536
+"""A level's. With more of them, clustering takes hours and the decoder is mostly an embedding table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,7 @@ def build_semantic_ids(vectors: FloatArray, *, levels: int = 3, codes: int | Non
     """IDs of `levels` codes for the item vectors (V + 1, D), whose row 0 is padding.
 
     `codes`: how many a level has, by default as few as make two cells for each item.
-    Raises ConfigError where the levels or codes are too few, DataError where a vector is not finite.
+    Raises ConfigError where the levels or codes are too few or the codes too many, DataError where a vector is not finite.
     """
     items = len(vectors) - 1
     if levels < 2 or items < 1:
@@ -63,6 +60,8 @@ def build_semantic_ids(vectors: FloatArray, *, levels: int = 3, codes: int | Non
     size = codes or fitting_codes(items, levels)
     if size < 2:
         raise ConfigError(f"{size} codes a level tell nothing apart; give at least 2")
+    if (most := codes or min(size, items)) > MOST_CODES:
+        raise ConfigError(f"{most:,} codes a level are more than {MOST_CODES:,}; give fewer, or more levels than {levels}")
     left = np.asarray(vectors[1:], np.float32)
     cell, chosen, books = np.zeros(items, np.int64), [], []
     for level in range(levels - 1):
@@ -86,58 +85,42 @@ def fitting_codes(items: int, levels: int) -> int:
     return size
 
 
-def k_means(points: FloatArray, size: int, rng: np.random.Generator) -> FloatArray:
-    """Centroids (K, D) of Lloyd's rounds from random points; a centroid that loses all its points takes the farthest one."""
-    centroids = points[rng.choice(len(points), size, replace=False)].copy()
-    for _ in range(ROUNDS):
-        distances = squared_distances(points, centroids)
-        code = distances.argmin(axis=1)
-        centroids, empty = _means(points, code, centroids)
-        if len(empty):
-            centroids[empty] = points[np.argsort(-distances.min(axis=1), kind="stable")[: len(empty)]]
-    return centroids
-
-
-def balanced_codes(points: FloatArray, centroids: FloatArray, cell: Int64Array) -> tuple[Int64Array, FloatArray]:
-    """Each point's code, no code of a cell fuller than its share, and the centroids moved to what they hold.
-
-    The first level is one cell, whose codes may hold SLACK times their share; in deeper cells an item too many costs a collision.
-    """
-    code = np.zeros(len(points), np.int64)
-    cells = [np.flatnonzero(cell == number) for number in range(int(cell.max()) + 1)]
-    slack = SLACK if len(cells) == 1 else 1.0
-    for _ in range(BALANCED_ROUNDS):
-        for rows in cells:
-            capacity = int(np.ceil(slack * len(rows) / len(centroids)))
-            code[rows] = assign(squared_distances(points[rows], centroids), capacity)
-        centroids, _ = _means(points, code, centroids)
-    return code, centroids
-
-
-def assign(distances: FloatArray, capacity: int) -> Int64Array:
-    """The nearest column for each row (n, K) with at most `capacity` rows a column, which takes the nearest of those that ask for it."""
-    code = np.full(len(distances), -1, np.int64)
-    room = np.full(distances.shape[1], capacity)
-    while (waiting := np.flatnonzero(code < 0)).size:
-        asked = np.where(room > 0, distances[waiting], np.inf)
-        wanted = asked.argmin(axis=1)
-        order = np.lexsort((asked[np.arange(len(waiting)), wanted], wanted))
-        taken = order[_rank_in_runs(wanted[order]) < room[wanted[order]]]
-        code[waiting[taken]] = wanted[taken]
-        room -= np.bincount(wanted[taken], minlength=len(room))
-    return code
-
-
 def add_item(ids: SemanticIds, vector: FloatArray) -> SemanticIds:
-    """The IDs with one item more, unknown to the decoder: its path is the free one whose codes are nearest to its vector (D,).
+    """`add_items` of one, whose clustered vector is (D,)."""
+    return add_items(ids, np.asarray(vector)[None])
 
-    Only codes that the decoder was trained on are used, so it needs no training. Raises DataError where every path is taken.
+
+def add_items(ids: SemanticIds, clustered: FloatArray) -> SemanticIds:
+    """The IDs with more items, unknown to the decoder: the path of each is the free one whose codes are nearest to its vector.
+
+    `clustered` (n, D) are vectors as `build_semantic_ids` took them: of a model trained with a title weight, rows of `with_titles`.
+    Only codes that the decoder was trained on are used, so it needs no training. Raises DataError where a vector is of another width than
+    the codebooks or not finite, where there are no codebooks, and where every path is taken.
     """
-    taken = {tuple(path) for path in ids.codes[1:].tolist()}
-    for cell in _nearest_cells(ids.codebooks, np.asarray(vector, np.float32)):
-        for last in range(ids.sizes[-1]):
-            if (*cell, last) not in taken:
-                return replace(ids, codes=np.concatenate([ids.codes, np.array([[*cell, last]], np.int32)]))
+    _check_fits(ids, clustered)
+    taken, codes = {tuple(path) for path in ids.codes[1:].tolist()}, []
+    for vector in np.asarray(clustered, np.float32):
+        codes.append(_free_path(ids, vector, taken))
+        taken.add(codes[-1])
+    return replace(ids, codes=np.concatenate([ids.codes, np.array(codes, np.int32).reshape(-1, ids.levels)]))
+
+
+def _check_fits(ids: SemanticIds, clustered: FloatArray) -> None:
+    if len(ids.codebooks) != ids.levels - 1:
+        raise DataError(f"these semantic IDs have {len(ids.codebooks)} codebooks for {ids.levels} levels; train anew to add items")
+    for width in {book.shape[1] for book in ids.codebooks} - {clustered.shape[1]}:
+        cure = "give what the items were clustered by, with the titles' columns where the model was trained with --title-weight"
+        raise DataError(f"a vector of {clustered.shape[1]} columns does not fit codebooks of {width}; {cure}")
+    if not np.isfinite(clustered).all():
+        raise DataError("the vector of a new item is NaN or infinite; no path is near it")
+
+
+def _free_path(ids: SemanticIds, vector: FloatArray, taken: AbstractSet[tuple[int, ...]]) -> tuple[int, ...]:
+    if len(taken) < math.prod(ids.sizes):
+        for cell in _nearest_cells(ids.codebooks, vector):
+            for last in range(ids.sizes[-1]):
+                if (*cell, last) not in taken:
+                    return (*cell, last)
     raise DataError(f"all {len(taken)} paths are taken; train anew, with more codes or levels")
 
 
@@ -148,57 +131,12 @@ def report(ids: SemanticIds) -> Report:
     return Report(uses, float(cell_sizes[cell_sizes > 1].sum() / ids.items), int(cell_sizes.max()))
 
 
-def with_titles(vectors: FloatArray, catalogue: Catalogue, weight: float) -> FloatArray:
-    """The item vectors (V + 1, D) with TEXT_DIM columns beside them of what titles and attributes say, whose `weight` is 0..1."""
-    text = title_vectors(catalogue)
-    return np.concatenate([vectors * np.sqrt(1 - weight), text * np.sqrt(weight)], axis=1, dtype=np.float32)
-
-
-def title_vectors(catalogue: Catalogue) -> FloatArray:
-    """Random indexing of titles and attributes: the sum of a random vector for each word, weighted by its rarity, (V + 1, TEXT_DIM).
-
-    Rows are of unit length; row 0 is zeros. See Kanerva et al. 2000.
-    """
-    words = [set(re.findall(r"\w+", " ".join([item.title, *item.attributes.values()]).lower())) for item in catalogue.items]
-    counts = Counter(word for each in words for word in each)
-    number = {word: row for row, word in enumerate(sorted(counts))}
-    rarity = np.log((1 + len(words)) / np.array([counts[word] for word in number] or [1], np.float32))
-    directions = np.random.default_rng(0).standard_normal((len(rarity), TEXT_DIM)) * rarity[:, None]
-    vectors = np.zeros((len(words) + 1, TEXT_DIM), np.float32)
-    for row, each in enumerate(words, start=1):
-        vectors[row] = directions[[number[word] for word in each]].sum(axis=0)
-    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-6)
-    return vectors
-
-
-def squared_distances(points: FloatArray, centroids: FloatArray) -> FloatArray:
-    """(n, K)."""
-    crossed: FloatArray = points @ centroids.T
-    distances: FloatArray = (points**2).sum(axis=1, keepdims=True) - 2 * crossed + (centroids**2).sum(axis=1)
-    return distances
-
-
-def _means(points: FloatArray, code: Int64Array, centroids: FloatArray) -> tuple[FloatArray, Int64Array]:
-    """The mean of each code's points, or its old centroid where it has none; and the codes that have none."""
-    counts = np.bincount(code, minlength=len(centroids))
-    sums = np.zeros_like(centroids)
-    np.add.at(sums, code, points)
-    means: FloatArray = np.where(counts[:, None] > 0, sums / np.maximum(counts, 1)[:, None], centroids)
-    return means.astype(np.float32), np.flatnonzero(counts == 0)
-
-
 def _number_within(cell: npt.NDArray[np.int64]) -> Int64Array:
     """0, 1, ... for the items of each cell, in their order."""
     order = np.argsort(cell, kind="stable")
     numbers = np.empty(len(cell), np.int64)
-    numbers[order] = _rank_in_runs(cell[order])
+    numbers[order] = rank_in_runs(cell[order])
     return numbers
-
-
-def _rank_in_runs(values: npt.NDArray[np.int64]) -> Int64Array:
-    """0, 1, ... within each run of equal values."""
-    starts = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
-    return np.arange(len(values)) - np.repeat(starts, np.diff(np.append(starts, len(values))))
 
 
 def _nearest_cells(codebooks: Sequence[FloatArray], vector: FloatArray) -> Iterator[tuple[int, ...]]:

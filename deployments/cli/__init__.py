@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "deployments.cli.train:train",
     "evaluate": "deployments.cli.evaluate:evaluate",
     "import": "deployments.cli.import_:app",
+    "add-items": "deployments.cli.add_items:add_items",
     "compile": "deployments.cli.compile:compile_",
     "backends": "deployments.cli.backends:backends",
     "config": "deployments.cli.config:config",

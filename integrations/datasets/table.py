@@ -34,7 +34,7 @@ def read_table(path: Path | None = None, options: ReadOptions | None = None) -> 
         raise DataError("a table is read from a file: pass it with --path")
     options = options or ReadOptions()
     bad_before = options.on_bad_row.count
-    items = [] if options.items is None else _read_items(options.items, options)
+    items = [] if options.items is None else read_items(options.items, options)
     collector: EventCollector | None = None
     for file in table_files(path):
         with open_table(file, options.delimiter, options.progress) as table:
@@ -90,7 +90,7 @@ def _column(table: Table, role: str, given: str | None) -> str:
     return found[0]
 
 
-def _read_items(path: Path, options: ReadOptions) -> list[Item]:
+def read_items(path: Path, options: ReadOptions) -> list[Item]:
     items: list[Item] = []
     for file in table_files(path):
         with open_table(file, options.delimiter, progress=False) as table:

@@ -11,7 +11,9 @@ from cluster.errors import ConfigError, DataError
 from cluster.semantic_ids import read_semantic_ids, write_semantic_ids
 from cluster.trie import Trie
 from cluster.values import Item
-from pipelines.semantic_ids import add_item, assign, build_semantic_ids, fitting_codes, report, title_vectors, with_titles
+from pipelines.balanced_k_means import assign
+from pipelines.semantic_ids import add_item, build_semantic_ids, fitting_codes, report
+from pipelines.titles import title_vectors, with_titles
 
 
 def unit_vectors(items, dim=8, seed=0):

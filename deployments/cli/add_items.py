@@ -1,0 +1,147 @@
+"""genrec add-items: publish a version of a model that knows more items, without training it."""
+
+import shutil
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import numpy as np
+import torch
+import typer
+
+from cluster.bundle import (
+    CATALOGUE,
+    FIRST_SEEN,
+    GENERATIVE,
+    ITEM_VECTORS,
+    POPULARITY,
+    SEMANTIC_IDS,
+    WEIGHTS,
+    Bundle,
+    BundleStore,
+    Draft,
+    ModelRecord,
+)
+from cluster.catalogue_file import write_catalogue
+from cluster.dataset import Catalogue
+from cluster.semantic_ids import SemanticIds, write_semantic_ids
+from cluster.values import FloatArray, Item
+from deployments.cli.publishing import item_order_sha256
+from integrations.datasets.options import BadRows, ItemColumns, ReadOptions
+from integrations.datasets.table import read_items
+from integrations.hstu.sequence_model import SequenceModel
+from integrations.hstu.weights import build_model, load_model, save_weights
+from pipelines.new_items import Placed, extend_ids, place
+
+_EMBEDDING = "item_embedding.weight"
+
+
+def add_items(
+    items: Annotated[Path, typer.Argument(help="item table (id, title, any attributes), CSV or Parquet, as genrec train --items takes")],
+    *,
+    model_dir: Annotated[Path, typer.Option(help="directory with the versions of one model, such as models/ml-1m")],
+    first_seen: Annotated[
+        datetime | None,
+        typer.Option(help="UTC; when the items were new, for --freshness (default: now)", formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"]),
+    ] = None,
+    item_id_column: Annotated[str | None, typer.Option(help="id column of the item table")] = None,
+    item_title_column: Annotated[str | None, typer.Option(help="title column of the item table")] = None,
+    delimiter: Annotated[str | None, typer.Option(help=r"between the fields of a text table, as ';' or '\t'; guessed by default")] = None,
+    skip_bad_rows: Annotated[
+        bool, typer.Option("--skip-bad-rows", help="count bad rows and read on, rather than stop at the first")
+    ] = False,
+) -> None:
+    """Publish a version of the current model with the table's new items; no training is needed.
+
+    A new item has no events, so its vector is the mean of those of the 10 items most similar to it by title and attributes; one that
+    resembles none gets the mean of all. Items that the model knows stay as they are.
+    """
+    store = BundleStore(model_dir)
+    bundle = store.open()
+    options = ReadOptions(
+        item_columns=ItemColumns(item_id_column, item_title_column),
+        delimiter=delimiter.replace("\\t", "\t") if delimiter else None,
+        on_bad_row=BadRows(skip=skip_bad_rows),
+    )
+    listed = read_items(items, options)
+    _tell_skipped(options.on_bad_row, items)
+    new = [item for item in listed if bundle.catalogue.index_of(item.item_id) is None]
+    if not new:
+        typer.echo(f"nothing to add: {bundle.version} holds all {len(listed)} items of {items}")
+        return
+    seen = first_seen.replace(tzinfo=UTC) if first_seen else datetime.now(UTC)
+    unlike = publish_grown(store, bundle, new, int(seen.timestamp()))
+    typer.echo(f"published {store.open().version}: {len(new)} items added to the {len(bundle.catalogue)} of {bundle.version}")
+    if unlike:
+        typer.secho(f"{unlike} of them share no word with a known item and stand at the mean of all", fg="yellow", err=True)
+    if bundle.manifest.artifacts:
+        typer.secho(f"its compiled artifacts hold the old items; run: genrec compile --model-dir {model_dir}", fg="yellow", err=True)
+
+
+def publish_grown(store: BundleStore, bundle: Bundle, new: Sequence[Item], first_seen: int) -> int:
+    """Publish the bundle's model with items that its catalogue lacks; how many of them resemble none that it holds.
+
+    `first_seen` is in seconds since 1970. Raises DataError where no semantic ID is free; nothing is published then.
+    """
+    joint = Catalogue([*bundle.catalogue.items, *new])
+    model = load_model(bundle)
+    lengths: FloatArray = model.item_embedding.weight.detach().norm(dim=1).numpy()
+    placed = place(joint, bundle.item_vectors, lengths)
+    vectors = np.concatenate([bundle.item_vectors, placed.vectors])
+    ids = _ids(bundle, vectors, joint) if bundle.manifest.decoder else None
+    record = bundle.manifest.model.model_copy(update={"config": {**bundle.manifest.model.config, "items": len(joint)}})
+    with store.publish(record) as draft:
+        save_weights(_grown(model, record, placed), draft.path / WEIGHTS)
+        write_catalogue(joint, draft.path / CATALOGUE)
+        np.save(draft.path / POPULARITY, np.append(bundle.popularity, np.zeros(len(new), np.int64)))
+        np.save(draft.path / FIRST_SEEN, np.append(bundle.first_seen, np.full(len(new), first_seen, np.int64)))
+        np.save(draft.path / ITEM_VECTORS, vectors)
+        _describe(draft, bundle, joint)
+        if ids:
+            _put_decoder(draft, bundle, ids)
+    return placed.unlike
+
+
+def _grown(model: SequenceModel, record: ModelRecord, placed: Placed) -> SequenceModel:
+    weights = model.state_dict()
+    weights[_EMBEDDING] = torch.cat([weights[_EMBEDDING], torch.from_numpy(placed.rows).to(weights[_EMBEDDING].dtype)])
+    grown = build_model(record)
+    grown.load_state_dict(weights)
+    return grown
+
+
+def _ids(bundle: Bundle, vectors: FloatArray, joint: Catalogue) -> SemanticIds:
+    """Semantic IDs of all items, with what `genrec train` wrote down of how the known ones were made."""
+    decoder = cast("dict[str, Any]", bundle.manifest.training.get("decoder") or {})
+    made: dict[str, Any] = decoder.get("semantic_ids") or {}
+    learnt = len(bundle.catalogue) - _added(bundle)
+    return extend_ids(bundle.semantic_ids, vectors, joint, title_weight=float(made.get("title_weight", 0)), learnt=learnt)
+
+
+def _describe(draft: Draft, bundle: Bundle, joint: Catalogue) -> None:
+    """Provenance and quality are still those of the training; `added_items` have come since, in this version and those before it."""
+    added = _added(bundle) + len(joint) - len(bundle.catalogue)
+    draft.training = {**bundle.manifest.training, "item_order_sha256": item_order_sha256(joint), "added_items": added}
+    draft.quality, draft.blend = dict(bundle.manifest.quality), bundle.manifest.blend
+
+
+def _put_decoder(draft: Draft, bundle: Bundle, ids: SemanticIds) -> None:
+    """The decoder as it is, beside the new semantic IDs. No hard links: versions must not be damaged together."""
+    assert bundle.manifest.decoder is not None
+    for file in (file for file in GENERATIVE if file != SEMANTIC_IDS):
+        (draft.path / file).parent.mkdir(exist_ok=True)
+        shutil.copy2(bundle.verified(file), draft.path / file)
+    write_semantic_ids(ids, draft.path / SEMANTIC_IDS)
+    draft.decoder = bundle.manifest.decoder.model_copy(update={"semantic_ids": ids.version})
+
+
+def _added(bundle: Bundle) -> int:
+    return cast(int, bundle.manifest.training.get("added_items", 0))
+
+
+def _tell_skipped(bad_rows: BadRows, items: Path) -> None:
+    if bad_rows.count:
+        typer.secho(f"skipped {bad_rows.count} bad rows of {items}, the first of them:", fg="yellow", err=True)
+        for problem in bad_rows.first:
+            typer.echo(f"  {problem}", err=True)

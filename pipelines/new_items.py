@@ -1,0 +1,85 @@
+"""Items that the model was not trained on: a vector from the items that they resemble, and a semantic ID of codes that the decoder knows.
+
+    title and attributes -> known items with the same words -> mean of their vectors -> the free path nearest to it
+
+Shapes: V known items, n new ones, D width; the joint catalogue holds the known items first.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cluster.dataset import Catalogue
+from cluster.semantic_ids import SemanticIds
+from cluster.values import FloatArray, Int64Array
+from pipelines.semantic_ids import add_items
+from pipelines.titles import title_vectors, with_titles, words_of
+
+RESEMBLED = 10
+"""How many known items, the most similar ones, a new item's vector is made of."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """New items among the known: `vectors` (n, D) of unit length, `lengths` (n,) of their embeddings, and how many are `unlike` all."""
+
+    vectors: FloatArray
+    lengths: FloatArray
+    unlike: int
+
+    @property
+    def rows(self) -> FloatArray:
+        """What the embedding table grows by, (n, D)."""
+        return self.vectors * self.lengths[:, None]
+
+
+def place(joint: Catalogue, vectors: FloatArray, lengths: FloatArray) -> Placed:
+    """Each new item at the mean of the RESEMBLED known items most like it by title and attributes, weighted by their similarity.
+
+    An item that shares no word with a known one is placed at the mean of all. `vectors` (V + 1, D) and `lengths` (V + 1,) of the known
+    items' embeddings; a new one is as long as those it is made of are on average.
+    """
+    known = len(vectors) - 1
+    everything = vectors[1:].mean(axis=0), lengths[1:].mean()
+    resembled = list(_resembled(joint, known))
+    means = [(weights @ vectors[items], lengths[items].mean()) if len(items) else everything for items, weights in resembled]
+    sums = np.array([mean for mean, _ in means], np.float32).reshape(-1, vectors.shape[1])
+    units = sums / np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-6)
+    return Placed(units, np.array([length for _, length in means], np.float32), sum(not len(items) for items, _ in resembled))
+
+
+def extend_ids(ids: SemanticIds, vectors: FloatArray, joint: Catalogue, *, title_weight: float, learnt: int) -> SemanticIds:
+    """The IDs with a path for each new item; `vectors` (V + n + 1, D) are of all items.
+
+    `title_weight` is what the IDs were made with, `learnt` how many items they were made of: the codebooks know those items' words alone.
+    Raises DataError where no path is free, or the codebooks were made with another title weight.
+    """
+    clustered = with_titles(vectors, joint, title_weight, learnt) if title_weight else vectors
+    return add_items(ids, clustered[ids.items + 1 :])
+
+
+def _resembled(joint: Catalogue, known: int) -> Iterator[tuple[Int64Array, FloatArray]]:
+    """For each new item the known ones most similar to it, and how similar: both are empty where none shares a word.
+
+    Words must be the same, as random indexing finds some likeness between any two titles.
+    """
+    texts = title_vectors(joint)
+    new = range(known + 1, len(joint) + 1)
+    sharing = _items_with_words(joint, known, set().union(*(words_of(joint[item]) for item in new)))
+    for item in new:
+        others = np.array(sorted(set().union(*(sharing[word] for word in words_of(joint[item])))), np.int64)
+        similarity = texts[others] @ texts[item]
+        best = np.argsort(-similarity, kind="stable")[:RESEMBLED]
+        best = best[similarity[best] > 0]
+        yield others[best], similarity[best]
+
+
+def _items_with_words(joint: Catalogue, known: int, words: set[str]) -> dict[str, list[int]]:
+    """The known items that have each of the words, in order."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for item in range(1, known + 1):
+        for word in words_of(joint[item]) & words:
+            found[word].append(item)
+    return found

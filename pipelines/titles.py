@@ -1,0 +1,41 @@
+"""What titles and attributes say of items, as vectors, for clustering beside the encoder's and for items nobody has met yet."""
+
+import re
+from collections import Counter
+
+import numpy as np
+
+from cluster.dataset import Catalogue
+from cluster.values import FloatArray, Item
+
+TEXT_DIM = 128
+
+
+def with_titles(vectors: FloatArray, catalogue: Catalogue, weight: float, learnt: int | None = None) -> FloatArray:
+    """The item vectors (V + 1, D) with TEXT_DIM columns beside them of what titles and attributes say, whose `weight` is 0..1."""
+    text = title_vectors(catalogue, learnt)
+    return np.concatenate([vectors * np.sqrt(1 - weight), text * np.sqrt(weight)], axis=1, dtype=np.float32)
+
+
+def title_vectors(catalogue: Catalogue, learnt: int | None = None) -> FloatArray:
+    """Random indexing of titles and attributes: the sum of a random vector for each word, weighted by its rarity, (V + 1, TEXT_DIM).
+
+    Rows are of unit length, zeros where an item has no word; row 0 is zeros. See Kanerva et al. 2000.
+    `learnt`: only the first that many items say which words there are and how rare. Vectors are comparable where those items are the same:
+    a word more turns the random vectors of all words after it into others.
+    """
+    words = [words_of(item) for item in catalogue.items]
+    counts = Counter(word for each in words[:learnt] for word in each)
+    number = {word: row for row, word in enumerate(sorted(counts))}
+    rarity = np.log((1 + len(words[:learnt])) / np.array([counts[word] for word in number] or [1], np.float32))
+    directions = np.random.default_rng(0).standard_normal((len(rarity), TEXT_DIM)) * rarity[:, None]
+    vectors = np.zeros((len(words) + 1, TEXT_DIM), np.float32)
+    for row, each in enumerate(words, start=1):
+        vectors[row] = directions[sorted(number[word] for word in each if word in number)].sum(axis=0)
+    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-6)
+    return vectors
+
+
+def words_of(item: Item) -> set[str]:
+    """The words of its title and attributes, in lower case."""
+    return set(re.findall(r"\w+", " ".join([item.title, *item.attributes.values()]).lower()))

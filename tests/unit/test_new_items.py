@@ -1,0 +1,151 @@
+"""New items without training: where they are placed, which paths they get, and clustering that holds few distances at once."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cluster.dataset import Catalogue
+from cluster.errors import ConfigError, DataError
+from cluster.values import Item
+from pipelines import balanced_k_means
+from pipelines.balanced_k_means import assign, distances_of, squared_distances
+from pipelines.new_items import RESEMBLED, extend_ids, place
+from pipelines.semantic_ids import add_item, add_items, build_semantic_ids
+from pipelines.titles import title_vectors, with_titles
+
+KINDS = ("space rocket moon", "garden flower bee")
+EACH = 15
+
+
+def catalogue(*new):
+    """EACH known items of each kind, then new ones of these titles."""
+    known = [Item(str(row), f"{KINDS[row // EACH]} w{row}") for row in range(EACH * len(KINDS))]
+    return Catalogue([*known, *(Item(f"new {row}", title, {}) for row, title in enumerate(new))])
+
+
+def kind_vectors(seed=0):
+    """Unit vectors: all items of a kind near its axis."""
+    rng = np.random.default_rng(seed)
+    vectors = np.repeat(np.eye(len(KINDS), 8, dtype=np.float32), EACH, axis=0) + 0.1 * rng.standard_normal((EACH * len(KINDS), 8))
+    return np.concatenate([np.zeros((1, 8)), vectors / np.linalg.norm(vectors, axis=1, keepdims=True)]).astype(np.float32)
+
+
+def test_a_new_item_stands_among_those_of_its_words_and_is_as_long_as_they_are():
+    lengths = np.r_[0, np.full(EACH, 2.0), np.full(EACH, 5.0)].astype(np.float32)
+    placed = place(catalogue("moon rocket", "the garden"), kind_vectors(), lengths)
+    assert placed.vectors.shape == (2, 8)
+    assert np.linalg.norm(placed.vectors, axis=1) == pytest.approx(1, abs=1e-6)
+    assert placed.vectors[0, 0] > 0.98
+    assert placed.vectors[1, 1] > 0.98
+    assert placed.lengths.tolist() == [2.0, 5.0]
+    assert np.linalg.norm(placed.rows, axis=1) == pytest.approx([2.0, 5.0], abs=1e-5)
+    assert placed.unlike == 0
+
+
+def test_the_vector_is_the_mean_of_the_ten_most_similar_with_a_word_in_common_weighted_by_similarity():
+    joint, vectors = catalogue("moon rocket"), kind_vectors()
+    texts = title_vectors(joint)
+    similarity = texts[1 : 2 * EACH + 1] @ texts[-1]
+    assert similarity[EACH:].max() > np.sort(similarity[:EACH])[-RESEMBLED]  # random indexing alone would take in one of the other kind
+    best = np.argsort(-similarity[:EACH])[:RESEMBLED]
+    expected = similarity[best] @ vectors[1:][best]
+    placed = place(joint, vectors, np.ones(2 * EACH + 1, np.float32))
+    assert placed.vectors[0] == pytest.approx(expected / np.linalg.norm(expected), abs=1e-6)
+
+
+def test_an_item_that_shares_no_word_stands_at_the_mean_of_all_known_items():
+    vectors, lengths = kind_vectors(), np.arange(2 * EACH + 1, dtype=np.float32)
+    placed = place(catalogue("quantum", "quantum", "bee"), vectors, lengths)
+    mean = vectors[1:].mean(axis=0)
+    assert placed.vectors[:2] == pytest.approx(np.tile(mean / np.linalg.norm(mean), (2, 1)), abs=1e-6)
+    assert placed.lengths[0] == pytest.approx(lengths[1:].mean())
+    assert placed.unlike == 2
+
+
+def test_attributes_count_as_titles_do():
+    known = [Item("1", "a1", {"genre": "Western"}), Item("2", "b2", {"genre": "Drama"})]
+    vectors = np.eye(3, dtype=np.float32)[[0, 1, 2]] * np.array([[0], [1], [1]], np.float32)
+    placed = place(Catalogue([*known, Item("3", "c3", {"genre": "western"})]), vectors, np.ones(3, np.float32))
+    assert placed.vectors[0] == pytest.approx(vectors[1])
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.9])
+def test_new_items_get_free_paths_beside_those_they_resemble_whether_titles_were_clustered_or_not(weight):
+    known, vectors = catalogue(), kind_vectors()
+    ids = build_semantic_ids(with_titles(vectors, known, weight) if weight else vectors, levels=3, codes=4)
+    titles = ["aardvark moon rocket space", "flower bee garden", "flower bee garden"]  # a word more, first in the alphabet
+    joint = catalogue(*titles)
+    placed = place(joint, vectors, np.ones(len(vectors), np.float32))
+    grown = extend_ids(ids, np.concatenate([vectors, placed.vectors]), joint, title_weight=weight, learnt=len(known))
+    assert (grown.codes[: len(vectors)] == ids.codes).all()
+    assert (grown.sizes, grown.items) == (ids.sizes, 2 * EACH + 3)
+    assert len({tuple(path) for path in grown.codes[1:].tolist()}) == 2 * EACH + 3
+    assert grown.version != ids.version
+    assert grown.codes[-3, 0] in ids.codes[1 : EACH + 1, 0]
+    assert set(grown.codes[-2:, 0]) <= set(ids.codes[EACH + 1 :, 0])
+
+
+def test_words_met_later_leave_the_text_vectors_of_the_learnt_items_as_they_were():
+    before, joint = catalogue(), catalogue("aardvark moon")
+    assert (title_vectors(joint, len(before))[: len(before) + 1] == title_vectors(before)).all()
+    assert not np.allclose(title_vectors(joint)[1], title_vectors(before)[1], atol=0.1)
+
+
+def test_several_items_at_once_get_the_paths_that_one_after_the_other_would():
+    vectors = kind_vectors()
+    ids = build_semantic_ids(vectors, levels=3, codes=4)
+    new = kind_vectors(seed=1)[[3, 3, 20]]
+    one_by_one = ids
+    for vector in new:
+        one_by_one = add_item(one_by_one, vector)
+    assert (add_items(ids, new).codes == one_by_one.codes).all()
+
+
+def test_a_vector_of_another_width_or_ids_without_codebooks_or_nan_are_refused():
+    known, vectors = catalogue(), kind_vectors()
+    ids = build_semantic_ids(with_titles(vectors, known, 0.5))
+    with pytest.raises(DataError, match=r"8 columns does not fit codebooks of 136; .*--title-weight"):
+        add_item(ids, vectors[1])
+    with pytest.raises(DataError, match="0 codebooks for 3 levels"):
+        add_item(replace(ids, codebooks=()), vectors[1])
+    with pytest.raises(DataError, match="NaN"):
+        add_item(build_semantic_ids(vectors), np.full(8, np.nan))
+
+
+def test_adding_nothing_changes_nothing():
+    ids = build_semantic_ids(kind_vectors())
+    assert add_items(ids, np.zeros((0, 8), np.float32)).version == ids.version
+
+
+def test_blocks_of_distances_give_the_ids_that_the_whole_matrix_gives(monkeypatch):
+    vectors = np.random.default_rng(0).integers(-8, 9, (301, 8)).astype(np.float32)
+    whole = build_semantic_ids(vectors, levels=3, codes=8)
+    rows_at_once, shapes = 7, []
+
+    def counted(points, centroids):
+        shapes.append((len(points), len(centroids)))
+        return squared_distances(points, centroids)
+
+    monkeypatch.setattr(balanced_k_means, "BLOCK_BYTES", rows_at_once * 8 * 4)
+    monkeypatch.setattr(balanced_k_means, "squared_distances", counted)
+    assert build_semantic_ids(vectors, levels=3, codes=8).version == whole.version
+    assert max(rows * columns for rows, columns in shapes) <= rows_at_once * 8
+
+
+def test_an_assignment_in_blocks_is_that_of_the_whole_matrix(monkeypatch):
+    rng = np.random.default_rng(1)
+    points, centroids = (rng.integers(-9, 10, (count, 4)).astype(np.float32) for count in (200, 16))
+    whole = assign(squared_distances(points, centroids), 13)
+    monkeypatch.setattr(balanced_k_means, "BLOCK_BYTES", 1000)
+    lazily = distances_of(points, centroids)
+    assert not isinstance(lazily, np.ndarray)
+    assert (assign(lazily, 13) == whole).all()
+    assert np.bincount(whole).max() <= 13
+
+
+def test_more_codes_than_a_level_may_have_are_refused():
+    with pytest.raises(ConfigError, match="65,537 codes a level are more than 65,536; give fewer, or more levels than 3"):
+        build_semantic_ids(kind_vectors(), codes=65_537)
+    with pytest.raises(ConfigError, match="more levels than 2"):
+        build_semantic_ids(np.zeros((70_001, 1), np.float32), levels=2)
