@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 TARGETS: Mapping[str, float] = {"waiting": 64.0, "kv_cache_usage": 0.8}
-"""What one replica should have at most: paths and requests that wait, and the share of the engine's cache that is filled.
+"""What one replica should have at most: paths that wait, and the share of the engine's cache that is filled.
 
 A user takes a beam's width of paths, 20 by default, so that about three users wait.
 """

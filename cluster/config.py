@@ -23,7 +23,11 @@ class BatchingSettings(Section):
     """How requests that wait for an engine are joined. A batch starts as soon as the engine is free and one of the limits is reached."""
 
     max_requests: int = Field(32, ge=1, le=4096, description="requests in one batch, at most")
-    max_tokens: int = Field(8192, ge=1, description="padded behaviours in one batch (longest history x requests), at most")
+    max_tokens: int = Field(
+        8192,
+        ge=1,
+        description="padded rows in one batch (longest x requests), at most; rows: behaviours, or a prompt and its paths' codes",
+    )
     max_wait_ms: float = Field(2.0, ge=0, le=1000, description="how long the first request of a batch waits for company")
 
 
@@ -89,7 +93,13 @@ class GeneratorSettings(EngineSettings):
     stage_name = "generator"
 
     order: list[str] = Field(["vllm", "torch_beam"], min_length=1, description="backends, first choice first")
-    beam: int = Field(20, ge=1, le=256, description="paths kept at each level of the semantic IDs: items one request generates, at least")
+    beam: int = Field(
+        20,
+        ge=1,
+        le=256,
+        description="paths kept at each level of the semantic IDs: items one request generates, at least. "
+        "A larger k widens it, up to gateway.max_k, and so do diversity and freshness, up to gateway.pool",
+    )
 
 
 class GatewaySettings(Section):
@@ -102,7 +112,7 @@ class GatewaySettings(Section):
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="size of a request's body")
     deadline_s: float = Field(5.0, gt=0, description="how long the encoder may take before popularity answers instead")
     generation_deadline_s: float = Field(5.0, gt=0, description="how long the generator may take before the retrieved items are the answer")
-    pool: int = Field(500, ge=1, description="retrieved items that the blend, diversity and freshness choose from")
+    pool: int = Field(500, ge=1, description="items that the blend, diversity and freshness choose from")
 
 
 class Settings(Section):

@@ -287,7 +287,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return self._skipped(reason, failed=True)
 
     def _late(self, error: DeadlineExceeded) -> OutOfTime:
-        return OutOfTime(self.name, f"{error}", failed=True)
+        return OutOfTime(self.name, f"{error}")
 
     def _skipped(self, reason: str, *, failed: bool = False) -> SkippedBackend:
         return SkippedBackend(self.name, reason, failed)

@@ -20,8 +20,6 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 Strategy: TypeAlias = Literal["unified", "retrieval", "generative"]
 
-PADDING_INDEX = 0
-
 
 class Action(StrEnum):
     """What a user did with an item. The order of the members is their code in arrays and files: append, never reorder."""
@@ -123,7 +121,8 @@ class Encoded:
 class SkippedBackend:
     """A backend that was asked or considered before the one that answered, and why it did not serve.
 
-    `failed` says that it broke, now or so recently that its breaker is open; otherwise it is absent here or switched off.
+    `failed` says that it broke, now or so recently that its breaker is open; otherwise it is absent here, switched
+    off, or the caller's time was over.
     """
 
     backend: str
@@ -194,7 +193,8 @@ class GenerateRequest:
     """Generate the `k` most probable items with a beam of that width, out of all items or only `among`, never one of `blocked`.
 
     `deadline` is on this process's monotonic clock, in seconds: what cannot be done by then is given up. `tenant` keeps customers' cached
-    prompts apart. With `sampling`, items are drawn, and the `k` most probable of those drawn are the answer.
+    prompts apart. With `sampling`, items are drawn, and the `k` most probable of those drawn are the answer. `model_version`: whose
+    catalogue the indices are of; "" where that is known to be the generator's.
     """
 
     user: UserState
@@ -205,6 +205,12 @@ class GenerateRequest:
     deadline: float | None = None
     tenant: str = "default"
     sampling: SamplingOptions | None = None
+    model_version: str = ""
+
+    @property
+    def width(self) -> int:
+        """How many paths are followed at a time, at most."""
+        return self.sampling.samples if self.sampling else self.beam
 
 
 @dataclass(frozen=True, slots=True, eq=False)

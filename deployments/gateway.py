@@ -28,6 +28,9 @@ from deployments.operation import Operation
 from deployments.remote import ask, ask_stream
 from pipelines.recommend import Recommender
 
+GRACE_S = 1.0
+"""How much longer than the pipeline a call waits for the generator: that the time is over is for the pipeline, or the replica, to say."""
+
 
 class Gateway:
     """One replica. Serve asks it for the ASGI application once it is constructed."""
@@ -74,15 +77,15 @@ class Gateway:
         return answer
 
     async def _generate(self, request: GenerateRequest, within_s: float) -> GenerateAnswer:
-        """The generator stage. Raises BackendError. What broke a replica's engines is not tried on another: it might break those too."""
-        answer: GenerateAnswer | NoBackendAnswered = await ask(self._generator, "generate", request, within_s, within_s=within_s, tries=2)
+        """The generator stage. Raises BackendError. What broke one replica or its engines is not tried on the next."""
+        answer: GenerateAnswer | NoBackendAnswered = await ask(self._generator, "generate", request, within_s, within_s=within_s + GRACE_S)
         if isinstance(answer, NoBackendAnswered):
             raise answer
         return answer
 
     async def _generate_stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[Generated | GenerateAnswer, None]:
         """The same, piece by piece."""
-        parts = ask_stream(self._generator, "generate_stream", request, within_s, within_s=within_s, tries=2)
+        parts = ask_stream(self._generator, "generate_stream", request, within_s, within_s=within_s + GRACE_S)
         async with aclosing(parts):
             async for part in parts:
                 if isinstance(part, NoBackendAnswered):

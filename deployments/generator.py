@@ -47,6 +47,7 @@ class Generator(StageReplica[Controller]):
     async def generate(self, request: GenerateRequest, within_s: float) -> GenerateAnswer | NoBackendAnswered:
         """The items, or why no engine named any: a value, since for Ray this call did not fail."""
         try:
+            self._check_version(request)
             return self._answer(await self._controller.serve(_due(request, within_s), self._batched))
         except NoBackendAnswered as error:
             return error
@@ -57,6 +58,7 @@ class Generator(StageReplica[Controller]):
         """Items as they are found, the same perhaps twice; lastly the answer, or why there is none."""
         parts = self._controller.serve_stream(_due(request, within_s), self._batched, partial(merged, k=request.k))
         try:
+            self._check_version(request)
             async with aclosing(parts):
                 async for part in parts:
                     yield self._answer(part) if isinstance(part, Served) else part
@@ -71,6 +73,12 @@ class Generator(StageReplica[Controller]):
             "kv_cache_usage": max((one.get("kv_cache_usage", 0.0) for one in figures), default=0.0),
         }
 
+    def _check_version(self, request: GenerateRequest) -> None:
+        """Raises NoBackendAnswered where the request's indices are of another catalogue."""
+        if request.model_version not in ("", self._bundle.version):
+            reason = f"it serves {self._bundle.version}, the gateway {request.model_version}: a new version is being rolled out"
+            raise NoBackendAnswered("generator", (SkippedBackend("generator", reason, failed=True),))
+
     def _answer(self, served: Served[Generated]) -> GenerateAnswer:
         report = StageReport("generate", served.backend, served.duration_ms, served.fallback_from)
         return GenerateAnswer(served.answer, report, self._bundle.version)
@@ -78,8 +86,12 @@ class Generator(StageReplica[Controller]):
     async def _batched(self, name: str, request: GenerateRequest) -> Result:
         if name not in self._batchers:
             batching = self._settings.generator.batching
-            self._batchers[name] = MicroBatcher(partial(self._run, name), batching, tokens=lambda waiting: len(waiting.user))
+            self._batchers[name] = MicroBatcher(partial(self._run, name), batching, tokens=self._rows)
         return await self._batchers[name].submit(request)
+
+    def _rows(self, request: GenerateRequest) -> int:
+        """What a request takes up in a batch: its prompt's rows, and those of its paths' codes."""
+        return len(request.user) + request.width * (self._bundle.semantic_ids.levels - 1)
 
     async def _run(self, name: str, requests: list[GenerateRequest]) -> Sequence[Result]:
         """A batch, less those for whom it comes too late: they would cost the others time."""
@@ -87,13 +99,14 @@ class Generator(StageReplica[Controller]):
         late = {index for index, one in enumerate(requests) if one.deadline is not None and one.deadline <= now}
         timely = [one for index, one in enumerate(requests) if index not in late]
         results = iter(await self._in_thread(lambda: self._controller.answer_batch(name, timely)) if timely else ())
-        waited = OutOfTime(name, "the time was over while the request waited for a batch", failed=True)
+        waited = OutOfTime(name, "the time was over while the request waited for a batch")
         return [waited if index in late else next(results) for index in range(len(requests))]
 
     def _figures(self) -> dict[str, dict[str, float]]:
-        """What waits and runs, by backend."""
-        batches = {name: {"waiting": float(batcher.waiting)} for name, batcher in self._batchers.items()}
-        return {**batches, **self._controller.queues()}
+        """What waits and runs, by backend, in paths: a user who waits for a batch counts as a beam's width of them."""
+        beam, queues = self._settings.generator.beam, self._controller.queues()
+        batches = {name: {"waiting": float(batcher.waiting * beam)} for name, batcher in self._batchers.items()}
+        return {name: {**batches.get(name, {}), **queues.get(name, {})} for name in {**batches, **queues}}
 
     def _show_figures(self) -> None:
         for backend, figures in self._figures().items():

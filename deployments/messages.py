@@ -120,7 +120,11 @@ class RecommendIn(Message):
     deadline_ms: float | None = Field(
         None, gt=0, le=600_000, allow_inf_nan=False, description="time for generating; when it is over, the retrieved items are the answer"
     )
-    sampling: SamplingIn | None = Field(None, description="draw the generated items; default: search for the most probable ones")
+    sampling: SamplingIn | None = Field(
+        None,
+        description="draw the generated items; the same one may be drawn twice, so fewer than `k` may come back; not with strategy "
+        "retrieval. Default: search for the most probable ones",
+    )
 
     def to_value(self) -> RecommendRequest:
         return RecommendRequest(
@@ -199,7 +203,7 @@ class ScoredItemOut(ItemOut):
 class SkippedOut(Message):
     backend: str
     reason: str
-    failed: bool = Field(description="it broke, now or lately; otherwise it is absent or switched off")
+    failed: bool = Field(description="it broke, now or lately; otherwise it is absent or switched off, or the time was over")
 
     @classmethod
     def from_value(cls, skipped: SkippedBackend) -> Self:

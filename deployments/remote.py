@@ -30,19 +30,10 @@ async def ask(handle: DeploymentHandle[Any], method: str, *args: Any, within_s: 
         return await _once(handle, method, args, deadline)
 
 
-async def ask_stream(handle: DeploymentHandle[Any], method: str, *args: Any, within_s: float, tries: int = 1) -> AsyncGenerator[Any, None]:
-    """What `method` of a replica yields, as it comes. Raises as `ask` does.
-
-    A replica that dies midway costs a try, and all that another one yields follows: the same may come twice.
-    """
+async def ask_stream(handle: DeploymentHandle[Any], method: str, *args: Any, within_s: float) -> AsyncGenerator[Any, None]:
+    """What `method` of a replica yields, as it comes, within that time for all of it. Raises as `ask` does, of one replica."""
     deadline = monotonic() + within_s
     with _errors_of(handle, method, within_s):
-        for _ in range(tries - 1):
-            with suppress(RayActorError):
-                async with aclosing(_pieces(handle, method, args, deadline)) as pieces:
-                    async for piece in pieces:
-                        yield piece
-                return
         async with aclosing(_pieces(handle, method, args, deadline)) as pieces:
             async for piece in pieces:
                 yield piece

@@ -2,8 +2,9 @@
 
     stage, item, item, ..., stage, item, ..., stage, answer
 
-`answer` holds what the plain response would. What goes wrong before the first event is a response of its own; after that an `error` event,
-a problem as in RFC 9457, is the last.
+`answer` holds what the plain response would, and it alone is final: an item that came before need not be in it, for better ones may be
+found later. What goes wrong before the first event is a response of its own; after that an `error` event, a problem as in RFC 9457, is the
+last.
 """
 
 import json
@@ -27,7 +28,8 @@ _ITEM = '{"item_id": "50", "title": "Star Wars (1977)", "attributes": {}, "score
 RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer; with `Accept: text/event-stream` or `application/x-ndjson`, events of the types stage, item, answer "
-        "and error, of which `answer` holds the same JSON and is the last, unless `error` is",
+        "and error, of which `answer` holds the same JSON and is the last, unless `error` is. "
+        "Only `answer` is final: an item that came before need not be in its list",
         "content": {
             SSE: {"schema": {"type": "string"}, "example": f"event: item\ndata: {_ITEM}\n\n"},
             NDJSON: {"schema": {"type": "string"}, "example": f'{{"type": "item", "data": {_ITEM}}}\n'},

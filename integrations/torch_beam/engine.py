@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from integrations.torch_beam.recall import Prompted, Recalled
 from integrations.torch_beam.sampling import Sampler
 
 Value = TypeVar("Value")
+Kind: TypeAlias = tuple[bool, bool, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,10 +35,6 @@ class Job:
     view: TrieView
     rows: Tensor
     prompted: Prompted | None
-
-    @property
-    def widest(self) -> int:
-        return self.request.sampling.samples if self.request.sampling else self.request.beam
 
 
 class BeamEngine:
@@ -68,6 +65,10 @@ class BeamEngine:
                 answers[index] = generated
         return answers
 
+    def figures(self) -> dict[str, float]:
+        """`logits_cache_hits`, `logits_cache_misses` and the rest of CacheStatistics, since the load; nothing without a cache."""
+        return {f"logits_cache_{name}": float(figure) for name, figure in asdict(self._cache.statistics()).items()} if self._cache else {}
+
     def _jobs(self, requests: Sequence[GenerateRequest], views: Sequence[TrieView]) -> list[Job]:
         if longest := max((len(one.user) for one in requests if len(one.user) > self._longest_prompt), default=0):
             raise BackendFailed(f"a prompt has {longest} states; this decoder takes the latest {self._longest_prompt}")
@@ -77,13 +78,15 @@ class BeamEngine:
             for request, view, rows in zip(requests, views, prompts, strict=True)
         ]
 
-    def _kind(self, job: Job) -> tuple[bool, bool]:
-        """What is computed in one batch: searches or draws, prompts that are new or known."""
-        known = self._cache and job.prompted and self._cache.get(job.prompted.prefix(np.zeros((1, 0), np.int64)))
-        return job.request.sampling is not None, known is not None
+    def _kind(self, job: Job) -> Kind:
+        """What is computed in one batch: searches or draws, prompts that are new or known, widths within a factor of two: the widest
+        sets the size of all.
+        """
+        known = self._cache is not None and job.prompted is not None and job.prompted.prefix(np.zeros((1, 0), np.int64)) in self._cache
+        return job.request.sampling is not None, known, job.request.width.bit_length()
 
     def _run(self, jobs: Sequence[Job], in_time: Callable[[], None]) -> list[Generated]:
-        model: Continues = Continuations(self._llama, self._ids, [job.rows for job in jobs], max(job.widest for job in jobs))
+        model: Continues = Continuations(self._llama, self._ids, [job.rows for job in jobs], max(job.request.width for job in jobs))
         if self._cache:
             model = Recalled(model, self._cache, [job.prompted for job in jobs if job.prompted])
         if jobs[0].request.sampling is None:
@@ -93,7 +96,7 @@ class BeamEngine:
         return draw(draws, self._ids, model, self._sampler, in_time)
 
 
-def _grouped(values: Sequence[Value], key: Callable[[Value], tuple[bool, bool]]) -> Iterator[list[Value]]:
+def _grouped(values: Sequence[Value], key: Callable[[Value], Kind]) -> Iterator[list[Value]]:
     keyed = sorted(((key(value), place) for place, value in enumerate(values)))
     for _, members in groupby(keyed, lambda pair: pair[0]):
         yield [values[place] for _, place in members]

@@ -72,6 +72,11 @@ class TorchBeamGenerator:
         (found,) = self._engine().answer([request], [trie])
         return list(zip(found.items.tolist(), found.log_probs.tolist(), strict=True))
 
+    def queue(self) -> dict[str, float]:
+        """No queue, which whoever makes the batches has, but how much of what was asked had been asked before; see BeamEngine.figures."""
+        engine = self._loaded
+        return engine.figures() if engine else {}
+
     def close(self) -> None:
         self._loaded = None
 

@@ -41,6 +41,11 @@ class LogitsCache:
         self._lock = Lock()
         self._used_bytes = self._hits = self._misses = self._evictions = 0
 
+    def __contains__(self, prefix: Prefix) -> bool:
+        """Counts as no question: neither a hit nor a miss."""
+        with self._lock:
+            return prefix in self._held
+
     def get(self, prefix: Prefix) -> Tensor | None:
         with self._lock:
             held = self._held.get(prefix)

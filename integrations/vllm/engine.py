@@ -78,6 +78,8 @@ class Engine:
         except Exception as error:
             cause = error.__cause__ or error  # vLLM wraps what it did not expect
             raise BackendFailed(f"vLLM broke on a request: {type(cause).__name__}: {cause}") from error
+        if len(answer) < question.best:
+            raise BackendFailed(f"vLLM answered with {len(answer)} probabilities; the {question.best} greatest were asked for")
         return answer
 
     def alive(self) -> bool:

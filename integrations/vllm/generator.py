@@ -132,6 +132,10 @@ class VllmGenerator:
 
     def topk(self, user_state: UserState, trie: TrieView, beam: int, k: int, deadline: float | None = None) -> list[tuple[int, float]]:
         """The `k` most probable items that the view names, and their log p, best first. Raises as `infer` does."""
+        if self._engine is not None and trie.trie.version != self._trie.version:
+            raise BackendFailed(
+                f"a trie of the semantic IDs {trie.trie.version} was given; this decoder was trained on {self._trie.version}"
+            )
 
         async def found() -> list[Path]:
             return await search(trie, beam, k, await self._asker(user_state, "default", trie.trie.version))

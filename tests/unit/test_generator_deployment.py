@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from time import monotonic
 from types import SimpleNamespace
 
@@ -15,7 +16,8 @@ from cluster.errors import BackendFailed, BackendUnavailable
 from cluster.managed_backend import OutOfTime
 from cluster.stage_rules import generator_rules
 from cluster.switchboard import StageStatus
-from cluster.values import GenerateAnswer, Generated, SkippedBackend
+from cluster.values import GenerateAnswer, Generated, SamplingOptions, SkippedBackend
+from deployments.gateway import Gateway
 from deployments.generator import Generator, merged
 from deployments.operation import Operation
 from deployments.remote import ask_stream
@@ -49,6 +51,7 @@ class Stage:
         return Served(part, "vllm", (), 1.0)
 
     async def serve_stream(self, request, batched, merge):
+        self.asked.append(request)
         for part in self.parts:
             if isinstance(part, Exception):
                 raise part
@@ -60,7 +63,7 @@ class Stage:
         return [generated(request.k) for request in requests]
 
     def queues(self):
-        return {"vllm": {"waiting": 5.0, "kv_cache_usage": 0.25}}
+        return {"vllm": {"waiting": 5.0, "kv_cache_usage": 0.25}, "torch_beam": {"logits_cache_hits": 3.0}}
 
     def close(self):
         pass
@@ -119,7 +122,7 @@ async def test_requests_that_wait_are_answered_in_one_batch_and_the_late_ones_ar
     (sample, *_) = replica._samples()
 
     def asking(k: int, within_s: float):
-        return SimpleNamespace(user=sample.user, k=k, deadline=monotonic() + within_s)
+        return replace(sample, k=k, deadline=monotonic() + within_s)
 
     requests = asking(1, 60), asking(2, -1), asking(3, 60)
     first, late, last = await asyncio.gather(*(replica._batched("torch_beam", request) for request in requests))
@@ -127,13 +130,45 @@ async def test_requests_that_wait_are_answered_in_one_batch_and_the_late_ones_ar
     assert (first.items.tolist(), last.items.tolist()) == ([1], [3])
     assert isinstance(late, OutOfTime)
     assert "waited for a batch" in late.reason
+    assert not late.failed, "it is no fault of the backend"
 
 
-async def test_the_autoscaler_is_told_of_all_queues(replica_of):
+@pytest.mark.parametrize("wide", [{"beam": 1000}, {"sampling": SamplingOptions(samples=1000)}], ids=["beam", "samples"])
+async def test_a_batch_is_bounded_by_its_requests_paths_too(replica_of, bundle, wide):
     replica = replica_of()
     (sample, *_) = replica._samples()
-    await replica._batched("torch_beam", SimpleNamespace(user=sample.user, k=1, deadline=None))
+    requests = [replace(sample, k=1), replace(sample, k=2), replace(sample, k=3, **wide), replace(sample, k=4, **wide)]
+    room = 1.5 * (1 + 1000 * (bundle.semantic_ids.levels - 1))
+    batching = replica._settings.generator.batching.model_copy(update={"max_tokens": int(room)})
+    generator = replica._settings.generator.model_copy(update={"batching": batching})
+    replica._settings = replica._settings.model_copy(update={"generator": generator})
+    await asyncio.gather(*(replica._batched("torch_beam", request) for request in requests))
+    assert replica._controller.batches == [[1, 2], [3], [4]]
+
+
+async def test_the_autoscaler_is_told_of_all_queues_in_paths(replica_of):
+    replica = replica_of()
+    (sample, *_) = replica._samples()
+    waiting = [asyncio.create_task(replica._batched("torch_beam", sample)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert await replica.record_autoscaling_stats() == {"waiting": 2 * replica._settings.generator.beam + 5.0, "kv_cache_usage": 0.25}
+    await asyncio.gather(*waiting)
     assert await replica.record_autoscaling_stats() == {"waiting": 5.0, "kv_cache_usage": 0.25}
+    assert replica._figures()["torch_beam"] == {"waiting": 0.0, "logits_cache_hits": 3.0}, "what waits and what the engine says"
+
+
+async def test_another_versions_indices_reach_no_engine(replica_of, bundle):
+    replica = replica_of(generated(3, 1))
+    (sample, *_) = replica._samples()
+    assert (await replica.generate(replace(sample, model_version=bundle.version), 1.0)).generated.items.tolist() == [3, 1]
+    replica._controller.asked.clear()
+    older = replace(sample, model_version="tiny/1")
+    for refused in (await replica.generate(older, 1.0), *[part async for part in replica.generate_stream(older, 1.0)]):
+        assert isinstance(refused, NoBackendAnswered)
+        assert refused.skipped == (
+            SkippedBackend("generator", "it serves tiny/2, the gateway tiny/1: a new version is being rolled out", failed=True),
+        )
+    assert replica._controller.asked == []
 
 
 def test_samples_are_what_a_decoder_takes(replica_of, bundle):
@@ -176,14 +211,36 @@ class Streaming:
             self.handle.cancelled += 1
 
 
-async def found(handle, *, within_s=5.0, tries=2) -> list:
-    return [piece async for piece in ask_stream(handle, "generate_stream", within_s=within_s, tries=tries)]
+async def found(handle, *, within_s=5.0) -> list:
+    return [piece async for piece in ask_stream(handle, "generate_stream", within_s=within_s)]
 
 
-async def test_a_replica_that_dies_midway_costs_a_try_and_the_next_ones_pieces_follow():
-    assert await found(Streaming([1, ActorDiedError()], [1, 2])) == [1, 1, 2]
+def gateway_of(handle) -> Gateway:
+    gateway = object.__new__(Gateway)
+    gateway._generator = handle
+    return gateway
+
+
+async def listed(pieces) -> list:
+    return [piece async for piece in pieces]
+
+
+async def test_a_request_that_kills_a_replica_does_not_kill_a_second_one():
+    handle = Streaming([1, ActorDiedError()], [1, 2])
     with pytest.raises(BackendUnavailable, match="no replica of generator could be reached"):
-        await found(Streaming([1, ActorDiedError()], [ActorDiedError()]))
+        await listed(gateway_of(handle)._generate_stream(None, 5.0))
+    assert handle.outcomes == [[1, 2]], "was asked of nobody else"
+    board = Board(ActorDiedError())
+    with pytest.raises(BackendUnavailable, match="could be reached"):
+        await gateway_of(board)._generate(None, 5.0)
+    assert board.calls == 1
+
+
+async def test_that_the_time_is_over_is_for_the_pipeline_to_say():
+    whole, pieces = gateway_of(Board(None))._generate(None, 0.01), gateway_of(Streaming([None]))._generate_stream(None, 0.01)
+    for call in (whole, listed(pieces)):
+        with pytest.raises(TimeoutError):  # the test's own, while the call still waits
+            await asyncio.wait_for(call, 0.1)
 
 
 async def test_what_a_stream_raises_is_an_error_of_ours_and_is_not_tried_on_another_replica():
@@ -199,21 +256,21 @@ async def test_a_stream_that_takes_too_long_is_cancelled():
 
 
 class Board:
-    """A switchboard's handle that shows `statuses`; an exception is raised."""
+    """A switchboard's handle that shows `statuses`; an exception is raised, and None is for never."""
 
     deployment_name = "switchboard"
 
     def __init__(self, *statuses):
-        self.statuses = statuses
+        self.statuses, self.calls = statuses, 0
 
     def __getattr__(self, method):
         return SimpleNamespace(remote=self._remote)
 
     def _remote(self, *args):
-        response = asyncio.get_running_loop().create_future()
+        response, self.calls = asyncio.get_running_loop().create_future(), self.calls + 1
         if isinstance(self.statuses[0], Exception):
             response.set_exception(self.statuses[0])
-        else:
+        elif self.statuses != (None,):
             response.set_result(self.statuses)
         return response
 

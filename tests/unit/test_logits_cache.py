@@ -16,8 +16,10 @@ ROW_BYTES = size_bytes(prefix(1), ROW)
 
 def test_gives_back_what_was_put_and_counts_hits_and_misses():
     cache = LogitsCache(10 * ROW_BYTES)
+    assert prefix(1) not in cache
     assert cache.get(prefix(1)) is None
     cache.put(prefix(1), ROW)
+    assert prefix(1) in cache
     assert torch.equal(cache.get(prefix(1)), ROW)
     assert cache.statistics() == CacheStatistics(1, 1, 0, 1, ROW_BYTES, 10 * ROW_BYTES)
 

@@ -1,11 +1,14 @@
 """Retrieval, generation and both together, with each stage played by an object the test controls."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from cluster.bundle import BlendRecord
 from cluster.controller import NoBackendAnswered
-from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded
+from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded, InvalidRequest
+from cluster.managed_backend import OutOfTime
 from cluster.values import Behaviour, RecommendRequest, SamplingOptions, SkippedBackend
 from pipelines.recommend import Recommender
 from tests.fake_stages import Descending, Naming, bundle_with_decoder
@@ -88,6 +91,55 @@ async def test_the_beam_is_as_wide_as_the_answer_and_no_wider_than_the_catalogue
     assert (generator.asked[0].k, generator.asked[0].beam) == (width, width)
 
 
+async def test_of_an_encoder_that_gives_a_state_for_each_event_the_decoder_is_prompted_with_the_last(bundle):
+    class Generous(Descending):
+        async def __call__(self, request):
+            answer = await super().__call__(request)
+            states = np.arange(len(request.sequence) * 4, dtype=np.float32).reshape(-1, 4)
+            return replace(answer, encoded=replace(answer.encoded, states=states))
+
+    generator = Naming(bundle, 49)
+    await Recommender(bundle, Generous(bundle), generator).recommend(request(*map(str, range(1, 13))))
+    assert bundle.prompt_length == 8
+    assert generator.asked[0].user.states[:, 0].tolist() == [4 * row for row in range(4, 12)]
+    assert generator.asked[0].user.sequence.items.tolist() == list(range(5, 13))
+
+
+@pytest.mark.parametrize(
+    ("asks", "width"),
+    [
+        ({"k": 10, "diversity": 0.5}, 30),
+        ({"k": 10, "freshness": 0.5}, 30),
+        ({"k": 10}, 20),
+        ({"k": 3, "diversity": 0.5}, 20),
+        ({"k": 15, "diversity": 0.5}, 40),
+        ({"k": 45, "diversity": 0.5}, 45),
+        ({"k": 10, "diversity": 0.5, "strategy": "unified"}, 20),
+    ],
+)
+async def test_where_diversity_chooses_among_generated_items_alone_there_are_more_of_them_than_are_asked_for(bundle, asks, width):
+    generator = Naming(bundle, *range(3, 51))
+    asked = request(**{"strategy": "generative", **asks})
+    answer = await Recommender(bundle, Descending(bundle), generator, beam=20, pool=40).recommend(asked)
+    assert (generator.asked[0].k, generator.asked[0].beam) == (width, width)
+    assert len(answer.items) == asked.k
+
+
+async def test_the_generator_is_told_whose_catalogue_the_indices_are_of(bundle):
+    generator = Naming(bundle, 7)
+    await Recommender(bundle, Descending(bundle), generator).recommend(request())
+    assert generator.asked[0].model_version == bundle.version
+
+
+async def test_to_draw_items_and_generate_none_is_refused_with_the_cure(bundle):
+    asked = request(strategy="retrieval", sampling=SamplingOptions())
+    with pytest.raises(InvalidRequest, match="ask for strategy unified or generative") as caught:
+        await Recommender(bundle, Descending(bundle), Naming(bundle, 7)).recommend(asked)
+    assert caught.value.field == "sampling"
+    with pytest.raises(InvalidRequest, match="strategy retrieval generates none"):
+        await Recommender(bundle, Descending(bundle), None).recommend(replace(asked, strategy=None))
+
+
 @pytest.mark.parametrize("strategy", ["unified", "retrieval", "generative"])
 async def test_no_strategy_recommends_what_was_seen_blocked_or_not_allowed(bundle, strategy):
     asked = request("50", "7", k=10, strategy=strategy, blocked=frozenset({"9"}), allowed=frozenset({"7", "8", "9", "10", "50"}))
@@ -106,13 +158,14 @@ async def test_no_strategy_recommends_what_was_seen_blocked_or_not_allowed(bundl
     ("broken", "reason"),
     [
         ({"error": NoBackendAnswered("generator", (SkippedBackend("vllm", "out of memory", failed=True),))}, "out of memory"),
+        ({"error": NoBackendAnswered("generator", (OutOfTime("vllm", "no answer at the deadline"),))}, "no answer at the deadline"),
         ({"error": NoBackendAnswered("generator", ())}, None),
         ({"error": BackendFailed("it raised KeyError")}, "it raised KeyError"),
         ({"error": BackendUnavailable("no replica answered")}, "no replica answered"),
         ({"error": DeadlineExceeded("too late to begin")}, "too late to begin"),
         ({"version": "tiny/9"}, "the generator serves tiny/9, this gateway tiny/2: a new version is being rolled out"),
     ],
-    ids=["none answered", "none to ask", "failed", "unavailable", "too late", "other version"],
+    ids=["none answered", "out of time", "none to ask", "failed", "unavailable", "too late", "other version"],
 )
 async def test_where_the_generator_fails_the_retrieved_items_are_the_answer(bundle, strategy, broken, reason):
     answer = await Recommender(bundle, Descending(bundle), Naming(bundle, 7, **broken)).recommend(request(k=2, strategy=strategy))

@@ -92,6 +92,12 @@ async def test_retrieved_items_are_not_streamed_where_only_generated_ones_were_a
     assert shown(parts) == ["+encode", "generate:7", "generate:8", "+generate", "="]
 
 
+async def test_an_item_that_came_early_need_not_be_in_the_answer(bundle):
+    parts = await streamed(recommender(bundle, Naming(bundle, 7, 8)), request(k=1, strategy="generative"))
+    assert [one.item.item_id for one in parts if isinstance(one, ScoredItem)] == ["7", "8"]
+    assert [one.item.item_id for one in parts[-1].items] == ["7"]
+
+
 async def test_without_a_streaming_generator_its_items_come_at_the_end(bundle):
     parts = await streamed(Recommender(bundle, Descending(bundle), Naming(bundle, 7, 8)), request(k=1))
     assert shown(parts) == ["+encode", "encode:50", "generate:7", "generate:8", "+generate", "+blend", "="]

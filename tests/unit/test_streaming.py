@@ -136,7 +136,9 @@ def test_the_accept_header_decides(accept, expected):
 
 
 def test_both_formats_are_documented():
-    content = create_api(None, GatewaySettings()).openapi()["paths"]["/v1/recommend"]["post"]["responses"]["200"]["content"]
+    documented = create_api(None, GatewaySettings()).openapi()["paths"]["/v1/recommend"]["post"]["responses"]["200"]
+    content = documented["content"]
+    assert "Only `answer` is final" in documented["description"]
     assert set(content) == {"application/json", SSE, NDJSON}
     assert content["application/json"]["schema"]["$ref"].endswith("RecommendOut")
     assert content[SSE]["example"].startswith("event: item\n")

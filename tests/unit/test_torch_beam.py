@@ -204,9 +204,30 @@ def test_topk_gives_the_same_items_as_pairs(generator, bundle):
         generator.topk(user(6), view, beam=20, k=10, deadline=time.monotonic() - 1)
 
 
-def test_topk_refuses_a_trie_of_other_semantic_ids(generator):
-    with pytest.raises(BackendFailed, match=TRIE.version):
-        generator.topk(user(6), TRIE.view(), beam=20, k=10)
+def test_a_wide_request_is_not_computed_with_narrow_ones_whose_work_it_would_multiply(generator, monkeypatch):
+    engine, groups = generator._loaded, []
+    working = engine._run
+    monkeypatch.setattr(engine, "_run", lambda jobs, in_time: groups.append([job.request.width for job in jobs]) or working(jobs, in_time))
+    wide = [asked(4, k=200, beam=200, seed=9), asked(4, seed=9, sampling=SamplingOptions(samples=1000, seed=1))]
+    narrow = [asked(4, beam=10, seed=7), asked(4, beam=12, seed=8)]
+    answers = generator.batch_infer([narrow[0], *wide, narrow[1]])
+    assert groups == [[10, 12], [200], [1000]]
+    assert [len(answer.items) for answer in answers[:2]] == [10, 200]
+
+
+def test_tells_how_much_of_what_was_asked_had_been_asked_before(bundle):
+    generator = TorchBeamGenerator()
+    assert generator.queue() == {}
+    generator.load(bundle)
+    generator.infer(asked(5))
+    first = generator.queue()
+    generator.infer(asked(5))
+    second = generator.queue()
+    assert (first["logits_cache_hits"], first["logits_cache_misses"] > 0) == (0, True)
+    assert (second["logits_cache_hits"], second["logits_cache_misses"]) == (first["logits_cache_misses"], first["logits_cache_misses"])
+    uncached = TorchBeamGenerator(cache_bytes=0)
+    uncached.load(bundle)
+    assert uncached.queue() == {}
 
 
 def test_refuses_a_prompt_longer_than_the_decoder_takes(generator):

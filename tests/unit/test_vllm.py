@@ -536,8 +536,27 @@ def test_an_engine_that_is_dead_is_not_alive(generator, llm):
     assert not generator.alive()
 
 
+def numbers(sampling, log_p):
+    """An answer in which every token that was asked about has this log p."""
+    tokens = sampling.allowed_token_ids[: sampling.logprobs]
+    return SimpleNamespace(token_ids=tokens, logprobs=[log_p] * len(tokens))
+
+
+def test_an_answer_with_fewer_probabilities_than_were_asked_for_is_a_failure_and_not_a_narrower_beam(generator, llm, scripted):
+    whole = llm.answer
+    scripted.setattr(llm, "answer", lambda prompt, sampling: whole(prompt, SimpleNamespace(**{**vars(sampling), "logprobs": 2})))
+    with pytest.raises(BackendFailed, match=r"vLLM answered with 2 probabilities; the \d+ greatest were asked for"):
+        generator.infer(asked(5, k=6, beam=4))
+
+
+def test_topk_refuses_a_trie_of_other_semantic_ids_before_it_asks_anything(generator, llm):
+    with pytest.raises(BackendFailed, match=tree()[0].version):
+        generator.topk(asked(5).user, tree()[0].view(), 4, 10)
+    assert llm.asked == []
+
+
 def test_an_engine_that_breaks_on_the_first_request_is_shut_down_again(scripted, bundle):
-    scripted.setattr(ScriptedLLM, "answer", lambda *_: SimpleNamespace(token_ids=[1, 2], logprobs=[float("nan")] * 2))
+    scripted.setattr(ScriptedLLM, "answer", lambda self, prompt, asked: numbers(asked, float("nan")))
     generator = VllmGenerator()
     with pytest.raises(BackendFailed, match="not to 1"):
         generator.load(bundle)
