@@ -1,4 +1,6 @@
-"""The gateway deployment: HTTP in, the recommendation pipeline, HTTP out. It holds no engine, only the catalogue and what is popular."""
+"""The gateway deployment: HTTP in, the recommendation pipeline, HTTP out. It holds no engine, only what ranks and
+titles items: the catalogue, their vectors and first days, what is popular, the blend.
+"""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from cluster.bundle import DECODER, GENERATIVE, SEMANTIC_IDS, SOFT_PROMPT, Bundle, DecoderRecord, Draft
 from cluster.errors import BundleError
+from cluster.registry import DECODERS
 from cluster.semantic_ids import write_semantic_ids
 from integrations.decoder.config import DecoderConfig
 from integrations.decoder.soft_prompt import SoftPrompt
@@ -21,6 +22,8 @@ def decoder_config(bundle: Bundle) -> DecoderConfig:
     """Raises BundleError where this version has no decoder, or one that this release does not understand."""
     if bundle.manifest.decoder is None:
         raise BundleError(f"{bundle.version} has no decoder; run: genrec train DATASET --model-dir {bundle.path.parent}")
+    if (family := bundle.manifest.decoder.family) not in DECODERS:
+        raise BundleError(f"the decoder of {bundle.version} is a {family!r}; this release serves {', '.join(DECODERS)}")
     try:
         return DecoderConfig.model_validate(bundle.manifest.decoder.config)
     except ValidationError as error:

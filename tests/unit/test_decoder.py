@@ -1,5 +1,7 @@
 """The semantic-ID decoder: its training loss is the mean of what it would score step by step, and it can be learnt, resumed and loaded."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -161,6 +163,13 @@ def test_a_damaged_or_foreign_generative_part_is_refused_by_name(tmp_path):
     (bundle.path / SOFT_PROMPT).unlink()
     with pytest.raises(BundleError, match=r"soft_prompt\.safetensors is missing"):
         verified_decoder(bundle)
+
+
+def test_a_decoder_of_a_family_this_release_does_not_know_is_refused(tmp_path):
+    bundle = make_generative_bundle(tmp_path / "tiny")
+    record = bundle.manifest.decoder.model_copy(update={"family": "mamba"})
+    with pytest.raises(BundleError, match="is a 'mamba'; this release serves llama"):
+        verified_decoder(replace(bundle, manifest=bundle.manifest.model_copy(update={"decoder": record})))
 
 
 def test_recompiling_keeps_the_generative_part(tmp_path):
