@@ -36,7 +36,7 @@ def main(url: str = "http://127.0.0.1:8000") -> None:
                     print(f"  found by {data['stage']}: {data['title']}")
                 case {"type": "answer", "data": data}:
                     for item in data["items"]:
-                        near = ", ".join(seen["title"] for seen in item["explanation"]["nearest_history"])
+                        near = ", ".join(seen["title"] for seen in item["explanation"]["similar"])
                         print(f"{item['title']}   near {near}")
                 case _:
                     print(event)

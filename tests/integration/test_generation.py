@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -232,6 +234,14 @@ def read_events(response: httpx.Response, accept: str) -> Iterator[tuple[str, di
             name = line.removeprefix("event: ")
         elif line:
             yield name, json.loads(line.removeprefix("data: "))
+
+
+def test_the_example_client_shows_stages_items_and_reasons(served: Generative):
+    command = [sys.executable, str(ROOT / "examples" / "recommend.py"), served.url]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    stages = [line.partition(":")[0] for line in shown.splitlines() if line.endswith(" ms")]
+    assert stages == ["encode", "generate", "blend"]
+    assert (shown.count("  found by encode: Item "), shown.count("   near Item ")) == (3, 3)
 
 
 def test_a_stream_that_cannot_begin_is_a_problem(served: Generative):
