@@ -163,9 +163,20 @@ class Bundle:
     @cached_property
     def semantic_ids(self) -> SemanticIds:
         """Raises BundleError where this version has none or they are damaged."""
+        self.decoder()
+        return read_semantic_ids(self.verified(SEMANTIC_IDS))
+
+    def decoder(self) -> DecoderRecord:
+        """The record of the decoder. Raises BundleError where this version has none."""
         if self.manifest.decoder is None:
             raise BundleError(f"{self.version} has no decoder; run: genrec train DATASET --model-dir {self.path.parent}")
-        return read_semantic_ids(self.verified(SEMANTIC_IDS))
+        return self.manifest.decoder
+
+    def verify_generative(self) -> None:
+        """Raises BundleError where this version has no decoder, or a file of the generative stage is missing or altered."""
+        self.decoder()
+        for file in GENERATIVE:
+            self.verified(file)
 
     def artifact(self, kind: str, graph: str, *, target: str = "any", precision: str = "fp32") -> Artifact | None:
         """The artifact of that description, or None where this version was compiled without one."""
@@ -208,6 +219,11 @@ class Draft:
         self.artifacts: list[Artifact] = []
         self.failed_steps: list[FailedStep] = []
         self.compiled_from: int | None = None
+
+    def take(self, bundle: Bundle, file: str) -> None:
+        """Take over a file of a bundle once its checksum holds. A copy, no hard link: versions must not be damaged together."""
+        (self.path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(bundle.verified(file), self.path / file)
 
     def manifest(self, version: int) -> Manifest:
         """The manifest of what stands in the directory now. Raises BundleError where a required file is missing."""
@@ -304,10 +320,9 @@ class BundleStore:
 
     @staticmethod
     def _copy(bundle: Bundle, draft: Draft) -> None:
-        """Take over the model itself. No hard links: versions must not be damaged together."""
+        """Take over the model itself."""
         for file in (*REQUIRED, *(file for file in GENERATIVE if file in bundle.manifest.files)):
-            (draft.path / file).parent.mkdir(exist_ok=True)
-            shutil.copy2(bundle.verified(file), draft.path / file)
+            draft.take(bundle, file)
         draft.training, draft.quality = dict(bundle.manifest.training), dict(bundle.manifest.quality)
         draft.decoder, draft.blend = bundle.manifest.decoder, bundle.manifest.blend
 

@@ -124,6 +124,11 @@ class Settings(Section):
     generator: GeneratorSettings = GeneratorSettings()
     gateway: GatewaySettings = GatewaySettings()
 
+    def engines(self, stage: str) -> EngineSettings:
+        """The settings of the stage of that name."""
+        engines: EngineSettings = getattr(self, stage)
+        return engines
+
 
 def parse(tree: dict[str, Any], source: str = "configuration") -> Settings:
     """Settings from a plain tree. Raises ConfigError that names each wrong key, its value and the rule."""
@@ -141,7 +146,7 @@ def read(path: Path) -> Settings:
     for deployment in application.get("deployments") or []:
         stage, changes = deployment.get("name"), deployment.get("user_config")
         if stage in {"encoder", "generator"} and changes:
-            parse({stage: {**getattr(settings, stage).model_dump(mode="json"), **changes}}, f"{path}: user_config of the {stage}")
+            parse({stage: {**settings.engines(stage).model_dump(mode="json"), **changes}}, f"{path}: user_config of the {stage}")
     return settings
 
 

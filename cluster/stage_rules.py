@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -123,3 +123,7 @@ def generator_rules(catalogue_size: int) -> StageRules[GenerateRequest, Generate
 def encoder_rules(catalogue_size: int) -> StageRules[EncodeRequest, Encoded]:
     """The rules of the encoder stage, for a catalogue of that many items."""
     return StageRules(partial(encoder_nonsense, catalogue_size=catalogue_size), encoder_disagreement)
+
+
+RULES: Mapping[str, Callable[[int], StageRules[Any, Any]]] = {"encoder": encoder_rules, "generator": generator_rules}
+"""Stage -> its rules, for a catalogue of so many items."""

@@ -71,6 +71,12 @@ class Trie:
             counts.append(np.bincount(parents, weights=counts[-1], minlength=len(first) - 1).astype(np.int32))
         return tuple(reversed(counts[:-1]))
 
+    def children(self, level: int, nodes: Int32Array) -> Int32Array:
+        """The children of several nodes of `level`, (nodes, most children of any), filled up with NO_NODE."""
+        starts, stops = self.first[level][nodes], self.first[level][nodes + 1]
+        below = starts[:, None] + np.arange(int((stops - starts).max(initial=0)), dtype=np.int32)
+        return np.where(below >= stops[:, None], np.int32(NO_NODE), below)
+
     def view(self, among: Int32Array | None = None, blocked: Int32Array | None = None) -> "TrieView":
         """The trie with only the items of `among` (default: all), less `blocked`; catalogue indices, of which strangers are passed over."""
         if among is None and (blocked is None or not len(blocked)):
@@ -109,15 +115,11 @@ class TrieView:
         nodes = np.arange(start, stop, dtype=np.int32)
         return nodes if self.alive is None else nodes[self.alive[level][start:stop]]
 
-    def expand(self, level: int, nodes: Int32Array) -> Int32Array:
-        """The children of several nodes, (nodes, most children of any), filled up with NO_NODE."""
-        starts, stops = self.trie.first[level][nodes], self.trie.first[level][nodes + 1]
-        below = starts[:, None] + np.arange(int((stops - starts).max(initial=0)), dtype=np.int32)
-        missing = below >= stops[:, None]
-        if self.alive is not None:
-            missing |= ~self.alive[level][np.where(missing, 0, below)]
-        children: Int32Array = np.where(missing, NO_NODE, below)
-        return children
+    def permitted(self, level: int, children: Int32Array) -> Int32Array:
+        """These nodes of level `level` + 1, with NO_NODE for those that may not be named."""
+        if self.alive is None:
+            return children
+        return np.where((children != NO_NODE) & self.alive[level][children], children, np.int32(NO_NODE))
 
     def tokens(self, level: int, nodes: Int32Array) -> Int32Array:
         """The tokens that lead to these nodes of level `level` + 1."""

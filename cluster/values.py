@@ -312,3 +312,7 @@ class Recommendation:
     model_version: str
     degraded: bool
     unknown_items: tuple[str, ...] = ()
+
+
+AnswerPart: TypeAlias = StageReport | ScoredItem | Recommendation
+"""What a streamed answer consists of: a stage's report, an item as it is found, lastly the whole."""

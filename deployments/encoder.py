@@ -3,28 +3,22 @@
 from collections.abc import Sequence
 from typing import TypeAlias
 
-import numpy as np
-
-from cluster.bundle import Bundle
-from cluster.config import Settings
 from cluster.controller import FrameworkController, NoBackendAnswered, Served
-from cluster.stage_rules import encoder_rules
-from cluster.values import EncodeAnswer, Encoded, EncodeRequest, StageReport, UserSequence
+from cluster.values import EncodeAnswer, Encoded, EncodeRequest, StageReport
 from deployments.batching import MicroBatcher
-from deployments.replica import StageReplica
+from deployments.replica import StageReplica, sample_history
 from integrations.hstu.limits import limits
 
 Controller: TypeAlias = FrameworkController[EncodeRequest, Encoded]
 WARM_UP_LENGTHS = (1, 20, 200)
+WARM_UP_ITEMS = 100
 
 
 class Encoder(StageReplica[Controller]):
     """One replica; `encode` is what the gateways call."""
 
     stage = "encoder"
-
-    def _create_controller(self, settings: Settings, bundle: Bundle) -> Controller:
-        return Controller.configured(settings.encoder, bundle, encoder_rules(len(bundle.catalogue)))
+    controller_type = FrameworkController
 
     def _set_up(self) -> None:
         self._longest = limits(self._bundle.manifest.model).max_history
@@ -47,16 +41,5 @@ class Encoder(StageReplica[Controller]):
 
     def _samples(self) -> list[EncodeRequest]:
         """Histories of several lengths over real items, so that every engine has run before the first user comes."""
-        return [_history_of(length, len(self._bundle.catalogue)) for length in WARM_UP_LENGTHS]
-
-
-def _history_of(length: int, items: int) -> EncodeRequest:
-    steps = np.arange(length)
-    sequence = UserSequence(
-        items=(steps % items + 1).astype(np.int32),
-        timestamps=(1_700_000_000 + 3600 * steps).astype(np.int64),
-        actions=np.zeros(length, np.int8),
-        values=np.full(length, np.nan, np.float32),
-        request_time=1_700_000_000 + 3600 * length,
-    )
-    return EncodeRequest(sequence, top_n=min(100, items))
+        items = len(self._bundle.catalogue)
+        return [EncodeRequest(sample_history(length, items), top_n=min(WARM_UP_ITEMS, items)) for length in WARM_UP_LENGTHS]

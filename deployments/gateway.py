@@ -13,6 +13,7 @@ from cluster.bundle import BundleStore
 from cluster.config import parse
 from cluster.controller import NoBackendAnswered
 from cluster.values import (
+    AnswerPart,
     EncodeAnswer,
     EncodeRequest,
     GenerateAnswer,
@@ -21,8 +22,6 @@ from cluster.values import (
     Item,
     Recommendation,
     RecommendRequest,
-    ScoredItem,
-    StageReport,
 )
 from deployments.http_api import create_api
 from deployments.messages import BackendsOut, ReadyOut, SwitchOut
@@ -66,7 +65,7 @@ class Gateway:
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         return await self._recommender.recommend(request)
 
-    def stream(self, request: RecommendRequest) -> AsyncGenerator[StageReport | ScoredItem | Recommendation, None]:
+    def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         return self._recommender.stream(request)
 
     async def _encode(self, request: EncodeRequest) -> EncodeAnswer:

@@ -16,15 +16,12 @@ from typing import TypeAlias
 import numpy as np
 from ray.serve.metrics import Gauge
 
-from cluster.bundle import Bundle
 from cluster.concurrent_controller import ConcurrentController
-from cluster.config import Settings
 from cluster.controller import NoBackendAnswered, Served
 from cluster.managed_backend import OutOfTime
-from cluster.stage_rules import generator_rules
-from cluster.values import GenerateAnswer, Generated, GenerateRequest, SkippedBackend, StageReport, UserSequence, UserState
+from cluster.values import GenerateAnswer, Generated, GenerateRequest, SkippedBackend, StageReport, UserState
 from deployments.batching import MicroBatcher
-from deployments.replica import StageReplica
+from deployments.replica import StageReplica, sample_history
 
 Controller: TypeAlias = ConcurrentController[GenerateRequest, Generated]
 Result: TypeAlias = Generated | SkippedBackend
@@ -36,9 +33,7 @@ class Generator(StageReplica[Controller]):
     """One replica; `generate` and `generate_stream` are what the gateways call, with the seconds they may take from now on."""
 
     stage = "generator"
-
-    def _create_controller(self, settings: Settings, bundle: Bundle) -> Controller:
-        return Controller.configured(settings.generator, bundle, generator_rules(len(bundle.catalogue)))
+    controller_type = ConcurrentController
 
     def _set_up(self) -> None:
         self._batchers: dict[str, MicroBatcher[GenerateRequest, Result]] = {}
@@ -139,11 +134,4 @@ def _due(request: GenerateRequest, within_s: float) -> GenerateRequest:
 def _user_of(length: int, items: int, dim: int) -> UserState:
     rng = np.random.default_rng(length)
     states = rng.standard_normal((length, dim)).astype(np.float32)
-    sequence = UserSequence(
-        items=(np.arange(length) % items + 1).astype(np.int32),
-        timestamps=(1_700_000_000 + 3600 * np.arange(length)).astype(np.int64),
-        actions=np.zeros(length, np.int8),
-        values=np.full(length, np.nan, np.float32),
-        request_time=1_700_000_000 + 3600 * length,
-    )
-    return UserState(states / np.linalg.norm(states, axis=1, keepdims=True), sequence)
+    return UserState(states / np.linalg.norm(states, axis=1, keepdims=True), sample_history(length, items))

@@ -7,16 +7,19 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
+import numpy as np
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.bundle import Bundle, BundleStore
-from cluster.config import EngineSettings, Settings, StageSettings, parse
+from cluster.bundle import BundleStore
+from cluster.config import StageSettings, parse
 from cluster.controller import FrameworkController
 from cluster.errors import BackendError
+from cluster.stage_rules import RULES
 from cluster.switchboard import Switches
+from cluster.values import UserSequence
 from deployments.remote import ask
 from deployments.switchboard import REPORT_INTERVAL_S
 
@@ -32,13 +35,16 @@ class StageReplica(Generic[ControllerT]):
     """One replica of the stage `stage`. Engines run in one thread of their own, so that the event loop stays free to take requests."""
 
     stage: ClassVar[str]
+    controller_type: ClassVar[type[FrameworkController[Any, Any]]]
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: dict[str, Any], switchboard: DeploymentHandle[Any]
     ) -> None:
         self._settings = parse(settings)
         self._bundle = BundleStore(self._settings.model_dir).open(self._settings.version)
-        self._controller = self._create_controller(self._settings, self._bundle)
+        rules = RULES[self.stage](len(self._bundle.catalogue))
+        controller = self.controller_type.configured(self._settings.engines(self.stage), self._bundle, rules)
+        self._controller = cast(ControllerT, controller)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._switchboard = switchboard
         self._switches_version = 0
@@ -49,20 +55,12 @@ class StageReplica(Generic[ControllerT]):
         self._reporting = asyncio.create_task(self._report_forever())
         self._refreshing = asyncio.create_task(self._refresh_forever())
 
-    def _create_controller(self, settings: Settings, bundle: Bundle) -> ControllerT:
-        raise NotImplementedError
-
     def _set_up(self) -> None:
         """Whatever else a stage needs before its engines are loaded."""
 
     def _samples(self) -> list[Any]:
         """Requests that no user made, for the warm-up and for trials."""
         raise NotImplementedError
-
-    @property
-    def _stage_settings(self) -> EngineSettings:
-        settings: EngineSettings = getattr(self._settings, self.stage)
-        return settings
 
     def __del__(self) -> None:
         """Serve calls it when it stops a replica."""
@@ -71,7 +69,7 @@ class StageReplica(Generic[ControllerT]):
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take a new order, selection or list of disabled backends while requests are served; what is not given is as in `args`."""
-        wanted = StageSettings.model_validate({**self._stage_settings.stage().model_dump(), **user_config})
+        wanted = StageSettings.model_validate({**self._settings.engines(self.stage).stage().model_dump(), **user_config})
         enabled = {name: name not in wanted.disabled for name in wanted.order}
         await self._in_thread(lambda: self._controller.reconfigure(order=wanted.order, selection=wanted.selection, enabled=enabled))
         self._apply(self._switches)  # what an operator has switched by hand outlives a deploy
@@ -121,3 +119,15 @@ class StageReplica(Generic[ControllerT]):
         for (stage, name), enabled in switches.items():
             if stage == self.stage and name in here:
                 (self._controller.enable if enabled else self._controller.disable)(name)
+
+
+def sample_history(length: int, items: int) -> UserSequence:
+    """A history that no user has: real items, an event an hour."""
+    steps = np.arange(length)
+    return UserSequence(
+        items=(steps % items + 1).astype(np.int32),
+        timestamps=(1_700_000_000 + 3600 * steps).astype(np.int64),
+        actions=np.zeros(length, np.int8),
+        values=np.full(length, np.nan, np.float32),
+        request_time=1_700_000_000 + 3600 * length,
+    )

@@ -10,17 +10,16 @@ last.
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, TypeAlias
+from typing import Any
 
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from cluster.values import Recommendation, ScoredItem, StageReport
+from cluster.values import AnswerPart, Recommendation, ScoredItem, StageReport
 from deployments import problems
 from deployments.messages import RecommendOut, ScoredItemOut, StageOut
 
-Part: TypeAlias = StageReport | ScoredItem | Recommendation
 SSE, NDJSON = "text/event-stream", "application/x-ndjson"
 _JSON = ("application/json", "application/*", "*/*")
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second keeps nginx from collecting events
@@ -45,7 +44,7 @@ def wanted(accept: str) -> str | None:
     return best if best in (SSE, NDJSON) else None
 
 
-async def respond(parts: AsyncGenerator[Part, None], media_type: str, path: str) -> StreamingResponse:
+async def respond(parts: AsyncGenerator[AnswerPart, None], media_type: str, path: str) -> StreamingResponse:
     """A response that sends `parts` as they come. Raises what stands in place of the first one."""
     first = await anext(parts)
     return _EventStream(_sent(parts, first, media_type, path), media_type)
@@ -63,7 +62,7 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _sent(parts: AsyncGenerator[Part, None], first: Part, media_type: str, path: str) -> AsyncGenerator[bytes, None]:
+async def _sent(parts: AsyncGenerator[AnswerPart, None], first: AnswerPart, media_type: str, path: str) -> AsyncGenerator[bytes, None]:
     written = _as_sse if media_type == SSE else _as_line
     async with aclosing(parts):
         try:
@@ -74,7 +73,7 @@ async def _sent(parts: AsyncGenerator[Part, None], first: Part, media_type: str,
             yield written("error", problems.problem_of(path, error))
 
 
-def _event(part: Part) -> tuple[str, BaseModel]:
+def _event(part: AnswerPart) -> tuple[str, BaseModel]:
     match part:
         case StageReport():
             return "stage", StageOut.from_value(part)

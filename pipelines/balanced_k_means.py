@@ -33,7 +33,8 @@ def balanced_codes(points: FloatArray, centroids: FloatArray, cell: Int64Array) 
     The first level is one cell, whose codes may hold SLACK times their share; in deeper cells an item too many costs a collision.
     """
     code = np.zeros(len(points), np.int64)
-    cells = [np.flatnonzero(cell == number) for number in range(int(cell.max()) + 1)]
+    order = np.argsort(cell, kind="stable")
+    cells = np.split(order, np.flatnonzero(np.diff(cell[order])) + 1)
     slack = SLACK if len(cells) == 1 else 1.0
     for _ in range(BALANCED_ROUNDS):
         for rows in cells:

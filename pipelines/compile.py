@@ -97,8 +97,7 @@ def keep(name: str, bundle: Bundle, draft: Draft) -> None:
     try:
         for file in bundle.manifest.files:
             if file.startswith(f"{name}/"):
-                (draft.path / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(bundle.verified(file), draft.path / file)
+                draft.take(bundle, file)
     except BundleError as error:
         shutil.rmtree(draft.path / name, ignore_errors=True)
         draft.failed_steps.append(FailedStep(step=name, reason=str(error)))

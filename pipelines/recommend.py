@@ -13,11 +13,10 @@ Each of these is a file.
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TypeAlias
 
 from cluster.bundle import Bundle
 from cluster.errors import InvalidRequest
-from cluster.values import Recommendation, RecommendRequest, ScoredItem, StageReport, Strategy
+from cluster.values import AnswerPart, Recommendation, RecommendRequest, ScoredItem, Strategy
 from pipelines.blend import BlendWeights, blend
 from pipelines.candidates import Candidates
 from pipelines.explain import explain, most_similar
@@ -25,8 +24,6 @@ from pipelines.generation import Generate, Generation, Stream
 from pipelines.history import Wishes, understand
 from pipelines.rerank import recency, rerank
 from pipelines.retrieval import Encode, Retrieval
-
-Part: TypeAlias = StageReport | ScoredItem | Recommendation
 
 
 class Recommender:
@@ -60,7 +57,7 @@ class Recommender:
         assert isinstance(answer, Recommendation)
         return answer
 
-    def stream(self, request: RecommendRequest) -> AsyncGenerator[Part, None]:
+    def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         """The same answer as the last part; before it each stage's report, once it has answered, and its items, as they are found.
 
         Of the retrieved items the first `k` come, best first, unless only generated ones are asked for. No item comes twice from a stage.
@@ -68,7 +65,7 @@ class Recommender:
         """
         return self._parts(request, streaming=True)
 
-    async def _parts(self, request: RecommendRequest, *, streaming: bool) -> AsyncGenerator[Part, None]:
+    async def _parts(self, request: RecommendRequest, *, streaming: bool) -> AsyncGenerator[AnswerPart, None]:
         strategy, wishes = self._strategy(request), understand(request, self._catalogue)
 
         retrieved = await self._retrieval.find(wishes, self._pool_for(request, strategy))

@@ -85,11 +85,6 @@ def fitting_codes(items: int, levels: int) -> int:
     return size
 
 
-def add_item(ids: SemanticIds, vector: FloatArray) -> SemanticIds:
-    """`add_items` of one, whose clustered vector is (D,)."""
-    return add_items(ids, np.asarray(vector)[None])
-
-
 def add_items(ids: SemanticIds, clustered: FloatArray) -> SemanticIds:
     """The IDs with more items, unknown to the decoder: the path of each is the free one whose codes are nearest to its vector.
 

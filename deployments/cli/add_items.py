@@ -1,6 +1,5 @@
 """genrec add-items: publish a version of a model that knows more items, without training it."""
 
-import shutil
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,28 +9,15 @@ import numpy as np
 import torch
 import typer
 
-from cluster.bundle import (
-    CATALOGUE,
-    FIRST_SEEN,
-    GENERATIVE,
-    ITEM_VECTORS,
-    POPULARITY,
-    SEMANTIC_IDS,
-    WEIGHTS,
-    Bundle,
-    BundleStore,
-    Draft,
-    ModelRecord,
-)
-from cluster.catalogue_file import write_catalogue
+from cluster.bundle import GENERATIVE, SEMANTIC_IDS, Bundle, BundleStore, Draft, ModelRecord
 from cluster.dataset import Catalogue
 from cluster.semantic_ids import SemanticIds, write_semantic_ids
 from cluster.values import FloatArray, Item
-from deployments.cli.publishing import item_order_sha256
-from integrations.datasets.options import BadRows, ItemColumns, ReadOptions
+from deployments.cli.dataset_options import DatasetOptions, tell_skipped
+from deployments.cli.publishing import item_order_sha256, write_required
 from integrations.datasets.table import read_items
 from integrations.hstu.sequence_model import SequenceModel
-from integrations.hstu.weights import build_model, load_model, save_weights
+from integrations.hstu.weights import build_model, load_model
 from pipelines.new_items import Placed, extend_ids, place
 
 _EMBEDDING = "item_embedding.weight"
@@ -59,13 +45,12 @@ def add_items(
     """
     store = BundleStore(model_dir)
     bundle = store.open()
-    options = ReadOptions(
-        item_columns=ItemColumns(item_id_column, item_title_column),
-        delimiter=delimiter.replace("\\t", "\t") if delimiter else None,
-        on_bad_row=BadRows(skip=skip_bad_rows),
-    )
+    table = DatasetOptions(
+        name="table", item_id_column=item_id_column, item_title_column=item_title_column, delimiter=delimiter, skip_bad_rows=skip_bad_rows
+    )  # fmt: skip
+    options = table.read_options()
     listed = read_items(items, options)
-    _tell_skipped(options.on_bad_row, items)
+    tell_skipped(options.on_bad_row, str(items))
     new = [item for item in listed if bundle.catalogue.index_of(item.item_id) is None]
     if not new:
         typer.echo(f"nothing to add: {bundle.version} holds all {len(listed)} items of {items}")
@@ -92,11 +77,10 @@ def publish_grown(store: BundleStore, bundle: Bundle, new: Sequence[Item], first
     ids = _ids(bundle, vectors, joint) if bundle.manifest.decoder else None
     record = bundle.manifest.model.model_copy(update={"config": {**bundle.manifest.model.config, "items": len(joint)}})
     with store.publish(record) as draft:
-        save_weights(_grown(model, record, placed), draft.path / WEIGHTS)
-        write_catalogue(joint, draft.path / CATALOGUE)
-        np.save(draft.path / POPULARITY, np.append(bundle.popularity, np.zeros(len(new), np.int64)))
-        np.save(draft.path / FIRST_SEEN, np.append(bundle.first_seen, np.full(len(new), first_seen, np.int64)))
-        np.save(draft.path / ITEM_VECTORS, vectors)
+        popularity = np.append(bundle.popularity, np.zeros(len(new), np.int64))
+        seen = np.append(bundle.first_seen, np.full(len(new), first_seen, np.int64))
+        grown = _grown(model, record, placed)
+        write_required(draft, grown, joint, popularity=popularity, first_seen=seen, item_vectors=vectors)
         _describe(draft, bundle, joint)
         if ids:
             _put_decoder(draft, bundle, ids)
@@ -127,21 +111,12 @@ def _describe(draft: Draft, bundle: Bundle, joint: Catalogue) -> None:
 
 
 def _put_decoder(draft: Draft, bundle: Bundle, ids: SemanticIds) -> None:
-    """The decoder as it is, beside the new semantic IDs. No hard links: versions must not be damaged together."""
-    assert bundle.manifest.decoder is not None
+    """The decoder as it is, beside the new semantic IDs."""
     for file in (file for file in GENERATIVE if file != SEMANTIC_IDS):
-        (draft.path / file).parent.mkdir(exist_ok=True)
-        shutil.copy2(bundle.verified(file), draft.path / file)
+        draft.take(bundle, file)
     write_semantic_ids(ids, draft.path / SEMANTIC_IDS)
-    draft.decoder = bundle.manifest.decoder.model_copy(update={"semantic_ids": ids.version})
+    draft.decoder = bundle.decoder().model_copy(update={"semantic_ids": ids.version})
 
 
 def _added(bundle: Bundle) -> int:
     return cast(int, bundle.manifest.training.get("added_items", 0))
-
-
-def _tell_skipped(bad_rows: BadRows, items: Path) -> None:
-    if bad_rows.count:
-        typer.secho(f"skipped {bad_rows.count} bad rows of {items}, the first of them:", fg="yellow", err=True)
-        for problem in bad_rows.first:
-            typer.echo(f"  {problem}", err=True)

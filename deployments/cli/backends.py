@@ -1,7 +1,6 @@
 """`genrec backends`: which engines could serve here, and why the others could not. Needs neither Ray nor, for a first look, a model."""
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,12 +12,11 @@ from rich.table import Table
 
 from cluster import registry
 from cluster.bundle import Bundle, BundleStore
-from cluster.config import EngineSettings, Settings, read
+from cluster.config import Settings, read
 from cluster.controller import FrameworkController
 from cluster.errors import ConfigError
-from cluster.stage_rules import StageRules, encoder_rules, generator_rules
+from cluster.stage_rules import RULES
 
-RULES: Mapping[str, Callable[[int], StageRules[Any, Any]]] = {"encoder": encoder_rules, "generator": generator_rules}
 CONFIG_FILE = Path("ray_config.yaml")
 
 
@@ -74,7 +72,7 @@ def _bundle(model_dir: Path | None, version: int | None, settings: Settings) -> 
 
 def _probed(stage: str, settings: Settings, bundle: Bundle) -> Stage:
     rules = RULES[stage](len(bundle.catalogue))
-    controller = FrameworkController[Any, Any].configured(_engines(stage, settings), bundle, rules)
+    controller = FrameworkController[Any, Any].configured(settings.engines(stage), bundle, rules)
     controller.probe()
     snapshot = controller.snapshot()
     rows = [Row(one.name, one.import_string, one.rank, one.available, one.reason) for one in snapshot.backends]
@@ -83,16 +81,11 @@ def _probed(stage: str, settings: Settings, bundle: Bundle) -> Stage:
 
 def _imported(stage: str, settings: Settings) -> Stage:
     """What can be said without a model: whether each backend's module is there."""
-    engines = _engines(stage, settings)
+    engines = settings.engines(stage)
     order, table = engines.order, registry.backends(stage, engines.backends)
     names = sorted(table, key=lambda name: order.index(name) if name in order else len(order))
     rows = [_imported_row(name, table[name], order.index(name) if name in order else None) for name in names]
     return Stage(stage, _without_model(settings), rows)
-
-
-def _engines(stage: str, settings: Settings) -> EngineSettings:
-    engines: EngineSettings = getattr(settings, stage)
-    return engines
 
 
 def _imported_row(name: str, import_string: str, rank: int | None) -> Row:

@@ -81,11 +81,16 @@ def open_dataset(asked: DatasetOptions) -> Dataset:
     """
     options = asked.read_options()
     dataset: Dataset = choose("dataset", DATASETS, asked.name)(asked.path, options)
-    if dataset.skipped_rows:
-        typer.secho(f"skipped {dataset.skipped_rows} bad rows of {dataset.source}, the first of them:", fg="yellow", err=True)
-        for problem in options.on_bad_row.first:
-            typer.echo(f"  {problem}", err=True)
+    tell_skipped(options.on_bad_row, dataset.source)
     return dataset
+
+
+def tell_skipped(bad_rows: BadRows, source: str) -> None:
+    """On stderr: how many rows of `source` were passed over, and the first few of them; nothing where there were none."""
+    if bad_rows.count:
+        typer.secho(f"skipped {bad_rows.count} bad rows of {source}, the first of them:", fg="yellow", err=True)
+        for problem in bad_rows.first:
+            typer.echo(f"  {problem}", err=True)
 
 
 def with_dataset_options(command: Callable[..., T]) -> Callable[..., T]:

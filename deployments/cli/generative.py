@@ -85,13 +85,12 @@ def train_generative(
     decoder = _decoder(trained.validated, dataset, plan, plan.options, run, observer, "decoder")
     with _published(record, trained.validated, dataset, decoder) as bundle:
         weights, fitted_on = _fitted(bundle, dataset, plan)
-        quality = measure_strategies(bundle, dataset, TEST, weights)
     if trained.model is not trained.validated:
         again = plan.options.model_copy(update={"validate_every": 0, "stop_after": decoder.best.epoch})
         refitted = _decoder(trained.model, dataset, plan, again, run, observer, "decoder refit")
         decoder = TrainedDecoder(refitted.decoder, refitted.ids, decoder.best, decoder.epochs, decoder.seconds + refitted.seconds)
-        with _published(record, trained.model, dataset, decoder) as bundle:
-            quality = measure_strategies(bundle, dataset, TEST, weights)
+    with _published(record, trained.model, dataset, decoder) as bundle:
+        quality = measure_strategies(bundle, dataset, TEST, weights)
     return GenerativePart(decoder, weights.record(fitted_on, quality))
 
 

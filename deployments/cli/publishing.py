@@ -12,6 +12,7 @@ import numpy as np
 from cluster.bundle import CATALOGUE, FIRST_SEEN, ITEM_VECTORS, POPULARITY, WEIGHTS, Bundle, BundleStore, Draft, ModelRecord
 from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue, Dataset
+from cluster.values import FloatArray, Int64Array
 from integrations.hstu.sequence_model import SequenceModel
 from integrations.hstu.weights import save_weights
 
@@ -29,15 +30,24 @@ def publish(
     """A new current version of the model in `model_dir`, opened; `put_generative` adds the decoder and the blend, if there are any."""
     store = BundleStore(model_dir)
     with store.publish(record) as draft:
-        save_weights(model, draft.path / WEIGHTS)
-        write_catalogue(dataset.catalogue, draft.path / CATALOGUE)
-        np.save(draft.path / POPULARITY, dataset.interactions.popularity(len(dataset.catalogue)))
-        np.save(draft.path / FIRST_SEEN, dataset.interactions.first_seen(len(dataset.catalogue)))
-        np.save(draft.path / ITEM_VECTORS, model.item_vectors().detach().cpu().numpy())
+        items, vectors = len(dataset.catalogue), model.item_vectors().detach().cpu().numpy()
+        popularity, first_seen = dataset.interactions.popularity(items), dataset.interactions.first_seen(items)
+        write_required(draft, model, dataset.catalogue, popularity=popularity, first_seen=first_seen, item_vectors=vectors)
         if put_generative:
             put_generative(draft)
         draft.training, draft.quality = {**provenance(dataset), **training}, dict(quality)
     return store.open()
+
+
+def write_required(
+    draft: Draft, model: SequenceModel, catalogue: Catalogue, *, popularity: Int64Array, first_seen: Int64Array, item_vectors: FloatArray
+) -> None:
+    """The files every version has; the arrays are by catalogue index, (V + 1, ...)."""
+    save_weights(model, draft.path / WEIGHTS)
+    write_catalogue(catalogue, draft.path / CATALOGUE)
+    np.save(draft.path / POPULARITY, popularity)
+    np.save(draft.path / FIRST_SEEN, first_seen)
+    np.save(draft.path / ITEM_VECTORS, item_vectors)
 
 
 def provenance(dataset: Dataset) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from cluster.bundle import DECODER, GENERATIVE, SEMANTIC_IDS, SOFT_PROMPT, Bundle, DecoderRecord, Draft
+from cluster.bundle import DECODER, SEMANTIC_IDS, SOFT_PROMPT, Bundle, DecoderRecord, Draft
 from cluster.errors import BundleError
 from cluster.registry import DECODERS
 from cluster.semantic_ids import write_semantic_ids
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 
 def decoder_config(bundle: Bundle) -> DecoderConfig:
     """Raises BundleError where this version has no decoder, or one that this release does not understand."""
-    if bundle.manifest.decoder is None:
-        raise BundleError(f"{bundle.version} has no decoder; run: genrec train DATASET --model-dir {bundle.path.parent}")
-    if (family := bundle.manifest.decoder.family) not in DECODERS:
-        raise BundleError(f"the decoder of {bundle.version} is a {family!r}; this release serves {', '.join(DECODERS)}")
+    record = bundle.decoder()
+    if record.family not in DECODERS:
+        raise BundleError(f"the decoder of {bundle.version} is a {record.family!r}; this release serves {', '.join(DECODERS)}")
     try:
-        return DecoderConfig.model_validate(bundle.manifest.decoder.config)
+        return DecoderConfig.model_validate(record.config)
     except ValidationError as error:
         raise BundleError(f"the decoder of {bundle.version} is not one this release understands: {error}") from error
 
@@ -33,9 +32,8 @@ def decoder_config(bundle: Bundle) -> DecoderConfig:
 def verified_decoder(bundle: Bundle) -> Path:
     """The directory in Hugging Face format, once every file of the generative stage has its checksum. Raises BundleError."""
     decoder_config(bundle)
-    for file in GENERATIVE:
-        bundle.verified(file)
-    if bundle.manifest.decoder and bundle.semantic_ids.version != bundle.manifest.decoder.semantic_ids:
+    bundle.verify_generative()
+    if bundle.semantic_ids.version != bundle.decoder().semantic_ids:
         raise BundleError(f"the decoder of {bundle.version} was trained on other semantic IDs than stand beside it; train it again")
     return bundle.path / DECODER
 

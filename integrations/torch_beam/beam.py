@@ -66,11 +66,9 @@ def search(searches: Sequence[Search], ids: SemanticIds, model: Continues, betwe
 
 def expand(views: Sequence[TrieView], level: int, nodes_UW: Int32Array) -> Int32Array:
     """The nodes that may follow each path, (U, W, C), ascending; NO_NODE elsewhere."""
-    everything = TrieView(views[0].trie, None)
-    children_UWC = everything.expand(level, nodes_UW.ravel()).reshape(*nodes_UW.shape, -1)
+    children_UWC = views[0].trie.children(level, nodes_UW.ravel()).reshape(*nodes_UW.shape, -1)
     for children, view in zip(children_UWC, views, strict=True):
-        if view.alive is not None:
-            children[~view.alive[level][children]] = NO_NODE
+        children[:] = view.permitted(level, children)
     return children_UWC
 
 

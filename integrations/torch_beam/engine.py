@@ -44,7 +44,7 @@ class BeamEngine:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         directory = verified_decoder(bundle)
         self._prompt, self._ids = load_soft_prompt(bundle), bundle.semantic_ids
-        self._longest_prompt = bundle.manifest.decoder.prompt_length if bundle.manifest.decoder else 0
+        self._longest_prompt = bundle.prompt_length
         self._llama = Llama.read(directory, self._longest_prompt + self._ids.levels, getattr(torch, dtype), device)
         self._model_hash = f"{bundle.manifest.files[f'{DECODER}/model.safetensors'].sha256}-{self._ids.version}-{dtype}"
         self._cache = LogitsCache(cache_bytes) if cache_bytes else None

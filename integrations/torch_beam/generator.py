@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cluster.bundle import GENERATIVE, Bundle
+from cluster.bundle import Bundle
 from cluster.errors import BackendUnavailable, BundleError, UnknownChoice
 from cluster.trie import TrieView
 from cluster.values import Availability, Generated, GenerateRequest, UserState
@@ -32,11 +32,8 @@ class TorchBeamGenerator:
     def get_availability(self, bundle: Bundle) -> Availability:
         if find_spec("torch") is None:
             return Availability.no("torch is not installed; run: pip install 'genrec[cpu]'")
-        if bundle.manifest.decoder is None:
-            return Availability.no(f"{bundle.version} has no decoder; run: genrec train DATASET --model-dir {bundle.path.parent}")
         try:
-            for file in GENERATIVE:
-                bundle.verified(file)
+            bundle.verify_generative()
         except BundleError as error:
             return Availability.no(str(error))
         return Availability.yes()

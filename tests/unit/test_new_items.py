@@ -11,11 +11,15 @@ from cluster.values import Item
 from pipelines import balanced_k_means
 from pipelines.balanced_k_means import assign, distances_of, squared_distances
 from pipelines.new_items import RESEMBLED, extend_ids, place
-from pipelines.semantic_ids import add_item, add_items, build_semantic_ids
+from pipelines.semantic_ids import add_items, build_semantic_ids
 from pipelines.titles import title_vectors, with_titles
 
 KINDS = ("space rocket moon", "garden flower bee")
 EACH = 15
+
+
+def add_item(ids, vector):
+    return add_items(ids, np.asarray(vector)[None])
 
 
 def catalogue(*new):

@@ -12,8 +12,12 @@ from cluster.semantic_ids import read_semantic_ids, write_semantic_ids
 from cluster.trie import Trie
 from cluster.values import Item
 from pipelines.balanced_k_means import assign
-from pipelines.semantic_ids import add_item, build_semantic_ids, fitting_codes, report
+from pipelines.semantic_ids import add_items, build_semantic_ids, fitting_codes, report
 from pipelines.titles import title_vectors, with_titles
+
+
+def add_item(ids, vector):
+    return add_items(ids, np.asarray(vector)[None])
 
 
 def unit_vectors(items, dim=8, seed=0):
