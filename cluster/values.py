@@ -96,11 +96,16 @@ class UserSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodeRequest:
-    """Encode one user and retrieve the `top_n` nearest items, out of all of them or only out of `among` (catalogue indices)."""
+    """Encode one user and retrieve the `top_n` nearest items, out of all of them or only out of `among` (catalogue indices).
+
+    `user` of `tenant` is whose sequence it is: an encoder may keep what it computed for them. "" is nobody in particular.
+    """
 
     sequence: UserSequence
     top_n: int
     among: Int32Array | None = None
+    user: str = ""
+    tenant: str = "default"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,9 +197,9 @@ class SamplingOptions:
 class GenerateRequest:
     """Generate the `k` most probable items with a beam of that width, out of all items or only `among`, never one of `blocked`.
 
-    `deadline` is on this process's monotonic clock, in seconds: what cannot be done by then is given up. `tenant` keeps customers' cached
-    prompts apart. With `sampling`, items are drawn, and the `k` most probable of those drawn are the answer. `model_version`: whose
-    catalogue the indices are of; "" where that is known to be the generator's.
+    `deadline` is on this process's monotonic clock, in seconds: what cannot be done by then is given up. `tenant` and `whose` (its user,
+    "" for nobody in particular) keep cached prompts apart. With `sampling`, items are drawn, and the `k` most probable of those drawn are
+    the answer. `model_version`: whose catalogue the indices are of; "" where that is known to be the generator's.
     """
 
     user: UserState
@@ -206,6 +211,7 @@ class GenerateRequest:
     tenant: str = "default"
     sampling: SamplingOptions | None = None
     model_version: str = ""
+    whose: str = ""
 
     @property
     def width(self) -> int:

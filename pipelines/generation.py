@@ -94,6 +94,7 @@ class Generation:
             tenant=request.tenant,
             sampling=request.sampling,
             model_version=self._version,
+            whose=request.user_id,
         )
 
     def _width(self, request: RecommendRequest) -> int:

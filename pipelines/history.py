@@ -19,6 +19,8 @@ class Wishes:
     excluded: Int32Array
     among: Int32Array | None
     unknown_items: tuple[str, ...]
+    user: str = ""
+    tenant: str = "default"
 
 
 def understand(request: RecommendRequest, catalogue: Catalogue) -> Wishes:
@@ -33,6 +35,8 @@ def understand(request: RecommendRequest, catalogue: Catalogue) -> Wishes:
         excluded=np.union1d(sequence.items if request.exclude_seen else [], _indices(request.blocked, catalogue)).astype(np.int32),
         among=None if request.allowed is None else _indices(request.allowed, catalogue),
         unknown_items=tuple(dict.fromkeys((*unknown, *listed))),
+        user=request.user_id,
+        tenant=request.tenant,
     )
 
 

@@ -33,7 +33,7 @@ class Retrieval:
         if not len(wishes.sequence):
             return self._popular(wishes, top_n, (SkippedBackend("encoder", "the user has no behaviour with an item of the catalogue"),))
         try:
-            answer = await self._encode(EncodeRequest(wishes.sequence, top_n, wishes.among))
+            answer = await self._encode(EncodeRequest(wishes.sequence, top_n, wishes.among, wishes.user, wishes.tenant))
         except NoBackendAnswered as error:
             return self._popular(wishes, top_n, error.skipped, degraded=True)
         except BackendError as error:
