@@ -1,0 +1,208 @@
+"""Tensors of recent users on the accelerator, over a store of all users in host memory.
+
+    match   rows on the device -> nothing to copy;  rows in the host's pages -> read on a side stream, whole pages at a time
+    commit  new rows -> behind the user's tensors, at once;  and -> pinned memory -> the host's store, by a thread, once they are there
+
+Within the byte budget the least recently used user that nobody holds makes room; one that finds none is computed with and not kept.
+What a GPU reads by itself is pinned: PagedStates(PagePool(planes, budget_bytes=..., allocate=pinned)). torch is imported when used.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import RLock
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from cluster.values import Int64Array
+from integrations.hstu.state.copies import SideCopies, require
+from integrations.hstu.state.device_users import DeviceUser, DeviceUsers
+from integrations.hstu.state.pooled import PooledHeld, PooledStates
+from integrations.hstu.state.rows import common_rows
+from integrations.hstu.state.store import Held, Matching, Owner, Rows, StateStatistics
+
+if TYPE_CHECKING:
+    import torch
+
+Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
+IN_FLIGHT_BYTES = 1 << 30  # rows on their way to the host; those of a history that are too many go with its next commit
+
+
+class DeviceHeld:
+    """The kept beginning of one history, as tensors. `host` is the same history's beginning in host memory, perhaps of fewer rows."""
+
+    __slots__ = ("host", "owner", "ready", "released", "rows", "tier", "user")
+
+    def __init__(self, tier: "DeviceTier", host: PooledHeld, user: DeviceUser, rows: int, ready: Any) -> None:
+        self.tier, self.host, self.user, self.rows, self.ready = tier, host, user, rows, ready
+        self.owner = host.owner
+        self.released = False
+
+    def planes(self, start: int = 0, stop: int | None = None) -> dict[str, "torch.Tensor"]:
+        """Rows start..stop-1 (default: all held) of every plane, not copied: the current stream may read them until they are released."""
+        last = self.rows if stop is None else stop
+        if self.released or not 0 <= start <= last <= self.rows:
+            raise ValueError(f"rows {start}..{last - 1} of {self.rows} rows of {self.owner}{', which were released' * self.released}")
+        self.tier.copies.wait(self.user.ready)
+        return self.user.rows_from(start, last)
+
+    def read(self, out: Rows, start: int = 0, stop: int | None = None) -> None:
+        """As Held.read, into tensors anywhere or arrays."""
+        import torch  # noqa: PLC0415
+
+        planes = self.planes(start, stop)
+        for name, array in out.items():
+            axis = self.tier.users.planes[name].axis
+            torch.as_tensor(array).narrow(axis, 0, planes[name].shape[axis]).copy_(planes[name])
+
+
+class DeviceTier(Matching):
+    """A StateStore of tensors; `store` keeps what has no room here, and what is to be found after it was evicted here.
+
+    Computation is asked for by one thread, on its current stream; `forget`, `clear` and `statistics` may come from any.
+    Raises BackendUnavailable where the device is not there.
+    """
+
+    def __init__(self, store: PooledStates, device: str, budget_bytes: int, *, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
+        self.store, self.device = store, require(device)
+        self.copies = SideCopies(self.device)
+        self.users = DeviceUsers(store.pool, self.device, budget_bytes)
+        self._in_flight_bytes = in_flight_bytes
+        self._lock = RLock()
+        self._thread = ThreadPoolExecutor(1, "state-write-back")
+        self._pending: deque[tuple[Future[None], int]] = deque()
+        self._late = self._held = 0
+
+    def match(self, owner: Owner, rows: Int64Array) -> DeviceHeld:
+        with self._lock:
+            self._reap()
+            host = self.store.match(owner, rows)
+            user = self.users.get(owner)
+            common = common_rows(user.identities, rows) if user else 0
+            ready = None
+            if user is None or common < host.rows:
+                user, common = self.users.make(owner, rows[: host.rows], len(rows) + 1), host.rows
+                ready = self._load(user, host)
+            self.users.hold(user)
+            self.users.count(common, len(rows))
+            self._held += 1
+            return DeviceHeld(self, host, user, common, ready)
+
+    def _load(self, user: DeviceUser, host: PooledHeld) -> Any:
+        with self.copies.stream():
+            for name in user.tensors:
+                self.copies.keep(user.tensors[name])
+                self.users.load(user, name, host.pages, host.rows)
+        user.ready = self.copies.mark()
+        return user.ready
+
+    def commit(self, held: Held, rows: Int64Array, start: int, new: Rows) -> None:
+        """As StateStore.commit; `new` are tensors on the device, or what becomes one."""
+        mine, tensors = self._mine(held), self.users.tensors(new)
+        given = self.users.rows_of(tensors)
+        if not 0 <= start <= mine.rows or given != len(rows) - start:
+            raise ValueError(f"{given} rows were given as rows {start}..{len(rows) - 1}, behind {mine.rows} that are held")
+        with self._lock:
+            if mine.host.forgotten:  # erased while it was encoded: it must not come back
+                return
+            self.copies.wait(mine.user.ready)
+            common = common_rows(mine.user.identities, rows)
+            if common >= start:
+                self._append(mine, rows, common, tensors, start)
+                self._write_back(mine, rows)
+
+    def _append(self, mine: DeviceHeld, rows: Int64Array, common: int, new: Tensors, start: int) -> None:
+        if common == len(rows):
+            return
+        edited = common < len(mine.user.identities)
+        if len(rows) > mine.user.capacity or (edited and mine.user.holders > 1):
+            mine.user = self.users.replace(mine.user, common, len(rows) + 1)
+        mine.user.write(common, {name: self.users.narrow(name, tensor, common - start) for name, tensor in new.items()})
+        mine.user.identities = rows.copy()
+
+    def _write_back(self, mine: DeviceHeld, rows: Int64Array) -> None:
+        """Start the new rows on their way to the host. They are copied on the device first: the user's tensors go on changing."""
+        start = mine.host.rows
+        if start == len(rows):
+            return
+        parts = mine.user.rows_from(start, len(rows))
+        size = sum(part.nbytes for part in parts.values())
+        if size + sum(sizes for _, sizes in self._pending) > self._in_flight_bytes:
+            self._late += 1
+            return
+        parts = {name: part.clone() for name, part in parts.items()}
+        with self.copies.stream():
+            staged = {name: self.copies.staging(part, self.users.host_dtype(name)) for name, part in parts.items()}
+            for name, part in parts.items():
+                staged[name].copy_(self.copies.keep(part), non_blocking=True)
+        self._submit(size, self._commit_host, self.copies.mark(), mine.host, rows.copy(), staged)
+
+    def _commit_host(self, done: Any, host: PooledHeld, rows: Int64Array, staged: Tensors) -> None:
+        if done is not None:
+            done.synchronize()
+        self.store.commit(host, rows, host.rows, {name: tensor.numpy() for name, tensor in staged.items()})
+
+    def release(self, held: Held) -> None:
+        with self._lock:
+            mine = self._mine(held)
+            mine.released = True
+            self._held -= 1
+            self.users.let_go(mine.user)
+            self._submit(0, self._release_host, mine.ready, mine.host)
+
+    def _release_host(self, read: Any, host: PooledHeld) -> None:
+        """After the commit, since one thread does both in order, and after the pages were read."""
+        if read is not None:
+            read.synchronize()
+        self.store.release(host)
+
+    def _reap(self) -> None:
+        """Take off the list what is done of the work for the host. Raises what it raised."""
+        while self._pending and self._pending[0][0].done():
+            self._pending.popleft()[0].result()
+
+    def _submit(self, size: int, work: Callable[..., None], *arguments: Any) -> None:
+        self._pending.append((self._thread.submit(work, *arguments), size))
+
+    def flush(self) -> None:
+        """Wait until the host's store has all that was committed and released so far. Raises what went wrong there."""
+        while True:
+            with self._lock:
+                if not self._pending:
+                    return
+                oldest, _ = self._pending.popleft()
+            oldest.result()
+
+    def close(self) -> None:
+        """`flush`, and give the device's memory back; the host's store stays."""
+        try:
+            self.flush()
+        finally:
+            self._thread.shutdown()
+            self.users.clear()
+
+    def forget(self, owner: Owner) -> int:
+        with self._lock:
+            return self.store.forget(owner) + self.users.drop(owner)
+
+    def forget_namespace(self, namespace: str) -> int:
+        with self._lock:
+            return self.store.forget_namespace(namespace) + sum(
+                self.users.drop(owner) for owner in self.users.owners() if owner.namespace == namespace
+            )
+
+    def clear(self) -> int:
+        with self._lock:
+            return self.store.clear() + self.users.clear()
+
+    def statistics(self) -> StateStatistics:
+        """Of the device; `rejected` counts users that found no room, and rows that were too many to go to the host at once.
+
+        Those of the host's store are `self.store.statistics()`.
+        """
+        with self._lock:
+            return self.users.statistics(self._held, self._late)
+
+    def _mine(self, held: Held) -> DeviceHeld:
+        if not isinstance(held, DeviceHeld) or held.released or held.tier is not self:
+            raise ValueError(f"{held} is not held here; it was released, or is another store's")
+        return held

@@ -1,0 +1,169 @@
+"""The users whose rows lie on the accelerator, one tensor a plane each, within a byte budget."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cluster.values import Int64Array
+from integrations.hstu.state.lru_list import Link, LruList
+from integrations.hstu.state.pool import PagePool, Plane
+from integrations.hstu.state.rows import NO_ROWS
+from integrations.hstu.state.store import Owner, StateStatistics
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DeviceUser(Link):
+    """One user's rows: their identities, and a tensor a plane with room for `capacity` of them. In the LRU list while nobody holds it.
+
+    `ready`: the end of the copies that fill the tensors, for a stream to wait for; None where they are filled.
+    """
+
+    __slots__ = ("capacity", "holders", "identities", "kept", "owner", "planes", "ready", "size", "tensors")
+
+    def __init__(self, owner: Owner, planes: Mapping[str, Plane], tensors: dict[str, "torch.Tensor"], capacity: int) -> None:
+        super().__init__()
+        self.owner, self.planes, self.tensors, self.capacity = owner, planes, tensors, capacity
+        self.size = sum(tensor.nbytes for tensor in tensors.values())
+        self.identities = NO_ROWS
+        self.holders = 0
+        self.kept = False
+        self.ready: Any = None
+
+    def rows_from(self, start: int, stop: int) -> dict[str, "torch.Tensor"]:
+        return {name: tensor.narrow(self.planes[name].axis, start, stop - start) for name, tensor in self.tensors.items()}
+
+    def write(self, start: int, rows: Mapping[str, "torch.Tensor"]) -> None:
+        for name, part in rows.items():
+            axis = self.planes[name].axis
+            self.tensors[name].narrow(axis, start, part.shape[axis]).copy_(part)
+
+
+class DeviceUsers:
+    """Users by owner, the least recently used first to go; their rows are fp32 whatever the host's are. Not for two threads at a time."""
+
+    def __init__(self, pool: PagePool, device: "torch.device", budget_bytes: int) -> None:
+        self.pool, self.planes, self.device, self.budget_bytes = pool, pool.planes, device, budget_bytes
+        self._users: dict[Owner, DeviceUser] = {}
+        self._idle: LruList[DeviceUser] = LruList()
+        self._used_bytes = 0
+        self._counts: Counter[str] = Counter()
+
+    def get(self, owner: Owner) -> DeviceUser | None:
+        return self._users.get(owner)
+
+    def owners(self) -> list[Owner]:
+        return list(self._users)
+
+    def make(self, owner: Owner, identities: Int64Array, rows: int) -> DeviceUser:
+        """A user with room for so many rows, in place of the owner's present one; kept if there is room once the idle ones are gone."""
+        import torch  # noqa: PLC0415
+
+        capacity = self.pool.pages_for(rows) * self.pool.page_rows
+        tensors = {name: torch.empty(plane.stacked(capacity), device=self.device) for name, plane in self.planes.items()}
+        user = DeviceUser(owner, self.planes, tensors, capacity)
+        user.identities = identities.copy()
+        self.drop(owner)
+        self._make_room(user.size)
+        if self._used_bytes + user.size > self.budget_bytes:
+            self._counts["rejected"] += 1
+            return user
+        user.kept = True
+        self._users[owner] = user
+        self._used_bytes += user.size
+        return user
+
+    def _make_room(self, size: int) -> None:
+        while self._used_bytes + size > self.budget_bytes and (oldest := self._idle.pop()) is not None:
+            del self._users[oldest.owner]
+            self._used_bytes -= oldest.size
+            self._counts["evictions"] += 1
+
+    def replace(self, old: DeviceUser, common: int, rows: int) -> DeviceUser:
+        """The user with its first `common` rows and room for `rows`, held by the holder that asks instead of the old one."""
+        user = self.make(old.owner, old.identities[:common], rows)
+        user.write(0, old.rows_from(0, common))
+        self.hold(user)
+        self.let_go(old)
+        return user
+
+    def hold(self, user: DeviceUser) -> None:
+        user.holders += 1
+        if user.linked:
+            self._idle.remove(user)
+
+    def let_go(self, user: DeviceUser) -> None:
+        """A user without a row is not worth its memory; one that was dropped gives it back with its last holder."""
+        user.holders -= 1
+        if user.holders or not user.kept:
+            return
+        if self._users.get(user.owner) is not user:
+            self._used_bytes -= user.size
+        elif len(user.identities):
+            self._idle.push(user)
+        else:
+            self.drop(user.owner)
+
+    def drop(self, owner: Owner) -> int:
+        """Take the owner's user out: the bytes freed, now or when its last holder lets go."""
+        user = self._users.pop(owner, None)
+        if user is None:
+            return 0
+        if user.linked:
+            self._idle.remove(user)
+        if not user.holders:
+            self._used_bytes -= user.size
+        return user.size
+
+    def clear(self) -> int:
+        return sum(self.drop(owner) for owner in self.owners())
+
+    def load(self, user: DeviceUser, name: str, pages: list[int], rows: int) -> None:
+        """Copy the first rows of the host's pages into the user's tensor: pages whole, and put side by side on the device."""
+        import torch  # noqa: PLC0415
+
+        plane = self.planes[name]
+        if not pages:
+            return
+        staged = torch.empty((len(pages), *plane.stacked(self.pool.page_rows)), dtype=self.host_dtype(name), device=self.device)
+        for at, page in enumerate(pages):
+            staged[at].copy_(torch.from_numpy(self.pool.view(name, page)), non_blocking=True)
+        joined = staged.movedim(0, plane.axis).flatten(plane.axis, plane.axis + 1)
+        user.tensors[name].narrow(plane.axis, 0, rows).copy_(joined.narrow(plane.axis, 0, rows))
+
+    def host_dtype(self, name: str) -> "torch.dtype":
+        import torch  # noqa: PLC0415
+
+        return torch.from_numpy(np.empty(0, self.planes[name].dtype)).dtype
+
+    def tensors(self, new: Mapping[str, Any]) -> dict[str, "torch.Tensor"]:
+        import torch  # noqa: PLC0415
+
+        return {name: torch.as_tensor(array, device=self.device) for name, array in new.items()}
+
+    def rows_of(self, new: Mapping[str, "torch.Tensor"]) -> int:
+        """As PagePool.rows_of: the tensors' shapes are all it looks at."""
+        return self.pool.rows_in({name: tuple(tensor.shape) for name, tensor in new.items()})
+
+    def narrow(self, name: str, tensor: "torch.Tensor", start: int) -> "torch.Tensor":
+        axis = self.planes[name].axis
+        return tensor.narrow(axis, start, tensor.shape[axis] - start)
+
+    def count(self, rows: int, asked: int) -> None:
+        self._counts.update({"hits" if rows else "misses": 1, "hit_rows": rows, "asked_rows": asked})
+
+    def statistics(self, held: int, late: int) -> StateStatistics:
+        counts = {**self._counts, "rejected": self._counts["rejected"] + late}
+        rows = [len(user.identities) for user in self._users.values()]
+        return StateStatistics(
+            users=sum(map(bool, rows)),
+            rows=sum(rows),
+            held=held,
+            pages=0,
+            used_bytes=self._used_bytes,
+            budget_bytes=self.budget_bytes,
+            **counts,
+        )

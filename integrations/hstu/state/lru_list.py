@@ -1,0 +1,67 @@
+"""A doubly linked list of things in the order of their last use; every operation takes constant time."""
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar, cast
+
+
+class Link:
+    """What can stand in one list. A link that stands in none points to itself."""
+
+    __slots__ = ("after", "before")
+
+    def __init__(self) -> None:
+        self.before: Link = self
+        self.after: Link = self
+
+    @property
+    def linked(self) -> bool:
+        return self.after is not self
+
+
+LinkT = TypeVar("LinkT", bound=Link)
+
+
+class LruList(Generic[LinkT]):
+    """The least recently used first. A ring through one link of the list's own, so that no end needs a case of its own."""
+
+    def __init__(self) -> None:
+        self._end = Link()
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[LinkT]:
+        link = self._end.after
+        while link is not self._end:
+            yield cast(LinkT, link)  # only `push` puts links here
+            link = link.after
+
+    def push(self, link: LinkT) -> None:
+        """As the most recently used. Raises ValueError where it stands in a list already."""
+        if link.linked:
+            raise ValueError(f"{link} stands in a list already; touch it, or remove it first")
+        last = self._end.before
+        link.before, link.after = last, self._end
+        last.after = self._end.before = link
+        self._length += 1
+
+    def remove(self, link: LinkT) -> None:
+        """Raises ValueError where it stands in no list."""
+        if not link.linked:
+            raise ValueError(f"{link} stands in no list")
+        link.before.after, link.after.before = link.after, link.before
+        link.before = link.after = link
+        self._length -= 1
+
+    def touch(self, link: LinkT) -> None:
+        """Make it the most recently used."""
+        self.remove(link)
+        self.push(link)
+
+    def pop(self) -> LinkT | None:
+        """Take out the least recently used; None where the list is empty."""
+        first = next(iter(self), None)
+        if first is not None:
+            self.remove(first)
+        return first

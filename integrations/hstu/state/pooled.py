@@ -1,0 +1,139 @@
+"""What the stores over a page pool have in common: holding, counting, forgetting. How rows are found and kept is each one's own."""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from threading import RLock
+from typing import Any
+
+from cluster.values import Int64Array
+from integrations.hstu.state.pool import PagePool
+from integrations.hstu.state.store import Held, Matching, Owner, Rows, StateStatistics
+
+
+class PooledHeld:
+    """Rows of one history in pages that this holder has retained, so that they stay readable whatever becomes of the owner."""
+
+    __slots__ = ("_pool", "anchor", "forgotten", "owner", "pages", "released", "rows")
+
+    def __init__(self, pool: PagePool, owner: Owner, rows: int, pages: list[int], anchor: Any) -> None:
+        self._pool, self.owner, self.rows, self.pages, self.anchor = pool, owner, rows, pages, anchor
+        self.forgotten = self.released = False
+
+    def read(self, out: Rows, start: int = 0, stop: int | None = None) -> None:
+        last = self.rows if stop is None else stop
+        if self.released or last > self.rows:
+            raise ValueError(f"rows {start}..{last - 1} of {self.rows} rows of {self.owner}{', which were released' * self.released}")
+        self._pool.gather(self.pages, last, out, start)
+
+
+class PooledStates(Matching, ABC):
+    """A StateStore over a page pool. One lock: rows are written under it and read without it, from pages that the reader has retained."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self._lock = RLock()
+        self._counts: Counter[str] = Counter()
+        self._holds: dict[Owner, set[PooledHeld]] = {}
+
+    def match(self, owner: Owner, rows: Int64Array) -> PooledHeld:
+        with self._lock:
+            held = self._find(owner, rows)
+            self.pool.retain(held.pages)
+            self._holds.setdefault(owner, set()).add(held)
+            self._counts.update({"hits" if held.rows else "misses": 1, "hit_rows": held.rows, "asked_rows": len(rows)})
+        return held
+
+    def commit(self, held: Held, rows: Int64Array, start: int, new: Rows) -> None:
+        mine = self._mine(held)
+        given = self.pool.rows_of(new)
+        if not 0 <= start <= held.rows or given != len(rows) - start:
+            raise ValueError(f"{given} rows were given as rows {start}..{len(rows) - 1}, behind {held.rows} that are held")
+        with self._lock:
+            if mine.forgotten:  # erased while it was encoded: it must not come back
+                return
+            kept = self._keep(mine, rows, start, new)
+            self._counts.update({"commits": 1, "rejected": not kept})
+
+    def release(self, held: Held) -> None:
+        with self._lock:
+            mine = self._mine(held)
+            mine.released = True
+            self.pool.release(mine.pages)
+            self._holds[mine.owner].remove(mine)
+            if not self._holds[mine.owner]:
+                del self._holds[mine.owner]
+            self._let_go(mine)
+
+    def forget(self, owner: Owner) -> int:
+        with self._lock:
+            for held in self._holds.get(owner, ()):
+                held.forgotten = True
+            self._counts["forgotten"] += self._has(owner)
+            return self._drop(owner) * self.pool.page_bytes
+
+    def forget_namespace(self, namespace: str) -> int:
+        with self._lock:
+            return sum(self.forget(owner) for owner in self._everyone() if owner.namespace == namespace)
+
+    def clear(self) -> int:
+        with self._lock:
+            return sum(self.forget(owner) for owner in self._everyone())
+
+    def statistics(self) -> StateStatistics:
+        with self._lock:
+            used, held = self.pool.used_bytes, sum(map(len, self._holds.values()))
+            return StateStatistics(
+                users=self._users(),
+                rows=self._rows(),
+                held=held,
+                pages=used // self.pool.page_bytes,
+                used_bytes=used,
+                budget_bytes=self.pool.budget_bytes,
+                **self._counts,
+            )
+
+    def _mine(self, held: Held) -> PooledHeld:
+        if not isinstance(held, PooledHeld) or held.released or held not in self._holds.get(held.owner, ()):
+            raise ValueError(f"{held} is not held here; it was released, or is another store's")
+        return held
+
+    def _everyone(self) -> set[Owner]:
+        """Who has rows or is about to: a cold user that is being encoded holds nothing yet."""
+        return self._owners() | self._holds.keys()
+
+    def _room(self, count: int) -> list[int]:
+        """So many pages, or as many as there are once everything that nobody holds is evicted."""
+        while self.pool.free < count and self._evict():
+            self._counts["evictions"] += 1
+        return self.pool.alloc(min(count, self.pool.free)) or []
+
+    @abstractmethod
+    def _find(self, owner: Owner, rows: Int64Array) -> PooledHeld:
+        """What is kept of the history, locked against eviction until `_let_go`; its pages are not retained yet."""
+
+    @abstractmethod
+    def _keep(self, held: PooledHeld, rows: Int64Array, start: int, new: Rows) -> bool:
+        """Keep as many of the rows as find room, and say whether that was all."""
+
+    @abstractmethod
+    def _let_go(self, held: PooledHeld) -> None: ...
+
+    @abstractmethod
+    def _evict(self) -> bool:
+        """Give up one thing that nobody holds. False where there is none."""
+
+    @abstractmethod
+    def _drop(self, owner: Owner) -> int:
+        """Remove the owner; of how many pages."""
+
+    @abstractmethod
+    def _has(self, owner: Owner) -> bool: ...
+
+    @abstractmethod
+    def _owners(self) -> set[Owner]: ...
+
+    @abstractmethod
+    def _users(self) -> int: ...
+
+    @abstractmethod
+    def _rows(self) -> int: ...

@@ -1,0 +1,78 @@
+"""A node of the prefix tree of users' rows."""
+
+from collections.abc import Iterator
+from itertools import takewhile
+
+from cluster.values import Int64Array
+from integrations.hstu.state.rows import NO_ROWS
+from integrations.hstu.state.store import Owner
+
+
+class RadixNode:
+    """The rows between its parent's and its children's: whole pages, each with the digest of all rows up to its end; the root has none.
+
+    `tails` are leaves of one partly filled page, which has no digest: one for each owner, whose `identities` they have. So a node's page is
+    never shared with its siblings, and a partly filled page never with another owner.
+    `owners` committed a history that runs through here. `locks` is how many holders stand here or further down.
+    `used`, `uses` and `made` are what eviction goes by: the tick of the last use, the number of uses, the tick it was made.
+    """
+
+    __slots__ = (
+        "children", "digests", "identities", "locks", "made", "owners", "pages", "parent", "queued", "removed", "tails", "used", "uses",
+    )  # fmt: skip
+
+    def __init__(self, parent: "RadixNode | None", digests: list[bytes], pages: list[int], identities: Int64Array = NO_ROWS) -> None:
+        self.parent, self.digests, self.pages, self.identities = parent, digests, pages, identities
+        self.children: dict[bytes, RadixNode] = {}
+        self.tails: dict[Owner, RadixNode] = {}
+        self.owners: set[Owner] = set()
+        self.locks = self.used = self.uses = self.made = 0
+        self.queued = self.removed = False
+
+    def path(self) -> "Iterator[RadixNode]":
+        """From here up to the root."""
+        node: RadixNode | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def same(self, digests: list[bytes]) -> int:
+        """How many of its pages the digests begin with."""
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.digests, digests, strict=False)))
+
+    @property
+    def evictable(self) -> bool:
+        return not (self.locks or self.children or self.tails or self.removed or self.parent is None)
+
+    def extendable_by(self, owner: Owner) -> bool:
+        """Whether the owner's pages may become this node's: nobody else's history runs through it, and nothing follows it."""
+        return self.parent is not None and self.owners == {owner} and not self.children and not self.tails
+
+    def split(self, at: int) -> "RadixNode":
+        """Put its first `at` pages into a new node above it, and return that. Whoever locks this one locks the new one too."""
+        assert self.parent is not None
+        upper = RadixNode(self.parent, self.digests[:at], self.pages[:at])
+        upper.owners, upper.locks = set(self.owners), self.locks
+        upper.made, upper.used, upper.uses = self.made, self.used, self.uses
+        self.parent.children[self.digests[0]] = upper
+        self.digests, self.pages, self.parent = self.digests[at:], self.pages[at:], upper
+        upper.children[self.digests[0]] = self
+        return upper
+
+    def attach(self, owner: Owner) -> None:
+        """Put it below its parent, as the owner's tail if it is one."""
+        assert self.parent is not None
+        if self.digests:
+            self.parent.children[self.digests[0]] = self
+        else:
+            self.parent.tails[owner] = self
+
+    def detach(self) -> None:
+        """Take it out of the tree. It keeps its parent, so that those who still hold it let go of the ancestors as well."""
+        self.removed = True
+        assert self.parent is not None
+        if self.digests:
+            del self.parent.children[self.digests[0]]
+        else:
+            (owner,) = self.owners
+            del self.parent.tails[owner]

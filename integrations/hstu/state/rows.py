@@ -1,0 +1,44 @@
+"""What a row of a user's state is known by, and what a page of rows is.
+
+Row i of a history depends on the events 0..i and on the time of event i + 1 (HSTU's relative time runs from there), so it is final once
+that event is known: n events have n - 1 final rows. Times are absolute: a model's differences of them are the same whatever their origin.
+"""
+
+from collections.abc import Iterator
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.values import Int64Array
+
+DIGEST_BYTES = 16
+NO_ROWS: Int64Array = np.empty((0, 3), dtype=np.int64)
+
+
+def identities(items: npt.ArrayLike, times: npt.ArrayLike) -> Int64Array:
+    """(item, time, time of the next event) of each final row: (n - 1, 3) for n events, times in seconds. Of no event there are none."""
+    item, time = np.asarray(items, dtype=np.int64), np.asarray(times, dtype=np.int64)
+    if item.shape != time.shape or item.ndim != 1:
+        raise ValueError(f"one item and one time an event, both of shape (n,), not {item.shape} and {time.shape}")
+    return np.stack([item[:-1], time[:-1], time[1:]], axis=1)
+
+
+def common_rows(a: Int64Array, b: Int64Array) -> int:
+    """How many rows the two begin with alike."""
+    shared = min(len(a), len(b))
+    if np.array_equal(a[:shared], b[:shared]):  # the usual case: one goes on where the other ends
+        return shared
+    return int(np.argmax((a[:shared] != b[:shared]).any(axis=1)))
+
+
+def page_digests(rows: Int64Array, page_rows: int) -> Iterator[bytes]:
+    """One digest for each whole page of rows, computed as it is asked for.
+
+    Each takes in the one before, h_k = blake2b(h_{k-1} || rows of page k), so that equal digests mean equal rows from the first on.
+    """
+    digest = b""
+    contiguous = np.ascontiguousarray(rows, dtype=np.int64)
+    for start in range(0, len(rows) - page_rows + 1, page_rows):
+        digest = blake2b(digest + contiguous[start : start + page_rows].tobytes(), digest_size=DIGEST_BYTES).digest()
+        yield digest

@@ -1,0 +1,115 @@
+"""The interface of a store of users' rows, and what one says of itself."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.values import Int64Array
+
+Rows: TypeAlias = Mapping[str, npt.NDArray[np.floating[Any]]]
+"""Rows of each plane by its name; how many, each array's length along its plane's axis says."""
+
+
+class Owner(NamedTuple):
+    """Whose rows: `namespace` is of one model and tenant, "{model hash}/{tenant}"; nothing is ever read across owners of different ones."""
+
+    namespace: str
+    user: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateStatistics:
+    """What a store holds now (`users`, `rows`, `pages`, bytes, `held`) and has done since it was made.
+
+    `hits`, `misses`: matches with and without a kept row; `hit_rows` of `asked_rows` were kept. `evictions`: users (tree: leaves) given up
+    for others; `rejected`: commits of which not all found room, or whose beginning was no longer kept; `forgotten`: users forgotten.
+    `used_bytes` counts pages still read by somebody after they were forgotten.
+    """
+
+    users: int
+    rows: int
+    held: int
+    pages: int
+    used_bytes: int
+    budget_bytes: int
+    hits: int = 0
+    misses: int = 0
+    hit_rows: int = 0
+    asked_rows: int = 0
+    commits: int = 0
+    evictions: int = 0
+    rejected: int = 0
+    forgotten: int = 0
+
+
+class Held(Protocol):
+    """The kept beginning of one history, safe from eviction until it is released."""
+
+    @property
+    def owner(self) -> Owner: ...
+
+    @property
+    def rows(self) -> int:
+        """How many rows of the history are kept: rows 0..rows-1 can be read."""
+        ...
+
+    def read(self, out: Rows, start: int = 0, stop: int | None = None) -> None:
+        """Copy rows start..stop-1 (default: all) of the planes named in `out` into the first rows of its arrays, which may be longer.
+
+        Raises KeyError at an unknown plane, ValueError where the rows are not held, do not fit, or were released.
+        """
+        ...
+
+
+class StateStore(Protocol):
+    """Keeps rows by owner. Every method may be called from any thread."""
+
+    def match(self, owner: Owner, rows: Int64Array) -> Held:
+        """The longest kept beginning of a history with these row identities (n - 1, 3). Release it, also where nothing was kept."""
+        ...
+
+    def commit(self, held: Held, rows: Int64Array, start: int, new: Rows) -> None:
+        """Keep the history `rows`; `new` has rows start..len(rows)-1 of every plane, and start is at most held.rows.
+
+        What does not fit, once all that nobody holds is evicted, is left out from the end; so is all of it when the owner was forgotten
+        since the match. Neither is an error. Raises ValueError at arrays that do not have these rows, or at a `held` that was released.
+        """
+        ...
+
+    def release(self, held: Held) -> None:
+        """Give the rows free for eviction. Raises ValueError when that was done before."""
+        ...
+
+    def matched(self, owner: Owner, rows: Int64Array) -> AbstractContextManager[Held]:
+        """`match` that releases at the end of the block."""
+        ...
+
+    def forget(self, owner: Owner) -> int:
+        """Drop all that is kept of the owner: the bytes freed, at once or when the last holder releases them."""
+        ...
+
+    def forget_namespace(self, namespace: str) -> int:
+        """Drop all that is kept of all owners of the namespace: the bytes freed."""
+        ...
+
+    def clear(self) -> int:
+        """Drop everything: the bytes freed."""
+        ...
+
+    def statistics(self) -> StateStatistics: ...
+
+
+class Matching:
+    """The context manager, for a store with `match` and `release`."""
+
+    @contextmanager
+    def matched(self: "StateStore", owner: Owner, rows: Int64Array) -> Iterator[Held]:
+        held = self.match(owner, rows)
+        try:
+            yield held
+        finally:
+            self.release(held)

@@ -1,0 +1,220 @@
+"""The tier of tensors over a store in host memory, with the CPU for a device: the same code, without streams."""
+
+import numpy as np
+import pytest
+
+from cluster.errors import BackendUnavailable
+from integrations.hstu.state.copies import get_availability, pinned
+from integrations.hstu.state.device import DeviceTier
+from integrations.hstu.state.paged import PagedStates
+from integrations.hstu.state.radix import RadixStates
+from integrations.hstu.state.store import Owner
+from tests.unit.test_state_stores import ANN, BOB, EVENTS, PAGE_ROWS, PLANES, contents, history, pool_of
+
+torch = pytest.importorskip("torch")
+ROW_BYTES = sum(plane.row_bytes for plane in PLANES.values())
+
+
+def users(count, rows=12):
+    """Bytes for so many users of so many rows."""
+    return count * rows * ROW_BYTES
+
+
+@pytest.fixture(params=[PagedStates, RadixStates])
+def tier_of(request):
+    made = []
+
+    def make(budget_bytes=12 * 20 * ROW_BYTES, pages=40, **options):
+        made.append(DeviceTier(request.param(pool_of(pages)), "cpu", budget_bytes, **options))
+        return made[-1]
+
+    yield make
+    for tier in made:
+        tier.close()
+
+
+def tensors(rows, start=0):
+    return {name: torch.from_numpy(array) for name, array in contents(rows, start).items()}
+
+
+def assert_holds(held, rows):
+    for name, array in contents(rows[: held.rows]).items():
+        np.testing.assert_array_equal(held.planes()[name].numpy(), array)
+
+
+def remember(tier, owner, rows):
+    with tier.matched(owner, rows) as held:
+        assert_holds(held, rows)
+        tier.commit(held, rows, held.rows, tensors(rows, held.rows))
+        return held.rows
+
+
+def kept(tier, owner, rows):
+    with tier.matched(owner, rows) as held:
+        assert_holds(held, rows)
+        return held.rows
+
+
+def test_a_growing_history_is_read_without_the_host(tier_of):
+    tier = tier_of()
+    assert [remember(tier, ANN, history(*EVENTS[:n])) for n in (7, 8, 20, 40)] == [0, 6, 7, 19]
+    found = tier.statistics()
+    assert (found.hits, found.misses, found.hit_rows, found.users, found.rows) == (3, 1, 32, 1, 39)
+
+
+def test_what_is_committed_reaches_the_host_and_comes_back_from_there_after_eviction(tier_of):
+    tier = tier_of(budget_bytes=users(1))
+    rows, others = history(*EVENTS[:11]), history(*EVENTS[20:31])
+    remember(tier, ANN, rows)
+    tier.flush()
+    remember(tier, BOB, others)
+    assert tier.statistics().evictions == 1
+    tier.flush()
+    assert kept(tier, ANN, rows) == 10
+    assert tier.statistics().users == 1
+    assert tier.store.statistics().users == 2
+    assert tier.statistics().used_bytes <= tier.statistics().budget_bytes
+
+
+def test_the_host_catches_up_with_rows_that_were_too_many_at_once(tier_of):
+    tier = tier_of(in_flight_bytes=8 * ROW_BYTES)
+    remember(tier, ANN, history(*EVENTS[:5]))
+    tier.flush()
+    remember(tier, BOB, history(*EVENTS[:11]))
+    tier.flush()
+    assert tier.store.statistics().rows == 4
+    assert tier.statistics().rejected == 1
+    remember(tier, ANN, history(*EVENTS[:11]))
+    tier.flush()
+    assert tier.store.statistics().rows == 10
+
+
+def test_a_user_without_room_is_computed_with_and_left_to_the_host(tier_of):
+    tier, rows = tier_of(budget_bytes=users(1, PAGE_ROWS)), history(*EVENTS[:11])
+    remember(tier, ANN, rows)
+    tier.flush()
+    assert (tier.statistics().users, tier.statistics().used_bytes) == (0, 0)
+    assert kept(tier, ANN, rows) == 10
+
+
+def test_held_users_are_not_evicted(tier_of):
+    tier, rows = tier_of(budget_bytes=users(1)), history(*EVENTS[:11])
+    remember(tier, ANN, rows)
+    with tier.matched(ANN, rows) as held:
+        remember(tier, BOB, history(*EVENTS[20:31]))
+        assert tier.statistics().evictions == 0
+        assert_holds(held, rows)
+
+
+def test_an_edit_leaves_another_holder_its_rows(tier_of):
+    tier, rows = tier_of(), history(*EVENTS[:11])
+    edited = history(*EVENTS[:6], (9, 57), *EVENTS[6:10])
+    remember(tier, ANN, rows)
+    with tier.matched(ANN, rows) as held:
+        assert remember(tier, ANN, edited) == 5
+        assert_holds(held, rows)
+    assert kept(tier, ANN, edited) == 10
+    tier.flush()
+    assert tier.statistics().used_bytes == users(1)
+
+
+def test_a_late_request_for_a_shorter_history_takes_nothing_away(tier_of):
+    tier = tier_of()
+    remember(tier, ANN, history(*EVENTS[:20]))
+    remember(tier, ANN, history(*EVENTS[:7]))
+    assert kept(tier, ANN, history(*EVENTS[:20])) == 19
+
+
+def test_forgetting_reaches_the_device_the_host_and_what_is_under_way(tier_of):
+    tier, rows = tier_of(), history(*EVENTS[:11])
+    remember(tier, ANN, rows)
+    tier.flush()
+    with tier.matched(ANN, rows) as held:
+        assert tier.forget(ANN) == users(1) + 3 * tier.store.pool.page_bytes
+        assert_holds(held, rows)
+        longer = history(*EVENTS[:14])
+        tier.commit(held, longer, 10, tensors(longer, 10))
+    assert kept(tier, ANN, rows) == 0
+    tier.flush()
+    assert tier.statistics().used_bytes == tier.store.statistics().used_bytes == 0
+
+
+def test_forgets_a_namespace_and_everything(tier_of):
+    tier, rows, other = tier_of(), history(*EVENTS[:11]), Owner("model/other", "ann")
+    for owner in (ANN, BOB, other):
+        remember(tier, owner, rows)
+    tier.flush()
+    tier.forget_namespace("model/shop")
+    assert [kept(tier, owner, rows) for owner in (ANN, BOB, other)] == [0, 0, 10]
+    tier.clear()
+    tier.flush()
+    assert tier.statistics().used_bytes == tier.store.statistics().used_bytes == 0
+
+
+def test_reads_parts_into_tensors_and_arrays(tier_of):
+    tier, rows = tier_of(), history(*EVENTS[:20])
+    remember(tier, ANN, rows)
+    with tier.matched(ANN, rows) as held:
+        states, kt = np.zeros((9, 4), np.float32), torch.zeros(PLANES["kt"].stacked(7))
+        held.read({"states": states, "kt": kt}, 5, 11)
+        np.testing.assert_array_equal(states[:6], contents(rows)["states"][5:11])
+        np.testing.assert_array_equal(kt[..., :6].numpy(), contents(rows)["kt"][..., 5:11])
+        with pytest.raises(ValueError, match="of 19 rows"):
+            held.planes(0, 20)
+
+
+def test_misuse_is_refused(tier_of):
+    tier, rows = tier_of(), history(*EVENTS[:11])
+    held = tier.match(ANN, rows)
+    with pytest.raises(ValueError, match="9 rows were given"):
+        tier.commit(held, rows, 0, tensors(rows[1:]))
+    with pytest.raises(ValueError, match="is not held here"):
+        tier_of().release(held)
+    tier.release(held)
+    with pytest.raises(ValueError, match="is not held here"):
+        tier.release(held)
+
+
+def test_what_goes_wrong_on_the_way_to_the_host_is_raised_by_flush(tier_of, monkeypatch):
+    def refuse(*_):
+        raise OSError("no host memory today")
+
+    tier, rows = tier_of(), history(*EVENTS[:11])
+    with monkeypatch.context() as broken:
+        broken.setattr(tier.store, "commit", refuse)
+        remember(tier, ANN, rows)
+        with pytest.raises(OSError, match="no host memory today"):
+            tier.flush()
+    tier.flush()
+    assert tier.store.statistics().held == 0
+
+
+def test_random_requests_read_what_was_committed_and_leave_nothing_behind(tier_of):
+    random = np.random.default_rng(0)
+    tier = tier_of(budget_bytes=users(2, 24), pages=12)
+    histories = {user: [] for user in "abcd"}
+    for step in range(400):
+        user = random.choice(list(histories))
+        events = histories[user]
+        if random.random() < 0.15:
+            events[random.integers(len(events) + 1) :] = []
+        events.extend((int(random.integers(1, 3)), 10 * step + more) for more in range(random.integers(1, 4)))
+        histories[user] = events = events[-30:]
+        remember(tier, Owner("m", user), history(*events))
+        if step % 50 == 7:
+            tier.forget(Owner("m", user))
+        assert tier.statistics().used_bytes <= tier.statistics().budget_bytes
+    assert tier.statistics().hit_rows > 0
+    tier.clear()
+    tier.flush()
+    assert tier.statistics().used_bytes == tier.store.statistics().used_bytes == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_says_why_there_is_no_tier_without_a_cuda_device():
+    assert get_availability("cpu").ok
+    assert get_availability("cuda").reason.startswith("no CUDA device here; ")
+    with pytest.raises(BackendUnavailable, match="no CUDA device here; "):
+        DeviceTier(PagedStates(pool_of(4)), "cuda:0", users(1))
+    with pytest.raises(BackendUnavailable, match="no CUDA device here; "):
+        pinned((4, 4), np.float32)
