@@ -1,0 +1,132 @@
+"""Who may enter a full cache while it hits too rarely.
+
+A flood of keys asked for once (a crawler, a scan, an attack) makes any cache miss. While the hit rate of the latest lookups is below a
+minimum, a full cache takes in no key it has not been asked for before, and evicts what is worth least: frequency x cost / weight.
+"""
+
+import random
+from collections.abc import Hashable, Iterable
+
+from cluster.cache.entry import Entry, Key
+from cluster.cache.hit_rate import HitRateWindow
+
+_HALVES = bytes(count // 2 for count in range(256))
+
+
+class FrequencySketch:
+    """Roughly how often a key was counted of late: a count-min sketch (Cormode and Muthukrishnan, 2005) whose counters are halved after
+    every `memory` counts, as in TinyLFU (Einziger, Friedman and Manes, 2017).
+
+    Estimates are never too low but for the halving and the limit of 255. There are four rows of at least twice `memory` counters, so that
+    a key never counted is taken for a known one in at most (1/2)^4 of cases, and in a hundredth or so on average.
+    """
+
+    ROWS = 4
+
+    def __init__(self, memory: int = 50_000) -> None:
+        if memory < 1:
+            raise ValueError(f"a frequency sketch must remember 1 count or more, not {memory}")
+        self.memory = memory
+        self._mask = (1 << (2 * memory - 1).bit_length()) - 1
+        self._rows = [bytearray(self._mask + 1) for _ in range(self.ROWS)]
+        self._counted = 0
+
+    def add(self, key: Hashable) -> None:
+        for row, place in zip(self._rows, self._places(key), strict=True):
+            if row[place] < 255:
+                row[place] += 1
+        self._counted += 1
+        if self._counted >= self.memory:
+            self._rows = [bytearray(row.translate(_HALVES)) for row in self._rows]
+            self._counted = 0
+
+    def estimate(self, key: Hashable) -> int:
+        return min(row[place] for row, place in zip(self._rows, self._places(key), strict=True))
+
+    def _places(self, key: Hashable) -> Iterable[int]:
+        """One place a row, all from one hash by double hashing (Kirsch and Mitzenmacher, 2006)."""
+        # The hash of a small integer is that integer: multiply (Knuth, vol. 3, 6.4) so that all bits depend on it.
+        mixed = hash(key) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        mixed = (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & 0xFFFFFFFFFFFFFFFF
+        start, step, mask = mixed >> 32, mixed & 0xFFFFFFFF | 1, self._mask
+        return (start & mask, start + step & mask, start + 2 * step & mask, start + 3 * step & mask)
+
+
+class AdaptiveAdmission:
+    """Strict while the recent hit rate is below `minimum_hit_rate`; no longer strict once it is above `relax_at`.
+
+    `relax_at` (default: a tenth of the way from the minimum to 1) lies above the minimum, so that a rate about the minimum does not switch
+    to and fro. `window`: how many lookups are recent. `sample`: among how many entries, drawn at random, the victim is chosen.
+    `memory`: how many lookups the frequencies remember.
+    """
+
+    def __init__(
+        self,
+        minimum_hit_rate: float,
+        *,
+        window: int = 1000,
+        relax_at: float | None = None,
+        sample: int = 8,
+        memory: int = 50_000,
+        seed: int | None = None,
+    ) -> None:
+        if not 0 < minimum_hit_rate < 1:
+            raise ValueError(f"minimum_hit_rate must lie between 0 and 1, not {minimum_hit_rate}")
+        self.minimum_hit_rate = minimum_hit_rate
+        self.relax_at = minimum_hit_rate + (1 - minimum_hit_rate) / 10 if relax_at is None else relax_at
+        if self.relax_at < minimum_hit_rate:
+            raise ValueError(f"relax_at ({self.relax_at}) must not be below minimum_hit_rate ({minimum_hit_rate})")
+        self.sample = sample
+        self.strict = False
+        self._window = HitRateWindow(window)
+        self._frequencies = FrequencySketch(memory)
+        self._random = random.Random(seed)
+
+    def record(self, key: Hashable, hit: bool) -> None:
+        """Note a lookup."""
+        self._frequencies.add(key)
+        self._window.record(hit)
+        rate = self._window.rate
+        if rate is not None:
+            self.strict = rate < (self.relax_at if self.strict else self.minimum_hit_rate)
+
+    def admits(self, key: Hashable) -> bool:
+        """Whether a key may enter a full cache: while strict, only one that was asked for before the lookup that has just missed it."""
+        return not self.strict or self._frequencies.estimate(key) > 1
+
+    def victim(self, pool: "SampledKeys", entries: dict[Key, Entry]) -> Key:
+        """Of a sample of the pool's keys the one worth least to keep."""
+        return min(pool.draw(self.sample, self._random), key=lambda key: self.value(key, entries[key]))
+
+    def value(self, key: Hashable, entry: Entry) -> float:
+        """Milliseconds of computing that a byte of this entry saves, in proportion. An entry of unknown cost counts as one of 1 ms."""
+        return self._frequencies.estimate(key) * (entry.cost_ms or 1.0) / entry.weight
+
+
+class SampledKeys:
+    """Keys of which a few can be drawn at random in constant time."""
+
+    def __init__(self) -> None:
+        self._keys: list[Key] = []
+        self._places: dict[Key, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, key: Key) -> None:
+        if key not in self._places:
+            self._places[key] = len(self._keys)
+            self._keys.append(key)
+
+    def discard(self, key: Key) -> None:
+        place = self._places.pop(key, None)
+        if place is None:
+            return
+        last = self._keys.pop()
+        if last != key:
+            self._keys[place] = last
+            self._places[last] = place
+
+    def draw(self, count: int, source: random.Random) -> list[Key]:
+        """`count` keys, some perhaps twice. Raises IndexError where there are none."""
+        return source.choices(self._keys, k=count)

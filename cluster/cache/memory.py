@@ -1,0 +1,155 @@
+"""A cache in this process: entries by key, evicted by a policy when it is full, gone when their time is over."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from cluster.cache.admission import AdaptiveAdmission, SampledKeys
+from cluster.cache.entry import CacheStatistics, Entry, Key
+from cluster.cache.hit_rate import HitRateWindow
+from cluster.cache.namespaces import Namespaces
+from cluster.cache.policy import DEFAULT_POLICY, make_policy
+
+
+class MemoryCache:
+    """At most `capacity_bytes` of entries, by their weights. Safe to share between threads.
+
+    `admission`: what to take in, and what to evict, while the hit rate is too low. `namespace_share`: the share of the capacity, 0..1, that
+    one namespace may take; beyond it, its own entries make room, in the order of the same policy. `clock`: seconds since 1970.
+    Raises UnknownChoice where there is no such policy, ValueError at a capacity below 1 or a share outside 0..1.
+    """
+
+    def __init__(
+        self,
+        policy: str = DEFAULT_POLICY,
+        capacity_bytes: int = 64 * 2**20,
+        *,
+        admission: AdaptiveAdmission | None = None,
+        clock: Callable[[], float] = time.time,
+        namespace_share: float = 1.0,
+        window: int = 1000,
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.admission = admission
+        self._clock = clock
+        self._policy = make_policy(policy, capacity_bytes)
+        self._namespaces = Namespaces(policy, capacity_bytes, namespace_share)
+        self._entries: dict[Key, Entry] = {}
+        self._pool = SampledKeys()
+        self._window = HitRateWindow(window)
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Entries held, those included whose time is over but that nobody has asked for since."""
+        return len(self._entries)
+
+    def get(self, key: Key) -> Entry | None:
+        """The entry, fresh or stale; None where there is none, or none any more. Counts."""
+        with self._lock:
+            entry = self._entries.get(key)
+            freshness = entry.freshness(self._clock()) if entry else "absent"
+            if freshness == "expired":
+                self._forget(key)
+                self._counts["expirations"] += 1
+                entry = None
+            self._count_lookup(key, hit=entry is not None, stale=freshness == "stale")
+            return entry
+
+    def peek(self, key: Key) -> Entry | None:
+        """As `get`, but as if nobody had looked."""
+        with self._lock:
+            entry = self._entries.get(key)
+            return entry if entry and entry.freshness(self._clock()) != "expired" else None
+
+    def put(self, key: Key, entry: Entry) -> bool:
+        """Take an entry in, in place of the key's old one; False where it is not taken: it is too heavy, over, or not worth its place.
+
+        Where the new entry is not taken, the old one is gone all the same: it is out of date. Raises ValueError at a weight below 1.
+        """
+        if entry.weight < 1:
+            raise ValueError(f"an entry must weigh 1 byte or more, not {entry.weight} ({key})")
+        with self._lock:
+            if self._admits(key, entry) and self._insert(key, entry):
+                self._counts["insertions"] += 1
+                return True
+            self._forget(key)
+            self._counts["rejections"] += 1
+            return False
+
+    def remove(self, key: Key) -> bool:
+        """Forget one entry; says whether it was there. Counts as an invalidation."""
+        with self._lock:
+            return bool(self._invalidate((key,)))
+
+    def invalidate(self, namespace: str | None = None, group: str | None = None) -> int:
+        """Forget all entries, a namespace's, or a group's of a namespace; returns how many. Takes time in proportion to that number.
+
+        Raises ValueError at a group without a namespace: groups of one name in different namespaces have nothing in common.
+        """
+        if group is not None and namespace is None:
+            raise ValueError(f"group {group!r} of which namespace is to be invalidated? give both")
+        with self._lock:
+            return self._invalidate(self._namespaces.keys(namespace, group))
+
+    def statistics(self) -> CacheStatistics:
+        with self._lock:
+            return CacheStatistics(
+                **self._counts,
+                entries=len(self._entries),
+                used_bytes=self._policy.used,
+                capacity_bytes=self.capacity_bytes,
+                recent_hit_rate=self._window.rate,
+                by_namespace=self._namespaces.statistics(),
+            )
+
+    def _count_lookup(self, key: Key, *, hit: bool, stale: bool) -> None:
+        self._counts["hits" if hit else "misses"] += 1
+        self._counts["stale_hits"] += stale
+        self._window.record(hit)
+        self._namespaces.count_lookup(key, hit)
+        if hit:
+            self._policy.touch(key)
+            self._namespaces.touch(key)
+        if self.admission:
+            self.admission.record(key, hit)
+
+    def _admits(self, key: Key, entry: Entry) -> bool:
+        if entry.weight > min(self.capacity_bytes, self._namespaces.ceiling) or entry.freshness(self._clock()) == "expired":
+            return False
+        full = self._policy.used + entry.weight > self.capacity_bytes
+        return key in self._entries or not full or not self.admission or self.admission.admits(key)
+
+    def _insert(self, key: Key, entry: Entry) -> bool:
+        """Says whether it stayed: an entry that became heavier may be the first to make room for itself."""
+        is_new = key not in self._entries
+        self._entries[key] = entry
+        self._evict(self._namespaces.admit(key, entry.weight))
+        if is_new and self.admission and self.admission.strict:
+            self._evict_the_least_valuable(self.admission, entry.weight)
+        if key in self._entries:
+            self._evict(self._policy.admit(key, entry.weight))
+        if key in self._entries:
+            self._pool.add(key)
+        return key in self._entries
+
+    def _evict_the_least_valuable(self, admission: AdaptiveAdmission, weight: int) -> None:
+        while self._policy.used + weight > self.capacity_bytes:
+            self._evict((admission.victim(self._pool, self._entries),))
+
+    def _evict(self, keys: Iterable[Key]) -> None:
+        self._counts["evictions"] += sum(self._forget(key) for key in keys)
+
+    def _invalidate(self, keys: Iterable[Key]) -> int:
+        forgotten = sum(self._forget(key) for key in keys)
+        self._counts["invalidations"] += forgotten
+        return forgotten
+
+    def _forget(self, key: Key) -> bool:
+        if self._entries.pop(key, None) is None:
+            return False
+        self._policy.remove(key)
+        self._namespaces.remove(key)
+        self._pool.discard(key)
+        return True

@@ -1,0 +1,101 @@
+"""Which entries are whose: an index from namespaces and groups to keys, a ceiling for each namespace, and who looked up how often."""
+
+from collections.abc import Iterable
+from itertools import chain
+
+from cluster.cache.entry import Key, NamespaceStatistics
+from cluster.cache.policy import Policy, make_policy
+
+COUNTED_NAMESPACES = 1000
+OTHERS = "(others)"
+"""Lookups of namespaces beyond that many are counted together under this name: callers invent names, memory is finite."""
+
+
+class Namespaces:
+    """The keys held, by namespace and group. `ceiling`: what one namespace may take, in bytes. Not thread-safe."""
+
+    def __init__(self, policy: str, capacity: int, share: float) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"namespace_share must be greater than 0 and at most 1 (no ceiling), not {share}")
+        self.ceiling = max(1, int(share * capacity))
+        self._policy_name = policy if self.ceiling < capacity else ""
+        self._held: dict[str, _Held] = {}
+        self._lookups: dict[str, list[int]] = {}
+
+    def admit(self, key: Key, weight: int) -> list[Key]:
+        """Index a key, or give it a new weight; returns keys of its namespace over the ceiling, which the caller is to `remove`."""
+        held = self._held.get(key.namespace)
+        if held is None:
+            policy: Policy[Key] | None = make_policy(self._policy_name, self.ceiling) if self._policy_name else None
+            held = self._held[key.namespace] = _Held(policy)
+        held.add(key, weight)
+        return held.policy.admit(key, weight) if held.policy is not None else []
+
+    def touch(self, key: Key) -> None:
+        """Note a hit of a key that is there, for the order in which the namespace's own entries make room."""
+        policy = self._held[key.namespace].policy
+        if policy is not None:
+            policy.touch(key)
+
+    def remove(self, key: Key) -> None:
+        held = self._held.get(key.namespace)
+        if held:
+            held.discard(key)
+            if not held.entries:
+                del self._held[key.namespace]
+
+    def keys(self, namespace: str | None, group: str | None) -> list[Key]:
+        """All keys, those of a namespace, or those of a group of it."""
+        if namespace is None:
+            return list(chain.from_iterable(held.keys() for held in self._held.values()))
+        held = self._held.get(namespace)
+        return list(held.keys(group)) if held else []
+
+    def count_lookup(self, key: Key, hit: bool) -> None:
+        lookups = self._lookups.get(key.namespace)
+        if lookups is None:
+            name = key.namespace if len(self._lookups) < COUNTED_NAMESPACES else OTHERS
+            lookups = self._lookups.setdefault(name, [0, 0])
+        lookups[not hit] += 1
+
+    def statistics(self) -> dict[str, NamespaceStatistics]:
+        names = dict.fromkeys(chain(self._lookups, self._held))
+        return {name: self._statistics_of(name) for name in names}
+
+    def _statistics_of(self, name: str) -> NamespaceStatistics:
+        hits, misses = self._lookups.get(name, (0, 0))
+        held = self._held.get(name)
+        return NamespaceStatistics(hits, misses, held.entries, held.used) if held else NamespaceStatistics(hits, misses)
+
+
+class _Held:
+    """What one namespace holds. `policy`, where there is a ceiling: which of its keys make room."""
+
+    __slots__ = ("entries", "groups", "policy", "used")
+
+    def __init__(self, policy: Policy[Key] | None) -> None:
+        self.policy = policy
+        self.groups: dict[str, dict[Key, int]] = {}
+        self.entries = 0
+        self.used = 0
+
+    def keys(self, group: str | None = None) -> Iterable[Key]:
+        return chain.from_iterable(self.groups.values()) if group is None else self.groups.get(group, ())
+
+    def add(self, key: Key, weight: int) -> None:
+        self.discard_weight(key)
+        self.groups.setdefault(key.group, {})[key] = weight
+        self.entries += 1
+        self.used += weight
+
+    def discard(self, key: Key) -> None:
+        self.discard_weight(key)
+        if not self.groups.get(key.group):
+            self.groups.pop(key.group, None)
+        if self.policy is not None:  # an empty policy is false, as all that is empty
+            self.policy.remove(key)
+
+    def discard_weight(self, key: Key) -> None:
+        weight = self.groups.get(key.group, {}).pop(key, 0)
+        self.used -= weight
+        self.entries -= weight > 0

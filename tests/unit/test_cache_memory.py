@@ -1,0 +1,285 @@
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.cache.admission import AdaptiveAdmission
+from cluster.cache.entry import CacheStatistics, Entry, Key, NamespaceStatistics, merged
+from cluster.cache.hit_rate import HitRateWindow
+from cluster.cache.memory import MemoryCache
+from cluster.cache.namespaces import COUNTED_NAMESPACES, OTHERS
+from cluster.cache.policy import POLICIES
+
+
+class Clock:
+    def __init__(self, now=1000.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def cache(clock):
+    return MemoryCache("lru", 100, clock=clock)
+
+
+def key(digest, namespace="acme", group="ann"):
+    return Key(namespace, group, str(digest))
+
+
+def entry(weight=1, payload=b"answer", fresh_s=60.0, stale_s=30.0, now=1000.0, cost_ms=0.0):
+    return Entry.lasting(payload, weight, now=now, fresh_s=fresh_s, stale_s=stale_s, cost_ms=cost_ms)
+
+
+def test_an_entry_is_fresh_then_stale_then_expired():
+    one = Entry(b"", 1, fresh_until=10.0, stale_until=15.0)
+    assert [one.freshness(now) for now in (9.9, 10.0, 14.9, 15.0)] == ["fresh", "stale", "stale", "expired"]
+    assert entry(fresh_s=60, stale_s=30) == Entry(b"answer", 1, 1060.0, 1090.0, 0.0, 60)
+
+
+def test_an_entry_without_stale_time_goes_from_fresh_to_expired():
+    assert Entry(b"", 1, fresh_until=10.0, stale_until=0.0).freshness(9.0) == "fresh"
+    assert Entry(b"", 1, fresh_until=10.0, stale_until=0.0).freshness(10.0) == "expired"
+
+
+def test_a_stale_entry_is_still_given_and_an_expired_one_is_gone(cache, clock):
+    cache.put(key(1), entry())
+    assert cache.get(key(1)).payload == b"answer"
+    clock.now = 1060.0
+    assert cache.get(key(1)).freshness(clock.now) == "stale"
+    clock.now = 1090.0
+    assert len(cache) == 1
+    assert cache.peek(key(1)) is None
+    assert cache.get(key(1)) is None
+    assert len(cache) == 0
+    counted = cache.statistics()
+    assert (counted.hits, counted.stale_hits, counted.misses, counted.expirations) == (2, 1, 1, 1)
+    assert counted.used_bytes == 0
+
+
+def test_a_peek_neither_counts_nor_keeps_an_entry_from_eviction(cache):
+    cache.put(key("old"), entry(50))
+    cache.put(key("new"), entry(50))
+    assert cache.peek(key("old")).weight == 50
+    assert cache.statistics().hits == 0
+    cache.put(key("newer"), entry(50))
+    assert cache.peek(key("old")) is None
+
+
+def test_a_new_entry_takes_the_place_of_the_keys_old_one(cache):
+    cache.put(key(1), entry(40, b"old"))
+    cache.put(key(1), entry(60, b"new"))
+    assert cache.get(key(1)).payload == b"new"
+    assert (len(cache), cache.statistics().used_bytes, cache.statistics().insertions) == (1, 60, 2)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_entry_that_cannot_be_taken_in_is_refused_and_its_old_value_forgotten(policy, clock):
+    cache = MemoryCache(policy, 100, clock=clock)
+    assert cache.put(key(1), entry(10))
+    assert not cache.put(key(1), entry(101))
+    assert cache.get(key(1)) is None
+    assert not cache.put(key(2), entry(now=0.0))  # over before it came
+    assert cache.statistics().rejections == 2
+    with pytest.raises(ValueError, match="must weigh 1 byte or more, not 0"):
+        cache.put(key(3), entry(0))
+
+
+def test_an_entry_that_grew_and_is_the_next_to_leave_is_not_taken_in(cache):
+    cache.put(key("grows"), entry(10))
+    cache.put(key("other"), entry(90))
+    assert not cache.put(key("grows"), entry(20))
+    assert cache.peek(key("grows")) is None
+    assert cache.peek(key("other")) is not None
+    assert cache.statistics().used_bytes == 90
+
+
+def test_tenants_users_and_requests_do_not_see_each_others_entries(cache):
+    cache.put(key("d", "acme", "ann"), entry())
+    for other in (key("d", "other", "ann"), key("d", "acme", "bob"), key("e", "acme", "ann")):
+        assert cache.get(other) is None
+    assert cache.get(key("d", "acme", "ann")) is not None
+
+
+def test_a_group_a_namespace_or_everything_is_forgotten_on_request(cache):
+    for namespace in ("acme", "other"):
+        for group in ("ann", "bob", ""):
+            for digest in range(2):
+                cache.put(key(digest, namespace, group), entry())
+    assert cache.invalidate("acme", "ann") == 2
+    assert cache.get(key(0, "acme", "ann")) is None
+    assert cache.get(key(0, "other", "ann")) is not None
+    assert cache.invalidate("acme", "ann") == 0
+    assert cache.invalidate("acme", "") == 2
+    assert cache.invalidate("acme") == 2
+    assert cache.invalidate("nobody") == 0
+    assert cache.remove(key(0, "other", "ann"))
+    assert not cache.remove(key(0, "other", "ann"))
+    assert cache.invalidate() == 5
+    assert len(cache) == 0
+    assert (cache.statistics().invalidations, cache.statistics().used_bytes) == (12, 0)
+    with pytest.raises(ValueError, match="group 'ann' of which namespace"):
+        cache.invalidate(group="ann")
+
+
+def test_evicted_and_expired_entries_leave_the_index_of_groups(cache, clock):
+    cache.put(key(1, group="ann"), entry(100))
+    cache.put(key(2, group="bob"), entry(100))
+    assert cache.invalidate("acme", "ann") == 0
+    clock.now = 2000.0
+    assert cache.get(key(2, group="bob")) is None
+    assert cache.invalidate("acme", "bob") == 0
+    assert cache._namespaces._held == {}
+
+
+def test_statistics_count_by_namespace(cache):
+    cache.put(key(1, "acme"), entry(10))
+    cache.put(key(1, "other"), entry(20))
+    cache.get(key(1, "acme"))
+    cache.get(key(2, "acme"))
+    cache.get(key(1, "absent"))
+    counted = cache.statistics()
+    assert counted.by_namespace == {
+        "acme": NamespaceStatistics(hits=1, misses=1, entries=1, used_bytes=10),
+        "other": NamespaceStatistics(entries=1, used_bytes=20),
+        "absent": NamespaceStatistics(misses=1),
+    }
+    assert (counted.entries, counted.used_bytes, counted.capacity_bytes, counted.hit_rate) == (2, 30, 100, 1 / 3)
+
+
+def test_namespaces_beyond_a_thousand_are_counted_together(cache):
+    for number in range(COUNTED_NAMESPACES + 5):
+        cache.get(key(1, f"tenant-{number}"))
+    counted = cache.statistics().by_namespace
+    assert len(counted) == COUNTED_NAMESPACES + 1
+    assert counted[OTHERS].misses == 5
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_namespace_over_its_share_makes_room_with_its_own_entries(policy, clock):
+    cache = MemoryCache(policy, 100, clock=clock, namespace_share=0.5)
+    for digest in range(20):
+        cache.put(key(digest, "quiet"), entry(1))
+    for digest in range(500):
+        cache.put(key(digest, "greedy"), entry(1))
+    held = cache.statistics().by_namespace
+    assert held["greedy"].used_bytes == 50
+    assert held["quiet"].entries == 20
+    assert cache.statistics().evictions == 450
+    assert not cache.put(key("whole", "greedy"), entry(51))
+
+
+def test_a_namespace_at_its_ceiling_keeps_what_it_asks_for(clock):
+    cache = MemoryCache("lru", 100, clock=clock, namespace_share=0.03)
+    for digest in "abc":
+        cache.put(key(digest), entry())
+    cache.get(key("a"))
+    cache.put(key("d"), entry())
+    assert [digest for digest in "abcd" if cache.peek(key(digest))] == ["a", "c", "d"]
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.5])
+def test_a_share_outside_its_range_is_refused(share):
+    with pytest.raises(ValueError, match=f"greater than 0 and at most 1 .no ceiling., not {share}"):
+        MemoryCache("lru", 100, namespace_share=share)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "get", "remove", "invalidate", "wait"]),
+        st.builds(key, st.integers(0, 5), st.sampled_from("AB"), st.sampled_from("xy")),
+        st.integers(1, 15),
+    ),
+    max_size=80,
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@given(steps=STEPS, strict=st.booleans())
+def test_a_cache_gives_the_last_value_or_none_and_its_counts_and_indexes_agree(policy, share, steps, strict):
+    clock, written = Clock(), {}
+    admission = AdaptiveAdmission(0.99, window=4, memory=100, seed=1) if strict else None
+    cache = MemoryCache(policy, 40, clock=clock, namespace_share=share, admission=admission, window=4)
+    for number, (step, at, weight) in enumerate(steps):
+        if step == "put":
+            written[at] = number if cache.put(at, entry(weight, number, fresh_s=5, stale_s=5, now=clock.now)) else None
+        elif step == "remove":
+            cache.remove(at)
+            written[at] = None
+        elif step == "invalidate":
+            cache.invalidate(at.namespace, at.group)
+            written.update({one: None for one in written if one[:2] == at[:2]})
+        elif step == "wait":
+            clock.now += weight
+        elif (found := cache.get(at)) is not None:
+            assert found.payload == written[at]
+            assert clock.now < found.stale_until
+        agree(cache)
+
+
+def agree(cache):
+    counted, entries = cache.statistics(), cache._entries
+    assert counted.used_bytes == sum(one.weight for one in entries.values()) <= 40
+    assert set(cache._policy) == set(entries) == set(cache._pool._keys) == set(cache._namespaces.keys(None, None))
+    assert {one: place for place, one in enumerate(cache._pool._keys)} == cache._pool._places
+    for name, of_one in counted.by_namespace.items():
+        own = [one.weight for at, one in entries.items() if at.namespace == name]
+        assert (of_one.entries, of_one.used_bytes) == (len(own), sum(own))
+        assert of_one.used_bytes <= cache._namespaces.ceiling
+
+
+def test_threads_share_a_cache():
+    cache = MemoryCache("s3fifo", 200)
+    failures = []
+
+    def work(seed):
+        try:
+            for number in range(2000):
+                at = key(number * seed % 37, "AB"[number % 2], "xyz"[number % 3])
+                if cache.get(at) is None:
+                    cache.put(at, Entry.lasting(seed, 1 + number % 20, now=1e12, fresh_s=60))
+                if number % 50 == 0:
+                    cache.invalidate(at.namespace, at.group)
+        except Exception as error:  # noqa: BLE001 - raised in the test's own thread below
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 3, 5, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    counted = cache.statistics()
+    assert counted.hits + counted.misses == 8000
+    assert counted.used_bytes == sum(one.weight for one in cache._entries.values()) <= 200
+
+
+def test_statistics_of_several_caches_add_up():
+    one = CacheStatistics(hits=6, misses=2, used_bytes=5, recent_hit_rate=0.5, by_namespace={"a": NamespaceStatistics(6, 2, 1, 5)})
+    two = CacheStatistics(hits=1, misses=1, used_bytes=7, recent_hit_rate=1.0, by_namespace={"a": NamespaceStatistics(1, 1, 2, 7)})
+    idle = CacheStatistics(capacity_bytes=100)
+    both = merged([one, two, idle])
+    assert (both.hits, both.misses, both.used_bytes, both.capacity_bytes) == (7, 3, 12, 100)
+    assert both.recent_hit_rate == pytest.approx((0.5 * 8 + 1.0 * 2) / 10)
+    assert both.by_namespace == {"a": NamespaceStatistics(7, 3, 3, 12)}
+    assert merged([]) == CacheStatistics()
+    assert merged([]).hit_rate is None
+
+
+def test_the_recent_hit_rate_is_that_of_the_latest_lookups_once_there_are_enough():
+    window = HitRateWindow(4, enough=2)
+    rates = []
+    for hit in (True, True, False, False, False, True):
+        window.record(hit)
+        rates.append(window.rate)
+    assert rates == [None, 1.0, pytest.approx(2 / 3), 0.5, 0.25, 0.25]
+    with pytest.raises(ValueError, match="size of 1 or more, not 0"):
+        HitRateWindow(0)
