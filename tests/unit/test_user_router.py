@@ -1,0 +1,217 @@
+"""The user router: whose home is where, and who is passed on."""
+
+import asyncio
+from collections import Counter
+from math import ceil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import PendingRequest
+from ray.serve.schema import DeploymentSchema
+
+from cluster.errors import ConfigError
+from cluster.user_router import capacity, choose, in_order_of, user_key
+from cluster.values import EncodeRequest, GenerateRequest, UserState
+from deployments.user_router import UserAffinityRouter
+from tests.bundles import random_sequence
+
+REPLICAS = st.lists(st.text(min_size=1), min_size=1, max_size=12, unique=True)
+LOADS = st.dictionaries(st.text(min_size=1), st.integers(0, 200), min_size=1, max_size=12)
+BOUNDS = st.floats(1.0, 4.0)
+
+
+@given(st.text(), REPLICAS, st.randoms())
+def test_a_users_order_has_every_replica_once_and_does_not_depend_on_how_they_are_listed(user, replicas, random):
+    shuffled = random.sample(replicas, len(replicas))
+    assert in_order_of(user, replicas) == in_order_of(user, shuffled)
+    assert sorted(in_order_of(user, replicas)) == sorted(replicas)
+
+
+@given(st.text(), LOADS, BOUNDS, st.integers(0, 9))
+def test_a_user_keeps_the_home_as_long_as_it_is_not_busy(user, loads, bound, slack):
+    home, *_ = in_order_of(user, loads)
+    first, *_ = choose(user, loads, bound, slack)
+    assert (first == home) == (loads[home] < capacity(loads.values(), bound, slack))
+
+
+@given(st.text(), LOADS, BOUNDS, st.integers(0, 9))
+def test_the_first_choice_is_never_busy_and_the_busy_ones_are_the_last_resort(user, loads, bound, slack):
+    order, most = choose(user, loads, bound, slack), capacity(loads.values(), bound, slack)
+    busy = [loads[replica] >= most for replica in order]
+    assert not busy[0]
+    assert busy == sorted(busy)
+    assert sorted(order) == sorted(loads)
+
+
+@given(st.lists(st.text(), min_size=1, max_size=50), REPLICAS.filter(lambda replicas: len(replicas) > 1))
+def test_the_removal_of_a_replica_moves_only_its_users_and_each_to_the_next_of_its_order(users, replicas):
+    gone, *left = replicas
+    for user in users:
+        home, following, *_ = in_order_of(user, replicas)
+        assert in_order_of(user, left)[0] == (following if home == gone else home)
+
+
+@given(st.lists(st.integers(0, 20), max_size=300), st.integers(1, 9), BOUNDS)
+def test_no_replica_gets_more_than_the_bound_however_busy_single_users_are(users, replicas, bound):
+    loads = {f"replica-{number}": 0 for number in range(replicas)}
+    for requests, user in enumerate(users, start=1):
+        loads[choose(f"user-{user}", loads, bound, slack=0)[0]] += 1
+        assert max(loads.values()) <= ceil(bound * requests / replicas)
+
+
+def test_users_are_spread_evenly_and_so_are_those_of_a_replica_that_went():
+    replicas = [f"replica-{number}" for number in range(5)]
+    users = [f"default/user-{number}" for number in range(10_000)]
+    homes = {user: in_order_of(user, replicas)[0] for user in users}
+    assert all(1800 < count < 2200 for count in Counter(homes.values()).values())
+    moved = Counter(in_order_of(user, replicas[1:])[0] for user in users if homes[user] == replicas[0])
+    assert all(400 < count < 600 for count in moved.values())
+
+
+def test_the_order_is_the_same_in_every_process():
+    assert in_order_of("default/ada", ["one", "two", "three"]) == ["two", "three", "one"]
+
+
+def test_a_user_who_is_passed_on_always_goes_to_the_same_other_replica():
+    first, second, third = in_order_of("default/ada", ["one", "two", "three"])
+    busy = {first: 30, second: 4, third: 0}
+    assert choose("default/ada", busy, bound=1.25, slack=0) == [second, third, first]
+
+
+def test_a_few_requests_more_than_its_share_drive_nobody_from_home():
+    first, second, third = in_order_of("default/ada", ["one", "two", "three"])
+    assert choose("default/ada", {first: 8, second: 0, third: 0}, bound=1.25, slack=8)[0] == first
+    assert choose("default/ada", {first: 30, second: 0, third: 0}, bound=1.25, slack=8)[0] == second
+
+
+def test_no_replicas_are_no_choice():
+    assert choose("default/ada", {}) == []
+
+
+def encode_request(user: str, tenant: str = "default") -> EncodeRequest:
+    return EncodeRequest(random_sequence(3), top_n=5, user=user, tenant=tenant)
+
+
+def test_a_request_says_whose_it_is():
+    state = UserState(np.zeros((1, 4), np.float32), random_sequence(1))
+    generate = GenerateRequest(state, 5, 5, blocked=np.zeros(0, np.int32), tenant="shop", whose="ada")
+    assert user_key(generate) == user_key(encode_request("ada", "shop")) == "shop/ada"
+    assert user_key(encode_request("ada", "shop")) != user_key(encode_request("ada", "other"))
+    assert [user_key(one) for one in (encode_request(""), 5.0, None, "ada")] == [""] * 4
+
+
+def replica(name: str, most: int = 100):
+    return SimpleNamespace(replica_id=ReplicaID(name, DeploymentID("encoder")), max_ongoing_requests=most)
+
+
+@pytest.fixture
+async def router():
+    """Three replicas whose queues are known to be empty."""
+    made = UserAffinityRouter(
+        deployment_id=DeploymentID("encoder"), handle_source=DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True
+    )
+    made.initialize_state(bound=1.25, slack=0)
+    replicas = [replica(name) for name in ("one", "two", "three")]
+    made._replicas = {one.replica_id: one for one in replicas}
+    made._replicas_list, made._replica_id_set = replicas, set(made._replicas)
+    for one in replicas:
+        made.on_new_queue_len_info(one.replica_id, 0)
+    return made
+
+
+def pending(user: str = "", session: str = "", request_id: str = "of-all") -> PendingRequest:
+    metadata = RequestMetadata(request_id=request_id, internal_request_id=request_id, session_id=session)
+    return PendingRequest(args=[encode_request(user)], kwargs={}, metadata=metadata)
+
+
+async def chosen(router: UserAffinityRouter, request: PendingRequest) -> list[str]:
+    """In one list, also where several stand side by side."""
+    ranks = await router.choose_replicas(router._replicas_list, request)
+    return [one.replica_id.unique_id for rank in ranks for one in rank]
+
+
+async def test_the_user_in_the_request_or_in_the_session_decides_and_the_session_first(router):
+    assert await chosen(router, pending("ada")) == in_order_of("default/ada", ["one", "two", "three"])
+    assert await chosen(router, pending("ada", session="shop/bob")) == in_order_of("shop/bob", ["one", "two", "three"])
+
+
+async def test_a_busy_home_passes_its_user_on(router):
+    first, second, _ = in_order_of("default/ada", ["one", "two", "three"])
+    for _ in range(10):
+        router.on_send_request(ReplicaID(first, DeploymentID("encoder")))
+    assert (await chosen(router, pending("ada")))[0] == second
+
+
+async def test_what_is_nobodys_goes_to_the_less_busy_of_two(router):
+    assert {len(await router.choose_replicas(router._replicas_list, pending(request_id=f"{number}"))) for number in range(5)} == {1}
+    pairs = [tuple(await chosen(router, pending(request_id=f"{number}"))) for number in range(50)]
+    assert {len(set(pair)) for pair in pairs} == {2}
+    assert {one for pair in pairs for one in pair} == {"one", "two", "three"}
+
+
+async def test_many_users_of_one_http_request_all_reach_their_homes(router):
+    """All calls made for one HTTP request carry its id, and the parents' ways of matching mix them up or lose them. One replica is slow to
+    say how busy it is, so that requests that came later are done sooner.
+    """
+    router.initialize_state(slack=100)
+    slow = router._replicas_list[0]
+    router.on_replica_actor_unavailable(slow.replica_id)
+    slow.get_queue_len = lambda deadline_s: asyncio.sleep(0.02, 0)
+    users = [f"user-{number}" for number in range(40)]
+    async with asyncio.timeout(10):
+        found = await asyncio.gather(*(router._choose_replica_for_request(pending(user)) for user in users))
+    assert [one.replica_id.unique_id for one in found] == [in_order_of(f"default/{user}", ["one", "two", "three"])[0] for user in users]
+
+
+async def test_a_burst_is_spread_though_nothing_of_it_has_been_sent_when_the_last_is_routed(router):
+    async with asyncio.timeout(10):
+        found = await asyncio.gather(*(router._choose_replica_for_request(pending("ada")) for _ in range(30)))
+    served = Counter(one.replica_id.unique_id for one in found)
+    first, second, third = in_order_of("default/ada", ["one", "two", "three"])
+    assert served[first] >= served[second] > served[third] > 0
+    assert max(served.values()) <= ceil(1.25 * 30 / 3)
+    assert not any(router._unsent.values()), "from here on the cache counts them"
+
+
+async def test_who_leaves_just_as_a_replica_is_found_does_not_count_for_ever(router):
+    caller = asyncio.create_task(router._choose_replica_for_request(request := pending("ada")))
+    while not request.future.done():  # noqa: ASYNC110 - nothing tells when a replica is found
+        await asyncio.sleep(0)
+    assert router._unsent.total() == 1
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert not any(router._unsent.values())
+
+
+async def test_a_caller_who_leaves_while_all_are_full_is_not_waited_for(router):
+    for one in router._replicas_list:
+        one.max_ongoing_requests = 1
+        one.get_queue_len = lambda deadline_s: asyncio.sleep(0, 1)
+        router.on_new_queue_len_info(one.replica_id, 1)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(router._choose_replica_for_request(pending("ada")), 0.05)
+    for one in router._replicas_list:
+        one.max_ongoing_requests = 100
+    async with asyncio.timeout(10):
+        found = await router._choose_replica_for_request(pending("bob"))
+    assert found.replica_id.unique_id == in_order_of("default/bob", ["one", "two", "three"])[0]
+
+
+@pytest.mark.parametrize("wrong", [{"bound": 0.9}, {"bound": float("nan")}, {"slack": -1}, {"slack": 1.5}, {"bounds": 2}])
+async def test_wrong_settings_are_refused(router, wrong):
+    with pytest.raises(ConfigError, match="bound"):
+        router.initialize_state(**wrong)
+
+
+def test_serve_accepts_the_router_in_its_configuration_and_finds_the_class():
+    given = {"request_router_class": "deployments.user_router:UserAffinityRouter", "request_router_kwargs": {"bound": 1.25, "slack": 8}}
+    schema = DeploymentSchema(name="encoder", request_router_config=given)
+    config = RequestRouterConfig(**schema.request_router_config)
+    assert config.get_request_router_class().__name__ == "UserAffinityRouter"
+    assert config.request_router_kwargs == {"bound": 1.25, "slack": 8}
