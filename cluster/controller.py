@@ -239,6 +239,22 @@ class FrameworkController(Generic[RequestT, AnswerT]):
                 backend.enabled = on
             self._probed_at = None  # the next call probes
 
+    def forget(self, tenant: str | None, user: str | None) -> int:
+        """Have every loaded backend erase what it keeps of a user: how many states that were, as they count them.
+
+        With `user` None, of all the tenant's users; with `tenant` None too, of everybody. A batch that `call` runs meanwhile ends first,
+        and what it kept is erased too. A backend that breaks over it is unloaded, and the others still are told.
+        """
+        with self._turn:
+            return sum(backend.forget(tenant, user) for backend in self._backends.values())
+
+    def forget_all(self) -> int:
+        return self.forget(None, None)
+
+    def kept(self) -> dict[str, dict[str, float]]:
+        """What the loaded backends say they keep of users, by backend."""
+        return {name: kept for name, backend in self._backends.items() if (kept := backend.kept())}
+
     def close(self) -> None:
         """Free what the backends hold; the one that is just being loaded as soon as it is."""
         with self._turn:

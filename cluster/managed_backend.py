@@ -8,12 +8,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from cluster.breaker import Breaker, BreakerSettings, BreakerState
 from cluster.bundle import Bundle
 from cluster.errors import DeadlineExceeded, GenrecError
+from cluster.forgetting import forget, kept
 from cluster.latency import LatencyRecorder, LatencySummary
 from cluster.protocols import Backend
 from cluster.registry import resolve
@@ -36,6 +37,7 @@ class BackendSnapshot:
 
     `calls` counts requests, `failures` those it broke on, `fallbacks` those it answered after a preferred backend was passed over.
     `rank` is its place in the order (0 is asked first), None where the order leaves it out. `reason` says why it would not be asked now.
+    `kept` is what it says it keeps of users, empty where it says nothing.
     """
 
     name: str
@@ -51,6 +53,7 @@ class BackendSnapshot:
     failures: int
     fallbacks: int
     latency: LatencySummary
+    kept: Mapping[str, float] = field(default_factory=dict)
 
 
 class ManagedBackend(Generic[RequestT, AnswerT]):
@@ -175,7 +178,30 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             self.failures,
             self.fallbacks,
             latency,
+            self.kept(),
         )
+
+    def forget(self, tenant: str | None, user: str | None) -> int:
+        """See cluster.forgetting; as `answer`, it belongs to one thread at a time.
+
+        One that breaks over it is unloaded, and with it goes all that it keeps; it is loaded again as any that is not.
+        """
+        if not self._loaded or self.loading:  # a load starts with nothing
+            return 0
+        try:
+            return forget(self._backend, tenant, user)
+        except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything, and what it keeps has to go
+            self._note(f"could not forget a user and was unloaded: {reason_of(error)}", error)
+            self.unload()
+            return 0
+
+    def kept(self) -> dict[str, float]:
+        """What it says it keeps of users; empty where it says nothing."""
+        try:
+            return kept(self._backend) if self._loaded and not self.loading else {}
+        except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything
+            self._note(f"broke when asked what it keeps of users: {reason_of(error)}", error)
+            return {}
 
     def _get_availability(self) -> Availability:
         try:

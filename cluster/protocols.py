@@ -12,6 +12,18 @@ The controller of a stage that runs an event loop (the generator's) looks for th
     alive() -> bool                       False once its engine is gone: it is then loaded anew
     queue() -> dict[str, float]           how busy it is, for the autoscaling and for gauges
 
+The controller of any stage looks for these, of a backend that keeps something of users beyond their requests:
+
+    forget(tenant, user) -> int           erase what it keeps of a user: how many states, rows or entries that were
+    forget_tenant(tenant) -> int          the same of all users of a tenant
+    forget_everything() -> int            the same of everybody
+    kept() -> dict[str, float]            what it takes: users, rows, bytes, hits ...; replicas' figures are added up
+
+Of the first three, the narrowest that a backend has is called. Where it has none that is wide enough, or the call raises, the backend is
+unloaded: `close` frees all, and `load` starts with nothing. They are called from the thread that calls `batch_infer`, never while it runs,
+but beside `ainfer`, and twice for each erasure: once more when every request that was under way the first time is over. `kept` may be
+called from any thread at any time.
+
 What cannot be answered by a request's deadline raises DeadlineExceeded, or has one in its place among the answers of `batch_infer`.
 """
 

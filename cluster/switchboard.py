@@ -1,18 +1,23 @@
-"""The cluster-wide switches of backends, and what all replicas have measured, in one place.
+"""The cluster-wide switches of backends, users to forget, and what all replicas have measured, in one place.
 
     replica -> report(statistics, the switches it follows) -> the switches it should follow
     operator -> set(stage, name, enabled) -> version; applied(version) once every live replica follows it
 
-It keeps nothing on disk: after a restart it adopts the switches of the replicas, which know them. Times are passed in, in seconds since
-1970: versions count milliseconds since then, so that a switch set just after a restart is newer than what the replicas remember.
+    whoever keeps something of users -> exchange(how far it has come) -> what it should forget
+    operator -> erase(tenant, user) -> number; erased(number) once each of them has forgotten it
+
+It keeps nothing on disk: after a restart it adopts the switches of the replicas, which know them, and has all that is kept of users
+forgotten. Times are passed in, in seconds since 1970: versions count milliseconds since then, so that a switch set just after a restart is
+newer than what the replicas remember.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from cluster.controller import StageSnapshot
+from cluster.erasures import ErasureLog, News, Place
 from cluster.errors import BackendUnavailable, UnknownChoice
 from cluster.latency import LatencySummary, merge
 from cluster.managed_backend import BackendSnapshot
@@ -23,7 +28,10 @@ Switches: TypeAlias = Mapping[tuple[str, str], bool]
 
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
-    """One backend over all live replicas: `available_on` of `replicas` could run it, `reasons` says why some would not ask it now."""
+    """One backend over all live replicas: `available_on` of `replicas` could run it, `reasons` says why some would not ask it now.
+
+    `kept` is what the backend says it keeps of users, added up.
+    """
 
     name: str
     import_string: str
@@ -38,9 +46,11 @@ class BackendStatus:
     failures: int
     fallbacks: int
     latency: LatencySummary
+    kept: Mapping[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        shown = {key: value for key, value in asdict(self).items() if key != "latency"}
+        """How it serves; what it keeps of users is shown with the caches."""
+        shown = {key: value for key, value in asdict(self).items() if key not in ("latency", "kept")}
         return {**shown, **self.latency.as_json()}
 
 
@@ -70,10 +80,12 @@ class _Report:
 
 
 class Switchboard:
-    """Plain Python, for one thread at a time; a replica not heard of for `ttl_s` counts as gone."""
+    """Plain Python, for one thread at a time; a replica not heard of for `ttl_s` counts as gone. `now` is the time it is made at."""
 
-    def __init__(self, ttl_s: float = 5.0) -> None:
+    def __init__(self, ttl_s: float = 5.0, *, now: float = 0.0) -> None:
         self._ttl_s = ttl_s
+        self._erasures = ErasureLog(now)
+        self._places: dict[str, tuple[float, Place]] = {}
         self._version = 0
         self._switches: dict[tuple[str, str], bool] = {}
         self._reports: dict[tuple[str, str], _Report] = {}
@@ -103,6 +115,20 @@ class Switchboard:
     def applied(self, version: int, *, now: float) -> bool:
         """Whether every live replica has reported that it follows this version or a later one."""
         return all(report.version >= version for report in self._live(now).values())
+
+    def erase(self, tenant: str | None, user: str | None, *, now: float) -> int:
+        """Have a user forgotten everywhere, or all of a tenant, or everybody; the number to pass to `erased`."""
+        return self._erasures.add(tenant, user, now=now)
+
+    def exchange(self, follower: str, place: Place, *, now: float) -> News:
+        """Take how far a follower has come (Place(): it does not know); returns what it has yet to forget."""
+        self._places[follower] = now, place
+        return self._erasures.since(place)
+
+    def erased(self, number: int, *, now: float) -> bool:
+        """Whether everybody who is alive and keeps something of users has reported that it is forgotten."""
+        self._places = {name: (seen, place) for name, (seen, place) in self._places.items() if now - seen <= self._ttl_s}
+        return self._erasures.reached(number, (place for _, place in self._places.values()))
 
     def status(self, *, now: float) -> tuple[StageStatus, ...]:
         """Every stage that a live replica has reported, its replicas' figures added up."""
@@ -160,7 +186,16 @@ def _merged_backend(same: list[BackendSnapshot]) -> BackendStatus:
         failures=sum(one.failures for one in same),
         fallbacks=sum(one.fallbacks for one in same),
         latency=merge(one.latency for one in same),
+        kept=_summed(one.kept for one in same),
     )
+
+
+def _summed(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for one in figures:
+        for name, value in one.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
 
 
 def _distinct(texts: Iterable[str]) -> tuple[str, ...]:

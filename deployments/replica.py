@@ -1,6 +1,6 @@
 """What the replicas of every stage have in common: a framework controller over engines, in step with the switchboard.
 
-warm up -> serve ; beside that, forever: report <-> switches (switchboard), refresh (probe, load, try again)
+warm up -> serve ; beside that, forever: report <-> switches (switchboard), refresh (probe, load, try again), forget erased users
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from cluster.errors import BackendError
 from cluster.stage_rules import RULES
 from cluster.switchboard import Switches
 from cluster.values import UserSequence
+from deployments.following import Follower
 from deployments.remote import ask
 from deployments.switchboard import REPORT_INTERVAL_S
 
@@ -28,6 +29,8 @@ Result = TypeVar("Result")
 REFRESH_INTERVAL_S = 1.0
 STUCK_AFTER_S = 30.0
 REPORT_DEADLINE_S = 5.0
+GRACE_S = 1.0
+"""How much later than at its deadlines a request may still have an engine compute."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -49,11 +52,15 @@ class StageReplica(Generic[ControllerT]):
         self._switchboard = switchboard
         self._switches_version = 0
         self._switches: Switches = {}
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._follower = self._make_follower()
         self._set_up()
         await self._ask_for_switches("switches")  # first, so that what is loaded now is what will be asked
+        await self._follower.exchange()  # while nothing is loaded, there is nothing to forget
         logger.info("%s", await self._in_thread(lambda: self._controller.warm_up(self._samples())))
         self._reporting = asyncio.create_task(self._report_forever())
         self._refreshing = asyncio.create_task(self._refresh_forever())
+        self._following = asyncio.create_task(self._follower.follow_forever())
 
     def _set_up(self) -> None:
         """Whatever else a stage needs before its engines are loaded."""
@@ -77,7 +84,7 @@ class StageReplica(Generic[ControllerT]):
     async def check_health(self) -> None:
         """Unhealthy only where the engine thread is stuck or gone: a broken engine is the controller's business."""
         await asyncio.wait_for(self._in_thread(lambda: None), timeout=STUCK_AFTER_S)
-        for task in (self._reporting, self._refreshing):
+        for task in (self._reporting, self._refreshing, self._following):
             if task.done():
                 task.result()
 
@@ -86,12 +93,22 @@ class StageReplica(Generic[ControllerT]):
 
     async def _report_forever(self) -> None:
         """Push statistics to the switchboard and pull its switches; while it is away, the last switches stay in force."""
-        replica = serve.get_replica_context().replica_id.unique_id
         while True:
             following = (self._switches_version, self._switches)
-            await self._ask_for_switches("report", self.stage, replica, self._controller.snapshot(), *following)
+            await self._ask_for_switches("report", self.stage, self._replica_id, self._controller.snapshot(), *following)
             self._show_figures()
             await asyncio.sleep(REPORT_INTERVAL_S)
+
+    def _make_follower(self) -> Follower:
+        """Erasures are carried out in the engine thread: after the batch that runs, so that nothing of a user is kept by it later."""
+        edge, controller = self._settings.gateway, self._controller
+        return Follower(
+            self._switchboard,
+            f"{self.stage}/{self._replica_id}",
+            on_erasure=lambda tenant, user: self._in_thread(lambda: controller.forget(tenant, user)),
+            on_lost_track=lambda: self._in_thread(controller.forget_all),
+            again_after_s=edge.deadline_s + edge.generation_deadline_s + GRACE_S,
+        )
 
     def _show_figures(self) -> None:
         """Whatever else a stage tells of itself twice a second."""

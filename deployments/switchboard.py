@@ -3,6 +3,7 @@
 from time import time
 
 from cluster.controller import StageSnapshot
+from cluster.erasures import News, Place
 from cluster.switchboard import StageStatus, Switchboard, Switches
 
 REPORT_INTERVAL_S = 0.5
@@ -13,7 +14,7 @@ class SwitchboardDeployment:
     """Adds the time of day to `Switchboard`."""
 
     def __init__(self) -> None:
-        self._board = Switchboard(ttl_s=10 * REPORT_INTERVAL_S)
+        self._board = Switchboard(ttl_s=10 * REPORT_INTERVAL_S, now=time())
 
     async def report(self, stage: str, replica: str, snapshot: StageSnapshot, version: int, switches: Switches) -> tuple[int, Switches]:
         return self._board.report(stage, replica, snapshot, version, switches, now=time())
@@ -26,6 +27,15 @@ class SwitchboardDeployment:
 
     async def applied(self, version: int) -> bool:
         return self._board.applied(version, now=time())
+
+    async def erase(self, tenant: str | None, user: str | None) -> int:
+        return self._board.erase(tenant, user, now=time())
+
+    async def exchange(self, follower: str, place: Place) -> News:
+        return self._board.exchange(follower, place, now=time())
+
+    async def erased(self, number: int) -> bool:
+        return self._board.erased(number, now=time())
 
     async def status(self) -> tuple[StageStatus, ...]:
         return self._board.status(now=time())

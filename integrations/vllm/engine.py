@@ -82,6 +82,15 @@ class Engine:
             raise BackendFailed(f"vLLM answered with {len(answer)} probabilities; the {question.best} greatest were asked for")
         return answer
 
+    async def forget(self) -> None:
+        """Drop what the KV cache holds of all prompts; what is being computed starts again. Raises BackendFailed."""
+        try:
+            done = await self._llm.reset_prefix_cache(reset_running_requests=True)
+        except Exception as error:
+            raise BackendFailed(f"vLLM could not drop its prefix cache: {type(error).__name__}: {error}") from error
+        if not done:
+            raise BackendFailed("vLLM could not drop its prefix cache: parts of it are in use")
+
     def alive(self) -> bool:
         llm = self._llm
         return llm is not None and not llm.errored

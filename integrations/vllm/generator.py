@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROBABILITY_TOLERANCE = 0.05
 T = TypeVar("T")
+FORGET_WITHIN_S = 5.0
 NO_QUEUE = {"running": 0.0, "waiting": 0.0, "kv_cache_usage": 0.0, "prefix_cache_queries": 0.0, "prefix_cache_hits": 0.0}
 
 
@@ -152,6 +153,20 @@ class VllmGenerator:
         `prefix_cache_queries`, `prefix_cache_hits`: rows of prompts that were looked up, and found, since the start.
         """
         return self._engine.queue() if self._engine else dict(NO_QUEUE)
+
+    def forget_everything(self) -> int:
+        """Drop what is computed of all prompts: whose it is is not known, nor how much it is, hence 0. Raises BackendFailed."""
+        if self._engine is not None:
+            try:
+                self._run(asyncio.wait_for(self._engine.forget(), FORGET_WITHIN_S))
+            except TimeoutError:
+                raise BackendFailed(f"vLLM did not drop its prefix cache within {FORGET_WITHIN_S:g} s") from None
+        return 0
+
+    def kept(self) -> dict[str, float]:
+        """`asked_rows` of prompts were looked up since the start, and `hit_rows` found."""
+        figures = self.queue()
+        return {"asked_rows": figures["prefix_cache_queries"], "hit_rows": figures["prefix_cache_hits"]}
 
     def close(self) -> None:
         engine, self._engine = self._engine, None

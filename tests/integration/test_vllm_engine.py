@@ -107,6 +107,20 @@ def test_users_and_tenants_share_nothing_and_who_returns_finds_their_prompt_agai
     assert_same(generator.infer(other), reference.infer(other))
 
 
+async def test_after_it_was_told_to_forget_nothing_is_found_again_and_who_waits_meanwhile_is_answered(generator, reference):
+    one = asked(seed=11)
+    _, fresh = await asyncio.to_thread(rows_found, generator, one)
+    _, returning = await asyncio.to_thread(rows_found, generator, one)
+    waiting = [asyncio.create_task(generator.ainfer(asked(seed=20 + user))) for user in range(8)]
+    await asyncio.sleep(0)
+    await asyncio.to_thread(generator.forget_everything)
+    for user, answer in enumerate(await asyncio.gather(*waiting)):
+        assert_same(answer, reference.infer(asked(seed=20 + user)))
+    answer, found = await asyncio.to_thread(rows_found, generator, one)
+    assert found == fresh < returning
+    assert_same(answer, reference.infer(one))
+
+
 async def test_answers_users_who_ask_at_the_same_time_each_as_if_alone(generator, reference):
     requests = [asked(length, seed) for seed, length in enumerate((1, 8, 31, 32, 33, 63, 64, 64, 64, 64, 20, 40))]
     for request, answer in zip(requests, await asyncio.gather(*map(generator.ainfer, requests)), strict=True):

@@ -82,6 +82,16 @@ def test_putting_a_prefix_again_replaces_it_and_counts_it_once():
     assert cache.statistics().evictions == 0
 
 
+def test_when_it_is_cleared_everything_is_gone_and_its_room_is_free():
+    cache = LogitsCache(3 * ROW_BYTES)
+    for token in (1, 2):
+        cache.put(prefix(token), ROW)
+    assert cache.clear() == 2
+    assert cache.get(prefix(1)) is None
+    assert (cache.statistics().entries, cache.statistics().used_bytes, cache.statistics().evictions) == (0, 0, 0)
+    assert cache.clear() == 0
+
+
 def test_a_budget_of_0_keeps_nothing_and_one_below_is_refused():
     cache = LogitsCache(0)
     cache.put(prefix(1), ROW)

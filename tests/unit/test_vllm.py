@@ -16,6 +16,7 @@ from cluster.errors import BackendFailed, BackendUnavailable, DeadlineExceeded, 
 from cluster.trie import Trie
 from cluster.values import GenerateRequest, SamplingOptions, UserState
 from integrations.vllm import engine, library, requests
+from integrations.vllm import generator as vllm_generator
 from integrations.vllm.beam import SPARE, BestSoFar, Path, best, search
 from integrations.vllm.generator import VllmGenerator
 from integrations.vllm.requests import Statistics, Words
@@ -265,6 +266,7 @@ class ScriptedLLM:
             raise self.start_error
         self.args, self.asked, self.unfinished, self.ended = args, [], set(), []
         self.stuck, self.error, self.errored, self.is_shut_down = False, None, False, False
+        self.resets, self.resettable = [], True
         self.statistics = [make(None, 0) for make in stat_loggers]
         self.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=[])))
 
@@ -290,6 +292,13 @@ class ScriptedLLM:
         pairs = sorted(zip((logits - np.log(np.exp(logits).sum())).tolist(), sampling.allowed_token_ids, strict=True), reverse=True)
         pairs = pairs[:1] + pairs[: sampling.logprobs]  # the sampled token comes first, and once more
         return SimpleNamespace(token_ids=[token for _, token in pairs], logprobs=[log_p for log_p, _ in pairs])
+
+    async def reset_prefix_cache(self, *, reset_running_requests):
+        await asyncio.sleep(3600 if self.stuck else 0)
+        if self.error:
+            raise self.error
+        self.resets.append(reset_running_requests)
+        return self.resettable
 
     def get_num_unfinished_requests(self):
         return len(self.unfinished)
@@ -519,6 +528,29 @@ def test_whoever_waits_while_it_is_closed_hears_so_at_once(generator, llm):
     assert heard
     assert llm.is_shut_down
     assert not generator.alive()
+
+
+def test_forgetting_drops_the_prefix_cache_whatever_runs_meanwhile(generator, llm):
+    assert generator.forget_everything() == 0
+    assert llm.resets == [True]
+    assert set(generator.kept()) == {"asked_rows", "hit_rows"}
+    llm.resettable = False
+    with pytest.raises(BackendFailed, match="parts of it are in use"):
+        generator.forget_everything()
+    llm.error = RuntimeError("no such thing")
+    with pytest.raises(BackendFailed, match="RuntimeError: no such thing"):
+        generator.forget_everything()
+
+
+def test_an_engine_too_busy_to_forget_says_so_instead_of_being_waited_for(generator, llm, scripted):
+    scripted.setattr(vllm_generator, "FORGET_WITHIN_S", 0.01)
+    llm.stuck = True
+    with pytest.raises(BackendFailed, match=r"did not drop its prefix cache within 0\.01 s"):
+        generator.forget_everything()
+
+
+def test_what_is_not_loaded_has_nothing_to_forget():
+    assert VllmGenerator().forget_everything() == 0
 
 
 def test_before_it_is_loaded_and_after_it_is_closed_it_says_that_it_is_not(bundle, generator):

@@ -1,0 +1,75 @@
+"""What is to be forgotten, until everybody who keeps something of users has forgotten it.
+
+    operator -> ErasureLog.add(tenant, user) -> number ; reached(number) once every follower is past it
+    follower -> since(the place it has come to) -> News: the erasures since, or: forget everything
+
+A log is held in memory. Its followers tell a new one by its epoch, and whoever comes from another log, or from so far behind that this one
+has dropped what was missed, forgets everything: that may cost time, never an erasure.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+from uuid import uuid4
+
+LONGEST = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Erasure:
+    """Forget this user of this tenant; with `user` None all of the tenant's users, with `tenant` None everybody."""
+
+    number: int
+    tenant: str | None
+    user: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far a follower has come, in the log of that epoch. The default is of no log."""
+
+    epoch: str = ""
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What to do in order to come to `place`: carry out the erasures, in any order, or forget everything where the track is lost."""
+
+    place: Place
+    erasures: tuple[Erasure, ...] = ()
+    lost_track: bool = False
+
+
+class ErasureLog:
+    """Keeps the last `longest` erasures. `started_at` is in seconds since 1970: numbers count milliseconds since then, so that those of a
+    later log are greater, and a number of an earlier one is reached once everybody has forgotten everything.
+    """
+
+    def __init__(self, started_at: float = 0.0, longest: int = LONGEST, epoch: str | None = None) -> None:
+        self._epoch, self._longest = epoch or uuid4().hex, longest
+        self._last = self._dropped = int(started_at * 1000)
+        self._kept: deque[Erasure] = deque()
+
+    def add(self, tenant: str | None, user: str | None, *, now: float) -> int:
+        """The erasure's number. Raises ValueError at a user without a tenant: several tenants may have users of that name."""
+        if user is not None and tenant is None:
+            raise ValueError(f"the tenant of user {user!r} is missing; name it, or neither of them to erase everybody")
+        self._last = max(self._last + 1, int(now * 1000))
+        self._kept.append(Erasure(self._last, tenant, user))
+        if len(self._kept) > self._longest:
+            self._dropped = self._kept.popleft().number
+        return self._last
+
+    def since(self, place: Place) -> News:
+        """What a follower that has come to `place` has not done yet."""
+        here = Place(self._epoch, self._last)
+        if place.epoch != self._epoch or place.number < self._dropped:
+            return News(here, lost_track=True)
+        missed = takewhile(lambda one: one.number > place.number, reversed(self._kept))
+        return News(here, tuple(missed)[::-1])
+
+    def reached(self, number: int, places: Iterable[Place]) -> bool:
+        """Whether those who have come to these places have all carried out the erasure of that number."""
+        return all(place.epoch == self._epoch and place.number >= number for place in places)

@@ -1,0 +1,195 @@
+"""Erasure through the framework controller: every loaded backend forgets, or is unloaded; and what they say they keep."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from cluster.breaker import BreakerSettings
+from cluster.concurrent_controller import ConcurrentController
+from cluster.controller import FrameworkController
+from cluster.errors import BackendFailed
+from cluster.forgetting import forget, kept
+from cluster.switchboard import Switchboard
+from tests import scripted_backends
+from tests.scripted_backends import CLOCK, RULES, First, Queued
+
+BREAKER = BreakerSettings(failures_to_open=3, pause_s=1, growth=2, longest_pause_s=8)
+
+
+class Keeping(First):
+    """Keeps whatever users it is given."""
+
+    log: ClassVar[list[str]] = []
+    users: ClassVar[set[tuple[str, str]]] = set()
+    broken: ClassVar[bool] = False
+
+    def forget(self, tenant: str, user: str) -> int:
+        if self.broken:
+            raise RuntimeError("the store is damaged")
+        before = len(self.users)
+        self.users.discard((tenant, user))
+        return before - len(self.users)
+
+    def kept(self) -> dict[str, float]:
+        if self.broken:
+            raise RuntimeError("the store is damaged")
+        return {"users": len(self.users), "hits": 3}
+
+    def close(self) -> None:
+        self.users.clear()
+        super().close()
+
+
+class Clearing(Keeping):
+    log: ClassVar[list[str]] = []
+    users: ClassVar[set[tuple[str, str]]] = set()
+
+    def forget_tenant(self, tenant: str) -> int:
+        self.log.append(f"forget {tenant}")
+        return 1
+
+    def forget_everything(self) -> int:
+        self.log.append("forget everything")
+        self.users.clear()
+        return 1
+
+
+class QueuedKeeping(Queued):
+    log: ClassVar[list[str]] = []
+
+    def forget_everything(self) -> int:
+        self.log.append("forget everything")
+        return 1
+
+
+TABLE = {
+    "keeping": f"{__name__}:Keeping",
+    "clearing": f"{__name__}:Clearing",
+    "second": "tests.scripted_backends:Second",
+    "queued": f"{__name__}:QueuedKeeping",
+}
+ADA, BOB = ("default", "ada"), ("default", "bob")
+
+
+@pytest.fixture(autouse=True)
+def _pristine() -> Iterator[None]:
+    scripted_backends.reset()
+    for cls in (Keeping, Clearing, QueuedKeeping):
+        cls.log.clear()
+    for cls in (Keeping, Clearing):
+        cls.users.clear()
+        cls.users |= {ADA, BOB}
+        cls.broken = False
+    yield
+    scripted_backends.reset()
+
+
+def make(tmp_path: Path, *order: str, kind: type = FrameworkController) -> FrameworkController[int, float]:
+    bundle = scripted_backends.opaque_bundle(tmp_path / "model")
+    return kind("doubler", TABLE, order, bundle, RULES, breaker=BREAKER, clock=CLOCK)
+
+
+@pytest.fixture
+def controller(tmp_path):
+    made = make(tmp_path, "keeping", "clearing", "second")
+    made.warm_up([1], ready=3)
+    for cls in (Keeping, Clearing):
+        cls.log.clear()
+    return made
+
+
+def loaded(controller) -> list[str]:
+    return [one.name for one in controller.snapshot().backends if one.loaded]
+
+
+def test_every_backend_that_keeps_something_forgets_the_user_and_nobody_else(controller):
+    assert controller.forget(*ADA) == 2
+    assert Keeping.users == Clearing.users == {BOB}
+    assert loaded(controller) == ["keeping", "clearing", "second"]
+
+
+def test_one_that_breaks_over_it_is_unloaded_with_all_it_keeps_and_the_others_still_forget(controller, caplog):
+    Keeping.broken = True
+    assert controller.forget(*ADA) == 1
+    assert (Keeping.users, Clearing.users) == (set(), {BOB})
+    assert loaded(controller) == ["clearing", "second"]
+    assert "could not forget a user" in caplog.text
+    (broken,) = (one for one in controller.snapshot().backends if one.name == "keeping")
+    assert "the store is damaged" in broken.last_error
+    Keeping.broken = False
+    assert controller.call_one(4).backend == "keeping", "it is loaded again"
+
+
+def test_everybody_is_forgotten_by_the_widest_method_or_by_unloading(controller):
+    assert controller.forget_all() == 1
+    assert (Keeping.users, Clearing.users) == (set(), set())
+    assert loaded(controller) == ["clearing", "second"], "one that keeps nothing stays, and one that can clear itself"
+
+
+def test_a_tenant_is_forgotten_by_the_narrowest_method_that_is_wide_enough(controller):
+    controller.forget("default", None)
+    assert Clearing.log == ["forget default"]
+    assert loaded(controller) == ["clearing", "second"]
+
+
+def test_what_is_not_loaded_is_not_told(tmp_path):
+    controller = make(tmp_path, "keeping", "clearing")
+    assert controller.forget(*ADA) == 0
+    assert (Keeping.users, Keeping.log) == ({ADA, BOB}, [])
+
+
+def test_an_erasure_waits_for_the_batch_that_runs(controller, monkeypatch):
+    runs, may_end = threading.Event(), threading.Event()
+
+    def batch_infer(self, requests):
+        runs.set()
+        assert may_end.wait(10)
+        self.users.add(("default", "eve"))
+        return [2.0 * request for request in requests]
+
+    monkeypatch.setattr(Keeping, "batch_infer", batch_infer)
+    batch = threading.Thread(target=controller.call, args=([4],))
+    batch.start()
+    assert runs.wait(10)
+    erasure = threading.Thread(target=controller.forget, args=("default", "eve"))
+    erasure.start()
+    may_end.set()
+    batch.join(10)
+    erasure.join(10)
+    assert Keeping.users == {ADA, BOB}
+
+
+def test_an_engine_with_a_queue_of_its_own_is_told_too(tmp_path):
+    controller = make(tmp_path, "queued", "second", kind=ConcurrentController)
+    controller.warm_up([1])
+    controller.refresh()
+    assert controller.forget(*ADA) == 1
+    assert "forget everything" in QueuedKeeping.log, "it has nothing narrower"
+
+
+def test_what_is_kept_is_told_by_backend_and_added_up_over_replicas(controller):
+    figures = {"users": 2.0, "hits": 3.0}
+    assert controller.kept() == {"keeping": figures, "clearing": figures}
+    board = Switchboard()
+    for replica in ("a", "b"):
+        board.report("doubler", replica, controller.snapshot(), 0, {}, now=0)
+    (status,) = board.status(now=0)
+    shown = {one.name: one.kept for one in status.backends}
+    assert shown == {"keeping": {"users": 4.0, "hits": 6.0}, "clearing": {"users": 4.0, "hits": 6.0}, "second": {}, "queued": {}}
+    assert "kept" not in status.as_json()["backends"][0], "the caches show it"
+
+
+def test_one_that_cannot_tell_what_it_keeps_is_no_obstacle(controller):
+    Keeping.broken = True
+    assert set(controller.kept()) == {"clearing"}
+    assert controller.call_one(4).backend == "keeping"
+
+
+def test_what_keeps_something_and_cannot_clear_it_says_so_and_what_keeps_nothing_has_nothing_to_do():
+    with pytest.raises(BackendFailed, match="has no forget_tenant or forget_everything"):
+        forget(Keeping(), "default", None)
+    assert forget(First(), "default", "ada") == 0
+    assert kept(First()) == {}

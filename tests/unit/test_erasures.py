@@ -1,0 +1,144 @@
+"""Erasures on their way: who has yet to forget whom, and who has lost track and forgets everything."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.erasures import ErasureLog, News, Place
+from cluster.switchboard import Switchboard
+
+NOW = 1_760_000_000.0
+
+
+class Holder:
+    """Keeps users, and forgets as the news say."""
+
+    def __init__(self, name: str = "holder") -> None:
+        self.name, self.place, self.users = name, Place(), set()
+
+    def take(self, news: News) -> None:
+        if news.lost_track:
+            self.users.clear()
+        for erasure in news.erasures:
+            self.users = {
+                (tenant, user) for tenant, user in self.users if not (erasure.tenant in (None, tenant) and erasure.user in (None, user))
+            }
+        self.place = news.place
+
+    def exchange(self, board: Switchboard, now: float = NOW) -> None:
+        self.take(board.exchange(self.name, self.place, now=now))
+
+
+def started(*names: str, now: float = NOW) -> tuple[Switchboard, list[Holder]]:
+    """A switchboard, and followers that have found their place in its log."""
+    board, holders = Switchboard(ttl_s=5, now=now), [Holder(name) for name in names]
+    for holder in holders:
+        holder.exchange(board)
+    return board, holders
+
+
+def test_an_erasure_reaches_everybody_and_is_done_only_then():
+    board, holders = started("a", "b")
+    for holder in holders:
+        holder.users = {("default", "ada"), ("default", "bob")}
+    number = board.erase("default", "ada", now=NOW)
+    for holder in holders:
+        assert not board.erased(number, now=NOW)
+        holder.exchange(board)
+        assert holder.users == {("default", "bob")}
+    assert not board.erased(number, now=NOW), "it is done once they say so"
+    for holder in holders:
+        holder.exchange(board)
+    assert board.erased(number, now=NOW)
+
+
+def test_a_user_of_another_tenant_stays_and_a_tenant_or_everybody_can_be_erased():
+    board, (holder,) = started("a")
+    everybody = {("shop", "ada"), ("shop", "bob"), ("news", "ada")}
+    for erased, left in (
+        (("shop", "ada"), {("shop", "bob"), ("news", "ada")}),
+        (("shop", None), {("news", "ada")}),
+        ((None, None), set()),
+    ):
+        holder.users = set(everybody)
+        board.erase(*erased, now=NOW)
+        holder.exchange(board)
+        assert holder.users == left
+
+
+def test_nobody_is_erased_by_a_user_of_no_tenant():
+    with pytest.raises(ValueError, match="the tenant of user 'ada' is missing"):
+        ErasureLog().add(None, "ada", now=NOW)
+
+
+def test_a_holder_that_is_gone_is_not_waited_for():
+    board, (gone, alive) = started("gone", "alive")
+    number = board.erase("default", "ada", now=NOW + 1)
+    for _ in range(2):
+        alive.exchange(board, NOW + 4)
+    assert not board.erased(number, now=NOW + 4)
+    assert board.erased(number, now=NOW + 5.5)
+    gone.users = {("default", "ada")}
+    gone.exchange(board, NOW + 60)
+    assert gone.users == set(), "it catches up when it comes back"
+
+
+def test_who_comes_from_an_earlier_switchboard_forgets_everything_and_the_erasures_of_that_one_count_as_done_then():
+    old, holders = started("a", "b")
+    number = old.erase("default", "ada", now=NOW + 1)
+    restarted = Switchboard(ttl_s=5, now=NOW + 2)
+    for holder in holders:
+        holder.users = {("default", "ada"), ("default", "bob")}
+        holder.exchange(restarted, NOW + 2)
+        assert holder.users == set()
+        assert not restarted.erased(number, now=NOW + 2)
+    for holder in holders:
+        holder.users = {("default", "bob")}
+        holder.exchange(restarted, NOW + 3)
+        assert holder.users == {("default", "bob")}, "once is enough"
+    assert restarted.erased(number, now=NOW + 3)
+
+
+def test_a_restarted_switchboard_whose_clock_is_slow_does_not_claim_what_it_cannot_know():
+    old, (holder,) = started("a")
+    number = old.erase("default", "ada", now=NOW + 1)
+    restarted = Switchboard(ttl_s=5, now=NOW - 100)
+    for _ in range(2):
+        holder.exchange(restarted, NOW)
+    assert not restarted.erased(number, now=NOW)
+
+
+def test_who_is_further_behind_than_the_log_goes_back_forgets_everything():
+    log = ErasureLog(NOW, longest=3)
+    here = log.since(Place()).place
+    numbers = [log.add("default", f"user-{number}", now=NOW) for number in range(4)]
+    assert log.since(here).lost_track
+    assert [one.number for one in log.since(Place(here.epoch, numbers[0])).erasures] == numbers[1:]
+    assert log.since(Place(here.epoch, numbers[-1])) == News(Place(here.epoch, numbers[-1]))
+
+
+def test_every_erasure_has_a_number_of_its_own_also_within_a_millisecond_or_when_the_clock_goes_back():
+    log = ErasureLog(NOW)
+    numbers = [log.add("default", "ada", now=NOW - second) for second in range(5)]
+    assert sorted(set(numbers)) == numbers
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["erase", "exchange", "restart", "keep"]), st.sampled_from("xyz"))))
+def test_whatever_happens_a_holder_that_is_up_to_date_keeps_nobody_erased_since_it_kept_them(steps):
+    board, holders = Switchboard(now=NOW), {name: Holder(name) for name in "ab"}
+    to_go: dict[str, set[tuple[str, str]]] = {name: set() for name in "ab"}
+    for second, (name, step, user) in enumerate(steps):
+        holder, one, now = holders[name], ("default", user), NOW + second
+        if step == "erase":
+            board.erase(*one, now=now)
+            for other in "ab":
+                to_go[other].add(one)
+        elif step == "keep":
+            holder.users.add(one)
+            to_go[name].discard(one)
+        elif step == "restart":
+            board = Switchboard(now=now)
+        else:
+            holder.exchange(board, now)
+            assert not holder.users & to_go[name]
+            to_go[name].clear()

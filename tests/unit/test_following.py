@@ -1,0 +1,197 @@
+"""Following the switchboard's erasures: what is done when, what is told when, and what happens while the switchboard is away."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from cluster.config import Settings
+from cluster.switchboard import Switchboard
+from deployments import following
+from deployments.encoder import Encoder
+from deployments.following import Follower
+from tests.scripted_backends import FakeClock
+
+NOW = 1_760_000_000.0
+
+
+class Handle:
+    """On a switchboard in this process; with `board` None nobody answers."""
+
+    deployment_name = "switchboard"
+
+    def __init__(self):
+        self.board, self.asked = Switchboard(now=NOW), 0
+
+    def __getattr__(self, method):
+        return SimpleNamespace(remote=lambda *args: self._remote(method, args))
+
+    def _remote(self, method, args):
+        self.asked += 1
+        response = asyncio.get_running_loop().create_future()
+        if self.board is None:
+            response.set_exception(ActorDiedError())
+        else:
+            response.set_result(getattr(self.board, method)(*args, now=NOW))
+        return response
+
+
+class Keeper:
+    """Remembers what it was told; `error` is raised instead, and `busy` has it wait."""
+
+    def __init__(self):
+        self.told, self.error, self.busy = [], None, None
+
+    async def on_erasure(self, tenant, user):
+        if self.busy:
+            await self.busy.wait()
+        if self.error:
+            raise self.error
+        self.told.append((tenant, user))
+
+    async def on_lost_track(self):
+        self.told.append("everything")
+
+
+@pytest.fixture
+def handle():
+    return Handle()
+
+
+@pytest.fixture
+def keeper():
+    return Keeper()
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+async def follower(handle, keeper, clock):
+    """One that has found its place."""
+    made = Follower(handle, "encoder/a", keeper.on_erasure, keeper.on_lost_track, again_after_s=10, clock=clock)
+    await made.exchange()
+    assert keeper.told.pop() == "everything", "who knows no place may have missed anything"
+    return made
+
+
+async def test_what_is_new_is_forgotten_once_and_told_with_the_next_exchange(follower, handle, keeper):
+    number = handle.board.erase("default", "ada", now=NOW)
+    await follower.exchange()
+    assert keeper.told == [("default", "ada")]
+    assert not handle.board.erased(number, now=NOW)
+    await follower.exchange()
+    assert handle.board.erased(number, now=NOW)
+    assert keeper.told == [("default", "ada")]
+
+
+async def test_once_more_when_the_requests_of_that_time_are_over(follower, handle, keeper, clock):
+    handle.board.erase("default", "ada", now=NOW)
+    await follower.exchange()
+    clock.advance(9.9)
+    await follower.exchange()
+    assert len(keeper.told) == 1
+    clock.advance(0.1)
+    for _ in range(3):
+        await follower.exchange()
+    assert keeper.told == [("default", "ada")] * 2
+
+
+async def test_the_second_time_comes_also_while_the_switchboard_is_away(follower, handle, keeper, clock):
+    handle.board.erase("default", "ada", now=NOW)
+    await follower.exchange()
+    handle.board = None
+    clock.advance(10)
+    await follower.exchange()
+    assert keeper.told == [("default", "ada")] * 2
+
+
+async def test_after_a_restart_of_the_switchboard_everything_is_forgotten_once(follower, handle, keeper):
+    handle.board = None
+    await follower.exchange()
+    assert keeper.told == []
+    handle.board = Switchboard(now=NOW + 1)
+    for _ in range(3):
+        await follower.exchange()
+    assert keeper.told == ["everything"]
+
+
+async def test_what_cannot_be_forgotten_is_not_told_and_tried_again(follower, handle, keeper, clock, caplog):
+    keeper.error = RuntimeError("the engine is away")
+    number = handle.board.erase("default", "ada", now=NOW)
+    for _ in range(2):
+        await follower.exchange()
+        assert not handle.board.erased(number, now=NOW)
+    assert "is tried again" in caplog.text
+    keeper.error = None
+    for _ in range(2):
+        await follower.exchange()
+    assert handle.board.erased(number, now=NOW)
+    keeper.error = RuntimeError("the engine is away")
+    clock.advance(10)
+    await follower.exchange()
+    keeper.error = None
+    await follower.exchange()
+    assert keeper.told == [("default", "ada")] * 2, "the second time is not lost either"
+
+
+async def test_while_the_engine_is_busy_it_reports_but_does_not_claim(follower, handle, keeper, monkeypatch):
+    monkeypatch.setattr(following, "REPORT_INTERVAL_S", 0.01)
+    keeper.busy = asyncio.Event()
+    number, asked = handle.board.erase("default", "ada", now=NOW), handle.asked
+    for _ in range(5):
+        await follower.exchange()
+    assert handle.asked == asked + 5, "a silent one would count as gone"
+    assert not handle.board.erased(number, now=NOW)
+    keeper.busy.set()
+    for _ in range(2):
+        await follower.exchange()
+    assert keeper.told == [("default", "ada")]
+    assert handle.board.erased(number, now=NOW)
+
+
+async def test_following_tells_at_once_what_is_done(handle, keeper, monkeypatch):
+    monkeypatch.setattr(following, "REPORT_INTERVAL_S", 3600)
+    number = handle.board.erase("default", "ada", now=NOW)
+    follower = Follower(handle, "gateway/a", keeper.on_erasure, keeper.on_lost_track, again_after_s=10)
+    task = asyncio.create_task(follower.follow_forever())
+    async with asyncio.timeout(10):
+        while not (handle.asked >= 2 and handle.board.erased(number, now=NOW)):  # noqa: ASYNC110 - nothing tells when it has asked
+            await asyncio.sleep(0)
+    task.cancel()
+    assert handle.asked == 2
+
+
+async def test_a_replica_erases_in_its_engine_thread_after_the_batch_that_runs():
+    """The batch keeps what it computes at its end: were the user erased meanwhile, that would stay."""
+    kept: set[tuple[str, str]] = set()
+    ends = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def batch():
+        asyncio.run_coroutine_threadsafe(ends.wait(), loop).result()
+        kept.add(("default", "ada"))
+
+    replica = object.__new__(Encoder)
+    replica._settings, replica._thread, replica._replica_id = Settings(), ThreadPoolExecutor(1), "a"
+    replica._controller = SimpleNamespace(
+        forget=lambda tenant, user: kept.discard((tenant, user)), forget_all=kept.clear, close=lambda: None
+    )
+    replica._switchboard = handle = Handle()
+    follower = replica._make_follower()
+    await follower.exchange()
+    running = asyncio.create_task(replica._in_thread(batch))
+    await asyncio.sleep(0)
+    number = handle.board.erase("default", "ada", now=NOW)
+    exchanged = asyncio.create_task(follower.exchange())
+    await asyncio.sleep(0.01)
+    ends.set()
+    await running
+    await exchanged
+    assert kept == set()
+    await follower.exchange()
+    assert handle.board.erased(number, now=NOW)
