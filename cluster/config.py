@@ -113,6 +113,43 @@ class GatewaySettings(Section):
     deadline_s: float = Field(5.0, gt=0, description="how long the encoder may take before popularity answers instead")
     generation_deadline_s: float = Field(5.0, gt=0, description="how long the generator may take before the retrieved items are the answer")
     pool: int = Field(500, ge=1, description="items that the blend, diversity and freshness choose from")
+    max_events: int = Field(1000, ge=1, description="events one call of /v1/events may carry")
+
+
+class CacheSettings(Section):
+    """Answers that are kept: l1 in each gateway replica, l2 for the whole cluster. What is kept is versioned by model and history."""
+
+    enabled: bool = Field(True, description="false: every answer is computed")
+    policy: Literal["s3fifo", "lru", "lfu", "fifo", "arc"] = Field("s3fifo", description="which answers make room for new ones")
+    l1_bytes: int = Field(64 * 2**20, ge=2**16, description="memory of l1 in each gateway replica")
+    l2: Literal["actors", "redis", "off"] = Field("actors", description="actors: named detached Ray actors; redis: the server at `redis_url`")
+    l2_shards: int = Field(1, ge=1, le=256, description="cache actors; each is a process of one core at most")
+    l2_shard_bytes: int = Field(256 * 2**20, ge=2**16, description="memory of a cache actor")
+    l2_deadline_ms: float = Field(20.0, gt=0, le=1000, description="a cache that has not answered by then counts as a miss")
+    redis_url: str | None = Field(None, description="such as redis://host:6379/0")
+    ttl_s: float = Field(60.0, gt=0, description="how long an answer is fresh, give or take a tenth")
+    stale_s: float = Field(300.0, ge=0, description="how long after that it is still given, while it is computed anew")
+    negative_ttl_s: float = Field(1.0, gt=0, description="how long a degraded answer is kept")
+    minimum_hit_rate: float = Field(0.05, ge=0, le=1, description="below it, what was not asked for lately is not kept; 0: never mind")
+    tenant_share: float = Field(1.0, gt=0, le=1, description="of a cache's memory, what one tenant may take at most")
+    hot_per_minute: float = Field(6.0, gt=0, description="an answer asked for more often is computed anew before its time is over")
+
+    @model_validator(mode="after")
+    def _redis_has_a_url(self) -> Self:
+        if (self.l2 == "redis") != (self.redis_url is not None):
+            raise ValueError("l2: redis and redis_url belong together: give both, as l2: redis, redis_url: redis://host:6379/0, or neither")
+        return self
+
+
+class EventSettings(Section):
+    """What users do, as it happens: the event store, where requests that name only a user find the user's history."""
+
+    enabled: bool = Field(True, description="false: every request brings its behaviours")
+    url: str | None = Field(
+        None, description="postgresql://user@host/database, or sqlite:///file for one machine; default: events.db in the model's directory"
+    )
+    anticipate: bool = Field(True, description="after an event, compute the user's next answer in the background")
+    anticipate_after_s: float = Field(0.05, ge=0, le=60, description="how long to wait for further events of the user before that")
 
 
 class Settings(Section):
@@ -123,6 +160,13 @@ class Settings(Section):
     encoder: EncoderSettings = EncoderSettings()
     generator: GeneratorSettings = GeneratorSettings()
     gateway: GatewaySettings = GatewaySettings()
+    cache: CacheSettings = CacheSettings()
+    events: EventSettings = EventSettings()
+
+    @property
+    def event_store_url(self) -> str:
+        """Where events are stored."""
+        return self.events.url or f"sqlite:///{self.model_dir.absolute() / 'events.db'}"
 
     def engines(self, stage: str) -> EngineSettings:
         """The settings of the stage of that name."""

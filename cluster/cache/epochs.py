@@ -1,0 +1,37 @@
+"""What was forgotten when, so that nothing computed from before comes back.
+
+Whoever begins to compute an answer notes the epoch; each erasure begins a new one. An answer is taken in only where nothing it belongs to
+was erased since its epoch.
+"""
+
+from collections import OrderedDict
+from typing import TypeAlias
+
+from cluster.cache.entry import Key
+
+Scope: TypeAlias = tuple[str | None, str | None]
+REMEMBERED = 100_000
+
+
+class Epochs:
+    """Counts erasures from `start` on. Only the latest `remembered` scopes are known one by one: what began before those is refused.
+
+    `start` must lie above every epoch that an earlier life of the same cache handed out; nanoseconds since 1970 do.
+    """
+
+    def __init__(self, start: int, remembered: int = REMEMBERED) -> None:
+        self.now = self._floor = start
+        self._remembered = remembered
+        self._ended: OrderedDict[Scope, int] = OrderedDict()
+
+    def end(self, namespace: str | None = None, group: str | None = None) -> None:
+        """Everything of the group (None: the namespace; None both: everything) that is under way now is out of date."""
+        self.now += 1
+        self._ended[namespace, group] = self.now
+        self._ended.move_to_end((namespace, group))
+        if len(self._ended) > self._remembered:
+            self._floor = self._ended.popitem(last=False)[1]
+
+    def admits(self, key: Key, began: int) -> bool:
+        scopes: tuple[Scope, ...] = ((None, None), (key.namespace, None), (key.namespace, key.group))
+        return began >= max(self._floor, *(self._ended.get(scope, 0) for scope in scopes))

@@ -1,0 +1,79 @@
+"""The shared cache as one replica uses it: get an entry or the right to compute it, wait for who computes it, send what was computed."""
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.cache.codec import CountingCodec
+from cluster.cache.entry import Entry, Key
+from cluster.cache.shard import Granted, Held
+from cluster.cache.shared import SharedCache
+from cluster.cache.tier_values import TierSettings
+from cluster.cache.write_behind import WriteBehind
+
+TRIES = 10
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A decoded entry; `awaited`: another replica was computing it when we asked."""
+
+    entry: Entry
+    awaited: bool
+
+
+class SecondTier:
+    """`refused` is told of each key whose entry was not taken in because it was erased while it was computed."""
+
+    def __init__(self, shared: SharedCache, codec: CountingCodec[Any], settings: TierSettings, refused: Callable[[Key], object]) -> None:
+        self.shared = shared
+        self._codec, self._settings = codec, settings
+        self.writes = WriteBehind(shared, settings.max_writes, refused)
+        self._holder = f"{os.uname().nodename}-{os.getpid()}-{next(_numbers)}"
+        self._releases: set[asyncio.Task[None]] = set()
+
+    async def find(self, key: Key) -> Entry | None:
+        """The entry, decoded; nobody is to compute it."""
+        entry = (await self.shared.mget((key,))).entries.get(key)
+        return self._codec.decoded(entry) if entry else None
+
+    async def obtain(self, key: Key, newer_than: float) -> Arrived | Granted | Held | None:
+        """An entry that is fresh until after `newer_than`, or with which epoch to compute it: Granted to us, or Held by one who takes too
+        long. None where the shared cache cannot be asked: what is computed then stays here.
+        """
+        until = _now() + self._settings.wait_s
+        for _ in range(TRIES):  # each replica whose computation fails takes its turn; more tries than that have another cause
+            leased = await self.shared.lease(key, self._holder, self._settings.lease_s, newer_than)
+            entry = await self._awaited(key, leased, until - _now(), newer_than) if isinstance(leased, Held) else leased
+            if isinstance(entry, Entry):
+                if (decoded := self._codec.decoded(entry)) is not None:
+                    return Arrived(decoded, awaited=isinstance(leased, Held))
+                newer_than = max(newer_than, entry.fresh_until)
+            elif not isinstance(leased, Held) or _now() >= until:
+                return leased if not isinstance(leased, Entry) else None
+        return None
+
+    def put(self, key: Key, entry: Entry, epoch: int) -> None:
+        """Send it soon; nobody waits for it."""
+        self.writes.put(key, entry, epoch)
+
+    def release(self, key: Key) -> None:
+        """Let the next replica compute it; nobody waits for that."""
+        task = asyncio.get_running_loop().create_task(self.shared.release(key, self._holder))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def flush(self) -> None:
+        """Until what was put and released so far has been sent."""
+        await asyncio.gather(self.writes.flush(), *self._releases)
+
+    async def _awaited(self, key: Key, held: Held, left_s: float, newer_than: float) -> Entry | None:
+        return await self.shared.wait(key, min(left_s, held.seconds), newer_than) if left_s > 0 else None
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

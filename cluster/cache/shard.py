@@ -1,0 +1,153 @@
+"""One shard of the shared cache: entries, and who computes those that are missing.
+
+    lease(key) -> the entry, or Granted (compute it, then mput or release), or Held (somebody computes it: wait)
+
+Its methods never wait, except `wait`, so that on one event loop each is atomic.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from cluster.cache.entry import CacheStatistics, Entry, Key
+from cluster.cache.epochs import Epochs
+from cluster.cache.memory import MemoryCache
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What was found, and for each of the keys that were missing the epoch to put its entry with."""
+
+    entries: Mapping[Key, Entry]
+    epochs: Mapping[Key, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The caller is the one that computes the key; its entry is put with this epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Somebody else computes the key, for at most `seconds` more; whoever computes it all the same puts it with this epoch."""
+
+    seconds: float
+    epoch: int
+
+
+Leased: TypeAlias = Entry | Granted | Held
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    holder: str
+    until: float
+
+
+class CacheShard:
+    """`clock` gives seconds since 1970, as entries do. `start` is the first epoch, by default from the clock (see Epochs)."""
+
+    def __init__(self, memory: MemoryCache, clock: Callable[[], float] = time.time, start: int | None = None) -> None:
+        self.memory = memory
+        self._clock = clock
+        self._epochs = Epochs(int(clock() * 1e9) if start is None else start)
+        self._leases: OrderedDict[Key, _Lease] = OrderedDict()
+        self._waiting: defaultdict[Key, list[asyncio.Future[Entry | None]]] = defaultdict(list)
+
+    async def mget(self, keys: Sequence[Key]) -> Lookup:
+        entries = {key: entry for key in keys if (entry := self.memory.get(key)) is not None}
+        return Lookup(entries, {key: self._epochs.now for key in keys if key not in entries})
+
+    async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
+        """Take in what nothing was erased of since its epoch; returns the keys of the rest, among them those without an epoch."""
+        refused = frozenset(key for key in entries if key not in epochs or not self._epochs.admits(key, epochs[key]))
+        for key in entries.keys() - refused:
+            self.memory.put(key, entries[key])
+            self._settle(key, entries[key])
+        return refused
+
+    async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased:
+        """The entry where it is fresh until after `newer_than`; otherwise the lease goes to exactly one holder at a time.
+
+        It ends with `mput`, `release`, an erasure of the key, or after `seconds`. A holder that asks again is granted it again: the answer
+        to its first call may have been lost.
+        """
+        if (entry := self._newer(key, newer_than, counted=newer_than == 0)) is not None:
+            return entry
+        lease, now = self._lease(key), self._clock()
+        if lease is not None and lease.holder != holder:
+            return Held(lease.until - now, self._epochs.now)
+        self._leases[key] = _Lease(holder, now + seconds)
+        return Granted(self._epochs.now)
+
+    async def wait(self, key: Key, within_s: float, newer_than: float = 0.0) -> Entry | None:
+        """The entry as soon as it is put; None once nobody computes it any more, or after `within_s`."""
+        if (entry := self._newer(key, newer_than, counted=False)) is not None:
+            return entry
+        if (lease := self._lease(key)) is None:
+            return None
+        put: asyncio.Future[Entry | None] = asyncio.get_running_loop().create_future()
+        self._waiting[key].append(put)
+        try:
+            async with asyncio.timeout(min(within_s, lease.until - self._clock())):
+                return await put
+        except TimeoutError:
+            return None
+        finally:
+            self._stop_waiting(key, put)
+
+    async def release(self, key: Key, holder: str) -> None:
+        """Give the lease back without an entry; nothing where `holder` has it no more."""
+        lease = self._lease(key)
+        if lease is not None and lease.holder == holder:
+            self._settle(key, None)
+
+    async def invalidate(self, namespace: str | None = None, group: str | None = None) -> int:
+        """Forget a group, a namespace or everything, and what is being computed of it; returns how many entries there were."""
+        self._epochs.end(namespace, group)
+        for key in [key for key in self._leases if concerns(key, namespace, group)]:
+            self._settle(key, None)
+        return self.memory.invalidate(namespace, group)
+
+    async def statistics(self) -> CacheStatistics:
+        return self.memory.statistics()
+
+    async def close(self) -> None:
+        """Whoever waits is told that nothing will come."""
+        for key in list(self._waiting):
+            self._settle(key, None)
+
+    def _newer(self, key: Key, newer_than: float, *, counted: bool) -> Entry | None:
+        entry = self.memory.get(key) if counted else self.memory.peek(key)
+        return entry if entry is not None and entry.fresh_until > newer_than else None
+
+    def _lease(self, key: Key) -> _Lease | None:
+        """The one that runs now. Those whose time is over are dropped from the oldest on, as their holders may have died."""
+        now = self._clock()
+        while self._leases and next(iter(self._leases.values())).until <= now:
+            self._leases.popitem(last=False)
+        lease = self._leases.get(key)
+        return lease if lease is not None and now < lease.until else None
+
+    def _settle(self, key: Key, entry: Entry | None) -> None:
+        self._leases.pop(key, None)
+        for put in self._waiting.pop(key, []):
+            if not put.done():
+                put.set_result(entry)
+
+    def _stop_waiting(self, key: Key, put: "asyncio.Future[Entry | None]") -> None:
+        waiting = self._waiting.get(key, [])
+        if put in waiting:
+            waiting.remove(put)
+        if not waiting:
+            self._waiting.pop(key, None)
+
+
+def concerns(key: Key, namespace: str | None, group: str | None) -> bool:
+    """Whether an erasure of this group (None: the namespace; None both: everything) is one of the key."""
+    return namespace in {None, key.namespace} and group in {None, key.group}

@@ -1,0 +1,214 @@
+"""The cache that replicas share (L2): keys spread over shards, and no call that can hurt its caller.
+
+    SharedCache  what the tiers ask; never raises, never takes longer than its deadline; a failure is a miss
+    Shard        what is behind it: an actor, a Redis, a CacheShard in this process; may hang, may raise anything
+
+A shard that fails some times in a row costs nothing until it is tried again (see cluster.breaker).
+"""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from cluster.breaker import Breaker, BreakerSettings, BreakerState
+from cluster.cache.entry import CacheStatistics, Entry, Key
+from cluster.cache.rendezvous import pick
+from cluster.cache.shard import Leased, Lookup
+from cluster.errors import ConfigError
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class Shard(Protocol):
+    """See CacheShard for what each does."""
+
+    async def mget(self, keys: Sequence[Key]) -> Lookup: ...
+    async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]: ...
+    async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased: ...
+    async def wait(self, key: Key, within_s: float, newer_than: float = 0.0) -> Entry | None: ...
+    async def release(self, key: Key, holder: str) -> None: ...
+    async def invalidate(self, namespace: str | None = None, group: str | None = None) -> int: ...
+    async def statistics(self) -> CacheStatistics: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Erased:
+    """How many entries an erasure removed, and the shards that did not confirm it: ask again."""
+
+    entries: int = 0
+    unconfirmed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHealth:
+    """One shard as this process sees it. `failures` counts broken calls, `timeouts` those of them that took too long."""
+
+    name: str
+    breaker: BreakerState
+    calls: int
+    failures: int
+    timeouts: int
+    last_error: str
+
+
+class SharedCache(Protocol):
+    """As Shard, less what fails: `lease` is None where nobody can say, and `mput` returns what it knows to be refused for an erasure."""
+
+    async def mget(self, keys: Sequence[Key]) -> Lookup: ...
+    async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]: ...
+    async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased | None: ...
+    async def wait(self, key: Key, within_s: float, newer_than: float = 0.0) -> Entry | None: ...
+    async def release(self, key: Key, holder: str) -> None: ...
+    async def invalidate(self, namespace: str | None = None, group: str | None = None) -> Erased: ...
+    async def statistics(self) -> Mapping[str, CacheStatistics]: ...
+    def health(self) -> tuple[ShardHealth, ...]: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSettings:
+    """`deadline_s` bounds every call of a request (a `wait` has it beside its own time); `operator_s` the erasures and statistics."""
+
+    deadline_s: float = 0.02
+    operator_s: float = 2.0
+    breaker: BreakerSettings = field(default_factory=lambda: BreakerSettings(longest_pause_s=30.0))
+
+    def __post_init__(self) -> None:
+        if not (self.deadline_s > 0 and self.operator_s > 0):
+            raise ConfigError(f"deadline_s is {self.deadline_s} and operator_s {self.operator_s}; both must be positive seconds")
+
+
+class GuardedShard:
+    """A shard behind a deadline and a breaker; counts what fails. `clock` only moves forward."""
+
+    def __init__(self, name: str, shard: Shard, settings: SharedSettings, clock: Callable[[], float]) -> None:
+        self.name, self.shard = name, shard
+        self._settings, self._clock = settings, clock
+        self._breaker, self._on_trial = Breaker(settings.breaker), False
+        self._calls = self._failures = self._timeouts = 0
+        self._last_error = ""
+
+    async def ask(self, call: Callable[[Shard], Awaitable[T]], more_s: float = 0.0) -> T | None:
+        """What the shard answers within the deadline and `more_s`; None where it fails, or is not to be asked now."""
+        state = self._breaker.state(self._clock())
+        if state is BreakerState.OPEN or (state is BreakerState.HALF_OPEN and self._on_trial):
+            return None
+        self._on_trial = state is BreakerState.HALF_OPEN
+        try:
+            return await self._timed(call, self._settings.deadline_s + more_s)
+        finally:
+            self._on_trial = False  # also where the caller was cancelled
+
+    async def insist(self, call: Callable[[Shard], Awaitable[T]]) -> T | None:
+        """As `ask`, with an operator's patience and whatever the breaker says."""
+        return await self._timed(call, self._settings.operator_s)
+
+    def health(self) -> ShardHealth:
+        state = self._breaker.state(self._clock())
+        return ShardHealth(self.name, state, self._calls, self._failures, self._timeouts, self._last_error)
+
+    async def _timed(self, call: Callable[[Shard], Awaitable[T]], within_s: float) -> T | None:
+        self._calls += 1
+        try:
+            async with asyncio.timeout(within_s):
+                answer = await call(self.shard)
+        except TimeoutError:
+            self._timeouts += 1
+            self._failed(f"no answer within {1000 * within_s:g} ms")
+            return None
+        except Exception as error:  # noqa: BLE001 - a foreign store may raise anything, and all of it is a miss
+            self._failed(f"{type(error).__name__}: {error}".splitlines()[0])
+            return None
+        self._succeeded()
+        return answer
+
+    def _failed(self, why: str) -> None:
+        self._failures += 1
+        self._last_error = why
+        was_closed = self._breaker.trial_at is None
+        self._breaker = self._breaker.failed(self._clock())
+        if was_closed and self._breaker.trial_at is not None:
+            wait_s = self._breaker.wait_s(self._clock())
+            logger.warning("cache shard %s: %s; its keys are misses until it answers, next trial in %.1f s", self.name, why, wait_s)
+
+    def _succeeded(self) -> None:
+        if self._breaker.trial_at is not None:
+            logger.info("cache shard %s serves again", self.name)
+        self._breaker = self._breaker.succeeded()
+
+
+class ShardedCache:
+    """The SharedCache over `shards`, by name; a key belongs to the same one in every process that names them alike."""
+
+    def __init__(
+        self, shards: Mapping[str, Shard], settings: SharedSettings | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if not shards:
+            raise ConfigError("the shared cache has no shards; give it at least one")
+        settings = settings or SharedSettings()
+        self._shards = {name: GuardedShard(name, shard, settings, clock) for name, shard in shards.items()}
+        self._names = sorted(shards)
+
+    async def mget(self, keys: Sequence[Key]) -> Lookup:
+        """Keys of a shard that fails are neither found nor have an epoch."""
+        parts = await self._each(self._by_shard(keys), lambda shard, asked: shard.ask(lambda s: s.mget(asked)))
+        return Lookup(
+            {key: entry for part in parts for key, entry in part.entries.items()},
+            {key: epoch for part in parts for key, epoch in part.epochs.items()},
+        )
+
+    async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
+        def put(shard: GuardedShard, keys: list[Key]) -> Awaitable[frozenset[Key] | None]:
+            kept = {key: entries[key] for key in keys}
+            return shard.ask(lambda s: s.mput(kept, {key: epochs[key] for key in keys if key in epochs}))
+
+        return frozenset[Key]().union(*await self._each(self._by_shard(entries), put))
+
+    async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased | None:
+        return await self._shard(key).ask(lambda s: s.lease(key, holder, seconds, newer_than))
+
+    async def wait(self, key: Key, within_s: float, newer_than: float = 0.0) -> Entry | None:
+        return await self._shard(key).ask(lambda s: s.wait(key, within_s, newer_than), more_s=within_s)
+
+    async def release(self, key: Key, holder: str) -> None:
+        await self._shard(key).ask(lambda s: s.release(key, holder))
+
+    async def invalidate(self, namespace: str | None = None, group: str | None = None) -> Erased:
+        """Forget a group, a namespace (group None) or everything, in all shards. May be repeated."""
+        shards = [self._shards[name] for name in self._names]
+        counts = await asyncio.gather(*(shard.insist(lambda s: s.invalidate(namespace, group)) for shard in shards))
+        return Erased(
+            sum(count or 0 for count in counts), tuple(shard.name for shard, count in zip(shards, counts, strict=True) if count is None)
+        )
+
+    async def statistics(self) -> Mapping[str, CacheStatistics]:
+        """By shard; those that do not answer are left out."""
+        answers = await asyncio.gather(*(self._shards[name].insist(lambda s: s.statistics()) for name in self._names))
+        return {name: answer for name, answer in zip(self._names, answers, strict=True) if answer is not None}
+
+    def health(self) -> tuple[ShardHealth, ...]:
+        return tuple(self._shards[name].health() for name in self._names)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(shard.insist(lambda s: s.close()) for shard in self._shards.values()))
+
+    def _shard(self, key: Key) -> GuardedShard:
+        return self._shards[pick(key, self._names)]
+
+    def _by_shard(self, keys: Iterable[Key]) -> Mapping[GuardedShard, list[Key]]:
+        grouped: defaultdict[GuardedShard, list[Key]] = defaultdict(list)
+        for key in keys:
+            grouped[self._shard(key)].append(key)
+        return grouped
+
+    @staticmethod
+    async def _each(grouped: Mapping[GuardedShard, list[Key]], ask: Callable[[GuardedShard, list[Key]], Awaitable[T | None]]) -> list[T]:
+        """What the shards answer to `ask`, all at once; less those that fail."""
+        answers = await asyncio.gather(*(ask(shard, keys) for shard, keys in grouped.items()))
+        return [answer for answer in answers if answer is not None]

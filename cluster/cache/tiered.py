@@ -1,0 +1,206 @@
+"""Answers out of two tiers: memory of this process (L1), then the cache that all replicas share (L2), then computed, once.
+
+    get_or_compute:  L1 -> join who computes it here -> L2: the entry | the lease to compute it | wait for who holds the lease -> compute
+
+An answer past its time is still served, at once, while one task computes the next; what many ask for is computed ahead of its time.
+Whatever the shared cache does, or fails to do, is no error here.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Generic, TypeAlias, TypeVar
+
+from cluster.cache.codec import Codec, CountingCodec
+from cluster.cache.entry import Entry, Key, merged
+from cluster.cache.epochs import Epochs
+from cluster.cache.hot_keys import HotKeys
+from cluster.cache.memory import MemoryCache
+from cluster.cache.second_tier import Arrived, SecondTier
+from cluster.cache.shard import Granted, Held, concerns
+from cluster.cache.shared import SharedCache
+from cluster.cache.single_flight import Background, SingleFlight
+from cluster.cache.tier_values import Computed, Found, Invalidated, Pauses, Tier, TierSettings, TierStatistics
+
+__all__ = ["Codec", "Computed", "Found", "Invalidated", "TierSettings", "TierStatistics", "TieredCache"]
+
+T = TypeVar("T")
+Compute: TypeAlias = Callable[[], Awaitable[Computed[T]]]
+HOTTEST = 10
+ANEW = 1e15  # nothing kept is fresh for that long
+logger = logging.getLogger(__name__)
+
+
+class TieredCache(Generic[T]):
+    """Belongs to one event loop. A value goes to many callers: none may alter it. `clock`: seconds since 1970, as entries have them."""
+
+    def __init__(
+        self,
+        l1: MemoryCache,
+        l2: SharedCache | None,
+        settings: TierSettings,
+        codec: Codec[T],
+        *,
+        clock: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
+        hot_keys: HotKeys[Key] | None = None,
+    ) -> None:
+        self._l1, self._codec, self._settings = l1, CountingCodec(codec), settings
+        self._l2 = None if l2 is None else SecondTier(l2, self._codec, settings, l1.remove)
+        self._clock, self._rng = clock, rng or random.Random()
+        self._hot: HotKeys[Key] = hot_keys or HotKeys(clock=clock, hot_per_minute=settings.hot_per_minute)
+        self._epochs, self._pauses = Epochs(0), Pauses(clock)
+        self._flights: SingleFlight[Key, Found[T]] = SingleFlight()
+        self._background = Background(settings.max_background)
+        self._computed = self._joined = self._refreshes = 0
+
+    async def get_or_compute(self, key: Key, compute: Compute[T], *, refresh: bool = False) -> Found[T]:
+        """Raises what `compute` raises, to all who wait for it here; nothing is kept then. Computing goes on if its caller goes away.
+
+        With `refresh`, nothing that is kept will do; what is being computed at this moment will.
+        """
+        self._hot.record(key)
+        entry = None if refresh else self._l1.get(key)
+        if entry is None:
+            return await self._join_or_begin(key, compute, ANEW if refresh else 0.0)
+        found = self._found(entry, "l1")
+        if found.stale or self._hot.due(key, entry, self._clock(), self._settings.refresh_ahead):
+            self.refresh(key, compute)
+        return found
+
+    async def get(self, key: Key) -> Found[T] | None:
+        """What is kept, fresh or stale; nothing is computed."""
+        self._hot.record(key)
+        if (entry := self._l1.get(key)) is not None:
+            return self._found(entry, "l1")
+        began = self._epochs.now
+        entry = await self._l2.find(key) if self._l2 else None
+        return self._taken_over(key, entry, began, "l2") if entry else None
+
+    def refresh(self, key: Key, compute: Compute[T]) -> bool:
+        """Compute it in the background, unless somebody does or did, here or in another replica; says whether a task was begun for it."""
+        if self._flights.get(key) is not None or self._pauses.paused(key) or not self._background.has_room():
+            return False
+        entry = self._l1.peek(key)
+        newer_than = max(self._clock(), entry.fresh_until if entry else 0.0)
+        self._refreshes += 1
+        self._background.keep(self._flights.start(key, lambda: self._refreshed(key, compute, newer_than)))
+        return True
+
+    def forget(self, namespace: str | None = None, group: str | None = None) -> int:
+        """Remove from this replica's memory a group, a namespace (group None) or everything; returns how many entries.
+
+        What is being computed of it now will not be kept either, and nobody who asks from now on is given it.
+        """
+        self._epochs.end(namespace, group)
+        self._flights.detach(lambda key: concerns(key, namespace, group))
+        return self._l1.invalidate(namespace, group)
+
+    async def invalidate(self, namespace: str | None = None, group: str | None = None) -> Invalidated:
+        """`forget`, and remove it from the shared cache. The memories of other replicas are theirs to `forget`."""
+        removed = self.forget(namespace, group)
+        if self._l2 is None:
+            return Invalidated(removed)
+        erased = await self._l2.shared.invalidate(namespace, group)
+        return Invalidated(removed, erased.entries, erased.unconfirmed)
+
+    async def statistics(self) -> TierStatistics:
+        return TierStatistics(
+            l1=self._l1.statistics(),
+            l2=merged((await self._l2.shared.statistics()).values()) if self._l2 else None,
+            shards=self._l2.shared.health() if self._l2 else (),
+            computed=self._computed,
+            joined=self._joined,
+            refreshes=self._refreshes,
+            dropped=self._background.dropped + (self._l2.writes.dropped if self._l2 else 0),
+            codec_failures=self._codec.failures,
+            hot=tuple((key.digest, rate) for key, rate in self._hot.top(HOTTEST)),
+        )
+
+    async def flush(self) -> None:
+        """Until what was computed so far is in the shared cache, or was refused there."""
+        if self._l2 is not None:
+            await self._l2.flush()
+
+    async def close(self) -> None:
+        """End the background tasks, send what is still to be written, and let go of the shared cache."""
+        await self._background.close()
+        await self.flush()
+        if self._l2 is not None:
+            await self._l2.shared.close()
+
+    async def _join_or_begin(self, key: Key, compute: Compute[T], newer_than: float) -> Found[T]:
+        if (flight := self._flights.get(key)) is not None:
+            self._joined += 1
+            return replace(await asyncio.shield(flight), tier="joined")
+        found = await asyncio.shield(self._flights.start(key, lambda: self._obtain(key, compute, newer_than)))
+        if found.stale:
+            self.refresh(key, compute)
+        return found
+
+    async def _refreshed(self, key: Key, compute: Compute[T], newer_than: float) -> Found[T]:
+        try:
+            return await self._obtain(key, compute, newer_than)
+        except Exception as error:
+            self._pauses.pause(key, self._settings.negative_ttl_s)
+            logger.info("a cached answer could not be refreshed: %s: %s", type(error).__name__, error)
+            raise
+
+    async def _obtain(self, key: Key, compute: Compute[T], newer_than: float) -> Found[T]:
+        began = self._epochs.now
+        answer = await self._l2.obtain(key, newer_than) if self._l2 else None
+        if not isinstance(answer, Arrived):
+            return await self._compute(key, compute, began, answer)
+        return self._taken_over(key, answer.entry, began, "joined" if answer.awaited else "l2")
+
+    def _taken_over(self, key: Key, entry: Entry, began: int, tier: Tier) -> Found[T]:
+        """An entry of the shared cache, kept here as well unless it was erased on the way."""
+        if self._epochs.admits(key, began):
+            self._l1.put(key, entry)
+        return self._found(entry, tier)
+
+    async def _compute(self, key: Key, compute: Compute[T], began: int, right: Granted | Held | None) -> Found[T]:
+        started, kept = time.perf_counter(), False
+        try:
+            computed = await compute()
+            self._computed += 1
+            kept = self._keep(key, computed, 1000 * (time.perf_counter() - started), began, right)
+            return Found(computed.value, "computed")
+        finally:
+            if self._l2 is not None and isinstance(right, Granted) and not kept:
+                self._l2.release(key)
+
+    def _keep(self, key: Key, computed: Computed[T], cost_ms: float, began: int, right: Granted | Held | None) -> bool:
+        """In both tiers, and whether it goes to the second."""
+        if not computed.keep or (computed.negative and self._has_better(key)):
+            return False
+        if (payload := self._codec.encoded(computed.value)) is None:
+            return False
+        entry = self._entry(payload, computed.negative, cost_ms)
+        if self._epochs.admits(key, began):
+            self._l1.put(key, replace(entry, payload=computed.value))
+        if self._l2 is None or right is None:
+            return False
+        self._l2.put(key, entry, right.epoch)
+        return True
+
+    def _has_better(self, key: Key) -> bool:
+        """Whether a good answer, if an old one, is there: it is not given up for a degraded one, and is tried again a little later."""
+        entry = self._l1.peek(key)
+        if entry is None or entry.stale_until <= entry.fresh_until:  # a degraded one itself: those are never stale
+            return False
+        self._pauses.pause(key, self._settings.negative_ttl_s)
+        return True
+
+    def _entry(self, payload: bytes, negative: bool, cost_ms: float) -> Entry:
+        settings = self._settings
+        fresh_s, stale_s = (settings.negative_ttl_s, 0.0) if negative else (settings.ttl_s, settings.stale_s)
+        fresh_s *= 1 + self._rng.uniform(-settings.jitter, settings.jitter)
+        return Entry.lasting(payload, max(1, len(payload)), now=self._clock(), fresh_s=fresh_s, stale_s=stale_s, cost_ms=cost_ms)
+
+    def _found(self, entry: Entry, tier: Tier) -> Found[T]:
+        now = self._clock()
+        return Found(entry.payload, tier, max(0.0, now - entry.fresh_until + entry.fresh_s), entry.freshness(now) != "fresh")

@@ -1,0 +1,209 @@
+"""A Redis server as the shared cache: one shard, which Redis itself keeps within its `maxmemory`.
+
+Give it a single server (not Redis Cluster: a script touches several keys) and `maxmemory-policy volatile-ttl`: what ends first is evicted
+first, and erasures are remembered for longer than entries live.
+"""
+
+import asyncio
+import importlib.util
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from cluster.cache.entry import CacheStatistics, Entry, Key, NamespaceStatistics
+from cluster.cache.shard import Granted, Held, Leased, Lookup
+from cluster.cache.shared import ShardedCache, SharedSettings
+from cluster.config import CacheSettings
+from cluster.errors import BackendUnavailable
+from cluster.values import Availability
+from integrations.redis.entries import from_bytes, to_bytes
+from integrations.redis.scripts import DROP, EPOCH, ERASE, LEASE, PUT, RELEASE
+
+PREFIX = "genrec:"
+CONNECTIONS = 64
+PROBE_WITHIN_S = 1.0
+FIRST_POLL_S, LONGEST_POLL_S = 0.004, 0.05
+DROPPED_AT_ONCE = 500
+logger = logging.getLogger(__name__)
+
+
+class RedisCache:
+    """A Shard. Belongs to one event loop. Hits, misses and insertions are counted by this client, entries and bytes by the server."""
+
+    def __init__(self, url: str, prefix: str = PREFIX) -> None:
+        """Connects with the first call. Raises BackendUnavailable where the package is missing or the URL is none of Redis's."""
+        if not (availability := _installed()).ok:
+            raise BackendUnavailable(availability.reason)
+        self._redis, self._prefix = _client(url), prefix
+        self._put, self._lease, self._epoch, self._release, self._erase, self._drop = map(
+            self._redis.register_script, (PUT, LEASE, EPOCH, RELEASE, ERASE, DROP)
+        )
+        self._counts: Counter[str] = Counter()
+        self._lookups: dict[str, Counter[str]] = {}
+
+    @staticmethod
+    def get_availability(url: str) -> Availability:
+        """Whether the package is here and a server answers at `url`; takes a second at most."""
+        if not (installed := _installed()).ok:
+            return installed
+        import redis  # noqa: PLC0415 - optional
+
+        try:
+            with redis.Redis.from_url(url, socket_connect_timeout=PROBE_WITHIN_S, socket_timeout=PROBE_WITHIN_S) as client:
+                client.ping()
+        except (redis.RedisError, ValueError, OSError) as error:
+            return Availability.no(f"cannot reach redis at {_address(url)}: {error}; start it or correct redis_url")
+        return Availability.yes()
+
+    @classmethod
+    async def connect(cls, settings: CacheSettings) -> ShardedCache:
+        """The shared cache at `redis_url`; a server that is not there yet is a miss until it is. Raises as __init__ does."""
+        url = settings.redis_url or "redis://127.0.0.1:6379/0"
+        shared = ShardedCache({"redis": cls(url)}, SharedSettings(deadline_s=settings.l2_deadline_ms / 1000))
+        if not (availability := await asyncio.to_thread(cls.get_availability, url)).ok:
+            logger.warning("%s; until then, all of its keys are misses", availability.reason)
+        return shared
+
+    async def mget(self, keys: Sequence[Key]) -> Lookup:
+        if not keys:
+            return Lookup({}, {})
+        epoch = int(await self._epoch([self._prefix]))  # before the look-up: an erasure in between counts
+        raw = await self._redis.mget([self._name("v", key) for key in keys])
+        found = {key: entry for key, one in zip(keys, raw, strict=True) if (entry := from_bytes(one)) is not None}
+        for key in keys:
+            self._count(key, found.get(key))
+        return Lookup(found, {key: epoch for key in keys if key not in found})
+
+    async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
+        refused, now = {key for key in entries if key not in epochs}, time.time()
+        sent = [key for key in entries if key in epochs]
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for key in sent:
+                entry = entries[key]
+                living_ms = max(1, int(1000 * (max(entry.fresh_until, entry.stale_until) - now)))
+                await self._put([self._prefix], [*_parts(key), to_bytes(entry), living_ms, epochs[key]], client=pipeline)
+            taken = await pipeline.execute()
+        self._counts["insertions"] += sum(taken)
+        return frozenset(refused.union(key for key, one in zip(sent, taken, strict=True) if not one))
+
+    async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased:
+        arguments = [*_parts(key), holder, max(1, int(1000 * seconds)), repr(newer_than)]
+        kind, first, *rest = await self._lease([self._prefix], arguments)
+        entry = from_bytes(first) if kind == b"entry" else None
+        if newer_than == 0:
+            self._count(key, entry)
+        if kind == b"entry":
+            return entry or await self.lease(key, holder, seconds, float("inf"))  # bytes of another version: to be computed anew
+        return Granted(int(first)) if kind == b"granted" else Held(max(0.0, rest[0] / 1000), int(first))
+
+    async def wait(self, key: Key, within_s: float, newer_than: float = 0.0) -> Entry | None:
+        """By looking again and again: at first every few milliseconds, then less often."""
+        names = [self._name("v", key), self._name("l", key)]
+        async for _ in _polls(within_s):
+            raw, lease = await self._redis.mget(names)
+            entry = from_bytes(raw)
+            if entry is not None and entry.fresh_until > newer_than:
+                return entry
+            if lease is None:
+                return None
+        return None
+
+    async def release(self, key: Key, holder: str) -> None:
+        await self._release([self._name("l", key)], [holder])
+
+    async def invalidate(self, namespace: str | None = None, group: str | None = None) -> int:
+        await self._erase([self._prefix], [_quoted(namespace), _quoted(group)])
+        if namespace is None:
+            namespaces = await self._redis.zrange(f"{self._prefix}a", 0, -1)
+            dropped = sum([await self._dropped(f"n:{name.decode()}") for name in namespaces])
+        else:
+            dropped = await self._dropped(f"n:{_quoted(namespace)}" if group is None else f"g:{_quoted(namespace)}:{_quoted(group)}")
+        self._counts["invalidations"] += dropped
+        return dropped
+
+    async def statistics(self) -> CacheStatistics:
+        memory, stats = await self._redis.info("memory"), await self._redis.info("stats")
+        namespaces = await self._redis.zrange(f"{self._prefix}a", 0, -1)
+        now_ms = 1000 * time.time()
+        entries = {name: await self._redis.zcount(f"{self._prefix}n:{name.decode()}", now_ms, "+inf") for name in namespaces}
+        by_namespace = {
+            name: NamespaceStatistics(counts["hits"], counts["misses"], entries.get(_quoted(name).encode(), 0))
+            for name, counts in self._lookups.items()
+        }
+        return CacheStatistics(
+            **self._counts,
+            evictions=stats["evicted_keys"],
+            expirations=stats["expired_keys"],
+            entries=sum(entries.values()),
+            used_bytes=memory["used_memory"],
+            capacity_bytes=memory["maxmemory"],
+            by_namespace=by_namespace,
+        )
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _dropped(self, index: str) -> int:
+        names = await self._redis.zrange(self._prefix + index, 0, -1)
+        parts = [names[start : start + DROPPED_AT_ONCE] for start in range(0, len(names), DROPPED_AT_ONCE)]
+        return sum([int(await self._drop([self._prefix], part)) for part in parts])
+
+    def _name(self, kind: str, key: Key) -> str:
+        return f"{self._prefix}{kind}:{':'.join(_parts(key))}"
+
+    def _count(self, key: Key, entry: Entry | None) -> None:
+        outcome = "misses" if entry is None else "hits"
+        self._counts[outcome] += 1
+        self._counts["stale_hits"] += entry is not None and entry.freshness(time.time()) == "stale"
+        self._lookups.setdefault(key.namespace, Counter())[outcome] += 1
+
+
+def _installed() -> Availability:
+    if importlib.util.find_spec("redis") is None:
+        return Availability.no("redis is not installed; run: pip install 'genrec[redis]'")
+    return Availability.yes()
+
+
+def _client(url: str) -> Any:
+    """Answers are bytes. Raises BackendUnavailable at a URL that is none of Redis's."""
+    import redis.asyncio  # noqa: PLC0415 - optional
+    from redis.asyncio.retry import Retry  # noqa: PLC0415
+    from redis.backoff import NoBackoff  # noqa: PLC0415
+
+    try:
+        # one repetition, for a pooled connection that a restarted server no longer knows; the deadline of the call bounds it all
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            url, max_connections=CONNECTIONS, timeout=PROBE_WITHIN_S, socket_connect_timeout=PROBE_WITHIN_S, retry=Retry(NoBackoff(), 1)
+        )
+    except ValueError as error:
+        raise BackendUnavailable(f"redis_url is not one of Redis's ({error}); write it as redis://host:6379/0") from error
+    return redis.asyncio.Redis.from_pool(pool)
+
+
+def _address(url: str) -> str:
+    """Without user and password."""
+    parts = urlsplit(url)
+    return f"{parts.hostname}:{parts.port or 6379}" if parts.hostname else parts.path
+
+
+def _quoted(part: str | None) -> str:
+    """No ":" in it, and never empty for a name: "" is an erasure's "all"."""
+    return "" if part is None else f"-{quote(part, safe='')}"
+
+
+def _parts(key: Key) -> list[str]:
+    return [_quoted(part) for part in key]
+
+
+async def _polls(within_s: float) -> AsyncIterator[None]:
+    """Once at once, then at growing intervals until the time is over, then once more."""
+    clock = asyncio.get_running_loop().time
+    until, pause_s = clock() + within_s, FIRST_POLL_S
+    yield
+    while (left := until - clock()) > 0:
+        await asyncio.sleep(min(left, pause_s))
+        pause_s = min(LONGEST_POLL_S, 1.5 * pause_s)
+        yield

@@ -1,0 +1,335 @@
+"""What every shared cache must do: the shards in this process, Ray actors and a Redis server."""
+
+import asyncio
+import shutil
+import socket
+import subprocess
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+import ray
+
+from cluster.breaker import BreakerState
+from cluster.cache.actor import connect
+from cluster.cache.entry import Entry, Key, merged
+from cluster.cache.memory import MemoryCache
+from cluster.cache.shard import CacheShard, Granted, Held
+from cluster.cache.shared import ShardedCache, SharedSettings
+from cluster.config import CacheSettings
+from integrations.redis.cache import RedisCache
+
+PATIENT = SharedSettings(deadline_s=5.0, operator_s=10.0)  # what is tested is what it answers, not how soon
+ADA = Key("tenant", "ada", "1")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def running_redis(directory, port):
+    """The URL of a Redis server of our own, which keeps nothing on disk."""
+    if (program := shutil.which("redis-server")) is None:
+        pytest.skip("redis-server is not on PATH; install it: apt-get install redis-server")
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(directory)]
+    with (directory / "redis.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        url = f"redis://127.0.0.1:{port}/0"
+        until = time.monotonic() + 20
+        while not (availability := RedisCache.get_availability(url)).ok:
+            assert time.monotonic() < until, availability.reason
+            time.sleep(0.02)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory):
+    pytest.importorskip("redis", reason="redis is not installed; run: pip install 'genrec[redis]'")
+    with running_redis(tmp_path_factory.mktemp("redis"), free_port()) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest_asyncio.fixture(params=["memory", pytest.param("actors", marks=pytest.mark.cluster), "redis"])
+async def cache(request):
+    """A SharedCache with nothing in it."""
+    if request.param == "memory":
+        shared = ShardedCache({f"shard-{index}": CacheShard(MemoryCache()) for index in range(3)}, PATIENT)
+    elif request.param == "redis":
+        shared = ShardedCache({"redis": RedisCache(request.getfixturevalue("redis_url"))}, PATIENT)
+    else:
+        request.getfixturevalue("ray_cluster")
+        shared = await connect(CacheSettings(l2_shards=2, l2_deadline_ms=1000), "contract", PATIENT)
+    erased = await shared.invalidate()
+    assert erased.unconfirmed == ()
+    yield shared
+    await shared.close()
+
+
+def entry(payload=b"answer", *, fresh_s=60.0, stale_s=300.0, cost_ms=7.0):
+    return Entry.lasting(payload, max(1, len(payload)), now=time.time(), fresh_s=fresh_s, stale_s=stale_s, cost_ms=cost_ms)
+
+
+def keys(count, namespace="tenant", group="ada"):
+    return [Key(namespace, group, str(index)) for index in range(count)]
+
+
+async def put(cache, entries):
+    looked_up = await cache.mget(list(entries))
+    return await cache.mput(entries, looked_up.epochs)
+
+
+async def present(cache, *asked):
+    return set((await cache.mget(asked)).entries)
+
+
+async def test_gives_back_what_was_put_and_an_epoch_for_what_is_missing(cache):
+    stored = {key: entry(f"answer {key.digest}".encode()) for key in keys(20)}
+    assert await put(cache, stored) == frozenset()
+    missing = Key("tenant", "bob", "1")
+    looked_up = await cache.mget([*stored, missing])
+    assert looked_up.entries == stored
+    assert looked_up.epochs.keys() == {missing}
+
+
+async def test_looks_up_nothing_where_nothing_is_asked(cache):
+    looked_up = await cache.mget([])
+    assert (dict(looked_up.entries), dict(looked_up.epochs)) == ({}, {})
+
+
+async def test_gives_back_every_byte_and_every_field(cache):
+    stored = {
+        key: Entry(payload, 12345, time.time() + 5.25, time.time() + 9.5, 1.75, 5.5)
+        for key, payload in zip(keys(4), (b"", bytes(range(256)), b"\r\n\x00", b"x" * 99_999), strict=True)
+    }
+    await put(cache, stored)
+    assert (await cache.mget(list(stored))).entries == stored
+
+
+async def test_gives_back_a_large_value(cache):
+    large = entry(bytes(range(256)) * 4000)
+    await put(cache, {ADA: large})
+    assert (await cache.mget([ADA])).entries == {ADA: large}
+    assert await cache.lease(ADA, "me", 30) == large
+
+
+async def test_replaces_an_entry(cache):
+    await put(cache, {ADA: entry(b"old")})
+    granted = await cache.lease(ADA, "me", 30, newer_than=time.time() + 100)
+    await cache.mput({ADA: entry(b"new")}, {ADA: granted.epoch})
+    assert (await cache.mget([ADA])).entries[ADA].payload == b"new"
+
+
+async def test_does_not_mix_up_keys_whose_parts_contain_separators(cache):
+    alike = [
+        Key("a:b", "c", "d"),
+        Key("a", "b:c", "d"),
+        Key("a", "b", "c:d"),
+        Key("", "a:b:c", "d"),
+        Key("a%3Ab", "c", "d"),
+        Key("ä", "\n", "*"),
+    ]
+    stored = {key: entry(str(number).encode()) for number, key in enumerate(alike)}
+    await put(cache, stored)
+    assert (await cache.mget(alike)).entries == stored
+    await cache.invalidate("a", "b")
+    assert await present(cache, *alike) == set(alike) - {Key("a", "b", "c:d")}
+    await cache.invalidate("")
+    assert await present(cache, *alike) == set(alike) - {Key("a", "b", "c:d"), Key("", "a:b:c", "d")}
+
+
+async def test_an_entry_is_gone_when_its_time_is_over(cache):
+    await put(cache, {ADA: entry(fresh_s=0.05, stale_s=0.05)})
+    await asyncio.sleep(0.15)
+    assert await present(cache, ADA) == set()
+
+
+async def test_a_stale_entry_is_given_unless_a_newer_one_is_asked_for(cache):
+    stale = entry(fresh_s=-1, stale_s=300)
+    await put(cache, {ADA: stale})
+    assert await cache.lease(ADA, "me", 30) == stale
+    assert isinstance(await cache.lease(ADA, "me", 30, newer_than=time.time()), Granted)
+
+
+async def test_grants_a_lease_to_exactly_one_of_many(cache):
+    answers = await asyncio.gather(*(cache.lease(ADA, f"replica {number}", 30) for number in range(20)))
+    assert sum(isinstance(answer, Granted) for answer in answers) == 1
+    assert all(0 < answer.seconds <= 30 for answer in answers if isinstance(answer, Held))
+    assert sum(isinstance(answer, Held) for answer in answers) == 19
+
+
+async def test_grants_a_lease_again_to_who_has_it(cache):
+    assert isinstance(await cache.lease(ADA, "me", 30), Granted)
+    assert isinstance(await cache.lease(ADA, "me", 30), Granted)
+
+
+async def test_a_put_ends_the_lease_and_wakes_who_waits(cache):
+    granted = await cache.lease(ADA, "me", 30)
+    waiting = [asyncio.create_task(cache.wait(ADA, 30)) for _ in range(5)]
+    await asyncio.sleep(0.05)
+    assert not any(task.done() for task in waiting)
+    computed = entry(b"computed")
+    await cache.mput({ADA: computed}, {ADA: granted.epoch})
+    assert await asyncio.gather(*waiting) == [computed] * 5
+    assert isinstance(await cache.lease(ADA, "you", 30, newer_than=time.time() + 1000), Granted)
+
+
+async def test_a_release_wakes_who_waits_and_lets_the_next_compute(cache):
+    await cache.lease(ADA, "me", 30)
+    waiting = asyncio.create_task(cache.wait(ADA, 30))
+    await asyncio.sleep(0.05)
+    await cache.release(ADA, "me")
+    assert await waiting is None
+    assert isinstance(await cache.lease(ADA, "you", 30), Granted)
+
+
+async def test_only_the_holder_can_release(cache):
+    await cache.lease(ADA, "me", 30)
+    await cache.release(ADA, "you")
+    assert isinstance(await cache.lease(ADA, "you", 30), Held)
+
+
+async def test_a_lease_ends_with_its_time(cache):
+    await cache.lease(ADA, "dead", 0.1)
+    assert await cache.wait(ADA, 30) is None
+    await asyncio.sleep(0.01)
+    assert isinstance(await cache.lease(ADA, "you", 30), Granted)
+
+
+async def test_waits_no_longer_than_asked_and_not_at_all_for_what_nobody_computes(cache):
+    assert await cache.wait(ADA, 300) is None
+    await cache.lease(ADA, "me", 300)
+    assert await cache.wait(ADA, 0.05) is None
+
+
+async def test_a_wait_is_over_at_once_where_the_entry_is_there(cache):
+    await put(cache, {ADA: entry(b"there")})
+    assert (await cache.wait(ADA, 300)).payload == b"there"
+
+
+async def test_forgets_a_group_and_nothing_else(cache):
+    groups = [("tenant", "ada"), ("tenant", "bob"), ("other", "ada")]
+    stored = {key: entry() for namespace, group in groups for key in keys(7, namespace, group)}
+    await put(cache, stored)
+    erased = await cache.invalidate("tenant", "ada")
+    assert (erased.entries, erased.unconfirmed) == (7, ())
+    assert await present(cache, *stored) == set(stored) - set(keys(7))
+
+
+async def test_forgets_a_namespace_or_everything(cache):
+    stored = {key: entry() for namespace in ("tenant", "other") for group in ("ada", "") for key in keys(3, namespace, group)}
+    await put(cache, stored)
+    assert (await cache.invalidate("tenant")).entries == 6
+    assert {key.namespace for key in await present(cache, *stored)} == {"other"}
+    assert (await cache.invalidate()).entries == 6
+    assert await present(cache, *stored) == set()
+
+
+async def test_forgets_the_group_of_nobody_in_particular_alone(cache):
+    stored = {key: entry() for group in ("ada", "") for key in keys(3, group=group)}
+    await put(cache, stored)
+    assert (await cache.invalidate("tenant", "")).entries == 3
+    assert await present(cache, *stored) == set(keys(3))
+
+
+@pytest.mark.parametrize("scope", [("tenant", "ada"), ("tenant", None), (None, None)])
+async def test_what_began_before_an_erasure_is_not_put_back(cache, scope):
+    leased, looked_up = ADA, Key("tenant", "ada", "2")
+    granted = await cache.lease(leased, "me", 30)
+    held = await cache.lease(leased, "you", 30)
+    epochs = (await cache.mget([looked_up])).epochs
+    await cache.invalidate(*scope)
+    for key, epoch in ((leased, granted.epoch), (leased, held.epoch), (looked_up, epochs[looked_up])):
+        assert await cache.mput({key: entry()}, {key: epoch}) == {key}
+    assert await present(cache, leased, looked_up) == set()
+
+
+async def test_an_erasure_ends_leases_and_what_begins_after_it_is_put(cache):
+    await cache.lease(ADA, "me", 30)
+    waiting = asyncio.create_task(cache.wait(ADA, 30))
+    await asyncio.sleep(0.05)
+    await cache.invalidate("tenant", "ada")
+    assert await waiting is None
+    granted = await cache.lease(ADA, "you", 30)
+    assert isinstance(granted, Granted)
+    assert await cache.mput({ADA: entry()}, {ADA: granted.epoch}) == frozenset()
+    assert await present(cache, ADA) == {ADA}
+
+
+async def test_an_erasure_of_one_user_does_not_refuse_what_is_computed_for_another(cache):
+    bob = Key("tenant", "bob", "1")
+    granted = await cache.lease(bob, "me", 30)
+    await cache.invalidate("tenant", "ada")
+    assert await cache.mput({bob: entry()}, {bob: granted.epoch}) == frozenset()
+    assert await present(cache, bob) == {bob}
+
+
+async def test_refuses_what_has_no_epoch(cache):
+    assert await cache.mput({ADA: entry()}, {}) == {ADA}
+    assert await present(cache, ADA) == set()
+
+
+async def test_counts_hits_misses_and_entries_by_namespace(cache):
+    before = merged((await cache.statistics()).values())
+    await put(cache, {key: entry() for key in keys(3)})
+    await cache.mget([*keys(3), Key("tenant", "bob", "1")])
+    after = merged((await cache.statistics()).values())
+    assert (after.hits - before.hits, after.misses - before.misses, after.insertions - before.insertions) == (3, 4, 3)
+    assert (after.entries, after.by_namespace["tenant"].entries) == (3, 3)
+
+
+async def test_all_of_it_went_without_a_failure(cache):
+    await put(cache, {key: entry() for key in keys(3)})
+    assert {(shard.breaker, shard.failures, shard.last_error) for shard in cache.health()} == {(BreakerState.CLOSED, 0, "")}
+
+
+async def test_knows_the_entry_of_a_waiter_that_was_cancelled_no_more_and_serves_the_others(cache):
+    granted = await cache.lease(ADA, "me", 30)
+    gone, stays = (asyncio.create_task(cache.wait(ADA, 30)) for _ in range(2))
+    await asyncio.sleep(0.05)
+    gone.cancel()
+    computed = replace(entry(), cost_ms=99.0)
+    await cache.mput({ADA: computed}, {ADA: granted.epoch})
+    assert await stays == computed
+    assert gone.cancelled() or await asyncio.gather(gone, return_exceptions=True)
+
+
+async def test_a_redis_that_was_restarted_serves_again_and_refuses_what_began_before(tmp_path):
+    pytest.importorskip("redis", reason="redis is not installed; run: pip install 'genrec[redis]'")
+    port = free_port()
+    with running_redis(tmp_path, port) as url:
+        cache = ShardedCache({"redis": RedisCache(url)}, PATIENT)
+        granted = await cache.lease(ADA, "me", 30)
+        for _ in range(20):
+            await cache.invalidate("tenant", "bob")
+    assert await cache.lease(ADA, "me", 30) is None
+    with running_redis(tmp_path, port):
+        assert await cache.mput({ADA: entry()}, {ADA: granted.epoch}) == {ADA}
+        assert await put(cache, {ADA: entry()}) == frozenset()
+        assert await present(cache, ADA) == {ADA}
+        await cache.close()
+
+
+async def test_redis_keeps_nothing_for_longer_than_the_entries_live(redis_url):
+    one = RedisCache(redis_url, prefix="short:")
+    cache = ShardedCache({"redis": one}, PATIENT)
+    await put(cache, {ADA: entry(fresh_s=0.05, stale_s=0.05)})
+    await cache.lease(Key("tenant", "ada", "2"), "dead", 0.05)
+    names = [name async for name in one._redis.scan_iter("short:*")]
+    assert [name for name in names if name != b"short:e" and await one._redis.pttl(name) < 0] == []
+    await cache.close()

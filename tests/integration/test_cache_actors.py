@@ -1,0 +1,196 @@
+"""The cache actors on a real Ray: killed, removed, told other settings, and left by the process that wrote a large value."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+
+import pytest
+import ray
+from ray.exceptions import RayError
+
+from cluster.breaker import BreakerSettings
+from cluster.cache.actor import NAMESPACE, connect, remove, shard_names
+from cluster.cache.entry import Entry, Key
+from cluster.cache.memory import MemoryCache
+from cluster.cache.shard import Granted
+from cluster.cache.shared import SharedSettings
+from cluster.cache.tiered import Codec, Computed, TieredCache, TierSettings
+from cluster.config import CacheSettings
+from cluster.errors import BackendUnavailable
+
+pytestmark = pytest.mark.cluster
+NAME, WITHIN_S = "test-cache", 60
+SETTINGS = CacheSettings(l2_shards=2)
+PATIENT = SharedSettings(deadline_s=5.0, operator_s=10.0, breaker=BreakerSettings(failures_to_open=3, pause_s=0.1, longest_pause_s=0.1))
+PROMPT = SharedSettings(deadline_s=0.05, operator_s=10.0, breaker=BreakerSettings(failures_to_open=3, pause_s=0.1, longest_pause_s=0.1))
+LARGE = bytes(range(256)) * 2000
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def actors(ray_cluster):
+    yield
+    remove(2, NAME)
+
+
+def process_of(name):
+    return ray.get(ray.get_actor(name, NAMESPACE).__ray_call__.remote(lambda _: os.getpid()), timeout=WITHIN_S)
+
+
+def runs_anew(name, before):
+    try:
+        return process_of(name) != before
+    except RayError:
+        return False
+
+
+def entry(payload):
+    return Entry.lasting(payload, len(payload), now=time.time(), fresh_s=600)
+
+
+def keys(count, group="ada"):
+    return [Key("tenant", group, str(number)) for number in range(count)]
+
+
+async def put(cache, entries):
+    return await cache.mput(entries, (await cache.mget(list(entries))).epochs)
+
+
+async def eventually(holds):
+    """Ask until it is so."""
+    until = time.monotonic() + WITHIN_S
+    while not await holds():
+        assert time.monotonic() < until, f"still not so after {WITHIN_S} s"
+        await asyncio.sleep(0.05)
+
+
+async def all_serve(cache):
+    """Whether each shard takes entries in and gives them back."""
+    asked = keys(20, "probe")
+    await put(cache, dict.fromkeys(asked, entry(b"probe")))
+    return set((await cache.mget(asked)).entries) == set(asked)
+
+
+async def test_no_call_fails_while_a_killed_actor_is_away_and_it_serves_again_afterwards(actors):
+    shared = await connect(SETTINGS, NAME, PROMPT)
+    await eventually(lambda: all_serve(shared))
+    cache = TieredCache(MemoryCache(capacity_bytes=200), shared, TierSettings(), Codec(str.encode, bytes.decode))
+    before, over, asked = process_of(f"{NAME}-0"), asyncio.Event(), keys(40)
+
+    async def client(seed):
+        draw, answered = random.Random(seed), 0
+        while not over.is_set():
+            key = draw.choice(asked)
+
+            async def compute(key=key):
+                await asyncio.sleep(0.001)
+                return Computed(f"answer {key.digest}")
+
+            assert (await cache.get_or_compute(key, compute)).value == f"answer {key.digest}"
+            answered += 1
+        return answered
+
+    clients = [asyncio.create_task(client(seed)) for seed in range(8)]
+    try:
+        await asyncio.sleep(0.3)
+        os.kill(before, signal.SIGKILL)
+        await eventually(lambda: asyncio.to_thread(runs_anew, f"{NAME}-0", before))
+        await eventually(lambda: all_serve(shared))
+    finally:
+        over.set()
+    assert min(await asyncio.gather(*clients)) > 0
+    assert {health.name for health in shared.health() if health.failures} >= {f"{NAME}-0"}
+    await cache.close()
+
+
+async def test_an_actor_that_was_removed_for_good_is_made_anew(actors):
+    shared = await connect(SETTINGS, NAME, PATIENT)
+    assert await all_serve(shared)
+    remove(2, NAME)
+    await eventually(lambda: all_serve(shared))
+    await shared.close()
+
+
+async def test_every_replica_finds_the_same_actors_and_closing_leaves_them_to_the_others(actors):
+    first, second = await asyncio.gather(connect(SETTINGS, NAME, PATIENT), connect(SETTINGS, NAME, PATIENT))
+    stored = {key: entry(key.digest.encode()) for key in keys(20)}
+    await put(first, stored)
+    await first.close()
+    assert (await second.mget(list(stored))).entries == stored
+
+
+async def test_another_capacity_reaches_the_actors_that_are_there(actors):
+    for size in (2**20, 2**22):
+        shared = await connect(SETTINGS.model_copy(update={"l2_shard_bytes": size}), NAME, PATIENT)
+        await eventually(lambda: has_capacity(shared, dict.fromkeys(shard_names(2, NAME), size)))  # noqa: B023 - awaited in this turn
+
+
+async def has_capacity(cache, expected):
+    return {name: figures.capacity_bytes for name, figures in (await cache.statistics()).items()} == expected
+
+
+async def test_the_same_settings_again_leave_the_entries_where_they_are(actors):
+    stored = dict.fromkeys(keys(20), entry(b"kept"))
+    await put(await connect(SETTINGS, NAME, PATIENT), stored)
+    again = await connect(SETTINGS, NAME, PATIENT)
+    assert (await again.mget(list(stored))).entries == stored
+
+
+async def test_a_restarted_actor_is_told_the_latest_settings(actors):
+    await connect(SETTINGS.model_copy(update={"l2_shard_bytes": 2**20}), NAME, PATIENT)
+    shared = await connect(SETTINGS.model_copy(update={"l2_shard_bytes": 2**22}), NAME, PATIENT)
+    os.kill(process_of(f"{NAME}-0"), signal.SIGKILL)
+
+    await eventually(lambda: has_capacity(shared, dict.fromkeys(shard_names(2, NAME), 2**22)))
+
+
+async def test_a_large_value_is_a_miss_once_the_process_that_put_it_is_gone_and_may_be_computed_anew(actors):
+    large = Key("tenant", "ada", "large")
+    shared = await connect(SETTINGS, NAME, PATIENT)
+
+    @ray.remote(num_cpus=0)
+    class Writer:
+        async def write(self):
+            await put(await connect(SETTINGS, NAME, PATIENT), {large: entry(LARGE)})
+
+    writer = Writer.remote()
+    ray.get(writer.write.remote(), timeout=WITHIN_S)
+    assert (await shared.mget([large])).entries[large].payload == LARGE
+    ray.kill(writer)
+
+    async def lost():
+        return not (await shared.mget([large])).entries
+
+    await eventually(lost)
+    granted = await shared.lease(large, "me", 30)
+    assert isinstance(granted, Granted)
+    assert await shared.mput({large: entry(LARGE)}, {large: granted.epoch}) == frozenset()
+    assert (await shared.mget([large])).entries[large].payload == LARGE
+    assert {health.failures for health in shared.health()} == {0}
+
+
+async def test_the_bytes_of_a_large_value_do_not_pass_through_the_actor(actors):
+    large = Key("tenant", "ada", "large")
+    shared = await connect(SETTINGS, NAME, PATIENT)
+    await put(shared, {large: entry(LARGE)})
+    kinds = set()
+    for name in shard_names(2, NAME):
+        held = ray.get_actor(name, NAMESPACE).__ray_call__.remote(
+            lambda shard: [type(e.payload).__name__ for e in shard.memory._entries.values()]
+        )
+        kinds |= set(await held)
+    assert kinds == {"ObjectRef"}
+
+
+async def test_says_what_to_do_where_there_is_no_ray(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(BackendUnavailable, match=r"call ray\.init first"):
+        await connect(SETTINGS, NAME)

@@ -1,0 +1,313 @@
+"""The shared cache's own rules: which shard, which erasures, and what a broken shard costs. The contract suite has the rest."""
+
+import asyncio
+import logging
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.breaker import BreakerSettings, BreakerState
+from cluster.cache.entry import CacheStatistics, Entry, Key
+from cluster.cache.epochs import Epochs
+from cluster.cache.memory import MemoryCache
+from cluster.cache.rendezvous import pick
+from cluster.cache.shard import CacheShard, Granted, Held
+from cluster.cache.shared import ShardedCache, SharedSettings
+from cluster.errors import ConfigError
+from integrations.redis.cache import RedisCache
+from integrations.redis.entries import from_bytes, to_bytes
+
+NODES = [f"genrec-cache-{index}" for index in range(5)]
+KEYS = [Key("tenant", f"user {index % 700}", str(index)) for index in range(5000)]
+ADA = Key("tenant", "ada", "1")
+SETTINGS = SharedSettings(deadline_s=0.02, operator_s=0.05, breaker=BreakerSettings(failures_to_open=3, pause_s=1.0))
+
+
+class Clock:
+    def __init__(self, now=1000.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+class BreakableShard(CacheShard):
+    """A shard in this process that does as it is told: "works", "hangs" or "raises"."""
+
+    def __init__(self, **options):
+        super().__init__(MemoryCache(), **options)
+        self.mood, self.asked = "works", 0
+
+    def __getattribute__(self, name):
+        method = super().__getattribute__(name)
+        if name not in {"mget", "mput", "lease", "wait", "release", "invalidate", "statistics"}:
+            return method
+
+        async def called(*arguments):
+            self.asked += 1
+            if self.mood == "hangs":
+                await asyncio.Event().wait()
+            if self.mood == "raises":
+                raise ConnectionResetError("connection reset\nby peer")
+            return await method(*arguments)
+
+        return called
+
+
+def guarded(clock=None, **options):
+    shard = BreakableShard(**options)
+    return shard, ShardedCache({"only": shard}, SETTINGS, clock or Clock())
+
+
+def entry(payload=b"answer"):
+    return Entry.lasting(payload, len(payload), now=1000.0, fresh_s=1e12)
+
+
+def test_every_node_gets_its_share_of_the_keys():
+    shares = Counter(pick(key, NODES) for key in KEYS)
+    assert min(shares.values()) > 0.8 * len(KEYS) / 5
+    assert max(shares.values()) < 1.2 * len(KEYS) / 5
+
+
+def test_the_order_of_the_nodes_does_not_matter():
+    assert [pick(key, NODES) for key in KEYS[:500]] == [pick(key, NODES[::-1]) for key in KEYS[:500]]
+
+
+def test_only_the_keys_of_a_node_that_leaves_move():
+    stayed = [node for node in NODES if node != NODES[2]]
+    assert all(pick(key, stayed) == owner for key in KEYS if (owner := pick(key, NODES)) != NODES[2])
+
+
+def test_a_new_node_takes_its_share_and_nothing_moves_between_the_others():
+    moved = [now for key in KEYS if (now := pick(key, [*NODES, "new"])) != pick(key, NODES)]
+    assert set(moved) == {"new"}
+    assert 0.8 * len(KEYS) / 6 < len(moved) < 1.2 * len(KEYS) / 6
+
+
+def test_places_keys_as_every_process_of_every_release_does():
+    assert [pick(Key("t", "u", digest), NODES)[-1] for digest in "abcdefghijklmnop"] == list("3402324103142011")
+
+
+@pytest.mark.parametrize("make", [lambda: pick(ADA, []), lambda: ShardedCache({}), lambda: SharedSettings(deadline_s=0)])
+def test_refuses_to_be_made_without_shards_or_time(make):
+    with pytest.raises(ConfigError, match=r"at least one|must be positive"):
+        make()
+
+
+SCOPES = st.sampled_from([(None, None), ("a", None), ("b", None), ("a", "x"), ("a", ""), ("b", "x")])
+
+
+@given(st.lists(st.one_of(SCOPES, st.integers(0, 20)), max_size=40), st.integers(1, 5))
+def test_admits_nothing_that_began_before_its_erasure_however_little_is_remembered(steps, remembered):
+    """`steps`: erasures, and computations (numbers) that begin in between."""
+    epochs, keys = Epochs(7, remembered), [Key(namespace, group, "1") for namespace in "ab" for group in ("x", "")]
+    begun = []
+    for step in steps:
+        if isinstance(step, int):
+            begun.append([keys[step % 4], epochs.now, False])
+            continue
+        epochs.end(*step)
+        for one in begun:
+            one[2] |= step[0] in {None, one[0].namespace} and step[1] in {None, one[0].group}
+    for key, began, erased in begun:
+        assert not (erased and epochs.admits(key, began))
+    assert all(epochs.admits(key, epochs.now) for key in keys)
+
+
+@given(st.lists(SCOPES, max_size=30))
+def test_admits_whatever_was_not_erased_while_all_erasures_are_remembered(steps):
+    epochs, key = Epochs(0), Key("a", "x", "1")
+    for scope in steps:
+        if scope not in {(None, None), ("a", None), ("a", "x")}:
+            epochs.end(*scope)
+    assert epochs.admits(key, 0)
+
+
+async def test_a_shard_that_was_restarted_refuses_what_began_before():
+    before, after = CacheShard(MemoryCache(), Clock(1000.0)), CacheShard(MemoryCache(), Clock(1001.0))
+    granted = await before.lease(ADA, "me", 30)
+    for _ in range(100):
+        await before.invalidate("tenant", "bob")
+    assert await after.mput({ADA: entry()}, {ADA: granted.epoch}) == {ADA}
+
+
+async def test_a_lease_lasts_for_its_time_on_the_shards_clock():
+    clock = Clock()
+    shard = CacheShard(MemoryCache(clock=clock), clock)
+    await shard.lease(ADA, "dead", 5)
+    clock.now += 4.9
+    assert isinstance(await shard.lease(ADA, "me", 5), Held)
+    clock.now += 0.2
+    assert isinstance(await shard.lease(ADA, "me", 5), Granted)
+
+
+async def test_leases_of_the_dead_take_no_memory_for_ever():
+    clock = Clock()
+    shard = CacheShard(MemoryCache(clock=clock), clock)
+    for key in KEYS[:1000]:
+        await shard.lease(key, "dead", 5)
+    clock.now += 6
+    await shard.lease(ADA, "me", 5)
+    assert len(shard._leases) == 1
+
+
+async def test_who_waits_is_given_an_entry_that_is_too_heavy_to_be_kept():
+    shard = CacheShard(MemoryCache(capacity_bytes=10))
+    granted = await shard.lease(ADA, "me", 30)
+    waiting = asyncio.create_task(shard.wait(ADA, 30))
+    await asyncio.sleep(0)
+    heavy = entry(b"x" * 100)
+    await shard.mput({ADA: heavy}, {ADA: granted.epoch})
+    assert await waiting == heavy
+
+
+async def test_closing_tells_who_waits_that_nothing_will_come():
+    shard = CacheShard(MemoryCache())
+    await shard.lease(ADA, "me", 30)
+    waiting = asyncio.create_task(shard.wait(ADA, 30))
+    await asyncio.sleep(0)
+    await shard.close()
+    assert await waiting is None
+
+
+@pytest.mark.parametrize("mood", ["hangs", "raises"])
+async def test_whatever_is_asked_of_a_broken_shard_is_a_miss(mood):
+    shard, cache = guarded()
+    shard.mood = mood
+    assert await cache.lease(ADA, "me", 30) is None
+    assert await cache.wait(ADA, 0.01) is None
+    looked_up = await cache.mget([ADA])
+    assert (dict(looked_up.entries), dict(looked_up.epochs)) == ({}, {})
+    assert await cache.mput({ADA: entry()}, {ADA: 1}) == frozenset()
+    await cache.release(ADA, "me")
+    assert await cache.statistics() == {}
+    assert (await cache.invalidate("tenant", "ada")).unconfirmed == ("only",)
+
+
+async def test_says_what_went_wrong_and_how_often():
+    shard, cache = guarded()
+    shard.mood = "hangs"
+    await cache.mget([ADA])
+    assert "no answer within 20 ms" in cache.health()[0].last_error
+    shard.mood = "raises"
+    await cache.mget([ADA])
+    (health,) = cache.health()
+    assert (health.calls, health.failures, health.timeouts, health.last_error) == (2, 2, 1, "ConnectionResetError: connection reset")
+
+
+async def test_a_shard_that_fails_thrice_is_left_alone_until_it_is_tried_again():
+    clock = Clock()
+    shard, cache = guarded(clock)
+    shard.mood = "raises"
+    for _ in range(10):
+        await cache.mget([ADA])
+    assert (shard.asked, cache.health()[0].breaker) == (3, BreakerState.OPEN)
+    clock.now += 1.1
+    shard.mood = "works"
+    assert (await cache.mget([ADA])).epochs.keys() == {ADA}
+    assert cache.health()[0].breaker is BreakerState.CLOSED
+
+
+async def test_one_call_alone_tries_whether_the_shard_is_back():
+    clock = Clock()
+    shard, cache = guarded(clock)
+    shard.mood = "hangs"
+    await asyncio.gather(*(cache.mget([ADA]) for _ in range(3)))
+    clock.now += 1.1
+    await asyncio.gather(*(cache.mget([ADA]) for _ in range(20)))
+    assert shard.asked == 4
+
+
+async def test_a_trial_whose_caller_goes_away_leaves_the_next_one_free():
+    clock = Clock()
+    shard, cache = guarded(clock)
+    shard.mood = "hangs"
+    await asyncio.gather(*(cache.mget([ADA]) for _ in range(3)))
+    clock.now += 1.1
+    gone = asyncio.create_task(cache.mget([ADA]))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    shard.mood = "works"
+    assert (await cache.mget([ADA])).epochs.keys() == {ADA}
+
+
+async def test_an_erasure_is_tried_even_where_the_breaker_is_open():
+    shard, cache = guarded()
+    await cache.mput({ADA: entry()}, (await cache.mget([ADA])).epochs)
+    shard.mood = "raises"
+    for _ in range(3):
+        await cache.mget([ADA])
+    shard.mood = "works"
+    erased = await cache.invalidate("tenant", "ada")
+    assert (erased.entries, erased.unconfirmed) == (1, ())
+
+
+async def test_a_broken_shard_does_not_keep_the_others_from_answering():
+    shards = {name: BreakableShard() for name in NODES}
+    cache = ShardedCache(shards, SETTINGS, Clock())
+    keys = KEYS[:50]
+    await cache.mput(dict.fromkeys(keys, entry()), (await cache.mget(keys)).epochs)
+    shards[NODES[0]].mood = "hangs"
+    found = (await cache.mget(keys)).entries
+    assert set(found) == {key for key in keys if pick(key, NODES) != NODES[0]}
+    assert {health.name for health in cache.health() if health.failures} == {NODES[0]}
+
+
+async def test_a_wait_has_its_own_time_beside_the_deadline():
+    _, cache = guarded()
+    await cache.lease(ADA, "me", 30)
+    assert await cache.wait(ADA, 0.1) is None
+    assert cache.health()[0].failures == 0
+
+
+async def test_is_logged_once_when_it_breaks_and_once_when_it_is_back(caplog):
+    caplog.set_level(logging.INFO, logger="cluster.cache.shared")
+    clock = Clock()
+    shard, cache = guarded(clock)
+    shard.mood = "raises"
+    for _ in range(10):
+        await cache.mget([ADA])
+        clock.now += 0.7
+    shard.mood = "works"
+    clock.now += 100
+    for _ in range(5):
+        await cache.mget([ADA])
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert "cache shard only: ConnectionResetError: connection reset; its keys are misses" in caplog.text
+    assert "by peer" not in caplog.text
+
+
+async def test_statistics_are_those_of_the_shards_that_answer():
+    shards = {name: BreakableShard() for name in NODES[:2]}
+    shards[NODES[0]].mood = "raises"
+    statistics = await ShardedCache(shards, SETTINGS, Clock()).statistics()
+    assert statistics.keys() == {NODES[1]}
+    assert isinstance(statistics[NODES[1]], CacheStatistics)
+
+
+@given(st.binary(max_size=300), st.integers(1, 2**40), *[st.floats(0, 1e12) for _ in range(4)])
+def test_redis_gives_back_the_entry_whose_bytes_it_was_given(payload, weight, fresh, stale, cost, fresh_s):
+    one = Entry(payload, weight, fresh, stale, cost, fresh_s)
+    assert from_bytes(to_bytes(one)) == one
+
+
+@given(st.one_of(st.none(), st.binary(max_size=100)))
+def test_bytes_of_another_format_are_no_entry(raw):
+    assert from_bytes(raw) is None or raw[0] == 1
+
+
+def test_redis_says_how_to_install_it_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    availability = RedisCache.get_availability("redis://127.0.0.1:6379/0")
+    assert (availability.ok, availability.reason) == (False, "redis is not installed; run: pip install 'genrec[redis]'")
+
+
+def test_redis_says_where_it_was_not_reached_and_keeps_the_password_to_itself():
+    pytest.importorskip("redis", reason="redis is not installed; run: pip install 'genrec[redis]'")
+    availability = RedisCache.get_availability("redis://ada:secret@127.0.0.1:1/0")
+    assert not availability.ok
+    assert "cannot reach redis at 127.0.0.1:1: " in availability.reason
+    assert "secret" not in availability.reason

@@ -1,0 +1,608 @@
+"""The two tiers together, over shards in this process and with a clock of our own."""
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.breaker import BreakerSettings
+from cluster.cache.entry import Key
+from cluster.cache.memory import MemoryCache
+from cluster.cache.shard import CacheShard, Granted
+from cluster.cache.shared import ShardedCache, SharedSettings
+from cluster.cache.tiered import Codec, Computed, TieredCache, TierSettings
+from cluster.errors import ConfigError
+
+ADA = Key("tenant", "ada", "1")
+TEXT = Codec(str.encode, bytes.decode)
+SHARED = SharedSettings(deadline_s=0.02, operator_s=0.05, breaker=BreakerSettings(failures_to_open=3))
+PATIENT = SharedSettings(deadline_s=5.0)
+
+
+class Clock:
+    def __init__(self, now=1_000_000.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+class Work:
+    """What is computed: "answer 1", "answer 2", ... It can be held up, fail or be degraded."""
+
+    def __init__(self):
+        self.calls, self.error, self.options = 0, None, {}
+        self.go = asyncio.Event()
+        self.go.set()
+        self.begun = asyncio.Event()
+
+    async def __call__(self):
+        self.calls += 1
+        number = self.calls
+        self.begun.set()
+        await self.go.wait()
+        if self.error:
+            raise self.error
+        return Computed(f"answer {number}", **self.options)
+
+    def hold(self):
+        self.go.clear()
+        self.begun.clear()
+
+
+class Cluster:
+    """Replicas, each with a memory of its own, that share the shards."""
+
+    def __init__(self, replicas=3, shards=2, shared=PATIENT, **settings):
+        self.clock = Clock()
+        self.shards = {f"shard-{index}": CacheShard(MemoryCache(clock=self.clock), self.clock) for index in range(shards)}
+        self.settings = TierSettings(**{"jitter": 0.0, "wait_s": 5.0, "lease_s": 60.0, **settings})
+        self.replicas = [self.replica(shared) for _ in range(replicas)]
+
+    def replica(self, shared=PATIENT, codec=TEXT, l2=True, rng=None):
+        second = ShardedCache(self.shards, shared) if l2 else None
+        return TieredCache(MemoryCache(clock=self.clock), second, self.settings, codec, clock=self.clock, rng=rng or random.Random(7))
+
+
+async def settle(cache):
+    """Let its background tasks end."""
+    await asyncio.gather(*cache._background._tasks, return_exceptions=True)
+    await cache.flush()
+
+
+async def ask(cache, work, key=ADA):
+    found = await cache.get_or_compute(key, work)
+    await cache.flush()
+    return found
+
+
+async def test_computes_once_then_answers_from_memory_and_elsewhere_from_the_shared_cache():
+    cluster, work = Cluster(), Work()
+    first, second, _ = cluster.replicas
+    assert (await ask(first, work)).tier == "computed"
+    cluster.clock.now += 10
+    found = [await ask(first, work), await ask(second, work), await ask(second, work)]
+    assert [(one.value, one.tier, one.age_s, one.stale) for one in found] == [
+        ("answer 1", "l1", 10.0, False), ("answer 1", "l2", 10.0, False), ("answer 1", "l1", 10.0, False),
+    ]  # fmt: skip
+    assert work.calls == 1
+
+
+async def test_a_hundred_callers_of_three_replicas_compute_once():
+    cluster, work = Cluster(), Work()
+    work.hold()
+    asked = [asyncio.create_task(cluster.replicas[number % 3].get_or_compute(ADA, work)) for number in range(100)]
+    await work.begun.wait()
+    await asyncio.sleep(0.02)
+    work.go.set()
+    found = await asyncio.gather(*asked)
+    assert work.calls == 1
+    assert {one.value for one in found} == {"answer 1"}
+    assert sorted(one.tier for one in found) == ["computed"] + ["joined"] * 99
+
+
+async def test_without_a_shared_cache_each_replica_computes_for_itself():
+    cluster, work = Cluster(replicas=0), Work()
+    replicas = [cluster.replica(l2=False) for _ in range(2)]
+    found = await asyncio.gather(*(replicas[number % 2].get_or_compute(ADA, work) for number in range(20)))
+    assert work.calls == 2
+    assert {one.tier for one in found} == {"computed", "joined"}
+    statistics = await replicas[0].statistics()
+    assert (statistics.l2, statistics.shards, statistics.computed, statistics.joined) == (None, (), 1, 9)
+
+
+async def test_another_replica_computes_when_the_one_that_began_dies():
+    cluster, work = Cluster(lease_s=0.05), Work()
+    shard = ShardedCache(cluster.shards, PATIENT)
+    await shard.lease(ADA, "a replica that died", 0.05)
+    asked = asyncio.create_task(cluster.replicas[0].get_or_compute(ADA, work))
+    await asyncio.sleep(0)
+    cluster.clock.now += 0.06
+    assert (await asked).tier == "computed"
+    assert work.calls == 1
+
+
+async def test_computes_itself_when_another_replica_takes_too_long_and_shares_the_result():
+    cluster, work = Cluster(wait_s=0.03), Work()
+    await ShardedCache(cluster.shards, PATIENT).lease(ADA, "a slow replica", 60)
+    assert (await ask(cluster.replicas[0], work)).tier == "computed"
+    assert (await ask(cluster.replicas[1], work)).tier == "l2"
+
+
+async def test_an_error_reaches_all_who_wait_here_and_is_not_kept():
+    cluster, work = Cluster(), Work()
+    work.hold()
+    work.error = ArithmeticError("no such user")
+    asked = [asyncio.create_task(cluster.replicas[0].get_or_compute(ADA, work)) for _ in range(5)]
+    await work.begun.wait()
+    work.go.set()
+    outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    assert [str(outcome) for outcome in outcomes] == ["no such user"] * 5
+    work.error = None
+    assert (await ask(cluster.replicas[0], work)).value == "answer 2"
+
+
+async def test_an_error_in_one_replica_lets_the_one_that_waits_compute():
+    cluster, failing, work = Cluster(), Work(), Work()
+    failing.hold()
+    failing.error = ArithmeticError("broken")
+    first = asyncio.create_task(cluster.replicas[0].get_or_compute(ADA, failing))
+    await failing.begun.wait()
+    second = asyncio.create_task(cluster.replicas[1].get_or_compute(ADA, work))
+    await asyncio.sleep(0.01)
+    assert work.calls == 0
+    failing.go.set()
+    with pytest.raises(ArithmeticError):
+        await first
+    assert (await second).tier == "computed"
+
+
+@pytest.mark.parametrize("goes", [0, 1], ids=["who began it", "who joined"])
+async def test_who_goes_away_does_not_take_the_computation_along(goes):
+    cluster, work = Cluster(), Work()
+    work.hold()
+    asked = [asyncio.create_task(cluster.replicas[0].get_or_compute(ADA, work)) for _ in range(2)]
+    await work.begun.wait()
+    await asyncio.sleep(0)
+    asked[goes].cancel()
+    await asyncio.gather(asked[goes], return_exceptions=True)
+    work.go.set()
+    assert (await asked[1 - goes]).value == "answer 1"
+    assert (asked[goes].cancelled(), work.calls) == (True, 1)
+
+
+async def test_what_nobody_waits_for_any_more_is_kept_all_the_same():
+    cluster, work = Cluster(), Work()
+    work.hold()
+    gone = asyncio.create_task(cluster.replicas[0].get_or_compute(ADA, work))
+    await work.begun.wait()
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    work.go.set()
+    assert (await ask(cluster.replicas[0], work)).value == "answer 1"
+
+
+async def test_gives_a_stale_answer_at_once_and_computes_the_next_one_once():
+    cluster, work = Cluster(), Work()
+    cache = cluster.replicas[0]
+    await ask(cache, work)
+    cluster.clock.now += 100
+    work.hold()
+    found = await asyncio.gather(*(cache.get_or_compute(ADA, work) for _ in range(10)))
+    assert {(one.value, one.tier, one.stale, one.age_s) for one in found} == {("answer 1", "l1", True, 100.0)}
+    work.go.set()
+    await settle(cache)
+    assert work.calls == 2
+    assert (await ask(cache, work)).value == "answer 2"
+    assert (await cache.statistics()).refreshes == 1
+
+
+async def test_replicas_with_the_same_stale_answer_compute_the_next_one_once():
+    cluster, work = Cluster(), Work()
+    for cache in cluster.replicas:
+        await ask(cache, work)
+    cluster.clock.now += 100
+    work.hold()
+    stale = [await cache.get_or_compute(ADA, work) for cache in cluster.replicas]
+    assert [one.stale for one in stale] == [True] * 3
+    await work.begun.wait()
+    await asyncio.sleep(0.01)
+    work.go.set()
+    for cache in cluster.replicas:
+        await settle(cache)
+    assert work.calls == 2
+    assert [(await ask(cache, work)).value for cache in cluster.replicas] == ["answer 2"] * 3
+
+
+async def test_a_stale_answer_of_the_shared_cache_is_given_and_replaced_too():
+    cluster, work = Cluster(), Work()
+    await ask(cluster.replicas[0], work)
+    cluster.clock.now += 100
+    found = await ask(cluster.replicas[1], work)
+    assert (found.value, found.tier, found.stale) == ("answer 1", "l2", True)
+    await settle(cluster.replicas[1])
+    assert (await ask(cluster.replicas[1], work)).value == "answer 2"
+
+
+async def test_an_answer_is_not_given_when_it_is_too_old():
+    cluster, work = Cluster(ttl_s=60, stale_s=300), Work()
+    await ask(cluster.replicas[0], work)
+    cluster.clock.now += 361
+    assert [(await ask(cache, work)).value for cache in cluster.replicas] == ["answer 2"] * 3
+
+
+async def test_a_failed_refresh_leaves_the_stale_answer_and_is_repeated_a_little_later():
+    cluster, work = Cluster(negative_ttl_s=1.0), Work()
+    cache = cluster.replicas[0]
+    await ask(cache, work)
+    cluster.clock.now += 100
+    work.error = ArithmeticError("broken")
+    for _ in range(5):
+        assert (await ask(cache, work)).value == "answer 1"
+        await settle(cache)
+    assert work.calls == 2
+    cluster.clock.now += 1.1
+    work.error = None
+    await ask(cache, work)
+    await settle(cache)
+    assert (await ask(cache, work)).value == "answer 3"
+
+
+async def test_a_degraded_answer_lives_for_a_moment_and_is_never_stale():
+    cluster, work = Cluster(negative_ttl_s=1.0), Work()
+    work.options = {"negative": True}
+    first, second, _ = cluster.replicas
+    assert (await ask(first, work)).tier == "computed"
+    cluster.clock.now += 0.9
+    assert [(await ask(first, work)).tier, (await ask(second, work)).tier] == ["l1", "l2"]
+    cluster.clock.now += 0.2
+    assert [(await ask(first, work)).value, (await ask(second, work)).value] == ["answer 2"] * 2
+
+
+async def test_a_degraded_answer_does_not_take_the_place_of_a_good_one_that_is_stale():
+    cluster, work = Cluster(), Work()
+    cache = cluster.replicas[0]
+    await ask(cache, work)
+    cluster.clock.now += 100
+    work.options = {"negative": True}
+    for _ in range(3):
+        await ask(cache, work)
+        await settle(cache)
+    found = await ask(cache, work)
+    assert (found.value, found.stale, work.calls) == ("answer 1", True, 2)
+    cluster.clock.now += 1.1
+    work.options = {}
+    await ask(cache, work)
+    await settle(cache)
+    assert (await ask(cache, work)).value == "answer 3"
+
+
+@pytest.mark.parametrize("outcome", ["fails", "is not kept"])
+async def test_the_lease_of_a_computation_that_leaves_nothing_is_given_back(outcome):
+    cluster, work = Cluster(), Work()
+    work.error = ArithmeticError("broken") if outcome == "fails" else None
+    work.options = {"keep": False}
+    await asyncio.gather(cluster.replicas[0].get_or_compute(ADA, work), return_exceptions=True)
+    await cluster.replicas[0].flush()
+    assert isinstance(await ShardedCache(cluster.shards, PATIENT).lease(ADA, "the next", 60), Granted)
+
+
+async def test_what_is_not_to_be_kept_is_given_to_those_who_wait_and_to_nobody_else():
+    cluster, work = Cluster(), Work()
+    work.options = {"keep": False}
+    found = await asyncio.gather(*(cluster.replicas[0].get_or_compute(ADA, work) for _ in range(3)))
+    assert [one.value for one in found] == ["answer 1"] * 3
+    assert (await ask(cluster.replicas[0], work)).value == "answer 2"
+    assert (await ask(cluster.replicas[1], work)).value == "answer 3"
+
+
+async def test_times_vary_by_the_jitter_so_that_answers_do_not_end_together():
+    cluster = Cluster(replicas=0, jitter=0.1, ttl_s=60.0)
+    cache = cluster.replica(l2=False, rng=random.Random(3))
+    work = Work()
+    keys = [Key("tenant", "ada", str(number)) for number in range(200)]
+    for key in keys:
+        await cache.get_or_compute(key, work)
+    lasting = [cache._l1.peek(key).fresh_s for key in keys]
+    assert 54 <= min(lasting) < 56
+    assert 64 < max(lasting) <= 66
+
+
+async def test_a_hot_answer_is_computed_anew_before_its_time_is_over():
+    cluster, work = Cluster(ttl_s=60.0, hot_per_minute=6.0), Work()
+    cache = cluster.replicas[0]
+    for _ in range(47):
+        await ask(cache, work)
+        cluster.clock.now += 1
+    assert work.calls == 1
+    cluster.clock.now += 2  # a fifth of 60 s is left at 48 s
+    found = await ask(cache, work)
+    await settle(cache)
+    assert (found.value, found.stale, work.calls) == ("answer 1", False, 2)
+    assert (await ask(cache, work)).value == "answer 2"
+    ((digest, rate),) = (await cache.statistics()).hot
+    assert digest == "1"
+    assert rate > 6
+
+
+async def test_a_cold_answer_is_not_computed_ahead_of_its_time():
+    cluster, work = Cluster(ttl_s=60.0), Work()
+    await ask(cluster.replicas[0], work)
+    cluster.clock.now += 55
+    await ask(cluster.replicas[0], work)
+    await settle(cluster.replicas[0])
+    assert work.calls == 1
+
+
+async def test_computes_the_next_answer_in_the_background_when_told_to():
+    cluster, work = Cluster(), Work()
+    cache = cluster.replicas[0]
+    assert cache.refresh(ADA, work)
+    assert not cache.refresh(ADA, work)
+    await settle(cache)
+    assert ((await ask(cache, work)).tier, (await ask(cluster.replicas[1], work)).tier, work.calls) == ("l1", "l2", 1)
+
+
+async def test_who_asks_while_it_is_computed_in_the_background_waits_for_that():
+    cluster, work = Cluster(), Work()
+    work.hold()
+    cluster.replicas[0].refresh(ADA, work)
+    await work.begun.wait()
+    asked = [asyncio.create_task(cache.get_or_compute(ADA, work)) for cache in cluster.replicas]
+    await asyncio.sleep(0.01)
+    work.go.set()
+    assert [one.tier for one in await asyncio.gather(*asked)] == ["joined"] * 3
+    assert work.calls == 1
+
+
+async def test_no_more_is_computed_in_the_background_than_there_is_room_for():
+    cluster, work = Cluster(max_background=2), Work()
+    cache = cluster.replicas[0]
+    work.hold()
+    begun = [cache.refresh(Key("tenant", "ada", str(number)), work) for number in range(5)]
+    assert begun == [True, True, False, False, False]
+    work.go.set()
+    await settle(cache)
+    assert (await cache.statistics()).dropped == 3
+    assert cache.refresh(Key("tenant", "ada", "4"), work)
+    await settle(cache)
+
+
+async def test_asked_to_refresh_it_gives_nothing_that_was_kept():
+    cluster, work = Cluster(), Work()
+    first, second, _ = cluster.replicas
+    await ask(first, work)
+    found = await first.get_or_compute(ADA, work, refresh=True)
+    await first.flush()
+    assert (found.value, found.tier) == ("answer 2", "computed")
+    assert [(await ask(first, work)).value, (await ask(second, work)).value] == ["answer 2"] * 2
+
+
+async def test_looks_without_computing():
+    cluster, work = Cluster(), Work()
+    first, second, _ = cluster.replicas
+    assert await first.get(ADA) is None
+    await ask(first, work)
+    assert [(await cache.get(ADA)).tier for cache in (first, second, second)] == ["l1", "l2", "l1"]
+
+
+async def test_forgets_a_user_in_both_tiers():
+    cluster, work = Cluster(), Work()
+    cache = cluster.replicas[0]
+    bob = Key("tenant", "bob", "1")
+    for key in (ADA, Key("tenant", "ada", "2"), bob):
+        await ask(cache, work, key)
+    erased = await cache.invalidate("tenant", "ada")
+    assert (erased.l1, erased.l2, erased.dropped, erased.unconfirmed) == (2, 2, 4, ())
+    assert (await cache.get(ADA), (await cache.get(bob)).tier) == (None, "l1")
+
+
+@pytest.mark.parametrize("scope", [("tenant", "ada"), ("tenant", None), (None, None)])
+async def test_an_erasure_while_it_is_computed_keeps_it_from_coming_back(scope):
+    cluster, work = Cluster(), Work()
+    first, second, _ = cluster.replicas
+    work.hold()
+    asked = asyncio.create_task(first.get_or_compute(ADA, work))
+    await work.begun.wait()
+    await first.invalidate(*scope)
+    work.go.set()
+    assert (await asked).value == "answer 1"  # asked before: answered
+    await first.flush()
+    assert (await first.get(ADA), await second.get(ADA)) == (None, None)
+
+
+async def test_an_erasure_keeps_it_out_of_memory_also_where_that_is_the_only_tier():
+    cluster, work = Cluster(replicas=0), Work()
+    cache = cluster.replica(l2=False)
+    work.hold()
+    asked = asyncio.create_task(cache.get_or_compute(ADA, work))
+    await work.begun.wait()
+    await cache.invalidate("tenant", "ada")
+    work.go.set()
+    await asked
+    assert await cache.get(ADA) is None
+
+
+async def test_an_erasure_in_another_replica_keeps_what_is_computed_here_from_coming_back():
+    cluster, work = Cluster(), Work()
+    first, second, _ = cluster.replicas
+    work.hold()
+    asked = asyncio.create_task(first.get_or_compute(ADA, work))
+    await work.begun.wait()
+    await second.invalidate("tenant", "ada")
+    work.go.set()
+    await asked
+    await first.flush()
+    assert (await first.get(ADA), await second.get(ADA)) == (None, None)
+
+
+async def test_who_asks_after_an_erasure_is_not_given_what_began_before_it():
+    cluster, work = Cluster(), Work()
+    cache = cluster.replicas[0]
+    work.hold()
+    before = asyncio.create_task(cache.get_or_compute(ADA, work))
+    await work.begun.wait()
+    await cache.invalidate("tenant", "ada")
+    after = asyncio.create_task(cache.get_or_compute(ADA, work))
+    await asyncio.sleep(0.01)
+    work.go.set()
+    assert [(await before).value, (await after).value] == ["answer 1", "answer 2"]
+    await cache.flush()
+    assert (await cluster.replicas[1].get(ADA)).value == "answer 2"
+
+
+async def test_an_erasure_while_it_comes_from_the_shared_cache_keeps_it_out_of_memory():
+    cluster, work = Cluster(shards=1), Work()
+    first, second, _ = cluster.replicas
+    await ask(first, work)
+    (shard,) = cluster.shards.values()
+    found, arrived = shard.lease, asyncio.Event()
+
+    async def slowly(*arguments):
+        entry = await found(*arguments)
+        await arrived.wait()
+        return entry
+
+    shard.lease = slowly
+    asked = asyncio.create_task(second.get_or_compute(ADA, work))
+    await asyncio.sleep(0.01)
+    second.forget("tenant", "ada")
+    arrived.set()
+    await asked
+    assert len(second._l1) == 0
+
+
+class HangingShard:
+    """Whatever is asked of it, it does not answer."""
+
+    def __getattr__(self, name):
+        async def hang(*_):
+            await asyncio.Event().wait()
+
+        return hang
+
+
+class RaisingShard:
+    def __getattr__(self, name):
+        async def fail(*_):
+            raise OSError("broken pipe")
+
+        return fail
+
+
+@pytest.mark.parametrize("shard", [HangingShard(), RaisingShard()], ids=["hangs", "raises"])
+async def test_a_shared_cache_that_is_broken_is_a_miss_and_memory_serves_on(shard):
+    cluster, work = Cluster(replicas=0), Work()
+    cluster.shards = {"only": shard}
+    cache = cluster.replica(SHARED)
+    found = [await ask(cache, work, Key("tenant", "ada", str(number % 10))) for number in range(20)]
+    assert [one.tier for one in found] == ["computed"] * 10 + ["l1"] * 10
+    statistics = await cache.statistics()
+    assert 3 <= statistics.l2_failures < 10  # the breaker spares the rest
+    assert (await cache.invalidate("tenant", "ada")).unconfirmed == ("only",)
+    await cache.close()
+
+
+async def test_what_cannot_be_decoded_is_a_miss_and_is_replaced():
+    cluster, work = Cluster(), Work()
+    other = cluster.replica(codec=Codec(lambda value: b"\xff" + value.encode(), lambda payload: payload[1:].decode()))
+    await ask(other, work)
+    found = await ask(cluster.replicas[0], work)
+    assert (found.value, found.tier) == ("answer 2", "computed")
+    assert (await cluster.replicas[0].statistics()).codec_failures == 1
+    assert (await ask(cluster.replicas[1], work)).tier == "l2"
+
+
+async def test_what_cannot_be_encoded_is_answered_and_not_kept():
+    def refuse(value):
+        raise ValueError(value)
+
+    cluster, work = Cluster(), Work()
+    cache = cluster.replica(codec=Codec(refuse, bytes.decode))
+    assert [(await ask(cache, work)).tier for _ in range(2)] == ["computed"] * 2
+    assert (await cache.statistics()).codec_failures == 2
+    assert (await ask(cluster.replicas[0], work)).tier == "computed"
+
+
+async def test_weighs_what_is_kept_in_memory_by_its_encoded_bytes():
+    cluster, work = Cluster(), Work()
+    await ask(cluster.replicas[0], work)
+    assert (await cluster.replicas[0].statistics()).l1.used_bytes == len("answer 1")
+
+
+async def test_closing_ends_what_goes_on_in_the_background_and_sends_what_was_computed():
+    cluster, work = Cluster(), Work()
+    first, second, _ = cluster.replicas
+    await first.get_or_compute(ADA, work)
+    work.hold()
+    first.refresh(Key("tenant", "ada", "2"), work)
+    await work.begun.wait()
+    await first.close()
+    assert len(first._background) == 0
+    assert not first.refresh(Key("tenant", "ada", "3"), work)
+    assert (await second.get(ADA)).value == "answer 1"
+
+
+async def test_writes_that_find_no_room_are_dropped_and_counted():
+    cluster = Cluster(max_writes=3)
+    keys = [Key("tenant", "ada", str(number)) for number in range(10)]
+    work = Work()
+    work.hold()
+    asked = [asyncio.create_task(cluster.replicas[0].get_or_compute(key, work)) for key in keys]
+    await asyncio.sleep(0.01)
+    work.go.set()
+    await asyncio.gather(*asked)
+    await cluster.replicas[0].flush()
+    statistics = await cluster.replicas[0].statistics()
+    assert statistics.dropped > 0
+    assert statistics.l2.insertions == 10 - statistics.dropped
+
+
+PARTS = st.text(alphabet="ab:\0é", max_size=3)
+ANY_KEYS = st.lists(st.builds(Key, PARTS, PARTS, PARTS), min_size=1, max_size=8)
+
+
+@given(ANY_KEYS, st.integers(0, 2**32))
+def test_no_key_is_ever_given_the_answer_of_another(keys, seed):
+    async def checked():
+        cluster, draw = Cluster(), random.Random(seed)
+        for _ in range(3 * len(keys)):
+            key = draw.choice(keys)
+
+            async def compute(key=key):
+                return Computed(repr(tuple(key)))
+
+            assert (await ask(draw.choice(cluster.replicas), compute, key)).value == repr(tuple(key))
+
+    asyncio.run(checked())
+
+
+@given(ANY_KEYS, st.integers(0, 2**32))
+def test_an_erasure_leaves_nothing_of_its_user_and_everything_of_the_others(keys, seed):
+    async def checked():
+        cluster, draw = Cluster(replicas=2), random.Random(seed)
+        first, second = cluster.replicas
+        for key in keys:
+            await ask(first, Work(), key)
+        erased = draw.choice(keys)
+        await first.invalidate(erased.namespace, erased.group)
+        for key in keys:
+            assert (await second.get(key) is None) == (key[:2] == erased[:2])
+
+    asyncio.run(checked())
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"ttl_s": 0}, "ttl_s is 0"),
+        ({"stale_s": -1}, "stale_s is -1"),
+        ({"jitter": 1.0}, "jitter is 1.0"),
+        ({"max_background": -1}, "max_background is -1"),
+    ],
+)
+def test_refuses_settings_that_make_no_sense(settings, problem):
+    with pytest.raises(ConfigError, match=problem):
+        TierSettings(**settings)
