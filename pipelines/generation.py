@@ -12,6 +12,7 @@ from cluster.bundle import Bundle
 from cluster.controller import NoBackendAnswered
 from cluster.errors import BackendError, BackendFailed, DeadlineExceeded
 from cluster.values import (
+    FloatArray,
     GenerateAnswer,
     Generated,
     GenerateRequest,
@@ -30,6 +31,8 @@ Stream: TypeAlias = Callable[[GenerateRequest, float], AsyncIterator[Part]]
 STAGE = "generate"
 CHOICE = 3
 """How many generated items there are for each of the `k` that diversity or freshness choose, up to the pool."""
+STEPS = 8
+"""In as many steps does the start of a prompt pass over its length: at worst it lacks an eighth of the oldest events that it could hold."""
 AT_WORK = StageReport(STAGE, "not known yet", 0.0)
 
 
@@ -84,9 +87,9 @@ class Generation:
     def _asked(self, retrieved: Candidates, wishes: Wishes, request: RecommendRequest) -> GenerateRequest:
         """As many items as the beam is wide. No deadline: whose clock is it?"""
         assert retrieved.states is not None
-        states, width = retrieved.states[-self._prompt_length :], self._width(request)  # an encoder may give a state for every event
+        width = self._width(request)
         return GenerateRequest(
-            UserState(states, last_events(wishes.sequence, len(states))),
+            prompt(retrieved.states, wishes.sequence, self._prompt_length),
             width,
             width,
             wishes.excluded,
@@ -158,6 +161,18 @@ async def in_time(parts: AsyncIterator[Part], within_s: float) -> AsyncGenerator
     finally:
         if isinstance(parts, AsyncGenerator):
             await parts.aclose()
+
+
+def prompt(states: FloatArray, sequence: UserSequence, longest: int) -> UserState:
+    """What a decoder is prompted with: the states after the latest events, `longest` at most, and those events.
+
+    Of a long history the first event of the prompt moves only once in STEPS-ths of `longest` events, since what decoders keep of a prompt
+    is valid from its first event on. `states` may be fewer than the events, or more than the prompt takes.
+    """
+    step = max(1, longest // STEPS)
+    surplus = max(0, len(sequence) - longest)
+    latest = states[-(len(sequence) - -(-surplus // step) * step) :]
+    return UserState(latest, last_events(sequence, len(latest)))
 
 
 def last_events(sequence: UserSequence, count: int) -> UserSequence:

@@ -17,10 +17,10 @@ from cluster.errors import ConfigError
 from cluster.protocols import Backend
 from cluster.registry import BACKENDS, DECODERS, choose
 from cluster.semantic_ids import SemanticIds
-from cluster.values import Encoded, EncodeRequest, Generated, GenerateRequest, UserState
+from cluster.values import Encoded, EncodeRequest, Generated, GenerateRequest
 from pipelines.epochs import EpochReport
 from pipelines.fit_blend import Retrieved
-from pipelines.generation import last_events
+from pipelines.generation import prompt
 from pipelines.semantic_ids import Report, build_semantic_ids, report
 from pipelines.sequence_models import TrainableModel
 from pipelines.splits import Example, held_out
@@ -120,15 +120,16 @@ def serving_lists(
         part = examples[start : start + USERS_AT_ONCE]
         encoded = encoder.batch_infer([EncodeRequest(one.history, pool + len(one.history)) for one in part])
         retrieved += [_unseen(answer, one, pool) for answer, one in zip(encoded, part, strict=True)]
-        generated += generator.batch_infer([_asked(answer, one, beam) for answer, one in zip(encoded, part, strict=True)])
+        asked = [_asked(answer, one, beam, bundle.prompt_length) for answer, one in zip(encoded, part, strict=True)]
+        generated += generator.batch_infer(asked)
     encoder.close()
     generator.close()
     return Lists(retrieved, generated, [one.target for one in examples])
 
 
-def _asked(encoded: Encoded, example: Example, beam: int) -> GenerateRequest:
+def _asked(encoded: Encoded, example: Example, beam: int, longest: int) -> GenerateRequest:
     assert encoded.states is not None
-    user = UserState(encoded.states, last_events(example.history, len(encoded.states)))
+    user = prompt(encoded.states, example.history, longest)
     return GenerateRequest(user, beam, beam, blocked=_seen(example))
 
 

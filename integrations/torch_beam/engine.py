@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.bundle import DECODER, Bundle
+from cluster.bundle import DECODER, ITEM_VECTORS, SOFT_PROMPT, Bundle
 from cluster.errors import BackendFailed, DeadlineExceeded
 from cluster.trie import Trie, TrieView
 from cluster.values import Generated, GenerateRequest
@@ -20,6 +20,7 @@ from integrations.torch_beam.continuations import Continuations
 from integrations.torch_beam.drawing import Draw, draw
 from integrations.torch_beam.llama import Llama
 from integrations.torch_beam.logits_cache import LogitsCache
+from integrations.torch_beam.prompts import KeptContinuations, KeptPrompts
 from integrations.torch_beam.recall import Prompted, Recalled
 from integrations.torch_beam.sampling import Sampler
 
@@ -38,9 +39,12 @@ class Job:
 
 
 class BeamEngine:
-    """Raises BundleError where the bundle's decoder is damaged or not one that it computes. `cache_bytes` 0: nothing is recalled."""
+    """Raises BundleError where the bundle's decoder is damaged or not one that it computes, ConfigError at a budget that holds nothing.
 
-    def __init__(self, bundle: Bundle, dtype: str, cache_bytes: int) -> None:
+    `cache_bytes` 0: no logits are recalled; `prompt_bytes` 0: no keys and values of prompts are kept.
+    """
+
+    def __init__(self, bundle: Bundle, dtype: str, cache_bytes: int, prompt_bytes: int = 0, prompt_policy: str = "lru") -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         directory = verified_decoder(bundle)
         self._prompt, self._ids = load_soft_prompt(bundle), bundle.semantic_ids
@@ -48,6 +52,8 @@ class BeamEngine:
         self._llama = Llama.read(directory, self._longest_prompt + self._ids.levels, getattr(torch, dtype), device)
         self._model_hash = f"{bundle.manifest.files[f'{DECODER}/model.safetensors'].sha256}-{self._ids.version}-{dtype}"
         self._cache = LogitsCache(cache_bytes) if cache_bytes else None
+        inputs = "-".join(bundle.manifest.files[name].sha256 for name in (SOFT_PROMPT, ITEM_VECTORS))
+        self._kept = KeptPrompts(self._llama, f"{self._model_hash}-{inputs}", prompt_bytes, prompt_policy) if prompt_bytes else None
         self._sampler = Sampler()
         self.trie = Trie.of(self._ids)
 
@@ -65,16 +71,43 @@ class BeamEngine:
                 answers[index] = generated
         return answers
 
+    def forget(self, tenant: str, user: str) -> int:
+        """Drop what is kept of the user: how many rows and entries. Whose logits they are is not known: all of them go."""
+        return (self._kept.forget(tenant, user) if self._kept else 0) + self._forget_logits()
+
+    def forget_tenant(self, tenant: str) -> int:
+        """The same of all users of a tenant."""
+        return (self._kept.forget_tenant(tenant) if self._kept else 0) + self._forget_logits()
+
+    def forget_everything(self) -> int:
+        """The same of everybody."""
+        return (self._kept.clear() if self._kept else 0) + self._forget_logits()
+
+    def kept(self) -> dict[str, float]:
+        """The statistics of kept prompts, and of the logits `logits_entries`, `logits_used_bytes`, `logits_hits` and `logits_misses`."""
+        prompts = self._kept.statistics() if self._kept else {}
+        if not self._cache:
+            return prompts
+        now = asdict(self._cache.statistics())
+        return prompts | {f"logits_{name}": float(now[name]) for name in ("entries", "used_bytes", "hits", "misses")}
+
     def figures(self) -> dict[str, float]:
-        """`logits_cache_hits`, `logits_cache_misses` and the rest of CacheStatistics, since the load; nothing without a cache."""
-        return {f"logits_cache_{name}": float(figure) for name, figure in asdict(self._cache.statistics()).items()} if self._cache else {}
+        """Since the load: `prompt_rows` asked for and `prompt_rows_kept` of them, `logits_cache_hits`, `logits_cache_misses` and the rest
+        of CacheStatistics; nothing of what is off.
+        """
+        prompts = self._kept.figures() if self._kept else {}
+        logits = asdict(self._cache.statistics()) if self._cache else {}
+        return prompts | {f"logits_cache_{name}": float(figure) for name, figure in logits.items()}
+
+    def _forget_logits(self) -> int:
+        return self._cache.clear() if self._cache else 0
 
     def _jobs(self, requests: Sequence[GenerateRequest], views: Sequence[TrieView]) -> list[Job]:
         if longest := max((len(one.user) for one in requests if len(one.user) > self._longest_prompt), default=0):
             raise BackendFailed(f"a prompt has {longest} states; this decoder takes the latest {self._longest_prompt}")
         prompts = self._prompt.of([request.user for request in requests])
         return [
-            Job(request, view, rows, Prompted.of(self._model_hash, request.tenant, rows) if self._cache else None)
+            Job(request, view, rows, Prompted.of(self._model_hash, request.tenant, rows, request.whose) if self._cache else None)
             for request, view, rows in zip(requests, views, prompts, strict=True)
         ]
 
@@ -86,7 +119,7 @@ class BeamEngine:
         return job.request.sampling is not None, known, job.request.width.bit_length()
 
     def _run(self, jobs: Sequence[Job], in_time: Callable[[], None]) -> list[Generated]:
-        model: Continues = Continuations(self._llama, self._ids, [job.rows for job in jobs], max(job.request.width for job in jobs))
+        model = self._continuations(jobs)
         if self._cache:
             model = Recalled(model, self._cache, [job.prompted for job in jobs if job.prompted])
         if jobs[0].request.sampling is None:
@@ -94,6 +127,12 @@ class BeamEngine:
             return search(searches, self._ids, model, in_time)
         draws = [Draw(job.view, job.request.k, job.request.sampling) for job in jobs if job.request.sampling]
         return draw(draws, self._ids, model, self._sampler, in_time)
+
+    def _continuations(self, jobs: Sequence[Job]) -> Continues:
+        prompts, widest = [job.rows for job in jobs], max(job.request.width for job in jobs)
+        if not self._kept:
+            return Continuations(self._llama, self._ids, prompts, widest)
+        return KeptContinuations(self._llama, self._ids, prompts, widest, self._kept, [job.request for job in jobs])
 
 
 def _grouped(values: Sequence[Value], key: Callable[[Value], Kind]) -> Iterator[list[Value]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cluster.bundle import Bundle
-from cluster.errors import BackendUnavailable, BundleError, UnknownChoice
+from cluster.errors import BackendUnavailable, BundleError, ConfigError, UnknownChoice
 from cluster.trie import TrieView
 from cluster.values import Availability, Generated, GenerateRequest, UserState
 
@@ -15,18 +15,31 @@ if TYPE_CHECKING:
     from integrations.torch_beam.engine import BeamEngine
 
 DTYPES = ("float32", "bfloat16")
+POLICIES = ("lru", "lfu", "fifo")
 
 
 class TorchBeamGenerator:
     """`dtype` is that of weights and activations; scores are float32 in any case. `threads` sets torch's for this whole process.
 
-    `cache_bytes`: how much memory the logits of prompts seen before may take; 0 recalls nothing.
+    `cache_bytes`: how much memory the logits of prompts seen before may take; 0 recalls nothing. `prompt_bytes`: the same of the keys and
+    values of users' prompts, so that of one that grew only the new rows are computed; 0 keeps none. `prompt_policy`: lru, lfu or fifo.
     """
 
-    def __init__(self, dtype: str = "float32", threads: int | None = None, cache_bytes: int = 8 << 20) -> None:
-        if dtype not in DTYPES:
-            raise UnknownChoice("dtype", dtype, DTYPES)
+    def __init__(
+        self,
+        dtype: str = "float32",
+        threads: int | None = None,
+        cache_bytes: int = 8 << 20,
+        prompt_bytes: int = 64 << 20,
+        prompt_policy: str = "lru",
+    ) -> None:
+        for what, name, choices in (("dtype", dtype, DTYPES), ("prompt_policy", prompt_policy, POLICIES)):
+            if name not in choices:
+                raise UnknownChoice(what, name, choices)
+        if prompt_bytes < 0:
+            raise ConfigError(f"prompt_bytes ({prompt_bytes}) must be at least 0, which keeps nothing")
         self._dtype, self._threads, self._cache_bytes = dtype, threads, cache_bytes
+        self._prompt_bytes, self._prompt_policy = prompt_bytes, prompt_policy
         self._loaded: BeamEngine | None = None
 
     def get_availability(self, bundle: Bundle) -> Availability:
@@ -48,8 +61,8 @@ class TorchBeamGenerator:
         if self._threads:
             torch.set_num_threads(self._threads)
         try:
-            self._loaded = BeamEngine(bundle, self._dtype, self._cache_bytes)
-        except BundleError as error:
+            self._loaded = BeamEngine(bundle, self._dtype, self._cache_bytes, self._prompt_bytes, self._prompt_policy)
+        except (BundleError, ConfigError) as error:
             raise BackendUnavailable(str(error)) from error
 
     def infer(self, request: GenerateRequest) -> Generated:
@@ -73,6 +86,23 @@ class TorchBeamGenerator:
         """No queue, which whoever makes the batches has, but how much of what was asked had been asked before; see BeamEngine.figures."""
         engine = self._loaded
         return engine.figures() if engine else {}
+
+    def forget(self, tenant: str, user: str) -> int:
+        """Drop the user's prompts, and the logits of all, since whose they are is not known: how many rows and entries that were."""
+        return self._engine().forget(tenant, user)
+
+    def forget_tenant(self, tenant: str) -> int:
+        """The same of all users of a tenant."""
+        return self._engine().forget_tenant(tenant)
+
+    def forget_everything(self) -> int:
+        """The same of everybody."""
+        return self._engine().forget_everything()
+
+    def kept(self) -> dict[str, float]:
+        """`users`, `rows`, `used_bytes`, `hits` ... of kept prompts; `logits_entries`, `logits_used_bytes` ... of the logits of prompts."""
+        engine = self._loaded
+        return engine.kept() if engine else {}
 
     def close(self) -> None:
         self._loaded = None

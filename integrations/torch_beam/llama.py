@@ -9,7 +9,7 @@ Shapes: U users, T prompt rows, Q rows that ask, R rows there are, H hidden, A h
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,6 +108,11 @@ class Llama:
     def device(self) -> torch.device:
         return self._embedding.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, activations, keys and values."""
+        return self._embedding.dtype
+
     @torch.inference_mode()
     def prefill(self, rows_UTH: Tensor, lengths_U: Tensor, spare: int) -> tuple[Tensor, Memory]:
         """What each user's last prompt row says, normalised (U, H), and a memory of all rows with room for `spare` more."""
@@ -118,12 +123,27 @@ class Llama:
             projected = self._project(layer, x, turns, ALL)
             kept[:, :rows] = projected[:, :, KEYS_AND_VALUES]
             x = self._rest(layer, x, _attend(projected[:, :, 0], projected[:, :, KEYS_AND_VALUES], None))
-        top, kept, last_U = self._layers[-1], memory.layers[-1], lengths_U - 1
-        kept[:, :rows] = self._project(top, x, turns, KEYS_AND_VALUES)
-        x = x.gather(1, last_U.view(-1, 1, 1).expand(-1, 1, x.shape[2]))
-        query = self._project(top, x, self._turns[last_U].unsqueeze(1), QUERIES)[:, :, 0]
-        x = self._rest(top, x, _attend(query, kept[:, :rows], self.prompt_mask(memory)))
-        return self._normed(x, self._norm).squeeze(1), memory
+        memory.layers[-1][:, :rows] = self._project(self._layers[-1], x, turns, KEYS_AND_VALUES)
+        x = x.gather(1, (lengths_U - 1).view(-1, 1, 1).expand(-1, 1, x.shape[2]))
+        return self._said_last(x, memory), memory
+
+    @torch.inference_mode()
+    def prefill_behind(self, memory: Memory, kept_U: Tensor, rows_NH: Tensor) -> Tensor:
+        """As `prefill`, of a memory that has the first `kept_U` rows of each prompt; `rows_NH` are those behind them, at least one each,
+        one user's behind the other's.
+        """
+        new_U, T = memory.lengths_U - kept_U, memory.prompt_rows
+        users_N = torch.arange(len(new_U), device=self.device).repeat_interleave(new_U)
+        slots_N = torch.arange(len(users_N), device=self.device) - (new_U.cumsum(0) - new_U)[users_N]
+        places_N = kept_U[users_N] + slots_N
+        query_UQAD = torch.zeros(len(new_U), int(new_U.max()), self.sizes.heads, self.sizes.head_dim, dtype=self.dtype, device=self.device)
+        x, turns, mask = rows_NH.to(self.dtype).unsqueeze(0), self._turns[places_N], self._sight(kept_U, query_UQAD.shape[1], T)
+        for layer, kept in zip(self._layers[:-1], memory.layers[:-1], strict=True):
+            projected = self._project(layer, x, turns, ALL).squeeze(0)
+            kept[users_N, places_N], query_UQAD[users_N, slots_N] = projected[:, KEYS_AND_VALUES], projected[:, 0]
+            x = self._rest(layer, x, _attend(query_UQAD, kept[:, :T], mask)[users_N, slots_N].unsqueeze(0))
+        memory.layers[-1][users_N, places_N] = self._project(self._layers[-1], x, turns, KEYS_AND_VALUES).squeeze(0)
+        return self._said_last(x[0, new_U.cumsum(0) - 1].unsqueeze(1), memory)
 
     @torch.inference_mode()
     def step(self, memory: Memory, start: int, tokens_UQ: Tensor, places_UQ: Tensor, mask_UQR: Tensor) -> Tensor:
@@ -143,16 +163,37 @@ class Llama:
         """Logits, float32, of the `size` tokens from `first` on: (..., H) -> (..., size)."""
         return F.linear(said, self._head[first : first + size]).float()
 
+    def memory(self, lengths: Sequence[int], spare: int) -> Memory:
+        """For prompts of these lengths, of which nothing is filled, but zeros at the padding: what nobody looks at must not be NaN."""
+        memory = self._memory(len(lengths), max(lengths), torch.tensor(lengths, device=self.device), spare)
+        for layer in memory.layers:
+            for user, length in enumerate(lengths):
+                layer[user, length : memory.prompt_rows] = 0
+        return memory
+
     def prompt_mask(self, memory: Memory) -> Tensor:
         """(U, 1, 1, T): 0 at each user's prompt, -inf at its padding."""
         places = torch.arange(memory.prompt_rows, device=self.device)
-        mask = torch.zeros(len(memory.lengths_U), 1, 1, memory.prompt_rows, dtype=self._embedding.dtype, device=self.device)
+        mask = torch.zeros(len(memory.lengths_U), 1, 1, memory.prompt_rows, dtype=self.dtype, device=self.device)
         return mask.masked_fill_((places >= memory.lengths_U.unsqueeze(1))[:, None, None], -torch.inf)
 
     def _memory(self, users: int, rows: int, lengths_U: Tensor, spare: int) -> Memory:
         shape = (users, rows + spare, 2, self.sizes.heads, self.sizes.head_dim)
         like = self._embedding
         return Memory([torch.empty(shape, dtype=like.dtype, device=like.device) for _ in self._layers], rows, lengths_U)
+
+    def _sight(self, kept_U: Tensor, new_rows: int, prompt_rows: int) -> Tensor:
+        """(U, 1, Q, T): 0 at what each of the rows behind the kept ones sees, itself and all before it, and -inf elsewhere."""
+        places_UQ1 = (kept_U.unsqueeze(1) + torch.arange(new_rows, device=self.device)).unsqueeze(2)
+        mask = torch.zeros(len(kept_U), new_rows, prompt_rows, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(torch.arange(prompt_rows, device=self.device) > places_UQ1, -torch.inf).unsqueeze(1)
+
+    def _said_last(self, x_U1H: Tensor, memory: Memory) -> Tensor:
+        """What each prompt's last row says, normalised (U, H), once the top layer has every row's keys and values."""
+        top, kept, last_U = self._layers[-1], memory.layers[-1], memory.lengths_U - 1
+        query = self._project(top, x_U1H, self._turns[last_U].unsqueeze(1), QUERIES)[:, :, 0]
+        x = self._rest(top, x_U1H, _attend(query, kept[:, : memory.prompt_rows], self.prompt_mask(memory)))
+        return self._normed(x, self._norm).squeeze(1)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.sizes.eps)

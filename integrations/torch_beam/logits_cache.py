@@ -69,6 +69,13 @@ class LogitsCache:
                 self._drop(next(iter(self._held)))
                 self._evictions += 1
 
+    def clear(self) -> int:
+        """Drop everything; how many entries that were. They do not count as evicted."""
+        with self._lock:
+            held, self._used_bytes = len(self._held), 0
+            self._held.clear()
+        return held
+
     def statistics(self) -> CacheStatistics:
         with self._lock:
             return CacheStatistics(self._hits, self._misses, self._evictions, len(self._held), self._used_bytes, self._budget_bytes)

@@ -159,10 +159,11 @@ def test_recalls_what_it_computed_for_the_same_prompt_and_paths_without_asking_t
     [
         Prompted.of("other model", "tenant", torch.ones(3, 4)),
         Prompted.of("model", "other tenant", torch.ones(3, 4)),
+        Prompted.of("model", "tenant", torch.ones(3, 4), "ada"),
         Prompted.of("model", "tenant", torch.ones(4, 3)),
         Prompted.of("model", "tenant", torch.ones(3, 4) + 1e-6),
     ],
-    ids=["model", "tenant", "shape", "rows"],
+    ids=["model", "tenant", "user", "shape", "rows"],
 )
 def test_recalls_nothing_for_another_prompt(other):
     cache, one = LogitsCache(1 << 20), [Search(TRIE.view(), 4, 6)]
@@ -225,9 +226,26 @@ def test_tells_how_much_of_what_was_asked_had_been_asked_before(bundle):
     second = generator.queue()
     assert (first["logits_cache_hits"], first["logits_cache_misses"] > 0) == (0, True)
     assert (second["logits_cache_hits"], second["logits_cache_misses"]) == (first["logits_cache_misses"], first["logits_cache_misses"])
-    uncached = TorchBeamGenerator(cache_bytes=0)
+    uncached = TorchBeamGenerator(cache_bytes=0, prompt_bytes=0)
     uncached.load(bundle)
     assert uncached.queue() == {}
+
+
+def test_forgets_every_prompt_and_tells_what_it_keeps_of_them(bundle):
+    generator = TorchBeamGenerator()
+    assert generator.kept() == {}
+    generator.load(bundle)
+    generator.infer(asked(5))
+    kept = generator.kept()
+    assert kept["logits_entries"] > 0
+    assert kept["logits_used_bytes"] > 0
+    assert generator.forget_everything() == kept["logits_entries"]
+    assert (generator.kept()["logits_entries"], generator.kept()["logits_used_bytes"]) == (0, 0)
+    generator.infer(asked(5))
+    assert generator.kept()["logits_hits"] == 0, "it had to be computed again"
+    uncached = TorchBeamGenerator(cache_bytes=0, prompt_bytes=0)
+    uncached.load(bundle)
+    assert (uncached.forget_everything(), uncached.kept()) == (0, {})
 
 
 def test_refuses_a_prompt_longer_than_the_decoder_takes(generator):

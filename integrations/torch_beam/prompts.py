@@ -1,0 +1,187 @@
+"""Keys and values of users' prompts, kept in a prefix tree: a prompt whose first rows were seen before is computed from there on only.
+
+    prompt -> rows' keys -> tree: how many rows are kept -> read into the memory -> compute the rows behind them -> keep those, too
+
+A row's key and value depend on the prompt's rows up to it, counted from the first one. So a beginning is valid exactly where what is
+projected to its rows is the same, bit for bit. The last row changes with the time of the request (the state and the pause after it do),
+so it is always computed and never kept. Whatever goes wrong here costs time and no answer: the prompts are computed whole.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from cluster.errors import ConfigError
+from cluster.semantic_ids import SemanticIds
+from cluster.values import GenerateRequest, Int64Array, UserState
+from integrations.decoder.soft_prompt import pause_codes, rating_codes
+from integrations.hstu.state.pool import PagePool, Plane
+from integrations.hstu.state.radix import RadixStates
+from integrations.hstu.state.store import Held, Owner, Rows
+from integrations.torch_beam.continuations import Continuations
+from integrations.torch_beam.llama import Llama, Memory
+
+PAGE_ROWS = 16  # at a quarter of the usual prompt, little of a page is empty, and a few pages are read quickly
+_STORED = {torch.float32: np.float32, torch.bfloat16: np.int16}  # numpy has no bfloat16: its bits
+_LOG = logging.getLogger(__name__)
+
+
+class KeptPrompts:
+    """Of one decoder, by `model_hash` of all that makes keys and values of a prompt. `prefill` is for one thread, the rest for any.
+
+    `policy`: which leaf of the tree is evicted, lru, lfu or fifo. Raises ConfigError at a budget that holds no row.
+    """
+
+    def __init__(self, llama: Llama, model_hash: str, budget_bytes: int, policy: str) -> None:
+        self._llama, self._model_hash = llama, model_hash
+        sizes, dtype = llama.sizes, _STORED[llama.dtype]
+        planes = {str(layer): Plane((2, sizes.heads, sizes.head_dim), 0, dtype) for layer in range(sizes.layers)}
+        row_bytes = sum(plane.row_bytes for plane in planes.values())
+        if budget_bytes < row_bytes:
+            raise ConfigError(
+                f"prompt_bytes ({budget_bytes}) holds no row of a prompt ({row_bytes} bytes); raise it, or set 0: nothing is kept"
+            )
+        pool = PagePool(planes, budget_bytes=budget_bytes, page_rows=min(PAGE_ROWS, budget_bytes // row_bytes))
+        self._store = RadixStates(pool, policy=policy)
+        self._rows = self._rows_kept = self._failures = 0
+        self._said = set[str]()
+
+    def prefill(self, requests: Sequence[GenerateRequest], prompts: Sequence[Tensor], spare: int) -> tuple[Tensor, Memory]:
+        """As Llama.prefill, of each request's prompt (T of its own, H)."""
+        self._rows += sum(map(len, prompts))
+        owners, keys = [self._owner(one.tenant, one.whose) for one in requests], [row_keys(one.user)[:-1] for one in requests]
+        try:
+            with self._matched(owners, keys) as held:
+                said, memory = self._prefilled(held, prompts, spare)
+                self._keep(held, keys, memory)
+        except Exception as error:  # noqa: BLE001 - what is kept must not cost the answer that needs none of it
+            self._give_up(owners, error)
+            return prefill(self._llama, prompts, spare)
+        self._rows_kept += sum(one.rows for one in held if one)
+        return said, memory
+
+    def forget(self, tenant: str, user: str) -> int:
+        """Drop the user's prompts; of how many rows."""
+        before = self._store.statistics().rows
+        self._store.forget(Owner(self._namespace(tenant), user))
+        return before - self._store.statistics().rows
+
+    def forget_tenant(self, tenant: str) -> int:
+        """The same of all users of a tenant."""
+        before = self._store.statistics().rows
+        self._store.forget_namespace(self._namespace(tenant))
+        return before - self._store.statistics().rows
+
+    def clear(self) -> int:
+        """The same of everybody."""
+        before = self._store.statistics().rows
+        self._store.clear()
+        return before - self._store.statistics().rows
+
+    def statistics(self) -> dict[str, float]:
+        """The store's, and how often it could not be used (`failures`)."""
+        return {name: float(value) for name, value in (asdict(self._store.statistics()) | {"failures": self._failures}).items()}
+
+    def figures(self) -> dict[str, float]:
+        """Rows of the prompts that were asked for since the load, and how many of them were kept."""
+        return {"prompt_rows": float(self._rows), "prompt_rows_kept": float(self._rows_kept)}
+
+    @contextmanager
+    def _matched(self, owners: Sequence[Owner | None], keys: Sequence[Int64Array]) -> Iterator[list[Held | None]]:
+        """What is kept of each prompt; None where nobody owns it, so that nothing may be."""
+        with ExitStack() as stack:
+            pairs = zip(owners, keys, strict=True)
+            yield [stack.enter_context(self._store.matched(owner, rows)) if owner else None for owner, rows in pairs]
+
+    def _prefilled(self, held: Sequence[Held | None], prompts: Sequence[Tensor], spare: int) -> tuple[Tensor, Memory]:
+        kept = [one.rows if one else 0 for one in held]
+        if not any(kept):
+            return prefill(self._llama, prompts, spare)
+        memory = self._llama.memory([len(rows) for rows in prompts], spare)
+        for user, one in enumerate(held):
+            if one and one.rows:
+                self._read(one, memory, user)
+        new_NH = torch.cat([rows[count:] for rows, count in zip(prompts, kept, strict=True)]).to(self._llama.device)
+        said = self._llama.prefill_behind(memory, torch.tensor(kept, device=self._llama.device), new_NH)
+        if not said.isfinite().all():
+            raise ValueError("what follows kept rows of a prompt is NaN or infinite")
+        return said, memory
+
+    def _read(self, held: Held, memory: Memory, user: int) -> None:
+        rows = [layer[user, : held.rows] for layer in memory.layers]
+        if self._llama.device.type == "cpu":
+            held.read(_arrays(rows))
+            return
+        copies = [torch.empty_like(one, device="cpu") for one in rows]
+        held.read(_arrays(copies))
+        for one, copied in zip(rows, copies, strict=True):
+            one.copy_(copied)
+
+    def _keep(self, held: Sequence[Held | None], keys: Sequence[Int64Array], memory: Memory) -> None:
+        for user, (one, rows) in enumerate(zip(held, keys, strict=True)):
+            if one and one.rows < len(rows):
+                new = [layer[user, one.rows : len(rows)].cpu() for layer in memory.layers]
+                self._store.commit(one, rows, one.rows, _arrays(new))
+
+    def _give_up(self, owners: Sequence[Owner | None], error: Exception) -> None:
+        """Forget the users, since what is kept of them may be the cause; say so once for each kind of error, not with every request."""
+        kind = type(error).__name__
+        self._failures += 1
+        if kind not in self._said:
+            self._said.add(kind)
+            _LOG.error("kept prompts could not be used; such prompts are computed whole (said once for %s)", kind, exc_info=error)
+        for owner in owners:
+            if owner:
+                self._store.forget(owner)
+
+    def _owner(self, tenant: str, user: str) -> Owner | None:
+        return Owner(self._namespace(tenant), user) if user else None
+
+    def _namespace(self, tenant: str) -> str:
+        return f"{self._model_hash}/{tenant}"
+
+
+class KeptContinuations(Continuations):
+    """`Continuations` of these requests' prompts, which are read from what is kept as far as that goes."""
+
+    def __init__(  # noqa: PLR0917 - its parent's, and two more
+        self, llama: Llama, ids: SemanticIds, prompts: Sequence[Tensor], widest: int, kept: KeptPrompts, requests: Sequence[GenerateRequest]
+    ) -> None:
+        super().__init__(llama, ids, prompts, widest)
+        self._kept, self._requests = kept, requests
+
+    def _prompted(self) -> Tensor:
+        said_UH, self._memory = self._kept.prefill(self._requests, self._prompts, self._widest * (self._ids.levels - 1))
+        self._used = self._memory.prompt_rows
+        return said_UH.unsqueeze(1)
+
+
+def prefill(llama: Llama, prompts: Sequence[Tensor], spare: int) -> tuple[Tensor, Memory]:
+    """Every prompt's rows, computed whole."""
+    lengths_U = torch.tensor([len(rows) for rows in prompts], device=llama.device)
+    return llama.prefill(pad_sequence(list(prompts), batch_first=True).to(llama.device), lengths_U, spare)
+
+
+def row_keys(user: UserState) -> Int64Array:
+    """All that the soft prompt makes each row of, bit for bit: state, item, rating and pause until the next event or the request.
+
+    (T, K), K being what these take as int64.
+    """
+    count, dim = user.states.shape
+    keys = np.zeros((count, 3 + (dim + 1) // 2), np.int64)
+    keys[:, :3] = np.stack([user.sequence.items, rating_codes(user.sequence), pause_codes(user.sequence)], axis=1)
+    keys[:, 3:].view(np.float32)[:, :dim] = user.states
+    return keys
+
+
+def _arrays(layers: Sequence[Tensor]) -> Rows:
+    """The tensors' own memory, by plane."""
+    bits = [layer.view(torch.int16) if layer.dtype == torch.bfloat16 else layer for layer in layers]
+    return cast(Rows, {str(index): cast("np.ndarray[Any, np.dtype[Any]]", layer.numpy()) for index, layer in enumerate(bits)})
