@@ -1,0 +1,108 @@
+"""A Serve application with nothing in it but homes of users, a switchboard, and a door through which a test sends calls to them."""
+
+import asyncio
+import os
+from time import monotonic
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+
+from cluster.errors import BackendError
+from cluster.values import EncodeRequest
+from deployments.following import Follower
+from deployments.remote import ask
+from deployments.switchboard import SwitchboardDeployment
+from tests.bundles import random_sequence
+
+
+class Home:
+    """Says which replica it is, and remembers whom it served; the one named `slow` takes its time."""
+
+    def __init__(self, switchboard: DeploymentHandle) -> None:
+        self._served: set[str] = set()
+        name = serve.get_replica_context().replica_id.unique_id
+        self._follower = Follower(switchboard, name, self._forget, self._forget_everybody, again_after_s=60)
+        self._following = asyncio.create_task(self._follower.follow_forever())
+
+    async def encode(self, request: EncodeRequest | None, slow: str, seconds: float) -> str:
+        here = serve.get_replica_context().replica_id.unique_id
+        await asyncio.sleep(seconds if here == slow else 0)
+        if request:
+            self._served.add(request.user)
+        return here
+
+    async def remembers(self, user: str) -> bool:
+        return user in self._served
+
+    async def die(self) -> None:
+        os._exit(1)
+
+    async def _forget(self, tenant: str | None, user: str | None) -> None:
+        self._served.discard(user)
+
+    async def _forget_everybody(self) -> None:
+        self._served.clear()
+
+
+class Door:
+    """POST {users, calls, at_once, by, slow, seconds} -> user -> replicas, or errors, in the order called.
+
+    {remember: users} -> those whose home remembers them; {erase: user} -> whether everybody has forgotten them; {die: user} ends a home.
+    """
+
+    def __init__(self, home: DeploymentHandle, switchboard: DeploymentHandle) -> None:
+        self._home, self._switchboard = home, switchboard
+
+    async def __call__(self, http: Request) -> Any:
+        if http.method != "POST":
+            return "ready"
+        order = await http.json()
+        if "die" in order:
+            return await self._die(order["die"])
+        if "erase" in order:
+            return await self._erase(order["erase"])
+        if "remember" in order:
+            return [user for user in order["remember"] if await ask(self._home_of(user), "remembers", user, within_s=60)]
+        doors, served = asyncio.Semaphore(order["at_once"]), {user: [] for user in order["users"]}
+
+        async def call(user: str) -> None:
+            async with doors:
+                served[user].append(await self._call(user, order))
+
+        await asyncio.gather(*(call(user) for _ in range(order["calls"]) for user in order["users"]))
+        return served
+
+    async def _call(self, user: str, order: dict[str, Any]) -> str:
+        """The user stands in the session or in the request."""
+        by_session = order["by"] == "session"
+        handle = self._home_of(user) if by_session else self._home
+        request = None if by_session else EncodeRequest(random_sequence(3), top_n=1, user=user)
+        given = request, order.get("slow", ""), order.get("seconds", 0)
+        try:
+            return await ask(handle, "encode", *given, within_s=60, tries=2)
+        except BackendError as error:
+            return f"failed: {error}"
+
+    async def _die(self, user: str) -> str:
+        try:
+            await ask(self._home_of(user), "die", within_s=60)
+        except BackendError as error:
+            return f"{error}"
+        return "lives"
+
+    async def _erase(self, user: str) -> bool:
+        number, erased, deadline = await ask(self._switchboard, "erase", "default", user, within_s=60), False, monotonic() + 60
+        while not erased and monotonic() < deadline:
+            erased = await ask(self._switchboard, "erased", number, within_s=60)
+            await asyncio.sleep(0.1)
+        return erased
+
+    def _home_of(self, user: str) -> DeploymentHandle:
+        return self._home.options(session_id=f"default/{user}")
+
+
+def build(_: dict[str, Any]) -> serve.Application:
+    switchboard = serve.deployment(name="switchboard", ray_actor_options={"num_cpus": 0.1})(SwitchboardDeployment).bind()
+    return serve.deployment(name="door")(Door).bind(serve.deployment(name="home")(Home).bind(switchboard), switchboard)
