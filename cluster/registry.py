@@ -48,6 +48,11 @@ DATASETS: Mapping[str, str] = {
     "table": "integrations.datasets.table:read_table",
 }
 
+EVENT_STORES: Mapping[str, str] = {
+    "sqlite": "integrations.sqlite.driver:SQLiteDriver",
+    "postgresql": "integrations.postgresql.driver:PostgreSQLDriver",
+}
+
 COMPILERS: Mapping[str, str] = {
     "onnx": "integrations.onnx.export:OnnxCompiler",
     "tensorrt": "integrations.tensorrt.build:TensorRTCompiler",

@@ -20,7 +20,9 @@ COMMANDS = {
     "import": "deployments.cli.import_:app",
     "add-items": "deployments.cli.add_items:add_items",
     "compile": "deployments.cli.compile:compile_",
+    "events": "deployments.cli.events:app",
     "backends": "deployments.cli.backends:backends",
+    "bench": "deployments.cli.bench:app",
     "config": "deployments.cli.config:config",
 }
 

@@ -1,0 +1,1 @@
+"""What users did, kept so that an answer can be given to a user id alone."""

@@ -1,0 +1,147 @@
+"""Events: what users did, kept so that an answer can be given to a user id alone. One interface, whatever database is behind it.
+
+A store is used like this::
+
+    async with closing_store("sqlite:///events.db") as store:
+        await store.append([Event("196", Behaviour("50", 881250949), idempotency_key="order-17")])
+        history = await store.history("default", "196", limit=200)
+
+`open_event_store` chooses by the URL; what a store must do stands at `EventStore`.
+"""
+
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from cluster.errors import BackendUnavailable, ConfigError
+from cluster.registry import EVENT_STORES, choose
+from cluster.values import Availability, Behaviour
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One behaviour of one user. Sent again with the same `idempotency_key` (unique within its tenant) it is stored once.
+
+    `dated_on_arrival`: its sender gave no time; sent again it arrives later, and is the same event all the same.
+    """
+
+    user_id: str
+    behaviour: Behaviour
+    tenant: str = "default"
+    idempotency_key: str | None = None
+    dated_on_arrival: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where an event stands: later arrivals of a user have larger sequences. `duplicate`: it was stored before, under this sequence."""
+
+    sequence: int
+    duplicate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredHistory:
+    """Behaviours by (timestamp, arrival), oldest first, and the version of the user they were read at."""
+
+    behaviours: tuple[Behaviour, ...]
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a bulk import came to, in events."""
+
+    stored: int = 0
+    duplicates: int = 0
+
+    def plus(self, batch: Sequence[Stored]) -> "Loaded":
+        duplicates = sum(one.duplicate for one in batch)
+        return Loaded(self.stored + len(batch) - duplicates, self.duplicates + duplicates)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    """How much a store holds, over all tenants; a user is one with events, counted once in each tenant."""
+
+    events: int
+    users: int
+
+
+Batches: TypeAlias = Iterable[Sequence[Event]] | AsyncIterable[Sequence[Event]]
+
+
+class EventStore(Protocol):
+    """Where events are kept. All methods may be called by many tasks of one event loop at once.
+
+    Each raises InvalidRequest, naming the field, for what no store takes (see `check_events`), and BackendUnavailable, with the cure, where
+    the database cannot be reached, is broken or takes too long. A cancelled or failed write may still have been stored: only with
+    idempotency keys is it safe to send again. `name` is what provenance calls it.
+    """
+
+    name: str
+
+    async def append(self, events: Sequence[Event]) -> list[Stored]:
+        """Store all of them or none, and answer in their order; they are on the disk when this returns.
+
+        The order of a batch is its users' order of arrival. An event with a key that is known is a duplicate where its user and
+        behaviour are the same, and InvalidRequest for ``events[i].idempotency_key`` where they are not.
+        """
+        ...
+
+    async def history(self, tenant: str, user_id: str, limit: int) -> StoredHistory:
+        """The latest `limit` behaviours of a user, none of an unknown one."""
+        ...
+
+    async def version(self, tenant: str, user_id: str) -> str:
+        """A text that changes whenever something of the user is stored or erased and never comes back; "" where nothing was ever stored."""
+        ...
+
+    async def erase(self, tenant: str, user_id: str) -> int:
+        """Forget a user, idempotency keys and all, and say how many events that were.
+
+        What remains is a digest of the name, so that the version goes on. Of an unknown user nothing is written.
+        """
+        ...
+
+    async def load(self, batches: Batches) -> Loaded:
+        """Store many batches, each all or nothing and kept whatever becomes of the next ones; keys make a load restartable."""
+        ...
+
+    async def statistics(self) -> StoreStatistics: ...
+
+    async def close(self) -> None:
+        """Finish what was begun and give everything back; later calls raise BackendUnavailable."""
+        ...
+
+
+class EventStoreDriver(Protocol):
+    """What a table names: says whether its database can be used here, and opens it, bringing its schema up to date."""
+
+    def get_availability(self) -> Availability: ...
+    async def open(self, url: str) -> EventStore: ...
+
+
+async def open_event_store(url: str) -> EventStore:
+    """The store at ``sqlite:///file.db`` (a fourth slash makes it absolute) or ``postgresql://user@host/database``.
+
+    Raises ConfigError or UnknownChoice for another kind of URL, BackendUnavailable where the store cannot be opened.
+    """
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        raise ConfigError(f"event store {url!r} is not a URL; write sqlite:///events.db or postgresql://user@host/database")
+    driver: EventStoreDriver = choose("event store", EVENT_STORES, scheme)()
+    if not (availability := driver.get_availability()).ok:
+        raise BackendUnavailable(availability.reason)
+    return await driver.open(url)
+
+
+@asynccontextmanager
+async def closing_store(url: str) -> AsyncIterator[EventStore]:
+    """The same in a `with` block that closes it."""
+    store = await open_event_store(url)
+    try:
+        yield store
+    finally:
+        await store.close()

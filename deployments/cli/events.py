@@ -1,0 +1,133 @@
+"""`genrec events`: fill the event store, look into it, forget a user."""
+
+import asyncio
+import json
+import math
+import time
+from base64 import urlsafe_b64encode
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cluster.dataset import Dataset
+from cluster.errors import DataError, InvalidRequest
+from cluster.events.store import Event, Loaded, StoreStatistics, closing_store
+from cluster.registry import DATASETS
+from cluster.values import Action, Behaviour
+from deployments.cli.dataset_options import DatasetOptions, open_dataset, with_dataset_options
+
+app = typer.Typer(no_args_is_help=True, help="Fill the event store, look into it, forget a user.")
+BATCH = 5_000
+ACTIONS = tuple(Action)
+
+Url = Annotated[str, typer.Option(help="the store: sqlite:///events.db or postgresql://user@host/database")]
+Tenant = Annotated[str, typer.Option(help="whose users they are, where customers share a store")]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+
+
+@app.command("import")
+@with_dataset_options
+def import_(dataset: DatasetOptions, url: Url, tenant: Tenant = "default", as_json: AsJson = False) -> None:
+    """Store the events of a dataset, or of a table: genrec events import events.csv --url sqlite:///events.db
+
+    It may be stopped and started again, and a file that has grown may be imported again: what is stored already is not stored twice.
+    Users who were erased come back if the file still has them.
+    """
+    read = open_dataset(_table_by_path(dataset))
+    began = time.monotonic()
+    loaded = asyncio.run(_load(read, tenant, url, shown=dataset.progress))
+    seconds = time.monotonic() - began
+    if as_json:
+        rest = {"source": read.source, "tenant": tenant, "skipped_rows": read.skipped_rows, "seconds": round(seconds, 3)}
+        typer.echo(json.dumps({**asdict(loaded), **rest}, ensure_ascii=False))
+    else:
+        rate = len(read.interactions) / max(seconds, 1e-9)
+        typer.echo(f"stored {loaded.stored:,} events of {read.source} in {seconds:.1f} s ({rate:,.0f}/s); {loaded.duplicates:,} were there")
+
+
+@app.command()
+def stats(url: Url, *, as_json: AsJson = False) -> None:
+    """How many events of how many users the store holds."""
+    held = asyncio.run(_statistics(url))
+    typer.echo(json.dumps(asdict(held)) if as_json else f"{held.events:,} events of {held.users:,} users")
+
+
+@app.command()
+def erase(user: Annotated[str, typer.Argument(metavar="USER")], url: Url, *, tenant: Tenant = "default", as_json: AsJson = False) -> None:
+    """Forget a user: delete all their events from the store, with the keys these were sent under."""
+    erased = asyncio.run(_erase(url, tenant, user))
+    typer.echo(json.dumps({"erased": erased}) if as_json else f"erased {erased:,} events of {user!r} (tenant {tenant})")
+
+
+def batches(dataset: Dataset, tenant: str, size: int = BATCH) -> Iterator[Sequence[Event]]:
+    """All events, user by user in the order of time, each with a key made of its content.
+
+    The same event has the same key in whatever file it stands. Of events that are equal in all, the first has always the same key, the
+    second another, and so on.
+    """
+    batch: list[Event] = []
+    for user in range(dataset.interactions.users):
+        batch += _events_of(dataset, user, tenant)
+        while len(batch) >= size:
+            yield batch[:size]
+            del batch[:size]
+    if batch:
+        yield batch
+
+
+def _events_of(dataset: Dataset, user: int, tenant: str) -> Iterator[Event]:
+    user_id, sequence = dataset.interactions.user_ids[user], dataset.interactions.sequence(user)
+    columns = (sequence.items, sequence.timestamps, sequence.actions, sequence.values)
+    seen: Counter[Behaviour] = Counter()
+    for item, timestamp, action, value in zip(*(column.tolist() for column in columns), strict=True):
+        behaviour = Behaviour(dataset.catalogue[item].item_id, timestamp, ACTIONS[action], None if math.isnan(value) else value)
+        seen[behaviour] += 1
+        yield Event(user_id, behaviour, tenant, _key(user_id, behaviour, seen[behaviour]))
+
+
+def _key(user_id: str, what: Behaviour, number: int) -> str:
+    content = f"{user_id}\0{what.item_id}\0{what.timestamp}\0{what.action}\0{what.value}\0{number}"
+    digest = blake2b(content.encode("utf-8", "surrogatepass"), digest_size=15).digest()
+    return f"import:{urlsafe_b64encode(digest).decode()}"
+
+
+def _table_by_path(asked: DatasetOptions) -> DatasetOptions:
+    """A file in the place of a dataset's name is a table."""
+    is_file = asked.path is None and asked.name not in DATASETS and Path(asked.name).exists()
+    return replace(asked, name="table", path=Path(asked.name)) if is_file else asked
+
+
+async def _load(dataset: Dataset, tenant: str, url: str, shown: bool | None) -> Loaded:
+    try:
+        async with closing_store(url) as store:
+            return await store.load(_shown(batches(dataset, tenant), len(dataset.interactions), shown))
+    except InvalidRequest as error:
+        raise DataError(f"{dataset.source}: an event cannot be stored: {error}") from error
+
+
+def _shown(loading: Iterator[Sequence[Event]], events: int, shown: bool | None) -> Iterator[Sequence[Event]]:
+    """The same batches, with a bar on stderr: a batch is done when the next one is asked for."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not (console.is_terminal if shown is None else shown)) as progress:
+        task = progress.add_task("events", total=events)
+        for batch in loading:
+            yield batch
+            progress.advance(task, len(batch))
+
+
+async def _statistics(url: str) -> StoreStatistics:
+    async with closing_store(url) as store:
+        return await store.statistics()
+
+
+async def _erase(url: str, tenant: str, user: str) -> int:
+    async with closing_store(url) as store:
+        return await store.erase(tenant, user)

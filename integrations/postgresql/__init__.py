@@ -1,0 +1,1 @@
+"""PostgreSQL: events in a database that many machines share."""

@@ -1,0 +1,174 @@
+"""A pool of connections: transactions that survive a restart of the server, and what PostgreSQL's errors mean for who runs it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+import asyncpg
+
+from cluster.errors import BackendUnavailable
+
+T = TypeVar("T")
+Work = Callable[[Any], Awaitable[T]]  # is given a connection
+
+POOL_SIZE = 10
+CONNECT_TIMEOUT_S = 5.0
+ACQUIRE_TIMEOUT_S = 5.0
+STATEMENT_TIMEOUT_S = 10.0  # the server gives up; asyncpg does, where the server says nothing, a second later
+SETTINGS = {
+    "application_name": "genrec",
+    "statement_timeout": f"{STATEMENT_TIMEOUT_S:g}s",
+    "idle_in_transaction_session_timeout": "30s",
+    "jit": "off",  # compiling a statement of a millisecond takes longer than running it
+}
+UNDONE = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError)
+UNKNOWN = "the connection was lost during the commit, so that it may be stored or not; events with idempotency keys can be sent again"
+LOST = (
+    asyncpg.PostgresConnectionError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,  # where the server's farewell comes between two statements
+    asyncpg.AdminShutdownError,
+    asyncpg.CrashShutdownError,
+    asyncpg.CannotConnectNowError,
+    OSError,
+)
+_CURES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = (
+    (TimeoutError, "it did not answer in time; look whether the server is overloaded or the network is down"),
+    (asyncpg.CannotConnectNowError, "the server is starting or stopping; try again in a moment"),
+    (asyncpg.TooManyConnectionsError, "the server has no connection left; raise its max_connections"),
+    (LOST, "it cannot be reached; start the server, or correct the URL's host and port"),
+    (
+        asyncpg.InvalidAuthorizationSpecificationError,
+        "the server refuses the user; correct user and password (URL, PGPASSWORD or ~/.pgpass)",
+    ),
+    (asyncpg.InvalidCatalogNameError, "there is no such database; create it: createdb --encoding UTF8 NAME"),
+    (asyncpg.InsufficientPrivilegeError, "the user lacks a right; run as its owner: GRANT CREATE ON DATABASE name TO user"),
+    (asyncpg.ReadOnlySQLTransactionError, "the server is a standby; add ?target_session_attrs=read-write to the URL"),
+    (asyncpg.QueryCanceledError, f"a statement took longer than {STATEMENT_TIMEOUT_S:g} s; look whether the server is overloaded"),
+    (asyncpg.DiskFullError, "the server's disk is full; make room and send the events again"),
+    (UNDONE, "others changed the same rows at the same time; try again"),
+)
+
+
+class Unsure(Exception):
+    """What a transaction saw has changed under it: it is undone and begun again."""
+
+
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Turns what asyncpg raises into BackendUnavailable with the cure."""
+    try:
+        yield
+    except (asyncpg.PostgresError, *LOST, Unsure) as error:
+        cure = next((cure for kinds, cure in _CURES if isinstance(error, kinds)), "PostgreSQL refuses")
+        raise BackendUnavailable(f"event store {where}: {cure} ({error or type(error).__name__})") from error
+
+
+def place(url: str) -> str:
+    """The URL without user, password and options, for messages."""
+    parts = urlsplit(url)
+    return f"postgresql://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+class Database:
+    """Connections to one database."""
+
+    def __init__(self, pool: Any, where: str) -> None:
+        self.where = where
+        self._pool = pool
+        self._closed = False
+
+    @classmethod
+    async def open(cls, url: str, prepare: Work[None]) -> Self:
+        """Connect, let `prepare` bring the schema up to date, and make a pool, empty as yet. Raises BackendUnavailable."""
+        where = place(url)
+        with explained(where):
+            try:
+                connection = await asyncpg.connect(url, timeout=CONNECT_TIMEOUT_S)
+            except ValueError as error:
+                raise BackendUnavailable(f"event store {where}: the URL cannot be read ({error})") from error
+            try:
+                await prepare(connection)
+                settings = {**SETTINGS, **await _durable(connection)}
+            finally:
+                await connection.close(timeout=CONNECT_TIMEOUT_S)
+            pool = await asyncpg.create_pool(
+                url,
+                min_size=0,
+                max_size=POOL_SIZE,
+                timeout=CONNECT_TIMEOUT_S,
+                command_timeout=STATEMENT_TIMEOUT_S + 1,
+                server_settings=settings,
+                reset=_nothing_to_reset,
+            )
+        return cls(pool, where)
+
+    async def read(self, work: Work[T]) -> T:
+        """What one statement finds; asked twice where the connection turns out to be lost."""
+        return await self._twice(lambda _: self._connected(work), repeatable=True)
+
+    async def write(self, work: Work[T], *, repeatable: bool) -> T:
+        """What `work` returns, in one transaction that is on the disk then.
+
+        It is begun again, once, where it was certainly undone; where nobody knows, as the connection was lost during its commit, only if it
+        is `repeatable`. Raises BackendUnavailable otherwise.
+        """
+        return await self._twice(lambda commit: self._connected(lambda connection: _transaction(connection, work, commit)), repeatable)
+
+    async def close(self) -> None:
+        self._closed = True
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self._pool.close()
+        except LOST:  # a TimeoutError among them
+            self._pool.terminate()
+
+    async def _connected(self, work: Work[T]) -> T:
+        async with self._pool.acquire(timeout=ACQUIRE_TIMEOUT_S) as connection:
+            try:
+                return await work(connection)
+            except LOST:  # also where it took too long: what comes next on it is anybody's guess
+                connection.terminate()
+                raise
+
+    async def _twice(self, attempt: "Callable[[_Commit], Awaitable[T]]", repeatable: bool) -> T:
+        if self._closed:
+            raise BackendUnavailable(f"event store {self.where} is closed; open it again")
+        with explained(self.where):
+            commit = _Commit()
+            try:
+                return await attempt(commit)
+            except TimeoutError:
+                raise
+            except (*UNDONE, Unsure):
+                pass
+            except LOST as error:
+                if commit.begun and not repeatable:
+                    raise BackendUnavailable(f"event store {self.where}: {UNKNOWN} ({error or type(error).__name__})") from error
+                await self._pool.expire_connections()  # the others are most likely lost as well
+            return await attempt(_Commit())
+
+
+class _Commit:
+    """Whether a transaction came as far as its commit."""
+
+    begun = False
+
+
+async def _transaction(connection: Any, work: Work[T], commit: _Commit) -> T:
+    async with connection.transaction(isolation="read_committed"):
+        result = await work(connection)
+        commit.begun = True
+    return result
+
+
+async def _durable(connection: Any) -> dict[str, str]:
+    """Settings that make a commit wait for the disk, where the database's own would not; a stricter one is left as it is."""
+    waits = await connection.fetchval("SHOW synchronous_commit") != "off"
+    return {} if waits else {"synchronous_commit": "on"}
+
+
+async def _nothing_to_reset(connection: Any) -> None:
+    """No transaction of ours changes its session, so that asyncpg need not ask the server to reset it after each."""

@@ -1,0 +1,131 @@
+"""Events as rows: the statements, each of them one way to the server and back."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cluster.events.rules import name_digest, refuse_other_content, version_of
+from cluster.events.store import Event, Stored, StoredHistory, StoreStatistics
+from cluster.values import Action, Behaviour
+from integrations.postgresql.database import Unsure
+
+# Makes the users that are new and locks all of them until the commit. Every transaction locks in the order of names, so that none waits
+# in a circle, and draws its sequences afterwards, so that they grow in the order of arrival.
+_LOCK_USERS = """
+    INSERT INTO genrec.users (tenant, user_id) SELECT * FROM unnest($1::text[], $2::text[])
+    ON CONFLICT (tenant, user_id) DO UPDATE SET latest = users.latest
+    RETURNING tenant, user_id, number"""
+_STORE = """
+    WITH asked AS MATERIALIZED (
+        SELECT nextval('genrec.arrivals') AS sequence, given.* FROM {given}
+    ), stored AS (
+        INSERT INTO genrec.events (sequence, user_number, timestamp, item_id, action, value, tenant, idempotency_key)
+        SELECT sequence, user_number, timestamp, item_id, action, value, tenant, idempotency_key FROM asked ORDER BY sequence
+        ON CONFLICT (tenant, idempotency_key) WHERE idempotency_key IS NOT NULL DO NOTHING
+        RETURNING sequence, user_number
+    ), counted AS (
+        UPDATE genrec.users SET latest = fresh.latest, events = users.events + fresh.events
+        FROM (SELECT user_number, max(sequence) AS latest, count(*) AS events FROM stored GROUP BY user_number) AS fresh
+        WHERE number = fresh.user_number
+    )
+    SELECT position, sequence FROM asked JOIN stored USING (sequence)"""
+_COLUMNS = "position, user_number, timestamp, item_id, action, value, tenant, idempotency_key"
+_TYPES = ("bigint", "bigint", "bigint", "text", "text", "double precision", "text", "text")
+_ARRAYS = ", ".join(f"${number}::{kind}[]" for number, kind in enumerate(_TYPES, start=1))
+_STORE_ARRAYS = _STORE.format(given=f"unnest({_ARRAYS}) AS given ({_COLUMNS})")
+_STORE_COPIED = _STORE.format(given="(SELECT * FROM pg_temp.genrec_copied ORDER BY position) AS given")
+_COPIED = "CREATE TEMPORARY TABLE IF NOT EXISTS genrec_copied ({}) ON COMMIT DELETE ROWS".format(
+    ", ".join(f"{name} {kind}" for name, kind in zip(_COLUMNS.split(", "), _TYPES, strict=True))
+)
+_KNOWN = """
+    SELECT position, sequence, user_id, item_id, timestamp, action, value
+    FROM unnest($1::bigint[], $2::text[], $3::text[]) AS asked (position, tenant, key)
+    JOIN genrec.events ON events.tenant = asked.tenant AND idempotency_key = key JOIN genrec.users ON number = user_number"""
+_USER = """
+    FROM genrec.store LEFT JOIN genrec.users ON tenant = $1 AND user_id = $2 LEFT JOIN genrec.erasures ON digest = $3"""
+_VERSION = f"SELECT identity, latest, erasures.number AS erasure {_USER}"
+_HISTORY = f"""SELECT identity, latest, erasures.number AS erasure, recent.* {_USER}
+    LEFT JOIN LATERAL (
+        SELECT item_id, timestamp, action, value FROM genrec.events WHERE user_number = users.number
+        ORDER BY timestamp DESC, sequence DESC LIMIT $4
+    ) AS recent ON true"""  # noqa: S608 - put together of constants
+_ERASE = """
+    WITH erased AS (DELETE FROM genrec.users WHERE tenant = $1 AND user_id = $2 RETURNING events),
+    noted AS (
+        INSERT INTO genrec.erasures (digest) SELECT $3 FROM erased
+        ON CONFLICT (digest) DO UPDATE SET number = nextval('genrec.erasure_numbers')
+    )
+    SELECT events FROM erased"""
+
+
+async def append(connection: Any, events: Sequence[Event], repeated: Mapping[int, int], *, copy: bool = False) -> list[Stored]:
+    """Store the events, of which `repeated` repeat an earlier one of the batch; `copy` for many at once.
+
+    Raises InvalidRequest at a key of another event.
+    """
+    numbers = await _lock_users(connection, events)
+    rows = [_row(position, event, numbers) for position, event in enumerate(events) if position not in repeated]
+    found = {position: Stored(sequence) for position, sequence in await _store(connection, rows, copy=copy)}
+    if len(found) < len(rows):
+        found |= await _known(connection, {row[0]: events[row[0]] for row in rows if row[0] not in found})
+    found |= {position: Stored(found[original].sequence, duplicate=True) for position, original in repeated.items()}
+    return [found[position] for position in range(len(events))]
+
+
+async def history(connection: Any, tenant: str, user_id: str, limit: int) -> StoredHistory:
+    """The latest behaviours and the version they were read at."""
+    rows = await connection.fetch(_HISTORY, tenant, user_id, name_digest(tenant, user_id), limit)
+    known = [_behaviour(row) for row in reversed(rows) if row["item_id"] is not None]
+    return StoredHistory(tuple(known), version_of(rows[0]["identity"], rows[0]["latest"], rows[0]["erasure"]))
+
+
+async def version(connection: Any, tenant: str, user_id: str) -> str:
+    row = await connection.fetchrow(_VERSION, tenant, user_id, name_digest(tenant, user_id))
+    return version_of(row["identity"], row["latest"], row["erasure"])
+
+
+async def erase(connection: Any, tenant: str, user_id: str) -> int:
+    """Delete a user with all events. Nothing changes where there is none."""
+    return await connection.fetchval(_ERASE, tenant, user_id, name_digest(tenant, user_id)) or 0
+
+
+async def statistics(connection: Any) -> StoreStatistics:
+    row = await connection.fetchrow("SELECT count(*) AS users, coalesce(sum(events), 0)::bigint AS events FROM genrec.users")
+    return StoreStatistics(row["events"], row["users"])
+
+
+async def _lock_users(connection: Any, events: Sequence[Event]) -> dict[tuple[str, str], int]:
+    names = sorted({(event.tenant, event.user_id) for event in events})
+    rows = await connection.fetch(_LOCK_USERS, [tenant for tenant, _ in names], [user_id for _, user_id in names])
+    return {(row["tenant"], row["user_id"]): row["number"] for row in rows}
+
+
+def _row(position: int, event: Event, numbers: Mapping[tuple[str, str], int]) -> tuple[Any, ...]:
+    what = event.behaviour
+    user = numbers[event.tenant, event.user_id]
+    return position, user, what.timestamp, what.item_id, what.action.value, what.value, event.tenant, event.idempotency_key
+
+
+async def _store(connection: Any, rows: Sequence[tuple[Any, ...]], *, copy: bool) -> list[tuple[int, int]]:
+    """(position, sequence) of the rows whose keys are new."""
+    if not copy:
+        found = await connection.fetch(_STORE_ARRAYS, *(list(column) for column in zip(*rows, strict=True)))
+    else:
+        await connection.execute(_COPIED)
+        await connection.copy_records_to_table("genrec_copied", records=rows, columns=_COLUMNS.split(", "))
+        found = await connection.fetch(_STORE_COPIED)
+    return [(row["position"], row["sequence"]) for row in found]
+
+
+async def _known(connection: Any, duplicates: Mapping[int, Event]) -> dict[int, Stored]:
+    """Where the events of known keys stand. Raises InvalidRequest at a key of another event."""
+    tenants, keys = [event.tenant for event in duplicates.values()], [event.idempotency_key for event in duplicates.values()]
+    rows = await connection.fetch(_KNOWN, list(duplicates), tenants, keys)
+    if len(rows) < len(duplicates):
+        raise Unsure("an event whose key was known has just been erased")
+    for row in sorted(rows, key=lambda row: row["position"]):
+        refuse_other_content(row["position"], duplicates[row["position"]], Event(row["user_id"], _behaviour(row)))
+    return {row["position"]: Stored(row["sequence"], duplicate=True) for row in rows}
+
+
+def _behaviour(row: Mapping[str, Any]) -> Behaviour:
+    return Behaviour(row["item_id"], row["timestamp"], Action(row["action"]), row["value"])

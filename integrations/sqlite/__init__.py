@@ -1,0 +1,1 @@
+"""SQLite: events in a file of this machine, without a server."""

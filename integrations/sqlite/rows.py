@@ -1,0 +1,94 @@
+"""Events as rows: what a transaction reads and writes. Each function is called within one, begun and ended by the caller."""
+
+import sqlite3
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from cluster.events.rules import name_digest, refuse_other_content, version_of
+from cluster.events.store import Event, Stored, StoredHistory, StoreStatistics
+from cluster.values import Action, Behaviour
+
+_STORE = """
+    INSERT INTO events (user, timestamp, item_id, action, value, tenant, idempotency_key) VALUES (?, ?, ?, ?, ?, ?, ?)
+    ON CONFLICT DO NOTHING"""
+_KNOWN = """
+    SELECT sequence, user_id, item_id, timestamp, action, value FROM events JOIN users ON users.number = events.user
+    WHERE events.tenant = ? AND idempotency_key = ?"""
+_LATEST = "SELECT item_id, timestamp, action, value FROM events WHERE user = ? ORDER BY timestamp DESC, sequence DESC LIMIT ?"
+
+
+def append(connection: sqlite3.Connection, events: Sequence[Event], repeated: Mapping[int, int]) -> list[Stored]:
+    """Store the events, of which `repeated` repeat an earlier one of the batch. Raises InvalidRequest at a key of another event."""
+    numbers: dict[tuple[str, str], int] = {}
+    stored: list[Stored] = []
+    for position, event in enumerate(events):
+        if position in repeated:
+            stored.append(Stored(stored[repeated[position]].sequence, duplicate=True))
+            continue
+        name = (event.tenant, event.user_id)
+        if name not in numbers:
+            numbers[name] = _user_number(connection, *name)
+        stored.append(_append_one(connection, position, event, numbers[name]))
+    _count(connection, [(numbers[event.tenant, event.user_id], one) for event, one in zip(events, stored, strict=True)])
+    return stored
+
+
+def history(connection: sqlite3.Connection, tenant: str, user_id: str, limit: int) -> StoredHistory:
+    """The latest behaviours and the version they were read at."""
+    user = connection.execute("SELECT number FROM users WHERE tenant = ? AND user_id = ?", (tenant, user_id)).fetchone()
+    rows = connection.execute(_LATEST, (user[0], limit)).fetchall() if user else []
+    return StoredHistory(tuple(_behaviour(*row) for row in reversed(rows)), version(connection, tenant, user_id))
+
+
+def version(connection: sqlite3.Connection, tenant: str, user_id: str) -> str:
+    """By one row of an index; a second one where the user has no events."""
+    row = connection.execute("SELECT latest, identity FROM users, store WHERE tenant = ? AND user_id = ?", (tenant, user_id)).fetchone()
+    if row:
+        return version_of(row[1], row[0], None)
+    digest = name_digest(tenant, user_id)
+    erasure = connection.execute("SELECT number, identity FROM erasures, store WHERE digest = ?", (digest,)).fetchone()
+    return version_of(erasure[1], None, erasure[0]) if erasure else ""
+
+
+def erase(connection: sqlite3.Connection, tenant: str, user_id: str) -> int:
+    """Delete a user with all events. Nothing changes where there is none."""
+    delete = "DELETE FROM users WHERE tenant = ? AND user_id = ? RETURNING events"
+    rows = connection.execute(delete, (tenant, user_id)).fetchall()
+    if not rows:
+        return 0
+    connection.execute("INSERT OR REPLACE INTO erasures (digest) VALUES (?)", (name_digest(tenant, user_id),))
+    return int(rows[0][0])
+
+
+def statistics(connection: sqlite3.Connection) -> StoreStatistics:
+    users, events = connection.execute("SELECT count(*), coalesce(sum(events), 0) FROM users").fetchone()
+    return StoreStatistics(events, users)
+
+
+def _user_number(connection: sqlite3.Connection, tenant: str, user_id: str) -> int:
+    row = connection.execute("SELECT number FROM users WHERE tenant = ? AND user_id = ?", (tenant, user_id)).fetchone()
+    if row is None:
+        row = connection.execute("INSERT INTO users (tenant, user_id) VALUES (?, ?) RETURNING number", (tenant, user_id)).fetchone()
+    return int(row[0])
+
+
+def _append_one(connection: sqlite3.Connection, position: int, event: Event, user: int) -> Stored:
+    what = event.behaviour
+    row = (user, what.timestamp, what.item_id, what.action.value, what.value, event.tenant, event.idempotency_key)
+    cursor = connection.execute(_STORE, row)
+    if cursor.rowcount and cursor.lastrowid is not None:
+        return Stored(cursor.lastrowid)
+    sequence, user_id, *behaviour = connection.execute(_KNOWN, (event.tenant, event.idempotency_key)).fetchone()
+    refuse_other_content(position, event, Event(user_id, _behaviour(*behaviour)))
+    return Stored(sequence, duplicate=True)
+
+
+def _count(connection: sqlite3.Connection, stored: Sequence[tuple[int, Stored]]) -> None:
+    new = [(user, one.sequence) for user, one in stored if not one.duplicate]
+    latest, counts = dict(new), Counter(user for user, _ in new)  # sequences grow, so the last of a user is its latest
+    changes = [(latest[user], count, user) for user, count in counts.items()]
+    connection.executemany("UPDATE users SET latest = ?, events = events + ? WHERE number = ?", changes)
+
+
+def _behaviour(item_id: str, timestamp: int, action: str, value: float | None) -> Behaviour:
+    return Behaviour(item_id, timestamp, Action(action), value)

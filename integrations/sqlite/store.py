@@ -1,0 +1,123 @@
+"""The event store in a file: one thread that writes, a few that read."""
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Self, TypeVar
+
+from cluster.errors import BackendUnavailable
+from cluster.events.migrations import pending, read_migrations
+from cluster.events.rules import check_events, check_limit, check_user, each_batch, repeats
+from cluster.events.store import Batches, Event, Loaded, Stored, StoredHistory, StoreStatistics
+from integrations.sqlite import rows
+from integrations.sqlite.connection import TurnLock, connect_reader, connect_writer, explained
+from integrations.sqlite.writer import Writer
+
+T = TypeVar("T")
+READERS = 4
+MIGRATIONS = "integrations.sqlite.migrations"
+
+
+class SQLiteEventStore:
+    """An EventStore in one file, which several processes of one machine may open."""
+
+    name = "sqlite"
+
+    def __init__(self, path: Path, writer: Writer) -> None:
+        self._path, self._writer = path, writer
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="genrec-sqlite-reader")
+        self._mine = threading.local()
+        self._connections: list[sqlite3.Connection] = []
+        self._closed = False
+
+    @classmethod
+    async def open(cls, path: Path) -> Self:
+        """Raises BackendUnavailable where the file cannot be opened or is not ours."""
+        return cls(path, await asyncio.to_thread(_open_writer, path))
+
+    async def append(self, events: Sequence[Event]) -> list[Stored]:
+        check_events(events)
+        repeated = repeats(events)
+        if not events:
+            return []
+        return await asyncio.wrap_future(self._writer.submit(lambda connection: rows.append(connection, events, repeated)))
+
+    async def history(self, tenant: str, user_id: str, limit: int) -> StoredHistory:
+        check_user(tenant, user_id)
+        check_limit(limit)
+        return await self._read(lambda connection: rows.history(connection, tenant, user_id, limit))
+
+    async def version(self, tenant: str, user_id: str) -> str:
+        check_user(tenant, user_id)
+        return await self._read(lambda connection: rows.version(connection, tenant, user_id))
+
+    async def erase(self, tenant: str, user_id: str) -> int:
+        check_user(tenant, user_id)
+        return await asyncio.wrap_future(self._writer.submit(lambda connection: rows.erase(connection, tenant, user_id), purge=True))
+
+    async def load(self, batches: Batches) -> Loaded:
+        loaded = Loaded()
+        async for batch in each_batch(batches):
+            loaded = loaded.plus(await self.append(batch))
+        return loaded
+
+    async def statistics(self) -> StoreStatistics:
+        return await self._read(rows.statistics)
+
+    async def close(self) -> None:
+        self._closed = True
+        await asyncio.to_thread(self._readers.shutdown)
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
+        await asyncio.to_thread(self._writer.close)
+
+    async def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        if self._closed:
+            raise BackendUnavailable(f"event store {self._path} is closed; open it again")
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._in_snapshot, work)
+
+    def _in_snapshot(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """What `work` reads is of one moment, however many statements it takes."""
+        with explained(self._path):
+            connection = self._connection()
+            connection.execute("BEGIN")
+            try:
+                return work(connection)
+            finally:
+                connection.execute("ROLLBACK")
+
+    def _connection(self) -> sqlite3.Connection:
+        """The one of the thread that asks."""
+        if not hasattr(self._mine, "connection"):
+            self._mine.connection = connect_reader(self._path)
+            self._connections.append(self._mine.connection)
+        connection: sqlite3.Connection = self._mine.connection
+        return connection
+
+
+def _open_writer(path: Path) -> Writer:
+    turn = TurnLock(path.with_name(f"{path.name}.lock"))
+    with turn.held(), explained(path):
+        connection = connect_writer(path)
+        try:
+            _migrate(connection, path)
+        except BaseException:
+            connection.close()
+            raise
+    return Writer(connection, path, turn)
+
+
+def _migrate(connection: sqlite3.Connection, path: Path) -> None:
+    """Bring the schema up to date, all of it or nothing. Another process waits until it is done."""
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute("CREATE TABLE IF NOT EXISTS schema_versions (version INTEGER PRIMARY KEY, name TEXT, applied_at TEXT)")
+    (applied,) = connection.execute("SELECT coalesce(max(version), 0) FROM schema_versions").fetchone()
+    for migration in pending(read_migrations(MIGRATIONS), applied, f"event store {path}"):
+        for statement in migration.statements:
+            connection.execute(statement)
+        connection.execute("INSERT INTO schema_versions VALUES (?, ?, datetime('now'))", (migration.number, migration.name))
+    connection.execute("COMMIT")

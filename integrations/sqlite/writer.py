@@ -1,0 +1,155 @@
+"""One thread writes. What arrives while it waits for the disk shares the next transaction, and so the next wait."""
+
+import logging
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from cluster.errors import BackendUnavailable
+from integrations.sqlite.connection import BUSY_TIMEOUT_S, TurnLock, explained
+
+T = TypeVar("T")
+LARGEST_GROUP = 256  # calls that share a transaction
+PURGE_AGAIN_S = 0.5
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Job(Generic[T]):
+    """A call that waits to be carried out. `purge`: afterwards, what it deleted is to be gone from the log as well."""
+
+    work: Callable[[sqlite3.Connection], T]
+    future: "Future[T]"
+    purge: bool = False
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a job came to, told to its caller only once the transaction is on the disk."""
+
+    job: _Job[Any]
+    result: Any = None
+    error: BaseException | None = None
+
+    def tell(self) -> None:
+        if self.error is None:
+            self.job.future.set_result(self.result)
+        else:
+            self.job.future.set_exception(self.error)
+
+
+class Writer:
+    """Carries out calls on a connection, one group after another, each group in one transaction.
+
+    A call that fails is rolled back alone. One that is cancelled before its group begins is not carried out.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, path: Path, turn: TurnLock) -> None:
+        self._connection, self._path, self._turn = connection, path, turn
+        self._inode = path.stat().st_ino
+        self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
+        self._closing = threading.Lock()
+        self._closed = self._purge_due = False
+        self._thread = threading.Thread(target=self._run, name="genrec-sqlite-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[sqlite3.Connection], T], *, purge: bool = False) -> "Future[T]":
+        """The future of what `work` returns, once that is on the disk. Raises BackendUnavailable after `close`."""
+        future: Future[T] = Future()
+        with self._closing:
+            if self._closed:
+                raise BackendUnavailable(f"event store {self._path} is closed; open it again")
+            self._jobs.put(_Job(work, future, purge))
+        return future
+
+    def close(self) -> None:
+        """Carry out what was submitted, then close the connection. Blocks until that is done."""
+        with self._closing:
+            first, self._closed = not self._closed, True
+            if first:
+                self._jobs.put(None)
+        self._thread.join()
+        if first:
+            with self._turn.held(), explained(self._path):  # the last connection to close writes the log back
+                self._connection.close()
+
+    def _run(self) -> None:
+        going_on = True
+        while going_on:
+            jobs = self._next_group()
+            going_on = None not in jobs
+            outcomes = self._carry_out([job for job in jobs if job is not None and job.future.set_running_or_notify_cancel()])
+            self._purge_due |= any(outcome.job.purge and outcome.error is None for outcome in outcomes)
+            if self._purge_due:
+                self._purge()
+            for outcome in outcomes:
+                outcome.tell()
+
+    def _next_group(self) -> list[_Job[Any] | None]:
+        """What waits, or nothing for the moment while there is something to purge."""
+        try:
+            jobs = [self._jobs.get(timeout=PURGE_AGAIN_S if self._purge_due else None)]
+        except queue.Empty:
+            return []
+        while len(jobs) < LARGEST_GROUP and jobs[-1] is not None:
+            try:
+                jobs.append(self._jobs.get_nowait())
+            except queue.Empty:
+                break
+        return jobs
+
+    def _carry_out(self, jobs: Sequence[_Job[Any]]) -> list[_Outcome]:
+        if not jobs:
+            return []
+        try:
+            with self._turn.held(), explained(self._path):
+                self._check_file()
+                return self._commit(jobs)
+        except Exception as error:  # noqa: BLE001 - whatever broke, each caller is told and the thread lives on
+            return [_Outcome(job, error=error) for job in jobs]
+
+    def _purge(self) -> None:
+        """Write the log back and empty it, unless somebody still reads from it: then again a little later, and nobody waits for that."""
+        try:
+            with self._turn.held(), explained(self._path):
+                self._connection.execute("PRAGMA busy_timeout = 0")
+                (busy, *_) = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+                self._connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000:.0f}")
+        except BackendUnavailable as error:
+            logger.warning("what was erased still stands in the write-ahead log, and is purged later: %s", error)
+            return
+        self._purge_due = bool(busy)
+
+    def _check_file(self) -> None:
+        """SQLite would go on writing to a file that was removed, and all of it would be gone with the process."""
+        if not self._path.exists() or self._path.stat().st_ino != self._inode:
+            raise BackendUnavailable(f"event store {self._path}: the file was removed or replaced while it was open; open it again")
+
+    def _commit(self, jobs: Sequence[_Job[Any]]) -> list[_Outcome]:
+        """Raises sqlite3.Error where nothing of the group was stored."""
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            outcomes = [self._attempt(job) for job in jobs]
+            self._connection.execute("COMMIT")
+        finally:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        return outcomes
+
+    def _attempt(self, job: _Job[Any]) -> _Outcome:
+        self._connection.execute("SAVEPOINT call")
+        try:
+            with explained(self._path):
+                outcome = _Outcome(job, job.work(self._connection))
+        except Exception as error:
+            if not self._connection.in_transaction:  # SQLite has rolled back everything, as where the disk is full
+                raise
+            self._connection.execute("ROLLBACK TO call")
+            outcome = _Outcome(job, error=error)
+        self._connection.execute("RELEASE call")
+        return outcome

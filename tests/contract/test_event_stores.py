@@ -1,0 +1,481 @@
+"""What every event store must do, run over all that are registered, for real: SQLite on a file, PostgreSQL on a server of its own."""
+
+import asyncio
+import random
+import sqlite3
+from collections import defaultdict
+from contextlib import closing
+from dataclasses import replace
+
+import asyncpg
+import pytest
+
+from cluster.errors import BackendUnavailable, InvalidRequest
+from cluster.events.rules import LARGEST_BATCH, LARGEST_LIMIT
+from cluster.events.store import Event, Loaded, Stored, StoredHistory, StoreStatistics, open_event_store
+from cluster.registry import EVENT_STORES, choose
+from cluster.values import Action, Behaviour
+from tests.postgres import running_postgres
+
+ODD = [
+    "ключ-鍵-🔑",
+    "it's \"quoted\" `so` \\ and % _ ?",
+    "'; DROP TABLE users; --",
+    " spaces\tand\nlines ",
+    "{}()[]$1:name",
+    "\x01\x7f\u200b\ufeff",
+    "é", "e\u0301",
+    "\U0001f511" * 256,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_postgres() as server:
+        yield server
+
+
+@pytest.fixture(params=EVENT_STORES)
+def url(request, tmp_path):
+    availability = choose("event store", EVENT_STORES, request.param)().get_availability()
+    if not availability.ok:
+        pytest.skip(availability.reason)
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path}/events.db"
+        return
+    server = request.getfixturevalue("server")
+    yield server.create("events")
+    server.drop("events")
+
+
+@pytest.fixture
+async def store(url):
+    store = await open_event_store(url)
+    yield store
+    await store.close()
+
+
+async def rows_of(url, sql):
+    """What a statement gives, by another way than the store's."""
+    if url.startswith("sqlite"):
+        with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection, connection:
+            return connection.execute(sql.replace("genrec.", "")).fetchall()
+    connection = await asyncpg.connect(url)
+    try:
+        return [tuple(row) for row in await connection.fetch(sql)]
+    finally:
+        await connection.close()
+
+
+def event(user="u", item="i", timestamp=100, key=None, tenant="default", action=Action.VIEW, value=None):
+    return Event(user, Behaviour(item, timestamp, action, value), tenant, key)
+
+
+async def items(store, user="u", tenant="default", limit=1000):
+    return [behaviour.item_id for behaviour in (await store.history(tenant, user, limit)).behaviours]
+
+
+async def test_a_history_is_in_the_order_of_time_and_of_arrival_where_times_are_equal(store):
+    await store.append([event(item="c", timestamp=3), event(item="a", timestamp=1), event(item="b1", timestamp=2)])
+    await store.append([event(item="b2", timestamp=2), event(item="a0", timestamp=0)])
+    assert await items(store) == ["a0", "a", "b1", "b2", "c"]
+
+
+async def test_arrivals_of_one_time_keep_the_order_of_their_batches_and_within_each(store):
+    for batch in range(5):
+        await store.append([event(item=f"{batch}-{number}") for number in range(20)])
+    assert await items(store) == [f"{batch}-{number}" for batch in range(5) for number in range(20)]
+
+
+async def test_sequences_grow_with_arrival_even_where_times_go_back(store):
+    stored = await store.append([event(timestamp=9), event(timestamp=1), event(user="v"), event(timestamp=5)])
+    later = await store.append([event(timestamp=0)])
+    sequences = [one.sequence for one in (*stored, *later)]
+    assert sequences == sorted(set(sequences))
+    assert not any(one.duplicate for one in stored)
+
+
+async def test_a_limit_keeps_the_latest_and_among_equal_times_the_last_to_arrive(store):
+    await store.append([event(item="old", timestamp=1), event(item="x", timestamp=5), event(item="y", timestamp=5)])
+    assert await items(store, limit=2) == ["x", "y"]
+    assert await items(store, limit=1) == ["y"]
+    assert await items(store, limit=LARGEST_LIMIT) == ["old", "x", "y"]
+
+
+@pytest.mark.parametrize("limit", [0, -1, LARGEST_LIMIT + 1])
+async def test_a_limit_out_of_range_is_refused(store, limit):
+    with pytest.raises(InvalidRequest, match=f"limit: must be from 1 to {LARGEST_LIMIT}, not {limit}"):
+        await store.history("default", "u", limit)
+
+
+async def test_an_unknown_user_has_no_history_and_no_version(store):
+    await store.append([event(user="somebody")])
+    assert await store.history("default", "u", 10) == StoredHistory((), "")
+    assert await store.version("default", "u") == ""
+
+
+async def test_every_action_and_value_comes_back_as_it_was(store):
+    values = [None, 0.0, 4.5, -1e300, 0.1, 5]
+    behaviours = tuple(Behaviour(f"i{at}", at, action, value) for at, (action, value) in enumerate((a, v) for a in Action for v in values))
+    await store.append([Event("u", behaviour) for behaviour in behaviours])
+    assert (await store.history("default", "u", 1000)).behaviours == behaviours
+
+
+@pytest.mark.parametrize("text", ODD, ids=range(len(ODD)))
+async def test_odd_texts_come_back_as_they_were(store, text):
+    await store.append([event(user=text, item=text, key=text), event(user="u", item="other")])
+    assert await items(store, user=text) == [text]
+    assert (await store.append([event(user=text, item=text, key=text)]))[0].duplicate
+    assert await store.erase("default", text) == 1
+
+
+async def test_equal_looking_names_are_different_users(store):
+    names = ["é", "e\u0301", "E\u0301", "u", "U", "u "]
+    await store.append([event(user=name, item=str(number)) for number, name in enumerate(names)])
+    assert [await items(store, user=name) for name in names] == [[str(number)] for number in range(len(names))]
+
+
+@pytest.mark.parametrize(
+    ("bad", "field", "problem"),
+    [
+        (event(user=""), "user_id", "1 to 256 characters, not ''"),
+        (event(user="u" * 257), "user_id", "1 to 256 characters"),
+        (event(user=7), "user_id", "must be a text"),
+        (event(user="a\0b"), "user_id", r"the character NUL, which no store keeps: 'a\\x00b'"),
+        (event(item="\0"), "behaviour.item_id", "NUL"),
+        (event(item=""), "behaviour.item_id", "1 to 256"),
+        (event(item="\ud800"), "behaviour.item_id", "half of a surrogate pair"),
+        (event(tenant="t" * 65), "tenant", "1 to 64 characters"),
+        (event(key=""), "idempotency_key", "1 to 256"),
+        (event(key="k\0"), "idempotency_key", "NUL"),
+        (event(timestamp=-1), "behaviour.timestamp", "not -1"),
+        (event(timestamp=1.5), "behaviour.timestamp", "whole seconds"),
+        (event(timestamp=1_700_000_000_000), "behaviour.timestamp", "at most 253402300799"),
+        (event(action="gaze"), "behaviour.action", "must be one of view, click, .* not 'gaze'"),
+        (event(value=float("nan")), "behaviour.value", "finite number or none, not nan"),
+        (event(value=float("inf")), "behaviour.value", "not inf"),
+        (event(value="5"), "behaviour.value", "not '5'"),
+    ],
+)
+async def test_a_bad_event_is_refused_by_name_and_its_batch_with_it(store, bad, field, problem):
+    with pytest.raises(InvalidRequest, match=problem) as refused:
+        await store.append([event(), bad])
+    assert refused.value.field == f"events[1].{field}"
+    assert await store.statistics() == StoreStatistics(0, 0)
+
+
+async def test_names_that_no_user_can_have_are_refused_when_reading(store):
+    for call in (store.version, store.erase, lambda *name: store.history(*name, 1)):
+        with pytest.raises(InvalidRequest, match="user_id: holds the character NUL"):
+            await call("default", "a\0")
+        with pytest.raises(InvalidRequest, match="tenant: must be a text"):
+            await call("", "u")
+
+
+async def test_a_batch_has_a_largest_size(store):
+    assert len(await store.append([event()] * LARGEST_BATCH)) == LARGEST_BATCH
+    with pytest.raises(InvalidRequest, match=f"events: are {LARGEST_BATCH + 1}, but at most {LARGEST_BATCH}"):
+        await store.append([event()] * (LARGEST_BATCH + 1))
+    assert (await store.statistics()).events == LARGEST_BATCH
+
+
+async def test_an_empty_batch_is_stored_as_nothing(store):
+    assert await store.append([]) == []
+    assert await store.statistics() == StoreStatistics(0, 0)
+
+
+async def test_a_known_key_with_the_same_content_is_acknowledged_and_not_stored_again(store):
+    (first,) = await store.append([event(key="k", value=4.1)])
+    version = await store.version("default", "u")
+    again = await store.append([event(key="k", value=4.1), event(item="new", key="k2"), event(key="k", value=4.1)])
+    assert [one.duplicate for one in again] == [True, False, True]
+    assert again[0].sequence == again[2].sequence == first.sequence
+    assert await items(store) == ["i", "new"]
+    assert await store.version("default", "u") != version
+
+
+async def test_a_key_that_stands_twice_in_a_batch_is_stored_once(store):
+    stored = await store.append([event(key="k"), event(item="between"), event(key="k")])
+    assert [one.duplicate for one in stored] == [False, False, True]
+    assert stored[2].sequence == stored[0].sequence
+    assert await items(store) == ["i", "between"]
+
+
+OTHERS = {
+    "user": event(user="v", key="k"),
+    "item": event(item="j", key="k"),
+    "time": event(timestamp=101, key="k"),
+    "action": event(action=Action.CLICK, key="k"),
+    "value": event(value=1.0, key="k"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+async def test_a_known_key_with_other_content_is_refused_and_nothing_of_its_batch_is_stored(store, other):
+    await store.append([event(key="k")])
+    version = await store.version("default", "u")
+    with pytest.raises(InvalidRequest, match="'k' is known for another event") as refused:
+        await store.append([event(item="before"), event(user="stranger"), other, event(item="after")])
+    assert refused.value.field == "events[2].idempotency_key"
+    assert await items(store) == ["i"]
+    assert await store.version("default", "u") == version
+    assert await store.version("default", "stranger") == ""
+    assert await store.statistics() == StoreStatistics(1, 1)
+
+
+async def test_a_key_with_two_contents_in_one_batch_is_refused(store):
+    with pytest.raises(InvalidRequest) as refused:
+        await store.append([event(key="k"), event(item="j", key="k")])
+    assert refused.value.field == "events[1].idempotency_key"
+    assert await items(store) == []
+
+
+async def test_an_event_that_is_dated_on_arrival_is_the_same_when_it_is_sent_again_later(store):
+    def arrived(at, item="i"):
+        return replace(event(item=item, timestamp=at, key="k"), dated_on_arrival=True)
+
+    (first,) = await store.append([arrived(100)])
+    assert await store.append([arrived(200), arrived(300)]) == [Stored(first.sequence, duplicate=True)] * 2
+    assert (await store.history("default", "u", 10)).behaviours == (Behaviour("i", 100),)
+    with pytest.raises(InvalidRequest, match="known for another event"):
+        await store.append([arrived(100, item="j")])
+
+
+async def test_events_without_keys_are_stored_as_often_as_they_are_sent(store):
+    await store.append([event(), event()])
+    await store.append([event()])
+    assert await items(store) == ["i"] * 3
+
+
+async def test_tenants_with_equal_user_ids_and_keys_know_nothing_of_each_other(store):
+    await store.append([event(item="one", tenant="a", key="k"), event(item="two", tenant="b", key="k")])
+    assert await items(store, tenant="a") == ["one"]
+    assert await items(store, tenant="b") == ["two"]
+    before = await store.version("b", "u")
+    assert await store.erase("a", "u") == 1
+    assert await items(store, tenant="b") == ["two"]
+    assert await store.version("b", "u") == before
+    assert await store.statistics() == StoreStatistics(1, 1)
+
+
+async def test_the_version_changes_with_every_append_of_this_user_and_with_nothing_else(store):
+    seen = [await store.version("default", "u")]
+    for timestamp in (5, 1, 5):
+        await store.append([event(timestamp=timestamp, key=f"k{len(seen)}")])
+        seen.append(await store.version("default", "u"))
+    assert len(set(seen)) == 4
+    await store.append([event(user="v"), event(user="u", tenant="other"), event(timestamp=5, key="k1")])
+    assert await store.version("default", "u") == seen[-1]
+    assert (await store.history("default", "u", 10)).version == seen[-1]
+
+
+async def test_erasing_forgets_events_and_keys_and_says_how_many(store):
+    await store.append([event(key="k"), event(item="j"), event(user="v", key="kv")])
+    assert await store.erase("default", "u") == 2
+    assert await store.erase("default", "u") == 0
+    assert (await store.history("default", "u", 10)).behaviours == ()
+    assert await items(store, user="v") == ["i"]
+    assert not (await store.append([event(item="another", key="k")]))[0].duplicate
+    assert await items(store) == ["another"]
+    assert await store.statistics() == StoreStatistics(2, 2)
+
+
+async def test_the_version_never_comes_back_however_often_a_user_is_erased(store):
+    seen = [await store.version("default", "u")]
+    for _ in range(5):
+        await store.append([event(key="k")])
+        seen.append(await store.version("default", "u"))
+        await store.erase("default", "u")
+        seen.append(await store.version("default", "u"))
+        assert (await store.history("default", "u", 10)).version == seen[-1]
+    assert len(set(seen)) == len(seen) == 11
+
+
+async def test_erasing_an_unknown_user_changes_nothing(store, url):
+    assert await store.erase("default", "u") == 0
+    assert await store.version("default", "u") == ""
+    assert await rows_of(url, "SELECT * FROM genrec.erasures") == []
+
+
+async def test_no_table_names_an_erased_user(store, url):
+    await store.append([event(user="marker-user", item="marker-item", key="marker-key")])
+    await store.erase("default", "marker-user")
+    left = [await rows_of(url, f"SELECT * FROM genrec.{table}") for table in ("users", "events", "erasures", "store")]
+    assert "marker" not in str(left)
+    assert len(left[2]) == 1
+
+
+async def test_fifty_tasks_that_append_to_one_user_lose_nothing_and_keep_each_ones_order(store):
+    async def task(number):
+        for step in range(6):
+            await store.append([event(item=f"{number}:{2 * step}"), event(item=f"{number}:{2 * step + 1}")])
+
+    await asyncio.gather(*(task(number) for number in range(50)))
+    by_task = defaultdict(list)
+    for item in await items(store, limit=1000):
+        by_task[item.split(":")[0]].append(int(item.split(":")[1]))
+    assert len(by_task) == 50
+    assert all(steps == list(range(12)) for steps in by_task.values())
+    assert await store.statistics() == StoreStatistics(600, 1)
+
+
+async def test_no_reader_sees_half_a_batch(store):
+    done = asyncio.Event()
+
+    async def read():
+        lengths = set()
+        while not done.is_set():
+            lengths.add(len((await store.history("default", "u", 1000)).behaviours))
+        return lengths
+
+    readers = [asyncio.create_task(read()) for _ in range(3)]
+    for _ in range(20):
+        await store.append([event(item=str(number)) for number in range(7)])
+    done.set()
+    lengths = set().union(*await asyncio.gather(*readers))
+    assert lengths
+    assert all(length % 7 == 0 for length in lengths)
+
+
+async def test_a_key_sent_twenty_times_at_once_is_stored_once(store):
+    answers = await asyncio.gather(*(store.append([event(item="own", user=f"v{n}"), event(key="k")]) for n in range(20)))
+    assert sum(not answer[1].duplicate for answer in answers) == 1
+    assert len({answer[1].sequence for answer in answers}) == 1
+    assert await items(store) == ["i"]
+    assert (await store.statistics()).events == 21
+
+
+async def test_of_twenty_contents_sent_at_once_under_one_key_one_is_stored_and_the_others_are_refused(store):
+    sent = (store.append([event(user=f"u{number}", key="k")]) for number in range(20))
+    answers = await asyncio.gather(*sent, return_exceptions=True)
+    refused = [answer for answer in answers if isinstance(answer, InvalidRequest)]
+    assert len(refused) == 19
+    assert await store.statistics() == StoreStatistics(1, 1)
+
+
+async def test_batches_that_name_the_same_users_and_keys_in_opposite_order_do_not_block_each_other(store):
+    events = [event(user=f"u{number}", key=f"k{number}") for number in range(30)]
+    answers = await asyncio.gather(*(store.append(events[:: (-1) ** turn]) for turn in range(10)))
+    assert sum(not one.duplicate for answer in answers for one in answer) == 30
+    assert await store.statistics() == StoreStatistics(30, 30)
+
+
+async def test_appends_and_erasures_at_once_leave_counts_that_agree_with_the_events(store, url):
+    appends = [store.append([event(user=f"u{number % 3}"), event(user=f"u{number % 2}", key=f"k{number}")]) for number in range(60)]
+    erasures = [store.erase("default", f"u{number % 3}") for number in range(12)]
+    calls = [*appends, *erasures]
+    random.Random(0).shuffle(calls)
+    erased = sum(answer for answer in await asyncio.gather(*calls) if isinstance(answer, int))
+    held = await store.statistics()
+    assert held.events == 120 - erased
+    assert len(await rows_of(url, "SELECT * FROM genrec.events")) == held.events
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_store_agrees_with_a_plain_model_of_it(store, seed):
+    draw = random.Random(seed)
+    histories, keys = defaultdict(list), {}
+    for step in range(120):
+        user = draw.choice("ab")
+        if draw.random() < 0.1:
+            assert await store.erase("default", user) == len(histories.pop(user, []))
+            keys = {key: known for key, known in keys.items() if known.user_id != user}
+            continue
+        batch = [event(user, f"i{step}.{n}", draw.randrange(5), draw.choice([None, f"k{draw.randrange(40)}"])) for n in range(3)]
+        batch = [keys.get(one.idempotency_key, one) for one in batch]
+        if len({one.idempotency_key for one in batch if one.idempotency_key}) < sum(bool(one.idempotency_key) for one in batch):
+            continue
+        answers = await store.append(batch)
+        assert [answer.duplicate for answer in answers] == [one.idempotency_key in keys for one in batch]
+        for one in batch:
+            if one.idempotency_key not in keys:
+                histories[one.user_id].append(one.behaviour)
+                keys |= {one.idempotency_key: one} if one.idempotency_key else {}
+        expected = sorted(histories[user], key=lambda behaviour: behaviour.timestamp)[-20:]
+        assert (await store.history("default", user, 20)).behaviours == tuple(expected)
+
+
+async def test_a_load_stores_batches_of_either_kind_and_counts_them(store):
+    batches = [[event(item=str(number), timestamp=number, key=f"k{number}") for number in range(start, start + 50)] for start in (0, 50)]
+
+    async def one_by_one():
+        for batch in batches:
+            yield batch
+
+    assert await store.load(batches) == Loaded(stored=100, duplicates=0)
+    assert await store.load(one_by_one()) == Loaded(stored=0, duplicates=100)
+    assert await store.load([]) == Loaded()
+    assert await items(store) == [str(number) for number in range(100)]
+
+
+async def test_a_load_keeps_the_batches_before_the_one_that_fails_and_can_be_begun_again(store):
+    good = [[event(item=str(number), key=f"k{number}")] for number in range(3)]
+    with pytest.raises(InvalidRequest, match="'k0' is known for another event"):
+        await store.load([*good, [event(item="new", key="k9"), event(item="other", key="k0")]])
+    assert await items(store) == ["0", "1", "2"]
+    assert await store.load([*good, [event(item="3", key="k3")]]) == Loaded(stored=1, duplicates=3)
+
+
+async def test_a_load_beside_appends_stores_what_both_send_once(store):
+    events = [event(user=f"u{number % 7}", item=str(number), key=f"k{number}") for number in range(300)]
+    batches = [events[start : start + 50] for start in range(0, 300, 50)]
+    appended, loaded = await asyncio.gather(asyncio.gather(*(store.append(batch) for batch in batches)), store.load(batches))
+    assert sum(not one.duplicate for answer in appended for one in answer) + loaded.stored == 300
+    assert await store.statistics() == StoreStatistics(300, 7)
+
+
+async def test_everything_is_there_when_the_store_is_opened_again(store, url):
+    await store.append([event(key="k"), event(user="gone")])
+    await store.erase("default", "gone")
+    versions = [await store.version("default", user) for user in ("u", "gone")]
+    await store.close()
+    again = await open_event_store(url)
+    try:
+        assert await items(again) == ["i"]
+        assert [await again.version("default", user) for user in ("u", "gone")] == versions
+        assert (await again.append([event(key="k")]))[0].duplicate
+    finally:
+        await again.close()
+
+
+async def test_several_stores_may_open_the_same_place_at_once_and_see_each_others_events(url):
+    stores = await asyncio.gather(*(open_event_store(url) for _ in range(4)))
+    await asyncio.gather(*(store.append([event(item=f"{at}.{n}")]) for n in range(10) for at, store in enumerate(stores)))
+    histories = [await items(store) for store in stores]
+    assert all(history == histories[0] for history in histories)
+    assert len(histories[0]) == 40
+    await asyncio.gather(*(store.close() for store in stores))
+
+
+async def test_two_stores_never_give_the_same_version(store, url, request, tmp_path):
+    other = await open_event_store(f"sqlite:///{tmp_path}/other.db")
+    await asyncio.gather(store.append([event()]), other.append([event(item="different")]))
+    assert await store.version("default", "u") != await other.version("default", "u")
+    await other.close()
+
+
+async def test_a_schema_that_is_newer_than_the_code_is_refused(store, url):
+    await store.close()
+    await rows_of(url, "INSERT INTO genrec.schema_versions (version, name, applied_at) VALUES (7, 'later', CURRENT_TIMESTAMP)")
+    with pytest.raises(BackendUnavailable, match="has schema version 7, and this genrec knows versions up to 1; update genrec"):
+        await open_event_store(url)
+
+
+async def test_a_closed_store_says_so_and_may_be_closed_again(store):
+    await store.append([event()])
+    await store.close()
+    await store.close()
+    for call in (store.append([event()]), store.version("default", "u"), store.history("default", "u", 1), store.statistics()):
+        with pytest.raises(BackendUnavailable, match="is closed; open it again"):
+            await call
+
+
+async def test_calls_that_are_cancelled_leave_a_store_that_works_and_events_that_are_whole(store):
+    tasks = [asyncio.create_task(store.append([event(item=f"{n}a", key=f"{n}a"), event(item=f"{n}b", key=f"{n}b")])) for n in range(40)]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    replay = await store.append([event(item=f"{n}{part}", key=f"{n}{part}") for n in range(40) for part in "ab"])
+    assert await store.statistics() == StoreStatistics(80, 1)
+    assert all(first.duplicate == second.duplicate for first, second in zip(replay[::2], replay[1::2], strict=True))

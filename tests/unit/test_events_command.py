@@ -1,0 +1,124 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.errors import DataError, UnknownChoice
+from cluster.events.store import closing_store
+from deployments.cli.dataset_options import DatasetOptions, open_dataset
+from deployments.cli.events import app, batches
+from tests.unit.test_datasets_table import CSV, written
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"sqlite:///{tmp_path}/events.db"
+
+
+async def history(url, user, tenant="default"):
+    async with closing_store(url) as store:
+        behaviours = (await store.history(tenant, user, 100)).behaviours
+    return [(behaviour.item_id, behaviour.timestamp, behaviour.action.value, behaviour.value) for behaviour in behaviours]
+
+
+def keys(path):
+    dataset = open_dataset(DatasetOptions(name="table", path=path))
+    return [event.idempotency_key for batch in batches(dataset, "default") for event in batch]
+
+
+def stored(answer):
+    assert answer.exit_code == 0
+    summary = json.loads(answer.stdout)
+    return summary["stored"], summary["duplicates"]
+
+
+def test_a_file_is_imported_once_however_often_it_is_given(tmp_path, url):
+    path = written(tmp_path, CSV)
+    answer = run("import", path, "--url", url, "--json")
+    assert stored(answer) == (4, 0)
+    assert json.loads(answer.stdout)["source"] == str(path)
+    assert stored(run("import", path, "--url", url, "--json")) == (0, 4)
+    assert json.loads(run("stats", "--url", url, "--json").stdout) == {"events": 4, "users": 2}
+
+
+async def test_imported_events_are_those_of_the_file(tmp_path, url):
+    text = "user_id,item_id,timestamp,action,value\nb,z,20,like,\na,x,30,view,2.5\nb,y,10,purchase,9.5\n"
+    path = written(tmp_path, text)
+    async with closing_store(url) as store:
+        await store.load(batches(open_dataset(DatasetOptions(name="table", path=path)), "default"))
+    assert await history(url, "b") == [("y", 10, "purchase", 9.5), ("z", 20, "like", None)]
+    assert await history(url, "a") == [("x", 30, "view", 2.5)]
+
+
+def test_of_a_file_that_has_grown_only_the_new_rows_are_added(tmp_path, url):
+    run("import", written(tmp_path, CSV), "--url", url)
+    grown = written(tmp_path, CSV + "a,x,50,view,\nnew,x,60,view,\n", "grown.csv")
+    assert stored(run("import", grown, "--url", url, "--json")) == (2, 4)
+
+
+def test_equal_rows_are_kept_apart_and_imported_as_often_as_they_stand_there(tmp_path, url):
+    text = "user_id,item_id,timestamp\n" + "u,i,5\n" * 3 + "v,i,5\n"
+    path = written(tmp_path, text)
+    assert stored(run("import", path, "--url", url, "--json")) == (4, 0)
+    assert stored(run("import", path, "--url", url, "--json")) == (0, 4)
+
+
+def test_a_key_depends_on_the_whole_event_and_on_nothing_else(tmp_path):
+    header = "user_id,item_id,timestamp,action,value\n"
+    lines = ["u,i,5,view,1", "v,i,5,view,1", "u,j,5,view,1", "u,i,6,view,1", "u,i,5,like,1", "u,i,5,view,2", "u,i,5,view,"]
+    assert len(set(keys(written(tmp_path, header + "\n".join(lines) + "\n")))) == 7
+    assert set(keys(written(tmp_path, header + "\n".join(reversed(lines)) + "\n", "b.csv"))) == set(keys(tmp_path / "events.csv"))
+
+
+def test_batches_hold_all_events_and_none_is_larger_than_asked(tmp_path):
+    path = written(tmp_path, "user_id,item_id,timestamp\n" + "".join(f"u{number % 3},i,{number}\n" for number in range(20)))
+    made = list(batches(open_dataset(DatasetOptions(name="table", path=path)), "t", size=6))
+    assert [len(batch) for batch in made] == [6, 6, 6, 2]
+    assert {event.tenant for batch in made for event in batch} == {"t"}
+    assert len({event.idempotency_key for batch in made for event in batch}) == 20
+
+
+def test_tenants_are_imported_apart(tmp_path, url):
+    path = written(tmp_path, CSV)
+    for tenant in ("one", "two"):
+        assert stored(run("import", path, "--url", url, "--tenant", tenant, "--json")) == (4, 0)
+    assert "8 events of 4 users" in run("stats", "--url", url).stdout
+
+
+def test_erasing_says_how_many_events_of_whom(tmp_path, url):
+    run("import", written(tmp_path, CSV), "--url", url)
+    assert "erased 2 events of 'a' (tenant default)" in run("erase", "a", "--url", url).stdout
+    assert json.loads(run("erase", "a", "--url", url, "--json").stdout) == {"erased": 0}
+    assert "2 events of 1 users" in run("stats", "--url", url).stdout
+
+
+def test_dataset_options_reach_the_reader_and_bad_rows_stop_or_are_skipped(tmp_path, url):
+    path = written(tmp_path, "who;what;when\na;x;5000\nb;y;soon\n")
+    columns = ("--user-column", "who", "--item-column", "what", "--timestamp-column", "when", "--timestamp-unit", "ms")
+    with pytest.raises(DataError, match=r"events\.csv:3: timestamp 'soon'"):
+        run("import", path, "--url", url, *columns)
+    answer = run("import", "table", "--path", path, "--url", url, *columns, "--skip-bad-rows", "--json")
+    assert stored(answer) == (1, 0)
+    assert json.loads(answer.stdout)["skipped_rows"] == 1
+
+
+def test_an_event_that_no_store_takes_is_named_with_the_file(tmp_path, url):
+    path = written(tmp_path, f"user_id,item_id,timestamp\n{'u' * 300},i,5\n")
+    with pytest.raises(DataError, match=r"events\.csv: an event cannot be stored: events\[0\]\.user_id: must be a text of 1 to 256"):
+        run("import", path, "--url", url)
+
+
+def test_a_name_that_is_neither_dataset_nor_file_lists_the_datasets(url):
+    with pytest.raises(UnknownChoice, match="unknown dataset 'ml-3m'; choose from ml-100k"):
+        run("import", "ml-3m", "--url", url)
+
+
+def test_a_bar_is_drawn_when_asked_and_the_summary_is_for_people(tmp_path, url):
+    answer = run("import", written(tmp_path, CSV), "--url", url, "--progress")
+    assert "4/4" in answer.stderr
+    assert "stored 4 events of" in answer.stdout
+    assert "0 were there" in answer.stdout

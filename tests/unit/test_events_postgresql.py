@@ -1,0 +1,151 @@
+"""How transactions are repeated, on a scripted pool; the contract suite and the durability test run the same on a real server."""
+
+from contextlib import asynccontextmanager
+
+import asyncpg
+import pytest
+
+from cluster.errors import BackendUnavailable
+from cluster.events.store import Event
+from cluster.values import Behaviour
+from integrations.postgresql.database import Database, Unsure, _durable, place
+from integrations.postgresql.rows import _lock_users
+
+LOST = asyncpg.ConnectionDoesNotExistError("connection was closed in the middle of operation")
+
+
+class ScriptedConnection:
+    """Raises at the commit what the script says, None: nothing."""
+
+    def __init__(self, script):
+        self.script, self.terminated = script, 0
+
+    def terminate(self):
+        self.terminated += 1
+
+    @asynccontextmanager
+    async def transaction(self, isolation):
+        assert isolation == "read_committed"
+        yield
+        if error := self.script.pop(0):
+            raise error
+
+
+class ScriptedPool:
+    def __init__(self, *commits):
+        self.connection = ScriptedConnection(list(commits))
+        self.expired = 0
+
+    @asynccontextmanager
+    async def acquire(self, timeout):  # noqa: ASYNC109 - as asyncpg names it
+        yield self.connection
+
+    async def expire_connections(self):
+        self.expired += 1
+
+
+class Work:
+    """Raises what it is told, one error a call, then answers with the number of the call."""
+
+    def __init__(self, *errors):
+        self.errors, self.calls = list(errors), 0
+
+    async def __call__(self, connection):
+        self.calls += 1
+        if self.errors and (error := self.errors.pop(0)):
+            raise error
+        return self.calls
+
+
+def database(*commits):
+    return Database(ScriptedPool(*commits), "postgresql://host/db")
+
+
+async def test_a_commit_that_is_lost_is_repeated_only_where_that_cannot_store_twice():
+    keyed, unkeyed = Work(), Work()
+    assert await database(LOST, None).write(keyed, repeatable=True) == 2
+    with pytest.raises(BackendUnavailable, match="lost during the commit, so that it may be stored or not"):
+        await database(LOST, None).write(unkeyed, repeatable=False)
+    assert unkeyed.calls == 1
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+@pytest.mark.parametrize(
+    "error",
+    [LOST, ConnectionResetError("gone"), asyncpg.InternalClientError("state"), asyncpg.DeadlockDetectedError("d"), Unsure("erased")],
+)
+async def test_what_fails_before_its_commit_is_begun_again_once(error, repeatable):
+    assert await database(None).write(Work(error), repeatable=repeatable) == 2
+    with pytest.raises(BackendUnavailable, match="event store postgresql://host/db: "):
+        await database(None).write(Work(error, error), repeatable=repeatable)
+
+
+async def test_a_lost_connection_is_discarded_with_the_others_and_one_with_a_deadlock_is_not():
+    lost, deadlock = database(None), database(None)
+    await lost.write(Work(LOST), repeatable=True)
+    await deadlock.write(Work(asyncpg.DeadlockDetectedError("d")), repeatable=True)
+    assert (lost._pool.expired, deadlock._pool.expired) == (1, 0)
+    assert (lost._pool.connection.terminated, deadlock._pool.connection.terminated) == (1, 0)
+
+
+async def test_a_read_is_asked_again_where_the_connection_is_lost():
+    assert await database().read(Work(LOST)) == 2
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), asyncpg.QueryCanceledError("statement timeout")])
+async def test_a_server_that_is_too_slow_is_not_asked_again(error):
+    work = Work(error)
+    with pytest.raises(BackendUnavailable, match="overloaded"):
+        await database().write(work, repeatable=True)
+    assert work.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "cure"),
+    [
+        (ConnectionRefusedError("refused"), "cannot be reached; start the server"),
+        (asyncpg.CannotConnectNowError("starting up"), "try again in a moment"),
+        (asyncpg.TooManyConnectionsError("many"), "raise its max_connections"),
+        (asyncpg.InvalidPasswordError("no"), "correct user and password"),
+        (asyncpg.InvalidCatalogNameError("no"), "createdb --encoding UTF8"),
+        (asyncpg.InsufficientPrivilegeError("no"), "GRANT CREATE ON DATABASE"),
+        (asyncpg.ReadOnlySQLTransactionError("ro"), "target_session_attrs=read-write"),
+        (asyncpg.DiskFullError("full"), "make room"),
+        (asyncpg.UndefinedTableError("no table"), r"PostgreSQL refuses \(no table\)"),
+    ],
+)
+async def test_an_error_of_the_server_comes_with_its_cure(error, cure):
+    with pytest.raises(BackendUnavailable, match=cure):
+        await database().write(Work(error, error), repeatable=True)
+
+
+async def test_a_bug_of_ours_stays_loud():
+    with pytest.raises(KeyError):
+        await database().write(Work(KeyError("bug")), repeatable=True)
+
+
+def test_messages_name_the_server_and_never_the_password():
+    assert place("postgresql://me:secret@db.example:5433/shop?password=secret2") == "postgresql://db.example:5433/shop"
+
+
+@pytest.mark.parametrize(("set_to", "expected"), [("off", {"synchronous_commit": "on"}), ("on", {}), ("remote_apply", {})])
+async def test_a_database_that_does_not_wait_for_the_disk_is_made_to(set_to, expected):
+    class Connection:
+        async def fetchval(self, sql):
+            assert sql == "SHOW synchronous_commit"
+            return set_to
+
+    assert await _durable(Connection()) == expected
+
+
+async def test_users_are_locked_in_the_order_of_their_names_whatever_the_order_of_the_events():
+    class Connection:
+        async def fetch(self, sql, tenants, user_ids):
+            locked.append(list(zip(tenants, user_ids, strict=True)))
+            return []
+
+    locked = []
+    events = [Event(user, Behaviour("i", 1), tenant) for tenant in ("b", "a") for user in ("9", "10", "z", "é", "9")]
+    for order in (events, events[::-1], events[3:] + events[:3]):
+        await _lock_users(Connection(), order)
+    assert locked == [sorted({(event.tenant, event.user_id) for event in events})] * 3

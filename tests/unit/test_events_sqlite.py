@@ -1,0 +1,259 @@
+import asyncio
+import sqlite3
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from cluster.errors import BackendUnavailable
+from cluster.events.store import Event, closing_store, open_event_store
+from cluster.values import Behaviour
+from integrations.sqlite.connection import TurnLock, connect_writer
+from integrations.sqlite.driver import SQLiteDriver
+from integrations.sqlite.writer import Writer
+
+
+def event(item="i", user="u"):
+    return Event(user, Behaviour(item, 1))
+
+
+@pytest.fixture
+def writer(tmp_path):
+    path = tmp_path / "w.db"
+    connection = connect_writer(path)
+    connection.execute("CREATE TABLE t (x)")
+    writer = Writer(connection, path, TurnLock(tmp_path / "w.lock"))
+    yield writer
+    writer.close()
+
+
+def insert(value):
+    return lambda connection: connection.execute("INSERT INTO t VALUES (?)", (value,)).rowcount
+
+
+def rows(connection):
+    return [value for (value,) in connection.execute("SELECT x FROM t ORDER BY rowid")]
+
+
+def hold(writer):
+    """Keep the writer at work until the event is set, so that what is submitted meanwhile makes one group."""
+    going_on, holding = threading.Event(), threading.Event()
+    writer.submit(lambda _: (holding.set(), going_on.wait()))
+    holding.wait()
+    return going_on
+
+
+def commits(writer):
+    """Statements that the writer ran, as they come."""
+    seen = []
+    writer._connection.set_trace_callback(seen.append)
+    return seen
+
+
+def test_calls_that_wait_together_share_one_commit(writer):
+    going_on = hold(writer)
+    seen = commits(writer)
+    futures = [writer.submit(insert(number)) for number in range(50)]
+    going_on.set()
+    assert [future.result(10) for future in futures] == [1] * 50
+    assert seen.count("COMMIT") <= 2  # the one of the call that held the writer may be among them
+    assert writer.submit(rows).result(10) == list(range(50))
+
+
+def test_a_call_that_fails_is_undone_alone(writer):
+    def fail(connection):
+        insert("half")(connection)
+        raise ZeroDivisionError("by the caller")
+
+    going_on = hold(writer)
+    before, failing, after = writer.submit(insert(1)), writer.submit(fail), writer.submit(insert(2))
+    going_on.set()
+    assert (before.result(10), after.result(10)) == (1, 1)
+    with pytest.raises(ZeroDivisionError, match="by the caller"):
+        failing.result(10)
+    assert writer.submit(rows).result(10) == [1, 2]
+
+
+def test_a_call_that_is_cancelled_while_it_waits_is_not_carried_out(writer):
+    going_on = hold(writer)
+    kept, cancelled = writer.submit(insert(1)), writer.submit(insert(2))
+    assert cancelled.cancel()
+    going_on.set()
+    kept.result(10)
+    assert writer.submit(rows).result(10) == [1]
+
+
+def test_a_full_disk_fails_every_call_of_the_group_and_the_writer_goes_on_when_there_is_room(writer):
+    writer.submit(insert(0)).result(10)
+    writer._connection.execute("PRAGMA max_page_count = 5")
+    going_on = hold(writer)
+    futures = [writer.submit(insert("x" * 4000)) for _ in range(9)]
+    going_on.set()
+    stored = [value for future in futures if not (value := future.exception(10))]
+    for future in futures:
+        if error := future.exception():
+            assert isinstance(error, BackendUnavailable)
+            assert "the disk is full; make room" in str(error)
+    assert len(stored) < 9
+    assert len(writer.submit(rows).result(10)) == 1 + len(stored)
+    writer._connection.execute("PRAGMA max_page_count = 1000")
+    assert writer.submit(insert("y" * 4000)).result(10) == 1
+
+
+def test_what_was_submitted_before_closing_is_carried_out(tmp_path):
+    connection = connect_writer(tmp_path / "w.db")
+    connection.execute("CREATE TABLE t (x)")
+    writer = Writer(connection, tmp_path / "w.db", TurnLock(tmp_path / "w.lock"))
+    futures = [writer.submit(insert(number)) for number in range(300)]
+    writer.close()
+    assert all(future.result(0) == 1 for future in futures)
+    with pytest.raises(BackendUnavailable, match=r"w\.db is closed; open it again"):
+        writer.submit(insert(1))
+
+
+def test_a_turn_that_does_not_come_ends_in_an_error_that_names_the_lock(tmp_path):
+    now = iter(range(100))
+    slept = []
+    lock = TurnLock(tmp_path / "x.lock", timeout_s=3.0, clock=lambda: float(next(now)), sleep=slept.append)
+    with TurnLock(tmp_path / "x.lock").held():
+        with pytest.raises(BackendUnavailable, match=r"another process has held .*x\.lock for more than 3 s"), lock.held():
+            pytest.fail("two hold the lock")
+        assert len(slept) == 2
+    with lock.held():
+        pass
+
+
+def test_a_process_that_dies_gives_its_turn_back(tmp_path):
+    code = f"""
+import os, pathlib
+from integrations.sqlite.connection import TurnLock
+with TurnLock(pathlib.Path({str(tmp_path / "x.lock")!r})).held():
+    os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    with TurnLock(tmp_path / "x.lock", timeout_s=0).held():
+        pass
+
+
+def test_a_writer_waits_for_the_disk_at_each_commit_and_checks_references(tmp_path):
+    connection = connect_writer(tmp_path / "w.db")
+    settings = {name: connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous", "foreign_keys")}
+    assert settings == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
+    assert connection.execute("PRAGMA busy_timeout").fetchone()[0] == 5000
+    connection.close()
+
+
+def bytes_of(directory):
+    """The store's files, read by another process: to open and close them in this one would free SQLite's locks on them."""
+    return subprocess.run("cat e.db*", shell=True, cwd=directory, capture_output=True, check=True).stdout
+
+
+async def test_what_is_erased_is_gone_from_the_file_and_its_log(tmp_path):
+    async with closing_store(f"sqlite:///{tmp_path}/e.db") as store:
+        await store.append([event("marker-item", "marker-user")] * 300 + [event("kept-item", "v")] * 300)
+        await store.history("default", "marker-user", 10)
+        assert b"marker-" in bytes_of(tmp_path)
+        await store.erase("default", "marker-user")
+        left = bytes_of(tmp_path)
+    assert b"marker-" not in left
+    assert b"kept-item" in left
+
+
+async def test_an_erasure_does_not_wait_for_who_reads_and_is_purged_once_they_have_gone(tmp_path):
+    path = tmp_path / "e.db"
+    async with closing_store(f"sqlite:///{path}") as store:
+        await store.append([event("marker-item", "marker-user")])
+        reader = sqlite3.connect(path)
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        async with asyncio.timeout(2):  # far less than what SQLite would wait for the reader
+            await store.erase("default", "marker-user")
+            await store.append([event("other", "other")])
+        assert b"marker" in (tmp_path / "e.db-wal").read_bytes()
+        reader.close()
+        async with asyncio.timeout(5):
+            while b"marker" in (tmp_path / "e.db-wal").read_bytes():  # noqa: ASYNC110 - it is purged in the background
+                await asyncio.sleep(0.05)
+        assert b"marker" not in path.read_bytes()
+
+
+async def test_a_directory_that_is_not_there_is_named_with_the_cure(tmp_path):
+    with pytest.raises(BackendUnavailable, match=r"missing/e\.db\.lock cannot be opened; the directory must exist"):
+        await open_event_store(f"sqlite:///{tmp_path}/missing/e.db")
+
+
+async def test_a_file_that_is_no_database_is_refused_and_left_as_it_is(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("no database at all, but long enough to be looked at " * 20)
+    with pytest.raises(BackendUnavailable, match=r"notes\.txt: it is no SQLite database; name another file, or restore it"):
+        await open_event_store(f"sqlite:///{path}")
+    assert path.read_text().startswith("no database")
+
+
+async def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path):
+    path = tmp_path / "other.db"
+    other = sqlite3.connect(path)
+    other.execute("CREATE TABLE users (name)")
+    with pytest.raises(BackendUnavailable, match="table users already exists"):
+        await open_event_store(f"sqlite:///{path}")
+    assert other.execute("SELECT name FROM sqlite_schema").fetchall() == [("users",)]
+    other.close()
+
+
+async def test_a_damaged_file_is_told_with_the_cure(tmp_path):
+    path = tmp_path / "e.db"
+    async with closing_store(f"sqlite:///{path}") as store:
+        await store.append([event(str(number), f"u{number}") for number in range(2000)])
+    content = bytearray(path.read_bytes())
+    content[8192:] = b"\xff" * (len(content) - 8192)
+    path.write_bytes(content)
+    async with closing_store(f"sqlite:///{path}") as store:
+        with pytest.raises(BackendUnavailable, match="it is damaged; restore it from a backup"):
+            await store.append([event("x", "u7")])
+
+
+async def test_a_file_that_is_removed_while_it_is_open_is_noticed_before_events_are_lost(tmp_path):
+    path = tmp_path / "e.db"
+    store = await open_event_store(f"sqlite:///{path}")
+    await store.append([event()])
+    path.unlink()
+    with pytest.raises(BackendUnavailable, match="the file was removed or replaced while it was open; open it again"):
+        await store.append([event()])
+    await store.close()
+
+
+async def test_events_go_where_the_url_says_relative_or_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for url in ("sqlite:///relative.db", f"sqlite:///{tmp_path}/absolute.db"):
+        async with closing_store(url) as store:
+            await store.append([event()])
+    assert (tmp_path / "relative.db").exists()
+    assert (tmp_path / "absolute.db").exists()
+
+
+async def test_processes_that_write_one_file_at_once_lose_nothing(tmp_path):
+    code = """
+import asyncio, sys
+from cluster.events.store import Event, closing_store
+from cluster.values import Behaviour
+async def main(url, name):
+    async with closing_store(url) as store:
+        for n in range(100):
+            await store.append([Event("u", Behaviour(f"{name}.{n}", 1)), Event("shared", Behaviour(f"{n}", 1), idempotency_key=f"{n}")])
+asyncio.run(main(*sys.argv[1:]))
+"""
+    url = f"sqlite:///{tmp_path}/e.db"
+    runs = [await asyncio.create_subprocess_exec(sys.executable, "-c", code, url, str(number)) for number in range(3)]
+    assert [await run.wait() for run in runs] == [0, 0, 0]
+    async with closing_store(url) as store:
+        held = [behaviour.item_id.split(".") for behaviour in (await store.history("default", "u", 1000)).behaviours]
+        assert [[int(n) for name, n in held if name == str(run)] for run in range(3)] == [list(range(100))] * 3
+        assert len((await store.history("default", "shared", 1000)).behaviours) == 100
+
+
+def test_an_older_sqlite_is_refused_with_both_versions(monkeypatch):
+    assert SQLiteDriver().get_availability().ok
+    monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 31, 1))
+    monkeypatch.setattr(sqlite3, "sqlite_version", "3.31.1")
+    assert SQLiteDriver().get_availability().reason == "Python's SQLite is 3.31.1, older than 3.37.0; use a newer Python build"

@@ -1,0 +1,97 @@
+"""The event store on a request's path: away at first, slow, broken, back again."""
+
+import asyncio
+
+import pytest
+
+from cluster.errors import BackendUnavailable
+from cluster.events.guarded import GuardedEventStore
+from cluster.events.store import Event, StoredHistory, open_event_store
+from cluster.values import Behaviour
+
+
+class Playing:
+    """A store that a test makes slow or breaks, and the function that opens it."""
+
+    def __init__(self):
+        self.asked, self.delay, self.error, self.away, self.closed = 0, 0.0, None, False, False
+
+    async def open(self, url):
+        if self.away:
+            raise BackendUnavailable("nobody listens")
+        return self
+
+    async def version(self, tenant, user_id):
+        self.asked += 1
+        await asyncio.sleep(self.delay)
+        if self.error:
+            raise self.error
+        return "v"
+
+    async def history(self, tenant, user_id, limit):
+        return StoredHistory((), await self.version(tenant, user_id))
+
+    async def append(self, events):
+        await asyncio.sleep(self.delay)
+        return []
+
+    async def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def playing():
+    return Playing()
+
+
+@pytest.fixture
+def guarded(playing):
+    playing.now = 0.0
+    return GuardedEventStore("played://", 0.05, clock=lambda: playing.now, open_store=playing.open)
+
+
+async def test_a_store_that_is_away_at_the_start_is_used_once_it_is_back(playing, guarded):
+    playing.away = True
+    assert await guarded.open() == "nobody listens"
+    with pytest.raises(BackendUnavailable, match="nobody listens"):
+        await guarded.append([])
+    playing.away = False
+    assert await guarded.append([]) == []
+    assert await guarded.version("t", "u") == "v"
+
+
+async def test_a_slow_read_is_given_up_and_a_slow_write_is_not(playing, guarded):
+    playing.delay = 0.2
+    with pytest.raises(BackendUnavailable, match=r"played\) did not answer within 0.05 s"):
+        await guarded.version("t", "u")
+    assert await guarded.append([]) == []
+
+
+async def test_a_store_that_keeps_failing_is_left_alone_for_a_while(playing, guarded):
+    playing.error = BackendUnavailable("broken")
+    for _ in range(5):
+        with pytest.raises(BackendUnavailable, match="broken"):
+            await guarded.history("t", "u", 10)
+    assert playing.asked == 3
+    playing.error, playing.now = None, 1.5
+    assert (await guarded.history("t", "u", 10)).version == "v"
+
+
+async def test_it_opens_once_for_all_who_come_together_and_closes_what_it_opened(tmp_path):
+    opened = []
+
+    async def open_slowly(url):
+        opened.append(url)
+        await asyncio.sleep(0.01)
+        return await open_event_store(url)
+
+    guarded = GuardedEventStore(f"sqlite:///{tmp_path}/events.db", 5.0, open_store=open_slowly)
+    leaving = asyncio.create_task(guarded.version("t", "u"))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.gather(*(guarded.append([Event("u", Behaviour("1", second))]) for second in range(3)))
+    assert len(opened) == 1
+    assert len((await guarded.history("default", "u", 10)).behaviours) == 3
+    await guarded.close()
+    with pytest.raises(BackendUnavailable):
+        await guarded.append([Event("u", Behaviour("1", 9))])
