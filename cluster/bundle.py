@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,6 +133,11 @@ class Bundle:
     def version(self) -> str:
         """How answers name it, as ``ml-1m/3``."""
         return f"{self.manifest.name}/{self.manifest.version}"
+
+    @cached_property
+    def digest(self) -> str:
+        """What tells this version from every other, those of the same name and number included."""
+        return blake2b(self.manifest.model_dump_json().encode(), digest_size=16).hexdigest()
 
     @property
     def prompt_length(self) -> int:

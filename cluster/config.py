@@ -122,7 +122,7 @@ class CacheSettings(Section):
     enabled: bool = Field(True, description="false: every answer is computed")
     policy: Literal["s3fifo", "lru", "lfu", "fifo", "arc"] = Field("s3fifo", description="which answers make room for new ones")
     l1_bytes: int = Field(64 * 2**20, ge=2**16, description="memory of l1 in each gateway replica")
-    l2: Literal["actors", "redis", "off"] = Field("actors", description="actors: named detached Ray actors; redis: the server at `redis_url`")
+    l2: Literal["actors", "redis", "off"] = Field("actors", description="actors: named detached Ray actors; redis: a server")
     l2_shards: int = Field(1, ge=1, le=256, description="cache actors; each is a process of one core at most")
     l2_shard_bytes: int = Field(256 * 2**20, ge=2**16, description="memory of a cache actor")
     l2_deadline_ms: float = Field(20.0, gt=0, le=1000, description="a cache that has not answered by then counts as a miss")
@@ -130,7 +130,7 @@ class CacheSettings(Section):
     ttl_s: float = Field(60.0, gt=0, description="how long an answer is fresh, give or take a tenth")
     stale_s: float = Field(300.0, ge=0, description="how long after that it is still given, while it is computed anew")
     negative_ttl_s: float = Field(1.0, gt=0, description="how long a degraded answer is kept")
-    minimum_hit_rate: float = Field(0.05, ge=0, le=1, description="below it, what was not asked for lately is not kept; 0: never mind")
+    minimum_hit_rate: float = Field(0.05, ge=0, lt=1, description="below it, what was not asked for lately is not kept; 0: never mind")
     tenant_share: float = Field(1.0, gt=0, le=1, description="of a cache's memory, what one tenant may take at most")
     hot_per_minute: float = Field(6.0, gt=0, description="an answer asked for more often is computed anew before its time is over")
 
@@ -148,6 +148,7 @@ class EventSettings(Section):
     url: str | None = Field(
         None, description="postgresql://user@host/database, or sqlite:///file for one machine; default: events.db in the model's directory"
     )
+    read_deadline_ms: float = Field(500.0, gt=0, le=60_000, description="a history that is not there by then is taken for an empty one")
     anticipate: bool = Field(True, description="after an event, compute the user's next answer in the background")
     anticipate_after_s: float = Field(0.05, ge=0, le=60, description="how long to wait for further events of the user before that")
 

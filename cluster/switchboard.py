@@ -84,7 +84,7 @@ class Switchboard:
 
     def __init__(self, ttl_s: float = 5.0, *, now: float = 0.0) -> None:
         self._ttl_s = ttl_s
-        self._erasures = ErasureLog(now)
+        self._made_at, self._erasures = now, ErasureLog(now)
         self._places: dict[str, tuple[float, Place]] = {}
         self._version = 0
         self._switches: dict[tuple[str, str], bool] = {}
@@ -126,7 +126,12 @@ class Switchboard:
         return self._erasures.since(place)
 
     def erased(self, number: int, *, now: float) -> bool:
-        """Whether everybody who is alive and keeps something of users has reported that it is forgotten."""
+        """Whether everybody who is alive and keeps something of users has reported that it is forgotten.
+
+        Not until a switchboard has been there for `ttl_s`: before, it does not know who is alive.
+        """
+        if now - self._made_at <= self._ttl_s:
+            return False
         self._places = {name: (seen, place) for name, (seen, place) in self._places.items() if now - seen <= self._ttl_s}
         return self._erasures.reached(number, (place for _, place in self._places.values()))
 

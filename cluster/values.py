@@ -19,6 +19,8 @@ Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 Strategy: TypeAlias = Literal["unified", "retrieval", "generative"]
+CacheUse: TypeAlias = Literal["use", "refresh", "bypass"]
+CacheTier: TypeAlias = Literal["l1", "l2", "joined", "computed"]
 
 
 class Action(StrEnum):
@@ -240,16 +242,18 @@ class GenerateAnswer:
 class RecommendRequest:
     """What the caller asks for: `k` items for a user with these behaviours, as of `request_time` (seconds; default: now).
 
+    `behaviours` None means those that are stored of the user; an empty tuple, that there are none.
     `exclude_seen` leaves out what stands in `behaviours`, `blocked` whatever it names; with `allowed`, nothing else is recommended.
     `tenant` says whose request it is, where customers share a cluster; it does not change the answer.
     `strategy`: the encoder's nearest items (retrieval), the decoder's most probable ones (generative) or both lists blended (unified);
     None is unified where the model has a decoder and retrieval where it has none. `sampling` draws the generated items, and `deadline_ms`
     is the time generation may take before the retrieved items are the answer.
     `diversity` and `freshness`, both 0 to 1, say how much items unlike each other, and items new to the catalogue, are preferred.
+    `cache`: take a kept answer where there is one (use), compute it and keep that (refresh), or compute it and keep nothing (bypass).
     """
 
     user_id: str
-    behaviours: tuple[Behaviour, ...] = ()
+    behaviours: tuple[Behaviour, ...] | None = ()
     k: int = 10
     request_time: int | None = None
     exclude_seen: bool = True
@@ -262,6 +266,7 @@ class RecommendRequest:
     explain: bool = False
     deadline_ms: float | None = None
     sampling: SamplingOptions | None = None
+    cache: CacheUse = "use"
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,12 +309,25 @@ class ScoredItem:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheReport:
+    """Where an answer came from: this gateway's memory (l1), the cluster's (l2), another request's computation that was joined, or its own.
+
+    `age_s`: seconds since it was computed; `stale`: it is past its time, and being computed anew for the next who asks.
+    """
+
+    tier: CacheTier
+    age_s: float = 0.0
+    stale: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Recommendation:
     """The answer to one request, best item first, with its provenance.
 
     `degraded`: an engine that should have served broke and another took its place, or none served the stage: retrieved items instead of
     generated ones, popular items instead of retrieved ones.
     `unknown_items`: item ids of the request that the catalogue does not hold; they were left out of account.
+    `cache`: None where nobody looked for a kept answer.
     """
 
     user_id: str
@@ -318,6 +336,7 @@ class Recommendation:
     model_version: str
     degraded: bool
     unknown_items: tuple[str, ...] = ()
+    cache: CacheReport | None = None
 
 
 AnswerPart: TypeAlias = StageReport | ScoredItem | Recommendation

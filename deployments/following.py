@@ -18,6 +18,7 @@ from deployments.remote import ask
 from deployments.switchboard import REPORT_INTERVAL_S
 
 EXCHANGE_DEADLINE_S = 2.0
+EVERYBODY = Erasure(0, None, None)
 logger = logging.getLogger("ray.serve")
 
 
@@ -78,11 +79,13 @@ class Follower:
                 await self._on_lost_track()
             for erasure in news.erasures:
                 await self._on_erasure(erasure.tenant, erasure.user)
+                await asyncio.sleep(0)  # requests go on
             while self._again and self._again[0][0] <= self._clock():
                 await self._on_erasure(self._again[0][1].tenant, self._again[0][1].user)
                 self._again.popleft()
         except Exception:
             logger.exception("what is to be forgotten could not be, and is tried again")
             return
-        self._again += [(self._clock() + self._again_after_s, erasure) for erasure in news.erasures]
+        lost = (EVERYBODY,) if news.lost_track and self._place != Place() else ()  # at the start, no request is under way
+        self._again += [(self._clock() + self._again_after_s, erasure) for erasure in (*lost, *news.erasures)]
         self._place = news.place

@@ -2,14 +2,16 @@
 titles items: the catalogue, their vectors and first days, what is popular, the blend.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.bundle import BundleStore
+from cluster.bundle import Bundle, BundleStore
 from cluster.config import parse
 from cluster.controller import NoBackendAnswered
 from cluster.values import (
@@ -23,11 +25,16 @@ from cluster.values import (
     Recommendation,
     RecommendRequest,
 )
+from deployments.following import Follower
 from deployments.http_api import create_api
 from deployments.messages import BackendsOut, ReadyOut, SwitchOut
 from deployments.operation import Operation
 from deployments.remote import ask, ask_stream
+from deployments.stores import open_cache, open_events
+from deployments.user_data import UserData
+from pipelines.answers import Answers
 from pipelines.recommend import Recommender
+from pipelines.stored_history import StoredHistories
 
 GRACE_S = 1.0
 """How much longer than the pipeline a call waits for the generator: that the time is over is for the pipeline, or the replica, to say."""
@@ -36,7 +43,7 @@ GRACE_S = 1.0
 class Gateway:
     """One replica. Serve asks it for the ASGI application once it is constructed."""
 
-    def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         settings: dict[str, Any],
         encoder: DeploymentHandle[Any],
@@ -47,8 +54,46 @@ class Gateway:
         self._encoder, self._generator = encoder, generator
         bundle = BundleStore(self._settings.model_dir).open(self._settings.version)
         self._catalogue = bundle.catalogue
-        edge, generates = self._settings.gateway, bundle.manifest.decoder is not None
-        self._recommender = Recommender(
+        generates = bundle.manifest.decoder is not None
+        self._operation = Operation(switchboard, bundle.version, stages=("encoder", "generator") if generates else ("encoder",))
+        cache, events = await open_cache(self._settings.cache), await open_events(self._settings)
+        histories = StoredHistories(events, self._settings.gateway.max_behaviours)
+        self._answers = Answers(self._recommender(bundle, generates=generates), histories, cache, bundle.digest)
+        self._data = UserData(self._settings, self._operation, bundle.catalogue, self._answers, cache=cache, events=events)
+        self._following = asyncio.create_task(self._follower(switchboard).follow_forever())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_api(self, self._data, self._settings.gateway)
+
+    async def check_health(self) -> None:
+        """Unhealthy where it does not follow erasures any more: it would keep what it should forget."""
+        if self._following.done():
+            self._following.result()
+
+    async def close(self) -> None:
+        """Let go of what it keeps state in."""
+        self._following.cancel()
+        await self._data.close()
+
+    async def recommend(self, request: RecommendRequest) -> Recommendation:
+        return await self._answers.recommend(request)
+
+    def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
+        return self._answers.stream(request)
+
+    def _follower(self, switchboard: DeploymentHandle[Any]) -> Follower:
+        edge = self._settings.gateway
+        return Follower(
+            switchboard,
+            f"gateway/{serve.get_replica_context().replica_id.unique_id}",
+            on_erasure=self._data.forget,
+            on_lost_track=self._data.forget,
+            again_after_s=edge.deadline_s + edge.generation_deadline_s + GRACE_S,
+        )
+
+    def _recommender(self, bundle: Bundle, *, generates: bool) -> Recommender:
+        edge = self._settings.gateway
+        return Recommender(
             bundle,
             self._encode,
             self._generate if generates else None,
@@ -57,22 +102,11 @@ class Gateway:
             pool=edge.pool,
             generation_deadline_s=edge.generation_deadline_s,
         )
-        self._operation = Operation(switchboard, bundle.version, stages=("encoder", "generator") if generates else ("encoder",))
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_api(self, self._settings.gateway)
-
-    async def recommend(self, request: RecommendRequest) -> Recommendation:
-        return await self._recommender.recommend(request)
-
-    def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
-        return self._recommender.stream(request)
 
     async def _encode(self, request: EncodeRequest) -> EncodeAnswer:
         """The encoder stage, wherever its replicas are. Raises BackendError."""
-        answer: EncodeAnswer | NoBackendAnswered = await ask(
-            self._encoder, "encode", request, within_s=self._settings.gateway.deadline_s, tries=2
-        )
+        within_s = self._settings.gateway.deadline_s
+        answer: EncodeAnswer | NoBackendAnswered = await ask(self._encoder, "encode", request, within_s=within_s, tries=2)
         if isinstance(answer, NoBackendAnswered):
             raise answer
         return answer

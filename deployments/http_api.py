@@ -1,12 +1,12 @@
 """The HTTP interface, without Ray: routes over a `Service`, which the gateway provides."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Annotated, Literal, Protocol
 
 from fastapi import APIRouter, FastAPI, Path, Request, Response
-from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,6 +14,7 @@ from cluster.config import GatewaySettings
 from cluster.errors import InvalidRequest
 from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest
 from deployments import problems, streaming
+from deployments.http_user_data import UserDataService, user_data_routes
 from deployments.messages import (
     BackendsOut,
     ItemOut,
@@ -35,15 +36,24 @@ class Service(Protocol):
     async def backends(self) -> BackendsOut: ...
     async def switch(self, stage: str, name: str, *, enabled: bool) -> SwitchOut: ...
     async def readiness(self) -> ReadyOut: ...
+    async def close(self) -> None: ...
 
 
-def create_api(service: Service, limits: GatewaySettings) -> FastAPI:
-    """The API over `service`; its documentation is at /docs."""
-    api = FastAPI(title="genrec", version=version("genrec"), description="Recommendations from behaviour.", responses=problems.RESPONSES)
+def create_api(service: Service, data: UserDataService, limits: GatewaySettings) -> FastAPI:
+    """The API over `service` and `data`; its documentation is at /docs."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await service.close()
+
+    about = "Recommendations from behaviour."
+    api = FastAPI(title="genrec", version=version("genrec"), description=about, responses=problems.RESPONSES, lifespan=lifespan)
     problems.install(api)
     api.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
 
     api.include_router(_recommendations(service, limits))
+    api.include_router(user_data_routes(data, limits))
     api.include_router(_operation(service))
     return api
 
@@ -52,12 +62,13 @@ def _recommendations(service: Service, limits: GatewaySettings) -> APIRouter:
     routes = APIRouter()
 
     @routes.post("/v1/recommend", tags=["recommendations"], response_model=RecommendOut, responses=streaming.RESPONSES)
-    async def recommend(message: RecommendIn, http: Request) -> RecommendOut | StreamingResponse:
+    async def recommend(message: RecommendIn, http: Request) -> Response:
         """Recommend items for one user: all at once, or as they are found where `Accept` asks for it."""
         _check_limits(message, limits)
         if media_type := streaming.wanted(",".join(http.headers.getlist("accept"))):
             return await streaming.respond(service.stream(message.to_value()), media_type, http.url.path)
-        return RecommendOut.from_value(await service.recommend(message.to_value()))
+        answer = RecommendOut.from_value(await service.recommend(message.to_value()))
+        return Response(answer.model_dump_json(), media_type="application/json")  # as it is: FastAPI would check and encode it once more
 
     @routes.post("/v1/recommend:batch", tags=["recommendations"])
     async def recommend_batch(message: RecommendBatchIn) -> RecommendBatchOut:
@@ -111,7 +122,7 @@ def _operation(service: Service) -> APIRouter:
 def _check_limits(message: RecommendIn, limits: GatewaySettings, prefix: str = "") -> None:
     for field, count, most in (
         ("k", message.k, limits.max_k),
-        ("behaviours", len(message.behaviours), limits.max_behaviours),
+        ("behaviours", len(message.behaviours or ()), limits.max_behaviours),
         ("blocked", len(message.blocked), limits.max_listed_items),
         ("allowed", len(message.allowed or ()), limits.max_listed_items),
     ):

@@ -7,6 +7,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from cluster.values import (
     Action,
     Behaviour,
+    CacheReport,
+    CacheTier,
+    CacheUse,
     Explanation,
     Item,
     Recommendation,
@@ -36,7 +39,12 @@ def _in_seconds(value: int) -> int:
 
 ItemId = Annotated[str, BeforeValidator(_as_text), StringConstraints(min_length=1, max_length=256)]
 UserId = Annotated[str, BeforeValidator(_as_text), StringConstraints(min_length=1, max_length=256)]
+Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Timestamp = Annotated[int, AfterValidator(_in_seconds), Field(ge=0, description="whole seconds since 1970, UTC")]
+
+
+ONE, SEVERAL = "(one of its kind)", "(several)"
+"""Tags of messages that stand for one thing or several; no field of anybody's is called so, and none is shown one."""
 
 
 class Message(BaseModel):
@@ -100,15 +108,15 @@ class RecommendIn(Message):
     )
 
     user_id: UserId
-    behaviours: list[BehaviourIn] = Field([], description="in any order; an empty list is answered with what is popular")
+    behaviours: list[BehaviourIn] | None = Field(
+        None, description="in any order; an empty list is answered with what is popular. Default: what is stored of the user (/v1/events)"
+    )
     k: int = Field(10, ge=1, description="how many items")
     request_time: Timestamp | None = Field(None, description="the moment to recommend for; default: now")
     exclude_seen: bool = Field(True, description="leave out the items in `behaviours`")
     blocked: list[ItemId] = Field([], description="items that must not be recommended")
     allowed: list[ItemId] | None = Field(None, description="if given, only these items may be recommended")
-    tenant: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = Field(
-        "default", description="whose request it is, where customers share a cluster; it does not change the answer"
-    )
+    tenant: Tenant = Field("default", description="whose request it is, where customers share a cluster; it does not change the answer")
     strategy: Strategy | None = Field(
         None,
         description="retrieval: the items nearest to the user's state; generative: those that the decoder names; unified: both lists "
@@ -125,11 +133,14 @@ class RecommendIn(Message):
         description="draw the generated items; the same one may be drawn twice, so fewer than `k` may come back; not with strategy "
         "retrieval. Default: search for the most probable ones",
     )
+    cache: CacheUse = Field(
+        "use", description="use: a kept answer, where there is one; refresh: compute it and keep that; bypass: compute it and keep nothing"
+    )
 
     def to_value(self) -> RecommendRequest:
         return RecommendRequest(
             user_id=self.user_id,
-            behaviours=tuple(behaviour.to_value() for behaviour in self.behaviours),
+            behaviours=None if self.behaviours is None else tuple(behaviour.to_value() for behaviour in self.behaviours),
             k=self.k,
             request_time=self.request_time,
             exclude_seen=self.exclude_seen,
@@ -142,6 +153,7 @@ class RecommendIn(Message):
             explain=self.explain,
             deadline_ms=self.deadline_ms,
             sampling=self.sampling.to_value() if self.sampling else None,
+            cache=self.cache,
         )
 
 
@@ -213,7 +225,7 @@ class SkippedOut(Message):
 class StageOut(Message):
     """Who served a stage, and who was passed over."""
 
-    stage: str = Field(description="encode, generate, blend or popularity")
+    stage: str = Field(description="history (a stored one), encode, generate, blend or popularity")
     backend: str = Field(description="none where nobody served it; fallback_from says why")
     duration_ms: float
     fallback_from: list[SkippedOut]
@@ -222,6 +234,18 @@ class StageOut(Message):
     def from_value(cls, report: StageReport) -> Self:
         skipped = [SkippedOut.from_value(one) for one in report.fallback_from]
         return cls(stage=report.stage, backend=report.backend, duration_ms=round(report.duration_ms, 3), fallback_from=skipped)
+
+
+class CacheReportOut(Message):
+    """Where the answer came from."""
+
+    tier: CacheTier = Field(description="l1: this gateway's memory; l2: the cluster's; joined: a computation already under way; computed")
+    age_s: float = Field(description="seconds since it was computed")
+    stale: bool = Field(description="past its time; it is being computed anew for the next who asks")
+
+    @classmethod
+    def from_value(cls, report: CacheReport) -> Self:
+        return cls(tier=report.tier, age_s=round(report.age_s, 3), stale=report.stale)
 
 
 class RecommendOut(Message):
@@ -234,6 +258,9 @@ class RecommendOut(Message):
     )
     model_version: str
     unknown_items: list[str] = Field(description="item ids of the request that the catalogue does not hold")
+    cache: CacheReportOut | None = Field(
+        description="null where no kept answer was looked for; `stages` are of the computation in any case"
+    )
 
     @classmethod
     def from_value(cls, answer: Recommendation) -> Self:
@@ -244,6 +271,7 @@ class RecommendOut(Message):
             degraded=answer.degraded,
             model_version=answer.model_version,
             unknown_items=list(answer.unknown_items),
+            cache=CacheReportOut.from_value(answer.cache) if answer.cache else None,
         )
 
 

@@ -25,16 +25,22 @@ class Operation:
         self._were_ready: set[str] = set()
 
     async def backends(self) -> BackendsOut:
-        return BackendsOut(model_version=self._model_version, stages=[_stage_out(status) for status in await self._status()])
+        return BackendsOut(model_version=self._model_version, stages=[_stage_out(status) for status in await self.statuses()])
 
     async def switch(self, stage: str, name: str, *, enabled: bool) -> SwitchOut:
         """Switch a backend in every replica and wait until they follow. Raises UnknownChoice."""
         version: int = await self._ask("set", stage, name, enabled)
-        deadline = monotonic() + APPLY_WITHIN_S
-        # what is waited for happens in other processes
-        while not (applied := await self._ask("applied", version)) and monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(REPORT_INTERVAL_S / 4)
-        return SwitchOut(stage=stage, name=name, enabled=enabled, applied=applied)
+        return SwitchOut(stage=stage, name=name, enabled=enabled, applied=await self._followed("applied", version))
+
+    async def forget(self, tenant: str | None, user_id: str | None) -> bool:
+        """Have a user forgotten in every replica, or all of a tenant, or everybody, and wait for it; whether all that live have done so."""
+        number: int = await self._ask("erase", tenant, user_id)
+        return await self._followed("erased", number)
+
+    async def statuses(self) -> tuple[StageStatus, ...]:
+        """Every stage that a live replica has reported."""
+        statuses: tuple[StageStatus, ...] = await self._ask("status")
+        return statuses
 
     async def readiness(self) -> ReadyOut:
         """Ready once a replica of each stage has reported that its first choice is loaded, or has failed.
@@ -43,7 +49,7 @@ class Operation:
         retrieved items are the answer.
         """
         try:
-            statuses = {status.stage: status for status in await self._status()}
+            statuses = {status.stage: status for status in await self.statuses()}
         except BackendUnavailable as error:
             stages = [StageReadyOut(stage=stage, ready=stage in self._were_ready, detail=str(error)) for stage in self._stages]
         else:
@@ -61,9 +67,13 @@ class Operation:
             self._were_ready.add(stage)
         return StageReadyOut(stage=stage, ready=ready, detail="; ".join(status.explanations))
 
-    async def _status(self) -> tuple[StageStatus, ...]:
-        statuses: tuple[StageStatus, ...] = await self._ask("status")
-        return statuses
+    async def _followed(self, question: str, number: int) -> bool:
+        """Whether every replica has come so far, asked until it has or is long overdue."""
+        deadline = monotonic() + APPLY_WITHIN_S
+        # what is waited for happens in other processes
+        while not (followed := bool(await self._ask(question, number))) and monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(REPORT_INTERVAL_S / 4)
+        return followed
 
     async def _ask(self, method: str, *args: Any) -> Any:
         return await ask(self._switchboard, method, *args, within_s=SWITCHBOARD_DEADLINE_S, tries=2)

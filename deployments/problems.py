@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from cluster.errors import BackendError, BackendUnavailable, InvalidRequest, UnknownChoice
-from deployments.messages import FieldProblem, Problem
+from deployments.messages import ONE, SEVERAL, FieldProblem, Problem
 
 MEDIA_TYPE = "application/problem+json"
 RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -64,7 +64,8 @@ def problem_of(path: str, error: Exception) -> Problem:
 
 def field_path(location: Sequence[Any]) -> str:
     """``("body", "behaviours", 3, "timestamp")`` -> ``behaviours[3].timestamp``."""
-    steps = location[1:] if location and location[0] in {"body", "path", "query"} else location
+    steps = [step for step in location if step not in {ONE, SEVERAL}]
+    steps = steps[1:] if steps and steps[0] in {"body", "path", "query", "header"} else steps
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
     return text.encode("utf-8", "backslashreplace").decode() or "body"  # a key may hold what JSON cannot carry back
 

@@ -28,7 +28,7 @@ def understand(request: RecommendRequest, catalogue: Catalogue) -> Wishes:
 
     Raises InvalidRequest where a behaviour lies after the request's own time.
     """
-    sequence, unknown = catalogue.sequence(request.behaviours, _request_time(request))
+    sequence, unknown = catalogue.sequence(request.behaviours or (), _request_time(request))
     listed = catalogue.unknown((*sorted(request.blocked), *sorted(request.allowed or ())))
     return Wishes(
         sequence=sequence,
@@ -42,10 +42,11 @@ def understand(request: RecommendRequest, catalogue: Catalogue) -> Wishes:
 
 def _request_time(request: RecommendRequest) -> int:
     """As asked; by default now, or the last behaviour where the caller's clock is ahead of ours."""
-    last = max((behaviour.timestamp for behaviour in request.behaviours), default=0)
+    behaviours = request.behaviours or ()
+    last = max((behaviour.timestamp for behaviour in behaviours), default=0)
     if request.request_time is None:
         return max(int(time.time()), last)
-    for position, behaviour in enumerate(request.behaviours):
+    for position, behaviour in enumerate(behaviours):
         if behaviour.timestamp > request.request_time:
             problem = f"{behaviour.timestamp} is after request_time ({request.request_time}); leave it out or ask at a later time"
             raise InvalidRequest(f"behaviours[{position}].timestamp", problem)

@@ -51,6 +51,11 @@ class Recommender:
         self._generation = Generation(bundle, generate, stream, beam=beam, pool=pool, deadline_s=generation_deadline_s)
         self._weights = BlendWeights.of(bundle.manifest.blend)
 
+    @property
+    def version(self) -> str:
+        """Of the model whose answers these are."""
+        return self._version
+
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """The answer to one request. Raises InvalidRequest; never an error because an engine broke."""
         *_, answer = [part async for part in self._parts(request, streaming=False)]

@@ -60,6 +60,13 @@ class LocalServe:
         if self._process:
             self._stop(self._process)
 
+    @property
+    def pid(self) -> int:
+        """The process that serves, of which Ray's all descend. Raises ConfigError where none runs."""
+        if self._process is None:
+            raise ConfigError("nothing is served yet; enter the `with` block first")
+        return self._process.pid
+
     def _document(self) -> dict[str, Any]:
         """The Serve configuration to run. Raises ConfigError or BundleError where genrec's part of it cannot be served."""
         document = read_document(self._config)

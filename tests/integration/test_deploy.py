@@ -76,7 +76,7 @@ def test_serve_deploy_serves_and_a_new_user_config_changes_engines_without_a_res
     document = yaml.safe_load((ROOT / "ray_config.yaml").read_text())
     document["http_options"] |= {"host": "127.0.0.1", "port": free_port()}
     config, url = tmp_path / "ray_config.yaml", f"http://127.0.0.1:{document['http_options']['port']}"
-    request = {"user_id": "ada", "behaviours": behaviours(1, 2, 3)}
+    request = {"user_id": "ada", "behaviours": behaviours(1, 2, 3), "cache": "bypass"}
 
     def served_by() -> str:
         response = httpx.post(f"{url}/v1/recommend", json=request, timeout=30)

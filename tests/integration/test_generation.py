@@ -114,7 +114,7 @@ def constant_traffic(served: Live):
     def ask():
         with httpx.Client(base_url=served.url, timeout=60) as client:
             while not stop.is_set():
-                answers.append(client.post("/v1/recommend", json={"user_id": "traffic", **HISTORY}))
+                answers.append(client.post("/v1/recommend", json={"user_id": "traffic", "cache": "bypass", **HISTORY}))
 
     with ThreadPoolExecutor(2) as callers:
         futures = [callers.submit(ask) for _ in range(2)]

@@ -42,7 +42,7 @@ def constant_traffic(live: Live):
     def ask():
         with httpx.Client(base_url=live.url, timeout=30) as client:
             while not stop.is_set():
-                statuses.append(client.post("/v1/recommend", json={"user_id": "traffic", **HISTORY}).status_code)
+                statuses.append(client.post("/v1/recommend", json={"user_id": "traffic", "cache": "bypass", **HISTORY}).status_code)
 
     with ThreadPoolExecutor(2) as callers:
         futures = [callers.submit(ask) for _ in range(2)]

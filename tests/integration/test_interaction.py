@@ -17,7 +17,7 @@ def request_of(user: int) -> dict:
     """A history of a length and with items of its own."""
     rng = np.random.default_rng(user)
     items = rng.choice(np.arange(1, 201), size=int(rng.integers(1, 40)), replace=False)
-    return {"user_id": f"user-{user}", "behaviours": behaviours(*items.tolist()), "request_time": 1_701_000_000, "k": 10}
+    return {"user_id": f"user-{user}", "behaviours": behaviours(*items.tolist()), "request_time": 1_701_000_000, "k": 10, "cache": "bypass"}
 
 
 def items_of(answer) -> list[str]:

@@ -62,7 +62,7 @@ def service(tmp_path_factory):
 
 @pytest.fixture
 async def client(service):
-    transport = httpx.ASGITransport(create_api(service, LIMITS))
+    transport = httpx.ASGITransport(create_api(service, None, LIMITS))
     async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
         yield client
 
@@ -208,7 +208,7 @@ FIELDS = ["user_id", "behaviours", "k", "request_time", "exclude_seen", "blocked
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6))
 async def test_no_input_whatever_is_a_server_error(service, body):
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_api(service, LIMITS)), base_url="http://genrec") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_api(service, None, LIMITS)), base_url="http://genrec") as client:
         response = await client.post("/v1/recommend", content=json.dumps(body), headers={"content-type": "application/json"})
     assert response.status_code in (200, 422), (body, response.text)
 
@@ -241,7 +241,7 @@ async def test_an_error_of_ours_is_a_problem_without_a_trace(service, monkeypatc
         raise RuntimeError("secret detail")
 
     monkeypatch.setattr(service, "recommend", broken)
-    transport = httpx.ASGITransport(create_api(service, LIMITS), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(create_api(service, None, LIMITS), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
         response = await client.post("/v1/recommend", json={"user_id": "u"})
     assert response.status_code == 500
@@ -250,10 +250,11 @@ async def test_an_error_of_ours_is_a_problem_without_a_trace(service, monkeypatc
 
 
 def test_the_openapi_document_describes_every_route_with_an_example():
-    document = create_api(None, LIMITS).openapi()
+    document = create_api(None, None, LIMITS).openapi()
     assert set(document["paths"]) == {
         "/v1/recommend", "/v1/recommend:batch", "/v1/items/{item_id}", "/v1/backends",
         "/v1/backends/{stage}/{name}:{switch}", "/healthz", "/readyz",
+        "/v1/events", "/v1/users/{user_id}/history", "/v1/cache", "/v1/cache:invalidate",
     }  # fmt: skip
     assert document["components"]["schemas"]["RecommendIn"]["examples"]
     assert "application/problem+json" in document["paths"]["/v1/recommend"]["post"]["responses"]["422"]["content"]

@@ -38,7 +38,7 @@ class Service:
 
 
 async def post(service, accept: str | None = None, **more) -> httpx.Response:
-    transport = httpx.ASGITransport(create_api(service, GatewaySettings()), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(create_api(service, None, GatewaySettings()), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
         return await client.post("/v1/recommend", json={**ASK, **more}, headers={"accept": accept} if accept else {})
 
@@ -107,7 +107,7 @@ async def test_events_are_sent_as_they_come_and_a_caller_who_leaves_ends_the_str
             raise OSError("the caller has gone")
 
     with pytest.raises(ClientDisconnect):
-        await create_api(service, GatewaySettings())(scope, receive, send)
+        await create_api(service, None, GatewaySettings())(scope, receive, send)
     assert [message["type"] for message in sent] == ["http.response.start", *["http.response.body"] * 3]
     assert sent[1]["body"].startswith(b"event: stage\n"), "one event a message"
     assert service.closed
@@ -136,7 +136,7 @@ def test_the_accept_header_decides(accept, expected):
 
 
 def test_both_formats_are_documented():
-    documented = create_api(None, GatewaySettings()).openapi()["paths"]["/v1/recommend"]["post"]["responses"]["200"]
+    documented = create_api(None, None, GatewaySettings()).openapi()["paths"]["/v1/recommend"]["post"]["responses"]["200"]
     content = documented["content"]
     assert "Only `answer` is final" in documented["description"]
     assert set(content) == {"application/json", SSE, NDJSON}

@@ -1,0 +1,57 @@
+"""Open what a gateway keeps state in, as configured: the cache of answers and the event store. Neither need be there for it to start."""
+
+import logging
+
+from cluster.cache.admission import AdaptiveAdmission
+from cluster.cache.memory import MemoryCache
+from cluster.cache.shared import SharedCache
+from cluster.cache.tier_values import TierSettings
+from cluster.cache.tiered import TieredCache
+from cluster.config import CacheSettings, Settings
+from cluster.errors import GenrecError
+from cluster.events.guarded import GuardedEventStore
+from cluster.values import Recommendation
+from pipelines.answers import ANSWER_CODEC
+
+logger = logging.getLogger("ray.serve")
+
+
+async def open_cache(settings: CacheSettings) -> TieredCache[Recommendation] | None:
+    """The cache of answers; with l1 alone where l2 cannot be had, None where answers are not to be kept."""
+    if not settings.enabled:
+        return None
+    admission = AdaptiveAdmission(settings.minimum_hit_rate) if settings.minimum_hit_rate else None
+    l1 = MemoryCache(settings.policy, settings.l1_bytes, admission=admission, namespace_share=settings.tenant_share)
+    tiers = TierSettings(
+        ttl_s=settings.ttl_s, stale_s=settings.stale_s, negative_ttl_s=settings.negative_ttl_s, hot_per_minute=settings.hot_per_minute
+    )
+    return TieredCache(l1, await open_shared(settings), tiers, ANSWER_CODEC)
+
+
+async def open_shared(settings: CacheSettings) -> SharedCache | None:
+    """The cluster's cache. What is wrong with it is logged: an answer can always be computed."""
+    try:
+        match settings.l2:
+            case "actors":
+                from cluster.cache.actor import connect  # noqa: PLC0415 - Ray's side of it
+
+                return await connect(settings)
+            case "redis":
+                from integrations.redis.cache import RedisCache  # noqa: PLC0415 - an optional dependency
+
+                return await RedisCache.connect(settings)
+            case "off":
+                return None
+    except GenrecError:
+        logger.exception("answers are kept in this replica alone")
+        return None
+
+
+async def open_events(settings: Settings) -> GuardedEventStore | None:
+    """The event store, None where events are switched off. One that is away now is opened by the requests that need it."""
+    if not settings.events.enabled:
+        return None
+    store = GuardedEventStore(settings.event_store_url, settings.events.read_deadline_ms / 1000)
+    if problem := await store.open():
+        logger.warning("until the event store is there, requests must bring their behaviours: %s", problem)
+    return store

@@ -1,0 +1,179 @@
+"""What is kept of users, from the gateway's side: store events, erase a user everywhere, tell what the caches do."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from time import monotonic
+
+from cluster.cache.entry import CacheStatistics
+from cluster.cache.tier_values import Invalidated
+from cluster.cache.tiered import TieredCache
+from cluster.config import Settings
+from cluster.dataset import Catalogue
+from cluster.errors import BackendUnavailable
+from cluster.events.store import Event, EventStore
+from cluster.values import Behaviour, Recommendation
+from deployments.event_messages import (
+    CacheOut,
+    CacheTierOut,
+    ErasedOut,
+    EventsOut,
+    HistoryOut,
+    InvalidatedOut,
+    PastEventOut,
+    TenantCacheOut,
+)
+from deployments.operation import Operation
+from pipelines.answers import Answers
+from pipelines.stored_history import SWITCHED_OFF
+
+INSIST_EVERY_S = 2.0
+logger = logging.getLogger("ray.serve")
+
+
+class UserData:
+    """`events` is None where they are switched off, `cache` where answers are not kept."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        operation: Operation,
+        catalogue: Catalogue,
+        answers: Answers,
+        *,
+        cache: TieredCache[Recommendation] | None,
+        events: EventStore | None,
+    ) -> None:
+        self._settings, self._catalogue, self._answers, self._operation = settings, catalogue, answers, operation
+        self._cache, self._events = cache, events
+        self._anticipated: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._insisting: set[asyncio.Task[None]] = set()
+
+    async def append(self, events: Sequence[Event]) -> EventsOut:
+        """Durable when it returns. Raises BackendUnavailable, and InvalidRequest where a key was used for another event."""
+        stored = await self._store().append(events)
+        for user in dict.fromkeys((event.tenant, event.user_id) for event in events):
+            if self._settings.events.anticipate and self._answers.expects(*user):
+                self._anticipate(*user)
+        return EventsOut.from_values(stored, list(events), self._catalogue)
+
+    async def history(self, tenant: str, user_id: str, limit: int) -> HistoryOut:
+        stored = await self._store().history(tenant, user_id, limit)
+        return HistoryOut(user_id=user_id, tenant=tenant, version=stored.version, events=[self._past(one) for one in stored.behaviours])
+
+    async def erase(self, tenant: str, user_id: str) -> ErasedOut:
+        """First the events, so that nothing more is computed from them, then what was; that also where the store does not answer."""
+        try:
+            events = await self._events.erase(tenant, user_id) if self._events else 0
+        finally:
+            dropped = await self.invalidate(tenant, user_id)
+        return ErasedOut(user_id=user_id, tenant=tenant, events=events, cached_answers=dropped.dropped, everywhere=dropped.everywhere)
+
+    async def invalidate(self, tenant: str | None, user_id: str | None) -> InvalidatedOut:
+        """Here and in the shared cache at once, in every other replica with its next report."""
+        dropped = await self._drop(tenant, user_id)
+        everywhere = await self._operation.forget(tenant, user_id)
+        return InvalidatedOut(dropped=dropped.dropped, everywhere=everywhere and not dropped.unconfirmed)
+
+    async def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
+        """Drop what this replica keeps of a user, a tenant's users or everybody: another one was told, and told the shared cache."""
+        self._answers.forget(tenant, user_id)
+        if self._cache:
+            self._cache.forget(tenant, user_id)
+
+    async def caches(self) -> CacheOut:
+        states = await self._user_states()
+        settings = self._settings.cache
+        if self._cache is None:
+            return CacheOut(
+                enabled=False, policy=settings.policy, tiers=[], computed=0, joined=0, refreshed=0, dropped=0, hot=[], user_states=states
+            )
+        figures = await self._cache.statistics()
+        tiers = [_tier("l1", "memory", figures.l1)]
+        if figures.l2 is not None:
+            tiers.append(_tier("l2", settings.l2, figures.l2, figures.l2_failures))
+        return CacheOut(
+            enabled=True,
+            policy=settings.policy,
+            tiers=tiers,
+            computed=figures.computed,
+            joined=figures.joined,
+            refreshed=figures.refreshes,
+            dropped=figures.dropped,
+            hot=list(figures.hot_per_minute),
+            user_states=states,
+        )
+
+    async def _user_states(self) -> dict[str, dict[str, dict[str, float]]]:
+        """By stage and backend; empty while the switchboard cannot be reached."""
+        try:
+            statuses = await self._operation.statuses()
+        except BackendUnavailable as error:
+            logger.warning("what the engines keep of users is not known now: %s", error)
+            return {}
+        return {status.stage: {backend.name: dict(backend.kept) for backend in status.backends if backend.kept} for status in statuses}
+
+    async def close(self) -> None:
+        for task in (*self._anticipated.values(), *self._insisting):
+            task.cancel()
+        if self._cache:
+            await self._cache.close()
+        if self._events:
+            await self._events.close()
+
+    async def _drop(self, tenant: str | None, user_id: str | None) -> Invalidated:
+        self._answers.forget(tenant, user_id)
+        dropped = await self._cache.invalidate(tenant, user_id) if self._cache else Invalidated(0)
+        if dropped.unconfirmed:
+            task = asyncio.create_task(self._insist(tenant, user_id))
+            self._insisting.add(task)
+            task.add_done_callback(self._insisting.discard)
+        return dropped
+
+    async def _insist(self, tenant: str | None, user_id: str | None) -> None:
+        """Ask caches that did not answer again, until they do or what they held has had its time."""
+        assert self._cache is not None
+        settings = self._settings.cache
+        deadline = monotonic() + settings.ttl_s * 1.2 + settings.stale_s
+        while monotonic() < deadline:
+            await asyncio.sleep(INSIST_EVERY_S)
+            if not (await self._cache.invalidate(tenant, user_id)).unconfirmed:
+                return
+        logger.warning("a cache was away for longer than it keeps answers; what was to be erased is out of date there by now")
+
+    def _anticipate(self, tenant: str, user_id: str) -> None:
+        """Once the user's events have paused for a moment: several often come at a time."""
+        if waiting := self._anticipated.pop((tenant, user_id), None):
+            waiting.cancel()
+        task = asyncio.create_task(self._anticipate_later(tenant, user_id))
+        self._anticipated[tenant, user_id] = task
+        task.add_done_callback(lambda done: self._anticipated.get((tenant, user_id)) is done and self._anticipated.pop((tenant, user_id)))
+
+    async def _anticipate_later(self, tenant: str, user_id: str) -> None:
+        await asyncio.sleep(self._settings.events.anticipate_after_s)
+        await self._answers.anticipate(tenant, user_id)
+
+    def _store(self) -> EventStore:
+        if self._events is None:
+            raise BackendUnavailable(SWITCHED_OFF)
+        return self._events
+
+    def _past(self, behaviour: Behaviour) -> PastEventOut:
+        index = self._catalogue.index_of(behaviour.item_id)
+        return PastEventOut(
+            item_id=behaviour.item_id,
+            title=None if index is None else self._catalogue[index].title,
+            timestamp=behaviour.timestamp,
+            action=behaviour.action,
+            value=behaviour.value,
+        )
+
+
+def _tier(tier: str, kind: str, figures: CacheStatistics, failures: int = 0) -> CacheTierOut:
+    names = CacheTierOut.model_fields.keys() - {"tier", "kind", "failures", "tenants"}
+    tenants = {
+        name: TenantCacheOut(hits=one.hits, misses=one.misses, entries=one.entries, used_bytes=one.used_bytes)
+        for name, one in figures.by_namespace.items()
+    }
+    given = {name: getattr(figures, name) for name in names}
+    return CacheTierOut.model_validate({"tier": tier, "kind": kind, "failures": failures, "tenants": tenants, **given})

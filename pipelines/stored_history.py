@@ -1,0 +1,57 @@
+"""A user's stored events as the history of a request that names only the user."""
+
+import time
+from dataclasses import dataclass, replace
+
+from cluster.errors import BackendError
+from cluster.events.store import EventStore
+from cluster.values import RecommendRequest, SkippedBackend, StageReport
+
+STAGE = "history"
+SWITCHED_OFF = "events are switched off (events: {enabled: false}); send the user's behaviours with the request"
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A request with the behaviours it is to be answered by; `report` says who had them, None where they came with it."""
+
+    request: RecommendRequest
+    report: StageReport | None = None
+    degraded: bool = False
+
+
+class StoredHistories:
+    """`store` is None where events are switched off. At most the latest `limit` events are read."""
+
+    def __init__(self, store: EventStore | None, limit: int) -> None:
+        self._store, self._limit = store, limit
+
+    async def version(self, request: RecommendRequest) -> str:
+        """The version of the user's stored history, "" where nothing is stored. Raises BackendError where nobody can say."""
+        if self._store is None:
+            return ""
+        return await self._store.version(request.tenant, request.user_id)
+
+    async def complete(self, request: RecommendRequest) -> Completed:
+        """The request as it is to be answered. A store that fails degrades the answer, to one for a user of whom nothing is known."""
+        if request.behaviours is not None:
+            return Completed(request)
+        began = time.perf_counter()
+        if self._store is None:
+            return _without(request, SkippedBackend("events", SWITCHED_OFF), began)
+        try:
+            stored = await self._store.history(request.tenant, request.user_id, self._limit)
+        except BackendError as error:
+            return _without(request, SkippedBackend(self._store.name, str(error), failed=True), began, degraded=True)
+        until = request.request_time
+        known = tuple(one for one in stored.behaviours if until is None or one.timestamp <= until)  # what was known at that time
+        return Completed(replace(request, behaviours=known), StageReport(STAGE, self._store.name, _ms_since(began)))
+
+
+def _without(request: RecommendRequest, skipped: SkippedBackend, began: float, *, degraded: bool = False) -> Completed:
+    report = StageReport(STAGE, "none", _ms_since(began), (skipped,))
+    return Completed(replace(request, behaviours=()), report, degraded)
+
+
+def _ms_since(began: float) -> float:
+    return (time.perf_counter() - began) * 1e3

@@ -1,0 +1,233 @@
+"""Events, histories, erasure and caches over HTTP, in this process: the real routes, SQLite and cache; only the switchboard is played."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from cluster.cache.memory import MemoryCache
+from cluster.cache.tier_values import TierSettings
+from cluster.cache.tiered import TieredCache
+from cluster.config import GatewaySettings, parse
+from cluster.events.store import open_event_store
+from cluster.switchboard import StageStatus
+from deployments.http_api import create_api
+from deployments.user_data import UserData
+from pipelines.answers import ANSWER_CODEC, Answers
+from pipelines.recommend import Recommender
+from pipelines.stored_history import SWITCHED_OFF, StoredHistories
+from tests.bundles import make_bundle
+from tests.fake_stages import Descending
+
+LIMITS = GatewaySettings(max_events=3, max_behaviours=5)
+
+
+class Switchboard:
+    """Remembers what every replica was told to forget."""
+
+    def __init__(self):
+        self.forgotten, self.follow = [], True
+
+    async def forget(self, tenant, user_id):
+        self.forgotten.append((tenant, user_id))
+        return self.follow
+
+    async def statuses(self):
+        return (StageStatus("encoder", 1, (), ()),)
+
+
+class InProcess:
+    def __init__(self, answers):
+        self.answers = answers
+
+    async def recommend(self, request):
+        return await self.answers.recommend(request)
+
+    def stream(self, request):
+        return self.answers.stream(request)
+
+
+@pytest.fixture
+async def served(tmp_path):
+    """An API client, the switchboard and the encoder behind it."""
+    bundle, board = make_bundle(tmp_path / "models", items=50), Switchboard()
+    encoder, events = Descending(bundle), await open_event_store(f"sqlite:///{tmp_path}/events.db")
+    cache = TieredCache(MemoryCache("s3fifo", 2**20), None, TierSettings(), ANSWER_CODEC)
+    answers = Answers(Recommender(bundle, encoder), StoredHistories(events, 100), cache, bundle.digest)
+    settings = parse({"model_dir": str(tmp_path), "events": {"anticipate_after_s": 0}})
+    data = UserData(settings, board, bundle.catalogue, answers, cache=cache, events=events)
+    transport = httpx.ASGITransport(create_api(InProcess(answers), data, LIMITS))
+    async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
+        yield client, board, encoder
+    await data.close()
+
+
+@pytest.fixture
+def client(served):
+    return served[0]
+
+
+def event(item_id="1", user_id="ada", **more):
+    return {"user_id": user_id, "item_id": item_id, "timestamp": 1000, **more}
+
+
+async def test_an_event_is_stored_and_stands_in_the_history_with_its_title(client):
+    stored = await client.post("/v1/events", json=event("7", action="rating", value=4.5))
+    history = (await client.get("/v1/users/ada/history")).json()
+    assert (stored.status_code, stored.json()["stored"]) == (201, 1)
+    assert history["events"] == [{"item_id": "7", "title": "Item 7", "timestamp": 1000, "action": "rating", "value": 4.5}]
+    assert history["version"]
+
+
+async def test_several_events_are_stored_in_their_order(client):
+    await client.post("/v1/events", json={"events": [event("3"), event("1"), event("2")]})
+    assert [one["item_id"] for one in (await client.get("/v1/users/ada/history")).json()["events"]] == ["3", "1", "2"]
+    assert [one["item_id"] for one in (await client.get("/v1/users/ada/history?limit=1")).json()["events"]] == ["2"]
+
+
+@pytest.mark.parametrize(
+    "body", [event(), {"events": [event("1"), event("2")]}, {"user_id": "ada", "item_id": "1"}], ids=["one", "batch", "dated on arrival"]
+)
+async def test_a_call_repeated_with_its_key_stores_nothing_twice(client, body):
+    first = await client.post("/v1/events", json=body, headers={"Idempotency-Key": "k"})
+    again = await client.post("/v1/events", json=body, headers={"Idempotency-Key": "k"})
+    count = len(first.json()["events"])
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert (again.json()["stored"], again.json()["duplicates"]) == (0, count)
+    assert len((await client.get("/v1/users/ada/history")).json()["events"]) == count
+
+
+async def test_a_key_that_was_used_for_another_event_is_refused_by_name_and_nothing_is_stored(client):
+    await client.post("/v1/events", json=event("1", idempotency_key="k"))
+    refused = await client.post("/v1/events", json={"events": [event("2"), event("3", idempotency_key="k")]})
+    assert refused.status_code == 422
+    assert refused.json()["errors"][0]["field"] == "events[1].idempotency_key"
+    assert len((await client.get("/v1/users/ada/history")).json()["events"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"user_id": "ada"}, "item_id"),
+        ({"events": []}, "events"),
+        ({"events": [event()] * 4}, "events"),
+        (event(action="stare"), "action"),
+        (event(timestamp=10**13), "timestamp"),
+        (event(value="NaN"), "value"),
+        (event(timestamp=4_000_000_000), "timestamp"),
+        (event(zzz=1), "zzz"),
+        ({"events": [event(), event(zzz=1)]}, "events[1].zzz"),
+        (event(idempotency_key="a\nb"), "idempotency_key"),
+    ],
+)
+async def test_a_wrong_event_is_refused_with_the_field(client, body, field):
+    response = await client.post("/v1/events", json=body)
+    assert response.status_code == 422
+    assert [one["field"] for one in response.json()["errors"]] == [field], response.text
+
+
+async def test_an_unknown_item_is_stored_and_said(client):
+    assert (await client.post("/v1/events", json=event("new"))).json()["unknown_items"] == ["new"]
+    assert (await client.get("/v1/users/ada/history")).json()["events"][0]["title"] is None
+
+
+async def test_a_user_alone_is_recommended_by_what_is_stored_of_them(client):
+    await client.post("/v1/events", json=event("50"))
+    answer = (await client.post("/v1/recommend", json={"user_id": "ada", "k": 3})).json()
+    assert [item["item_id"] for item in answer["items"]] == ["49", "48", "47"]
+    assert (answer["stages"][0]["stage"], answer["cache"]["tier"]) == ("history", "computed")
+    assert (await client.post("/v1/recommend", json={"user_id": "ada", "k": 3})).json()["cache"]["tier"] == "l1"
+
+
+async def test_users_of_the_same_id_in_two_tenants_are_two_users(client):
+    await client.post("/v1/events", json=event("50", tenant="a"))
+    await client.post("/v1/events", json=event("49", tenant="b"))
+    answers = {t: (await client.post("/v1/recommend", json={"user_id": "ada", "tenant": t, "k": 1})).json() for t in "ab"}
+    assert {tenant: answer["items"][0]["item_id"] for tenant, answer in answers.items()} == {"a": "49", "b": "50"}
+    await client.delete("/v1/users/ada/history?tenant=a")
+    assert len((await client.get("/v1/users/ada/history?tenant=b")).json()["events"]) == 1
+
+
+async def test_an_erased_user_is_gone_from_the_store_the_cache_and_every_replica(served):
+    client, board, _ = served
+    await client.post("/v1/events", json={"events": [event("50"), event("49")]})
+    await client.post("/v1/recommend", json={"user_id": "ada", "k": 3})
+    erased = (await client.delete("/v1/users/ada/history")).json()
+    assert erased == {"user_id": "ada", "tenant": "default", "events": 2, "cached_answers": 1, "everywhere": True}
+    assert board.forgotten == [("default", "ada")]
+    assert (await client.get("/v1/users/ada/history")).json()["events"] == []
+    answer = (await client.post("/v1/recommend", json={"user_id": "ada", "k": 3})).json()
+    assert (answer["cache"]["tier"], answer["stages"][1]["stage"]) == ("computed", "popularity")
+
+
+async def test_an_erasure_says_so_while_a_replica_has_not_followed(served):
+    client, board, _ = served
+    board.follow = False
+    assert (await client.delete("/v1/users/ada/history")).json()["everywhere"] is False
+
+
+async def test_a_slash_in_a_users_id_is_part_of_it(client):
+    await client.post("/v1/events", json=event(user_id="a/b c"))
+    assert len((await client.get("/v1/users/a%2Fb%20c/history")).json()["events"]) == 1
+
+
+async def test_after_an_event_the_next_answer_is_there_already(served):
+    client, _, encoder = served
+    await client.post("/v1/recommend", json={"user_id": "ada", "k": 3})
+    await client.post("/v1/events", json=event("50"))
+    await asyncio_until(lambda: len(encoder.asked) == 1)
+    answer = (await client.post("/v1/recommend", json={"user_id": "ada", "k": 3})).json()
+    assert (answer["cache"]["tier"], answer["items"][0]["item_id"]) in {("l1", "49"), ("joined", "49")}
+    assert len(encoder.asked) == 1
+
+
+async def test_the_caches_tell_their_hits_by_tenant(client):
+    for _ in range(3):
+        await client.post("/v1/recommend", json={"user_id": "ada", "k": 3, "behaviours": [], "tenant": "shop"})
+    caches = (await client.get("/v1/cache")).json()
+    (l1,) = caches["tiers"]
+    assert (l1["tier"], l1["hits"], l1["entries"], l1["tenants"]["shop"]["hits"]) == ("l1", 2, 1, 2)
+    assert caches["computed"] == 1
+
+
+@pytest.mark.parametrize(("body", "dropped"), [({}, 3), ({"tenant": "a"}, 2), ({"tenant": "a", "user_id": "ada"}, 1), ({"tenant": "c"}, 0)])
+async def test_answers_are_dropped_by_user_by_tenant_or_all(served, body, dropped):
+    client, board, _ = served
+    for tenant, user in (("a", "ada"), ("a", "bob"), ("b", "ada")):
+        await client.post("/v1/recommend", json={"user_id": user, "tenant": tenant, "behaviours": []})
+    invalidated = await client.post("/v1/cache:invalidate", json=body)
+    assert invalidated.json() == {"dropped": dropped, "everywhere": True}
+    assert board.forgotten == [(body.get("tenant"), body.get("user_id"))]
+
+
+async def test_a_user_to_invalidate_needs_a_tenant(client):
+    response = await client.post("/v1/cache:invalidate", json={"user_id": "ada"})
+    assert response.status_code == 422
+    assert response.json()["errors"][0]["field"] == "tenant"
+
+
+async def test_where_events_are_switched_off_an_erasure_reaches_what_is_kept_all_the_same(tmp_path):
+    board = Switchboard()
+    answers = Answers(None, StoredHistories(None, 100), None, "")
+    data = UserData(parse({"model_dir": str(tmp_path)}), board, None, answers, cache=None, events=None)
+    erased = await data.erase("default", "ada")
+    assert (erased.events, erased.everywhere, board.forgotten) == (0, True, [("default", "ada")])
+
+
+async def test_without_an_event_store_events_are_refused_with_the_reason(tmp_path):
+    bundle = make_bundle(tmp_path / "models", items=50)
+    answers = Answers(Recommender(bundle, Descending(bundle)), StoredHistories(None, 100), None, bundle.digest)
+    data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), bundle.catalogue, answers, cache=None, events=None)
+    transport = httpx.ASGITransport(create_api(InProcess(answers), data, LIMITS))
+    async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
+        refused, caches = await client.post("/v1/events", json=event()), await client.get("/v1/cache")
+        answer = await client.post("/v1/recommend", json={"user_id": "ada"})
+    assert (refused.status_code, refused.json()["detail"]) == (503, SWITCHED_OFF)
+    assert caches.json()["enabled"] is False
+    assert (answer.status_code, answer.json()["cache"]) == (200, None)
+
+
+async def asyncio_until(holds):
+    async with asyncio.timeout(5):
+        while not holds():  # noqa: ASYNC110 - what is waited for happens in the background
+            await asyncio.sleep(0.01)
