@@ -13,16 +13,31 @@ from cluster.errors import BackendUnavailable, BundleError
 from cluster.nearest import NearestItems
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
 from integrations.hstu.engine_batch import engine_batch, with_states
+from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, PolicyName, StateDtype, StateOptions, StoreName
+from integrations.hstu.stateful import KeepsStates, KeptStates
 from integrations.hstu.user_behavior_schema import BehaviourBatch
 
 if TYPE_CHECKING:
     import torch
 
+    from integrations.hstu.sequence_model import SequenceModel
+
 _INPUTS = ("items", "times", "next_times", "lengths")
 
 
-class TorchEncoder:
-    """The model in eager mode, on the first GPU where there is one."""
+class TorchEncoder(KeepsStates):
+    """The model in eager mode, on the first GPU where there is one. The options say what is kept of users, see StateOptions."""
+
+    def __init__(
+        self,
+        *,
+        state_bytes: int = DEFAULT_BYTES,
+        state_dtype: StateDtype = "fp32",
+        state_store: StoreName = "paged",
+        state_policy: PolicyName = "lru",
+        keep_from: int = KEEP_FROM,
+    ) -> None:
+        self._state_options = StateOptions(state_bytes, state_dtype, state_store, state_policy, keep_from)
 
     def get_availability(self, bundle: Bundle) -> Availability:
         if find_spec("torch") is None:
@@ -55,19 +70,37 @@ class TorchEncoder:
         self._encode: Callable[..., torch.Tensor] = encode
         with torch.inference_mode():
             self._index = NearestItems(model.item_vectors().cpu().numpy())
+        self._kept = self._keep(bundle, model)
 
     def infer(self, request: EncodeRequest) -> Encoded:
         return self.batch_infer([request])[0]
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
         batch = engine_batch(requests, self._max_history, len(self._index))
+        return self._kept.answer(requests, batch, self._index, self._whole) if self._kept else self._whole(requests, batch)
+
+    def close(self) -> None:
+        super().close()
+        for name in ("_encode", "_index"):
+            self.__dict__.pop(name, None)
+
+    def _whole(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch) -> list[Encoded]:
+        """The answers from all events of each history."""
         states_BCD = self._states(batch)
         answers = self._index.answer(requests, states_BCD[:, -1])
         return with_states(answers, states_BCD, batch) if self._prompt_length else answers
 
-    def close(self) -> None:
-        for name in ("_encode", "_index"):
-            self.__dict__.pop(name, None)
+    def _keep(self, bundle: Bundle, model: "SequenceModel") -> KeptStates | None:
+        """The users' states, or None where they are switched off or this model cannot keep any."""
+        from integrations.hstu.model import HSTU  # noqa: PLC0415 - imports torch
+        from integrations.hstu.torch_append import append_run, device_memory  # noqa: PLC0415 - imports torch
+
+        if not self._state_options.bytes or not isinstance(model, HSTU):
+            return None
+        run = append_run(model, self._device)
+        if self._device.type == "cpu":
+            return KeptStates(bundle, run, self._state_options)
+        return KeptStates(bundle, run, self._state_options, *device_memory(model.config, self._state_options, bundle, self._device))
 
     def _states(self, batch: BehaviourBatch) -> FloatArray:
         """The latest states of each user, (B, C, D)."""
@@ -83,11 +116,15 @@ class CompiledTorchEncoder(TorchEncoder):
     """The model through torch.compile, one compilation for each bucket of length and batch size.
 
     Left to itself, torch.compile recompiles for new shapes and after eight of them runs eagerly without a word. Here every shape is a
-    bucket that `load` has compiled, inputs are padded up to it, and a shape outside the buckets is an error.
+    bucket that `load` has compiled, inputs are padded up to it, and a shape outside the buckets is an error. It keeps no
+    user's state, whose lengths would be shapes too.
     """
 
     batches = (1, 8, 32)
     shortest = 64
+
+    def __init__(self) -> None:
+        super().__init__(state_bytes=0)
 
     def get_availability(self, bundle: Bundle) -> Availability:
         if not (eager := super().get_availability(bundle)).ok:

@@ -8,11 +8,15 @@ import numpy as np
 from cluster.errors import BackendFailed
 from cluster.values import Encoded, EncodeRequest, FloatArray
 from integrations.hstu.user_behavior_schema import BehaviourBatch, collate
+from integrations.hstu.window import default_step
 
 
 def engine_batch(requests: Sequence[EncodeRequest], max_history: int, items: int) -> BehaviourBatch:
-    """Each user's latest `max_history` events. Raises BackendFailed at an empty history and at an item outside 1..`items`."""
-    batch = collate([request.sequence for request in requests], max_history)
+    """Each user's latest events, `max_history` at most, in a window that moves in steps for every engine: see window.py.
+
+    Raises BackendFailed at an empty history and at an item outside 1..`items`.
+    """
+    batch = collate([request.sequence for request in requests], max_history, step=default_step(max_history))
     if not batch.lengths.all():
         raise BackendFailed(f"request {int(batch.lengths.argmin())} of the batch has a history of 0 events; a state needs at least 1")
     given = batch.items[np.arange(batch.items.shape[1]) < batch.lengths[:, None]]

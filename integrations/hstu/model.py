@@ -9,6 +9,7 @@ without concatenation, and a mask is a very negative bias (SiLU of it is 0).
 Shapes: B users, L or S rows (events), P past rows, H heads, K = `attention_dim`, W = `linear_dim`, D = `dim`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -162,12 +163,13 @@ class HSTU(SequenceModel):
         next_times_BS: Tensor,
         past_times_BP: Tensor,
         past_lengths_B: Tensor,
-        past_kt: Tensor,
-        past_v: Tensor,
+        past_kt: Tensor | Sequence[Tensor],
+        past_v: Tensor | Sequence[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """States (B, S, D), K^T (layers, B, H, K, S) and V (layers, B, H, S, W) of rows that follow kept ones.
 
-        `past_kt` (layers, B, H, K, P) and `past_v` (layers, B, H, P, W) hold `past_lengths_B` rows a user, right-padded; P may be 0.
+        `past_kt` (layers, B, H, K, P) and `past_v` (layers, B, H, P, W), or one tensor a layer, hold `past_lengths_B` rows a user,
+        right-padded; P may be 0.
         All times are relative to one moment, the request; a padded new row's output means nothing.
         """
         rows_S = torch.arange(items_BS.shape[1], device=items_BS.device)

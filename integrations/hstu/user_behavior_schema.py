@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cluster.values import FloatArray, Int8Array, Int32Array, Int64Array, UserSequence
+from integrations.hstu.window import window_start
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,13 @@ class BehaviourBatch:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def take(self, rows: Sequence[int]) -> "BehaviourBatch":
+        """These users in this order, as long as the longest of them."""
+        lengths = self.lengths[rows]
+        longest = max(1, int(lengths.max(initial=0)))
+        columns = {name: getattr(self, name)[rows, :longest] for name in ("items", "times", "next_times", "actions", "values")}
+        return BehaviourBatch(**columns, lengths=lengths)
+
     def tensors(self) -> "dict[str, torch.Tensor]":
         """The arrays by name as tensors that share their memory."""
         import torch  # noqa: PLC0415 - the schema also serves engines that run without torch
@@ -44,9 +52,12 @@ class BehaviourBatch:
         return {field.name: torch.from_numpy(getattr(self, field.name)) for field in fields(self)}
 
 
-def collate(sequences: Sequence[UserSequence], max_history: int, *, pad_to: int | None = None) -> BehaviourBatch:
-    """Each user's latest `max_history` events as a batch, as long as the longest of them or `pad_to`."""
-    lengths = np.array([min(len(sequence), max_history) for sequence in sequences], dtype=np.int64)
+def collate(sequences: Sequence[UserSequence], max_history: int, *, step: int = 1, pad_to: int | None = None) -> BehaviourBatch:
+    """Each user's latest events as a batch, as long as the longest of them or `pad_to`.
+
+    They are the latest `max_history`, or what a window that moves by `step` events leaves of them.
+    """
+    lengths = np.array([len(sequence) - window_start(len(sequence), max_history, step) for sequence in sequences], dtype=np.int64)
     shape = len(sequences), pad_to or max(1, int(lengths.max(initial=0)))
     batch = BehaviourBatch(
         items=np.zeros(shape, np.int64),

@@ -1,6 +1,8 @@
 """HSTU and SASRec on ONNX Runtime, through the `retrieve` graph: state and nearest items in one call, no torch needed."""
 
+import logging
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,20 +13,37 @@ from cluster.compilation import artifact_file, compile_command, why_missing
 from cluster.errors import BackendUnavailable, BundleError
 from cluster.nearest import NearestItems, finite
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
+from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.engine_batch import engine_batch, with_states
 from integrations.hstu.limits import limits
+from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, PolicyName, StateDtype, StateOptions, StoreName
+from integrations.hstu.stateful import KeepsStates, KeptStates, RunAppend
 from integrations.hstu.user_behavior_schema import BehaviourBatch
+from integrations.onnx.layers import by_layer
 from integrations.onnx.session import open_session
 
+_LOG = logging.getLogger(__name__)
 
-class OnnxRuntimeEncoder:
+
+class OnnxRuntimeEncoder(KeepsStates):
     """On the CUDA provider where this build of ONNX Runtime has it, else on the CPU.
 
     `threads` a session; the default is what Ray grants the replica. At small sizes several sessions of one thread beat one of several.
+    The other options say what is kept of users, see StateOptions; the `append` graph then encodes their new events only.
     """
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        threads: int | None = None,
+        *,
+        state_bytes: int = DEFAULT_BYTES,
+        state_dtype: StateDtype = "fp32",
+        state_store: StoreName = "paged",
+        state_policy: PolicyName = "lru",
+        keep_from: int = KEEP_FROM,
+    ) -> None:
         self._threads = threads
+        self._state_options = StateOptions(state_bytes, state_dtype, state_store, state_policy, keep_from)
 
     def get_availability(self, bundle: Bundle) -> Availability:
         if find_spec("onnxruntime") is None:
@@ -46,13 +65,23 @@ class OnnxRuntimeEncoder:
         self._outputs = ["state", "nearest", "scores", *(["states"] if bundle.prompt_length else [])]
         self._index = NearestItems(bundle.item_vectors)
         self._max_history = limits(bundle.manifest.model).max_history
+        self._kept = self._keep(bundle)
 
     def infer(self, request: EncodeRequest) -> Encoded:
         return self.batch_infer([request])[0]
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        most = max((request.top_n for request in requests if request.among is None), default=1)
         batch = engine_batch(requests, self._max_history, len(self._index))
+        return self._kept.answer(requests, batch, self._index, self._whole) if self._kept else self._whole(requests, batch)
+
+    def close(self) -> None:
+        super().close()
+        for name in ("_session", "_index"):
+            self.__dict__.pop(name, None)
+
+    def _whole(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch) -> list[Encoded]:
+        """The answers from all events of each history."""
+        most = max((request.top_n for request in requests if request.among is None), default=1)
         states, nearest, scores, *latest = self._retrieve(batch, max(1, most))
         answers = [
             Encoded(state, items[: request.top_n], cosines[: request.top_n])
@@ -62,12 +91,41 @@ class OnnxRuntimeEncoder:
         ]
         return with_states(answers, latest[0], batch) if latest else answers
 
-    def close(self) -> None:
-        for name in ("_session", "_index"):
-            self.__dict__.pop(name, None)
-
     def _retrieve(self, batch: BehaviourBatch, top_n: int) -> list[FloatArray]:
         """The graph's outputs: state, nearest, scores and, where there is a decoder, the latest states."""
         given: dict[str, Any] = {name: getattr(batch, name) for name in ("items", "times", "next_times", "lengths")}
         outputs: list[FloatArray] = self._session.run(self._outputs, {**given, "top_n": np.array(top_n, np.int64)})
         return outputs
+
+    def _keep(self, bundle: Bundle) -> KeptStates | None:
+        """The users' states, or None where they are switched off, or this model or its graphs cannot keep any."""
+        if not self._state_options.bytes or bundle.manifest.model.family != "hstu":
+            return None
+        try:
+            run = _append_run(bundle, self._threads)
+        except Exception as error:  # noqa: BLE001 - ONNX Runtime may raise anything, and serves without state
+            _LOG.warning("onnxruntime keeps no user's state: %s", error)
+            return None
+        return KeptStates(bundle, run, self._state_options)
+
+
+def _append_run(bundle: Bundle, threads: int | None) -> RunAppend:
+    """The append graph as a function. Raises BackendUnavailable where this version has none that is of use."""
+    if (artifact := bundle.artifact("onnx", "append")) is None:
+        raise BackendUnavailable(why_missing(bundle, "onnx", "append"))
+    try:
+        session = open_session(artifact_file(artifact, bundle), threads)
+    except BundleError as error:
+        raise BackendUnavailable(f"{error}; run: {compile_command(bundle)}") from error
+    inputs_taken, outputs_made = ({node.name for node in nodes} for nodes in (session.get_inputs(), session.get_outputs()))
+    if missing := ({"past_kt_0", "past_v_0"} - inputs_taken) | ({"states", "kt", "v"} - outputs_made):
+        older = f"{bundle.version}'s graph {artifact.file} lacks {', '.join(sorted(missing))}: an older genrec compiled it"
+        raise BackendUnavailable(f"{older}; run: {compile_command(bundle)}")
+    return partial(_run_append, session, inputs_taken)
+
+
+def _run_append(session: Any, inputs_taken: set[str], inputs: Arrays) -> Arrays:
+    """`inputs_taken`: what the exporter left of the inputs; it drops what the outputs that are asked for do not depend on."""
+    outputs = ["states", "kt", "v"]
+    given = inputs | by_layer(inputs["past_kt"], inputs["past_v"])
+    return dict(zip(outputs, session.run(outputs, {name: given[name] for name in inputs_taken}), strict=True))

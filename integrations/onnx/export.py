@@ -1,8 +1,9 @@
 """PyTorch -> ONNX: the model's graphs with dynamic batch and length, each checked against the model before it is kept."""
 
+import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -57,13 +58,14 @@ def export(graph: Graph, config: SequenceConfig, path: Path) -> None:
     example = list(samples(graph, config))[-3]  # the largest batch: the exporter takes dimensions of 0 and 1 for constants
     sizes = {"B": Dim("batch", min=1), "L": Dim("length", min=1, max=config.max_length), "P": Dim("past", min=0, max=config.max_length)}
     dynamic = {name: {axis: sizes[d] for axis, d in enumerate(dims) if d} for name, dims in graph.inputs.items()}
+    module = graph.module.eval()
     try:
         with _quiet():
             program = torch.onnx.export(
-                graph.module.eval(),
-                kwargs=dict(example),
+                module,
+                tuple(example.values()),
                 dynamo=True,
-                dynamic_shapes=dynamic,
+                dynamic_shapes=_by_parameter(module, dynamic),
                 input_names=list(graph.inputs),
                 output_names=list(graph.outputs),
                 opset_version=OPSET,
@@ -73,6 +75,14 @@ def export(graph: Graph, config: SequenceConfig, path: Path) -> None:
             program.save(path)
     except Exception as error:
         raise CompileError(f"torch.onnx.export could not express it: {_first_line(error)}") from error
+
+
+def _by_parameter(module: torch.nn.Module, dynamic: Mapping[str, Any]) -> dict[str, Any]:
+    """The dimensions of each input by the parameter that takes it: what no parameter is named after, `*args` take."""
+    parameters = inspect.signature(module.forward).parameters
+    named = {name: dynamic[name] for name in parameters if name in dynamic}
+    rest = tuple(dims for name, dims in dynamic.items() if name not in parameters)
+    return {name: named.get(name, rest) for name in parameters}
 
 
 def narrow(directory: Path, graph: Graph, path: Path) -> None:

@@ -2,10 +2,12 @@
 
     encode     items, times, next_times, lengths                                       -> state [, states]
     retrieve   items, times, next_times, lengths, top_n                                -> state, nearest, scores [, states]
-    append     items, times, next_times, lengths, past_times, past_lengths, past_kt, past_v -> state, kt, v
+    append     items, times, next_times, lengths, past_times, past_lengths, past_kt_0.., past_v_0..
+                                                                                       -> state, states, kt, v
 
 `next_times` of a user's last event is the time of the request (0), and the attention divides by the constant N of the model, whatever
-the length of the inputs. `states` are the latest C, for a model whose decoder is prompted with them.
+the length of the inputs. `states` are the latest C, for a model whose decoder is prompted with them; of `append` they are those of all
+new events, since which of them come to stand among the latest C is known only when more are appended.
 Shapes: B users, L events, S new events, P kept events, D width, V items.
 """
 
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from integrations.hstu.latest_states import latest_states, rows
 from integrations.hstu.model import HSTU
 from integrations.hstu.sequence_model import SequenceModel
+from integrations.onnx.layers import by_layer
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,10 @@ class Graph:
 
 
 _HISTORY: dict[str, tuple[str | None, ...]] = {"items": ("B", "L"), "times": ("B", "L"), "next_times": ("B", "L"), "lengths": ("B",)}
-_PAST: dict[str, tuple[str | None, ...]] = {
-    "past_times": ("B", "P"),
-    "past_lengths": ("B",),
-    "past_kt": (None, "B", None, None, "P"),
-    "past_v": (None, "B", None, "P", None),
-}
+_PAST: dict[str, tuple[str | None, ...]] = {"past_times": ("B", "P"), "past_lengths": ("B",)}
+_PAST_KT: tuple[str | None, ...] = ("B", None, None, "P")
+_PAST_V: tuple[str | None, ...] = ("B", None, "P", None)
+APPEND_OUTPUTS = ("state", "states", "kt", "v")
 
 
 def graphs(model: SequenceModel, prompt_length: int = 0) -> list[Graph]:
@@ -47,7 +48,11 @@ def graphs(model: SequenceModel, prompt_length: int = 0) -> list[Graph]:
         Graph("encode", Encode(model, prompt_length), _HISTORY, ("state", *latest)),
         Graph("retrieve", Retrieve(model, prompt_length), {**_HISTORY, "top_n": ()}, ("state", "nearest", "scores", *latest)),
     ]
-    return [*shared, Graph("append", Append(model), {**_HISTORY, **_PAST}, ("state", "kt", "v"))] if isinstance(model, HSTU) else shared
+    if not isinstance(model, HSTU):
+        return shared
+    layers = range(model.config.layers)
+    past = by_layer([_PAST_KT for _ in layers], [_PAST_V for _ in layers])
+    return [*shared, Graph("append", Append(model), {**_HISTORY, **_PAST, **past}, APPEND_OUTPUTS)]
 
 
 class Encode(nn.Module):
@@ -84,7 +89,7 @@ class Retrieve(Encode):
 
 
 class Append(nn.Module):
-    """The state after new events that follow kept ones, and the new events' K^T and V; see HSTU.append."""
+    """(B, D): the state after new events that follow kept ones; the new events' states (B, S, D), K^T and V; see HSTU.append."""
 
     def __init__(self, model: HSTU) -> None:
         super().__init__()
@@ -98,8 +103,8 @@ class Append(nn.Module):
         lengths: Tensor,
         past_times: Tensor,
         past_lengths: Tensor,
-        past_kt: Tensor,
-        past_v: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        states, kt, v = self.model.append(items, times, next_times, past_times, past_lengths, past_kt, past_v)
-        return rows(states, lengths.unsqueeze(1) - 1).squeeze(1), kt, v
+        *past: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        layers = self.model.config.layers
+        states, kt, v = self.model.append(items, times, next_times, past_times, past_lengths, past[:layers], past[layers:])
+        return rows(states, lengths.unsqueeze(1) - 1).squeeze(1), states, kt, v

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from integrations.hstu.config import SequenceConfig
 from integrations.hstu.model import HSTU
 from integrations.onnx.graphs import Graph
+from integrations.onnx.layers import by_layer
 
 Inputs = Mapping[str, Tensor]
 _TOP_N = (10, 1, 100)
@@ -55,6 +56,5 @@ def append_inputs(model: nn.Module, batch: int, new: int, past: int, generator: 
         "lengths": lengths,
         "past_times": whole["times"][:, :past],
         "past_lengths": kept,
-        "past_kt": kt[..., :past],
-        "past_v": v[..., :past, :],
+        **by_layer(kt[..., :past], v[..., :past, :]),
     }

@@ -46,8 +46,8 @@ def model(served):
     return load_model(served[1])
 
 
-def asked(length, top_n=10, among=None, seed=0):
-    return EncodeRequest(random_sequence(length, items=ITEMS, seed=seed), top_n, None if among is None else np.array(among, np.int32))
+def asked(length, top_n=10, among=None, seed=0, user=""):
+    return EncodeRequest(random_sequence(length, items=ITEMS, seed=seed), top_n, None if among is None else np.array(among, np.int32), user)
 
 
 def truth(model, request):
@@ -143,6 +143,46 @@ def test_the_moment_of_the_request_matters_to_hstu_and_not_to_sasrec(served):
     later = replace(request, sequence=replace(request.sequence, request_time=request.sequence.request_time + 10**7))
     moved = np.abs(encoder.infer(request).state - encoder.infer(later).state).max()
     assert (moved > 1e-3) == (bundle.manifest.model.family == "hstu")
+
+
+def first(request, count):
+    """The same user's request `count` events into the history."""
+    sequence = request.sequence
+    columns = {name: getattr(sequence, name)[:count] for name in ("items", "timestamps", "actions", "values")}
+    return replace(request, sequence=replace(sequence, **columns, request_time=int(columns["timestamps"][-1]) + 60))
+
+
+@pytest.fixture
+def keeping(served):
+    """The encoder, where it can keep states keeping those of histories of any length; as it is where it cannot."""
+    encoder, bundle = served
+    if not hasattr(encoder, "kept") or not encoder.kept():
+        yield encoder
+        return
+    own = type(encoder)(keep_from=1)
+    own.load(bundle)
+    yield own
+    own.close()
+
+
+def test_whose_history_it_is_does_not_change_the_answer_as_the_history_grows(encoder, keeping):
+    for seed in range(6):
+        request = asked(3 * LONGEST, seed=seed, user=f"user {seed}")
+        for count in (1, 2, 9, 10, 19, 20, 21, 22, 30, 60):
+            grown = first(request, count)
+            assert_same(keeping.infer(grown), encoder.infer(replace(grown, user="")))
+
+
+def test_what_is_kept_of_a_user_can_be_erased_and_counted(keeping):
+    if not hasattr(keeping, "kept"):
+        pytest.skip(f"{type(keeping).__name__} keeps nothing of its users")
+    keeping.batch_infer([asked(15, user="ann"), asked(15, seed=1, user="bob")])
+    keeps = bool(keeping.kept())
+    assert (keeping.forget("default", "ann") > 0) == keeps
+    assert keeping.forget("default", "ann") == 0
+    assert all(isinstance(value, float) for value in keeping.kept().values())
+    if keeps:
+        assert keeping.kept()["users"] == 1
 
 
 def test_answers_again_after_it_was_closed_and_loaded(served):

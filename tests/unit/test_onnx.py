@@ -10,9 +10,11 @@ import onnxruntime
 import pytest
 import torch
 
-from cluster.bundle import Bundle, BundleStore
+from cluster.bundle import Bundle, BundleStore, FileRecord
+from cluster.checksums import sha256
 from cluster.compilation import CompileOptions
 from cluster.errors import BackendUnavailable, CompileError
+from cluster.values import EncodeRequest
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.model import HSTU
 from integrations.hstu.weights import load_model
@@ -21,11 +23,12 @@ from integrations.onnx.export import export, session_run
 from integrations.onnx.files import graph_file
 from integrations.onnx.graphs import Graph, graphs
 from integrations.onnx.half import halved
+from integrations.onnx.layers import by_layer
 from integrations.onnx.parity import measure, require_parity
 from integrations.onnx.samples import history, samples
 from integrations.onnx.session import open_session
 from pipelines.compile import compile_bundle
-from tests.bundles import last_states, make_bundle
+from tests.bundles import last_states, make_bundle, random_sequence
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +100,14 @@ def test_takes_times_as_old_as_int32_holds(model, encode):
 def test_appending_to_a_kept_state_is_encoding_the_whole_history(model, encode, append, split):
     whole = history(model.config, 1, 15, torch.Generator().manual_seed(6))
     with torch.no_grad():
-        _, kt, v = model.encode_with_state(whole["items"], whole["times"], whole["next_times"])
+        states, kt, v = model.encode_with_state(whole["items"], whole["times"], whole["next_times"])
     new = {name: whole[name][:, split:] for name in ("items", "times", "next_times")}
-    past = {"past_times": whole["times"][:, :split], "past_kt": kt[..., :split], "past_v": v[..., :split, :]}
+    past = {"past_times": whole["times"][:, :split], **by_layer(kt[..., :split], v[..., :split, :])}
     appended = append({**new, **past, "lengths": whole["lengths"] - split, "past_lengths": torch.tensor([split])})
     assert appended["state"] == pytest.approx(encode(whole)["state"], abs=1e-5)
+    assert appended["states"] == pytest.approx(states[:, split:].numpy(), abs=1e-5)
     assert appended["kt"] == pytest.approx(kt[..., split:].numpy(), abs=1e-5)
+    assert appended["v"] == pytest.approx(v[..., split:, :].numpy(), abs=1e-5)
 
 
 def test_one_append_serves_users_with_pasts_of_different_lengths(model, encode, append):
@@ -117,7 +122,7 @@ def test_one_append_serves_users_with_pasts_of_different_lengths(model, encode, 
         kt[:, user, ..., :kept], v[:, user, :, :kept] = user_kt[:, 0, ..., :kept], user_v[:, 0, :, :kept]
         past_times[user, :kept] = whole["times"][0, :kept]
     last = {name: torch.cat([whole[name][:, -1:] for whole in wholes]) for name in ("items", "times", "next_times")}
-    past = {"past_times": past_times, "past_lengths": torch.tensor([3, 8]), "past_kt": kt, "past_v": v}
+    past = {"past_times": past_times, "past_lengths": torch.tensor([3, 8]), **by_layer(kt, v)}
     states = append({**last, **past, "lengths": torch.ones(2, dtype=torch.long)})["state"]
     for whole, state in zip(wholes, states, strict=True):
         assert state == pytest.approx(encode(whole)["state"][0], abs=1e-5)
@@ -239,6 +244,38 @@ def test_is_unavailable_where_its_graph_is_missing_or_altered(altered):
     assert file in encoder.get_availability(altered).reason
     with pytest.raises(BackendUnavailable):
         encoder.load(altered)
+
+
+def serves_without_state(bundle, caplog):
+    """The one reason that is logged, once the encoder has answered."""
+    encoder = OnnxRuntimeEncoder(keep_from=1)
+    encoder.load(bundle)
+    for _ in range(2):
+        encoder.infer(EncodeRequest(random_sequence(9), 3, user="ann"))
+    assert encoder.kept() == {}
+    (record,) = caplog.records
+    return record.getMessage()
+
+
+def test_keeps_no_state_with_a_graph_of_an_older_release_and_says_what_to_do(altered, caplog):
+    file = graph_file("append", "fp32")
+    older = onnx.load(altered.path / file)
+    older.graph.output.remove(next(output for output in older.graph.output if output.name == "states"))
+    onnx.save(older, altered.path / file)
+    record = FileRecord(size=(altered.path / file).stat().st_size, sha256=sha256(altered.path / file))
+    files = {**altered.manifest.files, file: record}
+    said = serves_without_state(replace(altered, manifest=altered.manifest.model_copy(update={"files": files})), caplog)
+    assert "tiny-hstu/2's graph onnx/append.fp32.onnx lacks states: an older genrec compiled it" in said
+    assert said.endswith(f"run: genrec compile --model-dir {altered.path.parent}")
+
+
+def test_keeps_no_state_where_the_append_graph_is_missing_or_altered(altered, caplog):
+    artifacts = [artifact for artifact in altered.manifest.artifacts if artifact.graph != "append"]
+    bare = replace(altered, manifest=altered.manifest.model_copy(update={"artifacts": artifacts}))
+    assert "has no onnx artifact 'append'; run: genrec compile" in serves_without_state(bare, caplog)
+    caplog.clear()
+    (altered.path / graph_file("append", "fp32")).write_bytes(b"noise")
+    assert "run: genrec compile" in serves_without_state(altered, caplog)
 
 
 def test_runs_in_as_many_threads_as_asked_for_or_as_ray_granted(compiled_hstu, monkeypatch):

@@ -1,0 +1,322 @@
+"""What does keeping users' states save? All events of a history encoded, against the new ones appended to what is kept, in one run.
+
+    python -m benchmarks.append [--model a --model b --model c] [--threads 1] [--rounds 15]
+
+Models with random weights (see MODELS), one user at a time, fp32 states in the paged store. "+1" and "+8" are histories of which all but
+the last one or eight events were encoded before; an append encodes one row more, the one that was last then. Every contender takes its
+turn in every round, and every round has new last events, so the same rows are found kept each time. "graph" is the computation alone
+with its inputs at hand; "encoder" is all that a request costs: window, match, gather, run, commit, nearest items.
+Writes benchmarks/results/append_DEVICE_DATE.md.
+"""
+# ruff: noqa: SLF001 - it times the parts behind an encoder's interface
+
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from cluster.bundle import Bundle, BundleStore
+from cluster.compilation import CompileOptions
+from cluster.values import EncodeRequest
+from integrations.hstu.append_inputs import AppendInputs, bytes_per_row
+from integrations.hstu.config import HSTUConfig
+from integrations.hstu.encoder import TorchEncoder
+from integrations.hstu.engine_batch import engine_batch
+from integrations.onnx.encoder import OnnxRuntimeEncoder
+from pipelines.compile import compile_bundle
+from tests.bundles import make_bundle, random_sequence
+
+MODELS: Mapping[str, Mapping[str, int]] = {
+    "a": {"layers": 2, "dim": 50, "heads": 1, "attention_dim": 50, "linear_dim": 50, "max_history": 200, "max_length": 211, "items": 3700},
+    "b": {
+        "layers": 4,
+        "dim": 256,
+        "heads": 4,
+        "attention_dim": 64,
+        "linear_dim": 64,
+        "max_history": 512,
+        "max_length": 512,
+        "items": 20000,
+    },
+    "c": {
+        "layers": 8,
+        "dim": 512,
+        "heads": 8,
+        "attention_dim": 64,
+        "linear_dim": 64,
+        "max_history": 2048,
+        "max_length": 2048,
+        "items": 3700,
+    },
+}
+LENGTHS = {"a": (200,), "b": (512,), "c": (200, 512, 1024, 2048)}
+SHORT = (4, 8, 16, 32, 64, 128)
+ENGINES = {"onnxruntime": OnnxRuntimeEncoder, "torch": TorchEncoder}
+PARTS = ("match", "gather", "run", "commit")
+now = time.perf_counter
+"""With one thread its processor time, see main: waiting for a busy processor does not count then."""
+Turn = Callable[[], object]
+
+
+@dataclass
+class Contender:
+    """Something to time; `prepare` runs before every turn and is not timed."""
+
+    name: str
+    turn: Callable[[Any], object]
+    prepare: Turn = lambda: None
+    seconds: list[float] = field(default_factory=list)
+
+    def take_turn(self) -> None:
+        given = self.prepare()
+        began = now()
+        self.turn(given)
+        self.seconds.append(now() - began)
+
+    @property
+    def ms(self) -> float:
+        return float(np.median(self.seconds)) * 1e3
+
+
+class Histories:
+    """Histories of `length` events that differ in their last ones only."""
+
+    def __init__(self, length: int, items: int) -> None:
+        self.base, self.length, self.items = random_sequence(length, items=items), length, items
+        self._rng = np.random.default_rng(length)
+
+    def ending_anew(self, count: int, user: str = "") -> EncodeRequest:
+        """The last `count` events are other ones, at other times, than in any call before."""
+        items, times = self.base.items.copy(), self.base.timestamps.copy()
+        items[-count:] = self._rng.integers(1, self.items + 1, count)
+        times[-count:] += int(self._rng.integers(1, 10**6))
+        sequence = replace(self.base, items=items, timestamps=times, request_time=int(times[-1]) + 60)
+        return EncodeRequest(sequence, 10, user=user)
+
+
+def main(
+    model: Annotated[list[str] | None, typer.Option(help="by default each of " + ", ".join(MODELS))] = None,
+    threads: Annotated[int, typer.Option(help="of torch and of each ONNX Runtime session")] = 1,
+    rounds: Annotated[int, typer.Option(help="turns of each contender at histories of up to 512 events; fewer above")] = 31,
+    bundles: Annotated[
+        Path | None, typer.Option(help="keep the compiled models here, and use them again; default: a temporary folder")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="default: a file in benchmarks/results")] = None,
+) -> None:
+    """Measure, print and file."""
+    global now  # noqa: PLW0603 - what the clock counts depends on an option
+    now = time.thread_time if threads == 1 else time.perf_counter
+    torch.set_num_threads(threads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = output or Path(__file__).parent / "results" / f"append_{device}_{datetime.now(UTC):%Y-%m-%d}.md"
+    tables: dict[str, list[str]] = {name: [] for name in HEADINGS}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in model or list(MODELS):
+            bundle = compiled((bundles or Path(folder)) / name, MODELS[name])
+            for engine in ENGINES:
+                for table, line in measured(name, engine, bundle, threads, rounds):
+                    tables[table].append(line)
+                    target.write_text(report(tables, threads))  # what was measured stays, should the next one break
+    print(target.read_text())
+
+
+def compiled(root: Path, sizes: Mapping[str, int]) -> Bundle:
+    if root.exists():
+        return BundleStore(root).open()
+    make_bundle(root, **sizes)
+    bundle = compile_bundle(BundleStore(root), CompileOptions(precisions=("fp32",)), only=["onnx"])
+    for failed in bundle.manifest.failed_steps:
+        raise RuntimeError(f"{failed.step}: {failed.reason}")
+    return bundle
+
+
+def measured(name: str, engine: str, bundle: Bundle, threads: int, rounds: int) -> Iterator[tuple[str, str]]:
+    """Lines of the tables for this model and engine."""
+    whole, keeping = (opened(engine, bundle, threads, state_bytes=size, keep_from=1) for size in (0, 256 << 20))
+    config = HSTUConfig.model_validate(bundle.manifest.model.config)
+    for length in LENGTHS[name]:
+        turns = max(5, rounds * 512 // max(512, length))
+        histories = Histories(length, config.items)
+        took = race(whole, keeping, config, histories, turns)
+        state_mb = (length - 2) * bytes_per_row(config) / 1e6
+        yield "graphs", graph_line(f"{name} {length} | {engine}", took, state_mb, layer_bytes(config) / 1e6)
+        yield "encoders", encoder_line(f"{name} {length} | {engine}", took)
+        yield "parts", parts_line(f"{name} {length} | {engine}", keeping, histories, turns)
+    for length in SHORT:
+        yield "short", short_line(f"{name} {length} | {engine}", whole, keeping, Histories(length, config.items), rounds)
+
+
+def opened(engine: str, bundle: Bundle, threads: int, **options: int) -> Any:
+    encoder: Any = OnnxRuntimeEncoder(threads, **options) if engine == "onnxruntime" else TorchEncoder(**options)  # type: ignore[arg-type]
+    encoder.load(bundle)
+    return encoder
+
+
+def race(whole: Any, keeping: Any, config: HSTUConfig, histories: Histories, turns: int) -> dict[str, Contender]:
+    """All contenders at one length, by name, each with its seconds."""
+    contenders = [full_graph(whole, histories), encoder_of("full", whole, histories, 1), cold(keeping, histories)]
+    for count in (1, 8):
+        contenders += [append_graph(keeping, config, histories, count), encoder_of(f"+{count}", keeping, histories, count)]
+    return run_in_turns(contenders, turns)
+
+
+def run_in_turns(contenders: list[Contender], turns: int) -> dict[str, Contender]:
+    """Two rounds to warm up, then those that count."""
+    for number in range(turns + 2):
+        for contender in contenders:
+            contender.take_turn()
+            if number < 2:
+                contender.seconds.clear()
+    return {contender.name: contender for contender in contenders}
+
+
+def full_graph(encoder: Any, histories: Histories) -> Contender:
+    batch = engine_batch([histories.ending_anew(1)], encoder._max_history, histories.items)
+    run = encoder._states if isinstance(encoder, TorchEncoder) else lambda batch: encoder._retrieve(batch, 10)
+    return Contender("full graph", run, lambda: batch)
+
+
+def encoder_of(name: str, encoder: Any, histories: Histories, count: int) -> Contender:
+    return Contender(name, encoder.infer, lambda: histories.ending_anew(count, user=name))
+
+
+def cold(encoder: Any, histories: Histories) -> Contender:
+    """A user of whom nothing is kept: all rows are encoded and kept, somebody else's are evicted."""
+    users = iter(range(10**9))
+    return Contender("cold", encoder.infer, lambda: histories.ending_anew(1, user=f"cold {next(users)}"))
+
+
+def append_graph(encoder: Any, config: HSTUConfig, histories: Histories, count: int) -> Contender:
+    """The append computation on inputs that are at hand."""
+    kept, user = encoder._kept, f"graph +{count}"
+    encoder.infer(histories.ending_anew(count, user))
+    request = histories.ending_anew(count, user)
+    batch = engine_batch([request], encoder._max_history, histories.items)
+    with ExitStack() as held:
+        inputs = AppendInputs(config).of([kept._matched(held, 0, request, batch)], batch)
+    assert inputs["items"].shape == (1, count + 1), inputs["items"].shape
+    return Contender(f"+{count} graph", kept._run, lambda: inputs)
+
+
+def parts_line(name: str, encoder: Any, histories: Histories, turns: int) -> str:
+    """Where the time of an append of one event goes."""
+    kept, user = encoder._kept, "parts"
+    encoder.infer(histories.ending_anew(1, user))
+    laps = []
+    for _ in range(turns + 2):
+        request = histories.ending_anew(1, user)
+        marks = [now()]
+        batch = engine_batch([request], encoder._max_history, histories.items)
+        marks.append(now())
+        with ExitStack() as held:
+            append = kept._matched(held, 0, request, batch)
+            marks.append(now())
+            inputs = kept._inputs.of([append], batch)
+            marks.append(now())
+            outputs = kept._run(inputs)
+            marks.append(now())
+            kept._kept_and_latest(append, 0, outputs)
+        marks.append(now())
+        laps.append(np.diff(marks))
+    gathered = append.kept * bytes_per_row(kept._inputs._config)
+    medians = np.median(laps[2:], axis=0)
+    return f"| {name} | {' | '.join(f'{ms:.3f}' for ms in medians * 1e3)} | {gathered / medians[2] / 1e9:.1f} |"
+
+
+def graph_line(name: str, took: Mapping[str, Contender], state_mb: float, weights_mb: float) -> str:
+    full, one, eight = (took[key].ms for key in ("full graph", "+1 graph", "+8 graph"))
+    times = f"{full:.2f} | {one:.3f} | {eight:.3f} | {full / one:.0f}x"
+    return (
+        f"| {name} | {times} | {state_mb:.2f} | {one / state_mb:.3f} | {state_mb + weights_mb:.1f} | {one / (state_mb + weights_mb):.3f} |"
+    )
+
+
+def encoder_line(name: str, took: Mapping[str, Contender]) -> str:
+    full, one, eight, cold_ms = (took[key].ms for key in ("full", "+1", "+8", "cold"))
+    return f"| {name} | {full:.2f} | {cold_ms:.2f} | {one:.3f} | {eight:.3f} | {full / one:.1f}x | {full / eight:.1f}x |"
+
+
+def short_line(name: str, whole: Any, keeping: Any, histories: Histories, turns: int) -> str:
+    took = run_in_turns([encoder_of("full", whole, histories, 1), encoder_of("+1", keeping, histories, 1), cold(keeping, histories)], turns)
+    return f"| {name} | {' | '.join(f'{took[key].ms:.3f}' for key in ('full', '+1', 'cold'))} |"
+
+
+def layer_bytes(config: HSTUConfig) -> int:
+    """What an append reads of the weights: every layer's projections, in fp32."""
+    inner = config.heads * config.linear_dim
+    return 4 * config.layers * config.dim * (2 * config.heads * (config.attention_dim + config.linear_dim) + inner)
+
+
+HEADINGS = {
+    "graphs": (
+        "## The computation alone, ms",
+        (
+            "`state`: bytes of K and V that are read; `read`: with the weights of the layers. Targets at 2,048: +1 at most 1/10 of all, "
+            "and a MB read at most 1.5 times what it costs at 200."
+        ),
+        "| model, events | engine | all events | +1 | +8 | gain at +1 | state MB | ms per MB of state | read MB | ms per MB read |",
+    ),
+    "encoders": (
+        "## The whole encoder, ms",
+        "`cold`: a user of whom nothing is kept yet, whose rows are computed, without the shortcut of the last layer, and kept.",
+        "| model, events | engine | nothing kept, state off | cold | +1 | +8 | gain at +1 | gain at +8 |",
+    ),
+    "parts": (
+        "## Where the time of +1 goes, ms",
+        "Nearest items, which both ways search, are not in it.",
+        "| model, events | engine | window | match | gather | run | commit | gather GB/s |",
+    ),
+    "short": (
+        "## Short histories, the whole encoder, ms",
+        "Where keeping starts to pay: `keep_from`.",
+        "| model, events | engine | nothing kept, state off | +1 | cold |",
+    ),
+}
+
+
+def report(tables: Mapping[str, list[str]], threads: int) -> str:
+    sections = []
+    for name, (title, note, columns) in HEADINGS.items():
+        if lines := tables[name]:
+            sections += [title, "", note, "", columns, "|---" * (columns.count("|") - 1) + "|", *lines, ""]
+    sizes = "; ".join(f"{name}: {', '.join(f'{key} {value}' for key, value in sizes.items())}" for name, sizes in MODELS.items())
+    clock = "the one thread's processor time" if threads == 1 else "elapsed time"
+    heading = ["# Appending to kept states against encoding everything", "", f"One user at a time, fp32, medians of {clock}. {sizes}.", ""]
+    return "\n".join([*heading, *sections, *footing(threads)])
+
+
+def footing(threads: int) -> list[str]:
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "onnxruntime", "numpy"))
+    command = shlex.join(["python", "-m", "benchmarks.append", *sys.argv[1:]])
+    return [
+        f"{datetime.now(UTC):%Y-%m-%d}; {processor()}, {os.cpu_count()} virtual CPUs, threads {threads};",
+        f"load average at the end {load} (1, 5, 15 min).",
+        f"Python {platform.python_version()}, {packages}.",
+        "",
+        f"Command: `{command}`",
+        "",
+    ]
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or "unknown CPU")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,187 @@
+"""Answer from what is kept of a user: only the events since the last request are encoded.
+
+    history -> window -> rows' identities -> store.match -> kept K^T, V -> append (rows kept..n-1) -> store.commit (rows kept..n-2)
+                                                                                                   -> latest states -> nearest items
+
+The engine is a function, `RunAppend`: the ONNX graph or the torch model. Whatever goes wrong here costs time and no answer: the request is
+answered by encoding all of its events, as it is without state, and what is kept of its user is dropped.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from cluster.bundle import WEIGHTS, Bundle
+from cluster.nearest import NearestItems
+from cluster.values import Encoded, EncodeRequest, FloatArray
+from integrations.hstu.append_inputs import AppendInputs, AppendRequest, Arrays, Empty, bytes_per_row, groups, host_memory
+from integrations.hstu.config import HSTUConfig
+from integrations.hstu.state.device import DeviceTier
+from integrations.hstu.state.rows import identities
+from integrations.hstu.state.store import Owner, StateStore
+from integrations.hstu.state_options import StateOptions, make_store
+from integrations.hstu.user_behavior_schema import BehaviourBatch
+
+RunAppend: TypeAlias = Callable[[Arrays], Arrays]
+"""Inputs of the append by name -> `states` (B, S, D), `kt` (layers, B, H, K, S) and `v` (layers, B, H, S, W) of the new rows."""
+FullPath: TypeAlias = Callable[[Sequence[EncodeRequest], BehaviourBatch], list[Encoded]]
+
+_LOG = logging.getLogger(__name__)
+
+
+class KeptStates:
+    """The users' states of one encoder and one model. For one thread at a time, but `statistics` from any."""
+
+    def __init__(
+        self, bundle: Bundle, run: RunAppend, options: StateOptions, store: StateStore | None = None, empty: Empty = host_memory
+    ) -> None:
+        """`store` is made as the options say, unless one is given; `empty` as in AppendInputs. Raises ConfigError where no row fits."""
+        config = HSTUConfig.model_validate(bundle.manifest.model.config)
+        self._run, self._keep_from, self._prompt_length = run, options.keep_from, bundle.prompt_length
+        self._store = store or make_store(config, options, with_states=bool(bundle.prompt_length))
+        self._model = bundle.manifest.files[WEIGHTS].sha256
+        self._inputs, self._row_bytes = AppendInputs(config, empty), bytes_per_row(config)
+        self._failures, self._said = 0, set[str]()
+
+    def close(self) -> None:
+        """Give back what the store holds beside memory."""
+        if isinstance(self._store, DeviceTier):
+            self._store.close()
+
+    def forget(self, tenant: str, user: str) -> int:
+        """Drop all that is kept of the user: how many rows, an event each."""
+        return self._forgotten(lambda: self._store.forget(self._owner(tenant, user)))
+
+    def forget_tenant(self, tenant: str) -> int:
+        """The same of all users of a tenant."""
+        return self._forgotten(lambda: self._store.forget_namespace(self._namespace(tenant)))
+
+    def clear(self) -> int:
+        """The same of everybody."""
+        return self._forgotten(self._store.clear)
+
+    def _forgotten(self, drop: Callable[[], int]) -> int:
+        before = self._store.statistics().rows
+        drop()
+        self._inputs.clear()
+        return before - self._store.statistics().rows
+
+    def statistics(self) -> dict[str, float]:
+        """The store's statistics, and how often a kept state could not be used (`failures`)."""
+        return {name: float(value) for name, value in (asdict(self._store.statistics()) | {"failures": self._failures}).items()}
+
+    def answer(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch, index: NearestItems, full: FullPath) -> list[Encoded]:
+        """Every request's answer, in order: from kept state, or from `full` where none is kept of it or it could not be used."""
+        states = self.encode(requests, batch)
+        answers: dict[int, Encoded] = {}
+        if rest := [row for row in range(len(requests)) if row not in states]:
+            answers.update(zip(rest, full([requests[row] for row in rest], batch.take(rest)), strict=True))
+        if states:
+            asked = [requests[row] for row in states]
+            nearest = index.answer(asked, np.stack([states_TD[-1] for states_TD in states.values()]))
+            answers.update(
+                (row, replace(answer, states=states_TD) if self._prompt_length else answer)
+                for (row, states_TD), answer in zip(states.items(), nearest, strict=True)
+            )
+        return [answers[row] for row in range(len(requests))]
+
+    def encode(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch) -> dict[int, FloatArray]:
+        """Request's position -> its latest states (T, D), oldest first; those that are missing are to be encoded whole.
+
+        T is what the decoder's prompt takes or the history has, 1 where there is no decoder.
+        """
+        mine = [row for row, request in enumerate(requests) if request.user and batch.lengths[row] >= self._keep_from]
+        try:
+            return self._encode(requests, batch, mine) if mine else {}
+        except Exception as error:  # noqa: BLE001 - a state that cannot be used must not cost the answer that needs none
+            self._give_up((self._owner_of(requests[row]) for row in mine), error)
+            return {}
+
+    def _encode(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch, mine: Sequence[int]) -> dict[int, FloatArray]:
+        states: dict[int, FloatArray] = {}
+        with ExitStack() as held:
+            users = [self._matched(held, row, requests[row], batch) for row in mine]
+            for group in groups(users, self._row_bytes):
+                outputs = self._run(self._inputs.of(group, batch))
+                for column, user in enumerate(group):
+                    if (latest := self._kept_and_latest(user, column, outputs)) is not None:
+                        states[user.index] = latest
+        return states
+
+    def _matched(self, held: ExitStack, row: int, request: EncodeRequest, batch: BehaviourBatch) -> AppendRequest:
+        length = int(batch.lengths[row])
+        times = batch.times[row, :length].astype(np.int64) + request.sequence.request_time  # as the model sees them: clipped
+        rows = identities(batch.items[row, :length], times)
+        return AppendRequest(row, held.enter_context(self._store.matched(self._owner_of(request), rows)), rows, length)
+
+    def _kept_and_latest(self, user: AppendRequest, column: int, outputs: Arrays) -> FloatArray | None:
+        """Keep the rows that are final now; the latest states, or None where they are not finite."""
+        new_states = outputs["states"][column, : user.new]
+        if not np.isfinite(new_states).all():
+            self._give_up([user.held.owner], ValueError("the state after a kept one is not finite"))
+            return None
+        latest = self._latest(user, new_states)
+        if final := user.new - 1:
+            rows = {"kt": outputs["kt"][:, column, :, :, :final], "v": outputs["v"][:, column, :, :final]}
+            states = {"states": new_states[:final]} if self._prompt_length else {}
+            self._store.commit(user.held, user.rows, user.kept, {**rows, **states})
+        return latest
+
+    def _latest(self, user: AppendRequest, new_states: FloatArray) -> FloatArray:
+        """The latest states in memory of their own: those of kept rows as far back as the prompt takes, then those of new rows."""
+        first = max(0, user.length - max(1, self._prompt_length))
+        latest = np.empty((user.length - first, new_states.shape[1]), np.float32)
+        from_kept = max(0, user.kept - first)
+        if from_kept:
+            user.held.read({"states": latest}, first, user.kept)
+        latest[from_kept:] = new_states[max(0, first - user.kept) :]
+        return latest
+
+    def _give_up(self, owners: Iterable[Owner], error: Exception) -> None:
+        """Forget the users, since what is kept of them may be the cause; say so once for each kind of error, not with every request."""
+        kind = type(error).__name__
+        self._failures += 1
+        if kind not in self._said:
+            self._said.add(kind)
+            _LOG.error("kept states could not be used; such requests are encoded whole (said once for %s)", kind, exc_info=error)
+        for owner in owners:
+            self._store.forget(owner)
+
+    def _owner_of(self, request: EncodeRequest) -> Owner:
+        return self._owner(request.tenant, request.user)
+
+    def _owner(self, tenant: str, user: str) -> Owner:
+        return Owner(self._namespace(tenant), user)
+
+    def _namespace(self, tenant: str) -> str:
+        return f"{self._model}/{tenant}"
+
+
+class KeepsStates:
+    """What an encoder that may keep states says of them; `_kept` is None while nothing is kept."""
+
+    _kept: KeptStates | None = None
+
+    def close(self) -> None:
+        if kept := self.__dict__.pop("_kept", None):
+            kept.close()
+
+    def forget(self, tenant: str, user: str) -> int:
+        """Erase what is kept of the user: how many rows, an event each."""
+        return self._kept.forget(tenant, user) if self._kept else 0
+
+    def forget_tenant(self, tenant: str) -> int:
+        """The same of all users of a tenant."""
+        return self._kept.forget_tenant(tenant) if self._kept else 0
+
+    def forget_everything(self) -> int:
+        """The same of everybody."""
+        return self._kept.clear() if self._kept else 0
+
+    def kept(self) -> dict[str, float]:
+        """What is kept and how often it served, as plain numbers; empty while nothing is kept. From any thread."""
+        return kept.statistics() if (kept := self._kept) else {}
