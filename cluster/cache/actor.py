@@ -8,6 +8,7 @@ stays in the object store of the node that computed it: only a reference passes 
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from cluster.errors import BackendUnavailable
 
 NAME, NAMESPACE = "genrec-cache", "genrec"
 LARGE_BYTES = 100_000
+REFUSALS = (RayError, ValueError, RuntimeError, ConnectionError)  # what Ray raises where it cannot be had
 MAX_CONCURRENCY = 10_000  # callers that wait for another's computation take a place each
 logger = logging.getLogger(__name__)
 
@@ -133,12 +135,13 @@ class ActorShard:
     async def _found(self) -> None:
         try:
             self._actor = await asyncio.to_thread(_find_or_make, self._name, self._settings)
-        except (RayError, ValueError, RuntimeError) as error:
+        except REFUSALS as error:
             logger.warning("cache actor %s cannot be had: %s: %s", self._name, type(error).__name__, error)
 
 
 async def connect(settings: CacheSettings, name: str = NAME, patience: SharedSettings | None = None) -> ShardedCache:
-    """The cluster's shared cache; its actors are made where they do not exist, and told the settings where they do.
+    """The cluster's shared cache; its actors are made where they do not exist, and told the settings where they do. Actors of earlier
+    settings, beyond `l2_shards`, are ended: nobody asks them any more, and no erasure would reach what they hold.
 
     `patience`: the deadlines, in place of those of the settings. Raises BackendUnavailable where Ray refuses.
     """
@@ -148,23 +151,44 @@ async def connect(settings: CacheSettings, name: str = NAME, patience: SharedSet
     patience = patience or SharedSettings(deadline_s=settings.l2_deadline_ms / 1000)
     try:
         actors = await asyncio.to_thread(lambda: {one: _find_or_make(one, shard) for one in shard_names(settings.l2_shards, name)})
-    except (RayError, ValueError, RuntimeError, ConnectionError) as error:
+        await asyncio.to_thread(_end, name, settings.l2_shards)
+    except REFUSALS as error:
         raise BackendUnavailable(f"the cache actors cannot be had: {type(error).__name__}: {error}; see: ray status") from error
     shards = {one: ActorShard(one, shard, patience.deadline_s / 2, actor) for one, actor in actors.items()}
     return ShardedCache(shards, patience)
 
 
-def remove(shards: int, name: str = NAME) -> None:
-    """End the actors for good. Blocks."""
-    for one in shard_names(shards, name):
-        try:
-            ray.kill(ray.get_actor(one, NAMESPACE))
-        except ValueError:
-            logger.info("there is no cache actor %s", one)
+def remove_all(name: str = NAME) -> None:
+    """End the cluster's cache actors for good, where there are any: they outlive the configuration that asked for them. Blocks for one call
+    of Ray's head where there are none. Does not raise: what is wrong is logged.
+    """
+    if not ray.is_initialized():
+        return
+    try:
+        _end(name, 0)
+    except REFUSALS as error:
+        logger.warning("cache actors may live on (%s: %s); look for them with: ray list actors", type(error).__name__, error)
 
 
 def shard_names(shards: int, name: str = NAME) -> list[str]:
     return [f"{name}-{index}" for index in range(shards)]
+
+
+def _end(name: str, first: int) -> None:
+    """The actors numbered from `first` on. Blocks."""
+    numbered = re.compile(rf"{re.escape(name)}-(\d+)")
+    for one in ray.util.list_named_actors(all_namespaces=True):
+        known = numbered.fullmatch(one["name"]) if one["namespace"] == NAMESPACE else None
+        if known and int(known[1]) >= first:
+            _kill(one["name"])
+
+
+def _kill(name: str) -> None:
+    try:
+        ray.kill(ray.get_actor(name, NAMESPACE))
+        logger.info("ended cache actor %s: the configuration has no use for it", name)
+    except ValueError:  # another replica was faster
+        logger.debug("cache actor %s has ended", name)
 
 
 def _find_or_make(name: str, settings: ShardSettings) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable
 
 from cluster.cache.entry import Entry, Key
 from cluster.cache.hit_rate import HitRateWindow
+from cluster.errors import ConfigError
 
 _HALVES = bytes(count // 2 for count in range(256))
 
@@ -57,7 +58,8 @@ class AdaptiveAdmission:
 
     `relax_at` (default: a tenth of the way from the minimum to 1) lies above the minimum, so that a rate about the minimum does not switch
     to and fro. `window`: how many lookups are recent. `sample`: among how many entries, drawn at random, the victim is chosen.
-    `memory`: how many lookups the frequencies remember.
+    `memory`: how many lookups the frequencies remember. Raises ConfigError at a minimum that is no share between 0 and 1, and at a
+    `relax_at` below it.
     """
 
     def __init__(
@@ -71,11 +73,14 @@ class AdaptiveAdmission:
         seed: int | None = None,
     ) -> None:
         if not 0 < minimum_hit_rate < 1:
-            raise ValueError(f"minimum_hit_rate must lie between 0 and 1, not {minimum_hit_rate}")
+            raise ConfigError(
+                f"minimum_hit_rate is {minimum_hit_rate}; give a share above 0 and below 1, as 0.05 (no cache always hits), "
+                "or do without admission control: in the configuration, 0"
+            )
         self.minimum_hit_rate = minimum_hit_rate
         self.relax_at = minimum_hit_rate + (1 - minimum_hit_rate) / 10 if relax_at is None else relax_at
         if self.relax_at < minimum_hit_rate:
-            raise ValueError(f"relax_at ({self.relax_at}) must not be below minimum_hit_rate ({minimum_hit_rate})")
+            raise ConfigError(f"relax_at ({self.relax_at}) must not be below minimum_hit_rate ({minimum_hit_rate})")
         self.sample = sample
         self.strict = False
         self._window = HitRateWindow(window)

@@ -18,8 +18,9 @@ class ArcPolicy(WeighedPolicy[KeyT]):
         super().__init__(capacity)
         self._once = WeighedQueue[KeyT]()
         self._again = WeighedQueue[KeyT]()
-        self._once_ghost = WeighedQueue[KeyT]()
-        self._again_ghost = WeighedQueue[KeyT]()
+        # hashes: who was erased is not to be named by what is remembered of the evicted
+        self._once_ghost = WeighedQueue[int]()
+        self._again_ghost = WeighedQueue[int]()
         self._target = 0.0
         self._met_again_ghost = False
 
@@ -37,19 +38,20 @@ class ArcPolicy(WeighedPolicy[KeyT]):
         self.used = 0
 
     def _make_room(self, key: KeyT, weight: int) -> list[KeyT]:
-        self._met_again_ghost = key in self._again_ghost
-        if key in self._once_ghost:
+        self._met_again_ghost = hash(key) in self._again_ghost
+        if hash(key) in self._once_ghost:
             self._target = min(self._target + weight * _ratio(self._again_ghost, self._once_ghost), float(self.capacity))
         elif self._met_again_ghost:
             self._target = max(self._target - weight * _ratio(self._once_ghost, self._again_ghost), 0.0)
         return super()._make_room(key, weight)
 
     def _insert(self, key: KeyT, weight: int) -> None:
-        if key in self._once_ghost:
-            self._once_ghost.remove(key)
+        known = hash(key)
+        if known in self._once_ghost:
+            self._once_ghost.remove(known)
             self._again.append(key, weight)
-        elif key in self._again_ghost:
-            self._again_ghost.remove(key)
+        elif known in self._again_ghost:
+            self._again_ghost.remove(known)
             self._again.append(key, weight)
         else:
             self._once.append(key, weight)
@@ -62,7 +64,7 @@ class ArcPolicy(WeighedPolicy[KeyT]):
         else:
             queue, ghost = self._again, self._again_ghost
         key, weight = queue.pop_oldest()
-        ghost.append(key, weight)
+        ghost.append(hash(key), weight)
         return key
 
     def _trim_ghosts(self) -> None:
@@ -81,6 +83,6 @@ class ArcPolicy(WeighedPolicy[KeyT]):
         return evicted
 
 
-def _ratio(other: WeighedQueue[KeyT], met: WeighedQueue[KeyT]) -> float:
+def _ratio(other: WeighedQueue[int], met: WeighedQueue[int]) -> float:
     """By how many times the key's weight the target moves: the shorter the ghost that remembered it, the more."""
     return max(1.0, other.used / met.used)

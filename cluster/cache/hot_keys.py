@@ -55,6 +55,15 @@ class HotKeys(Generic[KeyT]):
             error = self._drop_least()
             self._place(key, error + weight, error)
 
+    def forget(self, concerned: Callable[[KeyT], bool]) -> None:
+        """Count these no more. Takes time in proportion to the capacity."""
+        gone = [key for key in self._counts if concerned(key)]
+        for key in gone:
+            del self._counts[key], self._errors[key]
+        if gone:
+            self._least = [line for line in self._least if line[2] in self._counts]
+            heapq.heapify(self._least)
+
     def hot(self, key: KeyT) -> bool:
         return self.rate(key) >= self.hot_per_minute
 

@@ -34,7 +34,7 @@ class S3FifoPolicy(WeighedPolicy[KeyT]):
         self._hits: dict[KeyT, int] = {}
         self._small = WeighedQueue[KeyT]()
         self._main = WeighedQueue[KeyT]()
-        self._ghost = WeighedQueue[KeyT]()
+        self._ghost = WeighedQueue[int]()  # hashes: who was erased is not to be named by what is remembered of the evicted
 
     def touch(self, key: KeyT) -> None:
         hits = self._hits[key]
@@ -51,9 +51,9 @@ class S3FifoPolicy(WeighedPolicy[KeyT]):
 
     def _make_room(self, key: KeyT, weight: int) -> list[KeyT]:
         # Asked first: those who leave now must not drive the key out of the ghost that they join.
-        self._remembered = key in self._ghost
+        self._remembered = (known := hash(key)) in self._ghost
         if self._remembered:
-            self._ghost.remove(key)
+            self._ghost.remove(known)
         return super()._make_room(key, weight)
 
     def _insert(self, key: KeyT, weight: int) -> None:
@@ -95,6 +95,6 @@ class S3FifoPolicy(WeighedPolicy[KeyT]):
         return key
 
     def _remember(self, key: KeyT, weight: int) -> None:
-        self._ghost.append(key, weight)
+        self._ghost.append(hash(key), weight)
         while self._ghost.used > self._ghost_capacity:
             self._ghost.pop_oldest()

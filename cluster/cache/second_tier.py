@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.cache.codec import CountingCodec
 from cluster.cache.entry import Entry, Key
-from cluster.cache.shard import Granted, Held
+from cluster.cache.shard import Held, Leased
 from cluster.cache.shared import SharedCache
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.write_behind import WriteBehind
@@ -26,6 +26,14 @@ class Arrived:
     awaited: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Right:
+    """To compute an entry and put it with this epoch. `holder`: who we are in its lease; "" where another replica has that."""
+
+    epoch: int
+    holder: str
+
+
 class SecondTier:
     """`refused` is told of each key whose entry was not taken in because it was erased while it was computed."""
 
@@ -33,7 +41,8 @@ class SecondTier:
         self.shared = shared
         self._codec, self._settings = codec, settings
         self.writes = WriteBehind(shared, settings.max_writes, refused)
-        self._holder = f"{os.uname().nodename}-{os.getpid()}-{next(_numbers)}"
+        self._name = f"{os.uname().nodename}-{os.getpid()}-{next(_numbers)}"
+        self._asked = itertools.count()
         self._releases: set[asyncio.Task[None]] = set()
 
     async def find(self, key: Key) -> Entry | None:
@@ -41,29 +50,32 @@ class SecondTier:
         entry = (await self.shared.mget((key,))).entries.get(key)
         return self._codec.decoded(entry) if entry else None
 
-    async def obtain(self, key: Key, newer_than: float) -> Arrived | Granted | Held | None:
-        """An entry that is fresh until after `newer_than`, or with which epoch to compute it: Granted to us, or Held by one who takes too
-        long. None where the shared cache cannot be asked: what is computed then stays here.
+    async def obtain(self, key: Key, newer_than: float) -> Arrived | Right | None:
+        """An entry that is fresh until after `newer_than`, or the right to compute it: with its lease, or beside one who takes too long.
+        None where the shared cache cannot be asked: what is computed then stays here.
         """
         until = _now() + self._settings.wait_s
+        holder = f"{self._name}-{next(self._asked)}"  # another each time: what this one releases late is not the next one's
         for _ in range(TRIES):  # each replica whose computation fails takes its turn; more tries than that have another cause
-            leased = await self.shared.lease(key, self._holder, self._settings.lease_s, newer_than)
+            leased = await self.shared.lease(key, holder, self._settings.lease_s, newer_than)
             entry = await self._awaited(key, leased, until - _now(), newer_than) if isinstance(leased, Held) else leased
             if isinstance(entry, Entry):
                 if (decoded := self._codec.decoded(entry)) is not None:
                     return Arrived(decoded, awaited=isinstance(leased, Held))
                 newer_than = max(newer_than, entry.fresh_until)
             elif not isinstance(leased, Held) or _now() >= until:
-                return leased if not isinstance(leased, Entry) else None
+                return _right(leased, holder)
         return None
 
     def put(self, key: Key, entry: Entry, epoch: int) -> None:
         """Send it soon; nobody waits for it."""
         self.writes.put(key, entry, epoch)
 
-    def release(self, key: Key) -> None:
+    def release(self, key: Key, right: Right) -> None:
         """Let the next replica compute it; nobody waits for that."""
-        task = asyncio.get_running_loop().create_task(self.shared.release(key, self._holder))
+        if not right.holder:
+            return
+        task = asyncio.get_running_loop().create_task(self.shared.release(key, right.holder))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
@@ -73,6 +85,12 @@ class SecondTier:
 
     async def _awaited(self, key: Key, held: Held, left_s: float, newer_than: float) -> Entry | None:
         return await self.shared.wait(key, min(left_s, held.seconds), newer_than) if left_s > 0 else None
+
+
+def _right(leased: Leased | None, holder: str) -> Right | None:
+    if leased is None or isinstance(leased, Entry):
+        return None
+    return Right(leased.epoch, "" if isinstance(leased, Held) else holder)
 
 
 def _now() -> float:

@@ -15,6 +15,7 @@ from typing import TypeAlias
 from cluster.cache.entry import CacheStatistics, Entry, Key
 from cluster.cache.epochs import Epochs
 from cluster.cache.memory import MemoryCache
+from cluster.cache.scopes import concerns
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +147,3 @@ class CacheShard:
             waiting.remove(put)
         if not waiting:
             self._waiting.pop(key, None)
-
-
-def concerns(key: Key, namespace: str | None, group: str | None) -> bool:
-    """Whether an erasure of this group (None: the namespace; None both: everything) is one of the key."""
-    return namespace in {None, key.namespace} and group in {None, key.group}

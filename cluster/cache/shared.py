@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from cluster.breaker import Breaker, BreakerSettings, BreakerState
 from cluster.cache.entry import CacheStatistics, Entry, Key
+from cluster.cache.late_leases import LateLeases
 from cluster.cache.rendezvous import pick
 from cluster.cache.shard import Leased, Lookup
 from cluster.errors import ConfigError
@@ -58,7 +59,10 @@ class ShardHealth:
 
 
 class SharedCache(Protocol):
-    """As Shard, less what fails: `lease` is None where nobody can say, and `mput` returns what it knows to be refused for an erasure."""
+    """As Shard, less what fails: `lease` is None where nobody can say, and `mput` returns what it knows to be refused for an erasure.
+
+    A lease that is granted after `lease` returned None, or was cancelled, is given back: its holder must be one that no other call names.
+    """
 
     async def mget(self, keys: Sequence[Key]) -> Lookup: ...
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]: ...
@@ -154,6 +158,7 @@ class ShardedCache:
         settings = settings or SharedSettings()
         self._shards = {name: GuardedShard(name, shard, settings, clock) for name, shard in shards.items()}
         self._names = sorted(shards)
+        self._late = LateLeases(settings.operator_s)
 
     async def mget(self, keys: Sequence[Key]) -> Lookup:
         """Keys of a shard that fails are neither found nor have an epoch."""
@@ -171,7 +176,19 @@ class ShardedCache:
         return frozenset[Key]().union(*await self._each(self._by_shard(entries), put))
 
     async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased | None:
-        return await self._shard(key).ask(lambda s: s.lease(key, holder, seconds, newer_than))
+        shard, sent = self._shard(key), list[asyncio.Future[Leased]]()
+
+        def call(asked: Shard) -> Awaitable[Leased]:
+            sent.append(asyncio.ensure_future(asked.lease(key, holder, seconds, newer_than)))
+            return asyncio.shield(sent[0])
+
+        leased = None
+        try:
+            leased = await shard.ask(call)
+            return leased
+        finally:
+            if leased is None and sent:
+                self._late.give_back(sent[0], lambda: shard.shard.release(key, holder))
 
     async def wait(self, key: Key, within_s: float, newer_than: float = 0.0) -> Entry | None:
         return await self._shard(key).ask(lambda s: s.wait(key, within_s, newer_than), more_s=within_s)
@@ -196,6 +213,7 @@ class ShardedCache:
         return tuple(self._shards[name].health() for name in self._names)
 
     async def close(self) -> None:
+        await self._late.close()
         await asyncio.gather(*(shard.insist(lambda s: s.close()) for shard in self._shards.values()))
 
     def _shard(self, key: Key) -> GuardedShard:

@@ -1,6 +1,7 @@
 """Work that several callers wait for, and work that nobody waits for, on one event loop.
 
-A flight is a task of its own: a caller that goes away does not take it down, and its error reaches each caller that is still there.
+A flight is a task of its own: a caller that goes away does not take it down while others wait, and its error reaches each of them. With
+the last who waits it ends: nobody would be given what it costs.
 """
 
 import asyncio
@@ -11,36 +12,58 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 T = TypeVar("T")
 
 
+class Flight(Generic[KeyT, T]):
+    """One computation, and how many wait for it."""
+
+    __slots__ = ("key", "task", "waiting")
+
+    def __init__(self, key: KeyT, task: "asyncio.Task[T]", waiting: int) -> None:
+        self.key, self.task, self.waiting = key, task, waiting
+
+
 class SingleFlight(Generic[KeyT, T]):
     """At most one computation of a key at a time; whoever comes later joins it."""
 
     def __init__(self) -> None:
-        self._flights: dict[KeyT, asyncio.Task[T]] = {}
+        self._flights: dict[KeyT, Flight[KeyT, T]] = {}
         self._running: set[asyncio.Task[T]] = set()  # the loop itself keeps tasks by weak references only
 
-    def get(self, key: KeyT) -> "asyncio.Task[T] | None":
-        """The one under way. Await it under `asyncio.shield`."""
+    def get(self, key: KeyT) -> Flight[KeyT, T] | None:
+        """The one under way, to `wait` for."""
         return self._flights.get(key)
 
-    def start(self, key: KeyT, compute: Callable[[], Coroutine[Any, Any, T]]) -> "asyncio.Task[T]":
-        """A new one, which later callers join."""
-        flight = asyncio.get_running_loop().create_task(compute())
-        self._flights[key] = flight
-        self._running.add(flight)
-        flight.add_done_callback(lambda done: self._landed(key, done))
+    def start(self, key: KeyT, compute: Callable[[], Coroutine[Any, Any, T]], *, waiting: int = 0) -> Flight[KeyT, T]:
+        """A new one, which later callers join. `waiting`: who waits for it already, and goes away never: 1 for background work."""
+        flight = self._flights[key] = Flight(key, asyncio.get_running_loop().create_task(compute()), waiting)
+        self._running.add(flight.task)
+        flight.task.add_done_callback(lambda done: self._landed(flight, done))
         return flight
+
+    async def wait(self, flight: Flight[KeyT, T]) -> T:
+        """Its answer. Where the last who waits is cancelled, so is the flight, and who comes from now on begins another."""
+        flight.waiting += 1
+        try:
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.waiting -= 1
+            if not flight.waiting and not flight.task.done():
+                flight.task.cancel()
+                self._drop(flight)
 
     def detach(self, concerned: Callable[[KeyT], bool]) -> None:
         """Nobody joins these any more; who waits for one still gets its answer."""
         for key in [key for key in self._flights if concerned(key)]:
             del self._flights[key]
 
-    def _landed(self, key: KeyT, flight: "asyncio.Task[T]") -> None:
-        self._running.discard(flight)
-        if self._flights.get(key) is flight:
-            del self._flights[key]
-        if not flight.cancelled():
-            flight.exception()  # or the loop reports it as never retrieved where all callers went away
+    def _landed(self, flight: Flight[KeyT, T], task: "asyncio.Task[T]") -> None:
+        self._running.discard(task)
+        self._drop(flight)
+        if not task.cancelled():
+            task.exception()  # or the loop reports it as never retrieved where all callers went away
+
+    def _drop(self, flight: Flight[KeyT, T]) -> None:
+        if self._flights.get(flight.key) is flight:
+            del self._flights[flight.key]
 
 
 class Background:

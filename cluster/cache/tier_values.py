@@ -4,9 +4,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
-
-from pydantic import ConfigDict, Field
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 from cluster.cache.entry import CacheStatistics, Key
 from cluster.cache.shared import ShardHealth
@@ -79,24 +77,27 @@ class TierStatistics:
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """For how long answers are kept, and what may go on in the background."""
+    """For how long answers are kept, and what may go on in the background. Raises ConfigError at values that make no sense.
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # a typing error in a configuration file is not ignored
+    `ttl_s`: an answer is fresh for so long, and for `stale_s` after that it is served while the next one is computed. `negative_ttl_s`: a
+    degraded answer is kept for so long, and a refresh that left nothing to keep is not repeated earlier. `jitter`: times vary by this
+    share, so that what was computed together is not computed anew together. `wait_s`: for so long another replica's computation is awaited
+    before it is done here as well; as long as an answer may take without hurting who asked. `lease_s`: after so long a replica that
+    computes an answer is thought dead. `refresh_ahead`: answers looked up `hot_per_minute` times or more are computed anew when this share
+    of their fresh time is left. `max_background`: refreshes at a time; `max_writes`: answers on their way to the shared cache; more are
+    dropped.
+    """
 
-    ttl_s: Annotated[float, Field(description="an answer is fresh for so long")] = 60.0
-    stale_s: Annotated[float, Field(description="and is served for so long after that, while the next one is computed")] = 300.0
-    negative_ttl_s: Annotated[
-        float, Field(description="a degraded answer is kept for so long; a failed refresh is not repeated earlier")
-    ] = 1.0
-    jitter: Annotated[
-        float, Field(description="times vary by this share, so that what was computed together is not computed anew together")
-    ] = 0.1
-    wait_s: Annotated[float, Field(description="for so long another replica's computation is awaited")] = 1.0
-    lease_s: Annotated[float, Field(description="after so long a replica that computes an answer is thought dead")] = 5.0
-    refresh_ahead: Annotated[float, Field(description="hot answers are computed anew when this share of their fresh time is left")] = 0.2
-    hot_per_minute: Annotated[float, Field(description="from so many lookups a minute an answer is hot")] = 6.0
-    max_background: Annotated[int, Field(description="refreshes at a time; more are dropped")] = 64
-    max_writes: Annotated[int, Field(description="answers on their way to the shared cache; more are dropped")] = 1024
+    ttl_s: float = 60.0
+    stale_s: float = 300.0
+    negative_ttl_s: float = 1.0
+    jitter: float = 0.1
+    wait_s: float = 0.5
+    lease_s: float = 5.0
+    refresh_ahead: float = 0.2
+    hot_per_minute: float = 6.0
+    max_background: int = 64
+    max_writes: int = 1024
 
     def __post_init__(self) -> None:
         if not min(self.ttl_s, self.negative_ttl_s, self.wait_s, self.lease_s, self.hot_per_minute) > 0:
@@ -113,17 +114,32 @@ class TierSettings:
 
 
 class Pauses:
-    """Keys whose refresh went wrong a moment ago; at most `limit`, the oldest are forgotten first."""
+    """Keys whose refresh left nothing a moment ago; at most `limit`, the oldest are forgotten first."""
 
     def __init__(self, clock: Callable[[], float] = time.time, limit: int = 10_000) -> None:
         self._clock, self._limit = clock, limit
         self._until: OrderedDict[Key, float] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._until)
+
     def pause(self, key: Key, seconds: float) -> None:
         self._until[key] = self._clock() + seconds
         self._until.move_to_end(key)
+        self._drop_ended()
         if len(self._until) > self._limit:
             self._until.popitem(last=False)
 
     def paused(self, key: Key) -> bool:
         return self._clock() < self._until.get(key, 0.0)
+
+    def forget(self, concerned: Callable[[Key], bool]) -> None:
+        """Whoever was erased is not to be named here. Takes time in proportion to the pauses that last."""
+        self._drop_ended()
+        for key in [key for key in self._until if concerned(key)]:
+            del self._until[key]
+
+    def _drop_ended(self) -> None:
+        """From the oldest on, as they are about equally long."""
+        while self._until and next(iter(self._until.values())) <= self._clock():
+            self._until.popitem(last=False)

@@ -6,7 +6,6 @@ An answer past its time is still served, at once, while one task computes the ne
 Whatever the shared cache does, or fails to do, is no error here.
 """
 
-import asyncio
 import logging
 import random
 import time
@@ -19,18 +18,17 @@ from cluster.cache.entry import Entry, Key, merged
 from cluster.cache.epochs import Epochs
 from cluster.cache.hot_keys import HotKeys
 from cluster.cache.memory import MemoryCache
-from cluster.cache.second_tier import Arrived, SecondTier
-from cluster.cache.shard import Granted, Held, concerns
+from cluster.cache.scopes import concerns
+from cluster.cache.second_tier import Arrived, Right, SecondTier
 from cluster.cache.shared import SharedCache
 from cluster.cache.single_flight import Background, SingleFlight
 from cluster.cache.tier_values import Computed, Found, Invalidated, Pauses, Tier, TierSettings, TierStatistics
-
-__all__ = ["Codec", "Computed", "Found", "Invalidated", "TierSettings", "TierStatistics", "TieredCache"]
 
 T = TypeVar("T")
 Compute: TypeAlias = Callable[[], Awaitable[Computed[T]]]
 HOTTEST = 10
 ANEW = 1e15  # nothing kept is fresh for that long
+DECODED_WEIGHT = 2  # in memory an answer is objects, about twice as large as the JSON that it weighs in the shared cache
 logger = logging.getLogger(__name__)
 
 
@@ -58,7 +56,7 @@ class TieredCache(Generic[T]):
         self._computed = self._joined = self._refreshes = 0
 
     async def get_or_compute(self, key: Key, compute: Compute[T], *, refresh: bool = False) -> Found[T]:
-        """Raises what `compute` raises, to all who wait for it here; nothing is kept then. Computing goes on if its caller goes away.
+        """Raises what `compute` raises, to all who wait for it here; nothing is kept then. Computing ends when all of them are cancelled.
 
         With `refresh`, nothing that is kept will do; what is being computed at this moment will.
         """
@@ -87,7 +85,7 @@ class TieredCache(Generic[T]):
         entry = self._l1.peek(key)
         newer_than = max(self._clock(), entry.fresh_until if entry else 0.0)
         self._refreshes += 1
-        self._background.keep(self._flights.start(key, lambda: self._refreshed(key, compute, newer_than)))
+        self._background.keep(self._flights.start(key, lambda: self._refreshed(key, compute, newer_than), waiting=1).task)
         return True
 
     def forget(self, namespace: str | None = None, group: str | None = None) -> int:
@@ -96,7 +94,8 @@ class TieredCache(Generic[T]):
         What is being computed of it now will not be kept either, and nobody who asks from now on is given it.
         """
         self._epochs.end(namespace, group)
-        self._flights.detach(lambda key: concerns(key, namespace, group))
+        for kept in (self._flights.detach, self._hot.forget, self._pauses.forget):
+            kept(lambda key: concerns(key, namespace, group))
         return self._l1.invalidate(namespace, group)
 
     async def invalidate(self, namespace: str | None = None, group: str | None = None) -> Invalidated:
@@ -135,8 +134,8 @@ class TieredCache(Generic[T]):
     async def _join_or_begin(self, key: Key, compute: Compute[T], newer_than: float) -> Found[T]:
         if (flight := self._flights.get(key)) is not None:
             self._joined += 1
-            return replace(await asyncio.shield(flight), tier="joined")
-        found = await asyncio.shield(self._flights.start(key, lambda: self._obtain(key, compute, newer_than)))
+            return replace(await self._flights.wait(flight), tier="joined")
+        found = await self._flights.wait(self._flights.start(key, lambda: self._obtain(key, compute, newer_than)))
         if found.stale:
             self.refresh(key, compute)
         return found
@@ -158,11 +157,10 @@ class TieredCache(Generic[T]):
 
     def _taken_over(self, key: Key, entry: Entry, began: int, tier: Tier) -> Found[T]:
         """An entry of the shared cache, kept here as well unless it was erased on the way."""
-        if self._epochs.admits(key, began):
-            self._l1.put(key, entry)
+        self._remember(key, entry, began)
         return self._found(entry, tier)
 
-    async def _compute(self, key: Key, compute: Compute[T], began: int, right: Granted | Held | None) -> Found[T]:
+    async def _compute(self, key: Key, compute: Compute[T], began: int, right: Right | None) -> Found[T]:
         started, kept = time.perf_counter(), False
         try:
             computed = await compute()
@@ -170,30 +168,32 @@ class TieredCache(Generic[T]):
             kept = self._keep(key, computed, 1000 * (time.perf_counter() - started), began, right)
             return Found(computed.value, "computed")
         finally:
-            if self._l2 is not None and isinstance(right, Granted) and not kept:
-                self._l2.release(key)
+            if self._l2 is not None and right is not None and not kept:
+                self._l2.release(key, right)
 
-    def _keep(self, key: Key, computed: Computed[T], cost_ms: float, began: int, right: Granted | Held | None) -> bool:
+    def _keep(self, key: Key, computed: Computed[T], cost_ms: float, began: int, right: Right | None) -> bool:
         """In both tiers, and whether it goes to the second."""
-        if not computed.keep or (computed.negative and self._has_better(key)):
-            return False
-        if (payload := self._codec.encoded(computed.value)) is None:
+        payload = self._codec.encoded(computed.value) if computed.keep else None
+        if payload is None or computed.negative:
+            self._pauses.pause(key, self._settings.negative_ttl_s)  # or each who is given a stale one would start the next attempt
+        if payload is None or (computed.negative and self._has_better(key)):
             return False
         entry = self._entry(payload, computed.negative, cost_ms)
-        if self._epochs.admits(key, began):
-            self._l1.put(key, replace(entry, payload=computed.value))
+        self._remember(key, replace(entry, payload=computed.value), began)
         if self._l2 is None or right is None:
             return False
         self._l2.put(key, entry, right.epoch)
         return True
 
     def _has_better(self, key: Key) -> bool:
-        """Whether a good answer, if an old one, is there: it is not given up for a degraded one, and is tried again a little later."""
+        """Whether a good answer, if an old one, is there: it is not given up for a degraded one."""
         entry = self._l1.peek(key)
-        if entry is None or entry.stale_until <= entry.fresh_until:  # a degraded one itself: those are never stale
-            return False
-        self._pauses.pause(key, self._settings.negative_ttl_s)
-        return True
+        return entry is not None and entry.stale_until > entry.fresh_until  # a degraded one is never stale
+
+    def _remember(self, key: Key, entry: Entry, began: int) -> None:
+        """A decoded entry, in this memory, unless it was erased since it `began`."""
+        if self._epochs.admits(key, began):
+            self._l1.put(key, replace(entry, weight=DECODED_WEIGHT * entry.weight))
 
     def _entry(self, payload: bytes, negative: bool, cost_ms: float) -> Entry:
         settings = self._settings

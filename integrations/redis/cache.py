@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from cluster.cache.entry import CacheStatistics, Entry, Key, NamespaceStatistics
+from cluster.cache.scopes import scope_digest, scopes_of
 from cluster.cache.shard import Granted, Held, Leased, Lookup
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.config import CacheSettings
@@ -84,7 +85,8 @@ class RedisCache:
             for key in sent:
                 entry = entries[key]
                 living_ms = max(1, int(1000 * (max(entry.fresh_until, entry.stale_until) - now)))
-                await self._put([self._prefix], [*_parts(key), to_bytes(entry), living_ms, epochs[key]], client=pipeline)
+                arguments = [*_parts(key), to_bytes(entry), living_ms, epochs[key], *scopes_of(key)]
+                await self._put([self._prefix], arguments, client=pipeline)
             taken = await pipeline.execute()
         self._counts["insertions"] += sum(taken)
         return frozenset(refused.union(key for key, one in zip(sent, taken, strict=True) if not one))
@@ -115,7 +117,7 @@ class RedisCache:
         await self._release([self._name("l", key)], [holder])
 
     async def invalidate(self, namespace: str | None = None, group: str | None = None) -> int:
-        await self._erase([self._prefix], [_quoted(namespace), _quoted(group)])
+        await self._erase([self._prefix], [scope_digest(namespace, group)])
         if namespace is None:
             namespaces = await self._redis.zrange(f"{self._prefix}a", 0, -1)
             dropped = sum([await self._dropped(f"n:{name.decode()}") for name in namespaces])
@@ -189,9 +191,9 @@ def _address(url: str) -> str:
     return f"{parts.hostname}:{parts.port or 6379}" if parts.hostname else parts.path
 
 
-def _quoted(part: str | None) -> str:
-    """No ":" in it, and never empty for a name: "" is an erasure's "all"."""
-    return "" if part is None else f"-{quote(part, safe='')}"
+def _quoted(part: str) -> str:
+    """No ":" in it, and never empty."""
+    return f"-{quote(part, safe='')}"
 
 
 def _parts(key: Key) -> list[str]:

@@ -6,7 +6,7 @@ Keys, after a prefix; parts are quoted, so that a ":" only ever separates:
     g:namespace:group          sorted set: "namespace:group:digest" of the group's entries and leases, by when they end
     n:namespace                the same of all groups              a   sorted set: namespaces, by when their last entry ends
     e                          hash: `now`, the epoch; `floor`, the first one known here
-    x:namespace:group, x:namespace:, x::   the epoch that the last erasure of the group, namespace, everything began
+    x:digest      the epoch that the last erasure of a group, a namespace or everything began; its digest, so that it names nobody
 
 An epoch counts erasures, from the microseconds since 1970 at which `e` was first needed: a Redis that lost its data begins above every
 epoch it gave out before. Erasures are remembered for as long as `KEEP_ERASURES_MS`; no computation takes that long.
@@ -25,9 +25,6 @@ local function epoch()
   redis.call('HSET', prefix .. 'e', 'now', now, 'floor', now)
   return now
 end
-local function scopes(namespace, group)
-  return {{prefix .. 'x::', prefix .. 'x:' .. namespace .. ':', prefix .. 'x:' .. namespace .. ':' .. group}}
-end
 local function fresh_until(raw)
   if #raw < 9 or string.byte(raw, 1) ~= 1 then return 0 end
   return (struct.unpack('<d', raw, 2))
@@ -45,12 +42,13 @@ local keep_ms = {KEEP_ERASURES_MS}
 PUT = (
     _COMMON
     + """
--- namespace, group, digest, raw entry, milliseconds to live, epoch -> 1: taken in, 0: refused
+-- namespace, group, digest, raw entry, milliseconds to live, epoch, digest of each erasure it may be of -> 1: taken in, 0: refused
 local namespace, group, name = ARGV[1], ARGV[2], ARGV[1] .. ':' .. ARGV[2] .. ':' .. ARGV[3]
 local began = tonumber(ARGV[6])
 epoch()
 if began < tonumber(redis.call('HGET', prefix .. 'e', 'floor')) then return 0 end
-for _, erased in ipairs(redis.call('MGET', unpack(scopes(namespace, group)))) do
+for scope = 7, #ARGV do
+  local erased = redis.call('GET', prefix .. 'x:' .. ARGV[scope])
   if erased and began < tonumber(erased) then return 0 end
 end
 local at_ms = now_ms + ARGV[5]
@@ -92,11 +90,11 @@ return 0
 ERASE = (
     _COMMON
     + """
--- namespace, group, either '' for all -> the new epoch
+-- digest of what is erased -> the new epoch
 epoch()
 redis.call('HINCRBY', prefix .. 'e', 'now', 1)
 local now = redis.call('HGET', prefix .. 'e', 'now')
-redis.call('SET', prefix .. 'x:' .. ARGV[1] .. ':' .. ARGV[2], now, 'PX', keep_ms)
+redis.call('SET', prefix .. 'x:' .. ARGV[1], now, 'PX', keep_ms)
 return now
 """
 )

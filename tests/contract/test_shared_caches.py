@@ -333,3 +333,22 @@ async def test_redis_keeps_nothing_for_longer_than_the_entries_live(redis_url):
     names = [name async for name in one._redis.scan_iter("short:*")]
     assert [name for name in names if name != b"short:e" and await one._redis.pttl(name) < 0] == []
     await cache.close()
+
+
+async def test_redis_names_nobody_who_was_erased(redis_url):
+    one = RedisCache(redis_url, prefix="erased:")
+    cache = ShardedCache({"redis": one}, PATIENT)
+    await put(cache, {key: entry() for key in (*keys(3), *keys(3, group="bob"))})
+    await cache.lease(Key("tenant", "ada", "leased"), "me", 60)
+
+    async def held():
+        names = [name async for name in one._redis.scan_iter("erased:*")]
+        indexes = [name for name in names if await one._redis.type(name) == b"zset"]
+        return b" ".join(names + [member for name in indexes for member in await one._redis.zrange(name, 0, -1)])
+
+    assert b"ada" in await held()
+    await cache.invalidate("tenant", "ada")
+    assert b"ada" not in await held()
+    assert b"bob" in await held()
+    assert b"erased:x:" in await held()
+    await cache.close()

@@ -11,12 +11,14 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.breaker import BreakerSettings
-from cluster.cache.actor import NAMESPACE, connect, remove, shard_names
+from cluster.cache.actor import NAMESPACE, connect, remove_all, shard_names
+from cluster.cache.codec import Codec
 from cluster.cache.entry import Entry, Key
 from cluster.cache.memory import MemoryCache
 from cluster.cache.shard import Granted
 from cluster.cache.shared import SharedSettings
-from cluster.cache.tiered import Codec, Computed, TieredCache, TierSettings
+from cluster.cache.tier_values import Computed, TierSettings
+from cluster.cache.tiered import TieredCache
 from cluster.config import CacheSettings
 from cluster.errors import BackendUnavailable
 
@@ -38,7 +40,7 @@ def ray_cluster():
 @pytest.fixture
 def actors(ray_cluster):
     yield
-    remove(2, NAME)
+    remove_all(NAME)
 
 
 def process_of(name):
@@ -79,6 +81,14 @@ async def all_serve(cache):
     return set((await cache.mget(asked)).entries) == set(asked)
 
 
+async def serving():
+    """The shared cache, of actors that have started: that takes longer than any deadline where the machine is busy."""
+    shared = await connect(SETTINGS, NAME, PATIENT)
+    await eventually(lambda: all_serve(shared))
+    await shared.invalidate("tenant", "probe")
+    return shared
+
+
 async def test_no_call_fails_while_a_killed_actor_is_away_and_it_serves_again_afterwards(actors):
     shared = await connect(SETTINGS, NAME, PROMPT)
     await eventually(lambda: all_serve(shared))
@@ -112,14 +122,14 @@ async def test_no_call_fails_while_a_killed_actor_is_away_and_it_serves_again_af
 
 
 async def test_an_actor_that_was_removed_for_good_is_made_anew(actors):
-    shared = await connect(SETTINGS, NAME, PATIENT)
-    assert await all_serve(shared)
-    remove(2, NAME)
+    shared = await serving()
+    remove_all(NAME)
     await eventually(lambda: all_serve(shared))
     await shared.close()
 
 
 async def test_every_replica_finds_the_same_actors_and_closing_leaves_them_to_the_others(actors):
+    await serving()
     first, second = await asyncio.gather(connect(SETTINGS, NAME, PATIENT), connect(SETTINGS, NAME, PATIENT))
     stored = {key: entry(key.digest.encode()) for key in keys(20)}
     await put(first, stored)
@@ -137,9 +147,46 @@ async def has_capacity(cache, expected):
     return {name: figures.capacity_bytes for name, figures in (await cache.statistics()).items()} == expected
 
 
+async def named(*expected):
+    """Whether these are the cache actors there are."""
+    there = {one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE}
+    return there == set(expected)
+
+
+async def test_actors_beyond_the_configured_number_are_ended_with_what_they_hold(actors):
+    await connect(SETTINGS.model_copy(update={"l2_shards": 3}), NAME, PATIENT)
+    stays = await connect(SETTINGS.model_copy(update={"l2_shards": 1}), f"{NAME}-1", PATIENT)  # its name begins like theirs
+    assert await named(*shard_names(3, NAME), f"{NAME}-1-0")
+    shared = await connect(SETTINGS.model_copy(update={"l2_shards": 1}), NAME, PATIENT)
+    await eventually(lambda: named(f"{NAME}-0", f"{NAME}-1-0"))
+    await eventually(lambda: all_serve(shared))
+    remove_all(NAME)
+    await eventually(lambda: named(f"{NAME}-1-0"))
+    await eventually(lambda: all_serve(stays))
+    remove_all(f"{NAME}-1")
+    await eventually(named)
+    remove_all(NAME)
+
+
+def test_nothing_is_removed_or_started_where_there_is_no_ray(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda **_: pytest.fail("this would start a Ray of its own"))
+    remove_all(NAME)
+
+
+def test_says_which_actors_may_live_on_where_ray_does_not_answer(monkeypatch, caplog):
+    def refuse(**_):
+        raise RuntimeError("the head is away")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray.util, "list_named_actors", refuse)
+    remove_all(NAME)
+    assert "cache actors may live on (RuntimeError: the head is away)" in caplog.text
+
+
 async def test_the_same_settings_again_leave_the_entries_where_they_are(actors):
     stored = dict.fromkeys(keys(20), entry(b"kept"))
-    await put(await connect(SETTINGS, NAME, PATIENT), stored)
+    await put(await serving(), stored)
     again = await connect(SETTINGS, NAME, PATIENT)
     assert (await again.mget(list(stored))).entries == stored
 
@@ -154,7 +201,7 @@ async def test_a_restarted_actor_is_told_the_latest_settings(actors):
 
 async def test_a_large_value_is_a_miss_once_the_process_that_put_it_is_gone_and_may_be_computed_anew(actors):
     large = Key("tenant", "ada", "large")
-    shared = await connect(SETTINGS, NAME, PATIENT)
+    shared = await serving()
 
     @ray.remote(num_cpus=0)
     class Writer:
@@ -179,7 +226,7 @@ async def test_a_large_value_is_a_miss_once_the_process_that_put_it_is_gone_and_
 
 async def test_the_bytes_of_a_large_value_do_not_pass_through_the_actor(actors):
     large = Key("tenant", "ada", "large")
-    shared = await connect(SETTINGS, NAME, PATIENT)
+    shared = await serving()
     await put(shared, {large: entry(LARGE)})
     kinds = set()
     for name in shard_names(2, NAME):

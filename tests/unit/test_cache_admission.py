@@ -6,6 +6,7 @@ from cluster.cache.admission import AdaptiveAdmission, FrequencySketch, SampledK
 from cluster.cache.entry import Entry, Key
 from cluster.cache.memory import MemoryCache
 from cluster.cache.policy import POLICIES
+from cluster.errors import ConfigError
 
 HOT = [Key("acme", "", f"hot-{number}") for number in range(80)]
 CAPACITY = 100
@@ -162,7 +163,7 @@ def test_the_sketch_estimates_never_too_low_before_it_halves_and_forgets_what_is
 
 
 def test_contradicting_limits_are_refused():
-    with pytest.raises(ValueError, match=r"between 0 and 1, not 1\.0"):
+    with pytest.raises(ConfigError, match=r"minimum_hit_rate is 1\.0; give a share above 0 and below 1"):
         AdaptiveAdmission(1.0)
-    with pytest.raises(ValueError, match=r"relax_at \(0.2\) must not be below minimum_hit_rate \(0.5\)"):
+    with pytest.raises(ConfigError, match=r"relax_at \(0.2\) must not be below minimum_hit_rate \(0.5\)"):
         AdaptiveAdmission(0.5, relax_at=0.2)

@@ -91,6 +91,18 @@ def test_an_entry_is_due_when_its_key_is_hot_and_little_of_its_fresh_time_is_lef
     assert not hot_keys.due("hot", Entry(b"", 1, fresh_until=5100.0, stale_until=5100.0), 5099.0)
 
 
+def test_what_is_forgotten_is_counted_no_more_and_leaves_its_place_to_another(clock):
+    hot_keys = HotKeys(3, half_life_s=60.0, clock=clock)
+    for key in ("a", "a", "b", "c", "c", "c"):
+        hot_keys.record(key)
+    hot_keys.forget("b".__eq__)
+    assert ([key for key, _ in hot_keys.top(3)], [line[2] for line in hot_keys._least].count("b")) == (["c", "a"], 0)
+    hot_keys.record("d")
+    assert [key for key, _ in hot_keys.top(3)] == ["c", "a", "d"]  # there was room: nobody had to go
+    hot_keys.record("e")
+    assert [key for key, _ in hot_keys.top(3)][:2] == ["c", "a"]
+
+
 def test_a_capacity_or_half_life_of_nothing_is_refused():
     with pytest.raises(ValueError, match=r"not 0 and 300\.0"):
         HotKeys(0)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 from cluster.breaker import BreakerSettings, BreakerState
 from cluster.cache.entry import CacheStatistics, Entry, Key
 from cluster.cache.epochs import Epochs
+from cluster.cache.late_leases import LateLeases
 from cluster.cache.memory import MemoryCache
 from cluster.cache.rendezvous import pick
+from cluster.cache.scopes import scope_digest
 from cluster.cache.shard import CacheShard, Granted, Held
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.errors import ConfigError
@@ -114,6 +117,15 @@ def test_admits_nothing_that_began_before_its_erasure_however_little_is_remember
     for key, began, erased in begun:
         assert not (erased and epochs.admits(key, began))
     assert all(epochs.admits(key, epochs.now) for key in keys)
+
+
+@given(st.lists(st.tuples(st.none() | st.text(max_size=4), st.none() | st.text(max_size=4)), unique=True, max_size=20))
+def test_scopes_have_digests_of_their_own(scopes):
+    assert len({scope_digest(*scope) for scope in scopes}) == len(scopes)
+
+
+def test_scopes_have_the_digests_that_every_process_of_every_release_gives_them():
+    assert scope_digest("tenant", "ada") == "54005402b8de429a85d24c9e1608f7ad"
 
 
 @given(st.lists(SCOPES, max_size=30))
@@ -243,6 +255,63 @@ async def test_an_erasure_is_tried_even_where_the_breaker_is_open():
     shard.mood = "works"
     erased = await cache.invalidate("tenant", "ada")
     assert (erased.entries, erased.unconfirmed) == (1, ())
+
+
+class LateShard(CacheShard):
+    """Its answers to `lease` are held up, or lost: `when` it is granted already, or not yet."""
+
+    def __init__(self, when):
+        super().__init__(MemoryCache())
+        self.when, self.go = when, asyncio.Event()
+
+    async def lease(self, *arguments):
+        if self.when == "before it is granted":
+            await self.go.wait()
+        granted = await super().lease(*arguments)
+        await self.go.wait()
+        if self.when == "and is lost":
+            raise ConnectionResetError("connection reset by peer")
+        return granted
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["at its deadline", "when who asked has gone away"])
+@pytest.mark.parametrize("when", ["before it is granted", "after it was granted", "and is lost"])
+async def test_a_lease_that_is_granted_to_nobody_is_given_back(when, gone):
+    shard = LateShard(when)
+    cache = ShardedCache({"only": shard}, replace(SETTINGS, deadline_s=60.0 if gone else 0.02, operator_s=5.0), Clock())
+    asked = asyncio.create_task(cache.lease(ADA, "me", 3600))
+    if gone:
+        await asyncio.sleep(0.01)
+        asked.cancel()
+        assert isinstance((await asyncio.gather(asked, return_exceptions=True))[0], asyncio.CancelledError)
+    else:
+        assert await asked is None
+    shard.go.set()
+    await asyncio.gather(*cache._late._tasks)
+    assert isinstance(await CacheShard.lease(shard, ADA, "you", 30), Granted)
+    assert cache.health()[0].failures == (0 if gone else 1)  # what is given back counts for nothing
+
+
+async def test_a_lease_whose_answer_never_comes_is_given_back_after_a_while():
+    shard = LateShard("after it was granted")
+    cache = ShardedCache({"only": shard}, SETTINGS, Clock())
+    assert await cache.lease(ADA, "me", 3600) is None
+    await asyncio.gather(*cache._late._tasks)
+    assert isinstance(await CacheShard.lease(shard, ADA, "you", 30), Granted)
+
+
+async def test_closing_does_not_wait_for_ever_for_leases_that_come_late():
+    shard = LateShard("before it is granted")
+    cache = ShardedCache({"only": shard}, SETTINGS, Clock())
+    assert await cache.lease(ADA, "me", 3600) is None
+    await cache.close()
+    assert not cache._late._tasks
+
+
+async def test_no_more_late_leases_are_awaited_than_there_is_room_for():
+    late, call = LateLeases(5.0, limit=0), asyncio.get_running_loop().create_future()
+    late.give_back(call, lambda: CacheShard(MemoryCache()).release(ADA, "me"))
+    assert (call.cancelled(), late._tasks) == (True, set())
 
 
 async def test_a_broken_shard_does_not_keep_the_others_from_answering():

@@ -8,11 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.breaker import BreakerSettings
+from cluster.cache.codec import Codec
 from cluster.cache.entry import Key
 from cluster.cache.memory import MemoryCache
-from cluster.cache.shard import CacheShard, Granted
+from cluster.cache.policy import POLICIES
+from cluster.cache.shard import CacheShard, Granted, Held
 from cluster.cache.shared import ShardedCache, SharedSettings
-from cluster.cache.tiered import Codec, Computed, TieredCache, TierSettings
+from cluster.cache.tier_values import Computed, TierSettings
+from cluster.cache.tiered import TieredCache
 from cluster.errors import ConfigError
 
 ADA = Key("tenant", "ada", "1")
@@ -33,16 +36,21 @@ class Work:
     """What is computed: "answer 1", "answer 2", ... It can be held up, fail or be degraded."""
 
     def __init__(self):
-        self.calls, self.error, self.options = 0, None, {}
+        self.calls, self.cancelled, self.error, self.options = 0, 0, None, {}
         self.go = asyncio.Event()
         self.go.set()
-        self.begun = asyncio.Event()
+        self.begun, self.started = asyncio.Event(), asyncio.Semaphore(0)
 
     async def __call__(self):
         self.calls += 1
         number = self.calls
         self.begun.set()
-        await self.go.wait()
+        self.started.release()
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
         if self.error:
             raise self.error
         return Computed(f"answer {number}", **self.options)
@@ -173,15 +181,66 @@ async def test_who_goes_away_does_not_take_the_computation_along(goes):
     assert (asked[goes].cancelled(), work.calls) == (True, 1)
 
 
-async def test_what_nobody_waits_for_any_more_is_kept_all_the_same():
+async def test_what_nobody_waits_for_any_more_is_cancelled_and_its_leases_are_given_back():
     cluster, work = Cluster(), Work()
     work.hold()
-    gone = asyncio.create_task(cluster.replicas[0].get_or_compute(ADA, work))
-    await work.begun.wait()
+    keys = [Key("tenant", "ada", str(number)) for number in range(50)]
+    asked = [asyncio.create_task(cluster.replicas[0].get_or_compute(key, work)) for key in keys for _ in range(2)]
+    for _ in keys:
+        await work.started.acquire()
+    for first in asked[::2]:
+        first.cancel()
+    await asyncio.gather(*asked[::2], return_exceptions=True)
+    assert work.cancelled == 0
+    for second in asked[1::2]:
+        second.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    await cluster.replicas[0].flush()
+    assert (work.calls, work.cancelled) == (50, 50)
+    shared = ShardedCache(cluster.shards, PATIENT)
+    assert {type(await shared.lease(key, "the next", 60)) for key in keys} == {Granted}
+
+
+async def test_who_asks_while_an_abandoned_computation_ends_has_its_own_and_its_own_lease():
+    cluster, work, leave = Cluster(), Work(), asyncio.Event()
+    begun = asyncio.Event()
+
+    async def ends_slowly():
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await leave.wait()
+
+    gone = asyncio.create_task(cluster.replicas[0].get_or_compute(ADA, ends_slowly))
+    await begun.wait()
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
+    work.hold()
+    asked = asyncio.create_task(cluster.replicas[0].get_or_compute(ADA, work))
+    await asyncio.sleep(0.01)
+    leave.set()
+    await work.begun.wait()
+    await cluster.replicas[0].flush()
+    assert isinstance(await ShardedCache(cluster.shards, PATIENT).lease(ADA, "the next", 60), Held)
     work.go.set()
-    assert (await ask(cluster.replicas[0], work)).value == "answer 1"
+    assert ((await asked).value, work.calls) == ("answer 1", 1)
+
+
+async def test_what_is_computed_in_the_background_goes_on_when_those_who_joined_go_away():
+    cluster, work = Cluster(), Work()
+    cache = cluster.replicas[0]
+    work.hold()
+    cache.refresh(ADA, work)
+    await work.begun.wait()
+    joined = [asyncio.create_task(cache.get_or_compute(ADA, work)) for _ in range(3)]
+    await asyncio.sleep(0)
+    for one in joined:
+        one.cancel()
+    await asyncio.gather(*joined, return_exceptions=True)
+    work.go.set()
+    await settle(cache)
+    assert ((await ask(cache, work)).value, work.cancelled) == ("answer 1", 0)
 
 
 async def test_gives_a_stale_answer_at_once_and_computes_the_next_one_once():
@@ -248,6 +307,35 @@ async def test_a_failed_refresh_leaves_the_stale_answer_and_is_repeated_a_little
     await ask(cache, work)
     await settle(cache)
     assert (await ask(cache, work)).value == "answer 3"
+
+
+@pytest.mark.parametrize(
+    "options", [{"keep": False}, {"keep": False, "negative": True}, {"negative": True}, {"value": "unspeakable"}], ids=str
+)
+async def test_a_refresh_that_leaves_nothing_to_keep_is_repeated_a_little_later(options):
+    def encode(value):
+        if value == "unspeakable":
+            raise ValueError(value)
+        return value.encode()
+
+    cluster, calls = Cluster(replicas=0, negative_ttl_s=1.0), []
+    cache = cluster.replica(codec=Codec(encode, bytes.decode))
+    outcomes = {1: {"value": "answer"}}
+
+    async def work():
+        calls.append(None)
+        return Computed(**{"value": "another", **outcomes.get(len(calls), options)})
+
+    await ask(cache, work)
+    cluster.clock.now += 100
+    for _ in range(5):
+        assert (await ask(cache, work)).value == "answer"
+        await settle(cache)
+    assert len(calls) == 2
+    cluster.clock.now += 1.1
+    await ask(cache, work)
+    await settle(cache)
+    assert len(calls) == 3
 
 
 async def test_a_degraded_answer_lives_for_a_moment_and_is_never_stale():
@@ -526,10 +614,55 @@ async def test_what_cannot_be_encoded_is_answered_and_not_kept():
     assert (await ask(cluster.replicas[0], work)).tier == "computed"
 
 
-async def test_weighs_what_is_kept_in_memory_by_its_encoded_bytes():
+async def test_weighs_in_memory_what_the_objects_take_and_in_the_shared_cache_what_the_bytes_do():
     cluster, work = Cluster(), Work()
-    await ask(cluster.replicas[0], work)
-    assert (await cluster.replicas[0].statistics()).l1.used_bytes == len("answer 1")
+    for cache in cluster.replicas[:2]:
+        await ask(cache, work)
+        statistics = await cache.statistics()
+        assert (statistics.l1.used_bytes, statistics.l2.used_bytes) == (2 * len("answer 1"), len("answer 1"))
+
+
+def strings_in(*things):
+    """All that they hold, as far as they are made of containers and of objects of the cache."""
+    found, met, waiting = set(), set(), list(things)
+    while waiting:
+        thing = waiting.pop()
+        if isinstance(thing, str):
+            found.add(thing)
+        elif id(thing) not in met:
+            met.add(id(thing))
+            waiting += parts_of(thing)
+    return found
+
+
+def parts_of(thing):
+    if isinstance(thing, dict):
+        return [*thing, *thing.values()]
+    if isinstance(thing, list | tuple | set | frozenset):
+        return list(thing)
+    if not type(thing).__module__.startswith("cluster.cache"):
+        return []
+    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(thing, name)]
+    return [getattr(thing, name) for name in slots] + list(getattr(thing, "__dict__", {}).values())
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+async def test_after_an_erasure_nothing_here_or_in_the_shards_names_the_user_any_more(policy):
+    cluster, work = Cluster(replicas=0, shards=1), Work()
+    (shard,) = cluster.shards.values()
+    shard.memory = MemoryCache(policy, 80, clock=cluster.clock)  # most is evicted, and may be remembered as such
+    cache = cluster.replica()
+    cache._l1 = MemoryCache(policy, 160, clock=cluster.clock)
+    for number in range(40):
+        await ask(cache, work, Key("tenant", "ada", str(number // 2 % 17)))
+    await ask(cache, work, Key("tenant", "bob", "1"))
+    work.options = {"keep": False}
+    await ask(cache, work, Key("tenant", "ada", "not kept"))
+    await ShardedCache(cluster.shards, PATIENT).lease(Key("tenant", "ada", "leased"), "a replica", 60)
+    assert "ada" in strings_in(cache._pauses) & strings_in(cache._hot) & strings_in(shard._leases)
+    await cache.invalidate("tenant", "ada")
+    assert "ada" not in strings_in([cache, shard])
+    assert "bob" in strings_in(cache)
 
 
 async def test_closing_ends_what_goes_on_in_the_background_and_sends_what_was_computed():

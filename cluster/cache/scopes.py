@@ -1,0 +1,26 @@
+"""What an erasure is of: a group, a namespace (group None) or everything (both None)."""
+
+import json
+from hashlib import blake2b
+
+from cluster.cache.entry import Key
+
+DIGEST_BYTES = 16
+
+
+def concerns(key: Key, namespace: str | None, group: str | None) -> bool:
+    """Whether an erasure of this group (None: the namespace; None both: everything) is one of the key."""
+    return namespace in {None, key.namespace} and group in {None, key.group}
+
+
+def scope_digest(namespace: str | None = None, group: str | None = None) -> str:
+    """What an erasure is remembered by, the same in every process: whoever was erased is not to be named by the record of it."""
+    return blake2b(json.dumps([namespace, group]).encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def scopes_of(key: Key) -> tuple[str, str, str]:
+    """The digests of all that an erasure of the key may be of: everything, its namespace, its group."""
+    return EVERYTHING, scope_digest(key.namespace), scope_digest(key.namespace, key.group)
+
+
+EVERYTHING = scope_digest()
