@@ -253,7 +253,7 @@ class RecommendRequest:
     """
 
     user_id: str
-    behaviours: tuple[Behaviour, ...] | None = ()
+    behaviours: tuple[Behaviour, ...] | None = None
     k: int = 10
     request_time: int | None = None
     exclude_seen: bool = True

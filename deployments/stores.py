@@ -1,7 +1,9 @@
 """Open what a gateway keeps state in, as configured: the cache of answers and the event store. Neither need be there for it to start."""
 
+import asyncio
 import logging
 
+from cluster.cache.actor import connect, remove_all
 from cluster.cache.admission import AdaptiveAdmission
 from cluster.cache.memory import MemoryCache
 from cluster.cache.shared import SharedCache
@@ -31,10 +33,10 @@ async def open_cache(settings: CacheSettings) -> TieredCache[Recommendation] | N
 async def open_shared(settings: CacheSettings) -> SharedCache | None:
     """The cluster's cache. What is wrong with it is logged: an answer can always be computed."""
     try:
+        if settings.l2 != "actors":
+            await asyncio.to_thread(remove_all)  # those of an earlier configuration would keep what no erasure reaches
         match settings.l2:
             case "actors":
-                from cluster.cache.actor import connect  # noqa: PLC0415 - Ray's side of it
-
                 return await connect(settings)
             case "redis":
                 from integrations.redis.cache import RedisCache  # noqa: PLC0415 - an optional dependency

@@ -86,7 +86,8 @@ async def serving():
     shared = await connect(SETTINGS, NAME, PATIENT)
     await eventually(lambda: all_serve(shared))
     await shared.invalidate("tenant", "probe")
-    return shared
+    await shared.close()
+    return await connect(SETTINGS, NAME, PATIENT)  # one that has not seen a failure
 
 
 async def test_no_call_fails_while_a_killed_actor_is_away_and_it_serves_again_afterwards(actors):

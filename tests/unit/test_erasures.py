@@ -31,7 +31,7 @@ class Holder:
 
 def started(*names: str, now: float = NOW) -> tuple[Switchboard, list[Holder]]:
     """A switchboard, and followers that have found their place in its log."""
-    board, holders = Switchboard(ttl_s=5, now=now), [Holder(name) for name in names]
+    board, holders = Switchboard(ttl_s=5, now=now - 60), [Holder(name) for name in names]
     for holder in holders:
         holder.exchange(board)
     return board, holders
@@ -96,7 +96,10 @@ def test_who_comes_from_an_earlier_switchboard_forgets_everything_and_the_erasur
         holder.users = {("default", "bob")}
         holder.exchange(restarted, NOW + 3)
         assert holder.users == {("default", "bob")}, "once is enough"
-    assert restarted.erased(number, now=NOW + 3)
+    assert not restarted.erased(number, now=NOW + 3), "who else is alive is not known so soon after the start"
+    for holder in holders:
+        holder.exchange(restarted, NOW + 8)
+    assert restarted.erased(number, now=NOW + 8)
 
 
 def test_a_restarted_switchboard_whose_clock_is_slow_does_not_claim_what_it_cannot_know():
