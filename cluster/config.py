@@ -166,8 +166,9 @@ class Settings(Section):
 
     @property
     def event_store_url(self) -> str:
-        """Where events are stored."""
-        return self.events.url or f"sqlite:///{self.model_dir.absolute() / 'events.db'}"
+        """Where events are stored; a file by its absolute path."""
+        scheme, separator, file = (self.events.url or f"sqlite:///{self.model_dir / 'events.db'}").partition("sqlite:///")
+        return f"{separator}{Path(file).absolute()}" if separator else scheme
 
     def engines(self, stage: str) -> EngineSettings:
         """The settings of the stage of that name."""

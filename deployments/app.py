@@ -34,7 +34,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def pin_version(settings: Settings) -> Settings:
-    """Settings that name one verified version by an absolute path, so that all replicas serve the same model wherever they start."""
+    """Settings that name one verified version, and files by absolute paths, so that all replicas serve the same wherever they start."""
     store = BundleStore(settings.model_dir.absolute())
     if settings.version is not None:
         bundle = store.open(settings.version)
@@ -42,4 +42,5 @@ def pin_version(settings: Settings) -> Settings:
         bundle, refused = store.open_last_good()
         for reason in refused:
             logger.warning("a model version was refused, serving %s instead: %s", bundle.version, reason)
-    return settings.model_copy(update={"model_dir": store.root, "version": bundle.manifest.version})
+    events = settings.events.model_copy(update={"url": settings.event_store_url})
+    return settings.model_copy(update={"model_dir": store.root, "version": bundle.manifest.version, "events": events})

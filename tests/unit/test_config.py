@@ -130,3 +130,16 @@ def _deployments(application) -> set[str]:
         found.add(bound.name)
         waiting += [argument for argument in bound.init_args if hasattr(argument, "_bound_deployment")]
     return found
+
+
+@pytest.mark.parametrize(
+    ("url", "stored"),
+    [
+        (None, "sqlite:////models/shop/events.db"),
+        ("sqlite:///here.db", f"sqlite:///{Path.cwd()}/here.db"),
+        ("sqlite:////there/events.db", "sqlite:////there/events.db"),
+        ("postgresql://genrec@host/genrec", "postgresql://genrec@host/genrec"),
+    ],
+)
+def test_an_event_store_in_a_file_is_named_by_its_absolute_path(url, stored):
+    assert parse({"model_dir": "/models/shop", "events": {"url": url}}).event_store_url == stored
