@@ -88,7 +88,8 @@ def test_each_engine_in_turn_gives_way_to_the_next_and_the_first_choice_returns_
             live.eventually(lambda answer: served_by(answer) == "torch", **HISTORY)
         shutil.move(tmp_path / "tensorrt", engines)
         back = live.eventually(lambda answer: served_by(answer) == "onnxruntime" and "NVIDIA" in reasons(answer)["tensorrt"], **HISTORY)
-        assert (back["items"], back["degraded"]) == (healthy["items"], False)
+        same = [{**item, "score": pytest.approx(item["score"], abs=1e-5)} for item in healthy["items"]]  # kept states move it by 1e-7
+        assert (back["items"], back["degraded"]) == (same, False)
     assert len(statuses) > 20
     assert set(statuses) == {200}
 
