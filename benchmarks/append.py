@@ -31,10 +31,11 @@ import typer
 from cluster.bundle import Bundle, BundleStore
 from cluster.compilation import CompileOptions
 from cluster.values import EncodeRequest
-from integrations.hstu.append_inputs import AppendInputs, bytes_per_row
+from integrations.hstu.append_inputs import AppendInputs
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.encoder import TorchEncoder
 from integrations.hstu.engine_batch import engine_batch
+from integrations.hstu.model_parameter_calculator import model_size
 from integrations.onnx.encoder import OnnxRuntimeEncoder
 from pipelines.compile import compile_bundle
 from tests.bundles import make_bundle, random_sequence
@@ -153,7 +154,7 @@ def measured(name: str, engine: str, bundle: Bundle, threads: int, rounds: int) 
         turns = max(5, rounds * 512 // max(512, length))
         histories = Histories(length, config.items)
         took = race(whole, keeping, config, histories, turns)
-        state_mb = (length - 2) * bytes_per_row(config) / 1e6
+        state_mb = (length - 2) * model_size(config).kv_bytes_per_event / 1e6
         yield "graphs", graph_line(f"{name} {length} | {engine}", took, state_mb, layer_bytes(config) / 1e6)
         yield "encoders", encoder_line(f"{name} {length} | {engine}", took)
         yield "parts", parts_line(f"{name} {length} | {engine}", keeping, histories, turns)
@@ -233,7 +234,7 @@ def parts_line(name: str, encoder: Any, histories: Histories, turns: int) -> str
             kept._kept_and_latest(append, 0, outputs)
         marks.append(now())
         laps.append(np.diff(marks))
-    gathered = append.kept * bytes_per_row(kept._inputs._config)
+    gathered = append.kept * model_size(kept._inputs._config).kv_bytes_per_event
     medians = np.median(laps[2:], axis=0)
     return f"| {name} | {' | '.join(f'{ms:.3f}' for ms in medians * 1e3)} | {gathered / medians[2] / 1e9:.1f} |"
 

@@ -41,11 +41,6 @@ class AppendRequest:
         return self.length - self.kept
 
 
-def bytes_per_row(config: HSTUConfig) -> int:
-    """What K and V of one event take in fp32, all layers together."""
-    return config.layers * config.heads * (config.attention_dim + config.linear_dim) * 4
-
-
 def groups(users: Iterable[AppendRequest], row_bytes: int) -> Iterator[list[AppendRequest]]:
     """The users in groups within which new rows, and kept rows, differ by less than a factor of two (or are few anyway)."""
     alike: dict[tuple[int, int], list[AppendRequest]] = {}

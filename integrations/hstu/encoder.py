@@ -13,7 +13,6 @@ from cluster.errors import BackendUnavailable, BundleError
 from cluster.nearest import NearestItems
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
 from integrations.hstu.engine_batch import engine_batch, with_states
-from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, PolicyName, StateDtype, StateOptions, StoreName
 from integrations.hstu.stateful import KeepsStates, KeptStates
 from integrations.hstu.user_behavior_schema import BehaviourBatch
 
@@ -26,18 +25,7 @@ _INPUTS = ("items", "times", "next_times", "lengths")
 
 
 class TorchEncoder(KeepsStates):
-    """The model in eager mode, on the first GPU where there is one. The options say what is kept of users, see StateOptions."""
-
-    def __init__(
-        self,
-        *,
-        state_bytes: int = DEFAULT_BYTES,
-        state_dtype: StateDtype = "fp32",
-        state_store: StoreName = "paged",
-        state_policy: PolicyName = "lru",
-        keep_from: int = KEEP_FROM,
-    ) -> None:
-        self._state_options = StateOptions(state_bytes, state_dtype, state_store, state_policy, keep_from)
+    """The model in eager mode, on the first GPU where there is one. The options are those of KeepsStates."""
 
     def get_availability(self, bundle: Bundle) -> Availability:
         if find_spec("torch") is None:

@@ -7,10 +7,9 @@ The engine is a function, `RunAppend`: the ONNX graph or the torch model. Whatev
 answered by encoding all of its events, as it is without state, and what is kept of its user is dropped.
 """
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -18,22 +17,24 @@ import numpy as np
 from cluster.bundle import WEIGHTS, Bundle
 from cluster.nearest import NearestItems
 from cluster.values import Encoded, EncodeRequest, FloatArray
-from integrations.hstu.append_inputs import AppendInputs, AppendRequest, Arrays, Empty, bytes_per_row, groups, host_memory
+from integrations.hstu.append_inputs import AppendInputs, AppendRequest, Arrays, Empty, groups, host_memory
 from integrations.hstu.config import HSTUConfig
+from integrations.hstu.model_parameter_calculator import model_size
 from integrations.hstu.state.device import DeviceTier
+from integrations.hstu.state.kept_rows import KeptRows
 from integrations.hstu.state.rows import identities
 from integrations.hstu.state.store import Owner, StateStore
-from integrations.hstu.state_options import StateOptions, make_store
+from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, PolicyName, StateDtype, StateOptions, StoreName, make_store
 from integrations.hstu.user_behavior_schema import BehaviourBatch
 
 RunAppend: TypeAlias = Callable[[Arrays], Arrays]
 """Inputs of the append by name -> `states` (B, S, D), `kt` (layers, B, H, K, S) and `v` (layers, B, H, S, W) of the new rows."""
 FullPath: TypeAlias = Callable[[Sequence[EncodeRequest], BehaviourBatch], list[Encoded]]
 
-_LOG = logging.getLogger(__name__)
+COMPLAINT = "kept states could not be used; such requests are encoded whole"
 
 
-class KeptStates:
+class KeptStates(KeptRows):
     """The users' states of one encoder and one model. For one thread at a time, but `statistics` from any."""
 
     def __init__(
@@ -41,38 +42,20 @@ class KeptStates:
     ) -> None:
         """`store` is made as the options say, unless one is given; `empty` as in AppendInputs. Raises ConfigError where no row fits."""
         config = HSTUConfig.model_validate(bundle.manifest.model.config)
+        store = store or make_store(config, options, with_states=bool(bundle.prompt_length))
+        super().__init__(store, bundle.manifest.files[WEIGHTS].sha256, COMPLAINT)
         self._run, self._keep_from, self._prompt_length = run, options.keep_from, bundle.prompt_length
-        self._store = store or make_store(config, options, with_states=bool(bundle.prompt_length))
-        self._model = bundle.manifest.files[WEIGHTS].sha256
-        self._inputs, self._row_bytes = AppendInputs(config, empty), bytes_per_row(config)
-        self._failures, self._said = 0, set[str]()
+        self._inputs, self._row_bytes = AppendInputs(config, empty), model_size(config).kv_bytes_per_event
 
     def close(self) -> None:
         """Give back what the store holds beside memory."""
         if isinstance(self._store, DeviceTier):
             self._store.close()
 
-    def forget(self, tenant: str, user: str) -> int:
-        """Drop all that is kept of the user: how many rows, an event each."""
-        return self._forgotten(lambda: self._store.forget(self._owner(tenant, user)))
-
-    def forget_tenant(self, tenant: str) -> int:
-        """The same of all users of a tenant."""
-        return self._forgotten(lambda: self._store.forget_namespace(self._namespace(tenant)))
-
-    def clear(self) -> int:
-        """The same of everybody."""
-        return self._forgotten(self._store.clear)
-
     def _forgotten(self, drop: Callable[[], int]) -> int:
-        before = self._store.statistics().rows
-        drop()
-        self._inputs.clear()
-        return before - self._store.statistics().rows
-
-    def statistics(self) -> dict[str, float]:
-        """The store's statistics, and how often a kept state could not be used (`failures`)."""
-        return {name: float(value) for name, value in (asdict(self._store.statistics()) | {"failures": self._failures}).items()}
+        forgotten = super()._forgotten(drop)
+        self._inputs.clear()  # what was read last may be theirs
+        return forgotten
 
     def answer(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch, index: NearestItems, full: FullPath) -> list[Encoded]:
         """Every request's answer, in order: from kept state, or from `full` where none is kept of it or it could not be used."""
@@ -141,30 +124,26 @@ class KeptStates:
         latest[from_kept:] = new_states[max(0, first - user.kept) :]
         return latest
 
-    def _give_up(self, owners: Iterable[Owner], error: Exception) -> None:
-        """Forget the users, since what is kept of them may be the cause; say so once for each kind of error, not with every request."""
-        kind = type(error).__name__
-        self._failures += 1
-        if kind not in self._said:
-            self._said.add(kind)
-            _LOG.error("kept states could not be used; such requests are encoded whole (said once for %s)", kind, exc_info=error)
-        for owner in owners:
-            self._store.forget(owner)
-
     def _owner_of(self, request: EncodeRequest) -> Owner:
         return self._owner(request.tenant, request.user)
 
-    def _owner(self, tenant: str, user: str) -> Owner:
-        return Owner(self._namespace(tenant), user)
-
-    def _namespace(self, tenant: str) -> str:
-        return f"{self._model}/{tenant}"
-
 
 class KeepsStates:
-    """What an encoder that may keep states says of them; `_kept` is None while nothing is kept."""
+    """What encoders that may keep states have in common; the options are those of StateOptions. `_kept` is None while nothing is kept."""
 
     _kept: KeptStates | None = None
+
+    def __init__(
+        self,
+        *,
+        state_bytes: int = DEFAULT_BYTES,
+        state_dtype: StateDtype = "fp32",
+        state_store: StoreName = "paged",
+        state_policy: PolicyName = "lru",
+        keep_from: int = KEEP_FROM,
+    ) -> None:
+        """Raises UnknownChoice or ConfigError at an option that means nothing."""
+        self._state_options = StateOptions(state_bytes, state_dtype, state_store, state_policy, keep_from)
 
     def close(self) -> None:
         if kept := self.__dict__.pop("_kept", None):

@@ -16,7 +16,6 @@ from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
 from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.engine_batch import engine_batch, with_states
 from integrations.hstu.limits import limits
-from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, PolicyName, StateDtype, StateOptions, StoreName
 from integrations.hstu.stateful import KeepsStates, KeptStates, RunAppend
 from integrations.hstu.user_behavior_schema import BehaviourBatch
 from integrations.onnx.layers import by_layer
@@ -29,21 +28,12 @@ class OnnxRuntimeEncoder(KeepsStates):
     """On the CUDA provider where this build of ONNX Runtime has it, else on the CPU.
 
     `threads` a session; the default is what Ray grants the replica. At small sizes several sessions of one thread beat one of several.
-    The other options say what is kept of users, see StateOptions; the `append` graph then encodes their new events only.
+    `state`: what is kept of users, see KeepsStates; the `append` graph then encodes their new events only.
     """
 
-    def __init__(
-        self,
-        threads: int | None = None,
-        *,
-        state_bytes: int = DEFAULT_BYTES,
-        state_dtype: StateDtype = "fp32",
-        state_store: StoreName = "paged",
-        state_policy: PolicyName = "lru",
-        keep_from: int = KEEP_FROM,
-    ) -> None:
+    def __init__(self, threads: int | None = None, **state: Any) -> None:
+        super().__init__(**state)
         self._threads = threads
-        self._state_options = StateOptions(state_bytes, state_dtype, state_store, state_policy, keep_from)
 
     def get_availability(self, bundle: Bundle) -> Availability:
         if find_spec("onnxruntime") is None:

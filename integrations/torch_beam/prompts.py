@@ -7,10 +7,8 @@ projected to its rows is the same, bit for bit. The last row changes with the ti
 so it is always computed and never kept. Whatever goes wrong here costs time and no answer: the prompts are computed whole.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +20,7 @@ from cluster.errors import ConfigError
 from cluster.semantic_ids import SemanticIds
 from cluster.values import GenerateRequest, Int64Array, UserState
 from integrations.decoder.soft_prompt import pause_codes, rating_codes
+from integrations.hstu.state.kept_rows import KeptRows
 from integrations.hstu.state.pool import PagePool, Plane
 from integrations.hstu.state.radix import RadixStates
 from integrations.hstu.state.store import Held, Owner, Rows
@@ -30,17 +29,17 @@ from integrations.torch_beam.llama import Llama, Memory
 
 PAGE_ROWS = 16  # at a quarter of the usual prompt, little of a page is empty, and a few pages are read quickly
 _STORED = {torch.float32: np.float32, torch.bfloat16: np.int16}  # numpy has no bfloat16: its bits
-_LOG = logging.getLogger(__name__)
+COMPLAINT = "kept prompts could not be used; such prompts are computed whole"
 
 
-class KeptPrompts:
+class KeptPrompts(KeptRows):
     """Of one decoder, by `model_hash` of all that makes keys and values of a prompt. `prefill` is for one thread, the rest for any.
 
     `policy`: which leaf of the tree is evicted, lru, lfu or fifo. Raises ConfigError at a budget that holds no row.
     """
 
     def __init__(self, llama: Llama, model_hash: str, budget_bytes: int, policy: str) -> None:
-        self._llama, self._model_hash = llama, model_hash
+        self._llama = llama
         sizes, dtype = llama.sizes, _STORED[llama.dtype]
         planes = {str(layer): Plane((2, sizes.heads, sizes.head_dim), 0, dtype) for layer in range(sizes.layers)}
         row_bytes = sum(plane.row_bytes for plane in planes.values())
@@ -49,45 +48,22 @@ class KeptPrompts:
                 f"prompt_bytes ({budget_bytes}) holds no row of a prompt ({row_bytes} bytes); raise it, or set 0: nothing is kept"
             )
         pool = PagePool(planes, budget_bytes=budget_bytes, page_rows=min(PAGE_ROWS, budget_bytes // row_bytes))
-        self._store = RadixStates(pool, policy=policy)
-        self._rows = self._rows_kept = self._failures = 0
-        self._said = set[str]()
+        super().__init__(RadixStates(pool, policy=policy), model_hash, COMPLAINT)
+        self._rows = self._rows_kept = 0
 
     def prefill(self, requests: Sequence[GenerateRequest], prompts: Sequence[Tensor], spare: int) -> tuple[Tensor, Memory]:
         """As Llama.prefill, of each request's prompt (T of its own, H)."""
         self._rows += sum(map(len, prompts))
-        owners, keys = [self._owner(one.tenant, one.whose) for one in requests], [row_keys(one.user)[:-1] for one in requests]
+        owners, keys = [self._owner_of(one) for one in requests], [row_keys(one.user)[:-1] for one in requests]
         try:
             with self._matched(owners, keys) as held:
                 said, memory = self._prefilled(held, prompts, spare)
                 self._keep(held, keys, memory)
         except Exception as error:  # noqa: BLE001 - what is kept must not cost the answer that needs none of it
-            self._give_up(owners, error)
+            self._give_up(filter(None, owners), error)
             return prefill(self._llama, prompts, spare)
         self._rows_kept += sum(one.rows for one in held if one)
         return said, memory
-
-    def forget(self, tenant: str, user: str) -> int:
-        """Drop the user's prompts; of how many rows."""
-        before = self._store.statistics().rows
-        self._store.forget(Owner(self._namespace(tenant), user))
-        return before - self._store.statistics().rows
-
-    def forget_tenant(self, tenant: str) -> int:
-        """The same of all users of a tenant."""
-        before = self._store.statistics().rows
-        self._store.forget_namespace(self._namespace(tenant))
-        return before - self._store.statistics().rows
-
-    def clear(self) -> int:
-        """The same of everybody."""
-        before = self._store.statistics().rows
-        self._store.clear()
-        return before - self._store.statistics().rows
-
-    def statistics(self) -> dict[str, float]:
-        """The store's, and how often it could not be used (`failures`)."""
-        return {name: float(value) for name, value in (asdict(self._store.statistics()) | {"failures": self._failures}).items()}
 
     def figures(self) -> dict[str, float]:
         """Rows of the prompts that were asked for since the load, and how many of them were kept."""
@@ -130,22 +106,8 @@ class KeptPrompts:
                 new = [layer[user, one.rows : len(rows)].cpu() for layer in memory.layers]
                 self._store.commit(one, rows, one.rows, _arrays(new))
 
-    def _give_up(self, owners: Sequence[Owner | None], error: Exception) -> None:
-        """Forget the users, since what is kept of them may be the cause; say so once for each kind of error, not with every request."""
-        kind = type(error).__name__
-        self._failures += 1
-        if kind not in self._said:
-            self._said.add(kind)
-            _LOG.error("kept prompts could not be used; such prompts are computed whole (said once for %s)", kind, exc_info=error)
-        for owner in owners:
-            if owner:
-                self._store.forget(owner)
-
-    def _owner(self, tenant: str, user: str) -> Owner | None:
-        return Owner(self._namespace(tenant), user) if user else None
-
-    def _namespace(self, tenant: str) -> str:
-        return f"{self._model_hash}/{tenant}"
+    def _owner_of(self, request: GenerateRequest) -> Owner | None:
+        return self._owner(request.tenant, request.whose) if request.whose else None
 
 
 class KeptContinuations(Continuations):
