@@ -2,7 +2,7 @@
 
     python -m benchmarks.append [--model a --model b --model c] [--threads 1] [--rounds 15]
 
-Models with random weights (see MODELS), one user at a time, fp32 states in the paged store. "+1" and "+8" are histories of which all but
+Models with random weights (models.py), one user at a time, fp32 states in the paged store. "+1" and "+8" are histories of which all but
 the last one or eight events were encoded before; an append encodes one row more, the one that was last then. Every contender takes its
 turn in every round, and every round has new last events, so the same rows are found kept each time. "graph" is the computation alone
 with its inputs at hand; "encoder" is all that a request costs: window, match, gather, run, commit, nearest items.
@@ -11,16 +11,11 @@ Writes benchmarks/results/append_DEVICE_DATE.md.
 # ruff: noqa: SLF001 - it times the parts behind an encoder's interface
 
 import os
-import platform
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,8 +23,9 @@ import numpy as np
 import torch
 import typer
 
-from cluster.bundle import Bundle, BundleStore
-from cluster.compilation import CompileOptions
+from benchmarks.models import compiled, described
+from benchmarks.reporting import Machine, dated
+from cluster.bundle import Bundle
 from cluster.values import EncodeRequest
 from integrations.hstu.append_inputs import AppendInputs
 from integrations.hstu.config import HSTUConfig
@@ -37,32 +33,8 @@ from integrations.hstu.encoder import TorchEncoder
 from integrations.hstu.engine_batch import engine_batch
 from integrations.hstu.model_parameter_calculator import model_size
 from integrations.onnx.encoder import OnnxRuntimeEncoder
-from pipelines.compile import compile_bundle
-from tests.bundles import make_bundle, random_sequence
+from tests.bundles import random_sequence
 
-MODELS: Mapping[str, Mapping[str, int]] = {
-    "a": {"layers": 2, "dim": 50, "heads": 1, "attention_dim": 50, "linear_dim": 50, "max_history": 200, "max_length": 211, "items": 3700},
-    "b": {
-        "layers": 4,
-        "dim": 256,
-        "heads": 4,
-        "attention_dim": 64,
-        "linear_dim": 64,
-        "max_history": 512,
-        "max_length": 512,
-        "items": 20000,
-    },
-    "c": {
-        "layers": 8,
-        "dim": 512,
-        "heads": 8,
-        "attention_dim": 64,
-        "linear_dim": 64,
-        "max_history": 2048,
-        "max_length": 2048,
-        "items": 3700,
-    },
-}
 LENGTHS = {"a": (200,), "b": (512,), "c": (200, 512, 1024, 2048)}
 SHORT = (4, 8, 16, 32, 64, 128)
 ENGINES = {"onnxruntime": OnnxRuntimeEncoder, "torch": TorchEncoder}
@@ -109,7 +81,7 @@ class Histories:
 
 
 def main(
-    model: Annotated[list[str] | None, typer.Option(help="by default each of " + ", ".join(MODELS))] = None,
+    model: Annotated[list[str] | None, typer.Option(help="by default each of " + ", ".join(LENGTHS))] = None,
     threads: Annotated[int, typer.Option(help="of torch and of each ONNX Runtime session")] = 1,
     rounds: Annotated[int, typer.Option(help="turns of each contender at histories of up to 512 events; fewer above")] = 31,
     bundles: Annotated[
@@ -122,26 +94,16 @@ def main(
     now = time.thread_time if threads == 1 else time.perf_counter
     torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = output or Path(__file__).parent / "results" / f"append_{device}_{datetime.now(UTC):%Y-%m-%d}.md"
+    target, load = output or dated(f"append_{device}", "md"), os.getloadavg()[0]
     tables: dict[str, list[str]] = {name: [] for name in HEADINGS}
     with tempfile.TemporaryDirectory() as folder:
-        for name in model or list(MODELS):
-            bundle = compiled((bundles or Path(folder)) / name, MODELS[name])
+        for name in model or LENGTHS:
+            bundle = compiled((bundles or Path(folder)) / name, name)
             for engine in ENGINES:
                 for table, line in measured(name, engine, bundle, threads, rounds):
                     tables[table].append(line)
-                    target.write_text(report(tables, threads))  # what was measured stays, should the next one break
+                    target.write_text(report(tables, threads, load))  # what was measured stays, should the next one break
     print(target.read_text())
-
-
-def compiled(root: Path, sizes: Mapping[str, int]) -> Bundle:
-    if root.exists():
-        return BundleStore(root).open()
-    make_bundle(root, **sizes)
-    bundle = compile_bundle(BundleStore(root), CompileOptions(precisions=("fp32",)), only=["onnx"])
-    for failed in bundle.manifest.failed_steps:
-        raise RuntimeError(f"{failed.step}: {failed.reason}")
-    return bundle
 
 
 def measured(name: str, engine: str, bundle: Bundle, threads: int, rounds: int) -> Iterator[tuple[str, str]]:
@@ -290,35 +252,20 @@ HEADINGS = {
 }
 
 
-def report(tables: Mapping[str, list[str]], threads: int) -> str:
+def report(tables: Mapping[str, list[str]], threads: int, load: float) -> str:
     sections = []
     for name, (title, note, columns) in HEADINGS.items():
         if lines := tables[name]:
             sections += [title, "", note, "", columns, "|---" * (columns.count("|") - 1) + "|", *lines, ""]
-    sizes = "; ".join(f"{name}: {', '.join(f'{key} {value}' for key, value in sizes.items())}" for name, sizes in MODELS.items())
     clock = "the one thread's processor time" if threads == 1 else "elapsed time"
-    heading = ["# Appending to kept states against encoding everything", "", f"One user at a time, fp32, medians of {clock}. {sizes}.", ""]
-    return "\n".join([*heading, *sections, *footing(threads)])
-
-
-def footing(threads: int) -> list[str]:
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "onnxruntime", "numpy"))
-    command = shlex.join(["python", "-m", "benchmarks.append", *sys.argv[1:]])
-    return [
-        f"{datetime.now(UTC):%Y-%m-%d}; {processor()}, {os.cpu_count()} virtual CPUs, threads {threads};",
-        f"load average at the end {load} (1, 5, 15 min).",
-        f"Python {platform.python_version()}, {packages}.",
+    heading = [
+        "# Appending to kept states against encoding everything",
         "",
-        f"Command: `{command}`",
+        f"One user at a time, fp32, medians of {clock}.",
         "",
+        *described(LENGTHS),
     ]
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or "unknown CPU")
+    return "\n".join([*heading, *sections, *Machine.now("benchmarks.append", ("torch", "onnxruntime", "numpy"), load).lines()])
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ from pipelines.splits import TEST, Example, held_out
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = "torch"
-ENCODERS = ("tensorrt", "onnxruntime", REFERENCE, "torch_compiled")
+ENCODERS = ("tensorrt", "onnxruntime", REFERENCE, "torch_compiled", "openvino")
+COMPUTED = {"strategy": "retrieval", "cache": "bypass"}
 USERS_A_CALL = 32  # as many as one replica is meant for, so that none is added
 SAME_HR_WITHIN = 0.001
 LOADED_WITHIN_S = 600
@@ -84,15 +85,15 @@ def request(dataset: Dataset, example: Example, most: int) -> dict[str, Any]:
     history, actions = example.history, [str(action) for action in Action]
     rows = zip(history.items[-most:].tolist(), history.timestamps[-most:].tolist(), history.actions[-most:].tolist(), strict=True)
     behaviours = [{"item_id": dataset.catalogue[item].item_id, "timestamp": at, "action": actions[code]} for item, at, code in rows]
-    return {"user_id": "measured", "behaviours": behaviours, "request_time": history.request_time, "k": 10}
+    return {"user_id": "measured", "behaviours": behaviours, "request_time": history.request_time, "k": 10, **COMPUTED}
 
 
 def measure_all(url: str, requests: list[dict[str, Any]]) -> tuple[dict[str, Measured], dict[str, str]]:
     """What every encoder that runs here answered, and why the others do not."""
     measured, absent = {}, {}
     with httpx.Client(base_url=url, timeout=300) as client:
-        (stage,) = client.get("/v1/backends").raise_for_status().json()["stages"]
-        for backend in stage["backends"]:
+        stages = {one["stage"]: one for one in client.get("/v1/backends").raise_for_status().json()["stages"]}
+        for backend in stages["encoder"]["backends"]:
             if not backend["available_on"]:
                 absent[backend["name"]] = "; ".join(backend["reasons"])
         usable = [encoder for encoder in ENCODERS if encoder not in absent]
@@ -111,17 +112,22 @@ def measure(client: httpx.Client, encoder: str, requests: list[dict[str, Any]]) 
     for start in range(0, len(requests), USERS_A_CALL):
         call = client.post("/v1/recommend:batch", json={"requests": requests[start : start + USERS_A_CALL]})
         answers += call.raise_for_status().json()["answers"]
-    if others := [stage for answer in answers if (stage := answer["stages"][-1])["backend"] != encoder]:
+    if others := [answer["stages"] for answer in answers if encoded_by(answer) != encoder]:
         raise RuntimeError(f"{encoder} should have served alone, but {len(others)} of {len(answers)} answers came as {others[0]}")
     items = [[item["item_id"] for item in answer["items"]] for answer in answers]
     scores = [[item["score"] for item in answer["items"]] for answer in answers]
     return Measured(items, scores, time.perf_counter() - began)
 
 
+def encoded_by(answer: dict[str, Any]) -> str:
+    """The name of the engine; "none" where the answer needed no encoder, or had none."""
+    return next((str(stage["backend"]) for stage in answer["stages"] if stage["stage"] == "encode"), "none")
+
+
 def wait_until_it_serves(client: httpx.Client, encoder: str, request: dict[str, Any]) -> None:
     """An engine that was switched on is loaded beside the calls, which for torch.compile takes minutes."""
     deadline = time.monotonic() + LOADED_WITHIN_S
-    while client.post("/v1/recommend", json=request).raise_for_status().json()["stages"][-1]["backend"] != encoder:
+    while encoded_by(client.post("/v1/recommend", json=request).raise_for_status().json()) != encoder:
         if time.monotonic() > deadline:
             raise RuntimeError(f"{encoder} did not serve within {LOADED_WITHIN_S} s; see GET /v1/backends")
         time.sleep(1)
@@ -141,7 +147,7 @@ def report(model: str, items: int, wanted: list[str], measured: dict[str, Measur
         lines.append(f"| {encoder} | did not run: {reason} | | | |")
     verdict = "within" if apart(measured, wanted) <= SAME_HR_WITHIN else "beyond"
     lines += ["", f"hr@10 differs by {apart(measured, wanted):.4f} at most ({verdict} {SAME_HR_WITHIN})."]
-    versions = ", ".join(f"{package} {version(package)}" for package in ("ray", "torch", "onnxruntime"))
+    versions = ", ".join(f"{package} {version(package)}" for package in ("ray", "torch", "onnxruntime", "openvino"))
     lines += ["", f"Python {platform.python_version()}, {versions}; {platform.machine()}, one gateway and one encoder replica."]
     lines += ["", "Command: `python benchmarks/endpoint_parity.py DATASET [--path DIRECTORY]`", ""]
     return "\n".join(lines)

@@ -13,14 +13,16 @@ import asyncio
 import os
 import platform
 import random
+import signal
 import tempfile
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Annotated, Any
 
 import aiohttp
@@ -37,8 +39,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TENANTS = ("red", "blue")
 OWNED = 4
 START = 1_700_000_000
-VICTIMS = {"cache actor": "CacheActor", "gateway": "ServeReplica:genrec:gateway"}
 TRIES = 5
+BOTH_WITHIN_S = 120.0
 
 
 @dataclass
@@ -148,34 +150,51 @@ class Traffic:
         return wrong
 
 
-async def kill_until(done: asyncio.Task[None], serving: int, tally: Tally, every_s: float) -> None:
-    """Kill all cache actors, then one gateway, and so on in turns, among the descendants of the process `serving`."""
-    turn = 0
-    while not done.done():
-        await asyncio.sleep(every_s)
-        name, title = list(VICTIMS.items())[turn % len(VICTIMS)]
-        victims = named(serving, title)
-        for victim in victims if name == "cache actor" else victims[:1]:
-            with suppress(psutil.NoSuchProcess):
-                victim.kill()
-                tally.killed[name] += 1
-        turn += 1
+async def kill_until(done: asyncio.Task[None], serving: LocalServe, tally: Tally, every_s: float) -> None:
+    """Kill all cache actors, then one gateway where another one serves, and so on in turns."""
+    for turn in count():
+        if (await asyncio.wait([done], timeout=every_s))[0]:
+            return
+        if turn % 2 == 0:
+            tally.killed["cache actor"] += kill(named(serving.pid, "CacheActor"))
+        elif len(gateways := await asyncio.to_thread(serving.running, "gateway")) > 1:
+            tally.killed["gateway"] += kill([gateways.pop()])
 
 
-def named(serving: int, title: str) -> list[psutil.Process]:
+def kill(victims: list[int]) -> int:
+    """How many of these processes there were to kill."""
+    killed = 0
+    for victim in victims:
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+            killed += 1
+    return killed
+
+
+def named(serving: int, title: str) -> list[int]:
     """The descendants of a process whose title has this in it."""
     found = []
     for process in psutil.Process(serving).children(recursive=True):
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             if any(title in part for part in process.cmdline()):
-                found.append(process)
+                found.append(process.pid)
     return found
 
 
+def wait_for_gateways(serving: LocalServe) -> None:
+    """Raises TimeoutError: where the machine has too few cores for both, the second would be waited for in vain."""
+    deadline = monotonic() + BOTH_WITHIN_S
+    while len(serving.running("gateway")) < 2:
+        if monotonic() > deadline:
+            raise TimeoutError(f"no second gateway ran within {BOTH_WITHIN_S:g} s; see the log, and whether its num_cpus are free")
+        sleep(1)
+
+
 async def drive(
-    url: str, serving: int, items: list[str], *, requests: int, users: int, concurrency: int, every_s: float
+    url: str, serving: LocalServe, items: list[str], *, requests: int, users: int, concurrency: int, every_s: float
 ) -> tuple[Traffic, list[str]]:
-    """The traffic, once it is over, and the events that were lost."""
+    """The traffic to two gateways, once it is over, and the events that were lost."""
+    await asyncio.to_thread(wait_for_gateways, serving)
     traffic = Traffic(url, items, min(users, len(items) // (OWNED * len(TENANTS))), concurrency)
     running = asyncio.create_task(traffic.run(requests))
     await asyncio.gather(running, kill_until(running, serving, traffic.tally, every_s))
@@ -200,7 +219,7 @@ def main(
         serving = LocalServe(two_gateways(Path(directory)), changes, port=port, log=Path(".genrec/kill_caches.log"))
         with serving as url:
             traffic, lost = asyncio.run(
-                drive(url, serving.pid, items, requests=requests, users=users, concurrency=concurrency, every_s=every_s)
+                drive(url, serving, items, requests=requests, users=users, concurrency=concurrency, every_s=every_s)
             )
     text = report(traffic, lost, monotonic() - began)
     print(text)
@@ -212,7 +231,8 @@ def two_gateways(directory: Path) -> Path:
     document = read_document(ROOT / "ray_config.yaml")
     for deployment in document["applications"][0]["deployments"]:
         if deployment["name"] == "gateway":
-            deployment["num_replicas"] = 2
+            deployment["autoscaling_config"] |= {"min_replicas": 2, "max_replicas": 2}
+            deployment["ray_actor_options"] |= {"num_cpus": 0.1}  # two cores are enough for it and the other stages
     path = directory / "two_gateways.yaml"
     path.write_text(yaml.safe_dump(document, sort_keys=False))
     return path

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.reporting import processor
 from integrations.torch_beam.sampling import RandomStream, Sampler, SamplingOptions
 
 ROWS, TOP_P, TOP_K = 32, 0.9, 50
@@ -130,15 +131,10 @@ it sorts as well, stably, and sums in whole numbers. Fastest: within a tenth of 
 The machine was shared with other work (load average {load} on {os.cpu_count()} CPUs), which processor time leaves out but for the caches
 that were shared: compare the columns, not the milliseconds.
 
-{processor()}, {platform.system()}; Python {platform.python_version()}, {versions}.
+{processor()}, {os.cpu_count()} virtual CPUs, {platform.system()}; Python {platform.python_version()}, {versions}.
 
 Command: `OMP_NUM_THREADS=1 python -m benchmarks.sampling --repeats {repeats}`
 """
-
-
-def processor() -> str:
-    named = [one.split(":")[1].strip() for one in Path("/proc/cpuinfo").read_text().splitlines() if one.startswith("model name")]
-    return f"{named[0] if named else platform.machine()}, {os.cpu_count()} virtual CPUs"
 
 
 if __name__ == "__main__":

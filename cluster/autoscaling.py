@@ -1,26 +1,167 @@
-"""How many replicas the generator needs. Serve ships this file's text to its controller, so nothing of genrec is imported here.
+"""How many replicas a deployment needs: Serve's view of it -> (replicas, what to remember). In ray_config.yaml:
 
-`ray_config.yaml` names `by_queues` as the generator's policy; Serve applies the factors, delays and bounds that stand beside it.
+policy: {policy_function: "cluster.autoscaling:QueuePolicy", policy_kwargs: {down_after_s: 60, forecast_s: 10}}
+
+    load   the figure that is furthest above its target: requests queued and running, and what the replicas tell of themselves
+    up     at once, as far as the load says
+    down   once `down_after_s` have passed in which fewer replicas, with `band` to spare, would have done
+    zero   where min_replicas is 0, and nothing was asked for `idle_s`
+
+Serve pickles this file's classes into its controller, so nothing of genrec may be imported here. Beside the policy, give Serve
+upscale_delay_s: 0 and downscale_delay_s: 0: it would apply its own delays, 30 and 600 s, to what the policy has decided already.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, exp, isfinite
 from typing import Any
 
-TARGETS: Mapping[str, float] = {"waiting": 64.0, "kv_cache_usage": 0.8}
-"""What one replica should have at most: paths that wait, and the share of the engine's cache that is filled.
+GROWTH = 2.0
+"""How many times as many replicas a latency, or a forecast, may ask for at once. Both grow without bound where the load does not."""
+RECOVERY = 10.0
+"""In so many times `down_after_s` a replica's limit, lowered because of latency, doubles."""
+QUIET = 1e-3
+"""A utilisation below it is that of an idle engine."""
+ROUNDING = 1e-6
+OUTLIER = 2.0
+"""A sample may be so many mean deviations away from what was foreseen; the rest of it is cut off."""
 
-A user takes a beam's width of paths, 20 by default, so that about three users wait.
-"""
+Figures = Mapping[str, Mapping[Any, float]]
+"""What replicas record: figure -> replica -> mean over look_back_period_s."""
 
 
-def wanted_replicas(ongoing: float, target_ongoing: float, queues: Mapping[str, Mapping[Any, float]]) -> float:
-    """Enough for the figure that is furthest above its target. `queues`: figure -> replica -> value; other figures are passed over."""
-    loads = [sum(of_replica.values()) / TARGETS[figure] for figure, of_replica in queues.items() if figure in TARGETS]
-    return max(ongoing / target_ongoing, *loads, 0.0)
+@dataclass(frozen=True)
+class QueuePolicy:
+    """The policy. A `target_` that is None, and a figure that no replica records, do not count. Raises ValueError.
+
+    Figures, by the names under which `record_autoscaling_stats` gives them: `waiting`, paths or requests in the engine's own queue;
+    `kv_cache_usage`, 0 to 1; `utilisation`, the share of the last seconds in which the engine computed, 0 to 1; `latency_ms`, the 95th
+    percentile of the last seconds' calls, 0 where there were none. `forecast_s` is how long a replica takes to start (0: no forecast), and
+    `trend_s` the time over which a trend shows. `settle_s`: how long after a change of replicas a latency counts again; give more than the
+    time over which the replicas take it.
+    """
+
+    down_after_s: float = 60.0
+    band: float = 0.25
+    idle_s: float = 300.0
+    target_waiting: float | None = 64.0
+    target_kv_cache_usage: float | None = 0.8
+    target_utilisation: float | None = None
+    target_latency_ms: float | None = None
+    settle_s: float = 20.0
+    forecast_s: float = 0.0
+    trend_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("down_after_s", "band", "idle_s", "settle_s", "forecast_s"):
+            if not (isfinite(value := getattr(self, name)) and value >= 0):
+                raise ValueError(f"{name} is {value}; give a finite number of 0 or more")
+        for name in ("target_waiting", "target_kv_cache_usage", "target_utilisation", "target_latency_ms", "trend_s"):
+            if (value := getattr(self, name)) is not None and not (isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value}; give a number greater than 0, or leave it out")
+
+    def __call__(self, ctx: Any) -> tuple[int, dict[str, Any]]:
+        """`ctx` is Serve's AutoscalingContext. The replicas are within its bounds."""
+        now, state = ctx.current_time, dict(ctx.policy_state or {})
+        awoken = not state.get("running")
+        if ctx.current_num_replicas != state.get("running"):
+            state |= {"running": ctx.current_num_replicas, "running_since": now}
+        figures = ctx.aggregated_metrics or {}
+        if awoken or _is_busy(ctx.total_num_requests, figures):
+            state["busy_at"] = now
+        if not ctx.current_num_replicas:  # the first ones start
+            return ctx.target_num_replicas, state
+        state["trend"] = trend = Trend.of(state.get("trend"), ctx.total_num_requests, now).after(ctx.total_num_requests, now, self.trend_s)
+        state["limit"] = limit = self._limit(ctx, state, figures.get("latency_ms", {}))
+        load = self.load(trend.ahead(ctx.total_num_requests, self.forecast_s) / limit.requests, figures)
+        state["peaks"] = peaks = _peaks(state.get("peaks", ((now, float(ctx.target_num_replicas)),)), load, now, self.down_after_s)
+        return self.replicas(load, peaks[0][1], ctx, now - state["busy_at"]), state
+
+    def load(self, requests: float, figures: Figures) -> float:
+        """All in replicas: `requests` by themselves, or the figure that says more."""
+        targets = {"waiting": self.target_waiting, "kv_cache_usage": self.target_kv_cache_usage, "utilisation": self.target_utilisation}
+        return max(requests, *(sum(figures.get(name, {}).values()) / target for name, target in targets.items() if target is not None), 0.0)
+
+    def _limit(self, ctx: Any, state: Mapping[str, Any], latency_ms: Mapping[Any, float]) -> "Limit":
+        """Requests a replica may have: the target, or fewer where the latency was too high though there were no more than that."""
+        now, most = ctx.current_time, ctx.config.get_target_ongoing_requests()
+        limit = state.get("limit") or Limit(most, now, now)
+        settled = (
+            ctx.current_num_replicas == ctx.target_num_replicas and now - max(state["running_since"], limit.lowered_at) >= self.settle_s
+        )
+        each = ctx.total_num_requests / ctx.current_num_replicas
+        called = [value for value in latency_ms.values() if value > 0]
+        if self.target_latency_ms is not None and called and settled and each <= limit.requests:
+            over = sum(called) / len(called) / self.target_latency_ms
+            if over > 1:
+                return limit.lowered(each / over, now)
+        return limit.recovered(most, now, RECOVERY * max(self.down_after_s, self.settle_s))
+
+    def replicas(self, load: float, peak: float, ctx: Any, idle_for_s: float) -> int:
+        """`load` now, and at most for as long as counts, both in replicas."""
+        now, target = ceil(load - ROUNDING), ctx.target_num_replicas
+        enough = ceil(peak * (1 + self.band) - ROUNDING)
+        wanted = now if now > target else min(target, max(enough, now))
+        wanted = wanted if idle_for_s >= self.idle_s else max(wanted, 1)
+        return int(min(max(wanted, ctx.capacity_adjusted_min_replicas), ctx.capacity_adjusted_max_replicas))
 
 
-def by_queues(ctx: Any) -> tuple[float, dict[str, Any]]:
-    """The policy of a deployment whose `record_autoscaling_stats` gives the figures of TARGETS. `ctx` is Serve's AutoscalingContext."""
-    if not ctx.current_num_replicas:
-        return ctx.target_num_replicas, {}
-    return wanted_replicas(ctx.total_num_requests, ctx.config.get_target_ongoing_requests(), ctx.aggregated_metrics or {}), {}
+@dataclass(frozen=True)
+class Limit:
+    """What latency allows: `requests` a replica may have at the time `at`; last lowered at `lowered_at`."""
+
+    requests: float
+    at: float
+    lowered_at: float
+
+    def lowered(self, to: float, now: float) -> "Limit":
+        return Limit(max(to, self.requests / GROWTH), now, now)
+
+    def recovered(self, most: float, now: float, doubling_s: float) -> "Limit":
+        """Slowly, so that what was learned holds for as long as a load does."""
+        return Limit(min(most, self.requests * 2 ** (max(0.0, now - self.at) / doubling_s)) if doubling_s else most, now, self.lowered_at)
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Holt's linear trend (1957), with Brown's weights: a sample's falls by 1/e each `trend_s`. Made robust as by Gelper, Fried and Croux
+    (2010): outliers are cut off.
+
+    `level` requests at the time `at`, `slope` more each second, and `spread`: the mean deviation of a sample from what was foreseen.
+    """
+
+    at: float
+    level: float
+    slope: float = 0.0
+    spread: float = 1.0
+
+    @classmethod
+    def of(cls, earlier: "Trend | None", load: float, now: float) -> "Trend":
+        return earlier or cls(now, load)
+
+    def after(self, load: float, now: float, trend_s: float) -> "Trend":
+        """With one more sample. What was seen `trend_s` ago counts 1/e of what is seen now."""
+        if (elapsed := now - self.at) <= 0:
+            return self
+        gain = 1 - exp(-elapsed / trend_s)
+        foreseen = self.level + self.slope * elapsed
+        miss = max(-OUTLIER * self.spread, min(OUTLIER * self.spread, load - foreseen))
+        spread = max(1.0, self.spread + gain * (abs(miss) - self.spread))  # one request more or less is no surprise
+        return Trend(now, foreseen + gain * (2 - gain) * miss, self.slope + gain**2 * miss / elapsed, spread)
+
+    def ahead(self, load: float, horizon_s: float) -> float:
+        """The load in so many seconds, at least what it is now: a fall is believed when it is seen, a rise if it is more than noise."""
+        rise = self.slope * horizon_s
+        return load if rise <= self.spread else max(load, min(self.level + rise, GROWTH * load))
+
+
+def _is_busy(requests: float, figures: Figures) -> bool:
+    """Requests are counted at intervals, which miss the short ones; the engines' own figures do not."""
+    engines = [value for name in ("waiting", "utilisation") for value in figures.get(name, {}).values()]
+    return requests > 0 or any(value > QUIET for value in engines)
+
+
+def _peaks(earlier: tuple[tuple[float, float], ...], load: float, now: float, within_s: float) -> tuple[tuple[float, float], ...]:
+    """(time, load): the highest load of the last `within_s`, then the highest after that, and so on: the next ones once it is too old."""
+    higher = tuple((at, peak) for at, peak in earlier if peak > load and now - at < within_s)
+    return (*higher, (now, load))

@@ -29,7 +29,7 @@ class BreakerSettings:
     failures_to_open: Annotated[int, Field(description="broken calls in a row that take a backend out")] = 3
     pause_s: Annotated[float, Field(description="until it is tried again")] = 1.0
     growth: Annotated[float, Field(description="each failed trial makes the next pause so many times as long")] = 2.0
-    longest_pause_s: Annotated[float, Field(description="no pause is longer")] = 60.0
+    longest_pause_s: Annotated[float, Field(description="no pause is longer")] = 20.0
 
     def __post_init__(self) -> None:
         if self.failures_to_open < 1:
@@ -63,9 +63,11 @@ class Breaker:
     def succeeded(self) -> "Breaker":
         return Breaker(self.settings)
 
-    def failed(self, now: float, *, at_once: bool = False) -> "Breaker":
-        """After a failure at `now`; `at_once` opens whatever the count (for what need not be seen thrice, as a failed load)."""
-        counted = replace(self, failures=self.failures + 1)
+    def failed(self, now: float, *, calls: int = 1, at_once: bool = False) -> "Breaker":
+        """After `calls` broken calls in a row, the last at `now`; `at_once` opens whatever the count (for what need not be seen thrice,
+        as a failed load).
+        """
+        counted = replace(self, failures=self.failures + calls)
         state = self.state(now)
         if state is BreakerState.OPEN or (
             state is BreakerState.CLOSED and counted.failures < self.settings.failures_to_open and not at_once

@@ -1,10 +1,11 @@
 """The model bundle: everything one version of a model needs to be served, in one directory that is never changed once published.
 
     models/ml-1m/
-      current              the number of the version that serves
+      current              the number of the version that serves; `previous`: those that did before, to go back to
       1/manifest.json      what this version is: checksums, model configuration, provenance, measured quality, artifacts
       1/weights.safetensors  1/catalogue.parquet  1/popularity.npy  1/item_vectors.npy  1/first_seen.npy
                                                                             (required: verified whenever the bundle is opened)
+      1/ranker.safetensors                                                  (a model that ranks: verified by the backend that loads it)
       1/semantic_ids.npz  1/soft_prompt.safetensors  1/decoder/...          (a model that generates: verified by the backend that loads it)
       2/...                the same model with compiled artifacts           (derived: verified by the backend that loads them)
 
@@ -12,6 +13,7 @@ A version is written under a temporary name, flushed and renamed, so that a read
 """
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -30,6 +32,7 @@ from cluster.catalogue_file import read_catalogue
 from cluster.checksums import sha256
 from cluster.dataset import Catalogue
 from cluster.errors import BundleError
+from cluster.ranking import RatingScale, Task
 from cluster.semantic_ids import SemanticIds, read_semantic_ids
 from cluster.values import FloatArray, Int64Array
 
@@ -44,7 +47,12 @@ REQUIRED = (WEIGHTS, CATALOGUE, POPULARITY, ITEM_VECTORS, FIRST_SEEN)
 SEMANTIC_IDS = "semantic_ids.npz"
 SOFT_PROMPT = "soft_prompt.safetensors"
 DECODER = "decoder"
+RANKER = "ranker.safetensors"
+_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+REMEMBERED = 20
+"""Versions that were current before, to go back to."""
 GENERATIVE = (SEMANTIC_IDS, SOFT_PROMPT, f"{DECODER}/config.json", f"{DECODER}/generation_config.json", f"{DECODER}/model.safetensors")
+OPTIONAL = (*GENERATIVE, RANKER)
 
 
 class _Record(BaseModel):
@@ -85,13 +93,29 @@ class BlendRecord(_Record):
     quality: dict[str, dict[str, float]] = Field(default_factory=dict, description="strategy -> metrics on the test events")
 
 
+class RankerRecord(_Record):
+    """The model in `ranker.safetensors`, which predicts `tasks` of given candidates.
+
+    `weights`: task -> how much it counts where a request does not say. `last_stage`: whether it orders recommendations too, unless a
+    request says otherwise: training has measured that they are better so.
+    """
+
+    family: str
+    config: dict[str, JsonValue]
+    tasks: tuple[Task, ...] = Field(min_length=1)
+    rating: RatingScale = RatingScale()
+    weights: dict[Task, float] = Field(default_factory=lambda: {Task.CLICK: 1.0})
+    last_stage: bool = False
+    quality: dict[str, float] = Field(default_factory=dict, description="metrics on the test events")
+
+
 class Artifact(_Record):
     """A compiled form of the model, checked against the model itself."""
 
     kind: Literal["onnx", "tensorrt"]
-    graph: str = Field(description="which computation: encode, retrieve, append")
+    graph: str = Field(description="which computation: encode, retrieve, append, rank, rank_append")
     file: str
-    precision: Literal["fp32", "fp16"] = "fp32"
+    precision: Literal["fp32", "fp16", "int8"] = "fp32"
     target: str = Field(default="any", description="the GPU architecture, as sm_89")
     builder: str = Field(description="the package and version that made it")
     parity: dict[str, float] = Field(default_factory=dict, description="how far it is from the model; empty where it cannot run here")
@@ -117,6 +141,7 @@ class Manifest(_Record):
     quality: dict[str, float] = Field(default_factory=dict, description="metrics measured after training, such as hr@10")
     decoder: DecoderRecord | None = None
     blend: BlendRecord | None = None
+    ranker: RankerRecord | None = None
     artifacts: list[Artifact] = Field(default_factory=list)
     failed_steps: list[FailedStep] = Field(default_factory=list)
     compiled_from: int | None = None
@@ -178,6 +203,12 @@ class Bundle:
             raise BundleError(f"{self.version} has no decoder; run: genrec train DATASET --model-dir {self.path.parent}")
         return self.manifest.decoder
 
+    def ranker(self) -> RankerRecord:
+        """The record of the ranker. Raises BundleError where this version has none."""
+        if self.manifest.ranker is None:
+            raise BundleError(f"{self.version} has no ranker; run: genrec train DATASET --model-dir {self.path.parent}")
+        return self.manifest.ranker
+
     def verify_generative(self) -> None:
         """Raises BundleError where this version has no decoder, or a file of the generative stage is missing or altered."""
         self.decoder()
@@ -204,7 +235,7 @@ class Bundle:
 
     def _verify(self, path: Path, record: FileRecord) -> None:
         if not path.is_file():
-            own = str(path.relative_to(self.path)) in (*REQUIRED, *GENERATIVE)
+            own = str(path.relative_to(self.path)) in (*REQUIRED, *OPTIONAL)
             cure = "use another version" if own else f"run: genrec compile --model-dir {self.path.parent}"
             raise BundleError(f"{path} is missing; {cure}")
         if path.stat().st_size != record.size:
@@ -222,6 +253,7 @@ class Draft:
         self.quality: dict[str, float] = {}
         self.decoder: DecoderRecord | None = None
         self.blend: BlendRecord | None = None
+        self.ranker: RankerRecord | None = None
         self.artifacts: list[Artifact] = []
         self.failed_steps: list[FailedStep] = []
         self.compiled_from: int | None = None
@@ -246,6 +278,7 @@ class Draft:
             quality=self.quality,
             decoder=self.decoder,
             blend=self.blend,
+            ranker=self.ranker,
             artifacts=self.artifacts,
             failed_steps=self.failed_steps,
             compiled_from=self.compiled_from,
@@ -273,8 +306,8 @@ class BundleStore:
         pointer = self.root / "current"
         if not pointer.is_file():
             return None
-        text = pointer.read_text().strip()
-        if not text.isdecimal():
+        text = pointer.read_text(errors="replace").strip()
+        if not _NUMBER.fullmatch(text):
             raise BundleError(f"{pointer} holds {text!r}, not a version number; write one of {self.versions()}")
         return int(text)
 
@@ -316,6 +349,19 @@ class BundleStore:
         finally:
             shutil.rmtree(draft.path, ignore_errors=True)
 
+    def adopt(self, bundle: Bundle) -> int:
+        """Publish a version that was made elsewhere, all of it, without making it current; its number here. Raises BundleError."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        draft = Draft(Path(tempfile.mkdtemp(prefix=".draft-", dir=self.root)), self.name, bundle.manifest.model)
+        try:
+            for file in bundle.manifest.files:
+                draft.take(bundle, file)
+            self._describe(bundle, draft)
+            draft.artifacts, draft.failed_steps = list(bundle.manifest.artifacts), list(bundle.manifest.failed_steps)
+            return self._commit(draft)
+        finally:
+            shutil.rmtree(draft.path, ignore_errors=True)
+
     @contextmanager
     def recompile(self, bundle: Bundle) -> Iterator[Draft]:
         """Publish a version with the same model and new artifacts: required files are copied, derived ones start empty."""
@@ -327,20 +373,53 @@ class BundleStore:
     @staticmethod
     def _copy(bundle: Bundle, draft: Draft) -> None:
         """Take over the model itself."""
-        for file in (*REQUIRED, *(file for file in GENERATIVE if file in bundle.manifest.files)):
+        for file in (*REQUIRED, *(file for file in OPTIONAL if file in bundle.manifest.files)):
             draft.take(bundle, file)
+        BundleStore._describe(bundle, draft)
+
+    @staticmethod
+    def _describe(bundle: Bundle, draft: Draft) -> None:
         draft.training, draft.quality = dict(bundle.manifest.training), dict(bundle.manifest.quality)
-        draft.decoder, draft.blend = bundle.manifest.decoder, bundle.manifest.blend
+        draft.decoder, draft.blend, draft.ranker = bundle.manifest.decoder, bundle.manifest.blend, bundle.manifest.ranker
 
     def promote(self, version: int) -> None:
-        """Make a published version the current one, atomically."""
+        """Make a published version the current one, atomically; what was current before is remembered for `roll_back`."""
         if version not in self.versions():
             raise BundleError(f"{self.root} has no version {version}; it has {self.versions()}")
-        pointer = self.root / f".current-{os.getpid()}"
-        pointer.write_text(f"{version}\n")
-        _flush(pointer)
-        pointer.replace(self.root / "current")
-        _flush(self.root)
+        self._write_previous([*self.previous(), *self._here()][-REMEMBERED:])
+        self._point_at(version)
+
+    def roll_back(self) -> int:
+        """Make current what was before, and return it. Raises BundleError where nothing was, or it does not verify."""
+        if not (before := self.previous()):
+            raise BundleError(f"{self.root} has no earlier version to go back to; promote one of {self.versions()}")
+        *earlier, last = before
+        self.open(last)
+        self._point_at(last)
+        self._write_previous(earlier)
+        return last
+
+    def previous(self) -> list[int]:
+        """What was current before, the latest last."""
+        file, here = self.root / "previous", self._here()
+        before = [int(line) for line in file.read_text(errors="replace").split() if _NUMBER.fullmatch(line)] if file.is_file() else []
+        while before and before[-1:] == here:
+            before.pop()
+        return before
+
+    def _here(self) -> list[int]:
+        """The current version where the pointer can be read."""
+        try:
+            current = self.current()
+        except BundleError:
+            return []
+        return [] if current is None else [current]
+
+    def _write_previous(self, versions: list[int]) -> None:
+        write_whole(self.root / "previous", "".join(f"{version}\n" for version in versions))
+
+    def _point_at(self, version: int) -> None:
+        write_whole(self.root / "current", f"{version}\n")
 
     def _commit(self, draft: Draft) -> int:
         while True:
@@ -368,6 +447,15 @@ def _read_manifest(path: Path) -> Manifest:
         raise BundleError(f"{path} cannot be read: {error}") from error
     except ValidationError as error:
         raise BundleError(f"{path} is not a manifest this release understands: {error}") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that whoever reads it has the old text or the new."""
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    draft.write_text(text)
+    _flush(draft)
+    draft.replace(path)
+    _flush(path.parent)
 
 
 def _flush(path: Path) -> None:

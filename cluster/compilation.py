@@ -7,12 +7,14 @@ from typing import Literal, Protocol, TypeAlias
 
 from cluster.bundle import Artifact, Bundle, Draft
 
-Precision: TypeAlias = Literal["fp32", "fp16"]
+Precision: TypeAlias = Literal["fp32", "fp16", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
-    """GPU architectures to build engines for (the full TensorRT builds only for the GPU that is here), and the precisions to make."""
+    """GPU architectures to build engines for (the full TensorRT builds only for the GPU that is here), and the precisions to make; int8 is
+    made where it is asked for.
+    """
 
     targets: tuple[str, ...] = ("sm_80", "sm_86", "sm_89", "sm_120")
     precisions: tuple[Precision, ...] = ("fp32", "fp16")
@@ -43,13 +45,16 @@ def artifact_file(artifact: Artifact, bundle: Bundle) -> Path:
     return bundle.verified(artifact.file)
 
 
-def compile_command(bundle: Bundle) -> str:
-    """What a person types to compile the model of this version."""
-    return f"genrec compile --model-dir {bundle.path.parent}"
+def compile_command(bundle: Bundle, precision: Precision = "fp32") -> str:
+    """What a person types to compile the model of this version, in this precision too."""
+    usual = CompileOptions().precisions
+    asked = "" if precision in usual else f" --precision {','.join((*usual, precision))}"
+    return f"genrec compile --model-dir {bundle.path.parent}{asked}"
 
 
-def why_missing(bundle: Bundle, kind: str, graph: str) -> str:
+def why_missing(bundle: Bundle, kind: str, graph: str, precision: Precision = "fp32") -> str:
     """Why this version has no such artifact: the step, or the whole compiler, that failed, or that nobody ran it; and what to do."""
-    failed = next((s for s in bundle.manifest.failed_steps if s.step == kind or s.step.startswith(f"{kind} {graph}")), None)
-    because = f"the step {failed.step!r} failed: {failed.reason}" if failed else f"run: {compile_command(bundle)}"
-    return f"{bundle.version} has no {kind} artifact {graph!r}; {because}"
+    step, form = (f"{kind} {graph}", "") if precision == "fp32" else (f"{kind} {graph} {precision}", f" in {precision}")
+    failed = next((s for s in bundle.manifest.failed_steps if s.step == kind or s.step.startswith(step)), None)
+    because = f"the step {failed.step!r} failed: {failed.reason}" if failed else f"run: {compile_command(bundle, precision)}"
+    return f"{bundle.version} has no {kind} artifact {graph!r}{form}; {because}"

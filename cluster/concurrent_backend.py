@@ -147,7 +147,8 @@ class ConcurrentBackend(ManagedBackend[RequestT, AnswerT]):
         if not self._is_current(engine):
             return
         if not sound:
-            self.breaker = self.breaker.failed(self._clock(), at_once=not self._is_alive())
+            calls = 1 if self._known_good is None else 2  # the request's and that by which it was found out
+            self.breaker = self.breaker.failed(self._clock(), calls=calls, at_once=not self._is_alive() or self.suspected())
         elif self._closed_breaker():
             self.breaker = self.breaker.succeeded()
 

@@ -9,8 +9,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster import registry
+from cluster.autoscaling import QueuePolicy
 from cluster.breaker import BreakerSettings
 from cluster.errors import ConfigError
+from cluster.traffic import api_keys
+
+STAGES = ("encoder", "generator", "ranker")
+RESTARTS = ("deadline_s", "generation_deadline_s", "ranking_deadline_s", "pool", "rank_pool", "max_behaviours")
+"""Of the gateway's settings, those that are read once."""
 
 
 class Section(BaseModel):
@@ -27,6 +33,12 @@ class BatchingSettings(Section):
         8192,
         ge=1,
         description="padded rows in one batch (longest x requests), at most; rows: behaviours, or a prompt and its paths' codes",
+    )
+    max_padding: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of a batch that may be padding: requests of other lengths form batches of their own",
     )
     max_wait_ms: float = Field(2.0, ge=0, le=1000, description="how long the first request of a batch waits for company")
 
@@ -102,18 +114,93 @@ class GeneratorSettings(EngineSettings):
     )
 
 
+class RankerSettings(EngineSettings):
+    """The ranker stage: user and candidates -> what the user would do with each. It serves only a model that has a ranker."""
+
+    stage_name = "ranker"
+
+    order: list[str] = Field(["tensorrt", "onnxruntime", "torch"], min_length=1, description="backends, first choice first")
+    batching: BatchingSettings = BatchingSettings(max_padding=1.0)  # users are computed one by one, so that nothing is padded
+
+
+class AdmissionSettings(Section):
+    """How many requests a gateway replica works on at a time, and how many wait for a place. The rest is answered 503 at once."""
+
+    max_concurrent: int = Field(
+        128, ge=1, le=65_536, description="requests under way, at most; fewer while they take longer than `target_ms`"
+    )
+    max_queued: int = Field(
+        512, ge=0, le=65_536, description="requests that wait for a place, at most; only those that could start in time"
+    )
+    max_wait_ms: float = Field(1000.0, ge=0, le=600_000, description="how long one may wait; it counts against the request's deadline")
+    target_ms: float | None = Field(
+        None, gt=0, description="while requests take longer on average, fewer are worked on at a time; default: a fifth of deadline_s"
+    )
+    max_concurrent_share: float = Field(
+        1.0, gt=0, le=1, description="what one tenant may take of the places and, where its key names it, of the queue; 1: all"
+    )
+
+
+class RateLimit(Section):
+    """A token bucket: what a tenant may ask of the whole cluster."""
+
+    per_s: float = Field(gt=0, le=1e9, description="requests a second in the long run; each of a batch counts")
+    burst: float = Field(ge=1, le=1e9, description="requests at once, after a pause")
+
+
+class RateLimitSettings(Section):
+    """What each tenant may ask of the whole cluster; beyond it a request is answered 429."""
+
+    default: RateLimit | None = Field(None, description="of every tenant not named; default: no limit")
+    tenants: dict[str, RateLimit | None] = Field({}, description="tenant -> its own limit; null: none")
+
+
+class ApiKeySettings(Section):
+    """Who may call. The key itself is kept nowhere: `genrec keys new` prints it once, and this entry."""
+
+    name: str = Field(min_length=1, max_length=64, description="whose key it is, for people")
+    sha256: str = Field(pattern="^[0-9a-f]{64}$", repr=False, description="SHA-256 of the key, in hexadecimal")
+    tenant: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="the only tenant it may act for; default: any")
+    admin: bool = Field(False, description="may operate the system: backends, caches, any tenant's histories")
+
+
+class FlagSettings(Section):
+    """What an operator may want to switch at once, without a restart: in the gateway's `user_config`."""
+
+    cache: bool = Field(True, description="false: every answer is computed, and none is kept")
+    anticipate: bool = Field(True, description="false: no answer is computed before it is asked for")
+    hedge: bool = Field(False, description="true: an encoder that is slower than most is asked once more, and the first answer counts")
+    strategy: Literal["unified", "retrieval", "generative"] | None = Field(
+        None, description="of requests that name none; retrieval takes the load off the generator"
+    )
+
+
 class GatewaySettings(Section):
-    """The HTTP edge. Limits are answered with 422 and the field that exceeds them."""
+    """The HTTP edge. Limits are answered with 422 and the field that exceeds them, a body that is too large with 413."""
 
     max_k: int = Field(1000, ge=1, description="items one request may ask for")
     max_behaviours: int = Field(10_000, ge=1, description="behaviours one request may carry")
     max_listed_items: int = Field(10_000, ge=1, description="item ids `blocked` or `allowed` may list")
     max_batch: int = Field(256, ge=1, description="requests in one call of /v1/recommend:batch")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="size of a request's body")
-    deadline_s: float = Field(5.0, gt=0, description="how long the encoder may take before popularity answers instead")
+    deadline_s: float = Field(5.0, gt=0, description="how long the encoder may take before the last good answer, or popularity, is given")
     generation_deadline_s: float = Field(5.0, gt=0, description="how long the generator may take before the retrieved items are the answer")
+    ranking_deadline_s: float = Field(2.0, gt=0, description="how long the ranker may take before candidates stay in the order they are in")
     pool: int = Field(500, ge=1, description="items that the blend, diversity and freshness choose from")
+    rank_pool: int = Field(100, ge=1, le=2048, description="the best of them, which the ranker orders where it is the last stage")
+    max_candidates: int = Field(2048, ge=1, description="candidates one call of /v1/rank may carry")
     max_events: int = Field(1000, ge=1, description="events one call of /v1/events may carry")
+    admission: AdmissionSettings = AdmissionSettings()
+    rate_limits: RateLimitSettings = RateLimitSettings()
+    api_keys: list[ApiKeySettings] = Field([], description="who may call; none: everybody may, and operate the system")
+    flags: FlagSettings = FlagSettings()
+
+    @model_validator(mode="after")
+    def _keys_are_different(self) -> Self:
+        for field in ("name", "sha256"):
+            if twice := [value for value, count in Counter(getattr(key, field) for key in self.api_keys).items() if count > 1]:
+                raise ValueError(f"api_keys has two entries with {field} {twice[0]}; give each key an entry and a name of its own")
+        return self
 
 
 class CacheSettings(Section):
@@ -157,9 +244,15 @@ class Settings(Section):
     """Everything genrec can be told."""
 
     model_dir: Path = Field(Path("models/ml-100k"), description="the model's directory: versions, and which is current")
-    version: int | None = Field(None, ge=1, description="the version to serve; default: the current one, or the last one that verifies")
+    version: int | None = Field(
+        None, ge=1, description="the only version to serve; default: the current one and its trial, as `genrec models` changes them"
+    )
+    placement: Literal["split", "colocated"] = Field(
+        "split", description="split: each stage is a deployment of its own; colocated: the stages run in the gateway's replicas"
+    )
     encoder: EncoderSettings = EncoderSettings()
     generator: GeneratorSettings = GeneratorSettings()
+    ranker: RankerSettings = RankerSettings()
     gateway: GatewaySettings = GatewaySettings()
     cache: CacheSettings = CacheSettings()
     events: EventSettings = EventSettings()
@@ -182,7 +275,7 @@ def parse(tree: dict[str, Any], source: str = "configuration") -> Settings:
         return Settings.model_validate(tree)
     except ValidationError as error:
         problems = (f"{'.'.join(map(str, e['loc'])) or 'top level'} = {e['input']!r}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"{source}: " + "; ".join(problems)) from error
+        raise ConfigError(api_keys.masked(f"{source}: " + "; ".join(problems))) from None  # its cause would show the values
 
 
 def read(path: Path) -> Settings:
@@ -191,9 +284,43 @@ def read(path: Path) -> Settings:
     settings = parse(application.get("args") or {}, str(path))
     for deployment in application.get("deployments") or []:
         stage, changes = deployment.get("name"), deployment.get("user_config")
-        if stage in {"encoder", "generator"} and changes:
-            parse({stage: {**settings.engines(stage).model_dump(mode="json"), **changes}}, f"{path}: user_config of the {stage}")
+        if stage in STAGES and changes:
+            with_changes(settings, stage, changes, f"{path}: user_config of the {stage}")
+        if stage == "gateway" and changes:
+            own, of_stages = split_changes(changes)
+            for name, changed in {"gateway": own, **of_stages}.items():
+                with_changes(settings, name, changed, f"{path}: user_config of the gateway")
+        _check_policy(deployment, path)
     return settings
+
+
+def split_changes(user_config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A gateway's user_config: its own keys, and those of the stages in its process. Raises ConfigError at what needs a restart."""
+    if fixed := [name for name in RESTARTS if name in user_config]:
+        raise ConfigError(
+            f"user_config of the gateway has {', '.join(fixed)}, which cannot change without a restart; put it under args.gateway"
+        )
+    of_stages = {name: changes for name, changes in user_config.items() if name in STAGES}
+    return {name: value for name, value in user_config.items() if name not in STAGES}, of_stages
+
+
+def with_changes(settings: Settings, section: str, changes: dict[str, Any], source: str) -> Settings:
+    """Settings in which a section has other values of some keys, as have the sections in it. Raises ConfigError."""
+    tree, own = settings.model_dump(mode="json"), getattr(settings, section)
+    for key, value in changes.items():
+        inner = isinstance(getattr(own, key, None), Section) and isinstance(value, dict)
+        tree[section][key] = {**tree[section][key], **value} if inner else value
+    return parse(tree, source)
+
+
+def _check_policy(deployment: dict[str, Any], path: Path) -> None:
+    """Raises ConfigError at options that our autoscaling policy does not take: Serve's controller would find out much later."""
+    policy = (deployment.get("autoscaling_config") or {}).get("policy") or {}
+    if policy.get("policy_function") == "cluster.autoscaling:QueuePolicy":
+        try:
+            QueuePolicy(**policy.get("policy_kwargs") or {})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path}: autoscaling policy of {deployment.get('name')}: {error}") from error
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -8,9 +8,10 @@ An answer is never an error because an engine is: what one backend cannot answer
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any, ClassVar, Generic, Literal, Self, TypeGuard, TypeVar
 
@@ -118,6 +119,9 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             name: make(name, path, options=given.get(name)) for name, path in table.items()
         }
         self._order, self._selection = self._checked_order(order), _checked_selection(selection)
+        for backend in self._backends.values():
+            backend.suspected = partial(self._is_suspect, backend)
+        self._suspects: frozenset[str] = frozenset()
         self._samples: Sequence[RequestT] = ()
         self._probed_at: float | None = None
         self._serving = ""
@@ -222,6 +226,12 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """Stop asking a backend. Disabling the last one is allowed: the pipeline then serves its own last fallback."""
         self._backend(name).enabled = False
 
+    def suspect(self, names: Collection[str]) -> None:
+        """These broke on most of the other replicas: here one failure opens their breakers, and what has not answered a request here yet
+        is asked after the others. Nothing of it holds for the last one that could answer. Ends with the next call that leaves them out.
+        """
+        self._suspects = frozenset(names)
+
     def reconfigure(
         self,
         *,
@@ -293,7 +303,13 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         ranked = [self._backends[name] for name in self._order]
         if self._selection == "fastest":
             ranked.sort(key=lambda backend: float("inf") if (measured := backend.measured_ms) is None else measured)
+        if suspects := self._suspects:
+            ranked.sort(key=lambda backend: backend.name in suspects and not backend.proven)
         return ranked
+
+    def _is_suspect(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:
+        others = (other for other in self._ranked() if other is not backend)
+        return backend.name in self._suspects and any(self._obstacle(other) is None for other in others)
 
     def _measure(self) -> None:
         """With selection "fastest", time every loaded backend that has not been timed, and exclude those that disagree with the reference.
@@ -311,31 +327,29 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             return
         answers = {backend.name: self._rehearse(backend) for backend in ready}
         sound = {name: answer for name, answer in answers.items() if _all_answered(answer)}
-        self._measured_against = next(reversed(sound), "")
-        for name, answer in sound.items():
-            self._judge(self._backends[name], self._measured_against, sound[self._measured_against], answer)
+        reference = self._measured_against = next(reversed(sound), "")
+        new = [self._backends[name] for name in sound if self._backends[name].measured_ms is None]
+        for backend, measured_ms in zip(new, self._median_ms(new), strict=True):
+            backend.measured_ms = measured_ms
+            problems = map(self._rules.disagreement, sound[reference], sound[backend.name])
+            backend.exclusion = next((f"disagrees with {reference}: {problem}" for problem in problems if problem), "")
 
     def _ready(self) -> list[ManagedBackend[RequestT, AnswerT]]:
         """What is loaded and may be asked, as the order has it."""
         return [backend for name in self._order if (backend := self._backends[name]).loaded and not backend.obstacle()]
 
-    def _judge(
-        self, backend: ManagedBackend[RequestT, AnswerT], reference: str, wanted: Sequence[AnswerT], answers: Sequence[AnswerT]
-    ) -> None:
-        if backend.measured_ms is None:
-            backend.measured_ms = self._median_ms(backend)
-            problems = map(self._rules.disagreement, wanted, answers)
-            backend.exclusion = next((f"disagrees with {reference}: {problem}" for problem in problems if problem), "")
-
-    def _median_ms(self, backend: ManagedBackend[RequestT, AnswerT]) -> float | None:
-        """None where it broke while it was timed."""
-        durations = []
-        for _ in range(MEASURED_ROUNDS):
+    def _median_ms(self, backends: Sequence[ManagedBackend[RequestT, AnswerT]]) -> list[float | None]:
+        """Of calls in turns, so that what slows the machine for a while slows them all; None for one that broke while it was timed."""
+        durations: dict[str, list[float]] = {backend.name: [] for backend in backends}
+        broken = set()
+        for _, backend in product(range(MEASURED_ROUNDS), backends):
+            if backend.name in broken:
+                continue
             began = self._clock()
             if not _all_answered(backend.rehearse(self._samples)):
-                return None
-            durations.append((self._clock() - began) * 1e3)
-        return median(durations)
+                broken.add(backend.name)
+            durations[backend.name].append((self._clock() - began) * 1e3)
+        return [None if name in broken else median(times) for name, times in durations.items()]
 
     def _probe_when_due(self) -> None:
         probed_at = self._probed_at

@@ -37,7 +37,8 @@ class Catalogue:
     def sequence(self, behaviours: Iterable[Behaviour], request_time: int) -> tuple[UserSequence, tuple[str, ...]]:
         """The behaviours with items of this catalogue in the order of time (ties keep their order), and the item ids it does not hold."""
         ordered = sorted(behaviours, key=lambda behaviour: behaviour.timestamp)
-        known = [(index, behaviour) for behaviour in ordered if (index := self.index_of(behaviour.item_id)) is not None]
+        found = [(self.index_of(behaviour.item_id), behaviour) for behaviour in ordered]
+        known = [(index, behaviour) for index, behaviour in found if index is not None]
         sequence = UserSequence(
             items=np.array([index for index, _ in known], np.int32),
             timestamps=np.array([behaviour.timestamp for _, behaviour in known], np.int64),
@@ -45,7 +46,7 @@ class Catalogue:
             values=np.array([np.nan if behaviour.value is None else behaviour.value for _, behaviour in known], np.float32),
             request_time=request_time,
         )
-        return sequence, self.unknown(behaviour.item_id for behaviour in ordered)
+        return sequence, tuple(dict.fromkeys(behaviour.item_id for index, behaviour in found if index is None))
 
     def unknown(self, item_ids: Iterable[str]) -> tuple[str, ...]:
         """Those that the catalogue does not hold, each once."""

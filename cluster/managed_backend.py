@@ -77,12 +77,14 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self.availability = Availability.no("not probed yet")
         self.exclusion = ""
         self.measured_ms: float | None = None
+        self.suspected: Callable[[], bool] = lambda: False  # whether one failure is enough to open its breaker
         self.breaker = Breaker(breaker)
         self.last_error = ""
         self.calls = self.failures = self.fallbacks = 0
         self._bundle, self._rules, self._retries, self._clock, self._options = bundle, rules, retries, clock, dict(options or {})
         self._backend: Backend[RequestT, AnswerT] | None = None
         self._loaded, self._counting = False, True
+        self._broken_calls = 0  # of the engine, since `answer` was last asked
         self._holds = False  # a load was begun, whether or not it ended well: there is something to close
         self._known_good: RequestT | None = None
         self._latency, self._latency_lock = LatencyRecorder(clock()), threading.Lock()
@@ -90,6 +92,11 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     @property
     def loaded(self) -> bool:
         return self._loaded
+
+    @property
+    def proven(self) -> bool:
+        """Whether it has answered a user's request here."""
+        return self.calls > self.failures
 
     def obstacle(self) -> SkippedBackend | None:
         """Why it must not be asked now; None where it may."""
@@ -124,7 +131,8 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         """For each request an answer, or why there is none, in the order asked.
 
         Where a whole batch breaks, a request that it answered before tells whether the backend is broken or the batch is poisoned; a
-        poisoned batch is halved until the requests at fault stand alone. A poisoned request never counts against the backend's breaker.
+        poisoned batch is halved until the requests at fault stand alone. A poisoned request never counts against the breaker of a backend
+        that answers others; every call of a broken one does, also that by which it is found out.
         """
         results = self._answer(requests)
         self.calls += len(requests)
@@ -221,6 +229,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         on_trial = self.breaker.state(self._clock()) is BreakerState.HALF_OPEN
         if not self.load():
             return [self._skipped(self.last_error, failed=True)] * len(requests)
+        self._broken_calls = 0
         results = self._attempt(requests)
         if _any_answer(results):
             self._judge(sound=True)
@@ -234,6 +243,12 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return results
 
     def _attempt(self, requests: Sequence[RequestT]) -> list[AnswerT | SkippedBackend]:
+        """One call of the engine, counted where nothing comes of it."""
+        results = self._called(requests)
+        self._broken_calls += all(map(has_failed, results))
+        return results
+
+    def _called(self, requests: Sequence[RequestT]) -> list[AnswerT | SkippedBackend]:
         """One call of the engine, measured, its answers checked."""
         began = self._clock()
         try:
@@ -297,12 +312,12 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         if sound:
             self.breaker = self.breaker.succeeded()
         else:
-            self._open()
+            self._open(calls=max(1, self._broken_calls))
 
-    def _open(self, *, at_once: bool = False) -> None:
-        """Count a failure; where that opens the breaker, unload, so that the next trial starts from a fresh load."""
+    def _open(self, *, calls: int = 1, at_once: bool = False) -> None:
+        """Count broken calls; where that opens the breaker, unload, so that the next trial starts from a fresh load."""
         now = self._clock()
-        self.breaker = self.breaker.failed(now, at_once=at_once)
+        self.breaker = self.breaker.failed(now, calls=calls, at_once=at_once or self.suspected())
         if self.breaker.state(now) is BreakerState.OPEN:
             self.unload()
 

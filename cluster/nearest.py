@@ -1,11 +1,25 @@
-"""The nearest items to a user's state by cosine, exactly: a scan of the whole item table, or of the part that is asked for."""
+"""The nearest items to a user's state by cosine: of the whole catalogue, or of the part that is asked for.
+
+    exact   one scan in fp32; the default, and the fastest of a small catalogue
+    bf16    a scan in half the bytes finds all that may belong to the answer, fp32 orders them; needs torch
+    faiss   the same with faiss's quantised vectors; needs faiss-cpu
+    auto    exact up to AUTO_FROM items, bf16 from there on where torch is installed
+
+All find the same items with the same scores, to the rounding of fp32. An index of your own is a subclass of NearestItems that searches
+otherwise, and a line in registry.INDEXES.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from cluster.errors import BackendFailed
-from cluster.values import Encoded, EncodeRequest, FloatArray, Int32Array
+from cluster.errors import BackendFailed, BackendUnavailable, UnknownChoice
+from cluster.registry import INDEXES, choose
+from cluster.values import Availability, Encoded, EncodeRequest, FloatArray, Int32Array
+
+AUTO = "auto"
+AUTO_FROM = 50_000
+"""Between the 20,000 items from which on bf16 is faster for 32 users at a time, and the 100,000 for one; see benchmarks/nearest.py."""
 
 
 class NearestItems:
@@ -17,14 +31,25 @@ class NearestItems:
     def __len__(self) -> int:
         return len(self._vectors) - 1
 
+    @classmethod
+    def get_availability(cls) -> Availability:
+        """Whether what it is made with is installed here."""
+        return Availability.yes()
+
     def answer(self, requests: Sequence[EncodeRequest], states_BD: FloatArray) -> list[Encoded]:
-        """What each request asked for, given its state; one scan serves all those that ask for the whole catalogue."""
-        whole = [state for request, state in zip(requests, finite(states_BD), strict=True) if request.among is None]
-        scores_BV = iter(np.stack(whole) @ self._vectors[1:].T) if whole else iter(())
+        """What each request asked for, given its state; one search serves all those that ask for the whole catalogue."""
+        states_BD = finite(states_BD)
+        whole = [row for row, request in enumerate(requests) if request.among is None]
+        found = iter(self.search(states_BD[whole], [requests[row].top_n for row in whole]) if whole else ())
         return [
-            _best(state, next(scores_BV), request.top_n) if request.among is None else self.among(request.among, state, request.top_n)
+            next(found) if request.among is None else self.among(request.among, state, request.top_n)
             for request, state in zip(requests, states_BD, strict=True)
         ]
+
+    def search(self, states_BD: FloatArray, counts: Sequence[int]) -> list[Encoded]:
+        """The nearest of all items to each state, `counts` of them; fewer where there are fewer."""
+        scores_BV = states_BD @ self._vectors[1:].T
+        return [_best(state, scores, count) for state, scores, count in zip(states_BD, scores_BV, counts, strict=True)]
 
     def among(self, among: Int32Array, state: FloatArray, top_n: int) -> Encoded:
         """The best of `among`; what is no item is passed over."""
@@ -33,11 +58,40 @@ class NearestItems:
         return _best(state, self._vectors[items] @ state, top_n, items)
 
 
+def known_index(name: str) -> str:
+    """The name as it is. Raises UnknownChoice where it names no index."""
+    if name not in (names := {*INDEXES, AUTO}):
+        raise UnknownChoice("index", name, names)
+    return name
+
+
+def index_availability(name: str) -> Availability:
+    """Whether the index of this name can be made here, and if not, what to install."""
+    return Availability.yes() if name == AUTO else _kind(name).get_availability()
+
+
+def make_index(name: str, vectors: FloatArray) -> NearestItems:
+    """The index of this name over `vectors`, as NearestItems takes them. Raises BackendUnavailable where it cannot be made here."""
+    kind = _kind(_fastest(len(vectors) - 1) if name == AUTO else name)
+    if not (availability := kind.get_availability()).ok:
+        raise BackendUnavailable(availability.reason)
+    return kind(vectors)
+
+
 def finite(states_BD: FloatArray) -> FloatArray:
     """The states as they are. Raises BackendFailed where one holds NaN or infinity: the engine that made it broke."""
     if not np.isfinite(states_BD).all():
         raise BackendFailed("the encoder returned a state that is not finite")
     return states_BD
+
+
+def _kind(name: str) -> type[NearestItems]:
+    kind: type[NearestItems] = choose("index", INDEXES, name)
+    return kind
+
+
+def _fastest(items: int) -> str:
+    return "bf16" if items >= AUTO_FROM and index_availability("bf16").ok else "exact"
 
 
 def _best(state: FloatArray, scores: FloatArray, top_n: int, items: Int32Array | None = None) -> Encoded:

@@ -20,6 +20,14 @@ BACKENDS: Mapping[str, Mapping[str, str]] = {
         "onnxruntime": "integrations.onnx.encoder:OnnxRuntimeEncoder",
         "torch": "integrations.hstu.encoder:TorchEncoder",
         "torch_compiled": "integrations.hstu.encoder:CompiledTorchEncoder",
+        "openvino": "integrations.openvino.encoder:OpenVinoEncoder",
+        "triton": "integrations.hstu.kernels.encoder:TritonEncoder",
+    },
+    "ranker": {
+        "tensorrt": "integrations.tensorrt.ranker:TensorRTRanker",
+        "onnxruntime": "integrations.onnx.ranker:OnnxRuntimeRanker",
+        "torch": "integrations.hstu.torch_ranker:TorchRanker",
+        "openvino": "integrations.openvino.ranker:OpenVinoRanker",
     },
     "generator": {
         "vllm": "integrations.vllm.generator:VllmGenerator",
@@ -27,9 +35,19 @@ BACKENDS: Mapping[str, Mapping[str, str]] = {
     },
 }
 
+INDEXES: Mapping[str, str] = {
+    "exact": "cluster.nearest:NearestItems",
+    "bf16": "integrations.index.bf16:Bf16Items",
+    "faiss": "integrations.index.faiss:FaissItems",
+}
+
 MODELS: Mapping[str, str] = {
     "hstu": "integrations.hstu.model:HSTU",
     "sasrec": "integrations.hstu.sasrec:SASRec",
+}
+
+RANKERS: Mapping[str, str] = {
+    "hstu": "integrations.hstu.ranker:HSTURanker",
 }
 
 DECODERS: Mapping[str, str] = {

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from cluster.ranking import Ranked, RankRequest
 from cluster.values import Encoded, EncodeRequest, FloatArray, Generated, GenerateRequest, Int32Array
 
 RequestT = TypeVar("RequestT")
@@ -28,6 +29,9 @@ STATE_TOLERANCE = 0.01
 
 LOG_PROB_TOLERANCE = 0.05
 """Largest difference of an item's log-probability from the reference's; bf16 decoders stay within it."""
+
+PREDICTION_TOLERANCE = 0.02
+"""Largest difference of a prediction from the reference's; fp16 engines stay within it."""
 
 AGREEING_SHARE = 0.9
 """Share of the reference's items that another backend must retrieve too: near ties may change places, the set may not change much."""
@@ -125,5 +129,30 @@ def encoder_rules(catalogue_size: int) -> StageRules[EncodeRequest, Encoded]:
     return StageRules(partial(encoder_nonsense, catalogue_size=catalogue_size), encoder_disagreement)
 
 
-RULES: Mapping[str, Callable[[int], StageRules[Any, Any]]] = {"encoder": encoder_rules, "generator": generator_rules}
+def ranker_nonsense(request: RankRequest, answer: Ranked) -> str:
+    predictions = answer.predictions if isinstance(answer, Ranked) else None
+    if not isinstance(predictions, np.ndarray) or predictions.ndim != 2 or not np.issubdtype(predictions.dtype, np.floating):
+        return f"answered with a {type(answer).__name__}, not with Ranked and a table of predictions"
+    if len(predictions) != len(request.candidates):
+        return f"answered with {len(predictions)} rows to {len(request.candidates)} candidates"
+    return "" if np.isfinite(predictions).all() else "answered with NaN or infinity"
+
+
+def ranker_disagreement(reference: Ranked, answer: Ranked) -> str:
+    if reference.predictions.shape != answer.predictions.shape:
+        return f"its predictions have shape {answer.predictions.shape}, not {reference.predictions.shape}"
+    distance = float(np.abs(reference.predictions - answer.predictions).max(initial=0.0))
+    return "" if distance <= PREDICTION_TOLERANCE else f"its predictions are {distance:.3g} off (tolerance {PREDICTION_TOLERANCE})"
+
+
+def ranker_rules(_: int) -> StageRules[RankRequest, Ranked]:
+    """The rules of the ranker stage, for any catalogue."""
+    return StageRules(ranker_nonsense, ranker_disagreement)
+
+
+RULES: Mapping[str, Callable[[int], StageRules[Any, Any]]] = {
+    "encoder": encoder_rules,
+    "generator": generator_rules,
+    "ranker": ranker_rules,
+}
 """Stage -> its rules, for a catalogue of so many items."""

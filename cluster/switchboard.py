@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
+from cluster.breaker import BreakerState
 from cluster.controller import StageSnapshot
 from cluster.erasures import ErasureLog, News, Place
 from cluster.errors import BackendUnavailable, UnknownChoice
@@ -102,6 +103,14 @@ class Switchboard:
         """The version and switches that a replica should follow from its start."""
         return self._version, dict(self._switches)
 
+    def suspects(self, stage: str, *, now: float) -> frozenset[str]:
+        """The backends that broke on most of the stage's live replicas, of those that have asked them: a replica without experience of its
+        own should not ask them first. Ends as soon as they have recovered on half of them.
+        """
+        votes = [one for snapshot in self._stages(now).get(stage, []) for one in snapshot.backends if _has_asked(one)]
+        asked, open_on = Counter(one.name for one in votes), Counter(one.name for one in votes if one.breaker is not BreakerState.CLOSED)
+        return frozenset(name for name, count in open_on.items() if 2 * count > asked[name])
+
     def set(self, stage: str, name: str, enabled: bool, *, now: float) -> int:
         """Switch a backend on or off everywhere; the version to pass to `applied`.
 
@@ -165,6 +174,11 @@ class Switchboard:
     def _live(self, now: float) -> dict[tuple[str, str], _Report]:
         self._reports = {key: report for key, report in self._reports.items() if now - report.seen_at <= self._ttl_s}
         return self._reports
+
+
+def _has_asked(backend: BackendSnapshot) -> bool:
+    """Whether what a replica reports of a backend comes from having asked it."""
+    return backend.enabled and (backend.breaker is not BreakerState.CLOSED or backend.calls > backend.failures)
 
 
 def _merged_stage(stage: str, snapshots: list[StageSnapshot]) -> StageStatus:

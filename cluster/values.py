@@ -101,6 +101,8 @@ class EncodeRequest:
     """Encode one user and retrieve the `top_n` nearest items, out of all of them or only out of `among` (catalogue indices).
 
     `user` of `tenant` is whose sequence it is: an encoder may keep what it computed for them. "" is nobody in particular.
+    `deadline` is on this process's monotonic clock, in seconds: nobody waits for what is not done by then. `model_version`: whose catalogue
+    the indices are of; "" where that is known to be the encoder's.
     """
 
     sequence: UserSequence
@@ -108,6 +110,8 @@ class EncodeRequest:
     among: Int32Array | None = None
     user: str = ""
     tenant: str = "default"
+    deadline: float | None = None
+    model_version: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -246,8 +250,11 @@ class RecommendRequest:
     `exclude_seen` leaves out what stands in `behaviours`, `blocked` whatever it names; with `allowed`, nothing else is recommended.
     `tenant` says whose request it is, where customers share a cluster; it does not change the answer.
     `strategy`: the encoder's nearest items (retrieval), the decoder's most probable ones (generative) or both lists blended (unified);
-    None is unified where the model has a decoder and retrieval where it has none. `sampling` draws the generated items, and `deadline_ms`
-    is the time generation may take before the retrieved items are the answer.
+    None is unified where the model has a decoder and retrieval where it has none. `sampling` draws the generated items.
+    `deadline_ms` is the time for the whole answer, and `deadline` the moment when it is over, in seconds on this process's monotonic clock:
+    what a stage has not found by then is substituted by what comes next in the order of degradation. Without a `deadline`, the time runs
+    from when the pipeline is asked.
+    `rank`: whether the ranker orders the best of what was found; None: where training has measured that answers are better so.
     `diversity` and `freshness`, both 0 to 1, say how much items unlike each other, and items new to the catalogue, are preferred.
     `cache`: take a kept answer where there is one (use), compute it and keep that (refresh), or compute it and keep nothing (bypass).
     """
@@ -267,6 +274,8 @@ class RecommendRequest:
     deadline_ms: float | None = None
     sampling: SamplingOptions | None = None
     cache: CacheUse = "use"
+    deadline: float | None = None
+    rank: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,13 +291,14 @@ class Explanation:
     """Why an item was recommended: what each stage gave it, None where the stage did not find it or was not asked.
 
     `retrieval`: its cosine with the user's state; `generation`: the logarithm of its probability; `blended`: what the two make together;
-    `popularity`: its share of all events; `freshness`: 1 for an item first met now, half of it for each half-life since.
-    `similar`: the items of the history that are most like it, the most similar first.
+    `ranking`: the ranker's score; `popularity`: its share of all events; `freshness`: 1 for an item first met now, half of it for each
+    half-life since. `similar`: the items of the history that are most like it, the most similar first.
     """
 
     retrieval: float | None = None
     generation: float | None = None
     blended: float | None = None
+    ranking: float | None = None
     popularity: float | None = None
     freshness: float | None = None
     similar: tuple[SimilarItem, ...] = ()
@@ -296,8 +306,8 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class ScoredItem:
-    """A recommended item, and the score that `stage` gave it: a cosine (encode), a log-probability (generate), the two combined (blend) or
-    a share of all events (popularity).
+    """A recommended item, and the score that `stage` gave it: a cosine (encode), a log-probability (generate), the two combined (blend),
+    what showing it is worth (rank) or a share of all events (popularity).
 
     Scores do not compare across backends or answers. They order the items of one answer, until diversity or freshness reorder them.
     """
@@ -325,7 +335,7 @@ class Recommendation:
     """The answer to one request, best item first, with its provenance.
 
     `degraded`: an engine that should have served broke and another took its place, or none served the stage: retrieved items instead of
-    generated ones, popular items instead of retrieved ones.
+    generated ones, the user's last good answer or popular items instead of retrieved ones.
     `unknown_items`: item ids of the request that the catalogue does not hold; they were left out of account.
     `cache`: None where nobody looked for a kept answer.
     """

@@ -1,9 +1,9 @@
-"""Join requests that wait for one engine into batches, by number, padded size and waiting time."""
+"""Join requests that wait for one engine into batches: alike in length, by number, padded size and waiting time."""
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -11,6 +11,8 @@ from cluster.config import BatchingSettings
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
+Watch = Callable[[Sequence[int], Sequence[float]], None]
+"""Told of each batch as it starts: its requests' rows, and how many seconds each has waited."""
 
 
 @dataclass(slots=True, eq=False)
@@ -21,21 +23,27 @@ class _Waiting(Generic[Request, Answer]):
     answer: asyncio.Future[Answer]
 
 
-def fitting(tokens: Sequence[int], limits: BatchingSettings) -> int:
-    """How many of the first waiting requests, of `tokens` behaviours each, go into one batch: at least one.
+def alike(tokens: Sequence[int], limits: BatchingSettings) -> list[int]:
+    """Which of the waiting requests, of `tokens` rows each, go into one batch: positions, ascending. The first is always among them.
 
-    What counts is the padded size, longest x number, since that is what the engine computes.
+    The others are those nearest to it in length, as long as the batch's padded size, longest x number, is within the limits, and the share
+    of it that is padding.
     """
-    longest = 0
-    for count, length in enumerate(tokens[: limits.max_requests], start=1):
-        longest = max(longest, length)
-        if count > 1 and longest * count > limits.max_tokens:
-            return count - 1
-    return min(len(tokens), limits.max_requests)
+    if not tokens:
+        return []
+    chosen, rows, longest = [0], tokens[0], tokens[0]
+    for position in sorted(range(1, len(tokens)), key=lambda one: abs(tokens[one] - tokens[0])):
+        if len(chosen) == limits.max_requests:
+            break
+        padded = max(longest, tokens[position]) * (len(chosen) + 1)
+        if padded <= limits.max_tokens and padded - rows - tokens[position] <= limits.max_padding * padded:
+            chosen.append(position)
+            rows, longest = rows + tokens[position], max(longest, tokens[position])
+    return sorted(chosen)
 
 
 class MicroBatcher(Generic[Request, Answer]):
-    """Serve requests in order of arrival, several at a time.
+    """Serve requests several at a time: whoever has waited longest, and with it those of like length.
 
     `run` answers a batch with one answer per request, in order. One batch runs at a time; what arrives meanwhile forms the next one, so
     that `max_wait_ms` is only ever spent while the engine would idle and few are waiting.
@@ -46,9 +54,10 @@ class MicroBatcher(Generic[Request, Answer]):
         run: Callable[[list[Request]], Awaitable[Sequence[Answer]]],
         limits: BatchingSettings,
         tokens: Callable[[Request], int],
+        watch: Watch | None = None,
     ) -> None:
-        self._run, self._limits, self._tokens = run, limits, tokens
-        self._waiting: deque[_Waiting[Request, Answer]] = deque()
+        self._run, self._limits, self._tokens, self._watch = run, limits, tokens, watch
+        self._waiting: list[_Waiting[Request, Answer]] = []
         self._arrival = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
 
@@ -71,6 +80,7 @@ class MicroBatcher(Generic[Request, Answer]):
             await self._company()
             batch = self._take()
             if batch:
+                self._tell(batch)
                 await self._serve(batch)
 
     async def _company(self) -> None:
@@ -81,21 +91,25 @@ class MicroBatcher(Generic[Request, Answer]):
         deadline = self._waiting[0].arrived + self._limits.max_wait_ms / 1000
         while not self._full() and (left := deadline - time.perf_counter()) > 0:
             self._arrival.clear()
-            try:
-                await asyncio.wait_for(self._arrival.wait(), left)
-            except TimeoutError:
-                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):  # `wait_for` would begin a task for it
+                    await self._arrival.wait()
 
     def _full(self) -> bool:
-        count = fitting([place.tokens for place in self._waiting], self._limits)
+        count = len(alike([place.tokens for place in self._waiting], self._limits))
         return count < len(self._waiting) or count == self._limits.max_requests
 
     def _take(self) -> list[_Waiting[Request, Answer]]:
-        while self._waiting and self._waiting[0].answer.done():
-            self._waiting.popleft()
-        count = fitting([place.tokens for place in self._waiting], self._limits)
-        taken = [self._waiting.popleft() for _ in range(count)]
-        return [place for place in taken if not place.answer.done()]
+        self._waiting = [place for place in self._waiting if not place.answer.done()]
+        chosen = set(alike([place.tokens for place in self._waiting], self._limits))
+        taken = [place for position, place in enumerate(self._waiting) if position in chosen]
+        self._waiting = [place for position, place in enumerate(self._waiting) if position not in chosen]
+        return taken
+
+    def _tell(self, batch: list[_Waiting[Request, Answer]]) -> None:
+        if self._watch:
+            now = time.perf_counter()
+            self._watch([place.tokens for place in batch], [now - place.arrived for place in batch])
 
     async def _serve(self, batch: list[_Waiting[Request, Answer]]) -> None:
         try:

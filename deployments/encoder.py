@@ -1,45 +1,72 @@
-"""The encoder deployment: batches requests from all gateways and asks the framework controller for their answers."""
+"""The encoder stage: batches requests from all gateways and asks the framework controller for their answers."""
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from dataclasses import replace
+from time import monotonic
+from typing import Any
 
-from cluster.controller import FrameworkController, NoBackendAnswered, Served
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from cluster.bundle import Bundle
+from cluster.config import Settings, parse
+from cluster.controller import NoBackendAnswered
 from cluster.values import EncodeAnswer, Encoded, EncodeRequest, StageReport
-from deployments.batching import MicroBatcher
-from deployments.replica import StageReplica, sample_history
+from deployments.batched_model import BatchedModel
+from deployments.replica import ModelGone, StageReplica
+from deployments.stage_model import sample_history
 from integrations.hstu.limits import limits
 
-Controller: TypeAlias = FrameworkController[EncodeRequest, Encoded]
 WARM_UP_LENGTHS = (1, 20, 200)
 WARM_UP_ITEMS = 100
 
 
-class Encoder(StageReplica[Controller]):
-    """One replica; `encode` is what the gateways call."""
+class EncoderModel(BatchedModel[EncodeRequest, Encoded]):
+    """One version of the model: its batches and its engines."""
 
     stage = "encoder"
-    controller_type = FrameworkController
 
-    def _set_up(self) -> None:
-        self._longest = limits(self._bundle.manifest.model).max_history
-        self._batcher = MicroBatcher(self._answer, self._settings.encoder.batching, tokens=self._tokens)
+    def __init__(self, settings: Settings, bundle: Bundle) -> None:
+        super().__init__(settings, bundle)
+        self._longest = limits(bundle.manifest.model).max_history
 
     async def encode(self, request: EncodeRequest) -> EncodeAnswer | NoBackendAnswered:
-        """One user's state and nearest items, or why no engine gave them: a value, since for Ray this call did not fail."""
-        served = await self._batcher.submit(request)
+        """One user's state and nearest items, or why no engine gave them."""
+        served = await self._served(request)
         if isinstance(served, NoBackendAnswered):
             return served
         report = StageReport("encode", served.backend, served.duration_ms, served.fallback_from)
-        return EncodeAnswer(served.answer, report, self._bundle.version)
+        return EncodeAnswer(served.answer, report, self.bundle.version)
 
     def _tokens(self, request: EncodeRequest) -> int:
         """Behaviours that the engine computes: the model's window of them."""
         return min(len(request.sequence), self._longest)
 
-    async def _answer(self, requests: list[EncodeRequest]) -> Sequence[Served[Encoded] | NoBackendAnswered]:
-        return await self._in_thread(lambda: self._controller.call(requests))
-
     def _samples(self) -> list[EncodeRequest]:
         """Histories of several lengths over real items, so that every engine has run before the first user comes."""
-        items = len(self._bundle.catalogue)
+        items = len(self.bundle.catalogue)
         return [EncodeRequest(sample_history(length, items), top_n=min(WARM_UP_ITEMS, items)) for length in WARM_UP_LENGTHS]
+
+
+class Encoder(StageReplica[EncoderModel]):
+    """`encode` is what the gateways call, with the seconds it may take from now on."""
+
+    stage = "encoder"
+    model_type = EncoderModel
+
+    async def encode(self, request: EncodeRequest, within_s: float) -> EncodeAnswer | NoBackendAnswered | ModelGone:
+        """The answer, or why there is none: a value, since for Ray this call did not fail."""
+        began = monotonic()
+        try:
+            return await self._model_for(request.model_version).encode(replace(request, deadline=began + within_s))
+        except ModelGone as gone:
+            return gone
+        finally:
+            self._record(began)
+
+
+class EncoderDeployment(Encoder):
+    """As a Serve deployment."""
+
+    async def __init__(self, settings: dict[str, Any], switchboard: DeploymentHandle[Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+        super().__init__(parse(settings), switchboard, serve.get_replica_context().replica_id.unique_id)
+        await self.start()

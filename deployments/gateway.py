@@ -1,10 +1,15 @@
-"""The gateway deployment: HTTP in, the recommendation pipeline, HTTP out. It holds no engine, only what ranks and
-titles items: the catalogue, their vectors and first days, what is popular, the blend.
+"""The gateway deployment: HTTP in, the recommendation pipeline, HTTP out.
+
+It holds what ranks and titles items, of each version of the model that serves: the catalogue, their vectors and first days, what is
+popular, the blend; and what is known of users: kept answers, the event store. The stages it asks are deployments of their own, or, with
+`placement: colocated`, in its own process.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
+from time import monotonic, perf_counter, process_time
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,124 +17,147 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.bundle import Bundle, BundleStore
-from cluster.config import parse
-from cluster.controller import NoBackendAnswered
-from cluster.values import (
-    AnswerPart,
-    EncodeAnswer,
-    EncodeRequest,
-    GenerateAnswer,
-    Generated,
-    GenerateRequest,
-    Item,
-    Recommendation,
-    RecommendRequest,
-)
+from cluster.cache.tiered import TieredCache
+from cluster.config import Settings, parse, split_changes, with_changes
+from cluster.dataset import Catalogue
+from cluster.ranking import Ranking, RankingRequest
+from cluster.rollout import RolloutStore
+from cluster.traffic.utilisation import Utilisation
+from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest, Strategy
 from deployments.following import Follower
-from deployments.http_api import create_api
-from deployments.messages import BackendsOut, ReadyOut, SwitchOut
+from deployments.http.api import create_api
+from deployments.http.messages import BackendsOut, ReadyOut, SwitchOut
+from deployments.http.models import ModelsOut
+from deployments.http.playground import Offers
+from deployments.membership import Membership
+from deployments.metrics import GatewayRecorder, meter
 from deployments.operation import Operation
-from deployments.remote import ask, ask_stream
+from deployments.replica import longest_request_s
+from deployments.shelf import ModelShelf
+from deployments.stages import ColocatedStages, SplitStages, Stages
 from deployments.stores import open_cache, open_events
+from deployments.switchboard import REPORT_INTERVAL_S
 from deployments.user_data import UserData
+from deployments.versions import ServedModel, Versions
 from pipelines.answers import Answers
-from pipelines.recommend import Recommender
+from pipelines.remembered import UsualRequests
 from pipelines.stored_history import StoredHistories
 
-GRACE_S = 1.0
-"""How much longer than the pipeline a call waits for the generator: that the time is over is for the pipeline, or the replica, to say."""
+CACHE_INTERVAL_S = 5.0
 
 
 class Gateway:
-    """One replica. Serve asks it for the ASGI application once it is constructed."""
+    """One replica. Serve asks it for the ASGI application once it is constructed. Without handles its stages are its own."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         settings: dict[str, Any],
-        encoder: DeploymentHandle[Any],
-        generator: DeploymentHandle[Any],
         switchboard: DeploymentHandle[Any],
+        encoder: DeploymentHandle[Any] | None = None,
+        generator: DeploymentHandle[Any] | None = None,
+        ranker: DeploymentHandle[Any] | None = None,
     ) -> None:
         self._settings = parse(settings)
-        self._encoder, self._generator = encoder, generator
-        bundle = BundleStore(self._settings.model_dir).open(self._settings.version)
-        self._catalogue = bundle.catalogue
-        generates = bundle.manifest.decoder is not None
-        self._operation = Operation(switchboard, bundle.version, stages=("encoder", "generator") if generates else ("encoder",))
-        cache, events = await open_cache(self._settings.cache), await open_events(self._settings)
-        histories = StoredHistories(events, self._settings.gateway.max_behaviours)
-        self._answers = Answers(self._recommender(bundle, generates=generates), histories, cache, bundle.digest)
-        self._data = UserData(self._settings, self._operation, bundle.catalogue, self._answers, cache=cache, events=events)
-        self._following = asyncio.create_task(self._follower(switchboard).follow_forever())
+        self._limits = self._settings.gateway
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        self._stages = _stages(self._settings, switchboard, (encoder, generator, ranker), replica_id)
+        self._cache, self._events = await open_cache(self._settings.cache), await open_events(self._settings)
+        self._histories, self._usual = StoredHistories(self._events, self._limits.max_behaviours), UsualRequests()
+
+        store = BundleStore(self._settings.model_dir)
+        self._models = ModelShelf(store, self._make, _discard, keep_s=2 * longest_request_s(self._settings))
+        self._versions = Versions(self._models, self._stages)
+        self._membership = Membership(
+            "gateway",
+            f"gateway/{replica_id}",
+            switchboard,
+            RolloutStore(store),
+            self._models,
+            pinned=self._settings.version,
+            uses=self._versions.uses,
+            figures=self._versions.figures,
+        )
+        await asyncio.gather(self._stages.start(), self._membership.join())
+        self._versions.update(self._membership)
+        self._operation = Operation(switchboard, lambda: self._versions.stable.bundle)
+        self._recorder = GatewayRecorder(meter())
+        self._data = UserData(
+            self._settings, self._operation, self._versions, cache=self._cache, events=self._events, recorder=self._recorder
+        )
+        self._follower = Follower(
+            switchboard,
+            f"gateway/{replica_id}",
+            on_erasure=self._data.forget,
+            on_lost_track=self._data.forget,
+            again_after_s=longest_request_s(self._settings),
+        )
+        self._api = create_api(self, self._data, self._limits, gateways=lambda: self._membership.news.gateways, meter=meter())
+        self._utilisation = Utilisation(monotonic(), process_time())
+        self._tasks = [asyncio.create_task(work) for work in (self._follower.follow_forever(), self._follow_rollout())]
+        if self._cache is not None:
+            self._tasks.append(asyncio.create_task(self._look_at(self._cache)))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_api(self, self._data, self._settings.gateway)
+        return self._api
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Take new limits and flags, and a colocated stage's settings, while requests are served; what is not given is as in `args`."""
+        own, of_stages = split_changes(user_config)
+        self._limits = with_changes(self._settings, "gateway", own, "user_config of the gateway").gateway
+        flags = self._limits.flags
+        self._data.anticipates = self._settings.events.anticipate and flags.anticipate and flags.cache
+        self._api.state.edge.reconfigure(self._limits)
+        await self._stages.reconfigure(of_stages, self._limits.flags)
 
     async def check_health(self) -> None:
-        """Unhealthy where it does not follow erasures any more: it would keep what it should forget."""
-        if self._following.done():
-            self._following.result()
+        """Unhealthy where it follows nothing any more: it would keep what it should forget, and serve what is served no longer."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+        await self._stages.check_health()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """`utilisation`: how much of a core this process uses."""
+        return {"utilisation": self._utilisation.share(monotonic(), process_time())}
 
     async def close(self) -> None:
         """Let go of what it keeps state in."""
-        self._following.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await self._versions.close()
         await self._data.close()
+        await self._stages.close()
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
-        return await self._answers.recommend(request)
-
-    def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
-        return self._answers.stream(request)
-
-    def _follower(self, switchboard: DeploymentHandle[Any]) -> Follower:
-        edge = self._settings.gateway
-        return Follower(
-            switchboard,
-            f"gateway/{serve.get_replica_context().replica_id.unique_id}",
-            on_erasure=self._data.forget,
-            on_lost_track=self._data.forget,
-            again_after_s=edge.deadline_s + edge.generation_deadline_s + GRACE_S,
-        )
-
-    def _recommender(self, bundle: Bundle, *, generates: bool) -> Recommender:
-        edge = self._settings.gateway
-        return Recommender(
-            bundle,
-            self._encode,
-            self._generate if generates else None,
-            self._generate_stream if generates else None,
-            beam=self._settings.generator.beam,
-            pool=edge.pool,
-            generation_deadline_s=edge.generation_deadline_s,
-        )
-
-    async def _encode(self, request: EncodeRequest) -> EncodeAnswer:
-        """The encoder stage, wherever its replicas are. Raises BackendError."""
-        within_s = self._settings.gateway.deadline_s
-        answer: EncodeAnswer | NoBackendAnswered = await ask(self._encoder, "encode", request, within_s=within_s, tries=2)
-        if isinstance(answer, NoBackendAnswered):
-            raise answer
+        began = perf_counter()
+        answer = await self._versions.recommend(self._flagged(request))
+        self._recorder.answered(request, answer, perf_counter() - began)
         return answer
 
-    async def _generate(self, request: GenerateRequest, within_s: float) -> GenerateAnswer:
-        """The generator stage. Raises BackendError. What broke one replica or its engines is not tried on the next."""
-        answer: GenerateAnswer | NoBackendAnswered = await ask(self._generator, "generate", request, within_s, within_s=within_s + GRACE_S)
-        if isinstance(answer, NoBackendAnswered):
-            raise answer
-        return answer
-
-    async def _generate_stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[Generated | GenerateAnswer, None]:
-        """The same, piece by piece."""
-        parts = ask_stream(self._generator, "generate_stream", request, within_s, within_s=within_s + GRACE_S)
-        async with aclosing(parts):
+    async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
+        async with aclosing(self._versions.stream(self._flagged(request))) as parts:
             async for part in parts:
-                if isinstance(part, NoBackendAnswered):
-                    raise part
+                if isinstance(part, Recommendation):
+                    self._recorder.answered(request, part)
                 yield part
 
+    async def rank(self, request: RankingRequest) -> Ranking:
+        ranking = await self._versions.rank(request)
+        self._recorder.ranked(ranking)
+        return ranking
+
     def item(self, item_id: str) -> Item | None:
-        index = self._catalogue.index_of(item_id)
-        return None if index is None else self._catalogue[index]
+        catalogue = self._versions.stable.catalogue
+        index = catalogue.index_of(item_id)
+        return None if index is None else catalogue[index]
+
+    def catalogue(self) -> Catalogue:
+        return self._versions.stable.catalogue
+
+    def offers(self) -> Offers:
+        manifest = self._versions.stable.bundle.manifest
+        strategies: tuple[Strategy, ...] = ("unified", "retrieval", "generative") if manifest.decoder else ("retrieval",)
+        return Offers(self._versions.stable.bundle.version, strategies, ranker=manifest.ranker is not None)
 
     async def backends(self) -> BackendsOut:
         return await self._operation.backends()
@@ -139,3 +167,52 @@ class Gateway:
 
     async def readiness(self) -> ReadyOut:
         return await self._operation.readiness()
+
+    async def models(self) -> ModelsOut:
+        return await self._operation.models()
+
+    def _flagged(self, request: RecommendRequest) -> RecommendRequest:
+        """As the flags of the moment have it, where the request leaves it open."""
+        flags = self._limits.flags
+        request = replace(request, cache="bypass") if not flags.cache else request
+        if flags.strategy is None or request.strategy is not None:
+            return request
+        if flags.strategy == "generative" and self._versions.stable.bundle.manifest.decoder is None:
+            return request
+        sampling = None if flags.strategy == "retrieval" else request.sampling  # it draws what nobody generates
+        return replace(request, strategy=flags.strategy, sampling=sampling)
+
+    async def _make(self, bundle: Bundle) -> ServedModel:
+        model = await asyncio.to_thread(ServedModel, bundle, self._settings, self._stages)
+        model.answers = Answers(model.recommender, self._histories, self._cache, bundle.digest, self._usual)
+        model.candidates = model.ranking_by(self._histories)
+        return model
+
+    async def _follow_rollout(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            await self._membership.follow()
+            self._versions.update(self._membership)
+            version = self._versions.stable.bundle.manifest.version
+            self._recorder.look(self._api.state.edge.statistics(), self._stages.calls(), version)
+
+    async def _look_at(self, cache: TieredCache[Recommendation]) -> None:
+        while True:
+            self._recorder.look_at_cache(await cache.statistics())
+            await asyncio.sleep(CACHE_INTERVAL_S)
+
+
+def _stages(
+    settings: Settings,
+    switchboard: DeploymentHandle[Any],
+    handles: tuple[DeploymentHandle[Any] | None, DeploymentHandle[Any] | None, DeploymentHandle[Any] | None],
+    replica_id: str,
+) -> Stages:
+    encoder, generator, ranker = handles
+    if encoder is None or generator is None or ranker is None:
+        return ColocatedStages(settings, switchboard, replica_id)
+    return SplitStages(encoder, generator, ranker)
+
+
+async def _discard(model: ServedModel) -> None:
+    """Nothing but memory."""

@@ -1,15 +1,17 @@
 """What an operator asks of the running system: which backends serve, switch one, is it ready."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from cluster.bundle import Bundle
 from cluster.errors import BackendUnavailable
 from cluster.switchboard import StageStatus
-from deployments.messages import BackendOut, BackendsOut, ReadyOut, StageOperationOut, StageReadyOut, SwitchOut
+from deployments.http.messages import BackendOut, BackendsOut, ReadyOut, StageOperationOut, StageReadyOut, SwitchOut
+from deployments.http.models import ModelsOut
 from deployments.remote import ask
 from deployments.switchboard import REPORT_INTERVAL_S
 
@@ -18,14 +20,17 @@ SWITCHBOARD_DEADLINE_S = 2.0
 
 
 class Operation:
-    """Ask the switchboard. Every method raises BackendUnavailable where it cannot be reached, except `readiness`."""
+    """Ask the switchboard; `served` is the model that serves at the time.
 
-    def __init__(self, switchboard: DeploymentHandle[Any], model_version: str, stages: Sequence[str] = ("encoder",)) -> None:
-        self._switchboard, self._model_version, self._stages = switchboard, model_version, tuple(stages)
+    Every method raises BackendUnavailable where the switchboard cannot be reached, except `readiness`.
+    """
+
+    def __init__(self, switchboard: DeploymentHandle[Any], served: Callable[[], Bundle]) -> None:
+        self._switchboard, self._served = switchboard, served
         self._were_ready: set[str] = set()
 
     async def backends(self) -> BackendsOut:
-        return BackendsOut(model_version=self._model_version, stages=[_stage_out(status) for status in await self.statuses()])
+        return BackendsOut(model_version=self._served().version, stages=[_stage_out(status) for status in await self.statuses()])
 
     async def switch(self, stage: str, name: str, *, enabled: bool) -> SwitchOut:
         """Switch a backend in every replica and wait until they follow. Raises UnknownChoice."""
@@ -37,6 +42,18 @@ class Operation:
         number: int = await self._ask("erase", tenant, user_id)
         return await self._followed("erased", number)
 
+    async def models(self) -> ModelsOut:
+        """Which versions serve, who holds them, and how the trial goes. Raises BundleError where that cannot be read."""
+        rollout, fleet = await self._ask("versions")
+        return ModelsOut.from_values(self._served().manifest.name, rollout, fleet)
+
+    @property
+    def _stages(self) -> tuple[str, ...]:
+        """Those that the model that serves has need of."""
+        manifest = self._served().manifest
+        optional = {"generator": manifest.decoder, "ranker": manifest.ranker}
+        return "encoder", *(stage for stage, record in optional.items() if record is not None)
+
     async def statuses(self) -> tuple[StageStatus, ...]:
         """Every stage that a live replica has reported."""
         statuses: tuple[StageStatus, ...] = await self._ask("status")
@@ -45,8 +62,8 @@ class Operation:
     async def readiness(self) -> ReadyOut:
         """Ready once a replica of each stage has reported that its first choice is loaded, or has failed.
 
-        After that, it is as long as an encoder is not known to be gone: a lost switchboard stops no request, and without a generator
-        retrieved items are the answer.
+        After that, it is as long as an encoder is not known to be gone: a lost switchboard stops no request, without a generator retrieved
+        items are the answer, and without a ranker they stay in their order.
         """
         try:
             statuses = {status.stage: status for status in await self.statuses()}
@@ -54,8 +71,8 @@ class Operation:
             stages = [StageReadyOut(stage=stage, ready=stage in self._were_ready, detail=str(error)) for stage in self._stages]
         else:
             stages = [self._stage_ready(stage, statuses.get(stage)) for stage in dict.fromkeys((*self._stages, *statuses))]
-        ready = all(one.ready or (one.stage == "generator" and one.stage in self._were_ready) for one in stages)
-        return ReadyOut(ready=ready, model_version=self._model_version, stages=stages)
+        ready = all(one.ready or (one.stage != "encoder" and one.stage in self._were_ready) for one in stages)
+        return ReadyOut(ready=ready, model_version=self._served().version, stages=stages)
 
     def _stage_ready(self, stage: str, status: StageStatus | None) -> StageReadyOut:
         if status is None:

@@ -1,18 +1,29 @@
-"""Call another deployment: its answer, all at once or piece by piece, or an error of ours that says what went wrong."""
+"""Call another deployment: its answer, all at once or piece by piece, or an error of ours that says what went wrong.
+
+`ask` is for calls that are few; `StageCaller` for those that every request makes (see cluster.traffic.attempts for when it calls again).
+"""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import RayServeException, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from cluster.errors import BackendFailed, BackendUnavailable, GenrecError
+from cluster.errors import BackendError, BackendFailed, BackendUnavailable, GenrecError
+from cluster.ranking import RankRequest
+from cluster.traffic.attempts import GRACE_S, Attempts, Rules
+from cluster.traffic.hedging import Hedge
+from cluster.traffic.retry_budget import RetryBudget
+from cluster.values import EncodeRequest, GenerateRequest
 
+TRIES = 3
+ENDED = object()
 logger = logging.getLogger("ray.serve")
 
 
@@ -30,13 +41,100 @@ async def ask(handle: DeploymentHandle[Any], method: str, *args: Any, within_s: 
         return await _once(handle, method, args, deadline)
 
 
-async def ask_stream(handle: DeploymentHandle[Any], method: str, *args: Any, within_s: float) -> AsyncGenerator[Any, None]:
-    """What `method` of a replica yields, as it comes, within that time for all of it. Raises as `ask` does, of one replica."""
-    deadline = monotonic() + within_s
-    with _errors_of(handle, method, within_s):
-        async with aclosing(_pieces(handle, method, args, deadline)) as pieces:
-            async for piece in pieces:
-                yield piece
+class StageCaller:
+    """Calls one deployment whose methods take (request, within_s): the seconds they may take from then on. One for each handle and process.
+
+    Every error is raised as by `ask`. `hedge` is for methods that only compute.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any], retries: RetryBudget | None = None, hedge: Hedge | None = None) -> None:
+        self._handle, self._rules = handle, Rules(retries or RetryBudget(), hedge)
+        self.requests = self.copies = 0
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Counts since the start. `copies`: calls beyond the first of each request; `refused`: those that the budget did not grant."""
+        hedged, refused = self._rules.hedge.sent if self._rules.hedge else 0, self._rules.retries.refused
+        return {"requests": self.requests, "copies": self.copies, "hedges": hedged, "refused": refused}
+
+    async def ask(
+        self,
+        method: str,
+        request: object,
+        *,
+        within_s: float,
+        tries: int = TRIES,
+        safe: bool = False,
+        poor: Callable[[Any], bool] = lambda _: False,
+    ) -> Any:
+        """What `method` of the first replica to answer does answer.
+
+        `safe`: it only computes, so that it is hedged, and asked again of another replica where one breaks over it or gives a `poor`
+        answer, such as that its engines are broken. What is not safe is asked again only where a replica died with it, or stalls.
+        """
+
+        async def send(number: int, left_s: float) -> Any:
+            self.copies += number > 0
+            return await _once(self._handle, method, (copy_of(request, number), left_s), monotonic() + left_s + GRACE_S)
+
+        def better(call: asyncio.Task[Any]) -> bool:
+            error = call.exception()
+            return _died(error) or (safe and (_broke(error) if error else poor(call.result())))
+
+        self.requests += 1
+        with _errors_of(self._handle, method, within_s):
+            return await Attempts(send, better, self._rules, within_s=within_s, tries=tries, hedged=safe).answer()
+
+    async def ask_stream(self, method: str, request: object, *, within_s: float, tries: int = TRIES) -> AsyncGenerator[Any, None]:
+        """What `method` yields, as it comes. Until its first piece is there, it is asked again where a replica died with it, or stalls."""
+        deadline = monotonic() + within_s + GRACE_S
+
+        async def send(number: int, left_s: float) -> _Stream:
+            self.copies += number > 0
+            return await _opened(self._handle, method, (copy_of(request, number), left_s), deadline)
+
+        self.requests += 1
+        with _errors_of(self._handle, method, within_s):
+            attempts = Attempts(
+                send,
+                lambda call: _died(call.exception()),
+                self._rules,
+                within_s=within_s,
+                tries=tries,
+                lost=lambda lost: lost.pieces.cancel(),
+            )
+            stream = await attempts.answer()
+            try:
+                piece = stream.first
+                while piece is not ENDED:
+                    yield piece
+                    piece = await _next_piece(stream.pieces, deadline)
+            finally:
+                stream.pieces.cancel()  # nobody waits for it any more; after the last piece it does nothing
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    first: Any
+    pieces: Any
+
+
+def copy_of(request: object, number: int) -> object:
+    """A copy is nobody's in particular: a router would bring it to its user's home again, which is the replica that does not answer."""
+    if number and isinstance(request, EncodeRequest | RankRequest):
+        return replace(request, user="")
+    if number and isinstance(request, GenerateRequest):
+        return replace(request, whose="")
+    return request
+
+
+def _died(error: BaseException | None) -> bool:
+    return isinstance(error, RayActorError | ReplicaUnavailableError)
+
+
+def _broke(error: BaseException) -> bool:
+    """Whether the callee failed at it, for a reason that another replica need not have."""
+    return isinstance(error, RayTaskError) and (isinstance(error.cause, BackendError) or not isinstance(error.cause, GenrecError))
 
 
 @contextmanager
@@ -55,19 +153,6 @@ def _errors_of(handle: DeploymentHandle[Any], method: str, within_s: float) -> I
         raise BackendUnavailable(f"no replica of {handle.deployment_name} could be reached ({type(error).__name__}: {error})") from error
 
 
-async def _pieces(handle: DeploymentHandle[Any], method: str, args: tuple[Any, ...], deadline: float) -> AsyncGenerator[Any, None]:
-    pieces = getattr(handle.options(stream=True), method).remote(*args)
-    try:
-        while True:
-            try:
-                piece = await asyncio.wait_for(anext(pieces), max(0.0, deadline - monotonic()))
-            except StopAsyncIteration:
-                return
-            yield piece
-    finally:
-        pieces.cancel()  # as below; after the last piece it does nothing
-
-
 async def _once(handle: DeploymentHandle[Any], method: str, args: tuple[Any, ...], deadline: float) -> Any:
     response = getattr(handle, method).remote(*args)
     try:
@@ -75,3 +160,20 @@ async def _once(handle: DeploymentHandle[Any], method: str, args: tuple[Any, ...
     except (TimeoutError, asyncio.CancelledError):
         response.cancel()  # nobody waits for it any more: an overloaded replica need not compute it
         raise
+
+
+async def _opened(handle: DeploymentHandle[Any], method: str, args: tuple[Any, ...], deadline: float) -> _Stream:
+    """A stream, once its first piece is there."""
+    pieces = getattr(handle.options(stream=True), method).remote(*args)
+    try:
+        return _Stream(await _next_piece(pieces, deadline), pieces)
+    except BaseException:
+        pieces.cancel()  # as in `_once`
+        raise
+
+
+async def _next_piece(pieces: Any, deadline: float) -> Any:
+    try:
+        return await asyncio.wait_for(anext(pieces), max(0.0, deadline - monotonic()))
+    except StopAsyncIteration:
+        return ENDED

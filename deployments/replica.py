@@ -1,150 +1,238 @@
-"""What the replicas of every stage have in common: a framework controller over engines, in step with the switchboard.
+"""What the replicas of every stage have in common: the versions that serve, each with its engines, in step with the switchboard.
 
-warm up -> serve ; beside that, forever: report <-> switches (switchboard), refresh (probe, load, try again), forget erased users
+hold what serves, warmed up -> answer ; beside that, forever: report <-> switches and suspicions, refresh engines, follow the rollout,
+forget erased users
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Mapping
+from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-import numpy as np
-from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.bundle import BundleStore
-from cluster.config import StageSettings, parse
-from cluster.controller import FrameworkController
-from cluster.errors import BackendError
-from cluster.stage_rules import RULES
+from cluster.bundle import Bundle, BundleStore
+from cluster.config import Settings, StageSettings
+from cluster.errors import BackendError, BackendUnavailable
+from cluster.fleet import Role
+from cluster.latency import LatencyRecorder
+from cluster.rollout import RolloutStore
 from cluster.switchboard import Switches
-from cluster.values import UserSequence
+from cluster.traffic.utilisation import Utilisation
 from deployments.following import Follower
+from deployments.membership import Membership
+from deployments.metrics import StageRecorder, meter
 from deployments.remote import ask
+from deployments.shelf import ModelShelf
+from deployments.stage_model import StageModel
 from deployments.switchboard import REPORT_INTERVAL_S
 
-ControllerT = TypeVar("ControllerT", bound=FrameworkController[Any, Any])
-Result = TypeVar("Result")
+ModelT = TypeVar("ModelT", bound=StageModel[Any])
 REFRESH_INTERVAL_S = 1.0
-STUCK_AFTER_S = 30.0
 REPORT_DEADLINE_S = 5.0
 GRACE_S = 1.0
 """How much later than at its deadlines a request may still have an engine compute."""
+LATENCY_WINDOW_S = 5.0
+FEWEST_CALLS = 100
 logger = logging.getLogger("ray.serve")
 
 
-class StageReplica(Generic[ControllerT]):
-    """One replica of the stage `stage`. Engines run in one thread of their own, so that the event loop stays free to take requests."""
+class ModelGone(BackendUnavailable):
+    """The replica does not hold the version that it was asked for; another version has to answer."""
 
-    stage: ClassVar[str]
-    controller_type: ClassVar[type[FrameworkController[Any, Any]]]
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, settings: dict[str, Any], switchboard: DeploymentHandle[Any]
-    ) -> None:
-        self._settings = parse(settings)
-        self._bundle = BundleStore(self._settings.model_dir).open(self._settings.version)
-        rules = RULES[self.stage](len(self._bundle.catalogue))
-        controller = self.controller_type.configured(self._settings.engines(self.stage), self._bundle, rules)
-        self._controller = cast(ControllerT, controller)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._switchboard = switchboard
+def longest_request_s(settings: Settings) -> float:
+    """Seconds after which nothing of a request is computed any more."""
+    return settings.gateway.deadline_s + settings.gateway.generation_deadline_s + GRACE_S
+
+
+class StageReplica(Generic[ModelT]):
+    """One replica of a stage: a Serve replica's own, or a gateway's that computes the stage itself. `start` it before it is asked."""
+
+    stage: ClassVar[Role]
+    model_type: ClassVar[type[StageModel[Any]]]
+
+    def __init__(self, settings: Settings, switchboard: DeploymentHandle[Any], replica_id: str) -> None:
+        self._settings, self._switchboard, self._replica_id = settings, switchboard, replica_id
+        self._wanted = settings.engines(self.stage).stage()
         self._switches_version = 0
         self._switches: Switches = {}
-        self._replica_id = serve.get_replica_context().replica_id.unique_id
-        self._follower = self._make_follower()
-        self._set_up()
-        await self._ask_for_switches("switches")  # first, so that what is loaded now is what will be asked
+        self._suspects: frozenset[str] = frozenset()
+        store, name = BundleStore(settings.model_dir), f"{self.stage}/{replica_id}"
+        self._models: ModelShelf[ModelT] = ModelShelf(store, self._make, self._discard, keep_s=2 * longest_request_s(settings))
+        self._membership = Membership(self.stage, name, switchboard, RolloutStore(store), self._models, pinned=settings.version)
+        self._follower = Follower(
+            switchboard,
+            name,
+            on_erasure=lambda tenant, user: self._everywhere(lambda model: model.controller.forget(tenant, user)),
+            on_lost_track=lambda: self._everywhere(lambda model: model.controller.forget_all()),
+            again_after_s=longest_request_s(settings),
+        )
+        self._latency = LatencyRecorder(monotonic(), LATENCY_WINDOW_S)
+        self._utilisation = Utilisation(monotonic())
+        self._recorder = StageRecorder(self.stage, meter())
+        self._calls, self._called_at, self._retired_busy_s = 0, 0.0, 0.0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Returns when requests can be answered. Raises BundleError where no version can be served."""
+        await self._ask_for_guidance("guidance", self.stage)  # first, so that what is loaded now is what will be asked
         await self._follower.exchange()  # while nothing is loaded, there is nothing to forget
-        logger.info("%s", await self._in_thread(lambda: self._controller.warm_up(self._samples())))
-        self._reporting = asyncio.create_task(self._report_forever())
-        self._refreshing = asyncio.create_task(self._refresh_forever())
-        self._following = asyncio.create_task(self._follower.follow_forever())
+        await self._membership.join()
+        self._run_forever(self._report_forever(), self._refresh_forever())
+        self._run_forever(self._membership.follow_forever(), self._follower.follow_forever())
 
-    def _set_up(self) -> None:
-        """Whatever else a stage needs before its engines are loaded."""
-
-    def _samples(self) -> list[Any]:
-        """Requests that no user made, for the warm-up and for trials."""
-        raise NotImplementedError
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self._models.close()
 
     def __del__(self) -> None:
-        """Serve calls it when it stops a replica."""
-        if controller := getattr(self, "_controller", None):
-            controller.close()
+        """Serve calls it when it stops a replica; so do those whose construction failed."""
+        for model in self._models.models if hasattr(self, "_models") else ():
+            model.close()
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take a new order, selection or list of disabled backends while requests are served; what is not given is as in `args`."""
-        wanted = StageSettings.model_validate({**self._settings.engines(self.stage).stage().model_dump(), **user_config})
-        enabled = {name: name not in wanted.disabled for name in wanted.order}
-        await self._in_thread(lambda: self._controller.reconfigure(order=wanted.order, selection=wanted.selection, enabled=enabled))
-        self._apply(self._switches)  # what an operator has switched by hand outlives a deploy
+        self._wanted = StageSettings.model_validate({**self._settings.engines(self.stage).stage().model_dump(), **user_config})
+        for model in self._models.models:
+            await model.reconfigure(self._wanted)
+            self._apply(model)  # what an operator has switched by hand outlives a deploy
 
     async def check_health(self) -> None:
-        """Unhealthy only where the engine thread is stuck or gone: a broken engine is the controller's business."""
-        await asyncio.wait_for(self._in_thread(lambda: None), timeout=STUCK_AFTER_S)
-        for task in (self._reporting, self._refreshing, self._following):
+        """Unhealthy only where an engine thread is stuck or a task is gone: a broken engine is the controller's business."""
+        for model in self._models.models:
+            await model.check()
+        for task in self._tasks:
             if task.done():
                 task.result()
 
-    async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """The figures of `cluster.autoscaling`: what waits and how full caches are, over all engines; how busy the replica is, 0 to 1; the
+        95th percentile of the time that calls of the last seconds took.
+        """
+        figures = [one for model in self._models.models for one in model.figures().values()]
+        return {
+            "waiting": sum(one.get("waiting", 0.0) for one in figures),
+            "kv_cache_usage": max((one.get("kv_cache_usage", 0.0) for one in figures), default=0.0),
+            "utilisation": min(1.0, self._utilisation.share(monotonic(), self._busy_s())),
+            "latency_ms": self._recent_p95_ms(),
+        }
+
+    async def record_routing_stats(self) -> dict[str, float]:
+        """How much this replica's machine gets done: calls in a second of engine time, for `WeightedRouter`. Rounded: each new figure goes
+        to every router.
+        """
+        busy = self._busy_s()
+        return {"weight": float(f"{self._calls / busy:.2g}")} if self._calls >= FEWEST_CALLS and busy else {}
+
+    @property
+    def holds(self) -> Mapping[int, str]:
+        """Version -> READY, or why it cannot be served here (yet)."""
+        return self._models.holds
+
+    def _model_for(self, model_version: str) -> ModelT:
+        """What answers a request of a gateway that serves this version; "" is whatever is stable. Raises ModelGone."""
+        model = self._models.named(model_version) if model_version else self._primary()
+        if model is None:
+            held = ", ".join(one.bundle.version for one in self._models.models)
+            raise ModelGone(
+                f"this replica of the {self.stage} holds {held or 'nothing'}, not {model_version}: a version is being rolled out"
+            )
+        return model
+
+    def _primary(self) -> ModelT | None:
+        """The model whose engines are reported: the stable version's, while it is held."""
+        return self._models.get(self._membership.rollout.stable) or next(iter(self._models.models), None)
+
+    def _busy_s(self) -> float:
+        return self._retired_busy_s + sum(model.busy_s() for model in self._models.models)
+
+    def _record(self, began: float) -> None:
+        self._called_at = now = monotonic()
+        self._calls += 1
+        self._latency.record((now - began) * 1e3, now)
+
+    def _recent_p95_ms(self) -> float:
+        """0 where nobody called lately."""
+        now = monotonic()
+        return (self._latency.summary(now).p95_ms or 0.0) if now - self._called_at <= 2 * LATENCY_WINDOW_S else 0.0
+
+    async def _make(self, bundle: Bundle) -> ModelT:
+        model = cast(ModelT, self.model_type(self._settings, bundle))
+        try:
+            await self._instruct(model)
+            logger.info("%s: %s", bundle.version, await model.warm_up())
+            await self._instruct(model)  # what has changed while it was warmed up
+        except BaseException:
+            await asyncio.to_thread(model.close)
+            raise
+        return model
+
+    async def _instruct(self, model: ModelT) -> None:
+        """Nothing is awaited once it knows all that is wanted now."""
+        told = None
+        while told is not self._wanted:
+            told = self._wanted
+            await model.reconfigure(told)
+        self._apply(model)
+        model.controller.suspect(self._suspects)
+
+    async def _discard(self, model: ModelT) -> None:
+        self._retired_busy_s += model.busy_s()
+        await asyncio.to_thread(model.close)
+
+    async def _everywhere(self, work: Callable[[ModelT], Any]) -> None:
+        """In the engine threads: after the batch that runs, so that nothing of a user is kept by it later."""
+        await asyncio.gather(*(model.in_thread(lambda model=model: work(model)) for model in self._models.models))  # type: ignore[misc]
+
+    def _run_forever(self, *work: Coroutine[Any, Any, None]) -> None:
+        self._tasks += [asyncio.create_task(one) for one in work]
 
     async def _report_forever(self) -> None:
-        """Push statistics to the switchboard and pull its switches; while it is away, the last switches stay in force."""
+        """Push statistics to the switchboard and pull what it knows; while it is away, the last switches stay in force."""
         while True:
-            following = (self._switches_version, self._switches)
-            await self._ask_for_switches("report", self.stage, self._replica_id, self._controller.snapshot(), *following)
+            if primary := self._primary():
+                following = (self._switches_version, self._switches)
+                await self._ask_for_guidance("report", self.stage, self._replica_id, primary.controller.snapshot(), *following)
             self._show_figures()
             await asyncio.sleep(REPORT_INTERVAL_S)
 
-    def _make_follower(self) -> Follower:
-        """Erasures are carried out in the engine thread: after the batch that runs, so that nothing of a user is kept by it later."""
-        edge, controller = self._settings.gateway, self._controller
-        return Follower(
-            self._switchboard,
-            f"{self.stage}/{self._replica_id}",
-            on_erasure=lambda tenant, user: self._in_thread(lambda: controller.forget(tenant, user)),
-            on_lost_track=lambda: self._in_thread(controller.forget_all),
-            again_after_s=edge.deadline_s + edge.generation_deadline_s + GRACE_S,
-        )
+    async def _refresh_forever(self) -> None:
+        """Probe and load beside the calls, so that the first choice returns, and the status stays true, without traffic too."""
+        while True:
+            for model in self._models.models:
+                await asyncio.to_thread(model.controller.refresh)
+            await asyncio.sleep(REFRESH_INTERVAL_S)
 
     def _show_figures(self) -> None:
-        """Whatever else a stage tells of itself twice a second."""
+        """As metrics: what every version here does, and how the one that serves stands."""
+        primary = self._primary()
+        for model in self._models.models:
+            snapshot = model.controller.snapshot()
+            self._recorder.count(model.bundle.version, snapshot)
+            if model is primary:
+                self._recorder.show(snapshot, model.figures())
 
-    async def _ask_for_switches(self, method: str, *args: Any) -> None:
+    async def _ask_for_guidance(self, method: str, *args: Any) -> None:
         try:
             self._follow(*await ask(self._switchboard, method, *args, within_s=REPORT_DEADLINE_S))
         except BackendError as error:
             logger.warning("switches stay as they are: %s", error)
 
-    async def _refresh_forever(self) -> None:
-        """Probe and load beside the calls, so that the first choice returns, and the status stays true, without traffic too."""
-        while True:
-            await asyncio.to_thread(self._controller.refresh)
-            await asyncio.sleep(REFRESH_INTERVAL_S)
-
-    def _follow(self, version: int, switches: Switches) -> None:
+    def _follow(self, version: int, switches: Switches, suspects: frozenset[str]) -> None:
+        self._suspects = suspects
+        for model in self._models.models:
+            model.controller.suspect(suspects)
         if version != self._switches_version:
             self._switches_version, self._switches = version, switches
-            self._apply(switches)
+            for model in self._models.models:
+                self._apply(model)
 
-    def _apply(self, switches: Switches) -> None:
+    def _apply(self, model: ModelT) -> None:
         """Follow the switches of this stage; one may name a backend of an earlier configuration, which is not here any more."""
-        here = {backend.name for backend in self._controller.snapshot().backends}
-        for (stage, name), enabled in switches.items():
+        here = {backend.name for backend in model.controller.snapshot().backends}
+        for (stage, name), enabled in self._switches.items():
             if stage == self.stage and name in here:
-                (self._controller.enable if enabled else self._controller.disable)(name)
-
-
-def sample_history(length: int, items: int) -> UserSequence:
-    """A history that no user has: real items, an event an hour."""
-    steps = np.arange(length)
-    return UserSequence(
-        items=(steps % items + 1).astype(np.int32),
-        timestamps=(1_700_000_000 + 3600 * steps).astype(np.int64),
-        actions=np.zeros(length, np.int8),
-        values=np.full(length, np.nan, np.float32),
-        request_time=1_700_000_000 + 3600 * length,
-    )
+                (model.controller.enable if enabled else model.controller.disable)(name)

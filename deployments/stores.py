@@ -21,6 +21,7 @@ logger = logging.getLogger("ray.serve")
 async def open_cache(settings: CacheSettings) -> TieredCache[Recommendation] | None:
     """The cache of answers; with l1 alone where l2 cannot be had, None where answers are not to be kept."""
     if not settings.enabled:
+        await open_shared(settings.model_copy(update={"l2": "off"}))
         return None
     admission = AdaptiveAdmission(settings.minimum_hit_rate) if settings.minimum_hit_rate else None
     l1 = MemoryCache(settings.policy, settings.l1_bytes, admission=admission, namespace_share=settings.tenant_share)

@@ -1,26 +1,42 @@
 """The switchboard as a deployment: one replica, seldom called, whose loss costs nothing but a little delay."""
 
+import asyncio
+import logging
 from time import time
+from typing import Any, TypeAlias
 
+from cluster.bundle import BundleStore
+from cluster.config import parse
 from cluster.controller import StageSnapshot
 from cluster.erasures import News, Place
+from cluster.errors import BundleError
+from cluster.fleet import FleetBoard, FleetNews, FleetStatus, Presence
+from cluster.rollout import Rollout, RolloutStore
 from cluster.switchboard import StageStatus, Switchboard, Switches
 
 REPORT_INTERVAL_S = 0.5
 """How often every replica of a stage reports; a switch is in force everywhere after two reports."""
+JUDGE_INTERVAL_S = 1.0
+Guidance: TypeAlias = tuple[int, Switches, frozenset[str]]
+TTL_S = 10 * REPORT_INTERVAL_S
+logger = logging.getLogger("ray.serve")
 
 
 class SwitchboardDeployment:
-    """Adds the time of day to `Switchboard`."""
+    """Adds the time of day to `Switchboard` and `FleetBoard`, and ends trials that go badly."""
 
-    def __init__(self) -> None:
-        self._board = Switchboard(ttl_s=10 * REPORT_INTERVAL_S, now=time())
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._board, self._fleet = Switchboard(TTL_S, now=time()), FleetBoard(TTL_S, now=time())
+        self._rollouts = RolloutStore(BundleStore(parse(settings).model_dir))
+        self._judged_at = 0.0
 
-    async def report(self, stage: str, replica: str, snapshot: StageSnapshot, version: int, switches: Switches) -> tuple[int, Switches]:
-        return self._board.report(stage, replica, snapshot, version, switches, now=time())
+    async def report(self, stage: str, replica: str, snapshot: StageSnapshot, version: int, switches: Switches) -> Guidance:
+        self._board.report(stage, replica, snapshot, version, switches, now=time())
+        return await self.guidance(stage)
 
-    async def switches(self) -> tuple[int, Switches]:
-        return self._board.switches()
+    async def guidance(self, stage: str) -> Guidance:
+        """What a replica should follow: the switches and their version, and which backends broke elsewhere."""
+        return (*self._board.switches(), self._board.suspects(stage, now=time()))
 
     async def set(self, stage: str, name: str, enabled: bool) -> int:
         return self._board.set(stage, name, enabled, now=time())
@@ -39,3 +55,24 @@ class SwitchboardDeployment:
 
     async def status(self) -> tuple[StageStatus, ...]:
         return self._board.status(now=time())
+
+    async def exchange_versions(self, name: str, presence: Presence) -> FleetNews:
+        news = self._fleet.exchange(name, presence, now=time())
+        if presence.trial and time() - self._judged_at >= JUDGE_INTERVAL_S:
+            self._judged_at = time()
+            await asyncio.to_thread(self._judge)
+        return news
+
+    async def versions(self) -> tuple[Rollout, FleetStatus]:
+        """Raises BundleError where the rollout cannot be read."""
+        rollout = await asyncio.to_thread(self._rollouts.read)
+        return rollout, self._fleet.status(rollout, now=time())
+
+    def _judge(self) -> None:
+        try:
+            rollout = self._rollouts.read()
+            if rollout.trial and (reason := self._fleet.judge(rollout)):
+                logger.error("the trial of version %d ends: %s", rollout.trial.version, reason)
+                self._rollouts.end(rollout.trial, reason)
+        except (BundleError, OSError):
+            logger.exception("whether the trial may go on is not known")

@@ -9,11 +9,10 @@ from cluster.cache.entry import CacheStatistics
 from cluster.cache.tier_values import Invalidated
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
-from cluster.dataset import Catalogue
 from cluster.errors import BackendUnavailable
-from cluster.events.store import Event, EventStore
+from cluster.events.store import Event, EventStore, StoredUser
 from cluster.values import Behaviour, Recommendation
-from deployments.event_messages import (
+from deployments.http.event_messages import (
     CacheOut,
     CacheTierOut,
     ErasedOut,
@@ -23,8 +22,9 @@ from deployments.event_messages import (
     PastEventOut,
     TenantCacheOut,
 )
+from deployments.metrics import GatewayRecorder
 from deployments.operation import Operation
-from pipelines.answers import Answers
+from deployments.versions import Versions
 from pipelines.stored_history import SWITCHED_OFF
 
 INSIST_EVERY_S = 2.0
@@ -32,34 +32,41 @@ logger = logging.getLogger("ray.serve")
 
 
 class UserData:
-    """`events` is None where they are switched off, `cache` where answers are not kept."""
+    """`events` is None where they are switched off, `cache` where answers are not kept. `anticipates` may be set at any time."""
 
     def __init__(
         self,
         settings: Settings,
         operation: Operation,
-        catalogue: Catalogue,
-        answers: Answers,
+        versions: Versions,
         *,
         cache: TieredCache[Recommendation] | None,
         events: EventStore | None,
+        recorder: GatewayRecorder | None = None,
     ) -> None:
-        self._settings, self._catalogue, self._answers, self._operation = settings, catalogue, answers, operation
-        self._cache, self._events = cache, events
+        self._settings, self._operation, self._versions = settings, operation, versions
+        self._cache, self._events, self._recorder = cache, events, recorder or GatewayRecorder()
+        self.anticipates = settings.events.anticipate
         self._anticipated: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._insisting: set[asyncio.Task[None]] = set()
 
     async def append(self, events: Sequence[Event]) -> EventsOut:
         """Durable when it returns. Raises BackendUnavailable, and InvalidRequest where a key was used for another event."""
         stored = await self._store().append(events)
+        for event, place in zip(events, stored, strict=True):
+            if not place.duplicate:
+                self._recorder.happened(event)
         for user in dict.fromkeys((event.tenant, event.user_id) for event in events):
-            if self._settings.events.anticipate and self._answers.expects(*user):
+            if self.anticipates and self._versions.model_for(*user).answers.expects(*user):
                 self._anticipate(*user)
-        return EventsOut.from_values(stored, list(events), self._catalogue)
+        return EventsOut.from_values(stored, list(events), self._versions.stable.catalogue)
 
     async def history(self, tenant: str, user_id: str, limit: int) -> HistoryOut:
         stored = await self._store().history(tenant, user_id, limit)
         return HistoryOut(user_id=user_id, tenant=tenant, version=stored.version, events=[self._past(one) for one in stored.behaviours])
+
+    async def example_users(self, tenant: str, limit: int) -> list[StoredUser]:
+        return await self._events.users(tenant, limit) if self._events else []
 
     async def erase(self, tenant: str, user_id: str) -> ErasedOut:
         """First the events, so that nothing more is computed from them, then what was; that also where the store does not answer."""
@@ -77,7 +84,8 @@ class UserData:
 
     async def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
         """Drop what this replica keeps of a user, a tenant's users or everybody: another one was told, and told the shared cache."""
-        self._answers.forget(tenant, user_id)
+        self._versions.forget(tenant, user_id)
+        self._recorder.forget(tenant, user_id)
         if self._cache:
             self._cache.forget(tenant, user_id)
 
@@ -122,7 +130,8 @@ class UserData:
             await self._events.close()
 
     async def _drop(self, tenant: str | None, user_id: str | None) -> Invalidated:
-        self._answers.forget(tenant, user_id)
+        self._versions.forget(tenant, user_id)
+        self._recorder.forget(tenant, user_id)
         dropped = await self._cache.invalidate(tenant, user_id) if self._cache else Invalidated(0)
         if dropped.unconfirmed:
             task = asyncio.create_task(self._insist(tenant, user_id))
@@ -151,7 +160,7 @@ class UserData:
 
     async def _anticipate_later(self, tenant: str, user_id: str) -> None:
         await asyncio.sleep(self._settings.events.anticipate_after_s)
-        await self._answers.anticipate(tenant, user_id)
+        await self._versions.model_for(tenant, user_id).answers.anticipate(tenant, user_id)
 
     def _store(self) -> EventStore:
         if self._events is None:
@@ -159,10 +168,10 @@ class UserData:
         return self._events
 
     def _past(self, behaviour: Behaviour) -> PastEventOut:
-        index = self._catalogue.index_of(behaviour.item_id)
+        index = self._versions.stable.catalogue.index_of(behaviour.item_id)
         return PastEventOut(
             item_id=behaviour.item_id,
-            title=None if index is None else self._catalogue[index].title,
+            title=None if index is None else self._versions.stable.catalogue[index].title,
             timestamp=behaviour.timestamp,
             action=behaviour.action,
             value=behaviour.value,

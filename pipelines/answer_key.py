@@ -1,26 +1,30 @@
 """What an answer depends on, as the key it is kept under: tenant, user, and a digest of the model, the history and the request."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from hashlib import blake2b
+from typing import Any
 
 from cluster.cache.entry import Key
+from cluster.traffic.budget import unhurried
 from cluster.values import Behaviour, RecommendRequest
 
 DIGEST_BYTES = 16
+_PARAMETERS = {one.name for one in fields(RecommendRequest)} - {"user_id", "tenant", "behaviours", "cache", "deadline"}
 
 
 def answer_key(request: RecommendRequest, model_digest: str, history_version: str) -> Key:
     """The key of the answer that this model gives to this request over a history of that version.
 
     Without a `request_time` of its own a request is as of now: its answer is kept for a while, not for ever. `deadline_ms` is part of it,
-    since who is in a hurry may get less and must not wait for who is not; `cache` is not.
+    since who is in a hurry may get less and must not wait for who is not; `cache` is not, nor when a hurried one came.
     """
-    asked = asdict(replace(request, user_id="", tenant="", behaviours=None, cache="use"))
-    for name in ("blocked", "allowed"):
-        asked[name] = None if asked[name] is None else sorted(asked[name])
-    digest = blake2b(json.dumps([model_digest, history_version, asked], sort_keys=True).encode(), digest_size=DIGEST_BYTES)
-    return Key(request.tenant, request.user_id, digest.hexdigest())
+    return Key(request.tenant, request.user_id, _digest(model_digest, history_version, request))
+
+
+def wishes_key(request: RecommendRequest, model_digest: str) -> Key:
+    """The same for requests of a user that differ in no more than their haste, the history, and what is blocked."""
+    return Key(request.tenant, request.user_id, _digest(model_digest, replace(unhurried(request), blocked=frozenset())))
 
 
 def version_of(behaviours: tuple[Behaviour, ...]) -> str:
@@ -33,3 +37,16 @@ def cacheable(request: RecommendRequest) -> bool:
     """Whether asking again would give the same: not where items are drawn anew each time, nor where the caller wants no cache."""
     drawn_anew = request.sampling is not None and request.sampling.seed is None and request.sampling.temperature > 0
     return request.cache != "bypass" and not drawn_anew
+
+
+def _digest(*parts: str | RecommendRequest) -> str:
+    said = [_parameters(part) if isinstance(part, RecommendRequest) else part for part in parts]
+    return blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _parameters(request: RecommendRequest) -> dict[str, Any]:
+    asked = {name: getattr(request, name) for name in _PARAMETERS}
+    for name in ("blocked", "allowed"):
+        asked[name] = None if asked[name] is None else sorted(asked[name])
+    asked["sampling"] = request.sampling and asdict(request.sampling)
+    return asked

@@ -2,12 +2,12 @@
 
     request -> key: model, history, parameters -> kept answer: l1 | l2 | somebody is computing it
                                                -> none: stored history -> recommender -> kept
+                                                                       -> no encoder answers: the last good answer, if it is kept
 
-A failing cache or event store costs time, never an answer.
+A failing cache or event store costs time, never an answer; and of a request that has a deadline, no more time than is left.
 """
 
 import logging
-from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -18,39 +18,50 @@ from cluster.cache.codec import Codec
 from cluster.cache.entry import Key
 from cluster.cache.tier_values import Computed, Found
 from cluster.cache.tiered import TieredCache
-from cluster.errors import BackendError
+from cluster.errors import BackendError, DeadlineExceeded
+from cluster.traffic.budget import Budget, in_time, started, unhurried
 from cluster.values import AnswerPart, CacheReport, Recommendation, RecommendRequest, StageReport
 from pipelines.answer_key import answer_key, cacheable, version_of
+from pipelines.last_good import CACHED, LastGood
 from pipelines.recommend import Recommender
+from pipelines.remembered import UsualRequests
 from pipelines.stored_history import Completed, StoredHistories
 
-REMEMBERED_USERS = 10_000
-REMEMBERED_ITEMS = 100
-"""Items that a remembered request may list: what is remembered is bounded by users, and must be small for each."""
 _RECOMMENDATION = TypeAdapter(Recommendation)
+LATE_S = 0.05
+"""How long after its deadline a request still waits for what it is about to get; then it is answered without looking further."""
 logger = logging.getLogger(__name__)
 
 
 class Answers:
-    """`cache` is None where none is wanted; `model_digest` tells this model from every other that shares the cache. For one event loop."""
+    """Of one version of the model, which `model_digest` tells from every other that shares the cache; `cache` is None where none is wanted.
+
+    `usual` is what users ask for, whichever version answers. For one event loop.
+    """
 
     def __init__(
-        self, recommender: Recommender, histories: StoredHistories, cache: TieredCache[Recommendation] | None, model_digest: str
+        self,
+        recommender: Recommender,
+        histories: StoredHistories,
+        cache: TieredCache[Recommendation] | None,
+        model_digest: str,
+        usual: UsualRequests | None = None,
     ) -> None:
         self._recommender, self._histories, self._cache, self._model_digest = recommender, histories, cache, model_digest
-        self._usual: OrderedDict[tuple[str, str], RecommendRequest] = OrderedDict()
+        self._usual = UsualRequests() if usual is None else usual
+        self._last_good = LastGood(model_digest)
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """The answer. Raises InvalidRequest."""
-        answer = await self._recommend(request)
-        self._remember(request)
+        answer = await self._recommend(started(request))
+        self._usual.note(request)
         return answer
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         """The answer's parts as they are found. A kept answer comes as its stages, its items and itself; a streamed one is not kept."""
-        if kept := await self._kept(request):
-            parts_kept: tuple[AnswerPart, ...] = (*kept.stages, *kept.items, kept)
-            for part in parts_kept:
+        request = started(request)
+        if kept := await self._kept(request, await self._version(request)):
+            for part in _parts(kept):
                 yield part
             return
         completed = await self._histories.complete(request)
@@ -58,84 +69,119 @@ class Answers:
             yield completed.report
         async with aclosing(self._recommender.stream(completed.request)) as parts:
             async for part in parts:
-                yield _with_history(part, completed) if isinstance(part, Recommendation) else part
+                if not isinstance(part, Recommendation):
+                    yield part
+                    continue
+                answer = await self._best(part, completed)
+                for one in _parts(answer) if _is_cached(answer) else (answer,):
+                    yield one
 
     def expects(self, tenant: str, user_id: str) -> bool:
         """Whether it is known what the user usually asks for, so that `anticipate` can compute it."""
-        return self._cache is not None and (tenant, user_id) in self._usual
+        return self._cache is not None and self._usual.of(tenant, user_id) is not None
 
     async def anticipate(self, tenant: str, user_id: str) -> None:
         """Compute, in the background, what a user of whom something new is known will ask for next: what they asked for last time."""
-        usual = self._usual.get((tenant, user_id))
-        if self._cache is not None and usual is not None and (key := await self._key(usual)) is not None:
-            self._cache.refresh(key, lambda: self._computed(usual))
+        usual = self._usual.of(tenant, user_id)
+        if usual is not None and (version := await self._version(usual)) is not None:
+            self._refresh(usual, version)
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
-        """What users usually ask for: one user's of a tenant, a tenant's or everybody's."""
-        if tenant is not None and user_id is not None:
-            self._usual.pop((tenant, user_id), None)
-            return
-        for key in [key for key in self._usual if tenant in (None, key[0])]:
-            del self._usual[key]
+        """What users usually ask for and were answered last: one user's of a tenant, a tenant's or everybody's."""
+        self._usual.forget(tenant, user_id)
+        self._last_good.forget(tenant, user_id)
 
     async def _recommend(self, request: RecommendRequest) -> Recommendation:
-        if self._cache is None or (key := await self._key(request)) is None:
+        version = await self._version(request)
+        if self._cache is None or version is None:
             return await self._compute(request)
-        if kept := await self._without_hurry(request):
+        if request.deadline is None:
+            return await self._kept_or_computed(request, version)
+        if kept := await self._kept(request, version):
             return kept
-        found = await self._cache.get_or_compute(key, lambda: self._computed(request), refresh=request.cache == "refresh")
-        return _reported(found)
+        try:
+            within_s = Budget(request.deadline).left_s() + LATE_S
+            return await in_time(lambda: self._kept_or_computed(request, version), within_s)
+        except DeadlineExceeded:  # somebody else computes it, and not fast enough
+            return await self._compute(request)
 
-    async def _without_hurry(self, request: RecommendRequest) -> Recommendation | None:
-        """For who is in a hurry, what is kept for who is not; there is nothing better."""
-        return await self._kept(replace(request, deadline_ms=None)) if request.deadline_ms is not None else None
+    async def _kept_or_computed(self, request: RecommendRequest, version: str) -> Recommendation:
+        assert self._cache is not None
+        key, anew = self._key(request, version), request.cache == "refresh"
+        found = await self._cache.get_or_compute(key, lambda: self._computed(request, key), refresh=anew)
+        return self._given(request, key, found)
 
-    async def _kept(self, request: RecommendRequest) -> Recommendation | None:
-        if self._cache is None or request.cache != "use" or (key := await self._key(request)) is None:
+    async def _kept(self, request: RecommendRequest, version: str | None) -> Recommendation | None:
+        """For who is in a hurry, what is kept for who is not comes first: there is nothing better."""
+        if self._cache is None or version is None or request.cache != "use":
             return None
-        found = await self._cache.get(key)
-        if found and found.stale:
-            self._cache.refresh(key, lambda: self._computed(request))
-        return _reported(found) if found else None
+        for asked in (unhurried(request), request)[: 1 if request.deadline_ms is None else 2]:
+            key = self._key(asked, version)
+            if found := await self._cache.get(key):
+                if found.stale:
+                    self._refresh(unhurried(request), version)
+                return self._given(request, key, found)
+        return None
+
+    def _refresh(self, request: RecommendRequest, version: str) -> None:
+        key = self._key(request, version)
+        if self._cache is not None:
+            self._cache.refresh(key, lambda: self._computed(request, key))
 
     async def _compute(self, request: RecommendRequest) -> Recommendation:
         completed = await self._histories.complete(request)
-        return _with_history(await self._recommender.recommend(completed.request), completed)
+        return await self._best(await self._recommender.recommend(completed.request), completed)
 
-    async def _computed(self, request: RecommendRequest) -> Computed[Recommendation]:
-        """Degraded answers are kept for a moment only, and not at all where the caller's own deadline may be the reason."""
+    async def _best(self, answer: Recommendation, completed: Completed) -> Recommendation:
+        """The recommender's answer, or the user's last good one where no encoder had a part in it."""
+        answer = _with_history(answer, completed)
+        return answer if self._cache is None else await self._last_good.rather_than(answer, completed.request, self._cache)
+
+    async def _computed(self, request: RecommendRequest, key: Key) -> Computed[Recommendation]:
+        """Degraded answers are kept for a moment only, and not at all where the caller's own deadline may be the reason, or where the last
+        good one is given, which nothing may take the place of.
+        """
         answer = await self._compute(request)
-        return Computed(answer, negative=answer.degraded, keep=not (answer.degraded and request.deadline_ms is not None))
+        self._last_good.note(request, key, answer)
+        return Computed(
+            answer, negative=answer.degraded, keep=not answer.degraded or (request.deadline_ms is None and not _is_cached(answer))
+        )
 
-    async def _key(self, request: RecommendRequest) -> Key | None:
-        """None where nothing is to be taken from the cache, or where the version of the history is not known."""
-        if not cacheable(request):
+    async def _version(self, request: RecommendRequest) -> str | None:
+        """Of the history. None where nothing is to be taken from the cache, or where nobody can say."""
+        if self._cache is None or not cacheable(request):
             return None
         if request.behaviours is not None:
-            return answer_key(request, self._model_digest, version_of(request.behaviours))
+            return version_of(request.behaviours)
         try:
-            return answer_key(request, self._model_digest, await self._histories.version(request))
+            return await self._histories.version(request)
         except BackendError as error:
             logger.warning("an answer is computed without the cache: %s", error)
             return None
 
-    def _remember(self, request: RecommendRequest) -> None:
-        """What the user asks for, where it follows from the user alone: then the next event says when to compute it again."""
-        listed = len(request.blocked) + len(request.allowed or ())
-        if request.behaviours is None and request.request_time is None and listed <= REMEMBERED_ITEMS and cacheable(request):
-            self._usual[request.tenant, request.user_id] = replace(request, cache="use", deadline_ms=None)
-            self._usual.move_to_end((request.tenant, request.user_id))
-            if len(self._usual) > REMEMBERED_USERS:
-                self._usual.popitem(last=False)
+    def _key(self, request: RecommendRequest, version: str) -> Key:
+        return answer_key(request, self._model_digest, version)
+
+    def _given(self, request: RecommendRequest, key: Key, found: Found[Recommendation]) -> Recommendation:
+        """The answer, with where it was. One that another replica computed is news here."""
+        if found.tier in {"l2", "joined"}:
+            self._last_good.note(request, key, found.value)
+        return replace(found.value, cache=CacheReport(found.tier, found.age_s, found.stale))
 
 
-def _reported(found: Found[Recommendation]) -> Recommendation:
-    """The answer, with where it was."""
-    return replace(found.value, cache=CacheReport(found.tier, found.age_s, found.stale))
+def _parts(answer: Recommendation) -> tuple[AnswerPart, ...]:
+    """As a stream has them."""
+    return *answer.stages, *answer.items, answer
+
+
+def _is_cached(answer: Recommendation) -> bool:
+    return any(stage.stage == CACHED for stage in answer.stages)
 
 
 def _with_history(answer: Recommendation, completed: Completed) -> Recommendation:
     """The answer, with whoever had the history among its stages."""
+    if completed.report is None and not completed.degraded:
+        return answer
     stages: tuple[StageReport, ...] = (completed.report, *answer.stages) if completed.report else answer.stages
     return replace(answer, stages=stages, degraded=answer.degraded or completed.degraded)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from cluster.bundle import BlendRecord
 from cluster.errors import BundleError
 from cluster.values import Int32Array, StageReport
-from pipelines.candidates import Candidates
+from pipelines.candidates import Candidates, held
 
 Floats: TypeAlias = npt.NDArray[np.floating[Any]]
 Float64Array: TypeAlias = npt.NDArray[np.float64]
@@ -71,12 +71,14 @@ class Evidence:
     @classmethod
     def of(cls, retrieved: tuple[Int32Array, Floats], generated: tuple[Int32Array, Floats], temperature: float) -> "Evidence":
         """Of two lists, each without repetition: items with cosines, items with log-probabilities."""
-        added = ~np.isin(generated[0], retrieved[0])
+        order = np.argsort(retrieved[0])
+        added = ~held(generated[0], retrieved[0][order])
         items = np.concatenate([retrieved[0], generated[0][added]]).astype(np.int32)
-        _, places, theirs = np.intersect1d(items, generated[0], assume_unique=True, return_indices=True)
+        places = len(retrieved[0]) - 1 + np.cumsum(added)  # of those that are added; the others have one already
+        places[~added] = order[np.searchsorted(retrieved[0], generated[0][~added], sorter=order)]
         log_probs = generated[1].astype(np.float64)
         generation, named = np.full(len(items), log_probs.min() if len(log_probs) else 0.0), np.zeros(len(items), bool)
-        generation[places], named[places] = log_probs[theirs], True
+        generation[places], named[places] = log_probs, True
         return cls(items, _log_softmax(retrieved[1] / temperature, int(added.sum())), generation, named)
 
     def scores(self, weights: BlendWeights) -> Float64Array:

@@ -11,7 +11,7 @@ from cluster.values import Explanation, FloatArray, Int32Array, SimilarItem
 from pipelines.candidates import Candidates
 
 SIMILAR_ITEMS = 3
-FIELDS = {"encode": "retrieval", "generate": "generation", "blend": "blended", "popularity": "popularity"}
+FIELDS = {"encode": "retrieval", "generate": "generation", "blend": "blended", "rank": "ranking", "popularity": "popularity"}
 """Stage -> the field of an explanation that holds its score."""
 
 

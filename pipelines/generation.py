@@ -1,6 +1,5 @@
 """The generator's stage of the pipeline: the items a decoder names for the user's state, in time, or why there are none."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -11,6 +10,7 @@ import numpy as np
 from cluster.bundle import Bundle
 from cluster.controller import NoBackendAnswered
 from cluster.errors import BackendError, BackendFailed, DeadlineExceeded
+from cluster.traffic.budget import Budget, each_in_time
 from cluster.values import (
     FloatArray,
     GenerateAnswer,
@@ -22,6 +22,7 @@ from cluster.values import (
     UserSequence,
     UserState,
 )
+from cluster.window import default_step, window_start
 from pipelines.candidates import Candidates, broken
 from pipelines.history import Wishes
 
@@ -31,8 +32,6 @@ Stream: TypeAlias = Callable[[GenerateRequest, float], AsyncIterator[Part]]
 STAGE = "generate"
 CHOICE = 3
 """How many generated items there are for each of the `k` that diversity or freshness choose, up to the pool."""
-STEPS = 8
-"""In as many steps does the start of a prompt pass over its length: at worst it lacks an eighth of the oldest events that it could hold."""
 AT_WORK = StageReport(STAGE, "not known yet", 0.0)
 
 
@@ -55,7 +54,7 @@ class Generation:
         return self._generate is not None
 
     async def find(
-        self, retrieved: Candidates, wishes: Wishes, request: RecommendRequest, *, streaming: bool
+        self, retrieved: Candidates, wishes: Wishes, request: RecommendRequest, budget: Budget, *, streaming: bool
     ) -> AsyncGenerator[Candidates, None]:
         """Items as they are found, none twice and none that is excluded; lastly the complete list, best first, or why there is none."""
         if obstacle := self._obstacle(retrieved):
@@ -65,7 +64,7 @@ class Generation:
         skipped: tuple[SkippedBackend, ...] | None = None
         try:
             asked = self._asked(retrieved, wishes, request)
-            async with aclosing(self._found(asked, self._time(request), streaming=streaming)) as parts:
+            async with aclosing(self._found(asked, budget.within(self._deadline_s), streaming=streaming)) as parts:
                 async for part in parts:
                     yield part
         except NoBackendAnswered as error:
@@ -106,20 +105,17 @@ class Generation:
         choice = min(CHOICE * request.k, self._pool) if chosen_from else 0
         return min(max(self._beam, request.k, choice), self._size)
 
-    def _time(self, request: RecommendRequest) -> float:
-        """Seconds: the caller's limit or ours, whichever is over first."""
-        return self._deadline_s if request.deadline_ms is None else min(self._deadline_s, request.deadline_ms / 1000)
-
     async def _found(self, asked: GenerateRequest, within_s: float, *, streaming: bool) -> AsyncGenerator[Candidates, None]:
         """Raises BackendError, DeadlineExceeded among them."""
         parts = self._stream(asked, within_s) if streaming and self._stream else self._at_once(asked, within_s)
         known = asked.blocked
-        async with aclosing(in_time(parts, within_s)) as punctual:
+        async with aclosing(each_in_time(parts, within_s)) as punctual:
             async for part in punctual:
                 generated = self._generated(part)
-                new = ~np.isin(generated.items, known) & (generated.items >= 1) & (generated.items <= self._size)
-                known = np.append(known, generated.items)
-                yield Candidates(generated.items, generated.log_probs, AT_WORK, complete=False).at(new)
+                if streaming:
+                    new = ~np.isin(generated.items, known) & (generated.items >= 1) & (generated.items <= self._size)
+                    known = np.append(known, generated.items)
+                    yield Candidates(generated.items, generated.log_probs, AT_WORK, complete=False).at(new)
                 if isinstance(part, GenerateAnswer):
                     found = Candidates(generated.items, generated.log_probs, part.report, broken(part.report))
                     yield found.without(asked.blocked)
@@ -139,39 +135,13 @@ class Generation:
         return part.generated
 
 
-async def in_time(parts: AsyncIterator[Part], within_s: float) -> AsyncGenerator[Part, None]:
-    """What `parts` yields within that many seconds from the first time it is asked. Raises DeadlineExceeded once they are over.
-
-    Only the waiting is under the time limit: a limit around a `yield` would cancel whoever holds what was yielded.
-    """
-    deadline = asyncio.get_running_loop().time() + within_s
-    try:
-        while True:
-            limit = asyncio.timeout_at(deadline)
-            try:
-                async with limit:
-                    part = await anext(parts)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise DeadlineExceeded(f"it was not done within {within_s * 1000:g} ms") from None
-            yield part
-    finally:
-        if isinstance(parts, AsyncGenerator):
-            await parts.aclose()
-
-
 def prompt(states: FloatArray, sequence: UserSequence, longest: int) -> UserState:
     """What a decoder is prompted with: the states after the latest events, `longest` at most, and those events.
 
-    Of a long history the first event of the prompt moves only once in STEPS-ths of `longest` events, since what decoders keep of a prompt
-    is valid from its first event on. `states` may be fewer than the events, or more than the prompt takes.
+    Of a long history they are a window that moves in steps: what decoders keep of a prompt is valid from its first event on. `states` may
+    be fewer than the events, or more than the prompt takes.
     """
-    step = max(1, longest // STEPS)
-    surplus = max(0, len(sequence) - longest)
-    latest = states[-(len(sequence) - -(-surplus // step) * step) :]
+    latest = states[window_start(len(sequence), longest, default_step(longest)) - len(sequence) :]
     return UserState(latest, last_events(sequence, len(latest)))
 
 

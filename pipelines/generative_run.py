@@ -30,6 +30,7 @@ from pipelines.training_run import Observer, RunOptions, begin
 
 USERS_AT_ONCE = 32
 MOST_USERS = 20_000
+_NOTHING = Generated(np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 class IdOptions(BaseModel):
@@ -92,11 +93,15 @@ def new_decoder(sizes: Mapping[str, Any], ids: SemanticIds, vectors: "np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """What serving would answer before each event, and the item of that event."""
+    """What serving would answer before each event, and the item of that event; `generated` are empty without a decoder."""
 
+    examples: Sequence[Example]
     retrieved: Sequence[Retrieved]
     generated: Sequence[Generated]
-    targets: Sequence[int]
+
+    @property
+    def targets(self) -> list[int]:
+        return [one.target for one in self.examples]
 
 
 def serving_lists(
@@ -108,8 +113,10 @@ def serving_lists(
     """
     encoder: Backend[EncodeRequest, Encoded] = choose("encoder", BACKENDS["encoder"], "torch")()
     generator: Backend[GenerateRequest, Generated] = choose("generator", BACKENDS["generator"], "torch_beam")()
+    generates = bundle.manifest.decoder is not None
     encoder.load(bundle)
-    generator.load(bundle)
+    if generates:
+        generator.load(bundle)
     retrieved: list[Encoded] = []
     generated: list[Generated] = []
     examples = list(held_out(interactions, from_end))
@@ -120,11 +127,14 @@ def serving_lists(
         part = examples[start : start + USERS_AT_ONCE]
         encoded = encoder.batch_infer([EncodeRequest(one.history, pool + len(one.history)) for one in part])
         retrieved += [_unseen(answer, one, pool) for answer, one in zip(encoded, part, strict=True)]
-        asked = [_asked(answer, one, beam, bundle.prompt_length) for answer, one in zip(encoded, part, strict=True)]
-        generated += generator.batch_infer(asked)
+        if generates:
+            asked = [_asked(answer, one, beam, bundle.prompt_length) for answer, one in zip(encoded, part, strict=True)]
+            generated += generator.batch_infer(asked)
+        else:
+            generated += [_NOTHING] * len(part)
     encoder.close()
     generator.close()
-    return Lists(retrieved, generated, [one.target for one in examples])
+    return Lists(examples, retrieved, generated)
 
 
 def _asked(encoded: Encoded, example: Example, beam: int, longest: int) -> GenerateRequest:

@@ -30,9 +30,10 @@ def understand(request: RecommendRequest, catalogue: Catalogue) -> Wishes:
     """
     sequence, unknown = catalogue.sequence(request.behaviours or (), _request_time(request))
     listed = catalogue.unknown((*sorted(request.blocked), *sorted(request.allowed or ())))
+    seen = sequence.items if request.exclude_seen else np.empty(0, np.int32)
     return Wishes(
         sequence=sequence,
-        excluded=np.union1d(sequence.items if request.exclude_seen else [], _indices(request.blocked, catalogue)).astype(np.int32),
+        excluded=np.union1d(seen, _indices(request.blocked, catalogue)),
         among=None if request.allowed is None else _indices(request.allowed, catalogue),
         unknown_items=tuple(dict.fromkeys((*unknown, *listed))),
         user=request.user_id,
@@ -43,9 +44,11 @@ def understand(request: RecommendRequest, catalogue: Catalogue) -> Wishes:
 def _request_time(request: RecommendRequest) -> int:
     """As asked; by default now, or the last behaviour where the caller's clock is ahead of ours."""
     behaviours = request.behaviours or ()
-    last = max((behaviour.timestamp for behaviour in behaviours), default=0)
+    last = max([behaviour.timestamp for behaviour in behaviours], default=0)
     if request.request_time is None:
         return max(int(time.time()), last)
+    if last <= request.request_time:
+        return request.request_time
     for position, behaviour in enumerate(behaviours):
         if behaviour.timestamp > request.request_time:
             problem = f"{behaviour.timestamp} is after request_time ({request.request_time}); leave it out or ask at a later time"

@@ -1,9 +1,10 @@
-"""Recommend items: behaviours -> history -> nearest items and user state -> generated items -> blend -> rerank -> titled items.
+"""Recommend items: behaviours -> history -> nearest items and user state -> generated items -> blend -> rank -> rerank -> titled items.
 
     history      the request in catalogue indices
     retrieval    the encoder's nearest items and states; popular items where it gives none
     generation   the items that the decoder names for those states, or the reason why there are none
     blend        both lists as one
+    scoring      the best of it in the ranker's order
     rerank       freshness and diversity
     explain      why each item
 
@@ -16,6 +17,7 @@ from dataclasses import replace
 
 from cluster.bundle import Bundle
 from cluster.errors import InvalidRequest
+from cluster.traffic.budget import Budget, started
 from cluster.values import AnswerPart, Recommendation, RecommendRequest, ScoredItem, Strategy
 from pipelines.blend import BlendWeights, blend
 from pipelines.candidates import Candidates
@@ -24,14 +26,17 @@ from pipelines.generation import Generate, Generation, Stream
 from pipelines.history import Wishes, understand
 from pipelines.rerank import recency, rerank
 from pipelines.retrieval import Encode, Retrieval
+from pipelines.scoring import Rank, Scoring
 
 
 class Recommender:
-    """One model version's way from a request to an answer. `encode`, `generate` and `stream` are its stages: in this process, or across
-    the cluster; `generate` is None where the model has no decoder.
+    """One model version's way from a request to an answer. `encode`, `generate`, `stream` and `rank` are its stages: in this process, or
+    across the cluster; `generate` is None where the model has no decoder, `rank` where it has no ranker.
 
-    `beam`: how many items are generated at least; `pool`: how many blend, diversity and freshness choose from;
-    `generation_deadline_s`: what the generator may take before the retrieved items are the answer. Raises BundleError at a damaged blend.
+    `beam`: how many items are generated at least; `pool`: how many blend, diversity and freshness choose from; `rank_pool`: how many of the
+    best are ranked; `deadline_s`: what the encoder may take before popular items are retrieved, `generation_deadline_s`: what the generator
+    may take before the retrieved items are the answer, `ranking_deadline_s`: the ranker before they stay in the order they are in. Of a
+    request that has a deadline of its own, each gets no more than what is left. Raises BundleError at a damaged blend.
     """
 
     def __init__(
@@ -40,16 +45,21 @@ class Recommender:
         encode: Encode,
         generate: Generate | None = None,
         stream: Stream | None = None,
+        rank: Rank | None = None,
         *,
         beam: int = 20,
         pool: int = 500,
+        rank_pool: int = 100,
+        deadline_s: float = 5.0,
         generation_deadline_s: float = 5.0,
+        ranking_deadline_s: float = 2.0,
     ) -> None:
-        self._catalogue, self._version, self._pool = bundle.catalogue, bundle.version, pool
+        self._catalogue, self._version, self._pool, self._rank_pool = bundle.catalogue, bundle.version, pool, rank_pool
         self._vectors, self._first_seen = bundle.item_vectors, bundle.first_seen
-        self._retrieval = Retrieval(bundle, encode)
+        self._retrieval = Retrieval(bundle, encode, deadline_s=deadline_s)
         self._generation = Generation(bundle, generate, stream, beam=beam, pool=pool, deadline_s=generation_deadline_s)
         self._weights = BlendWeights.of(bundle.manifest.blend)
+        self._scoring = Scoring(bundle, rank, deadline_s=ranking_deadline_s)
 
     @property
     def version(self) -> str:
@@ -71,17 +81,17 @@ class Recommender:
         return self._parts(request, streaming=True)
 
     async def _parts(self, request: RecommendRequest, *, streaming: bool) -> AsyncGenerator[AnswerPart, None]:
-        strategy, wishes = self._strategy(request), understand(request, self._catalogue)
+        strategy, wishes, budget = self._strategy(request), understand(request, self._catalogue), Budget(started(request).deadline)
 
-        retrieved = await self._retrieval.find(wishes, self._pool_for(request, strategy))
+        retrieved = await self._retrieval.find(wishes, self._pool_for(request, strategy), budget)
         lists = [retrieved]
         yield retrieved.report
-        if strategy != "generative":
+        if streaming and strategy != "generative":
             for item in self._titled(retrieved.at(slice(request.k))):
                 yield item
 
         if strategy != "retrieval":
-            async with aclosing(self._generation.find(retrieved, wishes, request, streaming=streaming)) as found:
+            async with aclosing(self._generation.find(retrieved, wishes, request, budget, streaming=streaming)) as found:
                 async for part in found:
                     for item in () if part.complete else self._titled(part):
                         yield item
@@ -90,6 +100,11 @@ class Recommender:
 
         if strategy == "unified" and lists[-1].served:
             lists.append(blend(retrieved, lists[-1], self._weights))
+            yield lists[-1].report
+
+        if self._ranks(request):
+            best = _last_served(lists).at(slice(max(request.k, self._rank_pool)))
+            lists.append((await self._scoring.score(best.items, wishes, budget)).candidates)
             yield lists[-1].report
 
         chosen = self._reranked(lists, wishes, request)
@@ -107,16 +122,21 @@ class Recommender:
             raise InvalidRequest("strategy", f"generative needs a decoder, and {self._version} has none; {cure}")
         return strategy
 
+    def _ranks(self, request: RecommendRequest) -> bool:
+        if request.rank and not self._scoring.tasks:
+            cure = "leave rank out, or train a ranker: genrec train DATASET --model-dir MODEL"
+            raise InvalidRequest("rank", f"needs a ranker, and {self._version} has none; {cure}")
+        return self._scoring.last_stage if request.rank is None else request.rank
+
     def _pool_for(self, request: RecommendRequest, strategy: Strategy) -> int:
         """How many items to retrieve: no more than are asked for where nothing chooses among them."""
-        chosen_from = strategy == "unified" or request.diversity or request.freshness or request.explain
-        return max(request.k, self._pool) if chosen_from else request.k
+        if strategy == "unified" or request.diversity or request.freshness or request.explain:
+            return max(request.k, self._pool)
+        return max(request.k, self._rank_pool) if self._ranks(request) else request.k
 
     def _reranked(self, lists: list[Candidates], wishes: Wishes, request: RecommendRequest) -> Candidates:
-        """The answer's items, out of the last list that somebody served: blended, else generated, else retrieved."""
-        ranking = [one for one in lists if one.served][-1]
         return rerank(
-            ranking,
+            _last_served(lists),
             request.k,
             diversity=request.diversity,
             freshness=request.freshness,
@@ -134,3 +154,8 @@ class Recommender:
     def _titled(self, candidates: Candidates) -> Iterator[ScoredItem]:
         pairs = zip(candidates.items.tolist(), candidates.scores.tolist(), strict=True)
         return (ScoredItem(self._catalogue[index], score, candidates.report.stage) for index, score in pairs)
+
+
+def _last_served(lists: list[Candidates]) -> Candidates:
+    """The last list that somebody served: ranked, else blended, else generated, else retrieved."""
+    return [one for one in lists if one.served][-1]

@@ -6,38 +6,42 @@ from typing import TypeAlias
 
 from cluster.bundle import Bundle
 from cluster.controller import NoBackendAnswered
-from cluster.errors import BackendError
+from cluster.errors import BackendError, DeadlineExceeded
+from cluster.traffic.budget import Budget, in_time
 from cluster.values import EncodeAnswer, EncodeRequest, SkippedBackend, StageReport
 from pipelines.candidates import Candidates, broken
 from pipelines.history import Wishes
 from pipelines.popularity import Popularity
 
-Encode: TypeAlias = Callable[[EncodeRequest], Awaitable[EncodeAnswer]]
+Encode: TypeAlias = Callable[[EncodeRequest, float], Awaitable[EncodeAnswer]]
 
 
 class Retrieval:
-    """`encode` is the encoder stage: in this process, or across the cluster."""
+    """`encode` is the encoder stage, here or across the cluster, told how many seconds it may take: `deadline_s` at most."""
 
-    def __init__(self, bundle: Bundle, encode: Encode) -> None:
-        self._version, self._size, self._encode = bundle.version, len(bundle.catalogue), encode
+    def __init__(self, bundle: Bundle, encode: Encode, *, deadline_s: float) -> None:
+        self._version, self._size, self._encode, self._deadline_s = bundle.version, len(bundle.catalogue), encode, deadline_s
         self._popularity = Popularity(bundle.popularity)
 
-    async def find(self, wishes: Wishes, count: int) -> Candidates:
+    async def find(self, wishes: Wishes, count: int, budget: Budget) -> Candidates:
         """The `count` best items that are not excluded, fewer where there are fewer; popularity for a user of whom nothing is known, or
-        where no encoder answers.
+        where no encoder answers in time.
         """
         top_n = min(count + len(wishes.excluded), self._size)
-        return (await self._candidates(wishes, top_n)).without(wishes.excluded).at(slice(count))
+        return (await self._candidates(wishes, top_n, budget)).without(wishes.excluded).at(slice(count))
 
-    async def _candidates(self, wishes: Wishes, top_n: int) -> Candidates:
+    async def _candidates(self, wishes: Wishes, top_n: int, budget: Budget) -> Candidates:
         if not len(wishes.sequence):
             return self._popular(wishes, top_n, (SkippedBackend("encoder", "the user has no behaviour with an item of the catalogue"),))
+        asked = EncodeRequest(wishes.sequence, top_n, wishes.among, wishes.user, wishes.tenant, model_version=self._version)
+        within_s = budget.within(self._deadline_s)
         try:
-            answer = await self._encode(EncodeRequest(wishes.sequence, top_n, wishes.among, wishes.user, wishes.tenant))
+            answer = await in_time(lambda: self._encode(asked, within_s), within_s)
         except NoBackendAnswered as error:
             return self._popular(wishes, top_n, error.skipped, degraded=True)
         except BackendError as error:
-            return self._popular(wishes, top_n, (SkippedBackend("encoder", str(error), failed=True),), degraded=True)
+            late = isinstance(error, DeadlineExceeded)
+            return self._popular(wishes, top_n, (SkippedBackend("encoder", str(error), failed=not late),), degraded=True)
         if answer.model_version != self._version:
             reason = f"the encoder serves {answer.model_version}, this gateway {self._version}: a new version is being rolled out"
             return self._popular(wishes, top_n, (SkippedBackend("encoder", reason, failed=True),), degraded=True)

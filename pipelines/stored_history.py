@@ -3,11 +3,14 @@
 import time
 from dataclasses import dataclass, replace
 
-from cluster.errors import BackendError
+from cluster.errors import BackendError, DeadlineExceeded
 from cluster.events.store import EventStore
+from cluster.traffic.budget import Budget, in_time
 from cluster.values import RecommendRequest, SkippedBackend, StageReport
 
 STAGE = "history"
+LONGEST_READ_S = 600.0
+"""A store has a limit of its own, and a shorter one; this is for a caller who has none."""
 SWITCHED_OFF = "events are switched off (events: {enabled: false}); send the user's behaviours with the request"
 
 
@@ -27,22 +30,30 @@ class StoredHistories:
         self._store, self._limit = store, limit
 
     async def version(self, request: RecommendRequest) -> str:
-        """The version of the user's stored history, "" where nothing is stored. Raises BackendError where nobody can say."""
+        """The version of the user's stored history, "" where nothing is stored. Raises BackendError where nobody can say in time."""
         if self._store is None:
             return ""
-        return await self._store.version(request.tenant, request.user_id)
+        store = self._store
+        return await in_time(lambda: store.version(request.tenant, request.user_id), Budget(request.deadline).within(LONGEST_READ_S))
 
     async def complete(self, request: RecommendRequest) -> Completed:
-        """The request as it is to be answered. A store that fails degrades the answer, to one for a user of whom nothing is known."""
+        """The request as it is to be answered. A store that fails, or is late, degrades the answer, to one for a user of whom nothing is
+        known.
+        """
         if request.behaviours is not None:
             return Completed(request)
         began = time.perf_counter()
         if self._store is None:
             return _without(request, SkippedBackend("events", SWITCHED_OFF), began)
+        store = self._store
         try:
-            stored = await self._store.history(request.tenant, request.user_id, self._limit)
+            read = in_time(
+                lambda: store.history(request.tenant, request.user_id, self._limit), Budget(request.deadline).within(LONGEST_READ_S)
+            )
+            stored = await read
         except BackendError as error:
-            return _without(request, SkippedBackend(self._store.name, str(error), failed=True), began, degraded=True)
+            late = isinstance(error, DeadlineExceeded)
+            return _without(request, SkippedBackend(store.name, str(error), failed=not late), began, degraded=True)
         until = request.request_time
         known = tuple(one for one in stored.behaviours if until is None or one.timestamp <= until)  # what was known at that time
         return Completed(replace(request, behaviours=known), StageReport(STAGE, self._store.name, _ms_since(began)))

@@ -18,7 +18,7 @@ from pipelines.sequence_models import TrainableModel
 from pipelines.train import Trainer, TrainOptions
 
 FIRST_PHASE = "train"
-PHASES = (FIRST_PHASE, "refit", "decoder", "decoder refit")
+PHASES = (FIRST_PHASE, "refit", "decoder", "decoder refit", "ranker", "ranker refit")
 
 
 class Observer(Protocol):

@@ -7,15 +7,30 @@ import numpy as np
 import torch
 from pydantic import JsonValue
 
-from cluster.bundle import CATALOGUE, FIRST_SEEN, ITEM_VECTORS, POPULARITY, WEIGHTS, Bundle, BundleStore, ModelRecord
+from cluster.bundle import (
+    CATALOGUE,
+    FIRST_SEEN,
+    ITEM_VECTORS,
+    POPULARITY,
+    RANKER,
+    WEIGHTS,
+    Bundle,
+    BundleStore,
+    Draft,
+    ModelRecord,
+    RankerRecord,
+)
 from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue
+from cluster.ranking import RatingScale, Task
 from cluster.semantic_ids import SemanticIds
 from cluster.values import Item, UserSequence
 from integrations.decoder.config import DecoderConfig
 from integrations.decoder.files import save_decoder
 from integrations.decoder.model import SemanticIdDecoder
+from integrations.hstu.config import RankerConfig
 from integrations.hstu.latest_states import latest_states
+from integrations.hstu.ranker import HSTURanker
 from integrations.hstu.sequence_model import SequenceModel
 from integrations.hstu.weights import build_model, save_weights
 
@@ -48,6 +63,25 @@ def make_generative_bundle(root: Path, *, items: int = 200, seed: int = 0, sizes
     return store.open()
 
 
+RANKER_SIZES = {"dim": 16, "layers": 3, "heads": 2, "attention_dim": 8, "linear_dim": 8, "max_length": 31, "max_history": 20}
+
+
+def make_ranking_bundle(root: Path, *, items: int = 200, seed: int = 0, **config: JsonValue) -> Bundle:
+    """As `make_bundle`, with a random ranker of clicks, ratings and purchases; `config` overrides RANKER_SIZES."""
+    tasks, rating = (Task.CLICK, Task.RATING, Task.PURCHASE), RatingScale(low=1, high=5, mean=3.5, deviation=1.1)
+    record = RankerRecord(family="hstu", config={**RANKER_SIZES, "items": items, **config}, tasks=tasks, rating=rating)
+    return make_bundle(root, items=items, seed=seed, ranker=record)
+
+
+def _put_ranker(record: RankerRecord, draft: Draft) -> None:
+    ranker = HSTURanker(RankerConfig.of(record))
+    with torch.no_grad():
+        for parameter in ranker.parameters():
+            parameter.mul_(2)
+    save_weights(ranker, draft.path / RANKER)
+    draft.ranker = record
+
+
 def random_semantic_ids(items: int, sizes: tuple[int, ...], seed: int = 0) -> SemanticIds:
     """Unique paths: random codes at each level, and a last level that counts the items that share them."""
     rng, codes, met = np.random.default_rng(seed), np.zeros((items + 1, len(sizes) + 1), np.int32), Counter[tuple[int, ...]]()
@@ -58,7 +92,9 @@ def random_semantic_ids(items: int, sizes: tuple[int, ...], seed: int = 0) -> Se
     return SemanticIds(codes, (*sizes, max(met.values())))
 
 
-def make_bundle(root: Path, *, items: int = 200, family: str = "hstu", seed: int = 0, **config: JsonValue) -> Bundle:
+def make_bundle(
+    root: Path, *, items: int = 200, family: str = "hstu", seed: int = 0, ranker: RankerRecord | None = None, **config: JsonValue
+) -> Bundle:
     """Publish a version of a model named after `root` and open it. Weights are random but large enough to make histories matter.
 
     `config` overrides keys of CONFIGS[family]. The catalogue's ids are "1".."V" with titles "Item 1" and so on; item 1 is the most popular.
@@ -76,6 +112,8 @@ def make_bundle(root: Path, *, items: int = 200, family: str = "hstu", seed: int
         np.save(draft.path / POPULARITY, np.r_[0, np.arange(items, 0, -1)].astype(np.int64))
         np.save(draft.path / FIRST_SEEN, np.r_[0, 1_600_000_000 + np.arange(items)].astype(np.int64))
         np.save(draft.path / ITEM_VECTORS, model.item_vectors().detach().numpy())
+        if ranker:
+            _put_ranker(ranker, draft)
     return store.open()
 
 

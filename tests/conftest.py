@@ -1,6 +1,7 @@
 """What several test files need."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import settings
 from cluster.bundle import Bundle, BundleStore
 from cluster.compilation import CompileOptions
 from pipelines.compile import compile_bundle
-from tests.bundles import make_bundle
+from tests.bundles import make_bundle, make_ranking_bundle
 
 settings.register_profile("genrec", deadline=None)  # an example's time says more of the machine than of the code
 settings.load_profile("genrec")
@@ -25,17 +26,34 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
+def _three_versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("versions") / "tiny"
+    for items in (20, 30, 40):
+        make_bundle(root, items=items)
+    return root
+
+
+@pytest.fixture
+def three_versions(_three_versions: Path, tmp_path: Path) -> Path:
+    """The test's own directory of a model with versions 1 to 3, of 20, 30 and 40 items, promoted in that order."""
+    return Path(shutil.copytree(_three_versions, tmp_path / "tiny"))
+
+
+@pytest.fixture(scope="session")
 def compiled_hstu(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A small HSTU with all its artifacts, engines for two architectures among them. Copy it before you alter a file."""
-    return _compiled(tmp_path_factory.mktemp("compiled") / "tiny-hstu", "hstu")
+    """A small HSTU and ranker with all their artifacts, engines for two architectures among them. Copy it before you alter a file."""
+    root = tmp_path_factory.mktemp("compiled") / "tiny-hstu"
+    make_ranking_bundle(root)
+    return _compiled(root)
 
 
 @pytest.fixture(scope="session")
 def compiled_sasrec(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A small SASRec with all its artifacts."""
-    return _compiled(tmp_path_factory.mktemp("compiled") / "tiny-sasrec", "sasrec")
+    root = tmp_path_factory.mktemp("compiled") / "tiny-sasrec"
+    make_bundle(root, family="sasrec")
+    return _compiled(root)
 
 
-def _compiled(root: Path, family: str) -> Bundle:
-    make_bundle(root, family=family)
+def _compiled(root: Path) -> Bundle:
     return compile_bundle(BundleStore(root), CompileOptions(targets=("sm_80", "sm_89")))

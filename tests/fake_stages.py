@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.bundle import BlendRecord, Bundle, BundleStore, DecoderRecord
+from cluster.bundle import BlendRecord, Bundle, BundleStore, DecoderRecord, RankerRecord
+from cluster.ranking import RankAnswer, Ranked, RatingScale, Task
 from cluster.values import EncodeAnswer, Encoded, GenerateAnswer, Generated, StageReport
 from tests.bundles import make_bundle
 
@@ -20,14 +21,16 @@ def bundle_with_decoder(root: Path, *, items: int = 50, blend: BlendRecord | Non
 
 
 class Descending:
-    """An encoder stage that ranks the catalogue from its last item down, and remembers what it was asked."""
+    """An encoder stage that ranks the catalogue from its last item down, and remembers what it was asked. `delay`: seconds it takes."""
 
-    def __init__(self, bundle, *, error=None, version=None, skipped=(), states=True):
+    def __init__(self, bundle, *, error=None, version=None, skipped=(), states=True, delay=0.0):
         self.bundle, self.error, self.version, self.skipped, self.asked = bundle, error, version or bundle.version, skipped, []
-        self.states = states
+        self.states, self.delay, self.seconds = states, delay, []
 
-    async def __call__(self, request):
+    async def __call__(self, request, within_s):
         self.asked.append(request)
+        self.seconds.append(within_s)
+        await asyncio.sleep(self.delay)
         if self.error:
             raise self.error
         ranked = np.arange(len(self.bundle.catalogue), 0, -1, dtype=np.int32)
@@ -37,6 +40,39 @@ class Descending:
         states = np.arange(min(3, len(request.sequence)) * 4, dtype=np.float32).reshape(-1, 4) if self.states else None
         encoded = Encoded(np.ones(4, np.float32), items, (items / len(self.bundle.catalogue)).astype(np.float32), states)
         return EncodeAnswer(encoded, StageReport("encode", "descending", 1.0, self.skipped), self.version)
+
+
+RANKER = RankerRecord(
+    family="fake", config={}, tasks=(Task.CLICK, Task.RATING, Task.PURCHASE), rating=RatingScale(low=1, high=5, mean=3, deviation=1)
+)
+
+
+def bundle_with_ranker(root: Path, *, items: int = 50, last_stage: bool = False, decoder: bool = False) -> Bundle:
+    """As `bundle_with_decoder`, with a ranker that stands in the manifest only."""
+    store, bundle = BundleStore(root), bundle_with_decoder(root, items=items) if decoder else make_bundle(root, items=items)
+    with store.recompile(bundle) as draft:
+        draft.ranker = RANKER.model_copy(update={"last_stage": last_stage})
+    return store.open()
+
+
+class Ascending:
+    """A ranker stage that likes an item the more the lower its index: click (V - index) / V, rating 5 for even items and 1 for odd ones,
+    purchase index / V.
+    """
+
+    def __init__(self, bundle, *, error=None, version=None, skipped=(), delay=0.0):
+        self.bundle, self.error, self.version, self.skipped, self.delay = bundle, error, version or bundle.version, skipped, delay
+        self.asked, self.seconds = [], []
+
+    async def __call__(self, request, within_s):
+        self.asked.append(request)
+        self.seconds.append(within_s)
+        await asyncio.sleep(self.delay)
+        if self.error:
+            raise self.error
+        items = request.candidates / len(self.bundle.catalogue)
+        predictions = np.stack([1 - items, np.where(request.candidates % 2, 1.0, 5.0), items], axis=1).astype(np.float32)
+        return RankAnswer(Ranked(predictions), StageReport("rank", "ascending", 1.0, self.skipped), self.version)
 
 
 class Naming:

@@ -4,14 +4,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 from cluster.cache.entry import CacheStatistics, Key
 from cluster.cache.shared import ShardHealth
 from cluster.errors import ConfigError
+from cluster.values import CacheTier
 
 T_co = TypeVar("T_co", covariant=True)
-Tier: TypeAlias = Literal["l1", "l2", "computed", "joined"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Found(Generic[T_co]):
     """`tier`: where it was; "joined" where somebody, here or in another replica, was computing it. `age_s`: since it was computed."""
 
     value: T_co
-    tier: Tier
+    tier: CacheTier
     age_s: float = 0.0
     stale: bool = False
 

@@ -22,7 +22,8 @@ from cluster.cache.scopes import concerns
 from cluster.cache.second_tier import Arrived, Right, SecondTier
 from cluster.cache.shared import SharedCache
 from cluster.cache.single_flight import Background, SingleFlight
-from cluster.cache.tier_values import Computed, Found, Invalidated, Pauses, Tier, TierSettings, TierStatistics
+from cluster.cache.tier_values import Computed, Found, Invalidated, Pauses, TierSettings, TierStatistics
+from cluster.values import CacheTier
 
 T = TypeVar("T")
 Compute: TypeAlias = Callable[[], Awaitable[Computed[T]]]
@@ -155,7 +156,7 @@ class TieredCache(Generic[T]):
             return await self._compute(key, compute, began, answer)
         return self._taken_over(key, answer.entry, began, "joined" if answer.awaited else "l2")
 
-    def _taken_over(self, key: Key, entry: Entry, began: int, tier: Tier) -> Found[T]:
+    def _taken_over(self, key: Key, entry: Entry, began: int, tier: CacheTier) -> Found[T]:
         """An entry of the shared cache, kept here as well unless it was erased on the way."""
         self._remember(key, entry, began)
         return self._found(entry, tier)
@@ -201,6 +202,6 @@ class TieredCache(Generic[T]):
         fresh_s *= 1 + self._rng.uniform(-settings.jitter, settings.jitter)
         return Entry.lasting(payload, max(1, len(payload)), now=self._clock(), fresh_s=fresh_s, stale_s=stale_s, cost_ms=cost_ms)
 
-    def _found(self, entry: Entry, tier: Tier) -> Found[T]:
+    def _found(self, entry: Entry, tier: CacheTier) -> Found[T]:
         now = self._clock()
         return Found(entry.payload, tier, max(0.0, now - entry.fresh_until + entry.fresh_s), entry.freshness(now) != "fresh")

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from cluster.breaker import Breaker, BreakerSettings, BreakerState
 from cluster.errors import BackendUnavailable
-from cluster.events.store import Batches, Event, EventStore, Loaded, Stored, StoredHistory, StoreStatistics, open_event_store
+from cluster.events.store import Batches, Event, EventStore, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics, open_event_store
 
 T = TypeVar("T")
 BREAKER = BreakerSettings(failures_to_open=3, pause_s=1.0, longest_pause_s=10.0)
@@ -58,6 +58,9 @@ class GuardedEventStore:
 
     async def load(self, batches: Batches) -> Loaded:
         return await (await self._opened()).load(batches)
+
+    async def users(self, tenant: str, limit: int) -> list[StoredUser]:
+        return await self._read(lambda store: store.users(tenant, limit))
 
     async def statistics(self) -> StoreStatistics:
         return await (await self._opened()).statistics()

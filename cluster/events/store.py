@@ -18,6 +18,9 @@ from cluster.errors import BackendUnavailable, ConfigError
 from cluster.registry import EVENT_STORES, choose
 from cluster.values import Availability, Behaviour
 
+RECENT_USERS = 1000
+"""How many rows `users` reads at most, whoever asks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -47,6 +50,14 @@ class StoredHistory:
 
     behaviours: tuple[Behaviour, ...]
     version: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredUser:
+    """A user of whom events are stored, and how many."""
+
+    user_id: str
+    events: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +118,10 @@ class EventStore(Protocol):
 
     async def load(self, batches: Batches) -> Loaded:
         """Store many batches, each all or nothing and kept whatever becomes of the next ones; keys make a load restartable."""
+        ...
+
+    async def users(self, tenant: str, limit: int) -> list[StoredUser]:
+        """The tenant's among the RECENT_USERS that were met last, over all tenants; those met last first."""
         ...
 
     async def statistics(self) -> StoreStatistics: ...

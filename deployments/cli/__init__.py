@@ -14,15 +14,19 @@ app = typer.Typer(
 COMMANDS = {
     "demo": "deployments.cli.demo:demo",
     "serve": "deployments.cli.serve:serve",
+    "cluster": "deployments.cli.cluster:app",
     "data": "deployments.cli.data:app",
     "train": "deployments.cli.train:train",
+    "train-ranker": "deployments.cli.ranking:train_ranker_command",
     "evaluate": "deployments.cli.evaluate:evaluate",
     "import": "deployments.cli.import_:app",
     "add-items": "deployments.cli.add_items:add_items",
+    "models": "deployments.cli.models:app",
     "compile": "deployments.cli.compile:compile_",
     "events": "deployments.cli.events:app",
     "backends": "deployments.cli.backends:backends",
     "bench": "deployments.cli.bench:app",
+    "keys": "deployments.cli.keys:app",
     "config": "deployments.cli.config:config",
 }
 

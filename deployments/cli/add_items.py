@@ -1,6 +1,6 @@
 """genrec add-items: publish a version of a model that knows more items, without training it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -9,15 +9,16 @@ import numpy as np
 import torch
 import typer
 
-from cluster.bundle import GENERATIVE, SEMANTIC_IDS, Bundle, BundleStore, Draft, ModelRecord
+from cluster.bundle import GENERATIVE, RANKER, SEMANTIC_IDS, Bundle, BundleStore, Draft
 from cluster.dataset import Catalogue
 from cluster.semantic_ids import SemanticIds, write_semantic_ids
 from cluster.values import FloatArray, Item
 from deployments.cli.dataset_options import DatasetOptions, tell_skipped
 from deployments.cli.publishing import item_order_sha256, write_required
 from integrations.datasets.table import read_items
-from integrations.hstu.sequence_model import SequenceModel
-from integrations.hstu.weights import build_model, load_model
+from integrations.hstu.config import RankerConfig
+from integrations.hstu.ranker import HSTURanker
+from integrations.hstu.weights import build_model, load_model, load_ranker, save_weights
 from pipelines.new_items import Placed, extend_ids, place
 
 _EMBEDDING = "item_embedding.weight"
@@ -79,20 +80,21 @@ def publish_grown(store: BundleStore, bundle: Bundle, new: Sequence[Item], first
     with store.publish(record) as draft:
         popularity = np.append(bundle.popularity, np.zeros(len(new), np.int64))
         seen = np.append(bundle.first_seen, np.full(len(new), first_seen, np.int64))
-        grown = _grown(model, record, placed)
+        grown = build_model(record)
+        grown.load_state_dict(_with_rows(model.state_dict(), placed))
         write_required(draft, grown, joint, popularity=popularity, first_seen=seen, item_vectors=vectors)
         _describe(draft, bundle, joint)
         if ids:
             _put_decoder(draft, bundle, ids)
+        if bundle.manifest.ranker:
+            _put_ranker(draft, bundle, joint)
     return placed.unlike
 
 
-def _grown(model: SequenceModel, record: ModelRecord, placed: Placed) -> SequenceModel:
-    weights = model.state_dict()
-    weights[_EMBEDDING] = torch.cat([weights[_EMBEDDING], torch.from_numpy(placed.rows).to(weights[_EMBEDDING].dtype)])
-    grown = build_model(record)
-    grown.load_state_dict(weights)
-    return grown
+def _with_rows(weights: Mapping[str, torch.Tensor], placed: Placed) -> dict[str, torch.Tensor]:
+    """A model's weights with the new items' embeddings below those of the known."""
+    known = weights[_EMBEDDING]
+    return {**weights, _EMBEDDING: torch.cat([known, torch.from_numpy(placed.rows).to(known.dtype)])}
 
 
 def _ids(bundle: Bundle, vectors: FloatArray, joint: Catalogue) -> SemanticIds:
@@ -116,6 +118,17 @@ def _put_decoder(draft: Draft, bundle: Bundle, ids: SemanticIds) -> None:
         draft.take(bundle, file)
     write_semantic_ids(ids, draft.path / SEMANTIC_IDS)
     draft.decoder = bundle.decoder().model_copy(update={"semantic_ids": ids.version})
+
+
+def _put_ranker(draft: Draft, bundle: Bundle, joint: Catalogue) -> None:
+    """The ranker with the new items placed among its own embeddings."""
+    known, ranker = bundle.ranker(), load_ranker(bundle)
+    embeddings = ranker.item_embedding.weight.detach()
+    placed = place(joint, ranker.item_vectors().detach().numpy(), embeddings.norm(dim=1).numpy())
+    draft.ranker = known.model_copy(update={"config": {**known.config, "items": len(joint)}})
+    grown = HSTURanker(RankerConfig.of(draft.ranker))
+    grown.load_state_dict(_with_rows(ranker.state_dict(), placed))
+    save_weights(grown, draft.path / RANKER)
 
 
 def _added(bundle: Bundle) -> int:

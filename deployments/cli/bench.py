@@ -1,4 +1,4 @@
-"""`genrec bench`: measure parts of the system without a cluster."""
+"""`genrec bench`: measure what serves or a part of it, and compare what was measured."""
 
 import json
 from collections.abc import Sequence
@@ -12,13 +12,14 @@ from rich.table import Table
 from cluster.cache.policy import POLICIES
 from cluster.cache.replay import Result, read_trace, replay
 from cluster.errors import UnknownChoice
+from deployments.cli.bench_compare import compare
+from deployments.cli.bench_interleave import interleave
+from deployments.cli.bench_serve import serve
 
-app = typer.Typer(no_args_is_help=True, help="Measure parts of the system without a cluster.")
-
-
-@app.callback()
-def bench() -> None:
-    """Keep the benchmarks' names on the command line though there is but one."""
+app = typer.Typer(no_args_is_help=True, help="Measure a genrec that serves, or its cache's policies; compare measurements.")
+app.command()(serve)
+app.command()(compare)
+app.command()(interleave)
 
 
 @app.command()

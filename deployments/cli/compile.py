@@ -1,5 +1,6 @@
 """genrec compile: turn a trained model into ONNX graphs and TensorRT engines, each checked against it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -19,7 +20,7 @@ _PRECISIONS = ",".join(CompileOptions().precisions)
 def compile_(
     model_dir: Annotated[Path, typer.Option(help="Directory with the versions of one model, such as models/ml-1m.")],
     targets: Annotated[str, typer.Option(help="GPU architectures to build for; the full TensorRT builds for its own GPU only.")] = _TARGETS,
-    precision: Annotated[str, typer.Option(help="Precisions to build: fp32, fp16 or both.")] = _PRECISIONS,
+    precision: Annotated[str, typer.Option(help="Precisions to build: fp32, fp16, and int8 for CPUs.")] = _PRECISIONS,
     only: Annotated[str, typer.Option(help="Run only these compilers, such as onnx; what the others made is kept.")] = "",
 ) -> None:
     """Publish a version of the current model with compiled artifacts, and print what became of every step."""
@@ -48,11 +49,18 @@ def _table(title: str, results: list[StepResult]) -> Table:
         table.add_row(
             result.step,
             f"{result.size / 1e6:.2f} MB" if result.artifact else "[yellow]failed[/]",
-            f"{parity['max_abs_error']:.1e}" if parity else "",
+            _error(parity),
             f"{parity['top10_agreement']:.1%}" if parity else "",
             f"{result.seconds:.1f}",
         )
     return table
+
+
+def _error(parity: Mapping[str, float]) -> str:
+    """Of int8, which has no such figure, how alike its states are."""
+    if "cosine" in parity:
+        return f"cosine {parity['cosine']:.4f}"
+    return f"{parity['max_abs_error']:.1e}" if parity else ""
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from cluster.values import Action
 from deployments.cli.dataset_options import DatasetOptions, open_dataset
 from deployments.cli.local_serve import LocalServe, require_free
 from deployments.cli.pretrained import publish_pretrained
+from deployments.cli.serve import Profile
 from pipelines.compile import StepResult, compile_bundle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,9 +53,11 @@ def demo(
     users: Annotated[int, typer.Option(help="how many users to ask for", min=1, max=50)] = 3,
     k: Annotated[int, typer.Option(help="recommendations for each", min=1, max=100)] = 5,
     model_dir: Annotated[Path, typer.Option(help="where the model is published, unless it is there already")] = Path("models/ml-100k"),
+    profile: Profile = None,
     cache: Annotated[Path | None, typer.Option(help="where MovieLens is kept (default: $GENREC_CACHE or ~/.cache/genrec)")] = None,
 ) -> None:
     """MovieLens-100K, served: fetch it, publish the demo model, compile it, start Ray Serve, and recommend films to real users."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's `genrec demo &` starts with SIGINT ignored
     signal.signal(signal.SIGTERM, _interrupt)
     require_free(port)
     with console.status("reading MovieLens-100K"):
@@ -67,7 +70,7 @@ def demo(
 
     log = Path(".genrec/serve.log")
     console.print(f"[bold]serve[/]  starting Ray and Serve; the log is {log}\n")
-    with LocalServe(CONFIG_FILE, {"model_dir": str(model_dir)}, port=port, log=log) as url:
+    with LocalServe(CONFIG_FILE, {"model_dir": str(model_dir)}, port=port, log=log, profile=profile) as url:
         asked = [ask(url, request_of(dataset, user, k)) for user in typical_users(dataset, users)]
         for one in asked:
             show(one, dataset)
@@ -166,7 +169,7 @@ def _title(dataset: Dataset, item_id: str) -> str:
 def stay(url: str, asked: Asked) -> None:
     """Say where everything is, and wait for Ctrl-C."""
     small = {**asked.request, "behaviours": asked.request["behaviours"][-2:], "k": 3}
-    console.print(f"API    {url}/v1/recommend\ndocs   {url}/docs\nstate  {url}/v1/backends\n")
+    console.print(f"page   {url}/\nAPI    {url}/v1/recommend\ndocs   {url}/docs\nstate  {url}/v1/backends\n")
     print(f"curl -s {url}/v1/recommend -H 'content-type: application/json' -d '{json.dumps(small)}'\n")
     console.print("Ctrl-C stops it")
     with suppress(KeyboardInterrupt):

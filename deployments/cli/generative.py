@@ -47,10 +47,14 @@ class DecoderPlan:
 
 @dataclass(frozen=True, eq=False)
 class GenerativePart:
-    """A decoder and the rule that blends it with its encoder, as they are published."""
+    """A decoder and the rule that blends it with its encoder, as they are published; and what they would have answered before the
+    `validation` events, by models that never saw those, and before the `test` events.
+    """
 
     decoder: TrainedDecoder
     blend: BlendRecord
+    validation: Lists
+    test: Lists
 
     def put(self, draft: Draft) -> None:
         """Into a version that is being written."""
@@ -84,14 +88,24 @@ def train_generative(
     """The decoder to publish with `trained.model`, and the blend fitted and measured."""
     decoder = _decoder(trained.validated, dataset, plan, plan.options, run, observer, "decoder")
     with _published(record, trained.validated, dataset, decoder) as bundle:
-        weights, fitted_on = _fitted(bundle, dataset, plan)
+        validation = served_lists(bundle, dataset, VALIDATION)
+    weights, fitted_on = _fitted(validation, plan)
     if trained.model is not trained.validated:
         again = plan.options.model_copy(update={"validate_every": 0, "stop_after": decoder.best.epoch})
         refitted = _decoder(trained.model, dataset, plan, again, run, observer, "decoder refit")
         decoder = TrainedDecoder(refitted.decoder, refitted.ids, decoder.best, decoder.epochs, decoder.seconds + refitted.seconds)
     with _published(record, trained.model, dataset, decoder) as bundle:
-        quality = measure_strategies(bundle, dataset, TEST, weights)
-    return GenerativePart(decoder, weights.record(fitted_on, quality))
+        test = served_lists(bundle, dataset, TEST)
+    quality = measure(weights, test.retrieved, test.generated, test.targets)
+    return GenerativePart(decoder, weights.record(fitted_on, quality), validation, test)
+
+
+def retrieved_lists(trained: TrainedModel, record: ModelRecord, dataset: Dataset) -> tuple[Lists, Lists]:
+    """What a model without a decoder would have answered before the validation and the test events, as a GenerativePart has it."""
+    with _published(record, trained.validated, dataset) as bundle:
+        validation = served_lists(bundle, dataset, VALIDATION)
+    with _published(record, trained.model, dataset) as bundle:
+        return validation, served_lists(bundle, dataset, TEST)
 
 
 def _decoder(  # noqa: PLR0917 - `train_decoder`'s own
@@ -100,29 +114,28 @@ def _decoder(  # noqa: PLR0917 - `train_decoder`'s own
     return train_decoder(encoder, dataset, plan.sizes, plan.ids, options, run=run, observer=observer, phase=phase)
 
 
-def _fitted(bundle: Bundle, dataset: Dataset, plan: DecoderPlan) -> tuple[BlendWeights, str]:
+def _fitted(lists: Lists, plan: DecoderPlan) -> tuple[BlendWeights, str]:
     """The weights, and on what they were fitted."""
     if not plan.options.validate_every:
         return BlendWeights(temperature=plan.temperature), "nothing: trained without validation"
-    lists = _lists(bundle, dataset, VALIDATION)
     weights, _ = fit(lists.retrieved, lists.generated, lists.targets, temperature=plan.temperature)
     return weights, f"the second-last events of {len(lists.targets)} users"
 
 
 def measure_strategies(bundle: Bundle, dataset: Dataset, from_end: int, weights: BlendWeights | None = None) -> Quality:
     """The quality of each strategy, blended by `weights` or, without them, by those in the manifest."""
-    lists = _lists(bundle, dataset, from_end)
+    lists = served_lists(bundle, dataset, from_end)
     return measure(weights or BlendWeights.of(bundle.manifest.blend), lists.retrieved, lists.generated, lists.targets)
 
 
-def _lists(bundle: Bundle, dataset: Dataset, from_end: int) -> Lists:
-    """As the default configuration serves."""
+def served_lists(bundle: Bundle, dataset: Dataset, from_end: int) -> Lists:
+    """What the default configuration would have answered before the events that stand `from_end` from the end."""
     return serving_lists(bundle, dataset.interactions, from_end, beam=_SERVING.generator.beam, pool=_SERVING.gateway.pool)
 
 
 @contextmanager
-def _published(record: ModelRecord, encoder: TrainableModel, dataset: Dataset, decoder: TrainedDecoder) -> Iterator[Bundle]:
+def _published(record: ModelRecord, encoder: TrainableModel, dataset: Dataset, decoder: TrainedDecoder | None = None) -> Iterator[Bundle]:
     """A bundle for as long as it takes to ask the serving backends."""
     with TemporaryDirectory(prefix="genrec-") as directory:
-        model, put = cast(SequenceModel, encoder), partial(save_decoder, cast("SemanticIdDecoder", decoder.decoder))
-        yield publish(Path(directory) / "unpublished", record, model, dataset, training={}, quality={}, put_generative=put)
+        puts = [partial(save_decoder, cast("SemanticIdDecoder", decoder.decoder))] if decoder else []
+        yield publish(Path(directory) / "unpublished", record, cast(SequenceModel, encoder), dataset, training={}, quality={}, puts=puts)

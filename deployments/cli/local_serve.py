@@ -5,11 +5,12 @@ with LocalServe(Path("ray_config.yaml"), {"model_dir": "models/ml-100k"}, port=8
 """
 
 import os
+import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,33 +20,37 @@ import yaml
 
 from cluster.config import parse, read_document
 from cluster.errors import ConfigError
-from deployments.app import pin_version
+from cluster.profile import ProfileName, is_free, of_one_machine
+from deployments.app import resolved
+from deployments.cli.processes import kill_session
 from deployments.cli.serve import serve_command
 
 READY_WITHIN_S = 400.0
 STOP_WITHIN_S = 30.0
 LOG_TAIL_LINES = 25
+APPLICATION = "genrec"
 
 
 class LocalServe:
     """What `config` describes, with the keys of `changes` in place of its own, listening on 127.0.0.1 only.
 
+    `profile` is one of `cluster.profile`; None is the fast one where it works. What the environment says already goes before it.
     Entering returns the base URL once requests are answered. Raises ConfigError where the port is taken, the configuration or the model
     is refused, or nothing is ready in time; the message ends with the log's last lines.
     """
 
-    def __init__(self, config: Path, changes: Mapping[str, Any], *, port: int, log: Path) -> None:
+    def __init__(self, config: Path, changes: Mapping[str, Any], *, port: int, log: Path, profile: ProfileName | None = None) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        self._config, self._changes, self._port, self._log = config, changes, port, log
+        self._config, self._changes, self._port, self._log, self._profile = config, changes, port, log, profile
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> str:
         require_free(self._port)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         written = self._log.with_suffix(".yaml")
-        written.write_text(yaml.safe_dump(self._document(), sort_keys=False))
+        written.write_text(yaml.safe_dump(local_document(self._config, self._changes, self._port), sort_keys=False))
         command = [serve_command(), "run", "--address", "local", str(written)]
-        environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+        environment = {**of_one_machine(self._profile), **os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
         with self._log.open("wb") as output:
             # a session of its own: Ctrl-C in the terminal reaches us alone, and we stop it in order
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
@@ -67,14 +72,21 @@ class LocalServe:
             raise ConfigError("nothing is served yet; enter the `with` block first")
         return self._process.pid
 
-    def _document(self) -> dict[str, Any]:
-        """The Serve configuration to run. Raises ConfigError or BundleError where genrec's part of it cannot be served."""
-        document = read_document(self._config)
-        document["http_options"] = {**(document.get("http_options") or {}), "host": "127.0.0.1", "port": self._port}
-        application = document["applications"][0]
-        settings = pin_version(parse({**(application.get("args") or {}), **self._changes}, str(self._config)))
-        application["args"] = {**(application.get("args") or {}), **self._changes, "model_dir": str(settings.model_dir)}
-        return document
+    @property
+    def dashboard(self) -> str:
+        """Its address, as the log tells it: another cluster of this machine may have the usual port. Raises ConfigError."""
+        if found := re.search(r"View the dashboard at \S*?(http://[\d.]+:\d+)", self._log.read_text(errors="replace")):
+            return found[1]
+        raise ConfigError(f"{self._log} names no dashboard; nothing is served yet")
+
+    def running(self, deployment: str) -> set[int]:
+        """The processes of a deployment's replicas that Serve gives requests to. A controller that is away raises a TransportError."""
+        headers = {"Authorization": f"Bearer {auth_token()}"}
+        answer = httpx.get(f"{self.dashboard}/api/serve/applications/", headers=headers, timeout=20.0)
+        if answer.status_code != 200:
+            raise httpx.ReadError(f"{answer.status_code} {answer.text[:200]}")
+        replicas = answer.json()["applications"][APPLICATION]["deployments"][deployment]["replicas"]
+        return {replica["pid"] for replica in replicas if replica["state"] == "RUNNING"}
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + READY_WITHIN_S
@@ -93,11 +105,28 @@ class LocalServe:
     @staticmethod
     def _stop(process: subprocess.Popen[bytes]) -> None:
         process.send_signal(signal.SIGINT)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        kill_session(process.pid)  # what did not end with it; HAProxy outlives a proxy that was killed
+        process.wait()
+
+
+def local_document(config: Path, changes: Mapping[str, Any], port: int) -> dict[str, Any]:
+    """The Serve configuration to run on this machine alone. Raises ConfigError or BundleError where genrec's part is refused."""
+    document = read_document(config)
+    document["http_options"] = {**(document.get("http_options") or {}), "host": "127.0.0.1", "port": port}
+    application = document["applications"][0]
+    settings = resolved(parse({**(application.get("args") or {}), **changes}, str(config)))
+    application["args"] = {**(application.get("args") or {}), **changes, "model_dir": str(settings.model_dir)}
+    return document
+
+
+def auth_token() -> str:
+    """What Ray's own commands show a dashboard, looked for where they look for it; "" where there is none."""
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return path.read_text().strip() if path.is_file() else ""
 
 
 def is_ready(url: str) -> bool:
@@ -110,11 +139,5 @@ def is_ready(url: str) -> bool:
 
 def require_free(port: int) -> None:
     """Raises ConfigError where something listens on the port already."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ConfigError(
-                f"port {port} of this machine cannot be had ({error.strerror}); stop what uses it or give another --port"
-            ) from error
+    if not is_free(port, "127.0.0.1"):
+        raise ConfigError(f"port {port} of this machine cannot be had; stop what uses it or give another --port")

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from cluster.bundle import GENERATIVE, WEIGHTS, BlendRecord, Bundle, DecoderRecord, Draft, ModelRecord
+from cluster.bundle import GENERATIVE, OPTIONAL, RANKER, WEIGHTS, BlendRecord, Bundle, DecoderRecord, Draft, ModelRecord, RankerRecord
 from cluster.dataset import Dataset
 from cluster.errors import BundleError, DataError
 from deployments.cli.publishing import item_order_sha256, publish
@@ -31,6 +31,12 @@ class Pretrained(BaseModel):
     training: dict[str, JsonValue]
     decoder: DecoderRecord | None = None
     blend: BlendRecord | None = None
+    ranker: RankerRecord | None = None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Those beside the weights."""
+        return (*(GENERATIVE if self.decoder else ()), *((RANKER,) if self.ranker else ()))
 
     @property
     def item_order_sha256(self) -> str:
@@ -40,14 +46,13 @@ class Pretrained(BaseModel):
 def export_pretrained(bundle: Bundle, directory: Path, command: str) -> None:
     """Write a bundle's weights and description, without its catalogue, into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
-    manifest = bundle.manifest
-    for file in GENERATIVE:
+    kept = {name: getattr(bundle.manifest, name) for name in ("model", "quality", "training", "decoder", "blend", "ranker")}
+    described = Pretrained(command=command, **kept)
+    for file in OPTIONAL:
         (directory / file).unlink(missing_ok=True)  # of an earlier export
-    for file in (WEIGHTS, *(GENERATIVE if manifest.decoder else ())):
+    for file in (WEIGHTS, *described.files):
         (directory / file).parent.mkdir(exist_ok=True)
         shutil.copyfile(bundle.verified(file), directory / file)
-    kept = {name: getattr(manifest, name) for name in ("model", "quality", "training", "decoder", "blend")}
-    described = Pretrained(command=command, **kept)
     (directory / DESCRIPTION).write_text(described.model_dump_json(indent=2) + "\n")
 
 
@@ -62,19 +67,19 @@ def publish_pretrained(directory: Path, dataset: Dataset, model_dir: Path) -> Bu
     model = build_model(described.model)
     load_weights(model, directory / WEIGHTS)
     training: dict[str, Any] = {**described.training, "pretrained": True}
-    put = partial(_put_generative, directory, described) if described.decoder else None
-    return publish(model_dir, described.model, model, dataset, training=training, quality=described.quality, put_generative=put)
+    put = partial(_put_optional, directory, described)
+    return publish(model_dir, described.model, model, dataset, training=training, quality=described.quality, puts=[put])
 
 
-def _put_generative(directory: Path, described: Pretrained, draft: Draft) -> None:
-    """Raises BundleError where a file of it is not there."""
-    for file in GENERATIVE:
+def _put_optional(directory: Path, described: Pretrained, draft: Draft) -> None:
+    """The decoder and the ranker, if there are any. Raises BundleError where a file of them is not there."""
+    for file in described.files:
         (draft.path / file).parent.mkdir(exist_ok=True)
         try:
             shutil.copyfile(directory / file, draft.path / file)
         except OSError as error:
             raise BundleError(f"{directory / file} cannot be read: {error}") from error
-    draft.decoder, draft.blend = described.decoder, described.blend
+    draft.decoder, draft.blend, draft.ranker = described.decoder, described.blend, described.ranker
 
 
 def read_pretrained(directory: Path) -> Pretrained:

@@ -2,7 +2,7 @@
 
 import hashlib
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,16 @@ def publish(
     *,
     training: Mapping[str, Any],
     quality: Mapping[str, float],
-    put_generative: Callable[[Draft], None] | None = None,
+    puts: Iterable[Callable[[Draft], None]] = (),
 ) -> Bundle:
-    """A new current version of the model in `model_dir`, opened; `put_generative` adds the decoder and the blend, if there are any."""
+    """A new current version of the model in `model_dir`, opened; `puts` add its other parts, such as the decoder."""
     store = BundleStore(model_dir)
     with store.publish(record) as draft:
         items, vectors = len(dataset.catalogue), model.item_vectors().detach().cpu().numpy()
         popularity, first_seen = dataset.interactions.popularity(items), dataset.interactions.first_seen(items)
         write_required(draft, model, dataset.catalogue, popularity=popularity, first_seen=first_seen, item_vectors=vectors)
-        if put_generative:
-            put_generative(draft)
+        for put in puts:
+            put(draft)
         draft.training, draft.quality = {**provenance(dataset), **training}, dict(quality)
     return store.open()
 

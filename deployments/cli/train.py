@@ -11,23 +11,27 @@ import typer
 from pydantic import ValidationError
 
 from cluster.bundle import ModelRecord
+from cluster.dataset import Dataset
 from cluster.errors import ConfigError
 from cluster.registry import MODELS
 from deployments.cli.dataset_options import DatasetOptions, open_dataset, with_dataset_options
 from deployments.cli.evaluate import print_quality, print_strategies
-from deployments.cli.generative import NO_DECODER, DecoderPlan, preset, train_generative
+from deployments.cli.generative import NO_DECODER, DecoderPlan, GenerativePart, preset, retrieved_lists, train_generative
 from deployments.cli.pretrained import export_pretrained
 from deployments.cli.publishing import publish
+from deployments.cli.ranking import RankingPart, train_ranking
 from deployments.cli.training_progress import TrainingProgress
 from integrations.decoder.config import PRESETS
 from integrations.hstu.model_parameter_calculator import model_size
 from integrations.hstu.sequence_model import SequenceModel
+from pipelines.blend import BlendWeights
 from pipelines.generative_run import IdOptions
 from pipelines.train import TrainOptions
 from pipelines.train_decoder import DecoderOptions
-from pipelines.training_run import RunOptions, TrainedModel, forget_checkpoints, train_model
+from pipelines.train_ranker import RankerOptions
+from pipelines.training_run import Observer, RunOptions, TrainedModel, forget_checkpoints, train_model
 
-_DEFAULT, _DECODER, _IDS = TrainOptions(), DecoderOptions(), IdOptions()
+_DEFAULT, _DECODER, _IDS, _RANKER = TrainOptions(), DecoderOptions(), IdOptions(), RankerOptions()
 _WINDOW_MARGIN = 11
 """How much longer than the history the constant N is, as in the published configurations (200 -> 211)."""
 
@@ -68,11 +72,15 @@ def train(
     levels: Annotated[int, typer.Option(help="codes in a semantic ID")] = _IDS.levels,
     codes: Annotated[int | None, typer.Option(help="different codes a level (default: enough for two cells an item)")] = _IDS.codes,
     title_weight: Annotated[float, typer.Option(help="share of titles in what semantic IDs are clustered by, 0 to 1")] = _IDS.title_weight,
+    ranker: Annotated[bool, typer.Option(help="train a ranker of given candidates, as large as the encoder, too")] = True,
+    ranker_epochs: Annotated[int, typer.Option(help="at most, and the end of its learning-rate schedule")] = _RANKER.epochs,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     export: Annotated[Path | None, typer.Option(help="write the weights and model.json here too, without the catalogue")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on where an interrupted run of the same options stopped")] = False,
 ) -> None:
-    """Train a sequence model and, on its states, a decoder of semantic IDs; fit the blend of the two, measure and publish them."""
+    """Train a sequence model, on its states a decoder of semantic IDs, and from its weights a ranker; fit the blend of the lists, measure
+    and publish them all.
+    """
     data = open_dataset(dataset)
     sizes = {"dim": dim, "layers": layers, "heads": heads, "max_history": max_history, "max_length": max_history + _WINDOW_MARGIN}
     config = {**sizes, **_widths(family, dim, heads, head_dim), "dropout": dropout, "items": len(data.catalogue)}
@@ -86,20 +94,26 @@ def train(
         decoder, options, prompt_length=prompt_length, epochs=decoder_epochs, learning_rate=decoder_learning_rate,
         batch_windows=decoder_batch, precision=decoder_precision, levels=levels, codes=codes, title_weight=title_weight,
     )  # fmt: skip
+    ranker_options = _ranker_options(options, epochs=ranker_epochs)
     run = RunOptions(refit=refit, device=device, checkpoint=target / ".training", resume=resume)
     with TrainingProgress() as progress:
         trained = train_model(record, data, options, run, progress)
         generative = train_generative(trained, record, data, plan, run=run, observer=progress) if plan else None
+        ranking = _ranking(trained, record, data, generative, ranker_options, run, progress) if ranker else None
     model, training = cast(SequenceModel, trained.model), _training(options, run, trained)
     if plan and generative:
         training["decoder"] = generative.described(plan)
-    put = generative.put if generative else None
-    bundle = publish(target, record, model, data, training=training, quality=trained.quality, put_generative=put)
+    if ranking:
+        training["ranker"] = ranking.described(ranker_options)
+    puts = [part.put for part in (generative, ranking) if part]
+    bundle = publish(target, record, model, data, training=training, quality=trained.quality, puts=puts)
     forget_checkpoints(run)
     if export:
         export_pretrained(bundle, export, shlex.join(["genrec", *sys.argv[1:]]))
     title = f"{bundle.version}, {data.interactions.users} users' last events"
     print_strategies(bundle.manifest.blend.quality, title) if bundle.manifest.blend else print_quality(trained.quality, title)
+    if ranking:
+        typer.echo(ranking.told())
     typer.echo(f"published {bundle.path}: {_size(model)}", err=True)
 
 
@@ -133,6 +147,27 @@ def _decoder_plan(
     with _as_options():
         ids = IdOptions(levels=levels, codes=codes, title_weight=title_weight)
     return DecoderPlan({**preset(decoder), "prompt_length": prompt_length}, ids, options, encoder.temperature)
+
+
+def _ranker_options(encoder: TrainOptions, **given: Any) -> RankerOptions:
+    """Seed, windows and whether there is validation are as for the encoder."""
+    shared = {"seed": encoder.seed, "window": encoder.window, "validate_every": 1 if encoder.validate_every else 0}
+    with _as_options("ranker-"):
+        return RankerOptions.model_validate({**given, **shared})
+
+
+def _ranking(  # noqa: PLR0917 - what the run has made so far, in its order
+    trained: TrainedModel,
+    record: ModelRecord,
+    dataset: Dataset,
+    generative: GenerativePart | None,
+    options: RankerOptions,
+    run: RunOptions,
+    observer: Observer,
+) -> RankingPart:
+    lists = (generative.validation, generative.test) if generative else retrieved_lists(trained, record, dataset)
+    weights = BlendWeights.of(generative.blend if generative else None)
+    return train_ranking(trained, record, dataset, lists, weights, options, run=run, observer=observer)
 
 
 @contextmanager

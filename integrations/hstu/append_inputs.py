@@ -3,20 +3,19 @@
 Shapes as in model.HSTU.append: B users, S new rows, P kept rows.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from cluster.values import FloatArray, Int64Array
+from cluster.buffers import BufferPool
+from cluster.values import Int64Array
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.state.store import Held
 from integrations.hstu.user_behavior_schema import BehaviourBatch
 
 Arrays: TypeAlias = dict[str, Any]
-Empty: TypeAlias = Callable[[int], Any]
 GROUP_BYTES = 128 << 20
 """The most that the kept rows of one group take, padding included, unless a single user's take more."""
 _FEW_NEW, _FEW_KEPT = 8, 64
@@ -51,21 +50,15 @@ def groups(users: Iterable[AppendRequest], row_bytes: int) -> Iterator[list[Appe
         yield from (group[start : start + at_once] for start in range(0, len(group), at_once))
 
 
-def host_memory(count: int) -> FloatArray:
-    return np.empty(count, np.float32)
-
-
 class AppendInputs:
     """Assembles the inputs of a group. The kept rows lie in memory that the next call uses again: not for two threads."""
 
-    def __init__(self, config: HSTUConfig, empty: Empty = host_memory) -> None:
-        """`empty(count)` makes memory for so many float32 numbers: an array, or a tensor where the engine's memory is not the host's."""
-        self._config, self._empty = config, empty
-        self._memory: dict[str, Any] = {}
+    def __init__(self, config: HSTUConfig, pool: BufferPool | None = None) -> None:
+        self._config, self._pool = config, pool or BufferPool()
 
     def clear(self) -> None:
-        """Let go of the memory, and of the rows that were last put there."""
-        self._memory = {}
+        """Let go of the rows that were last put side by side."""
+        self._pool.clear()
 
     def of(self, group: Sequence[AppendRequest], batch: BehaviourBatch) -> Arrays:
         """All eight inputs by name, right-padded; past_kt and past_v are valid until the next call."""
@@ -77,20 +70,13 @@ class AppendInputs:
 
     def _past(self, group: Sequence[AppendRequest], past: int) -> Arrays:
         config = self._config
-        kt = self._buffer("past_kt", (config.layers, len(group), config.heads, config.attention_dim, past))
-        v = self._buffer("past_v", (config.layers, len(group), config.heads, past, config.linear_dim))
+        kt = self._pool.array("past_kt", (config.layers, len(group), config.heads, config.attention_dim, past))
+        v = self._pool.array("past_v", (config.layers, len(group), config.heads, past, config.linear_dim))
         for column, user in enumerate(group):
             kt[:, column, :, :, user.kept :] = 0  # what was left there may be anything: a mask of -1e4 does not silence a NaN
             v[:, column, :, user.kept :] = 0
             user.held.read({"kt": kt[:, column], "v": v[:, column]})
         return {"past_kt": kt, "past_v": v}
-
-    def _buffer(self, name: str, shape: tuple[int, ...]) -> Any:
-        """An array of this shape at the start of the memory of that name, which grows as it must: fresh memory costs more than the copy."""
-        size = math.prod(shape)
-        if (memory := self._memory.get(name)) is None or len(memory) < size:
-            memory = self._memory[name] = self._empty(size)
-        return memory[:size].reshape(shape)
 
 
 def _padded(column: Any, group: Sequence[AppendRequest], lengths: Int64Array) -> Any:

@@ -2,7 +2,11 @@
 
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cluster.bundle import RankerRecord
+from cluster.errors import BundleError
+from cluster.ranking import RatingScale, Task
 
 
 class SequenceConfig(BaseModel):
@@ -31,6 +35,29 @@ class HSTUConfig(SequenceConfig):
     attention_dim: int = Field(default=50, ge=1, description="dqk, width of a head's queries and keys")
     linear_dim: int = Field(default=50, ge=1, description="dv, width of a head's values and gates")
     time_buckets: int = Field(default=128, ge=1, description="the last bucket of the relative time bias, which has one weight more")
+
+
+class RankerConfig(HSTUConfig):
+    """Sizes of an HSTU that ranks candidates."""
+
+    tasks: tuple[Task, ...] = Field(min_length=1, description="the heads, in the order of the columns")
+    rating: RatingScale = RatingScale()
+
+    @classmethod
+    def of(cls, record: RankerRecord) -> Self:
+        """Raises BundleError where the record is not one of this family."""
+        try:
+            return cls.model_validate({**record.config, "tasks": record.tasks, "rating": record.rating})
+        except ValidationError as error:
+            raise BundleError(f"the configuration of this {record.family} ranker is not one this release understands: {error}") from error
+
+    @model_validator(mode="after")
+    def _positions_suffice(self) -> Self:
+        if self.max_history >= self.max_length:
+            raise ValueError(
+                f"max_length ({self.max_length}) must be greater than max_history ({self.max_history}): a candidate comes after"
+            )
+        return self
 
 
 class SASRecConfig(SequenceConfig):

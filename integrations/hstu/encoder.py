@@ -4,16 +4,19 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cluster.buffers import BufferPool
 from cluster.bundle import WEIGHTS, Bundle
 from cluster.errors import BackendUnavailable, BundleError
-from cluster.nearest import NearestItems
+from cluster.nearest import index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
 from integrations.hstu.engine_batch import engine_batch, with_states
-from integrations.hstu.stateful import KeepsStates, KeptStates
+from integrations.hstu.keeps_rows import KeepsRows
+from integrations.hstu.state.copies import pinned
+from integrations.hstu.stateful import KeptStates
 from integrations.hstu.user_behavior_schema import BehaviourBatch
 
 if TYPE_CHECKING:
@@ -24,8 +27,15 @@ if TYPE_CHECKING:
 _INPUTS = ("items", "times", "next_times", "lengths")
 
 
-class TorchEncoder(KeepsStates):
-    """The model in eager mode, on the first GPU where there is one. The options are those of KeepsStates."""
+class TorchEncoder(KeepsRows[KeptStates]):
+    """The model in eager mode, on the first GPU where there is one.
+
+    `index`: see cluster/nearest.py. `state`: what is kept of users, see StateOptions.
+    """
+
+    def __init__(self, *, index: str = "exact", **state: Any) -> None:
+        super().__init__(**state)
+        self._index_name = known_index(index)
 
     def get_availability(self, bundle: Bundle) -> Availability:
         if find_spec("torch") is None:
@@ -34,7 +44,7 @@ class TorchEncoder(KeepsStates):
             bundle.verified(WEIGHTS)
         except BundleError as error:
             return Availability.no(str(error))
-        return Availability.yes()
+        return index_availability(self._index_name)
 
     def load(self, bundle: Bundle) -> None:
         if not (availability := self.get_availability(bundle)).ok:
@@ -55,16 +65,18 @@ class TorchEncoder(KeepsStates):
 
         self._max_history = model.config.max_history
         self._device = device
+        if device.type == "cuda":
+            self._pool = BufferPool(lambda count, dtype: pinned((count,), dtype))
         self._encode: Callable[..., torch.Tensor] = encode
         with torch.inference_mode():
-            self._index = NearestItems(model.item_vectors().cpu().numpy())
+            self._index = make_index(self._index_name, model.item_vectors().cpu().numpy())
         self._kept = self._keep(bundle, model)
 
     def infer(self, request: EncodeRequest) -> Encoded:
         return self.batch_infer([request])[0]
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        batch = engine_batch(requests, self._max_history, len(self._index))
+        batch = engine_batch(requests, self._max_history, len(self._index), self._pool)
         return self._kept.answer(requests, batch, self._index, self._whole) if self._kept else self._whole(requests, batch)
 
     def close(self) -> None:
@@ -111,8 +123,8 @@ class CompiledTorchEncoder(TorchEncoder):
     batches = (1, 8, 32)
     shortest = 64
 
-    def __init__(self) -> None:
-        super().__init__(state_bytes=0)
+    def __init__(self, *, index: str = "exact") -> None:
+        super().__init__(index=index, state_bytes=0)
 
     def get_availability(self, bundle: Bundle) -> Availability:
         if not (eager := super().get_availability(bundle)).ok:
@@ -128,7 +140,7 @@ class CompiledTorchEncoder(TorchEncoder):
         super().load(bundle)
         import torch  # noqa: PLC0415
 
-        self._lengths = _doublings(self.shortest, self._max_history)
+        self._lengths = doublings(self.shortest, self._max_history)
         shapes = [(batch, length) for batch in self.batches for length in self._lengths]
         self._encode = torch.compile(  # type: ignore[call-overload]  # torch 2.13's stubs lack the two options its documentation describes
             self._encode, fullgraph=True, dynamic=False, recompile_limit=len(shapes), isolate_recompiles=True
@@ -149,7 +161,7 @@ class CompiledTorchEncoder(TorchEncoder):
         return super()._states(padded)[: stop - start]
 
 
-def _doublings(shortest: int, longest: int) -> list[int]:
+def doublings(shortest: int, longest: int) -> list[int]:
     """`shortest`, twice that and so on, up to `longest`, which ends the list."""
     sizes = []
     while shortest < longest:

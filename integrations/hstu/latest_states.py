@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from integrations.hstu.model import HSTU, Attended, HSTULayer, time_buckets
+from integrations.hstu.model import HSTU, Attended, HSTULayer, causal, time_buckets
 from integrations.hstu.sequence_model import SequenceModel, unit
 
 
@@ -22,24 +22,19 @@ def latest_states(  # noqa: PLR0917 - a batch's own columns
         return rows(model(items_BL, times_BL, next_times_BL), index_BC)
     rows_L = torch.arange(items_BL.shape[1], device=items_BL.device)
     x = model.embed(items_BL, rows_L)
-    buckets = time_buckets(next_times_BL, times_BL, model.config.time_buckets)
     *below, top = cast("list[HSTULayer]", list(model.layers))
+    attended = causal(model.config, times_BL, next_times_BL) if below else []
     for layer in below:
-        x, _, _ = layer(x, looking_back(buckets, rows_L.unsqueeze(1) - rows_L))
-    distances_BCL = index_BC.unsqueeze(2) - rows_L
-    return unit(latest_rows(top, x, index_BC, looking_back(rows(buckets, index_BC), distances_BCL)))
-
-
-def looking_back(buckets: Tensor, distances: Tensor) -> Attended:
-    """Rows that look at themselves and at what stands before them; a distance counts positions back from the row."""
-    return Attended(buckets, distances.clamp(min=0), distances >= 0)
+        x, _, _ = layer(x, attended)
+    buckets_BCL = time_buckets(next_times_BL.gather(1, index_BC), times_BL, model.config.time_buckets)
+    return unit(latest_rows(top, x, index_BC, Attended(buckets_BCL, index_BC.unsqueeze(2) - rows_L)))
 
 
 def latest_rows(layer: HSTULayer, x_BLD: Tensor, index_BC: Tensor, attended: Attended) -> Tensor:
     """The layer's output (B, C, D) at these rows of each user, the only ones that ask."""
     x_BCD = rows(x_BLD, index_BC)
-    _, v, _, kt = layer.project(x_BLD)
-    u, _, q, _ = layer.project(x_BCD)
+    kt, v = layer.keys(x_BLD)
+    u, q = layer.queries(x_BCD)
     return layer.gate(x_BCD, u, layer.attend(q, kt, v, layer.bias(attended)))
 
 

@@ -1,9 +1,12 @@
-"""How long a model's histories may be, for engines that serve it without building it in torch."""
+"""How long a model's histories may be, and in what blocks they are attended: for engines that serve it without building it in torch."""
 
 from dataclasses import dataclass
 
 from cluster.bundle import ModelRecord
-from integrations.hstu.config import SequenceConfig
+from integrations.hstu.config import HSTUConfig, SequenceConfig
+
+WORTH_BLOCKS = 1 << 17
+"""Pairs of rows, of all users and heads, from which on blocks take less time than one call for all rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,25 @@ class Limits:
 def limits(model: ModelRecord) -> Limits:
     """The recorded limits or, where the record leaves one out, the default that the model was built with."""
     return Limits(max_history=_recorded(model, "max_history"), max_length=_recorded(model, "max_length"))
+
+
+def row_blocks(max_history: int) -> int:
+    """In how many blocks the rows of a history attend, each to the events up to its last row only: a block sees nothing of what follows it.
+
+    A graph has so many whatever it is given, and each needs a row: what it is given is padded to as many events.
+    """
+    return min(8, max(4, max_history // 128)) if max_history >= 8 else 1
+
+
+def blocks_worth(config: HSTUConfig, users: int, length: int) -> int:
+    """In how many blocks so many rows of so many users attend fastest where each block is a call of its own."""
+    pairs = users * config.heads * length**2
+    return min(length, row_blocks(config.max_history)) if pairs >= WORTH_BLOCKS else 1
+
+
+def block_ends(length: int, count: int) -> list[int]:
+    """0 and the row after the last one of each block."""
+    return [length * block // count for block in range(count + 1)]
 
 
 def _recorded(model: ModelRecord, name: str) -> int:

@@ -4,13 +4,15 @@
     y = W_o dropout(U * LayerNorm(A V)) + b + x
 
 The attention has no softmax, hence adds up over blocks of keys: kept keys and values of old events and those of new events are summed
-without concatenation, and a mask is a very negative bias (SiLU of it is 0).
+without concatenation, and a mask is a very negative bias (SiLU of it is 0). Rows attend in blocks, to the keys up to the block's end: of
+four blocks that leaves out three eighths of all pairs, which a mask would hide, and what is in work at a time is smaller.
 
 Shapes: B users, L or S rows (events), P past rows, H heads, K = `attention_dim`, W = `linear_dim`, D = `dim`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from integrations.hstu.config import HSTUConfig
+from integrations.hstu.limits import block_ends, blocks_worth, row_blocks
 from integrations.hstu.sequence_model import SequenceModel, unit
 
 _MASKED = -1e4
@@ -59,11 +62,32 @@ def lookup(weights: Tensor, index: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """What rows may look at: the time buckets and the distance of each (row, key), and which pairs are allowed."""
+    """What a block of rows looks at: the time bucket and the distance of each (row, key). A row never looks at a key behind it."""
 
     buckets: Tensor  # (B, rows, keys)
-    distances: Tensor  # (rows, keys) or (B, rows, keys): how many positions before the row the key stands
-    allowed: Tensor  # broadcasts with `distances`
+    distances: Tensor  # (rows, keys) or (B, rows, keys): how many positions before the row the key stands, less than N; negative: behind
+    allowed: Tensor | None = None  # broadcasts with `distances`: which of the pairs count, where not all do
+
+
+def causal(config: HSTUConfig, times_BL: Tensor, next_times_BL: Tensor) -> list[Attended]:
+    """Rows that look at themselves and at what stands before them, in blocks of rows that have the keys up to their last row."""
+    users, length = times_BL.shape
+    exporting = torch.compiler.is_exporting()
+    ends = block_ends(length, row_blocks(config.max_history) if exporting else blocks_worth(config, users, length))
+    rows_L = torch.arange(length, device=times_BL.device)
+    return [
+        Attended(
+            time_buckets(next_times_BL[:, first:end], times_BL[:, :end], config.time_buckets),
+            rows_L[first:end].unsqueeze(1) - rows_L[:end],
+        )
+        for first, end in pairwise(ends)
+    ]
+
+
+def among_new(config: HSTUConfig, times_BS: Tensor, next_times_BS: Tensor) -> list[Attended]:
+    """The same of a few rows, in one block: there may be only one."""
+    rows_S = torch.arange(times_BS.shape[1], device=times_BS.device)
+    return [Attended(time_buckets(next_times_BS, times_BS, config.time_buckets), rows_S.unsqueeze(1) - rows_S)]
 
 
 class HSTULayer(nn.Module):
@@ -81,24 +105,43 @@ class HSTULayer(nn.Module):
 
     def project(self, x_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """U (B, L, H*W), V (B, H, L, W), Q (B, H, L, K) and K^T (B, H, K, L)."""
-        normed = F.layer_norm(x_BLD, (self.config.dim,), eps=_EPSILON)
-        u, v, q, k = torch.split(F.silu(normed @ self.uvqk), self.widths, dim=-1)
-        heads = (self.config.heads, -1)
-        return (
-            u,
-            torch.unflatten(v, -1, heads).transpose(1, 2),
-            torch.unflatten(q, -1, heads).transpose(1, 2),
-            torch.unflatten(k, -1, heads).permute(0, 2, 3, 1),
-        )
+        u, v, q, k = torch.split(F.silu(self._normed(x_BLD) @ self.uvqk), self.widths, dim=-1)
+        return u, self._by_head(v), self._by_head(q), self._by_head(k).transpose(2, 3)
+
+    def keys(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
+        """K^T (B, H, K, L) and V (B, H, L, W) of rows that ask nothing themselves."""
+        v, k = self._projections(x_BLD, 1, 3)
+        return self._by_head(k).transpose(2, 3), self._by_head(v)
+
+    def queries(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
+        """U (B, L, H*W) and Q (B, H, L, K) of rows that nobody looks at."""
+        u, q = self._projections(x_BLD, 0, 2)
+        return u, self._by_head(q)
 
     def bias(self, attended: Attended) -> Tensor:
         """Relative position and time bias with the mask folded in, (B, rows, keys); shared by the heads."""
-        position = lookup(self.position_weights, (self.config.max_length - 1 - attended.distances).clamp(min=0))
-        return position.masked_fill(~attended.allowed, _MASKED) + lookup(self.time_weights, attended.buckets)
+        n = self.config.max_length
+        behind = self.position_weights.new_full((n - 1,), _MASKED)
+        position = lookup(torch.cat([self.position_weights[:n], behind]), n - 1 - attended.distances)
+        if attended.allowed is not None:
+            position = position.masked_fill(~attended.allowed, _MASKED)
+        return position + lookup(self.time_weights, attended.buckets)
 
     def attend(self, q: Tensor, kt: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         """(B, H, rows, W): each row's sum over these keys, already divided by N."""
-        return (F.silu(q @ kt + bias.unsqueeze(1)) / self.config.max_length) @ v
+        return (F.silu(q @ kt + bias.unsqueeze(1)) @ v) / self.config.max_length
+
+    def attend_causally(self, q: Tensor, kt: Tensor, v: Tensor, blocks: Sequence[Attended]) -> Tensor:
+        """(B, H, L, W): what rows see of themselves and of those before them."""
+        ends = [block.buckets.shape[2] for block in blocks]
+        starts = [0, *ends[:-1]]
+        return torch.cat(
+            [
+                self.attend(q[:, :, start:end], kt[..., :end], v[:, :, :end], self.bias(block))
+                for start, end, block in zip(starts, ends, blocks, strict=True)
+            ],
+            dim=2,
+        )
 
     def gate(self, x_BLD: Tensor, u: Tensor, attention_BHLW: Tensor) -> Tensor:
         """The layer's output (B, L, D) from what its rows attended to."""
@@ -107,13 +150,25 @@ class HSTULayer(nn.Module):
         out: Tensor = self.output(F.dropout(gated, self.config.dropout, self.training))
         return out + x_BLD
 
-    def forward(self, x_BLD: Tensor, attended: Attended, past: "Past | None" = None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x_BLD: Tensor, attended: Sequence[Attended], past: "Past | None" = None) -> tuple[Tensor, Tensor, Tensor]:
         """The output (B, L, D) of rows that attend to each other and to kept rows; their K^T (B, H, K, L) and V (B, H, L, W)."""
         u, v, q, kt = self.project(x_BLD)
-        attention = self.attend(q, kt, v, self.bias(attended))
+        attention = self.attend_causally(q, kt, v, attended)
         if past is not None:
             attention = attention + self.attend(q, past.kt, past.v, self.bias(past.attended))
         return self.gate(x_BLD, u, attention), kt, v
+
+    def _normed(self, x_BLD: Tensor) -> Tensor:
+        return F.layer_norm(x_BLD, (self.config.dim,), eps=_EPSILON)
+
+    def _projections(self, x_BLD: Tensor, *parts: int) -> list[Tensor]:
+        """Of U, V, Q and K, these."""
+        normed, ends = self._normed(x_BLD), list(accumulate(self.widths))
+        return [F.silu(normed @ self.uvqk[:, ends[part] - self.widths[part] : ends[part]]) for part in parts]  # a Split is not folded
+
+    def _by_head(self, x_BLD: Tensor) -> Tensor:
+        """(B, H, L, D / H)."""
+        return torch.unflatten(x_BLD, -1, (self.config.heads, -1)).transpose(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +191,7 @@ class HSTU(SequenceModel):
         self.layers = nn.ModuleList(HSTULayer(config) for _ in range(config.layers))
 
     def transform(self, x_BLD: Tensor, times_BL: Tensor, next_times_BL: Tensor) -> Tensor:
-        attended = self._causal(times_BL, next_times_BL)
+        attended = causal(self.config, times_BL, next_times_BL)
         for layer in self.layers:
             x_BLD, _, _ = layer(x_BLD, attended)
         return x_BLD
@@ -148,7 +203,7 @@ class HSTU(SequenceModel):
         time of the next event, which is not known yet. Give that row to `append` again.
         """
         x = self.embed(items_BL, torch.arange(items_BL.shape[1], device=items_BL.device))
-        attended = self._causal(times_BL, next_times_BL)
+        attended = causal(self.config, times_BL, next_times_BL)
         kts, vs = [], []
         for layer in self.layers:
             x, kt, v = layer(x, attended)
@@ -174,7 +229,7 @@ class HSTU(SequenceModel):
         """
         rows_S = torch.arange(items_BS.shape[1], device=items_BS.device)
         positions_BS = past_lengths_B.unsqueeze(1) + rows_S
-        new = self._causal(times_BS, next_times_BS)
+        new = among_new(self.config, times_BS, next_times_BS)
         past = self._past(positions_BS, past_lengths_B, past_times_BP, next_times_BS)
         x = self.embed(items_BS, positions_BS.clamp(max=self.config.max_length - 1))
         kts, vs = [], []
@@ -184,13 +239,8 @@ class HSTU(SequenceModel):
             vs.append(v)
         return unit(x), torch.stack(kts), torch.stack(vs)
 
-    def _causal(self, times_BL: Tensor, next_times_BL: Tensor) -> Attended:
-        rows_L = torch.arange(times_BL.shape[1], device=times_BL.device)
-        distances = rows_L.unsqueeze(1) - rows_L
-        return Attended(time_buckets(next_times_BL, times_BL, self.config.time_buckets), distances.clamp(min=0), distances >= 0)
-
     def _past(self, positions_BS: Tensor, past_lengths_B: Tensor, past_times_BP: Tensor, next_times_BS: Tensor) -> Attended:
         rows_P = torch.arange(past_times_BP.shape[1], device=past_times_BP.device)
         kept_BP = rows_P < past_lengths_B.unsqueeze(1)
-        distances = (positions_BS.unsqueeze(2) - rows_P).clamp(min=0)
+        distances = (positions_BS.unsqueeze(2) - rows_P).clamp(0, self.config.max_length - 1)
         return Attended(time_buckets(next_times_BS, past_times_BP, self.config.time_buckets), distances, kept_BP.unsqueeze(1))

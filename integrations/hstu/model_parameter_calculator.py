@@ -8,8 +8,10 @@ matrix products are counted, as torch.utils.flop_counter does.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from integrations.hstu.config import HSTUConfig, SASRecConfig, SequenceConfig
+from integrations.hstu.limits import block_ends, blocks_worth
 
 
 @dataclass(frozen=True)
@@ -55,20 +57,28 @@ def _layer_parameters(config: SequenceConfig) -> int:
 def _layer_flops(config: SequenceConfig, batch: int, rows: int) -> int:
     if isinstance(config, HSTUConfig):
         mixed = config.heads * config.linear_dim
-        attention = config.heads * rows * (config.attention_dim + config.linear_dim)
-        return 2 * batch * rows * (config.dim * _projected(config) + attention + mixed * config.dim)
+        pairs = sum((end - first) * end for first, end in pairwise(_block_ends(config, batch, rows)))
+        attention = config.heads * pairs * (config.attention_dim + config.linear_dim)
+        return 2 * batch * (rows * config.dim * (_projected(config) + mixed) + attention)
     return 2 * batch * rows * (4 * config.dim**2 + 2 * rows * config.dim + 2 * config.dim * _hidden(config))
 
 
 def _activation_bytes(config: SequenceConfig, batch: int, rows: int, width: int) -> int:
-    """The most that is alive at once in eager inference: a layer's (B, H, L, L) attention and what it is made from.
+    """The most that is alive at once in eager inference: a block's (B, H, rows, L) attention and what it is made from.
 
-    HSTU holds the biased products and SiLU of them, the bias and the 64-bit time buckets; SASRec's attention kernel works in blocks.
+    HSTU holds the biased products and SiLU of them, the bias and every block's 64-bit time buckets; SASRec's attention kernel works in
+    blocks of its own.
     """
     if isinstance(config, HSTUConfig):
-        pairs = batch * rows * rows * (2 * config.heads * width + width + 8)
-        return pairs + batch * rows * (2 * _projected(config) + 2 * config.dim) * width
+        ends = _block_ends(config, batch, rows)
+        last = (rows - ends[-2]) * rows * (2 * config.heads * width + width)
+        buckets = sum((end - first) * end * 8 for first, end in pairwise(ends))
+        return batch * (last + buckets + rows * (2 * _projected(config) + 2 * config.dim) * width)
     return batch * rows * (6 * config.dim + _hidden(config)) * width
+
+
+def _block_ends(config: HSTUConfig, batch: int, rows: int) -> list[int]:
+    return block_ends(rows, blocks_worth(config, batch, rows))
 
 
 def _kv_width(config: SequenceConfig) -> int:

@@ -14,17 +14,18 @@ from typing import TypeAlias
 
 import numpy as np
 
+from cluster.buffers import BufferPool
 from cluster.bundle import WEIGHTS, Bundle
 from cluster.nearest import NearestItems
 from cluster.values import Encoded, EncodeRequest, FloatArray
-from integrations.hstu.append_inputs import AppendInputs, AppendRequest, Arrays, Empty, groups, host_memory
+from integrations.hstu.append_inputs import AppendInputs, AppendRequest, Arrays, groups
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.model_parameter_calculator import model_size
 from integrations.hstu.state.device import DeviceTier
 from integrations.hstu.state.kept_rows import KeptRows
 from integrations.hstu.state.rows import identities
 from integrations.hstu.state.store import Owner, StateStore
-from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, PolicyName, StateDtype, StateOptions, StoreName, make_store
+from integrations.hstu.state_options import StateOptions, make_store
 from integrations.hstu.user_behavior_schema import BehaviourBatch
 
 RunAppend: TypeAlias = Callable[[Arrays], Arrays]
@@ -38,14 +39,14 @@ class KeptStates(KeptRows):
     """The users' states of one encoder and one model. For one thread at a time, but `statistics` from any."""
 
     def __init__(
-        self, bundle: Bundle, run: RunAppend, options: StateOptions, store: StateStore | None = None, empty: Empty = host_memory
+        self, bundle: Bundle, run: RunAppend, options: StateOptions, store: StateStore | None = None, pool: BufferPool | None = None
     ) -> None:
-        """`store` is made as the options say, unless one is given; `empty` as in AppendInputs. Raises ConfigError where no row fits."""
+        """`store` is made as the options say, unless one is given; `pool` as in AppendInputs. Raises ConfigError where no row fits."""
         config = HSTUConfig.model_validate(bundle.manifest.model.config)
         store = store or make_store(config, options, with_states=bool(bundle.prompt_length))
         super().__init__(store, bundle.manifest.files[WEIGHTS].sha256, COMPLAINT)
         self._run, self._keep_from, self._prompt_length = run, options.keep_from, bundle.prompt_length
-        self._inputs, self._row_bytes = AppendInputs(config, empty), model_size(config).kv_bytes_per_event
+        self._inputs, self._row_bytes = AppendInputs(config, pool), model_size(config).kv_bytes_per_event
 
     def close(self) -> None:
         """Give back what the store holds beside memory."""
@@ -126,41 +127,3 @@ class KeptStates(KeptRows):
 
     def _owner_of(self, request: EncodeRequest) -> Owner:
         return self._owner(request.tenant, request.user)
-
-
-class KeepsStates:
-    """What encoders that may keep states have in common; the options are those of StateOptions. `_kept` is None while nothing is kept."""
-
-    _kept: KeptStates | None = None
-
-    def __init__(
-        self,
-        *,
-        state_bytes: int = DEFAULT_BYTES,
-        state_dtype: StateDtype = "fp32",
-        state_store: StoreName = "paged",
-        state_policy: PolicyName = "lru",
-        keep_from: int = KEEP_FROM,
-    ) -> None:
-        """Raises UnknownChoice or ConfigError at an option that means nothing."""
-        self._state_options = StateOptions(state_bytes, state_dtype, state_store, state_policy, keep_from)
-
-    def close(self) -> None:
-        if kept := self.__dict__.pop("_kept", None):
-            kept.close()
-
-    def forget(self, tenant: str, user: str) -> int:
-        """Erase what is kept of the user: how many rows, an event each."""
-        return self._kept.forget(tenant, user) if self._kept else 0
-
-    def forget_tenant(self, tenant: str) -> int:
-        """The same of all users of a tenant."""
-        return self._kept.forget_tenant(tenant) if self._kept else 0
-
-    def forget_everything(self) -> int:
-        """The same of everybody."""
-        return self._kept.clear() if self._kept else 0
-
-    def kept(self) -> dict[str, float]:
-        """What is kept and how often it served, as plain numbers; empty while nothing is kept. From any thread."""
-        return kept.statistics() if (kept := self._kept) else {}

@@ -1,12 +1,11 @@
 """HSTU's append in eager PyTorch, and the memory that kept states have on an accelerator."""
 
-from functools import partial
-
 import numpy as np
 import torch
 
+from cluster.buffers import BufferPool
 from cluster.bundle import Bundle
-from integrations.hstu.append_inputs import Arrays, Empty
+from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.model import HSTU
 from integrations.hstu.state.copies import pinned
@@ -29,7 +28,7 @@ def append_run(model: HSTU, device: torch.device) -> RunAppend:
     return run
 
 
-def device_memory(config: HSTUConfig, options: StateOptions, bundle: Bundle, device: torch.device) -> tuple[DeviceTier, Empty]:
-    """States on the accelerator, over as many bytes of pinned host memory; and how to make the memory they are put side by side in."""
+def device_memory(config: HSTUConfig, options: StateOptions, bundle: Bundle, device: torch.device) -> tuple[DeviceTier, BufferPool]:
+    """States on the accelerator, over as many bytes of pinned host memory; and the memory they are put side by side in."""
     store = make_store(config, options, with_states=bool(bundle.prompt_length), allocate=np.empty if device.type == "cpu" else pinned)
-    return DeviceTier(store, str(device), options.bytes), partial(torch.empty, device=device)
+    return DeviceTier(store, str(device), options.bytes), BufferPool(lambda count, _: torch.empty(count, device=device))

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cluster.buffers import BufferPool
 from cluster.values import FloatArray, Int8Array, Int32Array, Int64Array, UserSequence
-from integrations.hstu.window import window_start
+from cluster.window import window_start
 
 if TYPE_CHECKING:
     import torch
@@ -52,21 +53,32 @@ class BehaviourBatch:
         return {field.name: torch.from_numpy(getattr(self, field.name)) for field in fields(self)}
 
 
-def collate(sequences: Sequence[UserSequence], max_history: int, *, step: int = 1, pad_to: int | None = None) -> BehaviourBatch:
-    """Each user's latest events as a batch, as long as the longest of them or `pad_to`.
+def collate(
+    sequences: Sequence[UserSequence],
+    max_history: int,
+    *,
+    step: int = 1,
+    shortest: int = 1,
+    pad_to: int | None = None,
+    pool: BufferPool | None = None,
+) -> BehaviourBatch:
+    """Each user's latest events as a batch, as long as the longest of them and at least `shortest`, or `pad_to`; in memory of `pool`,
+    where one is given, which the next batch takes.
 
     They are the latest `max_history`, or what a window that moves by `step` events leaves of them.
     """
     lengths = np.array([len(sequence) - window_start(len(sequence), max_history, step) for sequence in sequences], dtype=np.int64)
-    shape = len(sequences), pad_to or max(1, int(lengths.max(initial=0)))
+    shape = len(sequences), pad_to or max(shortest, int(lengths.max(initial=0)))
+    memory = pool or BufferPool()
     batch = BehaviourBatch(
-        items=np.zeros(shape, np.int64),
-        times=np.zeros(shape, np.int32),
-        next_times=np.zeros(shape, np.int32),
+        items=memory.zeros("items", shape, np.int64),
+        times=memory.zeros("times", shape, np.int32),
+        next_times=memory.zeros("next_times", shape, np.int32),
         lengths=lengths,
-        actions=np.zeros(shape, np.int8),
-        values=np.full(shape, np.nan, np.float32),
+        actions=memory.zeros("actions", shape, np.int8),
+        values=memory.array("values", shape),
     )
+    batch.values[...] = np.nan
     for row, (sequence, length) in enumerate(zip(sequences, lengths.tolist(), strict=True)):
         _fill(batch, row, sequence, length)
     return batch

@@ -5,10 +5,12 @@ from pathlib import Path
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
-from cluster.bundle import WEIGHTS, Bundle, ModelRecord
+from cluster.bundle import RANKER, WEIGHTS, Bundle, ModelRecord
 from cluster.errors import BundleError
-from cluster.registry import MODELS, choose
+from cluster.registry import MODELS, RANKERS, choose
+from integrations.hstu.ranker import HSTURanker
 from integrations.hstu.sequence_model import SequenceModel
 
 
@@ -30,7 +32,16 @@ def load_model(bundle: Bundle) -> SequenceModel:
     return model.eval()
 
 
-def load_weights(model: SequenceModel, path: Path) -> None:
+def load_ranker(bundle: Bundle) -> HSTURanker:
+    """The bundle's ranker with its weights, ready to answer (eval mode, on the CPU). Raises BundleError where it has none."""
+    record = bundle.ranker()
+    family = choose("ranker family", RANKERS, record.family)
+    ranker: HSTURanker = family(family.config_type.of(record))
+    load_weights(ranker, bundle.verified(RANKER))
+    return ranker.eval()
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
     """Fill `model` from a safetensors file. Raises BundleError naming what does not match."""
     try:
         model.load_state_dict(load_file(path))
@@ -38,6 +49,6 @@ def load_weights(model: SequenceModel, path: Path) -> None:
         raise BundleError(f"{path} does not hold weights of this model: {error}") from error
 
 
-def save_weights(model: SequenceModel, path: Path) -> None:
+def save_weights(model: nn.Module, path: Path) -> None:
     """Write the weights as safetensors."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}, path)

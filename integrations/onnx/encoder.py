@@ -4,56 +4,62 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from cluster.bundle import Bundle
-from cluster.compilation import artifact_file, compile_command, why_missing
-from cluster.errors import BackendUnavailable, BundleError
-from cluster.nearest import NearestItems, finite
+from cluster.compilation import compile_command
+from cluster.errors import BackendUnavailable, UnknownChoice
+from cluster.nearest import finite, index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
 from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.engine_batch import engine_batch, with_states
+from integrations.hstu.keeps_rows import KeepsRows
 from integrations.hstu.limits import limits
-from integrations.hstu.stateful import KeepsStates, KeptStates, RunAppend
+from integrations.hstu.stateful import KeptStates, RunAppend
 from integrations.hstu.user_behavior_schema import BehaviourBatch
+from integrations.onnx.files import compiled_graph, graph_file
 from integrations.onnx.layers import by_layer
 from integrations.onnx.session import open_session
 
 _LOG = logging.getLogger(__name__)
+Precision = Literal["fp32", "int8"]
 
 
-class OnnxRuntimeEncoder(KeepsStates):
+class OnnxRuntimeEncoder(KeepsRows[KeptStates]):
     """On the CUDA provider where this build of ONNX Runtime has it, else on the CPU.
 
     `threads` a session; the default is what Ray grants the replica. At small sizes several sessions of one thread beat one of several.
-    `state`: what is kept of users, see KeepsStates; the `append` graph then encodes their new events only.
+    `index`: see cluster/nearest.py; it searches for users of whom something is kept, the `retrieve` graph does for all others.
+    `precision`: int8 is for CPUs and for models compiled with it (genrec compile --precision fp32,fp16,int8), which their quality allowed.
+    It scales what it multiplies by the largest value of a batch, so a state depends a little on whose histories came with it, and users
+    of whom something is kept are encoded in fp32.
+    `state`: what is kept of users, see StateOptions; the `append` graph then encodes their new events only.
     """
 
-    def __init__(self, threads: int | None = None, **state: Any) -> None:
+    def __init__(self, threads: int | None = None, *, precision: Precision = "fp32", index: str = "exact", **state: Any) -> None:
+        """Raises UnknownChoice at an option that means nothing."""
         super().__init__(**state)
-        self._threads = threads
+        if precision not in get_args(Precision):
+            raise UnknownChoice("precision", precision, get_args(Precision))
+        self._threads, self._precision, self._index_name = threads, precision, known_index(index)
 
     def get_availability(self, bundle: Bundle) -> Availability:
         if find_spec("onnxruntime") is None:
             return Availability.no("onnxruntime is not installed; run: pip install 'genrec[cpu]' (or 'genrec[gpu]')")
-        if (artifact := bundle.artifact("onnx", "retrieve")) is None:
-            return Availability.no(why_missing(bundle, "onnx", "retrieve"))
         try:
-            artifact_file(artifact, bundle)
-        except BundleError as error:
-            return Availability.no(f"{error}; run: {compile_command(bundle)}")
-        return Availability.yes()
+            compiled_graph(bundle, "retrieve", self._precision)
+        except BackendUnavailable as error:
+            return Availability.no(str(error))
+        return index_availability(self._index_name)
 
     def load(self, bundle: Bundle) -> None:
         if not (availability := self.get_availability(bundle)).ok:
             raise BackendUnavailable(availability.reason)
-        artifact = bundle.artifact("onnx", "retrieve")
-        assert artifact is not None
-        self._session = open_session(artifact_file(artifact, bundle), self._threads)
+        self._session = open_session(compiled_graph(bundle, "retrieve", self._precision), self._threads)
         self._outputs = ["state", "nearest", "scores", *(["states"] if bundle.prompt_length else [])]
-        self._index = NearestItems(bundle.item_vectors)
+        self._index = make_index(self._index_name, bundle.item_vectors)
         self._max_history = limits(bundle.manifest.model).max_history
         self._kept = self._keep(bundle)
 
@@ -61,7 +67,7 @@ class OnnxRuntimeEncoder(KeepsStates):
         return self.batch_infer([request])[0]
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        batch = engine_batch(requests, self._max_history, len(self._index))
+        batch = engine_batch(requests, self._max_history, len(self._index), self._pool)
         return self._kept.answer(requests, batch, self._index, self._whole) if self._kept else self._whole(requests, batch)
 
     def close(self) -> None:
@@ -101,15 +107,10 @@ class OnnxRuntimeEncoder(KeepsStates):
 
 def _append_run(bundle: Bundle, threads: int | None) -> RunAppend:
     """The append graph as a function. Raises BackendUnavailable where this version has none that is of use."""
-    if (artifact := bundle.artifact("onnx", "append")) is None:
-        raise BackendUnavailable(why_missing(bundle, "onnx", "append"))
-    try:
-        session = open_session(artifact_file(artifact, bundle), threads)
-    except BundleError as error:
-        raise BackendUnavailable(f"{error}; run: {compile_command(bundle)}") from error
+    session = open_session(compiled_graph(bundle, "append"), threads)
     inputs_taken, outputs_made = ({node.name for node in nodes} for nodes in (session.get_inputs(), session.get_outputs()))
     if missing := ({"past_kt_0", "past_v_0"} - inputs_taken) | ({"states", "kt", "v"} - outputs_made):
-        older = f"{bundle.version}'s graph {artifact.file} lacks {', '.join(sorted(missing))}: an older genrec compiled it"
+        older = f"{bundle.version}'s graph {graph_file('append', 'fp32')} lacks {', '.join(sorted(missing))}: an older genrec compiled it"
         raise BackendUnavailable(f"{older}; run: {compile_command(bundle)}")
     return partial(_run_append, session, inputs_taken)
 

@@ -16,12 +16,17 @@ from torch.export import Dim
 from cluster.bundle import Artifact, Bundle, Draft
 from cluster.compilation import CompileOptions, CompileStep, Precision
 from cluster.errors import CompileError
+from cluster.values import FloatArray
 from integrations.hstu.config import SequenceConfig
-from integrations.hstu.weights import load_model
+from integrations.hstu.limits import row_blocks
+from integrations.hstu.user_behavior_schema import BehaviourBatch
+from integrations.hstu.weights import load_model, load_ranker
 from integrations.onnx.files import graph_file
-from integrations.onnx.graphs import Graph, graphs
+from integrations.onnx.graphs import Graph, graphs, ranker_graphs
 from integrations.onnx.half import halved
+from integrations.onnx.int8 import quantize
 from integrations.onnx.parity import Run, measure, require_parity
+from integrations.onnx.quality_gate import LEAST, States, compare
 from integrations.onnx.samples import Inputs, samples
 from integrations.onnx.session import open_session
 
@@ -29,34 +34,49 @@ OPSET = 20
 
 
 class OnnxCompiler:
-    """Exports `encode`, `retrieve` and, of an HSTU, `append`; those that engines are built from also in fp16."""
+    """Exports `encode`, `retrieve` and, of an HSTU, `append`; those that engines are built from also in fp16.
+
+    `retrieve`, which serves on CPUs, is also made in int8 where that is asked for.
+    """
 
     def steps(self, bundle: Bundle, draft: Draft, options: CompileOptions) -> Sequence[CompileStep]:
         model = load_model(bundle)
-        vectors = model.item_vectors().detach().numpy()
         (draft.path / "onnx").mkdir(exist_ok=True)
-        made = [(graph, precision) for graph in graphs(model, bundle.prompt_length) for precision in _precisions(graph, options)]
+        made: list[tuple[Graph, SequenceConfig]] = [(graph, model.config) for graph in graphs(model, bundle.prompt_length)]
+        if bundle.manifest.ranker:
+            ranker = load_ranker(bundle)
+            made += [(graph, ranker.config) for graph in ranker_graphs(ranker)]
         return [
-            CompileStep(f"onnx {graph.name} {precision}", partial(self._make, graph, precision, model.config, draft.path, vectors))
-            for graph, precision in made
+            CompileStep(f"onnx {graph.name} {precision}", partial(self._make, graph, precision, config, bundle, draft.path))
+            for graph, config in made
+            for precision in _precisions(graph, options)
         ]
 
-    def _make(self, graph: Graph, precision: Precision, config: SequenceConfig, directory: Path, vectors: Any) -> Artifact:
+    def _make(self, graph: Graph, precision: Precision, config: SequenceConfig, bundle: Bundle, directory: Path) -> Artifact:
         file = graph_file(graph.name, precision)
         if precision == "fp32":
             export(graph, config, directory / file)
         else:
-            narrow(directory, graph, directory / file)
-        parity = measure(graph, session_run(directory / file), samples(graph, config), vectors)
-        require_parity(parity, precision)
+            narrow(directory, graph, precision, directory / file)
+        if precision == "int8":
+            parity = check_quality(bundle, directory, graph, directory / file)
+        else:
+            parity = measure(graph, session_run(directory / file), samples(graph, config), bundle.item_vectors)
+            require_parity(parity, precision)
         builder = f"torch {torch.__version__}, onnx opset {OPSET}"
         return Artifact(kind="onnx", graph=graph.name, file=file, precision=precision, builder=builder, parity=parity)
 
 
 def export(graph: Graph, config: SequenceConfig, path: Path) -> None:
     """Write the graph. Raises CompileError with the exporter's own reason."""
-    example = list(samples(graph, config))[-3]  # the largest batch: the exporter takes dimensions of 0 and 1 for constants
-    sizes = {"B": Dim("batch", min=1), "L": Dim("length", min=1, max=config.max_length), "P": Dim("past", min=0, max=config.max_length)}
+    example = max(samples(graph, config), key=partial(_smallest_dimension, graph))  # the exporter takes sizes of 0 and 1 for constants
+    sizes = {
+        "B": Dim("batch", min=1),
+        "L": Dim("length", min=row_blocks(config.max_history), max=config.max_length),
+        "S": Dim("new", min=1, max=config.max_length),
+        "P": Dim("past", min=0, max=config.max_length),
+        "M": Dim("candidates", min=1),
+    }
     dynamic = {name: {axis: sizes[d] for axis, d in enumerate(dims) if d} for name, dims in graph.inputs.items()}
     module = graph.module.eval()
     try:
@@ -77,23 +97,52 @@ def export(graph: Graph, config: SequenceConfig, path: Path) -> None:
         raise CompileError(f"torch.onnx.export could not express it: {_first_line(error)}") from error
 
 
+def _smallest_dimension(graph: Graph, inputs: Inputs) -> int:
+    """Of those that vary."""
+    sizes = (zip(dims, inputs[name].shape, strict=True) for name, dims in graph.inputs.items())
+    return min((size for dims in sizes for letter, size in dims if letter), default=0)
+
+
 def _by_parameter(module: torch.nn.Module, dynamic: Mapping[str, Any]) -> dict[str, Any]:
     """The dimensions of each input by the parameter that takes it: what no parameter is named after, `*args` take."""
     parameters = inspect.signature(module.forward).parameters
     named = {name: dynamic[name] for name in parameters if name in dynamic}
     rest = tuple(dims for name, dims in dynamic.items() if name not in parameters)
-    return {name: named.get(name, rest) for name in parameters}
+    return {name: named.get(name, rest) for name in parameters if name in named or rest}
 
 
-def narrow(directory: Path, graph: Graph, path: Path) -> None:
-    """Write the fp16 form of a graph whose fp32 form stands in `directory`. Raises CompileError."""
+def narrow(directory: Path, graph: Graph, precision: Precision, path: Path) -> None:
+    """Write the fp16 or int8 form of a graph whose fp32 form stands in `directory`. Raises CompileError."""
     full = directory / graph_file(graph.name, "fp32")
     if not full.is_file():
         raise CompileError(f"there is no fp32 graph {graph.name!r} to narrow: its own step failed")
     try:
-        onnx.save(halved(onnx.load(full)), path)
+        if precision == "int8":
+            quantize(full, path)
+        else:
+            onnx.save(halved(onnx.load(full)), path)
     except Exception as error:
-        raise CompileError(f"narrowing it to fp16 broke: {_first_line(error)}") from error
+        raise CompileError(f"narrowing it to {precision} broke: {_first_line(error)}") from error
+
+
+def check_quality(bundle: Bundle, directory: Path, graph: Graph, path: Path) -> dict[str, float]:
+    """The figures of the coarse form at `path` of a `retrieve` graph whose fp32 form stands in `directory`, as an artifact records them.
+
+    Raises CompileError where they are not good enough.
+    """
+    coarse, full = (_states(session_run(file)) for file in (path, directory / graph_file(graph.name, "fp32")))
+    quality = compare(bundle, coarse, full)
+    if missed := quality.shortcoming(LEAST):
+        raise CompileError(f"{missed}; serve this model in fp32 and leave int8 out of --precision")
+    return {"top10_agreement": quality.overlap, "cosine": quality.cosine}
+
+
+def _states(run: Run) -> States:
+    def states(batch: BehaviourBatch) -> FloatArray:
+        made: FloatArray = run({**batch.tensors(), "top_n": torch.tensor(1)})["state"]
+        return made
+
+    return states
 
 
 def session_run(path: Path) -> Run:
@@ -116,9 +165,9 @@ def session_run(path: Path) -> Run:
 
 
 def _precisions(graph: Graph, options: CompileOptions) -> list[Precision]:
-    """`retrieve` serves on ONNX Runtime only, which has no use for fp16 on a CPU."""
-    halves: list[Precision] = ["fp16"] if "fp16" in options.precisions and graph.name != "retrieve" else []
-    return ["fp32", *halves]
+    """`retrieve` serves on ONNX Runtime only, which has no use for fp16 on a CPU; of the others, none serves on it alone."""
+    coarse: Precision = "int8" if graph.name == "retrieve" else "fp16"
+    return ["fp32", *([coarse] if coarse in options.precisions else [])]
 
 
 def _first_line(error: Exception) -> str:

@@ -1,17 +1,20 @@
-"""The three computations that are exported, as modules of tensors in and tensors out.
+"""The computations that are exported, as modules of tensors in and tensors out.
 
     encode     items, times, next_times, lengths                                       -> state [, states]
     retrieve   items, times, next_times, lengths, top_n                                -> state, nearest, scores [, states]
     append     items, times, next_times, lengths, past_times, past_lengths, past_kt_0.., past_v_0..
                                                                                        -> state, states, kt, v
+    rank_append  items, actions, ratings, times, past_times, past_kt_0.., past_v_0..   -> kt, v
+    rank       candidates, past_times, past_kt_0.., past_v_0..                         -> predictions
 
-`next_times` of a user's last event is the time of the request (0), and the attention divides by the constant N of the model, whatever
-the length of the inputs. `states` are the latest C, for a model whose decoder is prompted with them; of `append` they are those of all
-new events, since which of them come to stand among the latest C is known only when more are appended.
-Shapes: B users, L events, S new events, P kept events, D width, V items.
+The last two are of the ranker, and of one user. `next_times` of a user's last event is the time of the request (0), and the attention
+divides by the constant N of the model, whatever the length of the inputs. `states` are the latest C, for a model whose decoder is
+prompted with them; of `append` they are those of all new events, since which of them come to stand among the latest C is known only when
+more are appended.
+Shapes: B users, L events, S new events, P kept events, D width, V items, M candidates, T tasks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 
 from integrations.hstu.latest_states import latest_states, rows
 from integrations.hstu.model import HSTU
+from integrations.hstu.ranker import HSTURanker
 from integrations.hstu.sequence_model import SequenceModel
 from integrations.onnx.layers import by_layer
 
@@ -35,10 +39,13 @@ class Graph:
 
 
 _HISTORY: dict[str, tuple[str | None, ...]] = {"items": ("B", "L"), "times": ("B", "L"), "next_times": ("B", "L"), "lengths": ("B",)}
+_NEW: dict[str, tuple[str | None, ...]] = {"items": ("B", "S"), "times": ("B", "S"), "next_times": ("B", "S"), "lengths": ("B",)}
 _PAST: dict[str, tuple[str | None, ...]] = {"past_times": ("B", "P"), "past_lengths": ("B",)}
 _PAST_KT: tuple[str | None, ...] = ("B", None, None, "P")
 _PAST_V: tuple[str | None, ...] = ("B", None, "P", None)
 APPEND_OUTPUTS = ("state", "states", "kt", "v")
+_EVENTS: dict[str, tuple[str | None, ...]] = {"items": ("S",), "actions": ("S",), "ratings": ("S",), "times": ("S",)}
+_ONE_PAST: dict[str, tuple[str | None, ...]] = {"past_times": ("P",)}
 
 
 def graphs(model: SequenceModel, prompt_length: int = 0) -> list[Graph]:
@@ -52,7 +59,21 @@ def graphs(model: SequenceModel, prompt_length: int = 0) -> list[Graph]:
         return shared
     layers = range(model.config.layers)
     past = by_layer([_PAST_KT for _ in layers], [_PAST_V for _ in layers])
-    return [*shared, Graph("append", Append(model), {**_HISTORY, **_PAST, **past}, APPEND_OUTPUTS)]
+    return [*shared, Graph("append", Append(model), {**_NEW, **_PAST, **past}, APPEND_OUTPUTS)]
+
+
+def ranker_graphs(ranker: HSTURanker) -> list[Graph]:
+    """What a ranker is exported as."""
+    layers = ranker.config.layers
+    return [
+        Graph("rank_append", RankAppend(ranker), {**_EVENTS, **(_ONE_PAST if layers > 1 else {}), **_past_of(layers - 1)}, ("kt", "v")),
+        Graph("rank", Rank(ranker), {"candidates": ("M",), **_ONE_PAST, **_past_of(layers)}, ("predictions",)),
+    ]
+
+
+def _past_of(layers: int) -> dict[str, tuple[str | None, ...]]:
+    """One user's kept K and V. The last layer's are no input where only new K and V are wanted: nothing attends there."""
+    return by_layer([(None, None, "P")] * layers, [(None, "P", None)] * layers)
 
 
 class Encode(nn.Module):
@@ -108,3 +129,36 @@ class Append(nn.Module):
         layers = self.model.config.layers
         states, kt, v = self.model.append(items, times, next_times, past_times, past_lengths, past[:layers], past[layers:])
         return rows(states, lengths.unsqueeze(1) - 1).squeeze(1), states, kt, v
+
+
+class RankAppend(nn.Module):
+    """K^T (layers, H, K, L) and V (layers, H, L, W) of one user's new events, which follow kept ones; see HSTURanker.append.
+
+    `past`: their times, every layer's K^T but the last, then every V; nothing where there is one layer.
+    """
+
+    def __init__(self, ranker: HSTURanker) -> None:
+        super().__init__()
+        self.model = ranker
+
+    def forward(self, items: Tensor, actions: Tensor, ratings: Tensor, times: Tensor, *past: Tensor) -> tuple[Tensor, Tensor]:
+        items, actions, ratings, times = (column.unsqueeze(0) for column in (items, actions, ratings, times))
+        past_times = past[0].unsqueeze(0) if past else None
+        kt, v = self.model.append(items, actions, ratings, times, past_times, *_by_layer(past[1:]))
+        return kt.squeeze(1), v.squeeze(1)
+
+
+class Rank(nn.Module):
+    """(M, T): predictions of candidates after one user's kept events; see HSTURanker.rank."""
+
+    def __init__(self, ranker: HSTURanker) -> None:
+        super().__init__()
+        self.model = ranker
+
+    def forward(self, candidates: Tensor, past_times: Tensor, *past: Tensor) -> Tensor:
+        return self.model.rank(candidates.unsqueeze(0), past_times.unsqueeze(0), *_by_layer(past)).squeeze(0)
+
+
+def _by_layer(past: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    rows, layers = [layer.unsqueeze(0) for layer in past], len(past) // 2
+    return rows[:layers], rows[layers:]

@@ -19,7 +19,7 @@ def open_session(graph: Path, threads: int | None = None) -> Any:
     import onnxruntime  # noqa: PLC0415 - a quarter of a second that processes serving another engine don't spend
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads or _threads_granted()
+    options.intra_op_num_threads = threads or threads_granted()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3  # errors are raised; its warnings are notes on shapes
     providers = [provider for provider in _WANTED if provider in onnxruntime.get_available_providers()]
@@ -31,7 +31,7 @@ def open_session(graph: Path, threads: int | None = None) -> Any:
     return session
 
 
-def _threads_granted() -> int:
+def threads_granted() -> int:
     """OMP_NUM_THREADS, which may be empty or a list with a number for each level of nesting; 0 where it says nothing."""
     return int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0] or 0)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.events.rules import name_digest, refuse_other_content, version_of
-from cluster.events.store import Event, Stored, StoredHistory, StoreStatistics
+from cluster.events.store import RECENT_USERS, Event, Stored, StoredHistory, StoredUser, StoreStatistics
 from cluster.values import Action, Behaviour
 from integrations.postgresql.database import Unsure
 
@@ -36,6 +36,9 @@ _STORE_COPIED = _STORE.format(given="(SELECT * FROM pg_temp.genrec_copied ORDER 
 _COPIED = "CREATE TEMPORARY TABLE IF NOT EXISTS genrec_copied ({}) ON COMMIT DELETE ROWS".format(
     ", ".join(f"{name} {kind}" for name, kind in zip(_COLUMNS.split(", "), _TYPES, strict=True))
 )
+_RECENT = """
+    SELECT user_id, events FROM (SELECT * FROM genrec.users ORDER BY number DESC LIMIT $1) AS recent
+    WHERE tenant = $2 AND events > 0 ORDER BY number DESC LIMIT $3"""
 _KNOWN = """
     SELECT position, sequence, user_id, item_id, timestamp, action, value
     FROM unnest($1::bigint[], $2::text[], $3::text[]) AS asked (position, tenant, key)
@@ -86,6 +89,11 @@ async def version(connection: Any, tenant: str, user_id: str) -> str:
 async def erase(connection: Any, tenant: str, user_id: str) -> int:
     """Delete a user with all events. Nothing changes where there is none."""
     return await connection.fetchval(_ERASE, tenant, user_id, name_digest(tenant, user_id)) or 0
+
+
+async def users(connection: Any, tenant: str, limit: int) -> list[StoredUser]:
+    found = await connection.fetch(_RECENT, RECENT_USERS, tenant, limit)
+    return [StoredUser(row["user_id"], row["events"]) for row in found]
 
 
 async def statistics(connection: Any) -> StoreStatistics:

@@ -6,7 +6,7 @@ from typing import Any, Self
 from cluster.errors import BackendUnavailable
 from cluster.events.migrations import pending, read_migrations
 from cluster.events.rules import check_events, check_limit, check_user, each_batch, repeats
-from cluster.events.store import Batches, Event, Loaded, Stored, StoredHistory, StoreStatistics
+from cluster.events.store import Batches, Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics
 from integrations.postgresql import rows
 from integrations.postgresql.database import Database, place
 
@@ -49,6 +49,10 @@ class PostgreSQLEventStore:
         async for batch in each_batch(batches):
             loaded = loaded.plus(await self._append(batch, copy=True))
         return loaded
+
+    async def users(self, tenant: str, limit: int) -> list[StoredUser]:
+        check_limit(limit)
+        return await self._database.read(lambda connection: rows.users(connection, tenant, limit))
 
     async def statistics(self) -> StoreStatistics:
         return await self._database.read(rows.statistics)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from cluster.events.rules import name_digest, refuse_other_content, version_of
-from cluster.events.store import Event, Stored, StoredHistory, StoreStatistics
+from cluster.events.store import RECENT_USERS, Event, Stored, StoredHistory, StoredUser, StoreStatistics
 from cluster.values import Action, Behaviour
 
 _STORE = """
@@ -15,6 +15,10 @@ _KNOWN = """
     SELECT sequence, user_id, item_id, timestamp, action, value FROM events JOIN users ON users.number = events.user
     WHERE events.tenant = ? AND idempotency_key = ?"""
 _LATEST = "SELECT item_id, timestamp, action, value FROM events WHERE user = ? ORDER BY timestamp DESC, sequence DESC LIMIT ?"
+
+_RECENT = """
+    SELECT user_id, events FROM (SELECT * FROM users ORDER BY number DESC LIMIT ?)
+    WHERE tenant = ? AND events > 0 ORDER BY number DESC LIMIT ?"""
 
 
 def append(connection: sqlite3.Connection, events: Sequence[Event], repeated: Mapping[int, int]) -> list[Stored]:
@@ -58,6 +62,11 @@ def erase(connection: sqlite3.Connection, tenant: str, user_id: str) -> int:
         return 0
     connection.execute("INSERT OR REPLACE INTO erasures (digest) VALUES (?)", (name_digest(tenant, user_id),))
     return int(rows[0][0])
+
+
+def users(connection: sqlite3.Connection, tenant: str, limit: int) -> list[StoredUser]:
+    found = connection.execute(_RECENT, (RECENT_USERS, tenant, limit)).fetchall()
+    return [StoredUser(user_id, events) for user_id, events in found]
 
 
 def statistics(connection: sqlite3.Connection) -> StoreStatistics:

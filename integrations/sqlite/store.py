@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 from cluster.errors import BackendUnavailable
 from cluster.events.migrations import pending, read_migrations
 from cluster.events.rules import check_events, check_limit, check_user, each_batch, repeats
-from cluster.events.store import Batches, Event, Loaded, Stored, StoredHistory, StoreStatistics
+from cluster.events.store import Batches, Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics
 from integrations.sqlite import rows
 from integrations.sqlite.connection import TurnLock, connect_reader, connect_writer, explained
 from integrations.sqlite.writer import Writer
@@ -63,6 +63,10 @@ class SQLiteEventStore:
         async for batch in each_batch(batches):
             loaded = loaded.plus(await self.append(batch))
         return loaded
+
+    async def users(self, tenant: str, limit: int) -> list[StoredUser]:
+        check_limit(limit)
+        return await self._read(lambda connection: rows.users(connection, tenant, limit))
 
     async def statistics(self) -> StoreStatistics:
         return await self._read(rows.statistics)

@@ -9,17 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from cluster.bundle import Artifact, Bundle, Draft, ModelRecord
+from cluster.bundle import Artifact, Bundle, Draft, Manifest
 from cluster.compilation import CompileOptions, CompileStep
 from cluster.errors import BackendUnavailable, CompileError
-from integrations.hstu.limits import limits
+from integrations.hstu.config import RankerConfig
+from integrations.hstu.limits import limits, row_blocks
+from integrations.hstu.ranking_engine import MICRO_BATCH
 from integrations.tensorrt.device import gpu_architecture
 from integrations.tensorrt.engine import Engine
 from integrations.tensorrt.library import CURE, FULL, RTX, broken_as, installed, load_library, make_logger, title
 from integrations.tensorrt.parity import measure_here
 
 Range: TypeAlias = tuple[int, int, int]
-GRAPHS = ("encode", "append")  # not `retrieve`: with the item table inside, an engine stores it twice and doubles in size
+GRAPHS = ("encode", "append", "rank_append", "rank")
+"""Not `retrieve`: with the item table inside, an engine stores it twice and doubles in size."""
+MOST_CANDIDATES = 2048
 
 
 class TensorRTCompiler:
@@ -47,12 +51,20 @@ def _targets(library: Any, here: str | None, options: CompileOptions) -> tuple[s
     return tuple(dict.fromkeys((*options.targets, here))) if here else options.targets
 
 
-def profile_ranges(graph: str, model: ModelRecord) -> dict[str, Range]:
+def profile_ranges(graph: str, manifest: Manifest) -> dict[str, Range]:
     """The (smallest, most likely, largest) size of each named dimension of a graph."""
-    longest, usual = limits(model).max_length, limits(model).max_history
+    if graph in {"rank", "rank_append"}:
+        return _ranker_ranges(manifest)
+    longest, usual = limits(manifest.model).max_length, limits(manifest.model).max_history
     if graph == "append":
-        return {"batch": (1, 8, 32), "length": (1, 1, min(32, longest)), "past": (0, usual, longest)}
-    return {"batch": (1, 8, 32), "length": (1, usual, longest)}
+        return {"batch": (1, 8, 32), "new": (1, 1, min(32, longest)), "past": (0, usual, longest)}
+    return {"batch": (1, 8, 32), "length": (row_blocks(usual), usual, longest)}
+
+
+def _ranker_ranges(manifest: Manifest) -> dict[str, Range]:
+    assert manifest.ranker is not None  # its graphs are there
+    longest = RankerConfig.of(manifest.ranker).max_history
+    return {"new": (1, longest, longest), "past": (0, longest, longest), "candidates": (1, MICRO_BATCH, MOST_CANDIDATES)}
 
 
 def build_engine(library: Any, graph: Path, ranges: Mapping[str, Range], target: str) -> Any:
@@ -79,7 +91,7 @@ def _built(library: Any, graph: Path, ranges: Mapping[str, Range], target: str) 
 
 def _make(library: Any, bundle: Bundle, draft: Draft, graph: Artifact, target: str) -> Artifact:
     file = f"tensorrt/{graph.graph}.{graph.precision}.{target}.engine"
-    engine = build_engine(library, draft.path / graph.file, profile_ranges(graph.graph, bundle.manifest.model), target)
+    engine = build_engine(library, draft.path / graph.file, profile_ranges(graph.graph, bundle.manifest), target)
     (draft.path / file).write_bytes(engine)
     parity = _measured(library, bundle, draft.path / file, graph) if target == _architecture_here() else {}
     return graph.model_copy(update={"kind": "tensorrt", "file": file, "target": target, "builder": title(library), "parity": parity})

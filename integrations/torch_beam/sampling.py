@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cluster.buffers import BufferPool
 from cluster.errors import BackendFailed
 from cluster.values import SamplingOptions
 
@@ -50,14 +51,14 @@ class Drawn:
 
 
 class Sampler:
-    """Holds its scratch arrays, so a call allocates nothing of the vocabulary's size once they have grown. One sampler a thread.
+    """Holds its buffers, so a call allocates nothing of the vocabulary's size once they have grown. One sampler a thread.
 
     The first one of a machine compiles the kernels (seconds); `why_sorting` says why a sampler has none.
     """
 
     def __init__(self, *, pivot: bool = True) -> None:
         self.paths: Counter[str] = Counter()
-        self.scratch = Scratch()
+        self.buffers = BufferPool()
         self.kernels, self.why_sorting = load_kernels() if pivot else (None, "asked to sort")
         if self.kernels:
             self.draw(torch.zeros(1, 2), [SamplingOptions()], [RandomStream(0)])
@@ -97,9 +98,9 @@ class Sampler:
             top_k_B,
             np.array([one.top_p for one in options], np.float64),
             np.array([stream.bits() for stream in streams], np.uint64),
-            self.scratch.take("weights", V, np.float32),
-            self.scratch.take("blocks", 2 * blocks, np.float64).reshape(2, blocks),
-            self.scratch.take("heap", int(top_k_B.max(initial=0)), np.int64),
+            self.buffers.array("weights", (V,)),
+            self.buffers.array("blocks", (2, blocks), np.float64),
+            self.buffers.array("heap", (int(top_k_B.max(initial=0)),), np.int64),
             tokens_B,
             log_probs_B,
             paths_B,
@@ -110,22 +111,9 @@ class Sampler:
     def _contiguous(self, logits_BV: NDArray[np.float32]) -> NDArray[np.float32]:
         if logits_BV.flags.c_contiguous:
             return logits_BV
-        copied = self.scratch.take("logits", logits_BV.size, np.float32).reshape(logits_BV.shape)
+        copied: NDArray[np.float32] = self.buffers.array("logits", logits_BV.shape)
         np.copyto(copied, logits_BV)
         return copied
-
-
-class Scratch:
-    """Arrays by name, handed out again and again with whatever they hold. One that is too small grows to twice its size at least."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, NDArray[Any]] = {}
-
-    def take(self, name: str, size: int, dtype: type[np.generic]) -> NDArray[Any]:
-        held = self._held.get(name)
-        if held is None or held.size < size:
-            held = self._held[name] = np.empty(max(size, 2 * held.size if held is not None else 0), dtype)
-        return held[:size]
 
 
 def load_kernels() -> tuple[ModuleType | None, str]:

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.errors import BackendUnavailable, InvalidRequest
 from cluster.events.rules import LARGEST_BATCH, LARGEST_LIMIT
-from cluster.events.store import Event, Loaded, Stored, StoredHistory, StoreStatistics, open_event_store
+from cluster.events.store import Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics, open_event_store
 from cluster.registry import EVENT_STORES, choose
 from cluster.values import Action, Behaviour
 from tests.postgres import running_postgres
@@ -177,6 +177,16 @@ async def test_a_batch_has_a_largest_size(store):
     with pytest.raises(InvalidRequest, match=f"events: are {LARGEST_BATCH + 1}, but at most {LARGEST_BATCH}"):
         await store.append([event()] * (LARGEST_BATCH + 1))
     assert (await store.statistics()).events == LARGEST_BATCH
+
+
+async def test_users_are_named_with_their_counts_those_met_last_first_and_only_the_tenants(store):
+    for user in ("ada", "ben", "ada", "eve"):
+        await store.append([event(user=user)])
+    await store.append([event(user="zoe", tenant="other")])
+    await store.erase("default", "eve")
+    assert await store.users("default", 5) == [StoredUser("ben", 1), StoredUser("ada", 2)]
+    assert await store.users("default", 1) == [StoredUser("ben", 1)]
+    assert await store.users("nobody", 5) == []
 
 
 async def test_an_empty_batch_is_stored_as_nothing(store):

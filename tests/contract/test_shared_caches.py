@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import socket
 import subprocess
 import time
 from contextlib import contextmanager
@@ -20,15 +19,10 @@ from cluster.cache.shard import CacheShard, Granted, Held
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.config import CacheSettings
 from integrations.redis.cache import RedisCache
+from tests.ports import free_port
 
 PATIENT = SharedSettings(deadline_s=5.0, operator_s=10.0)  # what is tested is what it answers, not how soon
 ADA = Key("tenant", "ada", "1")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

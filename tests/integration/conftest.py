@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import pytest
 
 from cluster.bundle import Bundle
 from deployments.cli.local_serve import LocalServe
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {
@@ -34,10 +34,11 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Live:
-    """A served model: where it answers, and the directory it was published in."""
+    """A served model: where it answers, the directory it was published in, and what serves it."""
 
     url: str
     model_dir: Path
+    serving: LocalServe
 
     def recommend(self, **request: Any) -> httpx.Response:
         """Computed, not taken from the cache, unless `cache` says otherwise."""
@@ -65,7 +66,7 @@ class Live:
             time.sleep(0.1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def live(compiled_hstu: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A small compiled HSTU behind a real Serve, whose engines tests can break; they leave it as they found it."""
     model_dir = tmp_path_factory.mktemp("served") / "tiny"
@@ -74,14 +75,9 @@ def live(compiled_hstu: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Ite
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "examples")]))
         patch.syspath_prepend(ROOT / "examples")
         log = model_dir.parent / "serve.log"
-        with LocalServe(ROOT / "ray_config.yaml", {"model_dir": str(model_dir), **SETTINGS}, port=free_port(), log=log) as url:
-            yield Live(url, model_dir)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        serving = LocalServe(ROOT / "ray_config.yaml", {"model_dir": str(model_dir), **SETTINGS}, port=free_port(), log=log)
+        with serving as url:
+            yield Live(url, model_dir, serving)
 
 
 def behaviours(*items: int, start: int = 1_700_000_000) -> list[dict[str, Any]]:

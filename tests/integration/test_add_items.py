@@ -11,14 +11,17 @@ from typer.testing import CliRunner
 
 from cluster.bundle import GENERATIVE, SEMANTIC_IDS, Artifact, BundleStore
 from cluster.errors import BundleError, DataError
+from cluster.ranking import RankRequest
 from cluster.values import EncodeRequest, GenerateRequest, Item, UserState
 from deployments.cli import add_items, train
 from integrations.hstu.encoder import TorchEncoder
+from integrations.hstu.torch_ranker import TorchRanker
 from integrations.hstu.weights import load_model
 from integrations.torch_beam.generator import TorchBeamGenerator
 from tests.bundles import make_bundle, make_generative_bundle, random_sequence
 
-OPTIONS = ["--dim", "8", "--max-history", "10", "--batch-users", "16", "--prompt-length", "8", "--epochs", "1", "--decoder-epochs", "1"]
+OPTIONS = ["--dim", "8", "--max-history", "10", "--batch-users", "16", "--prompt-length", "8", "--epochs", "1", "--decoder-epochs", "1",
+           "--ranker-epochs", "1"]  # fmt: skip
 KNOWN = 12
 NEW = np.array([13, 14], np.int32)
 NOTHING = np.empty(0, np.int32)
@@ -141,6 +144,18 @@ def test_old_items_score_as_before_and_new_ones_are_recommended_only_where_allow
     assert np.exp(list(everything.values())).sum() == pytest.approx(1, abs=1e-4)
     assert set(generate(generator, state, among=NEW)) == set(NEW.tolist())
     assert set(encoder.infer(EncodeRequest(state.sequence, 5, among=NEW)).items.tolist()) == set(NEW.tolist())
+
+
+def test_old_candidates_are_ranked_as_before_and_new_ones_beside_them(store, table):
+    old = store.open()
+    genrec("add-items", table, "--model-dir", store.root)
+    rankers = TorchRanker(), TorchRanker()
+    for ranker, bundle in zip(rankers, (old, store.open()), strict=True):
+        ranker.load(bundle)
+    history, known = random_sequence(6, items=KNOWN), np.arange(1, KNOWN + 1, dtype=np.int32)
+    before, after = (ranker.infer(RankRequest(history, known)).predictions for ranker in rankers)
+    assert after == pytest.approx(before, abs=1e-6)
+    assert np.isfinite(rankers[1].infer(RankRequest(history, NEW)).predictions).all()
 
 
 def test_a_history_may_hold_a_new_item(store, table):

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.errors import DataError
 from deployments.cli.dataset_options import DatasetOptions, open_dataset
-from tests.integration.conftest import free_port
+from tests.ports import free_port
 
 GENREC = Path(sys.executable).with_name("genrec")
 

@@ -17,7 +17,8 @@ import yaml
 
 from deployments.cli.local_serve import is_ready
 from deployments.cli.serve import serve_command
-from tests.integration.conftest import ROOT, behaviours, free_port
+from tests.integration.conftest import ROOT, behaviours
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

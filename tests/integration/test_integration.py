@@ -108,7 +108,7 @@ def test_the_first_choice_returns_without_any_traffic(live: Live):
         live.eventually(lambda answer: served_by(answer) == "torch", **HISTORY)
         wait_until_shown(live, lambda shown: shown["reasons"])
     shown = wait_until_shown(live, lambda shown: not shown["reasons"])
-    assert shown["breakers"] == {"closed": 1}
+    assert shown["breakers"].keys() == {"closed"}
     answer = live.recommend(**HISTORY).json()
     assert (served_by(answer), answer["degraded"]) == ("onnxruntime", False)
 
@@ -167,12 +167,12 @@ def test_bad_input_is_answered_422_with_the_field(live: Live, request_fields, fi
     assert all(error["problem"] for error in problem["errors"])
 
 
-def test_nan_and_a_million_behaviours_are_answered_422(live: Live):
+def test_nan_and_a_million_behaviours_are_refused(live: Live):
     nan = '{"user_id": "ada", "behaviours": [{"item_id": "1", "timestamp": 5, "value": NaN}]}'
-    million = json.dumps({"user_id": "ada", "behaviours": [{"item_id": "1", "timestamp": 5}] * 10**6})
-    for body in (nan, million, "{", ""):
+    many, million = (json.dumps({"user_id": "ada", "behaviours": [{"item_id": "1", "timestamp": 5}] * count}) for count in (10**5, 10**6))
+    for body, status in ((nan, 422), (many, 422), ("{", 422), ("", 422), (million, 413)):
         response = httpx.post(f"{live.url}/v1/recommend", content=body, headers={"content-type": "application/json"}, timeout=60)
-        assert (response.status_code, response.headers["content-type"]) == (422, "application/problem+json"), response.text[:200]
+        assert (response.status_code, response.headers["content-type"]) == (status, "application/problem+json"), response.text[:200]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import pytest
 from benchmarks.kill_caches import drive, two_gateways
 from cluster.bundle import BundleStore
 from deployments.cli.local_serve import LocalServe
-from tests.integration.conftest import Live, behaviours, free_port
+from tests.integration.conftest import Live, behaviours
+from tests.ports import free_port
 
 pytestmark = pytest.mark.cluster
 NUMBERS = count()
@@ -129,7 +130,7 @@ async def test_nothing_fails_and_nobody_meets_another_while_caches_and_gateways_
     changes = {"model_dir": str(model_dir), "events": {"url": f"sqlite:///{tmp_path}/events.db"}}
     serving = LocalServe(two_gateways(tmp_path), changes, port=free_port(), log=tmp_path / "serve.log")
     with serving as url:
-        traffic, lost = await drive(url, serving.pid, items, requests=1500, users=100, concurrency=8, every_s=3)
+        traffic, lost = await drive(url, serving, items, requests=5000, users=100, concurrency=8, every_s=2)
     tally = traffic.tally
     assert (tally.failed, tally.strangers, lost) == ([], [], [])
     assert tally.killed["cache actor"] >= 1

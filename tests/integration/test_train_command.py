@@ -8,21 +8,22 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from cluster.bundle import GENERATIVE, BundleStore
+from cluster.bundle import OPTIONAL, RANKER, BundleStore
 from cluster.errors import BundleError, DataError, UnknownChoice
 from cluster.registry import DATASETS, choose
-from deployments.cli import evaluate, import_, train
+from deployments.cli import evaluate, import_, ranking, train
 from deployments.cli.pretrained import publish_pretrained, read_pretrained
 from integrations.hstu.weights import load_model
 from pipelines.train_decoder import DecoderTrainer
 from tests.hstu_oracle import meta_state
 
-ENCODER = ["--dim", "8", "--max-history", "10", "--batch-users", "16", "--learning-rate", "0.01"]
+ENCODER = ["--dim", "8", "--max-history", "10", "--batch-users", "16", "--learning-rate", "0.01", "--ranker-epochs", "1"]
 SMALL = [*ENCODER, "--prompt-length", "8", "--decoder-epochs", "2"]
 
 
 app = typer.Typer()
 app.command("train")(train.train)
+app.command("train-ranker")(ranking.train_ranker_command)
 app.command("evaluate")(evaluate.evaluate)
 app.add_typer(import_.app, name="import")
 
@@ -71,11 +72,12 @@ def test_an_export_joined_with_its_data_set_is_the_same_model_and_refuses_anothe
     genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--epochs", 1, "--export", tmp_path / "export", *SMALL)
     original = BundleStore(tmp_path / "shop").open()
     exported = {str(path.relative_to(tmp_path / "export")) for path in (tmp_path / "export").rglob("*") if path.is_file()}
-    assert exported == {"model.json", "weights.safetensors", *GENERATIVE}
+    assert exported == {"model.json", "weights.safetensors", *OPTIONAL}
     joined = publish_pretrained(tmp_path / "export", choose("dataset", DATASETS, "table")(table), tmp_path / "joined")
     assert joined.manifest.quality == original.manifest.quality
-    assert (joined.manifest.decoder, joined.manifest.blend) == (original.manifest.decoder, original.manifest.blend)
-    for file in ("weights.safetensors", *GENERATIVE):
+    for part in ("decoder", "blend", "ranker"):
+        assert getattr(joined.manifest, part) == getattr(original.manifest, part) is not None, part
+    for file in ("weights.safetensors", *OPTIONAL):
         assert joined.manifest.files[file] == original.manifest.files[file], file
     table.write_text(table.read_text() + "u1,99,99999\n")
     with pytest.raises(DataError, match="other items"):
@@ -101,6 +103,20 @@ def test_a_model_may_be_trained_without_a_decoder(table, tmp_path):
         genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--decoder", "huge", *ENCODER)
 
 
+def test_a_ranker_can_be_left_out_and_added_later(table, tmp_path):
+    where = ["table", "--path", table, "--model-dir", tmp_path / "shop"]
+    genrec("train", *where, "--epochs", 1, "--decoder", "none", "--no-ranker", *ENCODER)
+    plain = BundleStore(tmp_path / "shop").open()
+    assert (plain.manifest.ranker, RANKER in plain.manifest.files) == (None, False)
+    told = genrec("train-ranker", *where, "--epochs", 1, "--last-stage", "--export", tmp_path / "export")
+    ranked = BundleStore(tmp_path / "shop").open()
+    assert ranked.manifest.files["weights.safetensors"] == plain.manifest.files["weights.safetensors"]
+    assert (ranked.version, ranked.ranker().tasks, ranked.ranker().last_stage) == ("shop/2", ("click",), True)
+    assert {"found", "ranked"} == ranked.manifest.training["ranker"]["recommendations"].keys()
+    assert "it is their last stage" in told
+    assert read_pretrained(tmp_path / "export").ranker == ranked.ranker()
+
+
 @pytest.mark.parametrize("refit", [[], ["--refit"]])
 def test_a_run_interrupted_while_its_decoder_is_trained_goes_on_from_there(table, tmp_path, monkeypatch, refit):
     options = ["--epochs", 2, "--device", "cpu", *refit, *SMALL]
@@ -119,7 +135,7 @@ def test_a_run_interrupted_while_its_decoder_is_trained_goes_on_from_there(table
             genrec("train", "table", "--path", table, "--model-dir", tmp_path / "parts", *options)
     genrec("train", "table", "--path", table, "--model-dir", tmp_path / "parts", "--resume", *options)
     whole, parts = (BundleStore(tmp_path / name).open().manifest for name in ("whole", "parts"))
-    for file in ("weights.safetensors", *GENERATIVE):
+    for file in ("weights.safetensors", *OPTIONAL):
         assert whole.files[file] == parts.files[file], file
     assert whole.blend == parts.blend
     assert not list((tmp_path / "parts").glob(".training*"))

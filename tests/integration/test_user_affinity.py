@@ -1,16 +1,19 @@
-"""Users and their homes on a real Ray cluster: who goes where, when a replica dies, when one is slow; and who is forgotten everywhere."""
+"""Users and their homes on a real Ray cluster: who goes where, when a replica dies, when one is slow; and who is forgotten everywhere.
+
+Beside them, a deployment for each of the other routers: the least loaded, and the one that is soonest done.
+"""
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 
-from cluster.user_router import in_order_of
-from deployments.cli.local_serve import LocalServe
-from tests.integration.conftest import ROOT, free_port
+from cluster.traffic.user_router import in_order_of
+from tests.integration.own_application import serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 REPLICAS = 3
@@ -25,21 +28,23 @@ HOME = {
         "request_router_kwargs": {"bound": 1.25, "slack": 8},
     },
 }
+LEAST, HEAVY = (
+    {
+        "name": name,
+        "num_replicas": 2,
+        "max_ongoing_requests": 100,
+        "ray_actor_options": {"num_cpus": 0.1},
+        "request_router_config": {"request_router_class": f"deployments.routers:{router}", "request_routing_stats_period_s": 0.5},
+    }
+    for name, router in (("least", "LeastLoadedRouter"), ("heavy", "WeightedRouter"))
+)
 DOOR = {"name": "door", "max_ongoing_requests": 100, "ray_actor_options": {"num_cpus": 0.1}}
 APPLICATION = {
     "name": "affinity",
     "route_prefix": "/",
     "import_path": "tests.integration.user_affinity_app:build",
-    "args": {},
-    "deployments": [HOME, DOOR],
+    "deployments": [HOME, LEAST, HEAVY, DOOR],
 }
-
-
-class LocalApplication(LocalServe):
-    """Serves the test's application in place of genrec's."""
-
-    def _document(self) -> dict[str, Any]:
-        return {"http_options": {"host": "127.0.0.1", "port": self._port}, "applications": [APPLICATION]}
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,13 @@ class Homes:
     def remembered(self, users: list[str]) -> list[str]:
         return httpx.post(self.url, json={"remember": users}, timeout=120).json()
 
+    def taken(self, by: str, calls: int, seconds: float = 1.0) -> Counter[str]:
+        """How many of so many calls at once each replica of the deployment `by` took."""
+        return Counter(httpx.post(self.url, json={"take": calls, "by": by, "seconds": seconds}, timeout=120).json())
+
+    def weigh(self, replica: str, weight: float) -> None:
+        assert httpx.post(self.url, json={"weigh": replica, "weight": weight}, timeout=120).json() is True
+
     def erase(self, user: str) -> None:
         assert httpx.post(self.url, json={"erase": user}, timeout=120).json() is True
 
@@ -62,14 +74,36 @@ class Homes:
         assert "could be reached" in httpx.post(self.url, json={"die": user}, timeout=120).text
 
 
-@pytest.fixture
-def homes(tmp_path, monkeypatch) -> Iterator[Homes]:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with LocalApplication(tmp_path / "none.yaml", {}, port=free_port(), log=tmp_path / "serve.log") as url:
-        homes, deadline = Homes(url), time.monotonic() + 60
+@pytest.fixture(scope="module")
+def homes(tmp_path_factory) -> Iterator[Homes]:
+    directory = tmp_path_factory.mktemp("served")
+    application = {**APPLICATION, "args": {"model_dir": str(directory)}}
+    with pytest.MonkeyPatch.context() as patch, serving(application, patch, directory / "serve.log") as local:
+        homes, deadline = Homes(local.url), time.monotonic() + 60
         while len({replica for (replica,) in homes.served([f"early-{number}" for number in range(50)]).values()}) < REPLICAS:
             assert time.monotonic() < deadline, "not all replicas take requests"
         yield homes
+
+
+def eventually(taken: Callable[[], Counter[str]], right: Callable[[Counter[str]], bool]) -> Counter[str]:
+    deadline = time.monotonic() + 60
+    while not right(found := taken()):
+        assert time.monotonic() < deadline, f"still {found}"
+    return found
+
+
+def test_requests_go_to_the_least_loaded_or_by_weights_that_replicas_report(homes):
+    eventually(lambda: homes.taken("least", 30), lambda found: len(found) == 2)
+    most = sorted(max(homes.taken("least", 30).values()) for _ in range(5))
+    assert most[2] <= 17, f"{most}: 15 each, but for what a replica has not heard of yet when it says how many it has"
+
+    unweighted = eventually(lambda: homes.taken("heavy", 30), lambda found: len(found) == 2)
+    assert max(unweighted.values()) <= 20, "none has reported a weight: both have the same"
+    one, other = sorted(unweighted)
+    homes.weigh(one, 4.0)
+    homes.weigh(other, 1.0)
+    found = eventually(lambda: homes.taken("heavy", 30), lambda found: found[one] >= 21)
+    assert 3 <= found[other] <= 9, "24 and 6, or nearly"
 
 
 def test_every_user_has_a_home_of_bounded_load_is_erased_there_and_moves_when_it_dies(homes):

@@ -1,4 +1,4 @@
-"""A Serve application with nothing in it but homes of users, a switchboard, and a door through which a test sends calls to them."""
+"""A Serve application with nothing in it but homes of users, others who take any call, a switchboard, and a door for a test's calls."""
 
 import asyncio
 import os
@@ -46,19 +46,45 @@ class Home:
         self._served.clear()
 
 
+class Taker:
+    """Says which replica it is, and what it weighs once it has been told."""
+
+    def __init__(self) -> None:
+        self._weight: float | None = None
+
+    async def take(self, seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return serve.get_replica_context().replica_id.unique_id
+
+    async def weigh(self, replica: str, weight: float) -> bool:
+        """Whether it was this replica that was told."""
+        if meant := replica == serve.get_replica_context().replica_id.unique_id:
+            self._weight = weight
+        return meant
+
+    async def record_routing_stats(self) -> dict[str, float]:
+        return {} if self._weight is None else {"weight": self._weight}
+
+
 class Door:
     """POST {users, calls, at_once, by, slow, seconds} -> user -> replicas, or errors, in the order called.
 
+    {take: calls, by: least or heavy, seconds} -> replicas; {weigh: replica, weight}: of those of heavy.
     {remember: users} -> those whose home remembers them; {erase: user} -> whether everybody has forgotten them; {die: user} ends a home.
     """
 
-    def __init__(self, home: DeploymentHandle, switchboard: DeploymentHandle) -> None:
-        self._home, self._switchboard = home, switchboard
+    def __init__(self, home: DeploymentHandle, least: DeploymentHandle, heavy: DeploymentHandle, switchboard: DeploymentHandle) -> None:
+        self._home, self._takers, self._switchboard = home, {"least": least, "heavy": heavy}, switchboard
 
     async def __call__(self, http: Request) -> Any:
         if http.method != "POST":
             return "ready"
         order = await http.json()
+        if "take" in order:
+            taker = self._takers[order["by"]]
+            return await asyncio.gather(*(ask(taker, "take", order["seconds"], within_s=60) for _ in range(order["take"])))
+        if "weigh" in order:
+            return await self._weigh(order["weigh"], order["weight"])
         if "die" in order:
             return await self._die(order["die"])
         if "erase" in order:
@@ -85,6 +111,15 @@ class Door:
         except BackendError as error:
             return f"failed: {error}"
 
+    async def _weigh(self, replica: str, weight: float) -> bool:
+        """Tells replicas until it was the right one."""
+        deadline = monotonic() + 60
+        while monotonic() < deadline:
+            calls = (ask(self._takers["heavy"], "weigh", replica, weight, within_s=60) for _ in range(6))
+            if any(await asyncio.gather(*calls)):
+                return True
+        return False
+
     async def _die(self, user: str) -> str:
         try:
             await ask(self._home_of(user), "die", within_s=60)
@@ -103,6 +138,7 @@ class Door:
         return self._home.options(session_id=f"default/{user}")
 
 
-def build(_: dict[str, Any]) -> serve.Application:
-    switchboard = serve.deployment(name="switchboard", ray_actor_options={"num_cpus": 0.1})(SwitchboardDeployment).bind()
-    return serve.deployment(name="door")(Door).bind(serve.deployment(name="home")(Home).bind(switchboard), switchboard)
+def build(settings: dict[str, Any]) -> serve.Application:
+    switchboard = serve.deployment(name="switchboard", ray_actor_options={"num_cpus": 0.1})(SwitchboardDeployment).bind(settings)
+    home, least, heavy = serve.deployment(name="home")(Home), serve.deployment(name="least")(Taker), serve.deployment(name="heavy")(Taker)
+    return serve.deployment(name="door")(Door).bind(home.bind(switchboard), least.bind(), heavy.bind(), switchboard)

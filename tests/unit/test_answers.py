@@ -10,10 +10,11 @@ from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.errors import BackendUnavailable, InvalidRequest
 from cluster.events.store import Event, open_event_store
-from cluster.values import Behaviour, RecommendRequest, SamplingOptions
+from cluster.values import Behaviour, RecommendRequest, SamplingOptions, StageReport
 from pipelines.answer_key import answer_key, cacheable, version_of
 from pipelines.answers import ANSWER_CODEC, Answers
 from pipelines.recommend import Recommender
+from pipelines.remembered import UsualRequests
 from pipelines.stored_history import StoredHistories
 from tests.bundles import make_bundle
 from tests.fake_stages import Descending
@@ -39,7 +40,8 @@ class Setting:
         self.bundle = make_bundle(root / "models", items=50)
         self.encoder = Descending(self.bundle)
         self.cache = TieredCache(MemoryCache("s3fifo", 2**20, clock=self.clock), None, TierSettings(), ANSWER_CODEC, clock=self.clock)
-        self.answers = Answers(Recommender(self.bundle, self.encoder), StoredHistories(events, 1000), self.cache, self.bundle.digest)
+        self.store = Watched(events) if events else None
+        self.answers = Answers(Recommender(self.bundle, self.encoder), StoredHistories(self.store, 1000), self.cache, self.bundle.digest)
 
     def clock(self):
         return self.now
@@ -189,6 +191,169 @@ async def test_a_stale_answer_that_is_streamed_is_computed_anew(setting):
     async with asyncio.timeout(5):
         while len(setting.encoder.asked) < 2:  # noqa: ASYNC110 - it is computed in the background
             await asyncio.sleep(0.01)
+
+
+async def good(setting, events, **asks):
+    """An answer to a stored history, and one more event of the user."""
+    await events.append([Event("ada", SEEN[0])])
+    answer = await setting.answers.recommend(replace(STORED, **asks))
+    await events.append([Event("ada", Behaviour(ids(answer)[0], NOW + 9))])
+    return answer
+
+
+async def test_where_no_encoder_answers_the_last_good_answer_is_given_less_what_was_seen_since(setting, events):
+    before = await good(setting, events)
+    setting.encoder.error = BackendUnavailable("no encoder")
+    answer = await setting.answers.recommend(STORED)
+    assert ids(answer) == ids(before)[1:]
+    assert answer.degraded
+    assert [(stage.stage, stage.backend) for stage in answer.stages] == [("history", "sqlite"), ("cached", "l1")]
+    assert answer.stages[1].fallback_from[0].reason == "no encoder"
+    assert answer.model_version == before.model_version
+
+
+async def test_an_answer_past_its_time_is_better_than_popular_items(setting):
+    before = await setting.answers.recommend(ASKED)
+    setting.encoder.error = BackendUnavailable("no encoder")
+    setting.now += 100
+    assert ids(await setting.answers.recommend(replace(ASKED, cache="refresh"))) == ids(before)
+    setting.now += 1000
+    answer = await setting.answers.recommend(replace(ASKED, behaviours=SEEN[:1]))
+    assert answer.stages[0].stage == "popularity", "by then it is gone"
+
+
+async def test_what_is_blocked_now_is_left_out_of_the_last_good_answer(setting, events):
+    before = await good(setting, events)
+    setting.encoder.error = BackendUnavailable("no encoder")
+    assert ids(await setting.answers.recommend(replace(STORED, blocked=frozenset(ids(before)[1:2])))) == ids(before)[2:]
+    nothing = await setting.answers.recommend(replace(STORED, blocked=frozenset(ids(before))))
+    assert [stage.stage for stage in nothing.stages] == ["history", "popularity"]
+
+
+@pytest.mark.parametrize(
+    "other", [{"tenant": "other"}, {"user_id": "bob"}, {"k": 4}, {"allowed": frozenset({"7"})}, {"cache": "bypass"}, {"explain": True}]
+)
+async def test_the_last_good_answer_is_for_the_same_user_and_wishes_only(setting, other):
+    await setting.answers.recommend(ASKED)
+    setting.encoder.error = BackendUnavailable("no encoder")
+    answer = await setting.answers.recommend(replace(ASKED, behaviours=SEEN[:1], **other))
+    assert answer.stages[0].stage == "popularity"
+
+
+async def test_a_degraded_answer_never_takes_the_place_of_the_last_good_one(setting, events):
+    before = await good(setting, events)
+    setting.encoder.error = BackendUnavailable("no encoder")
+    for number in range(3):
+        await events.append([Event("ada", Behaviour(f"{number + 3}", NOW + 10 + number))])
+        assert ids(await setting.answers.recommend(STORED)) == ids(before)[1:]
+    setting.encoder.error = None
+    assert not (await setting.answers.recommend(STORED)).degraded, "nothing of it was kept"
+
+
+async def test_a_newcomer_gets_what_is_popular_though_there_was_an_answer_before(setting):
+    await setting.answers.recommend(ASKED)
+    answer = await setting.answers.recommend(replace(ASKED, behaviours=()))
+    assert (answer.stages[0].stage, answer.degraded) == ("popularity", False)
+
+
+async def test_where_the_history_cannot_be_read_the_last_good_answer_is_given(setting, events):
+    await events.append([Event("ada", SEEN[0])])
+    before = await setting.answers.recommend(STORED)
+    setting.store.fails = True
+    answer = await setting.answers.recommend(STORED)
+    assert ids(answer) == ids(before)
+    assert [(stage.stage, stage.backend) for stage in answer.stages] == [("history", "none"), ("cached", "l1")]
+
+
+async def test_who_was_erased_has_no_last_good_answer(setting):
+    await setting.answers.recommend(ASKED)
+    setting.answers.forget("default", "ada")
+    setting.encoder.error = BackendUnavailable("no encoder")
+    assert (await setting.answers.recommend(replace(ASKED, behaviours=SEEN[:1]))).stages[0].stage == "popularity"
+
+
+async def test_a_stream_ends_with_the_last_good_answer_too(setting, events):
+    before = await good(setting, events)
+    setting.encoder.error = BackendUnavailable("no encoder")
+    parts = [part async for part in setting.answers.stream(STORED)]
+    assert ids(parts[-1]) == ids(before)[1:]
+    assert [part.stage for part in parts if isinstance(part, StageReport)][-1] == "cached"
+
+
+async def test_the_version_of_a_history_is_read_once_for_each_request(setting, events):
+    await events.append([Event("ada", SEEN[0])])
+    for asked, reads in ((STORED, 1), (replace(STORED, deadline_ms=60_000), 1), (replace(STORED, k=5, deadline_ms=60_000), 1)):
+        setting.store.versions = 0
+        await setting.answers.recommend(asked)
+        assert setting.store.versions == reads
+
+
+async def test_a_hurried_answer_is_found_again_by_who_is_in_the_same_hurry(setting):
+    hurried = replace(ASKED, deadline_ms=60_000)
+    assert (await setting.answers.recommend(hurried)).cache.tier == "computed"
+    assert (await setting.answers.recommend(hurried)).cache.tier == "l1"
+    assert len(setting.encoder.asked) == 1
+
+
+async def test_a_store_that_is_late_costs_a_hurried_request_its_history_and_not_its_answer(setting, events):
+    await events.append([Event("ada", SEEN[0])])
+    setting.store.delay = 60
+    async with asyncio.timeout(5):
+        answer = await setting.answers.recommend(replace(STORED, deadline_ms=50))
+    assert len(answer.items) == 3
+    assert answer.degraded
+    assert answer.stages[0].backend == "none"
+
+
+async def test_who_is_in_a_hurry_does_not_wait_for_a_computation_elsewhere(setting, monkeypatch):
+    async def endless(*_, **__):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(setting.cache, "get_or_compute", endless)
+    async with asyncio.timeout(5):
+        answer = await setting.answers.recommend(replace(ASKED, deadline_ms=30))
+    assert (len(answer.items), answer.degraded) == (3, True)
+
+
+async def test_what_users_ask_for_is_known_to_every_version_of_the_model(setting):
+    usual = UsualRequests()
+    first, second = (
+        Answers(Recommender(setting.bundle, setting.encoder), StoredHistories(None, 10), setting.cache, digest, usual)
+        for digest in ("1", "2")
+    )
+    await first.recommend(STORED)
+    assert second.expects("default", "ada")
+    second.forget("default", None)
+    assert not first.expects("default", "ada")
+
+
+def test_what_is_remembered_is_bounded():
+    usual = UsualRequests(limit=2)
+    for user in ("ada", "bob", "cyd"):
+        usual.note(RecommendRequest(user))
+    assert [usual.of("default", user) is not None for user in ("ada", "bob", "cyd")] == [False, True, True]
+
+
+class Watched:
+    """An event store that counts reads of versions, and fails or is late where a test says so."""
+
+    def __init__(self, store):
+        self.store, self.versions, self.fails, self.delay = store, 0, False, 0.0
+        self.name = store.name
+
+    async def version(self, tenant, user_id):
+        self.versions += 1
+        await self._as_told()
+        return await self.store.version(tenant, user_id)
+
+    async def history(self, tenant, user_id, limit):
+        await self._as_told()
+        return await self.store.history(tenant, user_id, limit)
+
+    async def _as_told(self):
+        await asyncio.sleep(self.delay)
+        if self.fails:
+            raise BackendUnavailable("the database is down")
 
 
 class BrokenStore:

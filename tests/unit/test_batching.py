@@ -1,9 +1,11 @@
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cluster.config import BatchingSettings
-from deployments.batching import MicroBatcher, fitting
+from deployments.batching import MicroBatcher, alike
 
 
 def limits(**changes):
@@ -13,16 +15,35 @@ def limits(**changes):
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     [
-        ([10, 10], 2),
-        ([10] * 9, 4),  # by number
-        ([50, 50, 50], 2),  # by padded size: 3 x 50 > 100
-        ([10, 90, 10], 1),  # the longest sets the padding: 2 x 90 > 100
-        ([500, 1], 1),  # a request larger than the budget still goes, alone
-        ([], 0),
+        ([10, 10], [0, 1]),
+        ([10] * 9, [0, 1, 2, 3]),  # by number
+        ([50, 50, 50], [0, 1]),  # by padded size: 3 x 50 > 100
+        ([10, 90, 10], [0, 2]),  # by length: the engine would compute 80 rows of padding
+        ([10, 20, 9, 11], [0, 2, 3]),  # 3 x 11 rows, 3 of them padding
+        ([20, 10, 19], [0, 2]),
+        ([500, 1], [0]),  # a request larger than the budget still goes, alone
+        ([], []),
     ],
 )
-def test_a_batch_holds_what_fits_by_number_and_padded_size(tokens, expected):
-    assert fitting(tokens, limits()) == expected
+def test_a_batch_holds_what_is_alike_and_fits_by_number_and_padded_size(tokens, expected):
+    assert alike(tokens, limits()) == expected
+
+
+def test_where_padding_costs_nothing_length_does_not_matter():
+    assert alike([10, 20, 30], limits(max_padding=1.0)) == [0, 1, 2]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.floats(0, 0.5))
+def test_the_longest_waiting_is_always_served_and_no_batch_is_padded_more_than_it_may_be(tokens, share):
+    rules = limits(max_requests=8, max_padding=share)
+    waiting = list(enumerate(tokens))
+    while waiting:
+        chosen = alike([length for _, length in waiting], rules)
+        assert chosen[0] == 0
+        lengths = [waiting[position][1] for position in chosen]
+        padded = max(lengths) * len(lengths)
+        assert padded - sum(lengths) <= share * padded + 1e-9
+        waiting = [one for position, one in enumerate(waiting) if position not in chosen]
 
 
 async def test_requests_that_arrive_together_share_a_batch_and_keep_their_order():

@@ -31,6 +31,11 @@ def test_opens_at_once_where_told_so():
     assert Breaker(SETTINGS).failed(0, at_once=True).state(0) is BreakerState.OPEN
 
 
+def test_counts_several_calls_at_once():
+    assert Breaker(SETTINGS).failed(0, calls=2).state(0) is BreakerState.CLOSED
+    assert Breaker(SETTINGS).failed(0, calls=2).failed(0, calls=2).state(0) is BreakerState.OPEN
+
+
 def test_allows_a_trial_after_the_pause_and_closes_when_it_succeeds():
     breaker = fail(Breaker(SETTINGS), 3, now=10)
     assert (breaker.state(10.999), breaker.state(11)) == (BreakerState.OPEN, BreakerState.HALF_OPEN)

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.bundle import MANIFEST, POPULARITY, WEIGHTS, BundleStore, ModelRecord
+from cluster.bundle import MANIFEST, POPULARITY, REMEMBERED, WEIGHTS, Bundle, BundleStore, ModelRecord
 from cluster.config import Settings
 from cluster.errors import BundleError
-from deployments.app import pin_version
-from tests.bundles import make_bundle
+from deployments.app import resolved, served_bundle
+from tests.bundles import make_bundle, make_generative_bundle
 
 
 def damage(path: Path) -> None:
@@ -88,18 +88,20 @@ def test_the_last_good_version_serves_in_place_of_a_damaged_one_and_the_reason_i
     assert "2/manifest.json is missing" in refused[1]
 
 
-def test_the_application_pins_the_last_good_version(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_the_application_starts_with_the_last_good_version_and_pins_none(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     make_bundle(tmp_path / "tiny")
     damage(make_bundle(tmp_path / "tiny").path / WEIGHTS)
-    pinned = pin_version(Settings(model_dir=tmp_path / "tiny"))
-    assert (pinned.version, pinned.model_dir.is_absolute()) == (1, True)
+    settings = resolved(Settings(model_dir=tmp_path / "tiny"))
+    assert served_bundle(settings).version == "tiny/1"
+    assert (settings.version, settings.model_dir.is_absolute()) == (None, True), "what is promoted later is followed"
+    assert "was refused, serving tiny/1 instead" in caplog.text
 
 
 def test_a_version_that_is_asked_for_by_number_is_not_replaced_by_another(tmp_path: Path):
     make_bundle(tmp_path / "tiny")
     damage(make_bundle(tmp_path / "tiny").path / WEIGHTS)
     with pytest.raises(BundleError, match="does not match the checksum"):
-        pin_version(Settings(model_dir=tmp_path / "tiny", version=2))
+        resolved(Settings(model_dir=tmp_path / "tiny", version=2))
 
 
 def test_nothing_good_is_an_error_that_lists_every_reason(tmp_path: Path):
@@ -128,7 +130,7 @@ def test_a_publication_that_breaks_off_leaves_nothing_behind(tmp_path: Path):
         draft.path.write_bytes(b"no file")
     with pytest.raises(BundleError, match=r"cannot publish .* without"), store.publish(record) as draft:
         (draft.path / WEIGHTS).write_bytes(b"weights only")
-    assert sorted(entry.name for entry in store.root.iterdir()) == ["1", "current"]
+    assert sorted(entry.name for entry in store.root.iterdir()) == ["1", "current", "previous"]
 
 
 def _publish(root: Path) -> None:
@@ -181,3 +183,78 @@ def test_a_recompiled_version_has_the_same_model_and_new_artifacts_only(tmp_path
     assert second.verified("extra.npy").is_file()
     with pytest.raises(BundleError, match=r"lists no file 'engine'; use another version"):
         second.verified("engine")
+
+
+@pytest.fixture
+def store(three_versions: Path) -> BundleStore:
+    return BundleStore(three_versions)
+
+
+def test_it_goes_back_step_by_step_to_what_was_current_before(store: BundleStore):
+    assert store.previous() == [1, 2]
+    assert (store.roll_back(), store.current(), store.previous()) == (2, 2, [1])
+    assert (store.roll_back(), store.current(), store.previous()) == (1, 1, [])
+    with pytest.raises(BundleError, match=r"no earlier version to go back to; promote one of \[1, 2, 3\]"):
+        store.roll_back()
+    store.promote(3)
+    assert (store.previous(), store.roll_back()) == ([1], 1)
+
+
+def test_promoting_what_is_current_already_is_no_step_to_go_back(store: BundleStore):
+    store.promote(3)
+    store.promote(3)
+    assert store.roll_back() == 2
+
+
+def test_where_it_broke_off_between_its_two_files_nothing_is_lost(store: BundleStore):
+    (store.root / "previous").write_text("1\n2\n3\n")  # as if `promote(4)` had got no further than this
+    assert store.previous() == [1, 2]
+    (store.root / "previous").write_text("1\n2\n")
+    (store.root / "current").write_text("2\n")  # as if `roll_back` had got no further than this
+    assert (store.previous(), store.roll_back()) == ([1], 1)
+
+
+def test_it_does_not_go_back_to_what_is_damaged(store: BundleStore):
+    damage(store.root / "2" / WEIGHTS)
+    with pytest.raises(BundleError, match=r"2/weights\.safetensors does not match"):
+        store.roll_back()
+    assert (store.current(), store.previous()) == (3, [1, 2])
+
+
+def test_what_can_be_gone_back_to_does_not_grow_without_end(store: BundleStore):
+    for step in range(2 * REMEMBERED):
+        store.promote(step % 2 + 1)
+    assert len(store.previous()) == REMEMBERED
+
+
+def test_a_nonsensical_pointer_can_be_put_right_by_promoting(store: BundleStore):
+    (store.root / "current").write_text("latest\n")
+    store.promote(2)
+    assert (store.current(), store.previous()) == (2, [1, 2][:1])
+
+
+def test_a_version_made_elsewhere_is_adopted_whole_and_serves_only_once_it_is_promoted(store: BundleStore, tmp_path: Path):
+    made, served = store.open(2), BundleStore(tmp_path / "served")
+    assert (served.adopt(made), served.versions(), served.current()) == (1, [1], None)
+    adopted = served.open(1)
+    assert (adopted.manifest.files, adopted.manifest.model) == (made.manifest.files, made.manifest.model)
+    assert adopted.version == "served/1"
+    assert served.adopt(made) == 2
+
+
+def test_a_damaged_version_is_not_adopted_and_leaves_nothing_behind(store: BundleStore, tmp_path: Path):
+    made, target = store.open(2), BundleStore(tmp_path / "served")
+    damage(store.root / "2" / WEIGHTS)
+    with pytest.raises(BundleError, match="does not match the checksum"):
+        target.adopt(made)
+    assert list(target.root.iterdir()) == []
+
+
+def test_artifacts_and_a_decoder_are_adopted_too(compiled_hstu: Bundle, tmp_path: Path):
+    store = BundleStore(tmp_path / "served")
+    adopted = store.open(store.adopt(compiled_hstu))
+    assert adopted.manifest.artifacts == compiled_hstu.manifest.artifacts != []
+    for artifact in adopted.manifest.artifacts:
+        adopted.verified(artifact.file)
+    generative = make_generative_bundle(tmp_path / "made", items=20)
+    store.open(store.adopt(generative)).verify_generative()

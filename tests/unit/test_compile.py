@@ -166,4 +166,4 @@ def test_the_command_prints_what_became_of_every_step(genrec, store, monkeypatch
 def test_the_command_refuses_a_precision_it_does_not_know(genrec, store):
     result = genrec("--model-dir", str(store.root), "--precision", "fp8")
     assert isinstance(result.exception, UnknownChoice)
-    assert str(result.exception) == "unknown precision 'fp8'; choose from fp16, fp32"
+    assert str(result.exception) == "unknown precision 'fp8'; choose from fp16, fp32, int8"

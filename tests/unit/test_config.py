@@ -16,6 +16,7 @@ from deployments.cli import _register, app
 from tests.bundles import make_bundle, make_generative_bundle
 
 RAY_CONFIG = Path(__file__).resolve().parents[2] / "ray_config.yaml"
+ONE_MACHINE = RAY_CONFIG.parent / "cluster" / "launch" / "one_machine.yaml"
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,9 @@ RAY_CONFIG = Path(__file__).resolve().parents[2] / "ray_config.yaml"
         ({"generator": {"beam": 0}}, "generator.beam = 0"),
         ({"gateway": {"deadline_s": "soon"}}, "gateway.deadline_s = 'soon'"),
         ({"version": 0}, "version = 0"),
+        ({"placement": "together"}, "placement = 'together': Input should be 'split' or 'colocated'"),
+        ({"gateway": {"flags": {"hedging": True}}}, "gateway.flags.hedging = True: Extra inputs are not permitted"),
+        ({"gateway": {"flags": {"strategy": "popular"}}}, "gateway.flags.strategy = 'popular'"),
     ],
 )
 def test_a_wrong_key_is_named_with_its_value_and_the_rule(tree, message):
@@ -89,6 +93,21 @@ def test_ray_config_names_the_deployments_there_are_with_a_decoder_and_without(t
     assert named == _deployments(application)
 
 
+@pytest.mark.parametrize("make", [make_bundle, make_generative_bundle])
+def test_colocated_the_stages_are_no_deployments_of_their_own(tmp_path: Path, make):
+    make(tmp_path / "tiny")
+    settings = read(ONE_MACHINE)
+    assert settings.placement == "colocated"
+    application = build({**settings.model_dump(mode="json"), "model_dir": str(tmp_path / "tiny")})
+    named = {deployment["name"] for deployment in yaml.safe_load(ONE_MACHINE.read_text())["applications"][0]["deployments"]}
+    assert named == _deployments(application) == {"gateway", "switchboard"}
+
+
+def test_a_version_is_pinned_only_where_it_is_asked_for(tmp_path: Path):
+    make_bundle(tmp_path / "tiny")
+    assert [_settings(build({"model_dir": str(tmp_path / "tiny"), **more}))["version"] for more in ({}, {"version": 1})] == [None, 1]
+
+
 def test_building_the_application_refuses_a_model_that_is_not_there(tmp_path: Path):
     with pytest.raises(ConfigError, match="gateway"):
         build({"model_dir": str(tmp_path), "gateway": 5})
@@ -111,6 +130,11 @@ def test_every_key_is_described():
         if not field.description and not (isinstance(field.annotation, type) and field.annotation.__doc__)
     ]
     assert undescribed == []
+
+
+def _settings(application):
+    """What the gateway is given."""
+    return application._bound_deployment.init_args[0]
 
 
 def _sections(section: type[BaseModel]) -> list[type[BaseModel]]:

@@ -226,7 +226,8 @@ class TestPoison:
     def test_the_search_in_a_dead_backend_never_used_before_is_bounded(self, controller):
         First.error = RuntimeError("dead")
         assert by(controller.call([*range(64)])) == ["second"] * 64
-        assert len(First.log) <= 2 + 2 * 7
+        assert sum(entry.startswith("batch") for entry in First.log) <= 1 + 2 * 7
+        assert snapshot_of(controller, "first").breaker is BreakerState.OPEN, "so many broken calls in a row"
 
     def test_with_no_retries_a_broken_batch_goes_on_whole(self, tmp_path):
         controller = make(tmp_path, retries=0)
@@ -256,6 +257,23 @@ class TestRecovery:
             SkippedBackend("first", "broke: RuntimeError: dead; next trial in 0.8 s", failed=True),
         )
         assert First.log == []
+
+    def test_every_broken_call_counts_also_that_by_which_it_is_found_out(self, controller):
+        controller.warm_up([1])
+        First.log.clear()
+        First.error = RuntimeError("dead")
+        for _ in range(BREAKER.failures_to_open):
+            controller.call([2, 3])
+        assert First.log == ["batch of 2", "batch of 1", "batch of 2", "batch of 1", "close"]
+
+    def test_broken_calls_on_both_sides_of_an_answer_are_not_in_a_row(self, controller):
+        controller.warm_up([1])
+        for _ in range(3):
+            First.error = RuntimeError("hiccup")
+            assert controller.call_one(1).backend == "second"
+            First.error = None
+            assert controller.call_one(1).backend == "first"
+        assert snapshot_of(controller, "first").breaker is BreakerState.CLOSED
 
     def test_comes_back_by_itself_after_repair_newly_loaded(self, controller):
         self.break_first(controller)

@@ -256,6 +256,19 @@ class TestRecovery:
         assert Queued.log == ["close", "load", "batch of 1"]
         assert (await stage.serve(4)).backend == "queued"
 
+    async def test_every_broken_call_counts_also_that_by_which_it_is_found_out(self, stage, monkeypatch):
+        asked = []
+
+        async def broken(self, request):
+            asked.append(request)
+            raise RuntimeError("flaky")
+
+        monkeypatch.setattr(Queued, "ainfer", broken)
+        for _ in range(BREAKER.failures_to_open):
+            await stage.serve(4)
+        assert asked == [4, 1, 4, 1], "the request and a sample, until the breaker opened"
+        assert stage.of("queued").breaker is BreakerState.OPEN
+
     @pytest.mark.parametrize("stuck", [True, False])
     async def test_an_engine_that_only_lets_deadlines_pass_is_asked_a_sample(self, stage, monkeypatch, stuck):
         asked, working = [], Queued.ainfer

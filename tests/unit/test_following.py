@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError
 from cluster.config import Settings
 from cluster.switchboard import Switchboard
 from deployments import following
-from deployments.encoder import Encoder
+from deployments.encoder import Encoder, EncoderModel
 from deployments.following import Follower
 from tests.scripted_backends import FakeClock
 
@@ -176,15 +176,15 @@ async def test_a_replica_erases_in_its_engine_thread_after_the_batch_that_runs()
         asyncio.run_coroutine_threadsafe(ends.wait(), loop).result()
         kept.add(("default", "ada"))
 
-    replica = object.__new__(Encoder)
-    replica._settings, replica._thread, replica._replica_id = Settings(), ThreadPoolExecutor(1), "a"
-    replica._controller = SimpleNamespace(
-        forget=lambda tenant, user: kept.discard((tenant, user)), forget_all=kept.clear, close=lambda: None
-    )
-    replica._switchboard = handle = Handle()
-    follower = replica._make_follower()
+    handle = Handle()
+    replica = Encoder(Settings(), handle, "a")
+    model = object.__new__(EncoderModel)
+    model._thread, model._busy_s, model.bundle = ThreadPoolExecutor(1), 0.0, SimpleNamespace(version="tiny/1")
+    model.controller = SimpleNamespace(forget=lambda tenant, user: kept.discard((tenant, user)), forget_all=kept.clear, close=lambda: None)
+    replica._models._models[1] = model
+    follower = replica._follower
     await follower.exchange()
-    running = asyncio.create_task(replica._in_thread(batch))
+    running = asyncio.create_task(model.in_thread(batch))
     await asyncio.sleep(0)
     number = handle.board.erase("default", "ada", now=NOW)
     exchanged = asyncio.create_task(follower.exchange())

@@ -1,4 +1,4 @@
-"""The generator deployment without Ray: what it does between a call and the controller, and how the gateway follows it."""
+"""The generator deployment without Ray: what it does between a call and the controller, and when the gateway is ready."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -8,20 +8,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError
 
-from cluster.config import Settings
+from cluster.bundle import BundleStore
+from cluster.config import Settings, parse
 from cluster.controller import NoBackendAnswered, Served
-from cluster.errors import BackendFailed, BackendUnavailable
 from cluster.managed_backend import OutOfTime
 from cluster.stage_rules import generator_rules
 from cluster.switchboard import StageStatus
 from cluster.values import GenerateAnswer, Generated, SamplingOptions, SkippedBackend
-from deployments.gateway import Gateway
-from deployments.generator import Generator, merged
+from deployments.generator import Generator, GeneratorModel, merged
 from deployments.operation import Operation
-from deployments.remote import ask_stream
-from tests.bundles import make_generative_bundle
+from deployments.replica import ModelGone
+from tests.bundles import make_bundle, make_generative_bundle
 
 
 def generated(*items: int, first: float = -1.0) -> Generated:
@@ -76,33 +75,44 @@ def bundle(tmp_path_factory):
 
 @pytest.fixture
 def replica_of(bundle):
-    """Makes a replica over a controller of the test's."""
+    """Makes a replica that holds a model over a controller of the test's."""
 
     def make(*parts) -> Generator:
-        replica = object.__new__(Generator)
-        replica._controller, replica._bundle, replica._settings = Stage(*parts), bundle, Settings()
-        replica._thread, replica._batchers = ThreadPoolExecutor(1), {}
+        replica = Generator(Settings(), SimpleNamespace(), "a")
+        replica._models._models[2] = model_of(bundle, *parts)
         return replica
 
     return make
 
 
+def model_of(bundle, *parts) -> GeneratorModel:
+    model = object.__new__(GeneratorModel)
+    model.controller, model.bundle, model._settings = Stage(*parts), bundle, Settings()
+    model._thread, model._batchers, model._busy_s = ThreadPoolExecutor(1), {}, 0.0
+    return model
+
+
+def held_by(replica: Generator) -> GeneratorModel:
+    (model,) = replica._models.models
+    return model
+
+
 async def test_the_deadline_counts_from_the_arrival_on_this_processs_clock(replica_of):
     replica = replica_of(generated(3, 1))
-    (sample, *_) = replica._samples()
+    (sample, *_) = held_by(replica)._samples()
     began = monotonic()
     answer = await replica.generate(sample, 7.0)
     assert (answer.generated.items.tolist(), answer.report.stage, answer.report.backend) == ([3, 1], "generate", "vllm")
     assert answer.model_version == "tiny/2"
-    assert began + 6.9 <= replica._controller.asked[0].deadline < monotonic() + 7, "a little time is left to say that it is over"
+    assert began + 6.9 <= held_by(replica).controller.asked[0].deadline < monotonic() + 7, "a little time is left to say that it is over"
     await replica.generate(sample, 0.001)
-    assert began < replica._controller.asked[1].deadline
+    assert began < held_by(replica).controller.asked[1].deadline
 
 
 async def test_that_nobody_answered_is_a_value(replica_of):
     nobody = NoBackendAnswered("generator", (SkippedBackend("vllm", "gone", failed=True),))
     replica = replica_of(nobody)
-    (sample, *_) = replica._samples()
+    (sample, *_) = held_by(replica)._samples()
     assert await replica.generate(sample, 1.0) is nobody
     assert [part async for part in replica.generate_stream(sample, 1.0)] == [nobody]
 
@@ -110,7 +120,7 @@ async def test_that_nobody_answered_is_a_value(replica_of):
 async def test_a_stream_ends_with_the_whole_answer(replica_of):
     pieces = generated(4, first=-2.0), generated(1)
     replica = replica_of(*pieces)
-    (sample, *_) = replica._samples()
+    (sample, *_) = held_by(replica)._samples()
     *found, answer = [part async for part in replica.generate_stream(sample, 1.0)]
     assert found == list(pieces)
     assert isinstance(answer, GenerateAnswer)
@@ -119,14 +129,14 @@ async def test_a_stream_ends_with_the_whole_answer(replica_of):
 
 async def test_requests_that_wait_are_answered_in_one_batch_and_the_late_ones_are_left_out(replica_of):
     replica = replica_of()
-    (sample, *_) = replica._samples()
+    (sample, *_) = held_by(replica)._samples()
 
     def asking(k: int, within_s: float):
         return replace(sample, k=k, deadline=monotonic() + within_s)
 
     requests = asking(1, 60), asking(2, -1), asking(3, 60)
-    first, late, last = await asyncio.gather(*(replica._batched("torch_beam", request) for request in requests))
-    assert replica._controller.batches == [[1, 3]]
+    first, late, last = await asyncio.gather(*(held_by(replica)._batched("torch_beam", request) for request in requests))
+    assert held_by(replica).controller.batches == [[1, 3]]
     assert (first.items.tolist(), last.items.tolist()) == ([1], [3])
     assert isinstance(late, OutOfTime)
     assert "waited for a batch" in late.reason
@@ -136,123 +146,57 @@ async def test_requests_that_wait_are_answered_in_one_batch_and_the_late_ones_ar
 @pytest.mark.parametrize("wide", [{"beam": 1000}, {"sampling": SamplingOptions(samples=1000)}], ids=["beam", "samples"])
 async def test_a_batch_is_bounded_by_its_requests_paths_too(replica_of, bundle, wide):
     replica = replica_of()
-    (sample, *_) = replica._samples()
+    (sample, *_) = held_by(replica)._samples()
     requests = [replace(sample, k=1), replace(sample, k=2), replace(sample, k=3, **wide), replace(sample, k=4, **wide)]
     room = 1.5 * (1 + 1000 * (bundle.semantic_ids.levels - 1))
-    batching = replica._settings.generator.batching.model_copy(update={"max_tokens": int(room)})
-    generator = replica._settings.generator.model_copy(update={"batching": batching})
-    replica._settings = replica._settings.model_copy(update={"generator": generator})
-    await asyncio.gather(*(replica._batched("torch_beam", request) for request in requests))
-    assert replica._controller.batches == [[1, 2], [3], [4]]
+    held_by(replica)._settings = parse({"generator": {"batching": {"max_tokens": int(room)}}})
+    await asyncio.gather(*(held_by(replica)._batched("torch_beam", request) for request in requests))
+    assert held_by(replica).controller.batches == [[1, 2], [3], [4]]
 
 
 async def test_the_autoscaler_is_told_of_all_queues_in_paths(replica_of):
     replica = replica_of()
-    (sample, *_) = replica._samples()
-    waiting = [asyncio.create_task(replica._batched("torch_beam", sample)) for _ in range(2)]
+    (sample, *_) = held_by(replica)._samples()
+    waiting = [asyncio.create_task(held_by(replica)._batched("torch_beam", sample)) for _ in range(2)]
     await asyncio.sleep(0)
-    assert await replica.record_autoscaling_stats() == {"waiting": 2 * replica._settings.generator.beam + 5.0, "kv_cache_usage": 0.25}
+    busy = await replica.record_autoscaling_stats()
+    assert (busy["waiting"], busy["kv_cache_usage"]) == (2 * Settings().generator.beam + 5.0, 0.25)
     await asyncio.gather(*waiting)
-    assert await replica.record_autoscaling_stats() == {"waiting": 5.0, "kv_cache_usage": 0.25}
-    assert replica._figures()["torch_beam"] == {"waiting": 0.0, "logits_cache_hits": 3.0}, "what waits and what the engine says"
+    assert (await replica.record_autoscaling_stats())["waiting"] == 5.0
+    assert held_by(replica).figures()["torch_beam"] == {"waiting": 0.0, "logits_cache_hits": 3.0}, "what waits and what the engine says"
 
 
-async def test_another_versions_indices_reach_no_engine(replica_of, bundle):
+async def test_a_version_that_is_not_held_is_a_value_and_reaches_no_engine(replica_of, bundle):
     replica = replica_of(generated(3, 1))
-    (sample, *_) = replica._samples()
+    (sample, *_) = held_by(replica)._samples()
     assert (await replica.generate(replace(sample, model_version=bundle.version), 1.0)).generated.items.tolist() == [3, 1]
-    replica._controller.asked.clear()
+    held_by(replica).controller.asked.clear()
     older = replace(sample, model_version="tiny/1")
     for refused in (await replica.generate(older, 1.0), *[part async for part in replica.generate_stream(older, 1.0)]):
-        assert isinstance(refused, NoBackendAnswered)
-        assert refused.skipped == (
-            SkippedBackend("generator", "it serves tiny/2, the gateway tiny/1: a new version is being rolled out", failed=True),
-        )
-    assert replica._controller.asked == []
+        assert isinstance(refused, ModelGone)
+        assert str(refused) == "this replica of the generator holds tiny/2, not tiny/1: a version is being rolled out"
+    assert held_by(replica).controller.asked == []
+
+
+async def test_each_request_is_computed_by_the_version_it_names(replica_of, tmp_path):
+    replica = replica_of(generated(3, 1))
+    (sample, *_) = held_by(replica)._samples()
+    store = BundleStore(tmp_path / "tiny")
+    for items in (30, 40, 20):
+        newer = make_bundle(store.root, items=items)
+    replica._models._models[3] = model_of(newer, generated(9))
+    answers = [await replica.generate(replace(sample, model_version=version), 1.0) for version in ("tiny/3", "tiny/2")]
+    assert [(one.model_version, one.generated.items.tolist()) for one in answers] == [("tiny/3", [9]), ("tiny/2", [3, 1])]
 
 
 def test_samples_are_what_a_decoder_takes(replica_of, bundle):
-    samples = replica_of()._samples()
+    samples = held_by(replica_of())._samples()
     assert [len(sample.user) for sample in samples] == [1, bundle.prompt_length]
     for sample in samples:
         assert np.linalg.norm(sample.user.states, axis=1) == pytest.approx(np.ones(len(sample.user)))
         assert len(sample.user.sequence) == len(sample.user)
         assert sample.deadline is None
         assert generator_rules(50).nonsense(sample, generated(*range(1, sample.k + 1))) == ""
-
-
-class Streaming:
-    """A handle whose calls yield the next of `outcomes`: a list of values and errors."""
-
-    deployment_name = "generator"
-
-    def __init__(self, *outcomes):
-        self.outcomes, self.cancelled = list(outcomes), 0
-
-    def options(self, *, stream):
-        assert stream
-        return self
-
-    def __getattr__(self, method):
-        return SimpleNamespace(remote=lambda *args: self._Pieces(self, self.outcomes.pop(0)))
-
-    class _Pieces:
-        def __init__(self, handle, pieces):
-            self.handle, self.pieces = handle, iter(pieces)
-
-        async def __anext__(self):
-            for piece in self.pieces:
-                if isinstance(piece, Exception):
-                    raise piece
-                return piece if piece is not None else await asyncio.Event().wait()
-            raise StopAsyncIteration
-
-        def cancel(self):
-            self.handle.cancelled += 1
-
-
-async def found(handle, *, within_s=5.0) -> list:
-    return [piece async for piece in ask_stream(handle, "generate_stream", within_s=within_s)]
-
-
-def gateway_of(handle) -> Gateway:
-    gateway = object.__new__(Gateway)
-    gateway._generator = handle
-    return gateway
-
-
-async def listed(pieces) -> list:
-    return [piece async for piece in pieces]
-
-
-async def test_a_request_that_kills_a_replica_does_not_kill_a_second_one():
-    handle = Streaming([1, ActorDiedError()], [1, 2])
-    with pytest.raises(BackendUnavailable, match="no replica of generator could be reached"):
-        await listed(gateway_of(handle)._generate_stream(None, 5.0))
-    assert handle.outcomes == [[1, 2]], "was asked of nobody else"
-    board = Board(ActorDiedError())
-    with pytest.raises(BackendUnavailable, match="could be reached"):
-        await gateway_of(board)._generate(None, 5.0)
-    assert board.calls == 1
-
-
-async def test_that_the_time_is_over_is_for_the_pipeline_to_say():
-    whole, pieces = gateway_of(Board(None))._generate(None, 0.01), gateway_of(Streaming([None]))._generate_stream(None, 0.01)
-    for call in (whole, listed(pieces)):
-        with pytest.raises(TimeoutError):  # the test's own, while the call still waits
-            await asyncio.wait_for(call, 0.1)
-
-
-async def test_what_a_stream_raises_is_an_error_of_ours_and_is_not_tried_on_another_replica():
-    with pytest.raises(BackendFailed, match="ZeroDivisionError"):
-        await found(Streaming([1, RayTaskError("generate_stream", "the trace", ZeroDivisionError("no"))], [1, 2]))
-
-
-async def test_a_stream_that_takes_too_long_is_cancelled():
-    handle = Streaming([1, None])
-    with pytest.raises(BackendUnavailable, match=r"no replica of generator answered within 0\.05 s"):
-        await found(handle, within_s=0.05)
-    assert handle.cancelled == 1
 
 
 class Board:
@@ -280,13 +224,17 @@ SERVED_BY_TORCH = StageStatus("generator", 1, ("generator=torch_beam (vllm: is b
 SERVED_BY_VLLM = StageStatus("generator", 1, ("generator=vllm",), ())
 
 
+def served(decoder=None):
+    return SimpleNamespace(version="tiny/1", manifest=SimpleNamespace(decoder=decoder, ranker=None))
+
+
 async def ready(operation: Operation, *statuses) -> bool:
     operation._switchboard = Board(*statuses)
     return (await operation.readiness()).ready
 
 
 async def test_it_is_ready_once_the_first_choice_is_loaded_and_stays_so_while_it_is_loaded_anew():
-    operation = Operation(Board(), "tiny/1", stages=("encoder", "generator"))
+    operation = Operation(Board(), lambda: served(decoder="fake"))
     assert not await ready(operation, ENCODER)
     assert not await ready(operation, ENCODER, SERVED_BY_TORCH)
     assert await ready(operation, ENCODER, SERVED_BY_VLLM)
@@ -297,5 +245,5 @@ async def test_it_is_ready_once_the_first_choice_is_loaded_and_stays_so_while_it
 
 
 async def test_a_model_without_a_decoder_waits_for_no_generator():
-    assert await ready(Operation(Board(), "tiny/1"), ENCODER)
-    assert await ready(Operation(Board(), "tiny/1"), ENCODER, SERVED_BY_TORCH)
+    assert await ready(Operation(Board(), served), ENCODER)
+    assert await ready(Operation(Board(), served), ENCODER, SERVED_BY_TORCH)

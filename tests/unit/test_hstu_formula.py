@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from cluster.values import UserSequence
+from integrations.hstu import limits
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.meta_checkpoint import from_meta
 from integrations.hstu.model import HSTU
@@ -36,8 +37,10 @@ def states_of(model, sequences):
         return model(batch["items"], batch["times"], batch["next_times"])
 
 
+@pytest.mark.parametrize("blocks_from", [1, 10**9], ids=["in blocks", "at once"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_agrees_with_the_formula_within_1e_5_at_every_row_of_a_ragged_batch(sizes):
+def test_agrees_with_the_formula_within_1e_5_at_every_row_of_a_ragged_batch(sizes, blocks_from, monkeypatch):
+    monkeypatch.setattr(limits, "WORTH_BLOCKS", blocks_from)
     model, state, shape = imported(sizes)
     rng = np.random.default_rng(7)
     histories = [random_history(rng, length) for length in (1, 2, 17, 30)]

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from cluster.config import GatewaySettings
 from cluster.errors import BackendUnavailable, UnknownChoice
 from cluster.values import EncodeAnswer, StageReport
-from deployments.http_api import create_api
-from deployments.messages import BackendsOut, ReadyOut, StageReadyOut, SwitchOut
+from deployments.http.api import create_api
+from deployments.http.messages import BackendsOut, ReadyOut, StageReadyOut, SwitchOut
 from integrations.hstu.encoder import TorchEncoder
+from pipelines.rank import CandidateRanker
 from pipelines.recommend import Recommender
-from tests.bundles import make_bundle
+from pipelines.stored_history import StoredHistories
+from tests.fake_stages import Ascending, bundle_with_ranker
 
 LIMITS = GatewaySettings(max_k=100, max_behaviours=50, max_listed_items=20, max_batch=4, max_body_bytes=20_000)
 
@@ -26,12 +28,17 @@ class InProcess:
         self.bundle, self.encoder, self.ready = bundle, TorchEncoder(), True
         self.encoder.load(bundle)
         self.recommender = Recommender(bundle, self.encode)
+        histories = StoredHistories(None, 100)
+        self.ranker = CandidateRanker(bundle, histories, self.encode, Ascending(bundle), deadline_s=5.0, ranking_deadline_s=2.0)
 
-    async def encode(self, request):
+    async def encode(self, request, within_s):
         return EncodeAnswer(self.encoder.infer(request), StageReport("encode", "torch", 1.0), self.bundle.version)
 
     async def recommend(self, request):
         return await self.recommender.recommend(request)
+
+    async def rank(self, request):
+        return await self.ranker.rank(request)
 
     def stream(self, request):
         return self.recommender.stream(request)
@@ -57,7 +64,7 @@ class InProcess:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    return InProcess(make_bundle(tmp_path_factory.mktemp("models") / "tiny", items=50))
+    return InProcess(bundle_with_ranker(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture
@@ -79,7 +86,7 @@ async def test_recommends_titled_items_with_their_provenance(client):
     assert answer["items"][0]["title"].startswith("Item ")
     assert {item["item_id"] for item in answer["items"]}.isdisjoint({"1", "2"})
     assert answer["stages"][0]["backend"] == "torch"
-    assert answer["model_version"] == "tiny/1"
+    assert answer["model_version"] == "tiny/2"
 
 
 async def test_item_ids_may_be_numbers(client):
@@ -124,7 +131,6 @@ BAD = {
     "behaviour after the request": ({"user_id": "u", "behaviours": [behaviour()], "request_time": 5}, "behaviours[0].timestamp"),
     "empty user": ({"user_id": ""}, "user_id"),
     "strange tenant": ({"user_id": "u", "tenant": "a b"}, "tenant"),
-    "body of a million behaviours": ({"user_id": "u", "behaviours": [behaviour()] * 1000}, "body"),
 }
 
 
@@ -252,9 +258,41 @@ async def test_an_error_of_ours_is_a_problem_without_a_trace(service, monkeypatc
 def test_the_openapi_document_describes_every_route_with_an_example():
     document = create_api(None, None, LIMITS).openapi()
     assert set(document["paths"]) == {
-        "/v1/recommend", "/v1/recommend:batch", "/v1/items/{item_id}", "/v1/backends",
+        "/v1/recommend", "/v1/recommend:batch", "/v1/rank", "/v1/items/{item_id}", "/v1/backends",
         "/v1/backends/{stage}/{name}:{switch}", "/healthz", "/readyz",
-        "/v1/events", "/v1/users/{user_id}/history", "/v1/cache", "/v1/cache:invalidate",
+        "/v1/events", "/v1/users/{user_id}/history", "/v1/cache", "/v1/cache:invalidate", "/v1/models",
+        "/v1/items", "/v1/examples", "/v1/options", "/v1/gateway",
     }  # fmt: skip
     assert document["components"]["schemas"]["RecommendIn"]["examples"]
     assert "application/problem+json" in document["paths"]["/v1/recommend"]["post"]["responses"]["422"]["content"]
+
+
+async def test_candidates_are_ranked_with_a_prediction_for_each_task(client):
+    message = {"user_id": "u", "behaviours": [], "candidates": ["30", 8, "7", "nonsense"], "weights": {"click": 1, "rating": 2}}
+    answer = (await client.post("/v1/rank", json=message)).json()
+    assert [item["item_id"] for item in answer["items"]] == ["8", "30", "7"]
+    assert answer["items"][0] | {"score": 0} == {
+        "item_id": "8", "title": "Item 8", "attributes": {}, "score": 0,
+        "predictions": {"click": pytest.approx(0.84), "rating": 5.0, "purchase": pytest.approx(0.16)},
+    }  # fmt: skip
+    assert [stage["backend"] for stage in answer["stages"]] == ["ascending"]
+    assert answer["unknown_items"] == ["nonsense"]
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"user_id": "u"}, "candidates"),
+        ({"user_id": "u", "candidates": []}, "candidates"),
+        ({"user_id": "u", "candidates": ["1"], "weights": {"sneeze": 1}}, "weights.sneeze"),
+        ({"user_id": "u", "candidates": ["1"], "weights": {"cart": 1}}, "weights.cart"),
+        ({"user_id": "u", "candidates": ["1"], "weights": {"click": -1}}, "weights.click"),
+        ({"user_id": "u", "candidates": ["1"], "weights": {"click": 0}}, "weights"),
+        ({"user_id": "u", "candidates": ["1"] * 2049}, "candidates"),
+        ({"user_id": "u", "candidates": ["1"], "colour": "blue"}, "colour"),
+    ],
+)
+async def test_a_ranking_that_cannot_be_asked_for_is_refused_with_the_field(client, message, field):
+    response = await client.post("/v1/rank", json=message)
+    assert response.status_code == 422
+    assert any(error["field"].startswith(field) for error in response.json()["errors"]), response.text

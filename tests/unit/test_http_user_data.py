@@ -1,6 +1,7 @@
 """Events, histories, erasure and caches over HTTP, in this process: the real routes, SQLite and cache; only the switchboard is played."""
 
 import asyncio
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -11,8 +12,9 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import GatewaySettings, parse
 from cluster.events.store import open_event_store
 from cluster.switchboard import StageStatus
-from deployments.http_api import create_api
+from deployments.http.api import create_api
 from deployments.user_data import UserData
+from deployments.versions import Versions
 from pipelines.answers import ANSWER_CODEC, Answers
 from pipelines.recommend import Recommender
 from pipelines.stored_history import SWITCHED_OFF, StoredHistories
@@ -36,6 +38,12 @@ class Switchboard:
         return (StageStatus("encoder", 1, (), ()),)
 
 
+def versions_of(bundle, answers):
+    """One version that serves everybody."""
+    model = SimpleNamespace(bundle=bundle, catalogue=bundle and bundle.catalogue, answers=answers)
+    return Versions(SimpleNamespace(models=(model,), get=lambda version: None), stages=None)
+
+
 class InProcess:
     def __init__(self, answers):
         self.answers = answers
@@ -55,7 +63,7 @@ async def served(tmp_path):
     cache = TieredCache(MemoryCache("s3fifo", 2**20), None, TierSettings(), ANSWER_CODEC)
     answers = Answers(Recommender(bundle, encoder), StoredHistories(events, 100), cache, bundle.digest)
     settings = parse({"model_dir": str(tmp_path), "events": {"anticipate_after_s": 0}})
-    data = UserData(settings, board, bundle.catalogue, answers, cache=cache, events=events)
+    data = UserData(settings, board, versions_of(bundle, answers), cache=cache, events=events)
     transport = httpx.ASGITransport(create_api(InProcess(answers), data, LIMITS))
     async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
         yield client, board, encoder
@@ -209,7 +217,7 @@ async def test_a_user_to_invalidate_needs_a_tenant(client):
 async def test_where_events_are_switched_off_an_erasure_reaches_what_is_kept_all_the_same(tmp_path):
     board = Switchboard()
     answers = Answers(None, StoredHistories(None, 100), None, "")
-    data = UserData(parse({"model_dir": str(tmp_path)}), board, None, answers, cache=None, events=None)
+    data = UserData(parse({"model_dir": str(tmp_path)}), board, versions_of(None, answers), cache=None, events=None)
     erased = await data.erase("default", "ada")
     assert (erased.events, erased.everywhere, board.forgotten) == (0, True, [("default", "ada")])
 
@@ -217,7 +225,7 @@ async def test_where_events_are_switched_off_an_erasure_reaches_what_is_kept_all
 async def test_without_an_event_store_events_are_refused_with_the_reason(tmp_path):
     bundle = make_bundle(tmp_path / "models", items=50)
     answers = Answers(Recommender(bundle, Descending(bundle)), StoredHistories(None, 100), None, bundle.digest)
-    data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), bundle.catalogue, answers, cache=None, events=None)
+    data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), versions_of(bundle, answers), cache=None, events=None)
     transport = httpx.ASGITransport(create_api(InProcess(answers), data, LIMITS))
     async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
         refused, caches = await client.post("/v1/events", json=event()), await client.get("/v1/cache")

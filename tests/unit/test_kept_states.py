@@ -288,9 +288,9 @@ def test_what_was_read_last_of_a_forgotten_user_is_not_left_in_memory(loaded, en
     keeping = loaded(engine, keep_from=1)
     for length in (14, 15):
         keeping.infer(asked(of(random_sequence(15), slice(length))))
-    assert keeping._kept._inputs._memory
+    assert keeping._kept._inputs._pool._held
     keeping.forget("default", "ann")
-    assert not keeping._kept._inputs._memory
+    assert not keeping._kept._inputs._pool._held
 
 
 def test_a_user_forgotten_while_being_encoded_is_not_kept(loaded, engine, store):
@@ -368,7 +368,7 @@ def test_a_neighbours_memory_is_never_looked_at(loaded, engine):
     sequences = [random_sequence(length, seed=length) for length in (20, 4)]
     keeping.batch_infer([asked(sequence, f"user {row}") for row, sequence in enumerate(sequences)])
     keeping.batch_infer([asked(sequence, f"user {row}") for row, sequence in enumerate(sequences)])
-    for memory in keeping._kept._inputs._memory.values():
+    for memory in keeping._kept._inputs._pool._held.values():
         memory[:] = np.nan
     assert_agree(plain, keeping, [asked(sequence, f"user {row}") for row, sequence in enumerate(sequences)])
 

@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.values import (
+    CacheReport,
     Explanation,
     Item,
     Recommendation,
@@ -16,7 +17,8 @@ from cluster.values import (
     SkippedBackend,
     StageReport,
 )  # fmt: skip
-from deployments.messages import RecommendIn, RecommendOut
+from deployments.http.answer_json import answer_fields, as_json
+from deployments.http.messages import RecommendIn, RecommendOut
 
 
 def parsed(**fields):
@@ -34,6 +36,13 @@ def test_every_wish_reaches_the_pipeline():
     request = parsed(**wishes, sampling=sampling)
     assert {name: getattr(request, name) for name in wishes} == wishes
     assert request.sampling == SamplingOptions(**sampling)
+
+
+def test_the_time_for_the_answer_runs_from_the_arrival_of_the_request():
+    message = RecommendIn(user_id="u", deadline_ms=80)
+    assert message.to_value(arrived=1000.0).deadline == pytest.approx(1000.08)
+    assert message.to_value().deadline is None
+    assert RecommendIn(user_id="u").to_value(arrived=1000.0).deadline is None
 
 
 @pytest.mark.parametrize("example", RecommendIn.model_config["json_schema_extra"]["examples"])
@@ -85,7 +94,7 @@ def test_an_answer_is_sent_with_its_explanations_and_who_served():
     assert sent["items"][0] == {
         "item_id": "7", "title": "Seven", "attributes": {"year": "1995"}, "score": -1.5, "stage": "blend",
         "explanation": {
-            "retrieval": 0.25, "generation": None, "blended": -1.5, "popularity": None, "freshness": None,
+            "retrieval": 0.25, "generation": None, "blended": -1.5, "ranking": None, "popularity": None, "freshness": None,
             "similar": [{"item_id": "8", "title": "Eight", "similarity": 0.5}],
         },
     }  # fmt: skip
@@ -93,3 +102,12 @@ def test_an_answer_is_sent_with_its_explanations_and_who_served():
     skipped = {"backend": "generator", "reason": "it broke", "failed": True}
     assert sent["stages"] == [{"stage": "generate", "backend": "none", "duration_ms": 1.235, "fallback_from": [skipped]}]
     assert (sent["degraded"], sent["model_version"], sent["unknown_items"]) == (True, "m/1", ["x"])
+
+
+def test_an_answer_is_written_as_its_model_would_be():
+    why = Explanation(retrieval=0.25, popularity=1e-9, similar=(SimilarItem(Item("8", "Ei\u00e9ght \u2028"), 0.5),))
+    report = StageReport("encode", "torch", 1.23456, (SkippedBackend("tensorrt", 'no "GPU"', failed=True),))
+    items = tuple(ScoredItem(Item("7", "Seven", {"year": "1995"}), score, "blend", why) for score in (-1.5, 3.0, 1e20))
+    for cache in (None, CacheReport("l2", 1.23456, stale=True)):
+        answer = Recommendation("u", items, (report,), "m/1", True, ("x",), cache)
+        assert as_json(answer_fields(answer)) == RecommendOut.from_value(answer).model_dump_json().encode()

@@ -55,7 +55,8 @@ def altered(compiled_hstu, tmp_path):
 
 def test_the_manifest_says_how_far_each_graph_is_from_the_model(compiled_hstu):
     parity = {(a.graph, a.precision): a.parity for a in compiled_hstu.manifest.artifacts if a.kind == "onnx"}
-    assert parity.keys() == {(g, "fp32") for g in ("encode", "retrieve", "append")} | {(g, "fp16") for g in ("encode", "append")}
+    built_from = ("encode", "append", "rank", "rank_append")
+    assert parity.keys() == {(g, "fp32") for g in ("retrieve", *built_from)} | {(g, "fp16") for g in built_from}
     for (_, precision), figures in parity.items():
         assert 0 <= figures["max_abs_error"] < (1e-5 if precision == "fp32" else 2e-2)
         assert figures["top10_agreement"] >= 0.9

@@ -1,5 +1,7 @@
 """The pipeline on a real bundle, with the encoder stage played by a function the test controls."""
 
+import time
+
 import pytest
 
 from cluster.controller import NoBackendAnswered
@@ -86,6 +88,45 @@ async def test_popularity_names_every_backend_that_was_passed_over(bundle):
     )
     assert answer.stages[0].fallback_from == skipped
     assert answer.degraded
+
+
+async def test_an_encoder_that_is_late_is_given_up_with_the_callers_time_and_that_is_no_fault_of_its_own(bundle):
+    encoder = Descending(bundle, delay=60)
+    answer = await Recommender(bundle, encoder).recommend(RecommendRequest("u", behaviours("1"), k=2, deadline_ms=30))
+    assert ids(answer) == ["2", "3"]
+    assert answer.degraded
+    (late,) = answer.stages[0].fallback_from
+    assert (late.backend, late.failed) == ("encoder", False)
+    assert late.reason.startswith("it was not done within")
+
+
+async def test_the_encoder_is_told_what_is_left_of_the_time_and_at_most_its_own_limit(bundle):
+    for left_s, least, most in ((None, 3.0, 3.0), (60.0, 3.0, 3.0), (2.0, 1.0, 2.0)):
+        encoder, now = Descending(bundle), time.monotonic()
+        request = RecommendRequest("u", behaviours("1"), deadline=None if left_s is None else now + left_s)
+        await Recommender(bundle, encoder, deadline_s=3.0).recommend(request)
+        assert least <= encoder.seconds[0] <= most
+
+
+async def test_nobody_is_asked_when_the_time_is_over_and_there_is_an_answer_all_the_same(bundle):
+    encoder = Descending(bundle)
+    answer = await Recommender(bundle, encoder).recommend(RecommendRequest("u", behaviours("1"), k=2, deadline=time.monotonic() - 1))
+    assert ids(answer) == ["2", "3"]
+    assert answer.stages[0].fallback_from[0].reason == "no time was left for it"
+    assert encoder.asked == []
+
+
+async def test_a_timeout_inside_the_encoder_is_not_taken_for_the_end_of_the_callers_time(bundle):
+    with pytest.raises(TimeoutError, match="of something else"):
+        await Recommender(bundle, Descending(bundle, error=TimeoutError("of something else"))).recommend(
+            RecommendRequest("u", behaviours("1"), deadline_ms=60_000)
+        )
+
+
+async def test_the_encoder_is_told_whose_catalogue_the_indices_are_of(bundle):
+    encoder = Descending(bundle)
+    await Recommender(bundle, encoder).recommend(RecommendRequest("u", behaviours("1")))
+    assert encoder.asked[0].model_version == bundle.version
 
 
 async def test_an_answer_of_another_model_version_is_not_used(bundle):

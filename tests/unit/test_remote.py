@@ -6,24 +6,35 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from cluster.errors import BackendFailed, BackendUnavailable, UnknownChoice
+from cluster.errors import BackendFailed, BackendUnavailable, InvalidRequest, UnknownChoice
 from cluster.switchboard import StageStatus
+from cluster.traffic.retry_budget import RetryBudget
+from cluster.values import EncodeRequest
 from deployments.operation import Operation
-from deployments.remote import ask
+from deployments.remote import StageCaller, ask
+from tests.bundles import random_sequence
 
 
 class Handle:
-    """Answers each call with the next of `outcomes`: a value, an exception to raise, or None for never."""
+    """Answers each call with the next of `outcomes`: a value, an exception to raise, a list to stream, or None for never."""
 
     deployment_name = "encoder"
 
     def __init__(self, *outcomes):
-        self.outcomes, self.responses = list(outcomes), []
+        self.outcomes, self.responses, self.args = list(outcomes), [], []
+
+    def options(self, *, stream):
+        assert stream
+        return self
 
     def __getattr__(self, method):
         return SimpleNamespace(remote=self._remote)
 
     def _remote(self, *args):
+        self.args.append(args)
+        if self.outcomes and isinstance(self.outcomes[0], list):
+            self.responses.append(Pieces(self.outcomes.pop(0)))
+            return self.responses[-1]
         response, outcome = asyncio.get_running_loop().create_future(), self.outcomes.pop(0)
         if isinstance(outcome, Exception):
             response.set_exception(outcome)
@@ -31,6 +42,28 @@ class Handle:
             response.set_result(outcome)
         self.responses.append(response)
         return response
+
+
+class Pieces:
+    """What a stream yields, as with `outcomes`."""
+
+    def __init__(self, pieces):
+        self.pieces, self.cancelled = list(pieces), False
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        if not self.pieces:
+            raise StopAsyncIteration
+        if (piece := self.pieces.pop(0)) is None:
+            await asyncio.sleep(60)
+        if isinstance(piece, Exception):
+            raise piece
+        return piece
+
+    def cancel(self):
+        self.cancelled = True
 
 
 def raised(cause: Exception) -> RayTaskError:
@@ -66,8 +99,100 @@ async def test_a_call_that_nobody_waits_for_any_more_is_cancelled():
 
 async def test_a_lost_switchboard_stops_no_request_so_what_was_ready_stays_so():
     encoder = StageStatus("encoder", 1, ("encoder=torch",), ())
-    operation = Operation(Handle((), (encoder,), ActorDiedError(), ActorDiedError(), ()), "tiny/1")
+    bundle = SimpleNamespace(version="tiny/1", manifest=SimpleNamespace(decoder=None, ranker=None))
+    operation = Operation(Handle((), (encoder,), ActorDiedError(), ActorDiedError(), ()), lambda: bundle)
     assert not (await operation.readiness()).ready, "no replica has reported yet"
     assert (await operation.readiness()).stages[0].detail == "encoder=torch"
     assert (await operation.readiness()).ready, "the switchboard is away"
     assert not (await operation.readiness()).ready, "it is back, and no replica reports"
+
+
+REQUEST = EncodeRequest(random_sequence(3), 5, user="ada")
+BROKEN = "what stands for an error"
+
+
+def caller(*outcomes):
+    handle = Handle(*outcomes)
+    return StageCaller(handle, RetryBudget(least_per_s=100)), handle
+
+
+async def test_a_replica_is_told_the_time_that_is_left():
+    asking, handle = caller(ActorDiedError(), "answer")
+    assert await asking.ask("encode", REQUEST, within_s=1) == "answer"
+    (_, first), (_, second) = handle.args
+    assert second < first <= 1
+    assert asking.figures == {"requests": 1, "copies": 1, "hedges": 0, "refused": 0}
+
+
+async def test_a_replica_that_is_stopped_does_not_keep_a_request_waiting_while_another_answers():
+    asking, handle = caller(None, "answer")
+    assert await asking.ask("encode", REQUEST, within_s=0.1) == "answer"
+    await asyncio.sleep(0)
+    assert handle.responses[0].cancelled()
+
+
+async def test_a_copy_is_nobodys_so_that_no_router_brings_it_home_to_the_stopped_replica():
+    asking, handle = caller(None, "answer")
+    await asking.ask("encode", REQUEST, within_s=0.1)
+    assert [request.user for request, _ in handle.args] == ["ada", ""]
+
+
+@pytest.mark.parametrize(
+    "broken", [raised(ZeroDivisionError("no")), raised(BackendFailed("it broke")), BROKEN], ids=["bug", "engine", "value"]
+)
+async def test_what_only_computes_is_asked_of_another_replica_and_what_may_break_it_too_is_not(broken):
+    poor = {"poor": lambda answer: answer == BROKEN}
+    asking, _ = caller(broken, "answer")
+    assert await asking.ask("encode", REQUEST, within_s=1, safe=True, **poor) == "answer"
+    asking, handle = caller(broken, "answer")
+    if broken is BROKEN:
+        assert await asking.ask("generate", REQUEST, within_s=1, **poor) == BROKEN
+    else:
+        with pytest.raises(BackendFailed):
+            await asking.ask("generate", REQUEST, within_s=1, **poor)
+    assert len(handle.args) == 1
+
+
+async def test_a_request_that_is_wrong_is_wrong_everywhere():
+    asking, handle = caller(raised(InvalidRequest("k", "is wrong")), "answer")
+    with pytest.raises(InvalidRequest):
+        await asking.ask("encode", REQUEST, within_s=1, safe=True)
+    assert len(handle.args) == 1
+
+
+async def test_where_every_replica_gives_a_poor_answer_that_is_the_answer():
+    asking, _ = caller(BROKEN, BROKEN)
+    assert await asking.ask("encode", REQUEST, within_s=1, tries=2, safe=True, poor=lambda answer: answer == BROKEN) == BROKEN
+
+
+async def test_replicas_that_all_die_are_an_error_of_ours():
+    asking, _ = caller(ActorDiedError(), ActorDiedError())
+    with pytest.raises(BackendUnavailable, match="no replica of encoder could be reached"):
+        await asking.ask("generate", REQUEST, within_s=1, tries=2)
+
+
+async def streamed(asking, **more):
+    return [piece async for piece in asking.ask_stream("generate_stream", REQUEST, **{"within_s": 5, **more})]
+
+
+async def test_a_stream_comes_piece_by_piece_and_an_empty_one_ends():
+    asking, handle = caller(["a", "b"])
+    assert await streamed(asking) == ["a", "b"]
+    assert handle.responses[0].cancelled
+    asking, _ = caller([])
+    assert await streamed(asking) == []
+
+
+@pytest.mark.parametrize("first", [ActorDiedError(), None], ids=["died", "stopped"])
+async def test_a_stream_that_has_not_begun_is_begun_by_another_replica(first):
+    asking, handle = caller([first, "never"], ["a", "b"])
+    assert await streamed(asking, within_s=0.2) == ["a", "b"]
+    await asyncio.sleep(0)
+    assert all(response.cancelled for response in handle.responses)
+
+
+async def test_a_stream_that_breaks_off_is_not_begun_again():
+    asking, handle = caller(["a", ActorDiedError()], ["a", "b"])
+    with pytest.raises(BackendUnavailable):
+        await streamed(asking)
+    assert len(handle.args) == 1

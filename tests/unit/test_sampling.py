@@ -442,18 +442,19 @@ def test_draws_nothing_for_no_rows(way):
 
 
 @needs_numba
-def test_reuses_its_arrays_and_grows_them_to_twice_their_size_at_least():
+def test_reuses_its_arrays_and_grows_them_to_the_next_power_of_two():
     sampler = Sampler()
 
     def where(vocabulary, rows=2, top_k=10):
         draw(sampler, np.zeros((rows, vocabulary)), SamplingOptions(top_k=top_k))
-        return {name: array.ctypes.data for name, array in sampler.scratch._held.items()}
+        return {name: array.ctypes.data for name, array in sampler.buffers._held.items()}
 
     first = where(3000)
     assert where(3000) == where(2000, rows=7, top_k=5) == where(7) == first
-    grown = where(3100, top_k=11)
+    assert where(4096, top_k=11)["weights"] == first["weights"]
+    grown = where(4097, top_k=20)
     assert grown["weights"] != first["weights"]
-    assert where(6000, top_k=20) == grown
+    assert where(8192, top_k=20) == grown
 
 
 @needs_numba
@@ -466,7 +467,7 @@ def test_is_not_affected_by_what_its_arrays_hold():
 
     fresh, used = Sampler(), Sampler()
     used.draw(torch.randn(3, 9000), MIXED[:3], [RandomStream(0)] * 3)
-    for array in used.scratch._held.values():
+    for array in used.buffers._held.values():
         array.view(np.uint8).fill(0x7F)  # huge as integers and floats alike
     assert drawn(used) == drawn(fresh)
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from benchmarks.state_reads import read_seconds
 from integrations.hstu.state.half import widen
 from integrations.hstu.state.lru_list import Link, LruList
-from integrations.hstu.state.measure import read_seconds
 from integrations.hstu.state.pool import PagePool, Plane
 from integrations.hstu.state.rows import common_rows, identities, page_digests
 

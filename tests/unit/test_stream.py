@@ -1,6 +1,7 @@
 """The streamed answer: what comes when, and that it ends as the whole answer would."""
 
 import asyncio
+import re
 from dataclasses import replace
 
 import pytest
@@ -37,7 +38,16 @@ def shown(parts):
 
 
 def without_durations(answer):
-    return replace(answer, stages=tuple(replace(stage, duration_ms=0.0) for stage in answer.stages))
+    """Neither those of the stages nor those that their reasons name."""
+    timeless = [
+        replace(
+            stage,
+            duration_ms=0.0,
+            fallback_from=tuple(replace(one, reason=re.sub(r"\d+ ms", "", one.reason)) for one in stage.fallback_from),
+        )
+        for stage in answer.stages
+    ]
+    return replace(answer, stages=tuple(timeless))
 
 
 async def streamed(recommender, request):

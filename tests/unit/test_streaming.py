@@ -9,8 +9,8 @@ from starlette.requests import ClientDisconnect
 from cluster.config import GatewaySettings
 from cluster.errors import BackendUnavailable, InvalidRequest
 from cluster.values import Item, Recommendation, ScoredItem, SkippedBackend, StageReport
-from deployments.http_api import create_api
-from deployments.streaming import NDJSON, SSE, wanted
+from deployments.http.api import create_api
+from deployments.http.streaming import NDJSON, SSE, wanted
 
 STAGE = StageReport("generate", "vllm", 12.5, (SkippedBackend("mine", "is\nbroken", failed=True),))
 ITEM = ScoredItem(Item("50", "Äpfel &\u2028Birnen", {"year": "1977"}), -1.25, "generate")

@@ -12,11 +12,11 @@ from cluster.errors import BackendUnavailable, CompileError
 from cluster.values import EncodeRequest
 from integrations.hstu.weights import load_model
 from integrations.onnx.files import graph_file
-from integrations.tensorrt import build, device
-from integrations.tensorrt import encoder as encoder_module
+from integrations.tensorrt import build, device, engine_files
 from integrations.tensorrt.build import build_engine, builder_config, profile_ranges
 from integrations.tensorrt.encoder import TensorRTEncoder
 from integrations.tensorrt.engine import Engine
+from integrations.tensorrt.engine_files import engine_of
 from integrations.tensorrt.library import FULL, RTX, load_library, make_logger
 from tests.bundles import last_states, random_sequence
 
@@ -51,14 +51,14 @@ def with_artifacts(bundle, artifacts, failed=()):
 
 
 def built(bundle, graph="encode", precision="fp32", target="sm_89", ranges=None):
-    ranges = profile_ranges(graph, bundle.manifest.model) if ranges is None else ranges
+    ranges = profile_ranges(graph, bundle.manifest) if ranges is None else ranges
     return build_engine(rtx, bundle.path / graph_file(graph, precision), ranges, target)
 
 
 @without_gpu
 def test_builds_every_graph_in_both_precisions_for_every_target_without_a_gpu(compiled_hstu):
     engines = {(a.graph, a.precision, a.target) for a in compiled_hstu.manifest.artifacts if a.kind == "tensorrt"}
-    assert engines == {(g, p, t) for g in ("encode", "append") for p in ("fp32", "fp16") for t in ("sm_80", "sm_89")}
+    assert engines == {(g, p, t) for g in build.GRAPHS for p in ("fp32", "fp16") for t in ("sm_80", "sm_89")}
     assert not compiled_hstu.manifest.failed_steps
 
 
@@ -104,7 +104,7 @@ def test_an_engine_does_not_load_without_a_driver_and_says_so(compiled_hstu):
 
 
 def test_is_unavailable_where_no_library_is_installed(compiled_hstu, monkeypatch):
-    monkeypatch.setattr(encoder_module, "installed", list)
+    monkeypatch.setattr(engine_files, "installed", list)
     assert TensorRTEncoder().get_availability(compiled_hstu).reason.startswith("TensorRT is not installed; run: pip install 'genrec[gpu]'")
 
 
@@ -134,7 +134,7 @@ def test_is_unavailable_without_a_gpu_and_driver(compiled_hstu):
 
 
 def on_gpu(monkeypatch, architecture):
-    monkeypatch.setattr(encoder_module, "gpu_architecture", lambda: architecture)
+    monkeypatch.setattr(engine_files, "gpu_architecture", lambda: architecture)
 
 
 def test_is_unavailable_on_a_gpu_nobody_built_for_and_says_what_there_is(compiled_hstu, monkeypatch):
@@ -162,7 +162,7 @@ def test_is_available_on_a_gpu_it_was_built_for_until_that_engine_is_altered(alt
 def test_is_unavailable_where_the_library_that_built_the_engine_is_not_installed(compiled_hstu, monkeypatch):
     on_gpu(monkeypatch, "sm_89")
     foreign = [a.model_copy(update={"builder": "tensorrt 10.9"}) if a.kind == "tensorrt" else a for a in compiled_hstu.manifest.artifacts]
-    monkeypatch.setattr(encoder_module, "installed", lambda: [RTX])
+    monkeypatch.setattr(engine_files, "installed", lambda: [RTX])
     assert (
         "built by tensorrt 10.9, which is not installed"
         in TensorRTEncoder().get_availability(with_artifacts(compiled_hstu, foreign)).reason
@@ -171,8 +171,8 @@ def test_is_unavailable_where_the_library_that_built_the_engine_is_not_installed
 
 def test_prefers_the_precisions_in_the_order_given(compiled_hstu, monkeypatch):
     on_gpu(monkeypatch, "sm_89")
-    assert TensorRTEncoder()._engine_of(compiled_hstu).precision == "fp32"
-    assert TensorRTEncoder(precisions=("fp16", "fp32"))._engine_of(compiled_hstu).precision == "fp16"
+    assert engine_of(compiled_hstu, "encode", ("fp32", "fp16")).precision == "fp32"
+    assert engine_of(compiled_hstu, "encode", ("fp16", "fp32")).precision == "fp16"
 
 
 def test_the_full_library_is_not_used_to_build_without_a_gpu(monkeypatch):
@@ -229,7 +229,7 @@ def null_pointer(*_):
 def test_a_builder_that_cannot_start_fails_its_step_only(compiled_hstu):
     graph = compiled_hstu.path / graph_file("encode", "fp32")
     with pytest.raises(CompileError, match=r"building encode\.fp32\.onnx for sm_89, broke: TypeError: .*returned nullptr"):
-        build_engine(Faked(Builder=null_pointer), graph, profile_ranges("encode", compiled_hstu.manifest.model), "sm_89")
+        build_engine(Faked(Builder=null_pointer), graph, profile_ranges("encode", compiled_hstu.manifest), "sm_89")
 
 
 class Deserialized:

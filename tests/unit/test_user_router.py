@@ -15,7 +15,7 @@ from ray.serve.request_router import PendingRequest
 from ray.serve.schema import DeploymentSchema
 
 from cluster.errors import ConfigError
-from cluster.user_router import capacity, choose, in_order_of, user_key
+from cluster.traffic.user_router import capacity, choose, in_order_of, user_key
 from cluster.values import EncodeRequest, GenerateRequest, UserState
 from deployments.user_router import UserAffinityRouter
 from tests.bundles import random_sequence

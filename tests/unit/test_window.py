@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.window import default_step, window_start
 from integrations.hstu.user_behavior_schema import collate
-from integrations.hstu.window import default_step, window_start
 from tests.bundles import random_sequence
 
 

@@ -19,6 +19,9 @@ class KeptRows:
         self._store, self._model, self._complaint = store, model, complaint
         self._failures, self._said = 0, set[str]()
 
+    def close(self) -> None:
+        """Give back what is held beside memory."""
+
     def forget(self, tenant: str, user: str) -> int:
         """Drop all that is kept of the user: how many rows."""
         return self._forgotten(lambda: self._store.forget(self._owner(tenant, user)))

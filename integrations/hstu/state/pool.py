@@ -3,7 +3,7 @@
 A page has room for `page_rows` rows of every plane. A plane's pages lie one behind the other, each in one piece with the rows along the
 plane's own axis, so that a page is read in few long runs and touches few pages of virtual memory.
 
-K and V read into contiguous float32 arrays by one thread, GB/s (`python -m integrations.hstu.state.measure`):
+K and V read into contiguous float32 arrays by one thread, GB/s (`python -m benchmarks.state_reads`):
 
     rows a page                                       16      64     128
     2 layers, 1 head, dim 50, 200 rows, float32      2.5     6.7    10.9

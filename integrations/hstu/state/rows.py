@@ -10,7 +10,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from cluster.values import Int64Array
+from cluster.values import FloatArray, Int64Array
 
 DIGEST_BYTES = 16
 NO_ROWS: Int64Array = np.empty((0, 3), dtype=np.int64)
@@ -22,6 +22,12 @@ def identities(items: npt.ArrayLike, times: npt.ArrayLike) -> Int64Array:
     if item.shape != time.shape or item.ndim != 1:
         raise ValueError(f"one item and one time an event, both of shape (n,), not {item.shape} and {time.shape}")
     return np.stack([item[:-1], time[:-1], time[1:]], axis=1)
+
+
+def event_identities(items: npt.ArrayLike, times: npt.ArrayLike, actions: npt.ArrayLike, ratings: FloatArray) -> Int64Array:
+    """(item, time, action and rating) of each event, (n, 3): those of a ranker, whose rows are final at once (see ranker.py)."""
+    did = np.asarray(actions, dtype=np.int64) << 32 | ratings.astype(np.float32).view(np.uint32).astype(np.int64)
+    return np.stack([np.asarray(items, dtype=np.int64), np.asarray(times, dtype=np.int64), did], axis=1)
 
 
 def common_rows(a: Int64Array, b: Int64Array) -> int:

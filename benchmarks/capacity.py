@@ -1,0 +1,333 @@
+"""How large a cluster do so many users need? Computed from what a request costs each part of genrec, in processor time.
+
+    python -m benchmarks.capacity measure      # with the demo's model (run `make demo ONCE=1` before): serves, asks, files the figures
+    python -m benchmarks.capacity plan         # from the figures that are filed; --write makes docs/capacity.md
+
+Processor time, not the clock's, is measured: it hardly depends on what else the machine does, and it adds up. What a role's processes use
+while nobody asks is taken off. Assumptions about users stand in `Load`, prices in `Prices`: give your own as options.
+"""
+
+import asyncio
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import httpx
+import numpy as np
+import psutil
+import typer
+
+from cluster.bundle import BundleStore
+from cluster.config import read
+from deployments.cli.dataset_options import DatasetOptions, open_dataset
+from deployments.cli.demo import request_of
+from deployments.cli.local_serve import LocalServe
+from integrations.hstu.config import HSTUConfig
+from integrations.hstu.model_parameter_calculator import model_size
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+ROLES = {
+    "gateway": ("ServeReplica:genrec:gateway",),
+    "encoder": ("ServeReplica:genrec:encoder",),
+    "generator": ("ServeReplica:genrec:generator",),
+    "cache shard": ("CacheShard", "CacheActor"),
+    "proxy": ("ProxyActor", "haproxy"),
+}
+CLIENTS = 8
+app = typer.Typer(no_args_is_help=True, help=__doc__)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Who comes, and what is asked for them."""
+
+    users: float = 1e8
+    active_daily: float = 0.2
+    requests_a_day: float = 10.0
+    events_a_day: float = 20.0
+    peak: float = 3.0
+    l1_share: float = 0.10
+    l2_share: float = 0.30
+    history: int = 200
+    sessions_h: float = 1.0
+    """Hours for which the state of a user who was active is kept."""
+
+    def peak_per_s(self, a_day: float) -> float:
+        return self.users * self.active_daily * a_day / 86_400 * self.peak
+
+    @property
+    def active_at_peak(self) -> float:
+        """Users whose state is kept at the busiest time."""
+        return self.users * self.active_daily / 24 * self.sessions_h * self.peak
+
+
+@dataclass(frozen=True)
+class Prices:
+    """In dollars an hour; what large clouds ask for, roughly, on demand."""
+
+    core: float = 0.04
+    gigabyte: float = 0.005
+
+
+@dataclass(frozen=True)
+class Part:
+    """A line of the plan. `cores` and `gigabytes` of all its replicas together."""
+
+    name: str
+    per_s: float
+    ms: float
+    cores: float
+    replicas: int
+    gigabytes: float
+
+
+@app.command()
+def measure(
+    *,
+    model_dir: Annotated[Path, typer.Option()] = Path("models/ml-100k"),
+    requests: Annotated[int, typer.Option(help="of each kind")] = 1500,
+    port: Annotated[int, typer.Option()] = 8017,
+) -> None:
+    """Serve, ask for each kind of answer, and file what each role's processes used for it."""
+    with tempfile.TemporaryDirectory() as directory:
+        generator = {**read(ROOT / "ray_config.yaml").generator.model_dump(mode="json"), "order": ["torch_beam"]}
+        changes = {"model_dir": str(model_dir), "events": {"url": f"sqlite:///{directory}/events.db"}, "generator": generator}
+        serving = LocalServe(ROOT / "ray_config.yaml", changes, port=port, log=Path(".genrec/capacity.log"))
+        with serving as url:
+            figures = asyncio.run(_measured(url, serving.pid, requests))
+            caches = httpx.get(f"{url}/v1/cache", timeout=30).json()
+    bundle = BundleStore(model_dir).open()
+    l2 = next(tier for tier in caches["tiers"] if tier["tier"] == "l2")
+    filed = {
+        "when": f"{datetime.now(UTC):%Y-%m-%d}",
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "versions": {name: version(name) for name in ("ray", "onnxruntime", "torch")},
+        "model": {"version": bundle.version, "config": bundle.manifest.model.config},
+        "cpu_ms_per_request": figures,
+        "bytes_per_answer": l2["used_bytes"] / max(1, l2["entries"]),
+    }
+    path = RESULTS / "capacity_figures_cpu.json"
+    path.write_text(json.dumps(filed, indent=2) + "\n")
+    print(path.read_text())
+
+
+async def _measured(url: str, serving: int, count: int) -> dict[str, dict[str, float]]:
+    """Kind of answer -> role -> milliseconds of processor time a request."""
+    dataset, rng = open_dataset(DatasetOptions(name="ml-100k")), np.random.default_rng(0)
+    users = [int(user) for user in rng.choice(dataset.interactions.users, min(count, dataset.interactions.users), replace=False)]
+    bodies = [{**request_of(dataset, user, 10), "request_time": None} for user in users]
+    kinds: dict[str, list[dict[str, Any]]] = {
+        "retrieval, computed": [{**body, "strategy": "retrieval", "cache": "bypass"} for body in bodies],
+        "unified, computed": [{**body, "strategy": "unified", "cache": "bypass"} for body in bodies],
+        "retrieval, computed and kept": [{**body, "strategy": "retrieval", "cache": "refresh"} for body in bodies],
+        "from l1": [{**bodies[0], "strategy": "retrieval"}],
+    }
+    events = [{"user_id": body["user_id"], "item_id": body["behaviours"][0]["item_id"]} for body in bodies]
+    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=CLIENTS)) as http:
+        for body in kinds.values():
+            await _ask(http, "/v1/recommend", body, 200)
+        idle = await _used_while(serving, asyncio.sleep(10))
+        per_s = {role: used / 10 for role, used in idle.items()}
+        found = {}
+        for kind, body in kinds.items():
+            found[kind] = await _per_request(serving, per_s, _ask(http, "/v1/recommend", body, count), count)
+        found["event"] = await _per_request(serving, per_s, _ask(http, "/v1/events", events, count), count)
+        await _ask(http, "/v1/recommend", [{**body, "strategy": "retrieval"} for body in bodies], len(bodies))  # so that l2 holds something
+    return found
+
+
+async def _per_request(serving: int, idle_per_s: Mapping[str, float], work: Any, count: int) -> dict[str, float]:
+    began = time.monotonic()
+    used = await _used_while(serving, work)
+    seconds = time.monotonic() - began
+    return {role: round(max(0.0, used[role] - idle_per_s[role] * seconds) * 1e3 / count, 4) for role in used}
+
+
+async def _used_while(serving: int, work: Any) -> dict[str, float]:
+    before = _used(serving)
+    await work
+    after = _used(serving)
+    return {role: after[role] - before[role] for role in after}
+
+
+def _used(serving: int) -> dict[str, float]:
+    """Seconds of processor time of each role's processes."""
+    used = dict.fromkeys(ROLES, 0.0)
+    for process in psutil.Process(serving).children(recursive=True):
+        try:
+            title, times = " ".join(process.cmdline()), process.cpu_times()
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+        for role, names in ROLES.items():
+            if any(name in title for name in names):
+                used[role] += times.user + times.system
+    return used
+
+
+async def _ask(http: aiohttp.ClientSession, path: str, bodies: Sequence[dict[str, Any]], count: int) -> None:
+    """That many, in turns, a few at a time."""
+    numbers: Iterator[int] = iter(range(count))
+
+    async def client() -> None:
+        for number in numbers:
+            async with http.post(path, json=bodies[number % len(bodies)]) as response:
+                response.raise_for_status()
+                await response.read()
+
+    await asyncio.gather(*(client() for _ in range(CLIENTS)))
+
+
+@app.command()
+def plan(
+    *,
+    users: Annotated[float, typer.Option()] = Load.users,
+    active_daily: Annotated[float, typer.Option(help="share of users who come on a day")] = Load.active_daily,
+    requests_a_day: Annotated[float, typer.Option(help="of a user who comes")] = Load.requests_a_day,
+    events_a_day: Annotated[float, typer.Option(help="of a user who comes")] = Load.events_a_day,
+    peak: Annotated[float, typer.Option(help="busiest hour over the mean")] = Load.peak,
+    l1_share: Annotated[float, typer.Option(help="answers from a gateway's memory")] = Load.l1_share,
+    l2_share: Annotated[float, typer.Option(help="answers from the cluster's cache")] = Load.l2_share,
+    history: Annotated[int, typer.Option(help="events kept of a user")] = Load.history,
+    utilisation: Annotated[float, typer.Option(help="of a core at the busiest time")] = 0.6,
+    core: Annotated[float, typer.Option(help="dollars an hour")] = Prices.core,
+    gigabyte: Annotated[float, typer.Option(help="dollars an hour")] = Prices.gigabyte,
+    write: Annotated[bool, typer.Option("--write", help="to docs/capacity.md")] = False,
+) -> None:
+    """Replicas, memory, cache shards and cost, as Markdown."""
+    figures = json.loads((RESULTS / "capacity_figures_cpu.json").read_text())
+    load = Load(users, active_daily, requests_a_day, events_a_day, peak, l1_share, l2_share, history)
+    text = _page(figures, load, Prices(core, gigabyte), utilisation)
+    print(text)
+    if write:
+        (ROOT / "docs" / "capacity.md").write_text(text)
+
+
+def parts(figures: dict[str, Any], load: Load, kind: str, utilisation: float) -> list[Part]:
+    """The roles' shares of the busiest second. `kind` is how the answers that are not kept are computed."""
+    asked, ms = load.peak_per_s(load.requests_a_day), figures["cpu_ms_per_request"]
+    computed, kept = asked * (1 - load.l1_share - load.l2_share), asked * (load.l1_share + load.l2_share)
+    config = HSTUConfig(**figures["model"]["config"])
+    state_gb = load.active_at_peak * load.history * model_size(config, bytes_per_number=2).kv_bytes_per_event / 1e9
+    answers_gb = load.active_at_peak * figures["bytes_per_answer"] / 1e9
+    events = load.peak_per_s(load.events_a_day)
+
+    def part(name: str, role: str, per_s: float, each_ms: float, gigabytes: float = 0.0) -> Part:
+        cores = per_s * each_ms / 1e3 / utilisation
+        return Part(name, per_s, each_ms, cores, max(2, int(np.ceil(cores))), gigabytes + max(2, np.ceil(cores)) * RESIDENT_GB[role])
+
+    of_gateway = (computed * ms[kind]["gateway"] + kept * ms["from l1"]["gateway"]) / asked
+    return [
+        part("proxies", "proxy", asked, ms[kind]["proxy"]),
+        part("gateways", "gateway", asked, of_gateway),
+        part("encoders, with users' keys and values in fp16", "encoder", computed, ms[kind]["encoder"], state_gb),
+        *([part("generators", "generator", computed, ms[kind]["generator"])] if ms[kind]["generator"] > 0.05 else []),
+        part("cache shards", "cache shard", asked * (1 - load.l1_share), ms["retrieval, computed and kept"]["cache shard"], answers_gb),
+        part("gateways, for events", "gateway", events, ms["event"]["gateway"]),
+    ]
+
+
+LARGE = {"items": 3700, "layers": 8, "dim": 512, "heads": 8, "attention_dim": 64, "linear_dim": 64, "max_history": 2048, "max_length": 2048}
+APPEND_MS, WHOLE_MS = 6.1, 51.2
+"""The largest model of benchmarks/append.py, and its milliseconds of processor time at 200 events, as filed."""
+RESIDENT_GB = {"proxy": 0.3, "gateway": 0.4, "encoder": 0.6, "generator": 0.9, "cache shard": 0.3}
+"""Of a replica that serves the demo's model and keeps nothing yet, as `ps` shows it."""
+
+
+def _page(figures: dict[str, Any], load: Load, prices: Prices, utilisation: float) -> str:
+    asked, events = load.peak_per_s(load.requests_a_day), load.peak_per_s(load.events_a_day)
+    lines = [
+        f"# A cluster for {load.users:,.0f} users",
+        "",
+        (
+            "Computed by `python -m benchmarks.capacity plan --write` from [what a request was measured to cost](../benchmarks/results/"
+            "capacity_figures_cpu.json) (`python -m benchmarks.capacity measure`), in milliseconds of processor time of "
+            f"{figures['machine']}, {figures['when']}. Your users differ: every assumption is an option."
+        ),
+        "",
+        "## Who comes",
+        "",
+        (
+            f"{load.active_daily:.0%} of the users on a day, each with {load.requests_a_day:g} requests and {load.events_a_day:g} events; "
+            f"{load.peak:g} times as many in the busiest hour as on average: **{asked:,.0f} requests and {events:,.0f} events a second**. "
+            f"{load.l1_share:.0%} of the answers come from a gateway's memory, {load.l2_share:.0%} from the cluster's cache. "
+            f"Cores are to be busy {utilisation:.0%} of the time. {load.active_at_peak:,.0f} users are in a session at the busiest time; "
+            f"what is kept of them is {load.history} events' keys and values and one answer."
+        ),
+    ]
+    for kind in ("unified, computed", "retrieval, computed"):
+        lines += ["", f"## Answers that are {kind.split(',')[0]}", "", *_table(parts(figures, load, kind, utilisation), prices)]
+    return "\n".join([*lines, *_notes(figures, load, utilisation)])
+
+
+def _table(plan: list[Part], prices: Prices) -> list[str]:
+    head = ["| | a second | CPU ms each | cores | replicas of one core | memory (GB) | $ an hour |", "|---|---|---|---|---|---|---|"]
+    costs = [one.cores * prices.core + one.gigabytes * prices.gigabyte for one in plan]
+    body = [
+        f"| {one.name} | {one.per_s:,.0f} | {one.ms:.3f} | {one.cores:,.0f} | {one.replicas:,} | {one.gigabytes:,.0f} | {cost:,.2f} |"
+        for one, cost in zip(plan, costs, strict=True)
+    ]
+    cores, memory = sum(one.cores for one in plan), sum(one.gigabytes for one in plan)
+    return [*head, *body, f"| **all** | | | **{cores:,.0f}** | | **{memory:,.0f}** | **{sum(costs):,.2f}** |"]
+
+
+def _notes(figures: dict[str, Any], load: Load, utilisation: float) -> list[str]:
+    computed = load.peak_per_s(load.requests_a_day) * (1 - load.l1_share - load.l2_share)
+
+    def cores(each_ms: float) -> float:
+        return computed * each_ms / 1e3 / utilisation
+
+    small, large = HSTUConfig(**figures["model"]["config"]), HSTUConfig(**LARGE)
+    rows = [
+        f"| {name} | {one.layers} | {one.dim} | {bytes_:,} | {load.active_at_peak * load.history * bytes_ / 1e12:,.2f} |"
+        for name, one in (("the demo's", small), ("a large one", large))
+        if (bytes_ := model_size(one, bytes_per_number=2).kv_bytes_per_event)
+    ]
+    return [
+        "",
+        "## What grows with the model",
+        "",
+        f"Keys and values of {load.history} events of each user in a session, fp16:",
+        "",
+        "| model | layers | width | bytes an event | TB in all |",
+        "|---|---|---|---|---|",
+        *rows,
+        "",
+        (
+            f"One more event behind what is kept costs the large model {APPEND_MS} ms of a core at 200 events, all of them {WHOLE_MS} ms "
+            f"([measured](../benchmarks/results/append_cpu_2026-11-22.md)): {cores(APPEND_MS):,.0f} cores of encoders with kept states, "
+            f"{cores(WHOLE_MS):,.0f} without. Scores of all items grow with the catalogue, which is the demo's here: {small.items:,} items."
+        ),
+        "",
+        "## What does not scale by adding replicas",
+        "",
+        (
+            f"* **The event store.** One PostgreSQL took 1,400 acknowledged events a second one by one, and 31,000 in calls of many; "
+            f"this load has {load.peak_per_s(load.events_a_day):,.0f}. Send "
+            'events in batches (`{"events": [...]}`), or give each group of tenants a cluster and a database of its own.'
+        ),
+        (
+            "* **The switchboard.** Every replica reports twice a second to one process: thousands of replicas are several clusters, each "
+            "behind its own address, with users shared out by the hash of their id, as the caches and the encoders do it inside a cluster."
+        ),
+        "* **Ray's head** has to be kept by Redis (cluster/launch/kuberay.yaml).",
+        "",
+        (
+            f"Versions: {', '.join(f'{name} {number}' for name, number in figures['versions'].items())}; "
+            f"model {figures['model']['version']}. Not measured: many machines, networks between them, GPUs."
+        ),
+        "",
+    ]
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,129 @@
+"""Two servers as one would write them in an afternoon: the same model, the same requests, the same answers by strategy `retrieval`.
+
+    python -m benchmarks.naive_servers fastapi --model-dir models/ml-100k --port 8021     one process: FastAPI, PyTorch in eager mode
+    python -m benchmarks.naive_servers chain   --model-dir models/ml-100k --port 8021     Ray Serve: ingress -> encoder -> ranker
+
+What they lack: batching, compiled engines, kept states, fallbacks, deadlines, admission, anything to watch them by. Both check requests by
+the messages genrec checks them by and answer in its form, so that only the serving differs. Serve is left at its defaults.
+"""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import ray
+import torch
+import typer
+import uvicorn
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import Application
+
+from cluster.bundle import Bundle, BundleStore
+from cluster.values import Recommendation, RecommendRequest, ScoredItem, StageReport
+from deployments.http.messages import RecommendIn, RecommendOut
+from integrations.hstu.limits import limits
+from integrations.hstu.user_behavior_schema import collate
+from integrations.hstu.weights import load_model
+from pipelines.history import understand
+
+State = list[float]
+
+
+class EagerEncoder:
+    """A request's user state: the model's output at the last event, one request at a time."""
+
+    def __init__(self, model_dir: str) -> None:
+        self._bundle = BundleStore(Path(model_dir)).open()
+        self._model = load_model(self._bundle).eval()
+        self._longest = limits(self._bundle.manifest.model).max_history
+        self._catalogue = self._bundle.catalogue
+
+    def encode(self, request: RecommendRequest) -> tuple[State, float]:
+        """The state (D,), and the milliseconds it took."""
+        began = time.perf_counter()
+        tensors = collate([understand(request, self._catalogue).sequence], self._longest).tensors()
+        with torch.inference_mode():
+            states_BLD = self._model(tensors["items"], tensors["times"], tensors["next_times"])
+        state: State = states_BLD[0, int(tensors["lengths"][0]) - 1].tolist()
+        return state, (time.perf_counter() - began) * 1e3
+
+
+class Ranker:
+    """The nearest items to a state, with their titles."""
+
+    def __init__(self, model_dir: str) -> None:
+        self._bundle: Bundle = BundleStore(Path(model_dir)).open()
+        self._catalogue, self._vectors = self._bundle.catalogue, torch.from_numpy(np.array(self._bundle.item_vectors))
+
+    def rank(self, request: RecommendRequest, state: State, encode_ms: float) -> dict[str, Any]:
+        """The whole answer, as JSON's values."""
+        wishes = understand(request, self._catalogue)
+        scores = self._vectors @ torch.tensor(state)
+        scores[0] = -torch.inf
+        scores[torch.from_numpy(wishes.excluded.astype(np.int64))] = -torch.inf
+        best = torch.topk(scores, min(request.k, len(self._catalogue)))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        items = tuple(ScoredItem(self._catalogue[index], score, "encode") for index, score in pairs)
+        reports = (StageReport("encode", "eager", encode_ms, ()),)
+        answer = Recommendation(request.user_id, items, reports, self._bundle.version, degraded=False, unknown_items=wishes.unknown_items)
+        return RecommendOut.from_value(answer).model_dump()
+
+
+def one_process(model_dir: str) -> FastAPI:
+    """FastAPI calls the function in a thread of its pool, as it does with any that is not `async`."""
+    api, encoder, ranker = FastAPI(), EagerEncoder(model_dir), Ranker(model_dir)
+
+    @api.post("/v1/recommend")
+    def recommend(message: RecommendIn) -> RecommendOut:
+        request = message.to_value()
+        return RecommendOut(**ranker.rank(request, *encoder.encode(request)))
+
+    @api.get("/readyz")
+    def readyz() -> dict[str, bool]:
+        return {"ready": True}
+
+    return api
+
+
+def chain(model_dir: str) -> Application:
+    """Three deployments, a call each, at Serve's defaults."""
+    api = FastAPI()
+
+    class Ingress:
+        def __init__(self, encoder: Any, ranker: Any) -> None:
+            self._encoder, self._ranker = encoder, ranker
+
+        @api.post("/v1/recommend")
+        async def recommend(self, message: RecommendIn) -> RecommendOut:
+            request = message.to_value()
+            state, encode_ms = await self._encoder.encode.remote(request)
+            return RecommendOut(**await self._ranker.rank.remote(request, state, encode_ms))
+
+        @api.get("/readyz")
+        async def readyz(self) -> dict[str, bool]:
+            return {"ready": True}
+
+    encoder = serve.deployment(name="encoder")(EagerEncoder).bind(model_dir)
+    ranker = serve.deployment(name="ranker")(Ranker).bind(model_dir)
+    return serve.deployment(name="ingress")(serve.ingress(api)(Ingress)).bind(encoder, ranker)
+
+
+def main(
+    kind: Annotated[Literal["fastapi", "chain"], typer.Argument()],
+    model_dir: Annotated[Path, typer.Option()] = Path("models/ml-100k"),
+    port: Annotated[int, typer.Option()] = 8021,
+) -> None:
+    """Serve until Ctrl-C."""
+    model = str(model_dir.absolute())
+    if kind == "fastapi":
+        uvicorn.run(one_process(model), host="127.0.0.1", port=port, access_log=False)
+        return
+    ray.init(address="local", num_cpus=8)  # a replica asks for a core; nobody may wait for one that Ray thinks is taken
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(chain(model), blocking=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,191 @@
+"""genrec in its placements and profiles beside two naive servers of the same model: requests/s at equal p99, and what one request costs.
+
+    python -m benchmarks.serving                                                  # with the demo's model (run `make demo ONCE=1` before)
+    python -m benchmarks.serving --systems colocated-fast --systems naive-chain --rounds 1
+
+Every round starts one system after the other, warms it up and measures: p50 of one caller, and what of it no stage accounts for (the
+overhead); what 16 callers get who never wait; and the largest rate of Poisson arrivals whose p99 stays below a bound, found by halving.
+Requests are retrievals for histories of the catalogue's items, none out of a cache. The figures are medians over rounds.
+Writes benchmarks/results/serving_cpu_DATE.md.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from benchmarks.load import Phase, Plan, run
+from benchmarks.load_bodies import bodies
+from cluster.profile import ProfileName
+from deployments.cli.local_serve import LocalServe, is_ready
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = {"split": ROOT / "ray_config.yaml", "colocated": ROOT / "cluster" / "launch" / "one_machine.yaml"}
+CLIENTS = 16
+WARM_UP_S, ALONE_S, CLOSED_S, STEP_S = 5.0, 5.0, 6.0, 6.0
+STEPS = 6
+READY_WITHIN_S = 240.0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one system in one round: milliseconds, and requests/s."""
+
+    p50_alone_ms: float
+    overhead_ms: float
+    closed_per_s: float
+    closed_p99_ms: float
+    sustained_per_s: float
+
+
+@contextmanager
+def genrec(model_dir: Path, port: int, *, profile: ProfileName, placement: str) -> Iterator[str]:
+    """As shipped, on this machine."""
+    with tempfile.TemporaryDirectory() as directory:
+        changes = {"model_dir": str(model_dir), "events": {"url": f"sqlite:///{directory}/events.db"}}
+        log = Path(f".genrec/serving-{placement}-{profile}.log")
+        with LocalServe(SHIPPED[placement], changes, port=port, log=log, profile=profile) as url:
+            yield url
+
+
+@contextmanager
+def naive(model_dir: Path, port: int, *, kind: str) -> Iterator[str]:
+    """One of the naive servers, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.naive_servers", kind, "--model-dir", str(model_dir), "--port", str(port)]
+    log = Path(f".genrec/naive-{kind}.log")
+    log.parent.mkdir(exist_ok=True)
+    url = f"http://127.0.0.1:{port}"
+    with log.open("wb") as output, subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as process:
+        try:
+            deadline = time.monotonic() + READY_WITHIN_S
+            while not is_ready(url):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit(f"the naive server did not start; see {log}")
+                time.sleep(0.3)
+            yield url
+        finally:
+            process.terminate()  # Ray's processes go with it
+
+
+Start = Callable[[Path, int], AbstractContextManager[str]]
+SYSTEMS: dict[str, tuple[str, Start]] = {
+    "naive-fastapi": ("FastAPI + PyTorch eager, one process", partial(naive, kind="fastapi")),
+    "naive-chain": ("naive Ray Serve chain", partial(naive, kind="chain")),
+    "split-default": ("genrec, split, default proxy", partial(genrec, profile="default", placement="split")),
+    "split-fast": ("genrec, split, fast profile", partial(genrec, profile="fast", placement="split")),
+    "colocated-default": ("genrec, colocated, default proxy", partial(genrec, profile="default", placement="colocated")),
+    "colocated-fast": ("genrec, colocated, fast profile", partial(genrec, profile="fast", placement="colocated")),
+}
+BASELINE = "naive-chain"
+
+
+def measure(url: str, asked: tuple[str, ...], bound_ms: float, seed: int) -> Figures:
+    """One system's figures, once it is warm."""
+    run(Plan(url, (Phase("warm-up", 0, WARM_UP_S),), asked, clients=CLIENTS))
+    alone = run(Plan(url, (Phase("alone", 0, ALONE_S),), asked, clients=1, examine=True))
+    closed = run(Plan(url, (Phase("closed", 0, CLOSED_S),), asked, clients=CLIENTS))
+    for results in (alone, closed):
+        if results.failed.any() or results.rejected.any():
+            raise SystemExit(f"requests failed: {results.statuses()}; see the log under .genrec")
+    return Figures(
+        p50_alone_ms=alone.percentile(50),
+        overhead_ms=float(np.median(alone.latency * 1e3 - alone.model_ms)),
+        closed_per_s=closed.throughput(),
+        closed_p99_ms=closed.percentile(99),
+        sustained_per_s=sustained(url, asked, closed.throughput(), bound_ms, seed),
+    )
+
+
+def sustained(url: str, asked: tuple[str, ...], closed_per_s: float, bound_ms: float, seed: int) -> float:
+    """The largest rate tried at which every request is answered and p99 stays within the bound; 0 where none is."""
+    lowest, highest = 0.0, 1.2 * closed_per_s
+    for step in range(STEPS):
+        rate = (lowest + highest) / 2
+        plan = Plan(url, (Phase("step", rate, STEP_S),), asked, arrivals="poisson", timeout_s=5.0, seed=seed + step)
+        results = run(plan)
+        within = bool(results.ok.all()) and results.percentile(99) <= bound_ms
+        lowest, highest = (rate, highest) if within else (lowest, rate)
+        time.sleep(1.0)  # whatever queued is worked off
+    return lowest
+
+
+def main(
+    *,
+    systems: Annotated[list[str], typer.Option(help=f"any of {', '.join(SYSTEMS)}")] = list(SYSTEMS),  # noqa: B006 - typer copies it
+    model_dir: Annotated[Path, typer.Option()] = Path("models/ml-100k"),
+    rounds: Annotated[int, typer.Option()] = 3,
+    bound_ms: Annotated[float, typer.Option(help="that p99 must stay within")] = 100.0,
+    port: Annotated[int, typer.Option()] = 8021,
+    output: Annotated[Path | None, typer.Option(help="default: under benchmarks/results")] = None,
+) -> None:
+    """Measure, print and file."""
+    if strangers := sorted(set(systems) - SYSTEMS.keys()):
+        raise typer.BadParameter(f"no system {', '.join(strangers)}; choose from {', '.join(SYSTEMS)}")
+    asked = bodies(model_dir, strategy="retrieval", cache="bypass")
+    found: dict[str, list[Figures]] = {name: [] for name in systems}
+    for number in range(rounds):
+        for name in systems:
+            with SYSTEMS[name][1](model_dir, port) as url:
+                found[name].append(measure(url, asked, bound_ms, seed=100 * number))
+            print(f"round {number + 1}, {name}: {found[name][-1]}", flush=True)
+    text = report(found, model_dir, rounds, bound_ms, systems)
+    print(text)
+    where = output or ROOT / "benchmarks" / "results" / f"serving_cpu_{datetime.now(UTC):%Y-%m-%d}.md"
+    where.write_text(text)
+
+
+def report(found: dict[str, list[Figures]], model_dir: Path, rounds: int, bound_ms: float, systems: list[str]) -> str:
+    """Medians over rounds, with the least and the most of each, as Markdown."""
+    base = _median(found[BASELINE], "sustained_per_s") if BASELINE in found else float("nan")
+    heading = f"| | p50, 1 caller (ms) | no stage accounts for (ms) | {CLIENTS} callers: requests/s | their p99 (ms) "
+    lines = [
+        "# Serving, beside naive servers",
+        "",
+        f"Retrievals of 10 items, no caches, {rounds} rounds one after the other, medians (least to most).",
+        f"The driver, on the same machine, sends when a request is due. Sustained: the largest Poisson rate with p99 <= {bound_ms:g} ms.",
+        "",
+        f"{heading}| sustained requests/s | x the naive chain |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, rows in found.items():
+        cells = [_cell(rows, field.name) for field in fields(Figures)]
+        ratio = _median(rows, "sustained_per_s") / base if base else float("nan")
+        lines.append(f"| {SYSTEMS[name][0]} | {' | '.join(cells)} | {ratio:.1f} |")
+    versions = ", ".join(f"{package} {version(package)}" for package in ("ray", "torch", "onnxruntime", "fastapi", "uvicorn"))
+    load = " ".join(f"{one:.1f}" for one in os.getloadavg())
+    command = f"python -m benchmarks.serving --rounds {rounds} --bound-ms {bound_ms:g} " + " ".join(f"--systems {name}" for name in systems)
+    lines += [
+        "",
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {load} at the end.",
+        f"Python {platform.python_version()}, {versions}; model {model_dir.name}.",
+        "",
+        f"`{command}`",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _median(rows: list[Figures], name: str) -> float:
+    return float(np.median([getattr(row, name) for row in rows]))
+
+
+def _cell(rows: list[Figures], name: str) -> str:
+    values = [getattr(row, name) for row in rows]
+    return f"{np.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+
+
+if __name__ == "__main__":
+    typer.run(main)

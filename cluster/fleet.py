@@ -1,0 +1,118 @@
+"""Who holds which version of the model: so that a version serves only once every replica of every stage has it.
+
+    replica, gateway -> exchange(what it holds, which versions it gives answers of) -> what is ready everywhere, what is in use anywhere
+
+It keeps nothing on disk, and a restarted one knows everything again after the next exchanges. Times are passed in, in seconds.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from cluster.rollout import Rollout, Trial, VersionFigures, judge
+
+Role: TypeAlias = Literal["encoder", "generator", "ranker", "gateway"]
+READY = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """What a process tells of itself. `holds`: version -> READY, or why it cannot serve it (yet); `uses`: versions whose answers a gateway
+    gives; `figures` of the versions in the trial of that name.
+    """
+
+    role: Role
+    holds: Mapping[int, str]
+    uses: frozenset[int] = frozenset()
+    trial: str = ""
+    figures: Mapping[int, VersionFigures] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetNews:
+    """`ready`: versions that every live replica of every stage can serve; `used`: those that some gateway gives answers of.
+
+    `settled`: the board has been there for long enough to have heard of everybody. `generators`: replicas that live; None: not known.
+    """
+
+    ready: frozenset[int] = frozenset()
+    used: frozenset[int] = frozenset()
+    gateways: int = 1
+    settled: bool = False
+    generators: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStatus:
+    """`holders`: version -> role -> processes that can serve it, of `processes` by role; `obstacles`: version -> why some cannot."""
+
+    processes: Mapping[str, int]
+    holders: Mapping[int, Mapping[str, int]]
+    obstacles: Mapping[int, tuple[str, ...]]
+    used: Mapping[int, int]
+    figures: Mapping[int, VersionFigures]
+
+
+class FleetBoard:
+    """Plain Python, for one thread at a time; whoever is not heard of for `ttl_s` is gone, his figures are not."""
+
+    def __init__(self, ttl_s: float = 5.0, *, now: float = 0.0) -> None:
+        self._ttl_s, self._made_at = ttl_s, now
+        self._present: dict[str, tuple[float, Presence]] = {}
+        self._figures: dict[str, Mapping[int, VersionFigures]] = {}
+        self._trial = ""
+
+    def exchange(self, name: str, presence: Presence, *, now: float) -> FleetNews:
+        """Take what a process tells; returns what it should know of the others."""
+        self._present[name] = now, presence
+        if presence.trial:
+            if presence.trial != self._trial:
+                self._trial, self._figures = presence.trial, {}
+            self._figures[name] = presence.figures
+        live = self._live(now)
+        used = frozenset(version for one in live.values() for version in one.uses)
+        roles = Counter(one.role for one in live.values())
+        settled = now - self._made_at > self._ttl_s
+        return FleetNews(self._ready(live), used, max(1, roles["gateway"]), settled, roles["generator"] if settled else None)
+
+    def judge(self, rollout: Rollout) -> str:
+        """Why the trial has to end by what the gateways have measured, "" where it may go on."""
+        trial = rollout.trial
+        if trial is None or trial.name != self._trial:
+            return ""
+        figures = self.figures(trial)
+        return judge(trial.guard, figures.get(rollout.stable, VersionFigures()), figures.get(trial.version, VersionFigures()))
+
+    def figures(self, trial: Trial | None) -> dict[int, VersionFigures]:
+        """By version, over all gateways that have taken part in the trial."""
+        total: dict[int, VersionFigures] = {}
+        for measured in self._figures.values() if trial and trial.name == self._trial else ():
+            for version, figures in measured.items():
+                total[version] = total.get(version, VersionFigures()) + figures
+        return total
+
+    def status(self, rollout: Rollout, *, now: float) -> FleetStatus:
+        live = self._live(now).values()
+        versions = sorted({version for one in live for version in one.holds})
+        roles = sorted({one.role for one in live})
+        return FleetStatus(
+            processes=Counter(one.role for one in live),
+            holders={v: {role: sum(one.role == role and one.holds.get(v) == READY for one in live) for role in roles} for v in versions},
+            obstacles={v: tuple(dict.fromkeys(why for one in live if (why := one.holds.get(v)))) for v in versions},
+            used={v: sum(v in one.uses for one in live) for v in versions},
+            figures=self.figures(rollout.trial),
+        )
+
+    def _ready(self, live: Mapping[str, Presence]) -> frozenset[int]:
+        """None while there is no encoder: a stage without replicas, as a generator that was scaled to zero, asks nobody to wait for it, nor
+        does a replica that holds nothing yet, since nobody asks it.
+        """
+        stages = [one for one in live.values() if one.role != "gateway" and READY in one.holds.values()]
+        if not any(one.role == "encoder" for one in stages):
+            return frozenset()
+        return frozenset.intersection(*(frozenset(v for v, obstacle in one.holds.items() if obstacle == READY) for one in stages))
+
+    def _live(self, now: float) -> dict[str, Presence]:
+        self._present = {name: told for name, told in self._present.items() if now - told[0] <= self._ttl_s}
+        return {name: presence for name, (_, presence) in self._present.items()}

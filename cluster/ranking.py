@@ -1,0 +1,110 @@
+"""Ranking given candidates: what a ranker predicts, what it is asked, what it answers.
+
+Outside, candidates are item ids and the answer is an order; inside, they are catalogue indices and the answer is a table of predictions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.values import Behaviour, FloatArray, Int32Array, Item, StageReport, UserSequence
+
+
+class Task(StrEnum):
+    """What a ranker may predict of a user and an item. All but the first are of a user who has turned to the item.
+
+    The order of the members is that of a ranker's columns: append, never reorder.
+    """
+
+    CLICK = "click"
+    LIKE = "like"
+    RATING = "rating"
+    SHARE = "share"
+    CART = "cart"
+    PURCHASE = "purchase"
+
+
+class RatingScale(BaseModel):
+    """The ratings that a ranker learnt from; it is given (rating - mean) / deviation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    low: float = 0.0
+    high: float = 1.0
+    mean: float = 0.5
+    deviation: float = Field(default=1.0, gt=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankRequest:
+    """Predict what this user does with each of the `candidates` (catalogue indices, (C,)), none of which knows of the others.
+
+    A history of 0 events is allowed. The other fields are those of an EncodeRequest.
+    """
+
+    sequence: UserSequence
+    candidates: Int32Array
+    user: str = ""
+    tenant: str = "default"
+    deadline: float | None = None
+    model_version: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranked:
+    """`predictions` (C, T): a row for each candidate in the order asked, a column for each task of the model: probabilities, but of
+    `rating` the expected rating in the data's own unit.
+    """
+
+    predictions: FloatArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankAnswer:
+    """What the ranker stage returns for one request, and from which version of the model."""
+
+    ranked: Ranked
+    report: StageReport
+    model_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankingRequest:
+    """What the caller asks for: these `candidates` (item ids) in the order in which this user would want them.
+
+    `weights`: task -> how much it counts; None: as the model's training chose. The other fields are those of a RecommendRequest.
+    """
+
+    user_id: str
+    candidates: tuple[str, ...]
+    behaviours: tuple[Behaviour, ...] | None = None
+    weights: Mapping[Task, float] | None = None
+    request_time: int | None = None
+    tenant: str = "default"
+    deadline_ms: float | None = None
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankedItem:
+    """A candidate and its score: what the weights make of the predictions, or a cosine or a share of all events where no ranker answered,
+    and there are no `predictions`.
+    """
+
+    item: Item
+    score: float
+    predictions: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The answer to one request, best candidate first. `unknown_items`: ids that the catalogue does not hold, candidates among them."""
+
+    user_id: str
+    items: tuple[RankedItem, ...]
+    stages: tuple[StageReport, ...]
+    model_version: str
+    degraded: bool
+    unknown_items: tuple[str, ...] = ()

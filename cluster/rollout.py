@@ -1,0 +1,229 @@
+"""Which versions of a model serve: the stable one, and perhaps one on trial beside it.
+
+    models/ml-1m/
+      current          the stable version
+      previous         what was stable before
+      rollout.json     the trial, and how earlier ones ended
+
+    promote(4)            4 is stable
+    promote(4, trial)     4 is tried: on a share of the users (canary, ab), or in the shadow of the stable one's answers
+    rollback(reason)      the trial ends, or what was stable before is stable again
+
+Whoever serves reads both files; nothing else has to be told, and no restart forgets it.
+"""
+
+import fcntl
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cluster.bundle import BundleStore, write_whole
+from cluster.errors import BundleError
+from cluster.latency import LatencySummary, merge
+
+ROLLOUT = "rollout.json"
+TrialKind: TypeAlias = Literal["canary", "ab", "shadow"]
+Outcome: TypeAlias = Literal["promoted", "rolled back", "replaced"]
+REMEMBERED = 20
+FEWEST = 20
+"""Requests without which no share of them means anything."""
+Z_95 = 1.645
+NOTHING = LatencySummary()
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Guard(_Record):
+    """What ends a trial. Shares are compared with those of the stable version over the same time."""
+
+    degraded_margin: float = Field(0.02, ge=0, le=1, description="by how much the share of degraded answers may be higher")
+    latency_ratio: float = Field(1.5, ge=1, description="how many times as long the p95 of computed answers may be")
+    latency_slack_ms: float = Field(10.0, ge=0, description="and so many milliseconds more")
+    fewest_requests: int = Field(200, ge=FEWEST, description="requests of each version before latencies are compared")
+    least_overlap: float = Field(0.0, ge=0, le=1, description="shadow: mean share of items that both versions must have in common")
+
+
+class Trial(_Record):
+    """`version` is tried on the `share` of users whose hash falls to it: the same users as long as it lasts.
+
+    canary: a guarded first step before promotion; ab: the same, meant to last; shadow: those users are answered by the stable version, the
+    tried one computes the same beside it, and only the comparison is kept.
+    """
+
+    version: int = Field(ge=1)
+    kind: TrialKind = "canary"
+    share: float = Field(gt=0, le=1)
+    guard: Guard = Guard()
+    began: float = Field(0.0, description="seconds since 1970")
+
+    @property
+    def name(self) -> str:
+        """Tells it from every other trial."""
+        return f"{self.version}@{self.began:.3f}"
+
+    def includes(self, tenant: str, user: str) -> bool:
+        """Whether a user belongs to the share; independent of every other trial's."""
+        digest = blake2b(f"{self.name}\0{tenant}\0{user}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        return int.from_bytes(digest) < self.share * 2**64
+
+
+class EndedTrial(_Record):
+    """How a trial ended: promoted, or rolled back, and why."""
+
+    trial: Trial
+    outcome: Outcome
+    reason: str
+    ended: float
+
+
+class _Kept(_Record):
+    """What stands in the file."""
+
+    trial: Trial | None = None
+    ended: list[EndedTrial] = []
+
+
+class Rollout(_Record):
+    """`previous`: what was stable before, the latest last."""
+
+    stable: int = Field(ge=1)
+    trial: Trial | None = None
+    previous: list[int] = []
+    ended: list[EndedTrial] = []
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """What has to be loaded, the stable one first."""
+        return (self.stable,) if self.trial is None else (self.stable, self.trial.version)
+
+    def version_for(self, tenant: str, user: str) -> int:
+        """Whose answers a user gets."""
+        trial = self.trial
+        return trial.version if trial and trial.kind != "shadow" and trial.includes(tenant, user) else self.stable
+
+
+@dataclass(frozen=True, slots=True)
+class VersionFigures:
+    """What was measured of a version's computed answers; `overlaps`: answers that were compared with the stable version's in its shadow,
+    `overlap` the sum of the shares of items in common.
+    """
+
+    requests: int = 0
+    degraded: int = 0
+    latency: LatencySummary = NOTHING
+    overlaps: int = 0
+    overlap: float = 0.0
+
+    def __add__(self, other: "VersionFigures") -> "VersionFigures":
+        counts = self.requests + other.requests, self.degraded + other.degraded
+        return VersionFigures(*counts, merge((self.latency, other.latency)), self.overlaps + other.overlaps, self.overlap + other.overlap)
+
+
+def judge(guard: Guard, stable: VersionFigures, tried: VersionFigures) -> str:
+    """Why the trial has to end, "" where it may go on."""
+    usual = stable.degraded / stable.requests if stable.requests else 0.0
+    if tried.requests >= FEWEST and (least := least_share(tried.degraded, tried.requests)) > usual + guard.degraded_margin:
+        return f"{tried.degraded} of {tried.requests} answers are degraded (at least {least:.1%}), of the stable version {usual:.1%}"
+    return _too_slow(guard, stable, tried) or _too_different(guard, tried)
+
+
+def least_share(count: int, of: int) -> float:
+    """The lower end of Wilson's interval: the true share is lower in one case of twenty."""
+    share, z2 = count / of, Z_95**2
+    spread = Z_95 * math.sqrt(share * (1 - share) / of + z2 / (4 * of * of))
+    return max(0.0, (share + z2 / (2 * of) - spread) / (1 + z2 / of))
+
+
+def _too_slow(guard: Guard, stable: VersionFigures, tried: VersionFigures) -> str:
+    ours, usual = tried.latency.p95_ms, stable.latency.p95_ms
+    if ours is None or usual is None or min(stable.requests, tried.requests) < guard.fewest_requests:
+        return ""
+    limit = guard.latency_ratio * usual + guard.latency_slack_ms
+    return f"p95 is {ours:.1f} ms, more than {limit:.1f} ms; the stable version's is {usual:.1f} ms" if ours > limit else ""
+
+
+def _too_different(guard: Guard, tried: VersionFigures) -> str:
+    if tried.overlaps < FEWEST or (mean := tried.overlap / tried.overlaps) >= guard.least_overlap:
+        return ""
+    return f"of {tried.overlaps} answers, {mean:.1%} of the items are the stable version's too; {guard.least_overlap:.1%} should be"
+
+
+class RolloutStore:
+    """The rollout of the models in `store`. Reading takes no lock; changes take turns, also those of several machines."""
+
+    def __init__(self, store: BundleStore, clock: Callable[[], float] = time.time) -> None:
+        self.store, self._clock = store, clock
+
+    def read(self) -> Rollout:
+        """Raises BundleError where no version is current, or the file cannot be understood."""
+        stable = self.store.current()
+        if stable is None:
+            raise BundleError(f"no model has been published in {self.store.root}; run: genrec train DATASET --model-dir {self.store.root}")
+        kept = self._kept()
+        trial = None if kept.trial and kept.trial.version == stable else kept.trial
+        return Rollout(stable=stable, trial=trial, previous=self.store.previous(), ended=kept.ended)
+
+    def promote(self, version: int, trial: Trial | None = None) -> Rollout:
+        """Make a verified version the stable one, or begin its trial; one that was going on ends. Raises BundleError."""
+        self.store.open(version)
+        with self._changing() as before:
+            if trial is not None:
+                self._write(self._began(before, trial))
+                return self.read()
+            outcome: Outcome = "promoted" if before.trial and before.trial.version == version else "replaced"
+            self.store.promote(version)
+            self._write(self._ended(before, outcome, f"{version} was promoted"))
+            return self.read()
+
+    def rollback(self, reason: str) -> Rollout:
+        """End the trial or, where there is none, make stable what was before. Raises BundleError where nothing was."""
+        with self._changing() as before:
+            if before.trial is not None:
+                self._write(self._ended(before, "rolled back", reason))
+            else:
+                self.store.roll_back()
+            return self.read()
+
+    def end(self, trial: Trial, reason: str) -> None:
+        """Roll this very trial back; nothing happens where it has ended already."""
+        with self._changing() as before:
+            if before.trial == trial:
+                self._write(self._ended(before, "rolled back", reason))
+
+    def _began(self, before: Rollout, trial: Trial) -> Rollout:
+        if trial.version == before.stable:
+            raise BundleError(f"version {trial.version} is the stable one already; try another of {self.store.versions()}")
+        ended = self._ended(before, "replaced", f"a trial of {trial.version} began")
+        return ended.model_copy(update={"trial": trial.model_copy(update={"began": self._clock()})})
+
+    def _ended(self, before: Rollout, outcome: Outcome, reason: str) -> Rollout:
+        if before.trial is None:
+            return before
+        record = EndedTrial(trial=before.trial, outcome=outcome, reason=reason, ended=self._clock())
+        return before.model_copy(update={"trial": None, "ended": [*before.ended, record][-REMEMBERED:]})
+
+    @contextmanager
+    def _changing(self) -> Iterator[Rollout]:
+        with (self.store.root / ".rollout.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield self.read()
+
+    def _kept(self) -> _Kept:
+        path = self.store.root / ROLLOUT
+        try:
+            return _Kept.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return _Kept()
+        except (OSError, ValidationError) as error:
+            raise BundleError(f"{path} cannot be understood: {error}; delete it to serve the current version alone") from error
+
+    def _write(self, rollout: Rollout) -> None:
+        write_whole(self.store.root / ROLLOUT, _Kept(trial=rollout.trial, ended=rollout.ended).model_dump_json(indent=2))

@@ -1,0 +1,229 @@
+"""Who may start, who waits, who is turned away: one gateway replica's places, with time passed in.
+
+    arrive ──► RUNNING ──► LEFT           a place is free
+       ├─────► WAITING ──► RUNNING        most urgent first, then in the order of arrival
+       │          ├──────► REFUSED        waited too long, or displaced by one more urgent
+       │          └──────► LEFT           its client has gone
+       └─────► REFUSED                    the queue is full, or so long that its turn would come too late
+
+Who would wait for longer than half of what is allowed is refused on arrival, when that costs nothing and the caller can still go elsewhere:
+an overloaded queue then holds only what will be served. The wait is foretold by Little's law, those ahead x mean duration / places, and
+by how soon one finished after the other since all places were taken, whichever says longer: a mean lags behind a growing load.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from math import ceil, inf
+from typing import TYPE_CHECKING
+
+from cluster.traffic.adaptive_limit import AdaptiveLimit
+
+if TYPE_CHECKING:
+    from cluster.config import AdmissionSettings
+
+URGENCIES = range(8)
+"""RFC 9218: 0 is the most urgent."""
+_WEIGHT = 0.1
+_PACE_S = 4.0
+
+
+class Standing(StrEnum):
+    """Where a request stands; REFUSED and LEFT are final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    REFUSED = "refused"
+    LEFT = "left"
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request. `until`: when it has waited long enough; `tenant` None: not known yet, or nobody's."""
+
+    urgency: int
+    arrived: float
+    until: float
+    tenant: str | None = None
+    standing: Standing = Standing.WAITING
+    started: float = inf
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How soon one request finishes after the other, counted from when all places were taken; of the last seconds."""
+
+    since: float | None = None
+    count: float = 0.0
+
+    def at(self, now: float, *, full: bool) -> "Pace":
+        if not full:
+            return Pace()
+        return Pace(now) if self.since is None else self
+
+    def finished(self, now: float) -> "Pace":
+        if self.since is None:
+            return self
+        if (elapsed := now - self.since) > _PACE_S:  # what is long ago counts less and less
+            return Pace(now - elapsed / 2, (self.count + 1) / 2)
+        return Pace(self.since, self.count + 1)
+
+    def each_s(self, now: float, places: int) -> float:
+        """0 while there are places; before the first has finished, as if all did now."""
+        return 0.0 if self.since is None else max(0.0, now - self.since) / (self.count or places)
+
+
+class Admission:
+    """The places of one process. Every method says which waiting tickets it decided on, so that their callers can be told."""
+
+    def __init__(self, settings: "AdmissionSettings", target_s: float) -> None:
+        self._queues: list[dict[Ticket, None]] = [{} for _ in URGENCIES]  # each in the order of arrival
+        self.running, self.waiting = 0, 0
+        self._running_of: Counter[str | None] = Counter()
+        self._waiting_of: Counter[str | None] = Counter()
+        self._mean_s = 0.0
+        self._full = Pace()
+        self._settings, self._limit = settings, AdaptiveLimit(settings.max_concurrent, target_s)
+
+    @property
+    def places(self) -> int:
+        """Requests that may run at a time, just now."""
+        return self._limit.places
+
+    def arrive(self, now: float, urgency: int, tenant: str | None = None) -> tuple[Ticket, Ticket | None]:
+        """A new request, and the waiting one whose place in the queue it took, if any."""
+        ticket = Ticket(urgency, now, now + self._settings.max_wait_ms / 1e3, tenant)
+        if self.running < self.places and not self._has_its_share(tenant):
+            self._start(ticket, now)
+        elif self.wait_s(now, urgency) > self._settings.max_wait_ms / 2e3 or self._queues_its_share(tenant):
+            ticket.standing = Standing.REFUSED
+        elif self.waiting < self._settings.max_queued:
+            self._enqueue(ticket)
+        else:
+            return ticket, self._displace(ticket)
+        return ticket, None
+
+    def leave(self, ticket: Ticket, now: float, first_byte_s: float | None = None) -> list[Ticket]:
+        """A request has its answer, or its client has gone; who may start now. Does nothing for who was refused.
+
+        `first_byte_s`, from start to answer, adapts the limit: not given for what takes its time by nature, as a batch does.
+        """
+        match ticket.standing:
+            case Standing.WAITING:
+                self._dequeue(ticket, Standing.LEFT)
+            case Standing.RUNNING:
+                self._finish(ticket, now, first_byte_s)
+        started = self._fill(now)
+        self._full = self._full.at(now, full=self.running >= self.places)
+        return started
+
+    def expire(self, now: float) -> list[Ticket]:
+        """Refuse who has waited long enough."""
+        late = [ticket for queue in self._queues for ticket in _expired(queue, now)]
+        for ticket in late:
+            self._dequeue(ticket, Standing.REFUSED)
+        return late
+
+    def belong(self, ticket: Ticket, tenant: str) -> bool:
+        """Whose request a running one is, once that is known; False where the tenant has its share of the places already."""
+        if ticket.tenant is None and ticket.standing is Standing.RUNNING:
+            if self._has_its_share(tenant):
+                return False
+            _take_off(self._running_of, None)
+            self._running_of[tenant] += 1
+            ticket.tenant = tenant
+        return True
+
+    def reconfigure(self, settings: "AdmissionSettings", target_s: float, now: float) -> list[Ticket]:
+        """Go on under other settings; who may start or is refused by them. Who runs is let run."""
+        if (settings.max_concurrent, target_s) != (self._limit.most, self._limit.target_s):
+            self._limit = AdaptiveLimit(settings.max_concurrent, target_s)
+        self._settings = settings
+        for ticket in self._in_order():
+            ticket.until = min(ticket.until, now + settings.max_wait_ms / 1e3)
+        started = self._fill(now)
+        surplus = list(self._in_order())[settings.max_queued :]
+        for ticket in surplus:
+            self._dequeue(ticket, Standing.REFUSED)
+        return started + surplus
+
+    def wait_s(self, now: float, urgency: int = URGENCIES[-1]) -> float:
+        """How long one that arrives at `now` would wait, if nobody more urgent came after it."""
+        ahead = sum(map(len, self._queues[: urgency + 1]))
+        return (ahead + 1) * max(self._mean_s / self.places, self._full.each_s(now, self.places))
+
+    def _displace(self, ticket: Ticket) -> Ticket | None:
+        """The full queue's least urgent, latest request makes room for a more urgent one."""
+        last = next((next(reversed(queue)) for queue in reversed(self._queues) if queue), None)
+        if last is None or last.urgency <= ticket.urgency:
+            ticket.standing = Standing.REFUSED
+            return None
+        self._dequeue(last, Standing.REFUSED)
+        self._enqueue(ticket)
+        return last
+
+    def _fill(self, now: float) -> list[Ticket]:
+        started: list[Ticket] = []
+        while self.running < self.places and (ticket := self._next()):
+            self._dequeue(ticket, Standing.RUNNING)
+            self._start(ticket, now)
+            started.append(ticket)
+        return started
+
+    def _next(self) -> Ticket | None:
+        return next((ticket for ticket in self._in_order() if not self._has_its_share(ticket.tenant)), None)
+
+    def _start(self, ticket: Ticket, now: float) -> None:
+        ticket.standing, ticket.started = Standing.RUNNING, now
+        self.running += 1
+        self._running_of[ticket.tenant] += 1
+        self._full = self._full.at(now, full=self.running >= self.places)
+
+    def _finish(self, ticket: Ticket, now: float, first_byte_s: float | None) -> None:
+        full = self.running >= self.places
+        self._full = self._full.finished(now)
+        ticket.standing = Standing.LEFT
+        self.running -= 1
+        _take_off(self._running_of, ticket.tenant)
+        took_s = now - ticket.started
+        self._mean_s += (took_s - self._mean_s) * (_WEIGHT if self._mean_s else 1.0)
+        if first_byte_s is not None:
+            self._limit = self._limit.after(first_byte_s, now, full=full)
+
+    def _enqueue(self, ticket: Ticket) -> None:
+        self._queues[ticket.urgency][ticket] = None
+        self.waiting += 1
+        self._waiting_of[ticket.tenant] += 1
+
+    def _dequeue(self, ticket: Ticket, standing: Standing) -> None:
+        del self._queues[ticket.urgency][ticket]
+        self.waiting -= 1
+        _take_off(self._waiting_of, ticket.tenant)
+        ticket.standing = standing
+
+    def _has_its_share(self, tenant: str | None) -> bool:
+        share = self._settings.max_concurrent_share
+        return share < 1 and tenant is not None and self._running_of[tenant] >= max(1, int(share * self.places))
+
+    def _queues_its_share(self, tenant: str | None) -> bool:
+        share = self._settings.max_concurrent_share
+        return share < 1 and tenant is not None and self._waiting_of[tenant] >= ceil(share * self._settings.max_queued)
+
+    def _in_order(self) -> Iterator[Ticket]:
+        return (ticket for queue in self._queues for ticket in queue)
+
+
+def _expired(queue: dict[Ticket, None], now: float) -> Iterator[Ticket]:
+    """From a queue's head: who arrived later may wait until later."""
+    for ticket in queue:
+        if ticket.until > now:
+            return
+        yield ticket
+
+
+def _take_off(count: Counter[str | None], tenant: str | None) -> None:
+    """One less; a tenant without any is forgotten, or the count would hold every name there ever was."""
+    count[tenant] -= 1
+    if not count[tenant]:
+        del count[tenant]

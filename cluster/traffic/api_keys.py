@@ -1,0 +1,53 @@
+"""API keys: made once, shown once, kept as hashes.
+
+A key is 32 random bytes, so one fast hash is enough: there is nothing to guess. Slow, salted hashes (scrypt, argon2) make guessing the
+passwords of people dear, and would make every request dear here.
+"""
+
+import re
+from collections.abc import Sequence
+from hashlib import sha256
+from hmac import compare_digest
+from secrets import token_urlsafe
+from typing import Protocol, TypeVar
+
+PREFIX = "genrec_"
+"""Marks a key as one: for people, and for programs that look for secrets in what is published."""
+_KEY = re.compile(PREFIX + r"[A-Za-z0-9_-]{8,}")
+_LONGEST = 256
+
+
+class Hashed(Protocol):
+    """An entry of the configuration. `sha256`: of the key, in hexadecimal."""
+
+    @property
+    def sha256(self) -> str: ...
+
+
+Entry = TypeVar("Entry", bound=Hashed)
+
+
+def new_key() -> str:
+    """A key that nobody has: 256 random bits."""
+    return PREFIX + token_urlsafe(32)
+
+
+def digest(key: bytes) -> str:
+    """What is kept of a key."""
+    return sha256(key).hexdigest()
+
+
+def find(presented: bytes, keys: Sequence[Entry]) -> Entry | None:
+    """The entry of the presented key. Every entry is compared, in constant time, so that the time taken tells nothing of any."""
+    if len(presented) > _LONGEST:
+        return None
+    found, hashed = None, digest(presented)
+    for key in keys:
+        if compare_digest(hashed, key.sha256):
+            found = key
+    return found
+
+
+def masked(text: str) -> str:
+    """The text without the keys in it: somebody may have written one where its hash belongs."""
+    return _KEY.sub(f"{PREFIX}***", text)

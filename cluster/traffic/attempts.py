@@ -1,0 +1,151 @@
+"""Send a request, and once more where another replica may do better; the first answer counts, and the other calls are cancelled.
+
+    it died, or failed in a way that another need not    once more, after a short random pause
+    it is slower than 95 % of all (`hedge`)              a copy beside it
+    it stalls: 8 times slower than that, or half of      a copy beside it: it may be stopped, or busy with something endless,
+    the time is over                                     and nobody can tell that from being slow
+
+A stalled call is not given up, for what is merely slow would be begun anew with too little time. Every copy is granted by the retry
+budget, hedges by one of their own besides: where all replicas are slow or gone, sending twice helps nobody.
+"""
+
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, Generic, TypeVar
+
+from cluster.traffic.hedging import Hedge, Pace
+from cluster.traffic.retry_budget import RetryBudget
+
+T = TypeVar("T")
+STALLED_TIMES, STALLED_LEAST_S, STALLED_SHARE = 8.0, 0.2, 0.5
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.25
+GRACE_S = 1.0
+"""How much longer than a call may take its answer is awaited: that the time is over is for the caller, or the replica, to say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What grants copies, and what is known of how long answers take. `random`: 0..1, for pauses that do not all end at once."""
+
+    retries: RetryBudget = field(default_factory=RetryBudget)
+    hedge: Hedge | None = None
+    pace: Pace = field(default_factory=Pace)
+    random: Callable[[], float] = random.random
+
+    def stalled_after_s(self, left_s: float) -> float:
+        return min(STALLED_SHARE * left_s, max(STALLED_LEAST_S, STALLED_TIMES * self.pace.p95_s()))
+
+    def pause_s(self, failures: int) -> float:
+        """Full jitter: up to twice as long after each failure."""
+        return self.random() * min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (failures - 1))
+
+
+class Attempts(Generic[T]):
+    """The calls that one request comes to, `tries` at most.
+
+    `send(number, left_s)` makes one, `number` 0 the first, with the seconds it may take; `better(call)` says of one that ended whether
+    another could do better. With `hedged`, a copy is sent to a replica that is only slow. `lost` is given what a call that was not waited
+    for came to.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[int, float], Awaitable[T]],
+        better: Callable[["asyncio.Task[T]"], bool],
+        rules: Rules,
+        *,
+        within_s: float,
+        tries: int,
+        hedged: bool = False,
+        lost: Callable[[T], object] = lambda _: None,
+    ) -> None:
+        self._send, self._better, self._rules, self._lost = send, better, rules, lost
+        self._hedge = rules.hedge if hedged else None
+        self._deadline, self._tries_left = monotonic() + within_s, tries
+        self._sent = self._failures = 0
+        self._running: dict[asyncio.Task[T], float] = {}
+        self._next_at, self._hedging, self._granted = math.inf, False, False
+
+    async def answer(self) -> T:
+        """Raises what the call raised that ended last, and TimeoutError where none has ended `GRACE_S` after the deadline."""
+        self._rules.retries.request()
+        if self._hedge:
+            self._hedge.request()
+        try:
+            self._begin()
+            while True:
+                ended = await self._ended()
+                if ended is None:
+                    self._copy()
+                elif not self._better(ended) or not (self._running or self._again()):
+                    return ended.result()
+        finally:
+            self._leave()
+
+    async def _ended(self) -> "asyncio.Task[T] | None":
+        """A call that has ended, or None once the next one is due."""
+        while True:
+            wait_s = max(0.0, min(self._next_at, self._deadline + GRACE_S) - monotonic())
+            if not self._running:
+                await asyncio.sleep(wait_s)
+            elif done := (await asyncio.wait(self._running, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+                return self._finished(done.pop())
+            if monotonic() >= self._next_at:
+                return None
+            if monotonic() >= self._deadline + GRACE_S:
+                raise TimeoutError
+
+    def _finished(self, call: "asyncio.Task[T]") -> "asyncio.Task[T]":
+        began = self._running.pop(call)
+        if not (call.cancelled() or call.exception()):
+            self._rules.pace.answered(monotonic() - began)
+        return call
+
+    def _begin(self) -> None:
+        """Send it, and say when the next copy is due."""
+        now = monotonic()
+        left_s = max(0.0, self._deadline - now)
+        call = asyncio.ensure_future(self._send(self._sent, left_s))
+        self._running[call], self._sent, self._tries_left = now, self._sent + 1, self._tries_left - 1
+        self._granted = False
+        stalled_s, slow_s = self._rules.stalled_after_s(left_s), self._rules.pace.p95_s()
+        self._hedging = self._hedge is not None and self._hedge.on and self._sent == 1 and slow_s < stalled_s
+        self._next_at = now + (slow_s if self._hedging else stalled_s) if self._tries_left > 0 else math.inf
+
+    def _copy(self) -> None:
+        """The next one is due: send it where it is granted, else, of one that is slow, wait until it stalls."""
+        if self._granted or self._grants():
+            self._begin()
+        elif self._hedging:
+            self._hedging = False
+            self._next_at = monotonic() + self._rules.stalled_after_s(max(0.0, self._deadline - monotonic()))
+        else:
+            self._next_at = math.inf
+
+    def _grants(self) -> bool:
+        hedge_may = not self._hedging or (self._hedge is not None and self._hedge.take())
+        return hedge_may and self._rules.retries.take()
+
+    def _again(self) -> bool:
+        """After a failure: whether it is sent once more, after a pause that leaves time for it."""
+        self._failures += 1
+        pause_s = self._rules.pause_s(self._failures)
+        if self._tries_left <= 0 or pause_s >= self._deadline - monotonic() or not self._rules.retries.take():
+            return False
+        self._granted, self._next_at = True, monotonic() + pause_s
+        return True
+
+    def _leave(self) -> None:
+        for call in self._running:
+            call.cancel()
+            call.add_done_callback(self._give_up)
+
+    def _give_up(self, call: "asyncio.Task[Any]") -> None:
+        with suppress(asyncio.CancelledError):
+            if call.exception() is None:
+                self._lost(call.result())

@@ -1,0 +1,85 @@
+"""The time of a request: one deadline for all that is done for it, of which every step gets what is left.
+
+arrival ---- history ---- encoder ---- generator ---- blend, titles ---- deadline
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import TypeVar
+
+from cluster.errors import DeadlineExceeded
+from cluster.values import RecommendRequest
+
+T = TypeVar("T")
+FINISH_S = 0.005
+"""What no step gets: the answer is still to be put together and sent when the last one is over."""
+
+
+def started(request: RecommendRequest, clock: Callable[[], float] = monotonic) -> RecommendRequest:
+    """The request with its time running: from its arrival where that is known, else from now."""
+    if request.deadline is not None or request.deadline_ms is None:
+        return request
+    return replace(request, deadline=clock() + request.deadline_ms / 1000)
+
+
+def unhurried(request: RecommendRequest) -> RecommendRequest:
+    """The same for whom nobody waits, such as a computation in the background."""
+    return replace(request, deadline_ms=None, deadline=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The time until `deadline`, in seconds on `clock`; None: there is no limit but each step's own."""
+
+    deadline: float | None = None
+    clock: Callable[[], float] = monotonic
+
+    def left_s(self) -> float:
+        """Negative once it is over."""
+        return math.inf if self.deadline is None else self.deadline - self.clock()
+
+    def within(self, most_s: float) -> float:
+        """How many seconds a step that begins now may take: what is left, but at most `most_s`; 0.0 where nothing is."""
+        return max(0.0, min(most_s, self.left_s() - FINISH_S))
+
+
+async def in_time(work: Callable[[], Awaitable[T]], within_s: float) -> T:
+    """What `work` comes to within that many seconds. Raises DeadlineExceeded where it does not, or there is no time to begin."""
+    if within_s <= 0:
+        raise DeadlineExceeded("no time was left for it")
+    return await _by(asyncio.get_running_loop().time() + within_s, work, within_s)
+
+
+async def each_in_time(parts: AsyncIterator[T], within_s: float) -> AsyncGenerator[T, None]:
+    """What `parts` yields within that many seconds from the first time it is asked. Raises DeadlineExceeded once they are over.
+
+    Only the waiting is under the time limit: a limit around a `yield` would cancel whoever holds what was yielded.
+    """
+    deadline = asyncio.get_running_loop().time() + within_s
+    try:
+        if within_s <= 0:
+            raise DeadlineExceeded("no time was left for it")
+        while True:
+            try:
+                part = await _by(deadline, lambda: anext(parts), within_s)
+            except StopAsyncIteration:
+                return
+            yield part
+    finally:
+        if isinstance(parts, AsyncGenerator):
+            await parts.aclose()
+
+
+async def _by(deadline: float, work: Callable[[], Awaitable[T]], within_s: float) -> T:
+    """A TimeoutError of the work's own passes through: it is no lack of time of ours."""
+    limit = asyncio.timeout_at(deadline)
+    try:
+        async with limit:
+            return await work()
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlineExceeded(f"it was not done within {within_s * 1000:.0f} ms") from None

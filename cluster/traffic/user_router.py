@@ -1,0 +1,53 @@
+"""Which replica a user's requests go to: always the same one, as long as it is not busy.
+
+    user -> the replicas in the user's own order -> the first that is not busy
+
+A replica keeps what it computed for its users, and another one would compute it anew. Replicas are ordered by rendezvous hashing
+(Thaler and Ravishankar, 1998): one that goes moves only its own users, one that comes takes an equal share of everybody else's. Loads are
+bounded as in consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018): of m requests on n replicas, none has more
+than ceil(bound x m / n); a user whose home has as many is passed on to the next replica of the user's order, always the same one too.
+"""
+
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from math import ceil
+
+from cluster.ranking import RankRequest
+from cluster.values import EncodeRequest, GenerateRequest
+
+BOUND = 1.25
+SLACK = 8
+"""Requests that an engine answers in one batch anyway: a home with so few more than its share is not worth leaving."""
+
+
+def user_key(request: object) -> str:
+    """Whose request it is; "" where it is nobody's in particular, or no request of ours."""
+    if isinstance(request, EncodeRequest | RankRequest) and request.user:
+        return f"{request.tenant}/{request.user}"
+    if isinstance(request, GenerateRequest) and request.whose:
+        return f"{request.tenant}/{request.whose}"
+    return ""
+
+
+def choose(user: str, loads: Mapping[str, int], bound: float = BOUND, slack: int = SLACK) -> list[str]:
+    """The replicas in the order to try them for this user: in the user's own order, the busy ones last.
+
+    `loads`: requests under way, by replica.
+    """
+    most = capacity(loads.values(), bound, slack)
+    return sorted(in_order_of(user, loads), key=lambda replica: loads[replica] >= most)
+
+
+def capacity(loads: Iterable[int], bound: float = BOUND, slack: int = 0) -> int:
+    """How many requests a replica may have when one more comes. With a bound of 1 or more, some replica always has fewer."""
+    loads = list(loads)
+    return ceil(bound * (sum(loads) + 1) / len(loads)) + slack if loads else 0
+
+
+def in_order_of(user: str, replicas: Iterable[str]) -> list[str]:
+    """The same order in every process; that of the other replicas does not depend on whether one is there."""
+    return sorted(replicas, key=lambda replica: (_weight(user, replica), replica), reverse=True)
+
+
+def _weight(user: str, replica: str) -> bytes:
+    return blake2b(f"{replica}\0{user}".encode("utf-8", "surrogatepass"), digest_size=8).digest()

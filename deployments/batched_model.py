@@ -1,0 +1,43 @@
+"""A stage whose engines take whole batches: requests from all gateways are joined, and the framework controller answers them together."""
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from cluster.bundle import Bundle
+from cluster.config import Settings
+from cluster.controller import FrameworkController, NoBackendAnswered, Served
+from cluster.values import SkippedBackend
+from deployments.batching import MicroBatcher
+from deployments.metrics import StageRecorder, meter
+from deployments.stage_model import TOO_LATE, Due, StageModel, in_time_only
+
+RequestT = TypeVar("RequestT", bound=Due)
+AnswerT = TypeVar("AnswerT")
+
+
+class BatchedModel(StageModel[FrameworkController[RequestT, AnswerT]], Generic[RequestT, AnswerT]):
+    """One version of the model: its batches and its engines."""
+
+    controller_type = FrameworkController
+
+    def __init__(self, settings: Settings, bundle: Bundle) -> None:
+        super().__init__(settings, bundle)
+        batching, recorder = settings.engines(self.stage).batching, StageRecorder(self.stage, meter())
+        self._batcher = MicroBatcher(self._run, batching, tokens=self._tokens, watch=recorder.batch)
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        return {"batches": {"waiting": float(self._batcher.waiting)}}
+
+    async def _served(self, request: RequestT) -> Served[AnswerT] | NoBackendAnswered:
+        """One request's answer and who gave it, or why no engine did."""
+        return await self._batcher.submit(request)
+
+    def _tokens(self, request: RequestT) -> int:
+        """How many rows an engine computes for it."""
+        raise NotImplementedError
+
+    async def _run(self, requests: list[RequestT]) -> Sequence[Served[AnswerT] | NoBackendAnswered]:
+        waited = SkippedBackend(self.stage, TOO_LATE)
+        return await in_time_only(
+            requests, lambda timely: self.in_thread(lambda: self.controller.call(timely)), lambda: NoBackendAnswered(self.stage, (waited,))
+        )

@@ -1,0 +1,164 @@
+"""Drives a genrec endpoint: callers who ask again as soon as they are answered, and when each answer, or its first item, was there.
+
+A closed loop: the server sets the pace, and a stall delays what would have come in it instead of being seen by it.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import httpx
+
+from cluster.errors import ConfigError
+from deployments.cli.bench_figures import Answer, Run, Seen, Served
+
+PATH = "/v1/recommend"
+SSE = "text/event-stream"
+FIRST_ITEM, LAST_EVENTS = b"event: item\n", (b"event: answer\n", b"event: error\n")
+STREAMED_SHARE = 4
+"""One streamed answer for so many plain ones, and one a caller at least."""
+MOST_ITEMS = (1000, 100, 10)
+"""Asked for in turns, as a server has a limit, to learn of items."""
+
+
+class Endpoint:
+    """A genrec that answers at `client`'s base URL."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+
+    async def ask(self, body: bytes) -> Seen:
+        """The answer, all at once."""
+        began = perf_counter()
+        try:
+            response = await self._client.post(PATH, content=body, headers=_headers("application/json"))
+        except httpx.HTTPError as error:
+            return Seen(_ms_since(began), problem=_lost(error))
+        took = _ms_since(began)
+        return _seen(took, response.status_code, response.content)
+
+    async def ask_streamed(self, body: bytes) -> Seen:
+        """The answer as server-sent events; the first item may come with the answer itself."""
+        began, first, content = perf_counter(), None, b""
+        try:
+            async with self._client.stream("POST", PATH, content=body, headers=_headers(SSE)) as response:
+                async for chunk in response.aiter_bytes():
+                    content += chunk
+                    if first is None and (FIRST_ITEM in content or any(event in content for event in LAST_EVENTS)):
+                        first = _ms_since(began)
+        except httpx.HTTPError as error:
+            return Seen(_ms_since(began), problem=_lost(error))
+        took = _ms_since(began)
+        seen = _seen(took, response.status_code, _last_event(content) if response.status_code == 200 else content)
+        return replace(seen, first_item_ms=first if seen.answer and seen.answer.items else None)
+
+    async def item_ids(self) -> list[str]:
+        """Items that the server recommends to who is new to it. Raises ConfigError where it recommends none."""
+        for k in MOST_ITEMS:
+            response = await self._sent(json.dumps({"user_id": "bench-new", "behaviours": [], "k": k}).encode())
+            answer = _answer(response.content) if response.status_code == 200 else None
+            if answer and answer.items:
+                return [str(item["item_id"]) for item in response.json()["items"]]
+        raise ConfigError(f"{self._client.base_url} names no items: {_told(response)}; give the model's directory: --model-dir")
+
+    async def check(self, body: bytes) -> Answer:
+        """One answer, before many are asked for. Raises ConfigError with what the server says in its place."""
+        response = await self._sent(body)
+        answer = _answer(response.content) if response.status_code == 200 else None
+        if answer is None:
+            raise ConfigError(f"{self._client.base_url} does not answer as genrec does: {_told(response)}")
+        return answer
+
+    async def _sent(self, body: bytes) -> httpx.Response:
+        try:
+            return await self._client.post(PATH, content=body, headers=_headers("application/json"))
+        except httpx.HTTPError as error:
+            told = str(error) or type(error).__name__
+            raise ConfigError(f"{self._client.base_url} cannot be asked: {told}; start it (genrec serve) or give another --url") from error
+
+
+def connect(url: str, *, callers: int = 1, key: str | None = None, timeout_s: float = 30.0) -> httpx.AsyncClient:
+    """A client that keeps one connection a caller, and goes through no proxy, for the server is what is measured. Raises ConfigError."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{url!r} is no URL: {error}; give one as http://127.0.0.1:8000") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(f"{url!r} is no URL of a server; give one as http://127.0.0.1:8000")
+    limits = httpx.Limits(max_connections=callers, max_keepalive_connections=callers)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.AsyncClient(base_url=parsed, headers=headers, timeout=timeout_s, limits=limits, trust_env=False)
+
+
+async def measure(endpoint: Endpoint, bodies: Sequence[bytes], *, callers: int, warm_up: int, iterations: int) -> Run:
+    """`warm_up` requests that do not count, `iterations` plain ones, and a share of them once more as streams."""
+    await closed_loop(endpoint.ask, bodies, callers, warm_up)
+    plain, seconds = await closed_loop(endpoint.ask, bodies, callers, iterations)
+    await closed_loop(endpoint.ask_streamed, bodies, callers, min(warm_up, callers))
+    streamed, _ = await closed_loop(endpoint.ask_streamed, bodies, callers, max(callers, iterations // STREAMED_SHARE))
+    return Run(plain, seconds, streamed)
+
+
+async def closed_loop(
+    ask: Callable[[bytes], Awaitable[Seen]], bodies: Sequence[bytes], callers: int, count: int
+) -> tuple[list[Seen], float]:
+    """`count` requests, the bodies in turns, each sent as soon as one of so many callers is free; and the seconds all of them took."""
+    seen: list[Seen] = []
+    numbers = iter(range(count))
+
+    async def caller() -> None:
+        for number in numbers:
+            one = await ask(bodies[number % len(bodies)])
+            seen.append(one)
+
+    began = perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(callers):
+            group.create_task(caller())
+    return seen, perf_counter() - began
+
+
+def _seen(duration_ms: float, status: int, content: bytes) -> Seen:
+    if status != 200:
+        return Seen(duration_ms, problem=f"status {status}")
+    answer = _answer(content)
+    return Seen(duration_ms, answer, "" if answer else "no answer of genrec")
+
+
+def _answer(content: bytes) -> Answer | None:
+    """None where it is something else."""
+    try:
+        tree: Any = json.loads(content)
+        stages = tuple(Served(one["stage"], one["backend"], float(one["duration_ms"])) for one in tree["stages"])
+        tier = tree["cache"]["tier"] if tree["cache"] else "none"
+        return Answer(len(tree["items"]), bool(tree["degraded"]), tier, stages, tree["model_version"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _last_event(content: bytes) -> bytes:
+    """What the last server-sent event holds."""
+    _, _, data = content.rstrip(b"\n").rpartition(b"\ndata: ")
+    return data
+
+
+def _told(response: httpx.Response) -> str:
+    """A response in words, cut short."""
+    return f"status {response.status_code}, {response.text[:200]!r}"
+
+
+def _lost(error: httpx.HTTPError) -> str:
+    if isinstance(error, httpx.TimeoutException):
+        return "out of time"
+    return "no connection" if isinstance(error, httpx.ConnectError) else "connection lost"
+
+
+def _headers(accept: str) -> dict[str, str]:
+    return {"content-type": "application/json", "accept": accept, "accept-encoding": "identity"}
+
+
+def _ms_since(began: float) -> float:
+    return (perf_counter() - began) * 1e3

@@ -1,0 +1,181 @@
+"""Figures of a run against an endpoint: what became of each request -> samples and figures -> which targets are met."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from cluster.errors import ConfigError, UnknownChoice
+
+AT_LEAST = ("requests_per_s", "items_per_s")
+AT_MOST = (
+    *("p50_ms", "p95_ms", "p99_ms", "first_item_p50_ms", "first_item_p95_ms", "first_item_p99_ms", "per_item_ms"),
+    *("errors", "degraded", "resident_mib"),
+)
+"""What a target may name: of the first the measured figure must be as large, of the others as small."""
+FRESH = ("computed", "none")
+"""Tiers of answers whose stages ran for them: the stages of others are of an earlier computation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A stage of an answer: who served it, for how long."""
+
+    stage: str
+    backend: str
+    duration_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What counts of an answer. `tier`: where it came from, "none" where no kept answer was looked for."""
+
+    items: int
+    degraded: bool
+    tier: str
+    stages: tuple[Served, ...]
+    model_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What became of one request: an answer, or the problem that stands in its place, `duration_ms` after it was sent.
+
+    `first_item_ms`: likewise, when the first item came, of an answer that was streamed.
+    """
+
+    duration_ms: float
+    answer: Answer | None = None
+    problem: str = ""
+    first_item_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """The plain requests, which took `seconds` all together, and after them those whose answers were streamed."""
+
+    plain: Sequence[Seen]
+    seconds: float
+    streamed: Sequence[Seen] = ()
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Milliseconds are of answered requests, None where there were none. `per_item_ms`: the median of a request's time over its items.
+
+    `errors` and `degraded` count plain and streamed requests, `problems` says which errors. `hits`: each tier's share of the plain answers.
+    `stage_ms`: the mean of each stage, in answers that were computed; `served_by`: how often which backend served which.
+    `resident_mib`: of the server's processes, pages that several share counted in each; None where that is not known.
+    """
+
+    p50_ms: float | None
+    p95_ms: float | None
+    p99_ms: float | None
+    first_item_p50_ms: float | None
+    first_item_p95_ms: float | None
+    first_item_p99_ms: float | None
+    per_item_ms: float | None
+    requests_per_s: float
+    items_per_s: float
+    errors: int
+    degraded: int
+    problems: dict[str, int]
+    hits: dict[str, float]
+    stage_ms: dict[str, float]
+    served_by: dict[str, int]
+    resident_mib: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A figure that should be within a `limit`; one that could not be measured (None) is not."""
+
+    limit: float
+    measured: float | None
+    met: bool
+
+
+def samples_of(run: Run) -> dict[str, list[float]]:
+    """By metric, in milliseconds to a thousandth, in the order in which requests ended; a metric without any is left out."""
+    answered = [(seen, seen.answer) for seen in run.plain if seen.answer]
+    metrics = {
+        "end_to_end_ms": [seen.duration_ms for seen, _ in answered],
+        "first_item_ms": [seen.first_item_ms for seen in run.streamed if seen.answer and seen.first_item_ms is not None],
+        "per_item_ms": [seen.duration_ms / answer.items for seen, answer in answered if answer.items],
+    }
+    return {name: [round(value, 3) for value in values] for name, values in metrics.items() if values}
+
+
+def figures_of(run: Run, resident_mib: float | None = None) -> Figures:
+    samples = samples_of(run)
+    answers = [seen.answer for seen in run.plain if seen.answer]
+    everything = [*run.plain, *run.streamed]
+    whole, first = samples.get("end_to_end_ms", []), samples.get("first_item_ms", [])
+    return Figures(
+        p50_ms=_percentile(whole, 50),
+        p95_ms=_percentile(whole, 95),
+        p99_ms=_percentile(whole, 99),
+        first_item_p50_ms=_percentile(first, 50),
+        first_item_p95_ms=_percentile(first, 95),
+        first_item_p99_ms=_percentile(first, 99),
+        per_item_ms=_percentile(samples.get("per_item_ms", []), 50),
+        requests_per_s=_rate(len(answers), run.seconds),
+        items_per_s=_rate(sum(answer.items for answer in answers), run.seconds),
+        errors=sum(1 for seen in everything if seen.answer is None),
+        degraded=sum(1 for seen in everything if seen.answer and seen.answer.degraded),
+        problems=dict(Counter(seen.problem for seen in everything if seen.answer is None)),
+        hits={tier: round(count / len(answers), 4) for tier, count in Counter(answer.tier for answer in answers).most_common()},
+        stage_ms=_stage_means(answers),
+        served_by=dict(Counter(f"{one.stage}={one.backend}" for answer in answers for one in answer.stages if answer.tier in FRESH)),
+        resident_mib=resident_mib,
+    )
+
+
+def parse_targets(texts: Iterable[str]) -> dict[str, float]:
+    """``["p99_ms=50,errors=0"]`` -> {"p99_ms": 50.0, "errors": 0.0}. Raises ConfigError, UnknownChoice."""
+    targets = {}
+    for part in (part.strip() for text in texts for part in text.split(",") if part.strip()):
+        name, _, limit = (side.strip() for side in part.partition("="))
+        if name not in AT_LEAST + AT_MOST:
+            raise UnknownChoice("target", name, AT_LEAST + AT_MOST)
+        targets[name] = _number(part, limit)
+    return targets
+
+
+def check_targets(figures: Figures, targets: Mapping[str, float]) -> dict[str, Target]:
+    """By name, as `parse_targets` gives them."""
+    measured: dict[str, float | None] = {name: asdict(figures)[name] for name in targets}
+    return {name: Target(limit, measured[name], _met(name, measured[name], limit)) for name, limit in targets.items()}
+
+
+def _met(name: str, measured: float | None, limit: float) -> bool:
+    if measured is None:
+        return False
+    return measured >= limit if name in AT_LEAST else measured <= limit
+
+
+def _number(part: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise ConfigError(f"target {part!r} has no limit that is 0 or more; write it as in p99_ms=50,errors=0")
+    return number
+
+
+def _percentile(values: Sequence[float], q: float) -> float | None:
+    return round(float(np.percentile(values, q)), 3) if values else None
+
+
+def _rate(count: int, seconds: float) -> float:
+    return round(count / max(1e-9, seconds), 2)
+
+
+def _stage_means(answers: Iterable[Answer]) -> dict[str, float]:
+    durations: defaultdict[str, list[float]] = defaultdict(list)
+    for answer in answers:
+        for one in answer.stages if answer.tier in FRESH else ():
+            durations[one.stage].append(one.duration_ms)
+    return {stage: round(sum(values) / len(values), 3) for stage, values in durations.items()}

@@ -1,0 +1,33 @@
+"""`genrec keys`: keys for those who call the API."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from cluster.config import parse
+from cluster.traffic import api_keys
+
+app = typer.Typer(no_args_is_help=True, help="Make keys for those who call the API.")
+
+
+@app.callback()
+def keys() -> None:
+    """Keep the name of the only command on the command line."""
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Option(help="whose key it is")],
+    tenant: Annotated[str | None, typer.Option(help="the only tenant it may act for; default: any")] = None,
+    *,
+    admin: Annotated[bool, typer.Option("--admin", help="it may operate the system, too")] = False,
+) -> None:
+    """Make a key. It is printed once, on the standard output, and kept nowhere; what the configuration needs goes to the standard error."""
+    key = api_keys.new_key()
+    asked = {"name": name, "sha256": api_keys.digest(key.encode()), "tenant": tenant, "admin": admin}
+    entry = {field: value for field, value in asked.items() if value not in (None, False)}
+    parse({"gateway": {"api_keys": [entry]}}, "genrec keys new")
+    typer.echo(key)
+    typer.echo("Keep it: it is not shown again. Add this under gateway.api_keys, and deploy the configuration:", err=True)
+    typer.echo(f"  - {{{', '.join(f'{field}: {json.dumps(value)}' for field, value in entry.items())}}}", err=True)

@@ -1,0 +1,125 @@
+"""`genrec models`: publish, promote and roll back versions of a model, while a cluster serves it.
+
+Whoever serves follows the model's directory: a promoted version is loaded beside the one that serves, and takes over once every replica
+holds it; nothing is restarted and no request fails.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cluster.bundle import MANIFEST, Bundle, BundleStore
+from cluster.errors import BundleError, ConfigError
+from cluster.rollout import Guard, RolloutStore, Trial, TrialKind
+
+app = typer.Typer(no_args_is_help=True, help="Versions of a model: publish, promote, try, roll back. A running cluster follows by itself.")
+ModelDir = Annotated[Path, typer.Option(help="directory with the versions of one model, such as models/ml-1m")]
+Version = Annotated[int, typer.Argument(help="a published version", min=1)]
+Share = Annotated[float | None, typer.Option(help="share of the users, 0 to 1", min=0.0, max=1.0)]
+
+
+@app.command("list")
+def list_(*, model_dir: ModelDir = Path("models/ml-100k")) -> None:
+    """Every version, what it is, and which one serves."""
+    store, rollout = BundleStore(model_dir), RolloutStore(BundleStore(model_dir)).read()
+    table = Table("version", "serves", "published", "hr@10", "compiled")
+    for version in store.versions():
+        trial = rollout.trial if rollout.trial and rollout.trial.version == version else None
+        role = "stable" if version == rollout.stable else f"{trial.kind}, {trial.share:.1%} of users" if trial else ""
+        table.add_row(str(version), role, *_described(store, version))
+    Console().print(table)
+    for ended in rollout.ended[-3:]:
+        typer.echo(f"the {ended.trial.kind} of {ended.trial.version} was {ended.outcome}: {ended.reason}")
+
+
+@app.command()
+def publish(
+    directory: Annotated[Path, typer.Argument(help="a version, or a model's directory, made elsewhere")], *, model_dir: ModelDir
+) -> None:
+    """Add a version to the model, verified file by file. It serves once it is promoted."""
+    version = BundleStore(model_dir).adopt(_found(directory))
+    typer.echo(f"published {model_dir.name}/{version}; to serve it: genrec models promote {version} --model-dir {model_dir}")
+
+
+@app.command()
+def promote(
+    version: Version,
+    *,
+    model_dir: ModelDir = Path("models/ml-100k"),
+    canary: Share = None,
+    ab: Share = None,
+    shadow: Share = None,
+    degraded_margin: Annotated[float, typer.Option(help="a trial ends where so much more of its answers are degraded")] = 0.02,
+    latency_ratio: Annotated[float, typer.Option(help="a trial ends where its p95 is so many times the stable version's")] = 1.5,
+    least_overlap: Annotated[float, typer.Option(help="a shadow ends where fewer of its items are the stable version's too")] = 0.0,
+) -> None:
+    """Make a version the stable one, or try it on a share of the users first. A trial that goes badly is rolled back by itself."""
+    kinds: list[tuple[TrialKind, float | None]] = [("canary", canary), ("ab", ab), ("shadow", shadow)]
+    asked = [(kind, share) for kind, share in kinds if share is not None]
+    if len(asked) > 1 or any(share == 0 for _, share in asked):
+        raise ConfigError("give one of --canary, --ab and --shadow, with a share above 0, or none of them")
+    trial = None
+    for kind, share in asked:
+        guard = Guard(degraded_margin=degraded_margin, latency_ratio=latency_ratio, least_overlap=least_overlap)
+        trial = Trial(version=version, kind=kind, share=share or 1.0, guard=guard)
+    rollout = RolloutStore(BundleStore(model_dir)).promote(version, trial)
+    begun = f"the {trial.kind} of {version} begins, on {trial.share:.1%} of users; " if trial else ""
+    typer.echo(f"{begun}{model_dir.name}/{rollout.stable} is stable; whoever serves it follows within seconds")
+
+
+@app.command()
+def rollback(
+    *,
+    model_dir: ModelDir = Path("models/ml-100k"),
+    reason: Annotated[str, typer.Option(help="kept with the trial that ends")] = "by hand",
+) -> None:
+    """End the trial or, where there is none, serve what was stable before."""
+    rollout = RolloutStore(BundleStore(model_dir)).rollback(reason)
+    typer.echo(f"{model_dir.name}/{rollout.stable} is stable")
+
+
+@app.command()
+def status(
+    *,
+    url: Annotated[str, typer.Option(help="a gateway of the cluster")] = "http://127.0.0.1:8000",
+    key: Annotated[str | None, typer.Option(envvar="GENREC_API_KEY", help="API key, where the gateway wants one")] = None,
+) -> None:
+    """What a running cluster says: which version serves, who holds which, how the trial goes."""
+    try:
+        answer = httpx.get(f"{url}/v1/models", timeout=10, headers={"authorization": f"Bearer {key}"} if key else {})
+        answer.raise_for_status()
+    except httpx.HTTPError as error:
+        raise ConfigError(f"{url}/v1/models could not be read: {error}") from error
+    Console().print(_table(answer.json()))
+
+
+def _table(told: dict[str, Any]) -> Table:
+    table = Table("version", "role", "held by", "answers", "degraded", "p95 ms", "overlap", title=f"{told['model_version']} is stable")
+    for one in told["versions"]:
+        held = ", ".join(f"{count} {role}" for role, count in one["holders"].items()) + "".join(f"; {why}" for why in one["obstacles"])
+        figures = [one["requests"], one["degraded"], one["p95_ms"], one["overlap"]]
+        table.add_row(str(one["version"]), one["role"], held, *("" if figure is None else f"{figure:g}" for figure in figures))
+    return table
+
+
+def _found(directory: Path) -> Bundle:
+    """A version's directory, or the current one of a model's."""
+    if (directory / MANIFEST).is_file():
+        if not directory.name.isdecimal():
+            raise BundleError(f"{directory} is not named by its version's number; rename it to one, or give the model's directory")
+        return BundleStore(directory.parent).open(int(directory.name))
+    return BundleStore(directory).open()
+
+
+def _described(store: BundleStore, version: int) -> tuple[str, str, str]:
+    try:
+        manifest = store.open(version).manifest
+    except BundleError as error:
+        return "", "", f"refused: {error}"
+    quality = manifest.blend.quality.get("unified", {}) if manifest.blend else manifest.quality
+    compiled = ", ".join(sorted({artifact.kind for artifact in manifest.artifacts})) or "no"
+    return f"{manifest.created:%Y-%m-%d %H:%M}", f"{quality.get('hr@10', 0):.4f}", compiled

@@ -1,0 +1,1 @@
+"""Grafana's dashboards and Prometheus' alert rules, over the metrics that cluster.metrics declares."""

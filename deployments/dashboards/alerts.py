@@ -1,0 +1,145 @@
+"""What wakes whom. `python -m deployments.dashboards.build` writes them as Prometheus' rules."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster import metrics as m
+from deployments.dashboards.boards import ASKED
+from deployments.dashboards.expressions import gauge, quantile, rate, share
+
+WINDOW, HOUR, DAY = "5m", "1h", "1d"
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """`expr` holds for `lasts` before anybody is told. `page`: users notice it now; `ticket`: it can wait until the morning."""
+
+    name: str
+    expr: str
+    lasts: str
+    severity: Literal["page", "ticket"]
+    summary: str
+    cure: str
+
+
+def _degraded(window: str) -> str:
+    return share(rate(m.ANSWERS, window=window, degraded="true"), rate(m.ANSWERS, window=window))
+
+
+def _followed(window: str) -> str:
+    return share(rate(m.FOLLOWED, window=window), f"({rate(m.FOLLOWED, window=window)} + {rate(m.NOT_FOLLOWED, window=window)})")
+
+
+_NOW, _YESTERDAY = _followed(HOUR), _followed(HOUR).replace(f"[{HOUR}]", f"[{HOUR}] offset {DAY}")
+
+
+_ASKED_RATE = rate(m.HTTP_REQUESTS, window=WINDOW, route=ASKED)
+_FAILED_RATE = rate(m.HTTP_REQUESTS, window=WINDOW, route=ASKED, status="5..")
+_REFUSED_RATE = rate(m.REFUSALS, window=WINDOW, status="503")
+
+ALERTS = (
+    Alert(
+        "GenrecAnswersFail",
+        f"({_FAILED_RATE} - ({_REFUSED_RATE} or vector(0))) / {_ASKED_RATE} > 0.01",
+        "5m",
+        "page",
+        "More than 1 % of the requests end in a 5xx that is no refusal for overload.",
+        "An answer is no error because an engine is: look for `failed in a way` in the gateways' logs, and at GET /readyz.",
+    ),
+    Alert(
+        "GenrecSlow",
+        f"{quantile(m.HTTP_DURATION, 0.99, 'route', window=WINDOW, route=ASKED, outcome='2xx')} > 1",
+        "10m",
+        "page",
+        "The p99 of {{ $labels.route }} is {{ $value | humanizeDuration }}.",
+        "The dashboard of the stages says which stage: raise max_replicas where its queue is long, switch an engine off that is slow.",
+    ),
+    Alert(
+        "GenrecTurnsAway",
+        f"{_REFUSED_RATE} / {_ASKED_RATE} > 0.05",
+        "5m",
+        "page",
+        "More than 5 % of the requests find no place.",
+        "The cluster is at its limit: raise max_replicas, or gateway.admission.max_concurrent if the stages are idle.",
+    ),
+    Alert(
+        "GenrecDegraded",
+        f"{_degraded(WINDOW)} > 0.05",
+        "10m",
+        "ticket",
+        "{{ $value | humanizePercentage }} of the answers are degraded.",
+        "An engine broke and another serves; GET /v1/backends says which and why.",
+    ),
+    Alert(
+        "GenrecBreakerOpen",
+        f"{gauge(m.BREAKER, 'stage', 'backend', how='max')} > 0",
+        "5m",
+        "ticket",
+        "{{ $labels.backend }} of the {{ $labels.stage }} has been out for five minutes on a replica at least.",
+        "GET /v1/backends has its last error; POST /v1/backends/{stage}/{name}:disable ends the trials.",
+    ),
+    Alert(
+        "GenrecNoEngine",
+        f"{gauge(m.BACKEND_LOADED, 'stage', stage='encoder')} == 0",
+        "2m",
+        "page",
+        "No replica of the {{ $labels.stage }} has an engine loaded.",
+        "Users get popular items. GET /v1/backends says why none loads.",
+    ),
+    Alert(
+        "GenrecQueueLong",
+        f"{quantile(m.BATCH_WAIT, 0.95, 'stage', window=WINDOW)} > 0.25",
+        "10m",
+        "ticket",
+        "Requests wait long for a batch of the {{ $labels.stage }}.",
+        "More replicas of it, or smaller batches (batching.max_requests).",
+    ),
+    Alert(
+        "GenrecRetriesRefused",
+        f"{rate(m.RETRIES_REFUSED, 'stage', window=WINDOW)} > 1",
+        "5m",
+        "ticket",
+        "Replicas of the {{ $labels.stage }} fail or stall so often that calls are not sent again.",
+        "See which replicas: Ray's dashboard, and the log of the {{ $labels.stage }}.",
+    ),
+    Alert(
+        "GenrecSharedCacheFails",
+        f"{rate(m.CACHE_FAILURES, window=WINDOW)} > 1",
+        "5m",
+        "ticket",
+        "Calls of the shared cache break.",
+        "Answers are computed instead, so that engines have more to do; see the cache actors, or Redis.",
+    ),
+    Alert(
+        "GenrecGpuMemoryFull",
+        f"{share(gauge(m.GPU_USED, 'gpu', 'replica', how='max'), gauge(m.GPU_MEMORY, 'gpu', 'replica', how='max'))} > 0.97",
+        "10m",
+        "ticket",
+        "GPU {{ $labels.gpu }} has hardly any memory left.",
+        "Lower what the engines may take: vLLM's gpu_memory_utilization, or state_bytes of the encoder.",
+    ),
+    Alert(
+        "GenrecTwoVersions",
+        f"{gauge(m.MODEL_VERSION, how='max')} != {gauge(m.MODEL_VERSION, how='min')}",
+        "30m",
+        "ticket",
+        "Gateways have served different versions of the model for half an hour.",
+        "A promotion does not end: genrec models status says who cannot load the new version, and why.",
+    ),
+    Alert(
+        "GenrecUnknownItems",
+        f"{share(rate(m.ITEMS_UNKNOWN, window=HOUR), rate(m.ITEMS_NAMED, window=HOUR))} > 0.2",
+        "1h",
+        "ticket",
+        "{{ $value | humanizePercentage }} of the items in requests are in no catalogue of ours.",
+        "The shop has items that the model has not (genrec add-items, or train), or ids have changed their form on the way here.",
+    ),
+    Alert(
+        "GenrecFollowedLess",
+        f"{_NOW} < 0.7 * ({_YESTERDAY}) and {rate(m.FOLLOWED, window=HOUR)} > 0.05",
+        "2h",
+        "ticket",
+        "Users follow recommendations much less than at this time yesterday.",
+        "Compare the model versions on the overview; genrec models rollback goes back to the one before.",
+    ),
+)

@@ -1,0 +1,55 @@
+"""PromQL out of declarations: a metric or a label that is not declared is refused here, not found missing on a screen.
+
+Rates are taken before sums, so that a replica's restart is no fall, and sums before percentiles, which cannot be added up.
+"""
+
+from cluster.errors import ConfigError
+from cluster.metrics import Kind, Metric
+
+WINDOW = "$__rate_interval"
+"""Grafana fills it in; alert rules say theirs."""
+
+
+def rate(metric: Metric, *by: str, window: str = WINDOW, **where: str) -> str:
+    """A second, of all replicas. `where`: label -> a regular expression, negated where it begins with `!`."""
+    end = "_count" if metric.kind is Kind.HISTOGRAM else ""
+    if metric.kind is Kind.GAUGE:
+        raise ConfigError(f"{metric.name} is a gauge, which has no rate")
+    return f"sum{_by(metric, by)} (rate({metric.scraped}{end}{_where(metric, where)}[{window}]))"
+
+
+def quantile(metric: Metric, share: float, *by: str, window: str = WINDOW, **where: str) -> str:
+    """Of a histogram, over all replicas."""
+    if metric.kind is not Kind.HISTOGRAM:
+        raise ConfigError(f"{metric.name} is a {metric.kind}; only histograms have quantiles")
+    _by(metric, by)  # refuses what is not declared
+    groups = ", ".join((*by, "le"))
+    return f"histogram_quantile({share}, sum by ({groups}) (rate({metric.scraped}_bucket{_where(metric, where)}[{window}])))"
+
+
+def gauge(metric: Metric, *by: str, how: str = "sum", **where: str) -> str:
+    """`how` replicas' values come together: sum, max, min or avg."""
+    if metric.kind is not Kind.GAUGE:
+        raise ConfigError(f"{metric.name} is a {metric.kind}, not a gauge")
+    return f"{how}{_by(metric, by)} ({metric.scraped}{_where(metric, where)})"
+
+
+def share(part: str, whole: str) -> str:
+    """Of one sum in another by the same labels, 0 to 1; nothing while either of them has never been counted."""
+    return f"{part} / {whole}"
+
+
+def _by(metric: Metric, labels: tuple[str, ...]) -> str:
+    _check(metric, labels)
+    return f" by ({', '.join(labels)})" if labels else ""
+
+
+def _where(metric: Metric, where: dict[str, str]) -> str:
+    _check(metric, where)
+    conditions = [f'{label}{"!~" if said.startswith("!") else "=~"}"{said.removeprefix("!")}"' for label, said in where.items()]
+    return f"{{{', '.join(conditions)}}}" if conditions else ""
+
+
+def _check(metric: Metric, labels: tuple[str, ...] | dict[str, str]) -> None:
+    if wrong := [label for label in labels if label not in (*metric.labels, "deployment", "replica")]:
+        raise ConfigError(f"{metric.name} has no labels {wrong}; it has {', '.join(metric.labels) or 'none'}, deployment and replica")

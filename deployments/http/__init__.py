@@ -1,0 +1,1 @@
+"""HTTP, without Ray: the edge that lets requests in, the routes, their messages and problems."""

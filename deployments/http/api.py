@@ -1,0 +1,207 @@
+"""The HTTP interface, without Ray: routes over a `Service`, which the gateway provides."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Annotated, Literal, Protocol
+
+from fastapi import APIRouter, Depends, FastAPI, Path, Request, Response
+from fastapi.security import HTTPBearer
+from starlette.exceptions import HTTPException
+
+from cluster.config import GatewaySettings
+from cluster.errors import InvalidRequest
+from cluster.metrics import SILENT, Meter
+from cluster.ranking import Ranking, RankingRequest
+from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest
+from deployments.http import problems, streaming
+from deployments.http.answer_json import Fields, answer_fields, as_json
+from deployments.http.callers import Caller, CallerHere, operator_of
+from deployments.http.direct_route import DirectRoute
+from deployments.http.edge import Edge, EdgeMiddleware
+from deployments.http.measured import MeasuredMiddleware
+from deployments.http.messages import (
+    BackendsOut,
+    ItemOut,
+    ReadyOut,
+    RecommendBatchIn,
+    RecommendBatchOut,
+    RecommendIn,
+    RecommendOut,
+    SwitchOut,
+)
+from deployments.http.models import ModelsOut, model_routes
+from deployments.http.playground import GatewayOut, PlaygroundService, StoredUsers, page_routes, playground_routes
+from deployments.http.ranking import ranking_routes
+from deployments.http.user_data import UserDataService, user_data_routes
+
+
+class Service(PlaygroundService, Protocol):
+    """What stands behind the routes."""
+
+    async def recommend(self, request: RecommendRequest) -> Recommendation: ...
+    async def rank(self, request: RankingRequest) -> Ranking: ...
+    def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]: ...
+    def item(self, item_id: str) -> Item | None: ...
+    async def backends(self) -> BackendsOut: ...
+    async def switch(self, stage: str, name: str, *, enabled: bool) -> SwitchOut: ...
+    async def readiness(self) -> ReadyOut: ...
+    async def models(self) -> ModelsOut: ...
+    async def close(self) -> None: ...
+
+
+class Data(UserDataService, StoredUsers, Protocol):
+    """What is kept of users."""
+
+
+def create_api(
+    service: Service, data: Data, settings: GatewaySettings, gateways: Callable[[], int] = lambda: 1, meter: Meter = SILENT
+) -> FastAPI:
+    """The API over `service` and `data`; its documentation is at /docs. `gateways`: how many live ones share the tenants' rate limits.
+
+    ``api.state.edge.reconfigure(settings)`` gives it other settings while it serves.
+    """
+    edge = Edge(settings, gateways, meter=meter)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await service.close()
+
+    about = "Recommendations from behaviour."
+    api = FastAPI(title="genrec", version=version("genrec"), description=about, lifespan=lifespan)
+    problems.install(api)
+    api.state.edge = edge
+    api.add_middleware(EdgeMiddleware, edge=edge)
+    api.add_middleware(MeasuredMiddleware, meter=meter)  # the last one added stands outermost
+
+    key = Depends(HTTPBearer(auto_error=False, description="an API key, where this service asks for one"))  # the edge checks it
+
+    def limits() -> GatewaySettings:
+        return edge.settings
+
+    for routes in (
+        _recommendations(service, limits),
+        ranking_routes(service, limits),
+        user_data_routes(data, limits),
+        playground_routes(service, data, limits),
+    ):
+        api.include_router(routes, responses=problems.EVERYWHERE, dependencies=[key])
+    for routes in (_operation(service, edge), model_routes(service)):
+        api.include_router(routes, responses=problems.EVERYWHERE, dependencies=[key, Depends(operator_of)])
+    api.include_router(_health(service))
+    api.include_router(page_routes())
+    return api
+
+
+def _recommendations(service: Service, limits: Callable[[], GatewaySettings]) -> APIRouter:
+    routes, direct = APIRouter(), APIRouter(route_class=DirectRoute)
+
+    @direct.post("/v1/recommend", tags=["recommendations"], response_model=RecommendOut, responses=streaming.RESPONSES)
+    async def recommend(message: RecommendIn, http: Request, caller: CallerHere) -> Response:
+        """Recommend items for one user: all at once, or as they are found where `Accept` asks for it."""
+        _check_limits(message, limits())
+        _give_tenants([message], caller)
+        request = message.to_value(caller.arrived)
+        if media_type := streaming.wanted(",".join(http.headers.getlist("accept"))):
+            return await streaming.respond(service.stream(request), media_type, http.url.path)
+        return _json(answer_fields(await service.recommend(request)))
+
+    @routes.post("/v1/recommend:batch", tags=["recommendations"], response_model=RecommendBatchOut)
+    async def recommend_batch(message: RecommendBatchIn, caller: CallerHere) -> Response:
+        """Recommend items for several users; the answers stand in the order of the requests. Each counts for its tenant's rate limit."""
+        most = limits().max_batch
+        if len(message.requests) > most:
+            raise InvalidRequest("requests", f"has {len(message.requests)} entries; send at most {most} a call")
+        for position, request in enumerate(message.requests):
+            _check_limits(request, limits(), prefix=f"requests[{position}].")
+        _give_tenants(message.requests, caller)
+        values = [request.to_value(caller.arrived) for request in message.requests]
+        answers = await asyncio.gather(*(_within_batch(service, value, position) for position, value in enumerate(values)))
+        return _json({"answers": [answer_fields(answer) for answer in answers]})
+
+    @routes.get("/v1/items/{item_id:path}", tags=["catalogue"], responses=problems.documented([404]))
+    async def item(item_id: str, caller: CallerHere) -> ItemOut:
+        """An item of the catalogue."""
+        caller.acts_for()
+        found = service.item(item_id)
+        if found is None:
+            raise HTTPException(404, f"the catalogue has no item {item_id!r}")
+        return ItemOut(item_id=found.item_id, title=found.title, attributes=dict(found.attributes))
+
+    direct.include_router(routes)
+    return direct
+
+
+def _operation(service: Service, edge: Edge) -> APIRouter:
+    routes = APIRouter(tags=["operation"])
+
+    @routes.get("/v1/gateway")
+    async def gateway() -> GatewayOut:
+        """What the gateway replica that answers has under way."""
+        return GatewayOut.model_validate(asdict(edge.statistics()))
+
+    @routes.get("/v1/backends")
+    async def backends() -> BackendsOut:
+        """Every stage's backends: availability, reason, breaker, calls and latency, over all replicas."""
+        return await service.backends()
+
+    @routes.post("/v1/backends/{stage}/{name}:{switch}", responses=problems.documented([404]))
+    async def switch(stage: str, name: str, switch: Annotated[Literal["enable", "disable"], Path()]) -> SwitchOut:
+        """Switch a backend on or off in every replica, without a restart."""
+        return await service.switch(stage, name, enabled=switch == "enable")
+
+    return routes
+
+
+def _health(service: Service) -> APIRouter:
+    routes = APIRouter(tags=["operation"])
+
+    @routes.get("/healthz")
+    async def healthz() -> dict[str, Literal["ok"]]:
+        """The gateway's process is alive."""
+        return {"status": "ok"}
+
+    @routes.get("/readyz", responses={503: {"model": ReadyOut}})
+    async def readyz(response: Response) -> ReadyOut:
+        """Every stage is up, and which engines it would ask; 503 until each has its first choice, and while there is no encoder."""
+        ready = await service.readiness()
+        response.status_code = 200 if ready.ready else 503
+        return ready
+
+    return routes
+
+
+def _json(fields: Fields) -> Response:
+    """As it is: FastAPI would check and encode it once more."""
+    return Response(as_json(fields), media_type="application/json")
+
+
+def _give_tenants(messages: Sequence[RecommendIn], caller: Caller) -> None:
+    """Fill in the tenants that are left out, and charge each of them for its requests."""
+    for message in messages:
+        message.tenant = caller.named(message.tenant if "tenant" in message.model_fields_set else None)
+    caller.charge(Counter(message.tenant for message in messages))
+
+
+def _check_limits(message: RecommendIn, limits: GatewaySettings, prefix: str = "") -> None:
+    for field, count, most in (
+        ("k", message.k, limits.max_k),
+        ("behaviours", len(message.behaviours or ()), limits.max_behaviours),
+        ("blocked", len(message.blocked), limits.max_listed_items),
+        ("allowed", len(message.allowed or ()), limits.max_listed_items),
+    ):
+        if count > most:
+            cure = "ask for fewer items" if field == "k" else "send the most recent ones" if field == "behaviours" else "list fewer items"
+            shown = count if count < 10**9 else "far more"
+            raise InvalidRequest(prefix + field, f"{shown} is more than the {most} this service takes; {cure}")
+
+
+async def _within_batch(service: Service, request: RecommendRequest, position: int) -> Recommendation:
+    try:
+        return await service.recommend(request)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"requests[{position}].{error.field}", error.problem) from error

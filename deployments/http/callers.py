@@ -1,0 +1,93 @@
+"""Who calls, and what they may do: handed to the routes, which know from the message for whom and how much."""
+
+from collections import Counter
+from collections.abc import Callable
+from math import ceil
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from cluster.config import ApiKeySettings
+from cluster.errors import InvalidRequest
+from cluster.traffic.rate_limits import Grant
+from deployments.http import problems
+
+Take = Callable[[str, int], Grant | None]
+Belong = Callable[[str], bool]
+
+
+class Caller:
+    """The caller of one request. `key` None: keys are not asked for. `arrived`: on this process's monotonic clock."""
+
+    def __init__(self, key: ApiKeySettings | None, arrived: float, take: Take) -> None:
+        self.key, self.arrived, self._take = key, arrived, take
+        self.belong: Belong = lambda _: True
+        self._paid: Counter[str] = Counter()
+        self.grant: Grant | None = None
+
+    @property
+    def tenant(self) -> str | None:
+        """The only tenant it may act for; None for several."""
+        return None if self.key is None or self.key.admin else self.key.tenant
+
+    def acts_for(self, tenant: str | None = None, cost: int = 1) -> str:
+        """The tenant, or the key's own where None is named, once it has been charged. Raises what 403, 429 and 503 answer."""
+        named = self._allowed(tenant)
+        self.pay(named, cost)
+        if not self.belong(named):
+            raise problems.overloaded(f"tenant {named!r} has its share of the requests under way", wait_s=1)
+        return named
+
+    def charge(self, tenants: Counter[str]) -> None:
+        """Act for several tenants at once: tenant -> cost. Raises as `acts_for`; who was charged before stays charged."""
+        for tenant, cost in tenants.items():
+            self.acts_for(tenant, cost)
+
+    def named(self, tenant: str | None) -> str:
+        """The tenant meant by a message that may leave it out."""
+        return tenant or (self.key and self.key.tenant) or "default"
+
+    def pay(self, tenant: str, cost: int) -> None:
+        """Take what the request costs beyond what it has paid. Raises what 429 answers, or InvalidRequest where it never could be paid."""
+        due = cost - self._paid[tenant]
+        grant = self._take(tenant, due) if due > 0 else None
+        if grant is None:
+            return
+        self.grant = grant if grant.given else None  # a refusal carries its figures itself
+        if cost > grant.limit:
+            raise InvalidRequest("requests", f"has {cost} entries, and tenant {tenant!r} may send {grant.limit} at once; send fewer a call")
+        if not grant.given:
+            raise problems.too_many(tenant, grant.wait_s, headers_of(grant))
+        self._paid[tenant] += due
+
+    def operate(self) -> None:
+        """Raises what 403 answers, unless the caller may operate the system."""
+        if self.key is not None and not self.key.admin:
+            raise problems.forbidden(f"the key {self.key.name!r} may not operate the system; use one with admin: true")
+
+    def _allowed(self, tenant: str | None) -> str:
+        if self.tenant is not None and tenant not in (None, self.tenant):
+            raise problems.forbidden(f"the key of tenant {self.tenant!r} may not act for tenant {tenant!r}; leave `tenant` out")
+        return self.named(tenant)
+
+
+def headers_of(grant: Grant) -> dict[str, str]:
+    """What is left of a tenant's requests at this gateway, as in draft-ietf-httpapi-ratelimit-headers."""
+    reset_s = ceil(grant.reset_s if grant.given else grant.wait_s)
+    return {"RateLimit-Limit": str(grant.limit), "RateLimit-Remaining": str(grant.remaining), "RateLimit-Reset": str(reset_s)}
+
+
+async def caller_of(http: Request) -> Caller:
+    caller: Caller = http.state.caller  # the edge has put it there; without an edge nobody gets in
+    return caller
+
+
+async def operator_of(http: Request) -> Caller:
+    """The caller, who may operate the system."""
+    caller = await caller_of(http)
+    caller.operate()
+    return caller
+
+
+CallerHere = Annotated[Caller, Depends(caller_of)]
+OperatorHere = Annotated[Caller, Depends(operator_of)]

@@ -1,0 +1,197 @@
+"""What stands before the routes: an ASGI middleware over pure decisions, none of which reads the body.
+
+    size ──► key ──► rate ──► place ──► routes ──► tenant and cost, once the body has told them
+    413      401     429      503                  403, 429, 503
+
+Whoever is turned away costs microseconds. Who is let in has the time of arrival in `request.state.arrived`: waiting counts against its
+deadline. When the client leaves, the place in the queue is free again, and what runs is cancelled.
+"""
+
+import asyncio
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cluster.config import ApiKeySettings, GatewaySettings
+from cluster.metrics import ADMISSION_WAIT, SILENT, Meter
+from cluster.traffic import api_keys
+from cluster.traffic.admission import Admission, Standing, Ticket
+from cluster.traffic.rate_limits import Grant, RateLimiter
+from deployments.http import problems
+from deployments.http.callers import Caller, headers_of
+from deployments.http.connection import Connection
+from deployments.http.playground import PATHS
+
+OPEN = frozenset({"/healthz", "/readyz", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}) | PATHS
+"""What everybody may ask at any time; a path that is not here is protected, whether there is a route or not."""
+INTERACTIVE, BATCH = 3, 6
+"""Urgency where the request does not say: RFC 9218's default, and that of several requests in one call."""
+_URGENCY = re.compile(rb"(?:^|,)[ \t]*u=([0-7])[ \t]*(?:[,;]|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeStatistics:
+    """`places`: requests that may run at a time, just now; `refused`: HTTP status -> requests since the start."""
+
+    running: int
+    waiting: int
+    places: int
+    refused: dict[int, int]
+
+
+class Edge:
+    """The protection of one gateway replica. `gateways` says how many live ones share the tenants' rate limits."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        gateways: Callable[[], int] = lambda: 1,
+        clock: Callable[[], float] = time.monotonic,
+        meter: Meter = SILENT,
+    ) -> None:
+        self.settings, self._meter = settings, meter
+        self._gateways, self._clock = gateways, clock
+        self._admission = Admission(settings.admission, _target_s(settings))
+        self._rates = RateLimiter(settings.rate_limits)
+        self._turns: dict[Ticket, asyncio.Future[None]] = {}
+        self._refused: Counter[int] = Counter()
+
+    def reconfigure(self, settings: GatewaySettings) -> None:
+        """Go on under other settings. Who runs is let run; who waits, waits no longer than they allow."""
+        self.settings = settings
+        self._rates.reconfigure(settings.rate_limits)
+        now = self._clock()
+        self._tell(self._admission.reconfigure(settings.admission, _target_s(settings), now))
+        if self._turns:
+            self._expire_at(now + settings.admission.max_wait_ms / 1e3)
+
+    def statistics(self) -> EdgeStatistics:
+        held = self._admission
+        return EdgeStatistics(held.running, held.waiting, held.places, dict(self._refused))
+
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one HTTP request: by a refusal, or by `app` in its turn."""
+        try:
+            caller, ticket = self._let_in(scope)
+        except HTTPException as refusal:
+            return await self._refuse(refusal, scope, send)
+        connection = Connection(receive, send, max_bytes=self.settings.max_body_bytes, clock=self._clock)
+        scope["state"] = {**scope.get("state", {}), "caller": caller, "arrived": caller.arrived}
+        try:
+            await connection.carry(self._in_turn(app, scope, caller, ticket, connection))
+        finally:
+            self._tell(self._admission.leave(ticket, self._clock(), _first_byte_s(scope, ticket, connection)))
+
+    def _let_in(self, scope: Scope) -> tuple[Caller, Ticket]:
+        """Raises what refuses the request."""
+        headers = {name: value for name, value in scope["headers"] if name in (b"authorization", b"content-length", b"priority")}
+        self._check_length(headers)
+        caller = Caller(self._identify(headers), self._clock(), self._take)
+        if caller.tenant is not None:
+            caller.pay(caller.tenant, 1)
+        return caller, self._arrive(caller, _urgency(headers, scope["path"]))
+
+    def _check_length(self, headers: dict[bytes, bytes]) -> None:
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > self.settings.max_body_bytes:
+            raise problems.BodyTooLarge(self.settings.max_body_bytes)
+
+    def _identify(self, headers: dict[bytes, bytes]) -> ApiKeySettings | None:
+        if not self.settings.api_keys:
+            return None
+        scheme, _, presented = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            raise problems.unauthorized("give your API key: `Authorization: Bearer genrec_...`")
+        key = api_keys.find(presented.strip(), self.settings.api_keys)
+        if key is None:
+            raise problems.unauthorized("this API key is not known here; ask the operator of this service for one", error="invalid_token")
+        return key
+
+    def _take(self, tenant: str, cost: int) -> Grant | None:
+        return self._rates.take(tenant, cost, self._clock(), self._gateways())
+
+    def _arrive(self, caller: Caller, urgency: int) -> Ticket:
+        ticket, displaced = self._admission.arrive(caller.arrived, urgency, caller.tenant)
+        if displaced is not None:
+            self._tell([displaced])
+        if ticket.standing is Standing.REFUSED:
+            raise self._overloaded()
+        caller.belong = lambda tenant: self._admission.belong(ticket, tenant)
+        return ticket
+
+    async def _in_turn(self, app: ASGIApp, scope: Scope, caller: Caller, ticket: Ticket, connection: Connection) -> None:
+        if ticket.standing is Standing.WAITING:
+            await self._wait(ticket)
+        if ticket.standing is Standing.REFUSED:
+            await self._refuse(self._overloaded(), scope, connection.send)
+        else:
+            self._meter.observe(ADMISSION_WAIT, ticket.started - ticket.arrived)
+            connection.headers = lambda: _rate_headers(caller)
+            await app(scope, connection.receive, connection.send)
+
+    async def _wait(self, ticket: Ticket) -> None:
+        turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
+        timer = self._expire_at(ticket.until)
+        try:
+            await turn
+        finally:
+            timer.cancel()
+            del self._turns[ticket]
+
+    def _expire_at(self, when: float) -> asyncio.TimerHandle:
+        """By the time that is due, not that of the clock then: a timer may fire a moment early."""
+        delay_s = max(0.0, when - self._clock())
+        return asyncio.get_running_loop().call_later(delay_s, lambda: self._tell(self._admission.expire(when)))
+
+    def _tell(self, decided: Iterable[Ticket]) -> None:
+        for ticket in decided:
+            turn = self._turns.get(ticket)
+            if turn is not None and not turn.done():
+                turn.set_result(None)
+
+    def _overloaded(self) -> HTTPException:
+        detail = f"all {self._admission.places} places are taken and {self._admission.waiting} requests wait; ask again later"
+        return problems.overloaded(detail, wait_s=self._admission.wait_s(self._clock()))
+
+    async def _refuse(self, refusal: HTTPException, scope: Scope, send: Send) -> None:
+        self._refused[refusal.status_code] += 1
+        await problems.send(refusal, scope["path"], send)
+
+
+class EdgeMiddleware:
+    """The edge as Starlette wants it."""
+
+    def __init__(self, app: ASGIApp, edge: Edge) -> None:
+        self._app, self._edge = app, edge
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")) in OPEN:
+            return await self._app(scope, receive, send)
+        return await self._edge.serve(self._app, scope, receive, send)
+
+
+def _target_s(settings: GatewaySettings) -> float:
+    target_ms = settings.admission.target_ms
+    return settings.deadline_s / 5 if target_ms is None else target_ms / 1e3
+
+
+def _urgency(headers: dict[bytes, bytes], path: str) -> int:
+    """RFC 9218's `Priority: u=1`; what is no such header is none."""
+    said = _URGENCY.search(headers.get(b"priority", b""))
+    return int(said[1]) if said else BATCH if path.endswith(":batch") else INTERACTIVE
+
+
+def _first_byte_s(scope: Scope, ticket: Ticket, connection: Connection) -> float | None:
+    """How long the answer took, of what should take alike; a batch takes its time, a lookup takes none."""
+    if connection.first_byte_at is None or not scope["path"].endswith("/v1/recommend"):
+        return None
+    return connection.first_byte_at - ticket.started
+
+
+def _rate_headers(caller: Caller) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in headers_of(caller.grant).items()] if caller.grant else []

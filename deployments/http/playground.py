@@ -1,0 +1,230 @@
+"""The playground: a page at / for whoever wants to see what this service does, and the look-ups that it needs beside the API.
+
+The page is plain HTML, CSS and ES modules from this package's folder `playground`; nothing is built and nothing is fetched from elsewhere.
+It calls the same API as everybody, with the caller's own key.
+"""
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Annotated, Protocol
+
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import Field
+
+from cluster.config import GatewaySettings
+from cluster.dataset import Catalogue
+from cluster.errors import BackendUnavailable
+from cluster.events.store import StoredUser
+from cluster.values import Action, Item, Strategy
+from deployments.http.callers import CallerHere
+from deployments.http.messages import ItemOut, Message
+from deployments.http.titles import TitleIndex
+
+MOST_FOUND, MOST_EXAMPLES, LENGTH = 50, 20, 5
+"""Items a search answers with, examples that are given, and items of a composed history."""
+LOOKED_AT = 5_000
+"""Items of the catalogue that composed histories are made of: enough of any, and quickly read."""
+HEADERS = {
+    "Cache-Control": "no-cache",  # kept, and asked for by its ETag: modules import each other, so they must be of one version
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_TYPES = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    body: bytes
+    media_type: str
+    etag: str
+
+
+def _read() -> Iterator[tuple[str, StaticFile]]:
+    """Path -> file, of all there are; the page itself is at /."""
+    for file in files("deployments.http").joinpath("playground").iterdir():
+        kind = file.name.rpartition(".")[2]
+        if kind in _TYPES:
+            body = file.read_bytes()
+            path = "/" if file.name == "index.html" else f"/playground/{file.name}"
+            yield path, StaticFile(body, _TYPES[kind], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+
+
+FILES: Mapping[str, StaticFile] = dict(sorted(_read()))
+PATHS = frozenset(FILES)
+"""What the edge lets everybody have: the page holds nothing, and it is where a key is typed in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """What the model that serves can be asked for."""
+
+    model_version: str
+    strategies: tuple[Strategy, ...]
+    ranker: bool
+
+
+class PlaygroundService(Protocol):
+    """What the look-ups ask of the gateway, all of the model that serves."""
+
+    def catalogue(self) -> Catalogue: ...
+    def offers(self) -> Offers: ...
+
+
+class StoredUsers(Protocol):
+    async def example_users(self, tenant: str, limit: int) -> Sequence[StoredUser]:
+        """Some users of the tenant, those met last first; none where nothing is stored. Raises BackendUnavailable."""
+        ...
+
+
+class ItemsOut(Message):
+    items: list[ItemOut] = Field(description="titles that begin so, then those in which a word does, then any that hold it")
+
+
+class StoredUserOut(Message):
+    user_id: str
+    events: int = Field(description="how many are stored")
+
+
+class ComposedOut(Message):
+    """Items that have something in common, for a history nobody had."""
+
+    name: str
+    items: list[ItemOut]
+
+
+class ExamplesOut(Message):
+    users: list[StoredUserOut] = Field(description="users of the tenant, those met last first; none where nothing is stored")
+    histories: list[ComposedOut] = Field(description="composed of the catalogue")
+
+
+class OptionsOut(Message):
+    """What a request may ask for here."""
+
+    model_version: str
+    strategies: list[Strategy] = Field(description="the default first")
+    ranker: bool = Field(description="there is one, which `rank` switches")
+    actions: list[Action]
+    max_k: int
+    max_behaviours: int
+
+
+class GatewayOut(Message):
+    """What one gateway replica has under way."""
+
+    running: int
+    waiting: int = Field(description="requests that wait for a place")
+    places: int = Field(description="requests that may run at a time, just now")
+    refused: dict[int, int] = Field(description="HTTP status -> requests turned away since the start")
+
+
+def page_routes() -> APIRouter:
+    """The page and its files, for everybody."""
+    routes = APIRouter(include_in_schema=False)
+    for path, file in FILES.items():
+        routes.add_api_route(path, _giver_of(file))
+    return routes
+
+
+def playground_routes(service: PlaygroundService, users: StoredUsers, limits: Callable[[], GatewaySettings]) -> APIRouter:
+    """The look-ups. `limits`: those of the moment."""
+    routes, titles = APIRouter(), _Titles(service)
+
+    @routes.get("/v1/items", tags=["catalogue"])
+    async def items(
+        caller: CallerHere,
+        query: Annotated[str, Query(max_length=200, description="part of a title; case and accents do not matter")] = "",
+        limit: Annotated[int, Query(ge=1, le=MOST_FOUND)] = 10,
+    ) -> ItemsOut:
+        """Search the catalogue by title; without a query, its first items."""
+        caller.acts_for()
+        return ItemsOut(items=_items_out(await titles.find(query, limit)))
+
+    @routes.get("/v1/examples", tags=["catalogue"])
+    async def examples(caller: CallerHere, limit: Annotated[int, Query(ge=1, le=MOST_EXAMPLES)] = 5) -> ExamplesOut:
+        """Users and histories to try this service with."""
+        stored = await _stored(users, caller.acts_for(), limit)
+        composed = await asyncio.to_thread(composed_histories, service.catalogue(), limit)
+        return ExamplesOut(
+            users=[StoredUserOut(user_id=one.user_id, events=one.events) for one in stored],
+            histories=[ComposedOut(name=name, items=_items_out(found)) for name, found in composed.items()],
+        )
+
+    @routes.get("/v1/options", tags=["catalogue"])
+    async def options(caller: CallerHere) -> OptionsOut:
+        """What the model that serves can be asked for, and how much of it."""
+        caller.acts_for()
+        offers, most = service.offers(), limits()
+        return OptionsOut(
+            model_version=offers.model_version,
+            strategies=list(offers.strategies),
+            ranker=offers.ranker,
+            actions=list(Action),
+            max_k=most.max_k,
+            max_behaviours=most.max_behaviours,
+        )
+
+    return routes
+
+
+def composed_histories(catalogue: Catalogue, count: int, length: int = LENGTH) -> dict[str, list[Item]]:
+    """Name -> items that share a value of an attribute, of the most common values; the first items where none is shared."""
+    looked_at = list(catalogue.items[:LOOKED_AT])
+    tally = Counter(value for item in looked_at for value in _values(item))
+    shared = [value for value, times in tally.most_common() if length <= times < len(looked_at)][:count]
+    if shared:
+        return {value: [item for item in looked_at if value in _values(item)][:length] for value in shared}
+    return {"the catalogue's first": looked_at[:length]} if looked_at else {}
+
+
+class _Titles:
+    """The index of the catalogue that serves, made once somebody searches it, and again once there is another."""
+
+    def __init__(self, service: PlaygroundService) -> None:
+        self._service, self._making = service, asyncio.Lock()
+        self._made: tuple[Catalogue, TitleIndex] | None = None
+
+    async def find(self, query: str, limit: int) -> list[Item]:
+        index = await self._index(self._service.catalogue())
+        return await asyncio.to_thread(index.find, query, limit)
+
+    async def _index(self, catalogue: Catalogue) -> TitleIndex:
+        async with self._making:
+            if self._made is None or self._made[0] is not catalogue:
+                self._made = (catalogue, await asyncio.to_thread(TitleIndex, catalogue))
+            return self._made[1]
+
+
+def _giver_of(file: StaticFile) -> Callable[[Request], Awaitable[Response]]:
+    async def give(http: Request) -> Response:
+        headers = {**HEADERS, "ETag": file.etag}
+        if file.etag in http.headers.get("if-none-match", ""):  # proxies that compress make W/"..." of it
+            return Response(status_code=304, headers=headers)
+        return Response(file.body, headers=headers, media_type=file.media_type)
+
+    return give
+
+
+async def _stored(users: StoredUsers, tenant: str, limit: int) -> Sequence[StoredUser]:
+    """None where the event store does not answer: there are composed histories yet."""
+    try:
+        return await users.example_users(tenant, limit)
+    except BackendUnavailable:
+        return ()
+
+
+def _values(item: Item) -> dict[str, None]:
+    """What an item is, in its order: "genres: Drama", each part of "Drama|Comedy" by itself."""
+    return {f"{name}: {part.strip()}": None for name, value in item.attributes.items() for part in value.split("|") if part.strip()}
+
+
+def _items_out(items: Sequence[Item]) -> list[ItemOut]:
+    return [ItemOut(item_id=item.item_id, title=item.title, attributes=dict(item.attributes)) for item in items]

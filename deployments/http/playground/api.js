@@ -1,0 +1,60 @@
+// The API, as everybody calls it. Addresses are relative to this file, so that a prefix in front of the service does not matter.
+
+const ROOT = new URL("..", import.meta.url);
+const KEY = "genrec-api-key";
+
+export const apiKey = () => sessionStorage.getItem(KEY) ?? "";
+export function useKey(key) {
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+}
+
+// `problem`: the body of RFC 9457, which says what to do.
+export class ApiError extends Error {
+  constructor(status, problem) {
+    super(problem.detail || problem.title || `the service answered ${status}`);
+    this.status = status;
+    this.problem = problem;
+  }
+}
+
+async function call(method, path, { query = {}, body, headers = {}, signal, accepted = [] } = {}) {
+  const url = new URL(path, ROOT);
+  for (const [name, value] of Object.entries(query)) url.searchParams.set(name, value);
+  const key = apiKey();
+  const response = await fetch(url, {
+    method,
+    signal,
+    credentials: "same-origin",
+    headers: {
+      ...(key && { Authorization: `Bearer ${key}` }),
+      ...(body !== undefined && { "Content-Type": "application/json" }),
+      ...headers,
+    },
+    body: body === undefined ? undefined : JSON.stringify(body),
+  });
+  const answer = await response.json().catch(() => ({}));
+  if (!response.ok && !accepted.includes(response.status)) throw new ApiError(response.status, answer);
+  return answer;
+}
+
+const user = (id) => `v1/users/${encodeURIComponent(id)}/history`;
+
+export const options = () => call("GET", "v1/options");
+export const examples = () => call("GET", "v1/examples", { query: { limit: 4 } });
+export const search = (query, signal) => call("GET", "v1/items", { query: { query, limit: 8 }, signal });
+export const recommend = (body, signal) => call("POST", "v1/recommend", { body, signal });
+export const history = (id, limit, signal) => call("GET", user(id), { query: { limit }, signal });
+export const post = (event) => call("POST", "v1/events", { body: event, headers: { "Idempotency-Key": newKey() } });
+export const readiness = () => call("GET", "readyz", { accepted: [503] });
+export const backends = () => call("GET", "v1/backends");
+export const models = () => call("GET", "v1/models");
+export const cache = () => call("GET", "v1/cache");
+export const gateway = () => call("GET", "v1/gateway");
+export const switchEngine = (stage, name, enabled) =>
+  call("POST", `v1/backends/${encodeURIComponent(stage)}/${encodeURIComponent(name)}:${enabled ? "enable" : "disable"}`);
+
+// crypto.randomUUID is there over https and on localhost only
+function newKey() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}

@@ -1,0 +1,128 @@
+// The page: a history and settings -> recommend -> items, waterfall, comparison. Whatever changes, `run` asks anew.
+
+import * as api from "./api.js";
+import { watchCluster } from "./cluster.js";
+import { showComparing, showComparison } from "./compare.js";
+import { byId } from "./dom.js";
+import { showActions, showExamples, showHistory, titleFinder } from "./history.js";
+import { showItems, showMeta, summary } from "./results.js";
+import { showSettings } from "./settings.js";
+import { behaviourOf, changes, composed, createState, requestOf } from "./state.js";
+import { showWaterfall } from "./waterfall.js";
+
+const state = createState();
+let running = new AbortController();
+
+async function load() {
+  state.options = await api.options();
+  showActions(state.options.actions);
+  for (const pane of ["a", "b"]) showSettings(byId(`settings-${pane}`), pane, state.settings[pane], state.options, (changed) => run({ only: changed }));
+  const examples = await api.examples();
+  showExamples(examples, { onUser: openUser, onCompose: compose });
+  const [user] = examples.users;
+  const [history] = examples.histories;
+  if (user) await openUser(user.user_id);
+  else await compose(history?.items ?? []);
+}
+
+function wire() {
+  const submitted = (id, work) =>
+    byId(id).addEventListener("submit", (event) => {
+      event.preventDefault();
+      work();
+    });
+  submitted("user-form", () => byId("user").value.trim() && openUser(byId("user").value.trim()));
+  submitted("key-form", () => {
+    api.useKey(byId("key").value.trim());
+    byId("key").value = "";
+    byId("key-panel").open = false;
+    guarded(load);
+  });
+  byId("clear").addEventListener("click", () => compose([]));
+  byId("compare").addEventListener("change", ({ target }) => {
+    state.comparing = target.checked;
+    showComparing(state.comparing);
+    if (state.comparing) run({ only: "b" });
+  });
+  titleFinder((item) => happen(item, byId("action").value), showProblem);
+}
+
+const openUser = (user) => become({ user, history: [] });
+const compose = (items) => become({ user: null, history: composed(items) });
+
+async function become(who) {
+  Object.assign(state, who, { answers: { a: null, b: null } });
+  byId("user").value = state.user ?? "";
+  await run();
+}
+
+// An event of a stored user is stored; a composed history only grows here.
+async function happen(item, action) {
+  await guarded(async () => {
+    const behaviour = behaviourOf(item, action);
+    const { item_id, value } = behaviour;
+    if (state.user === null) state.history = [...state.history, behaviour].slice(-state.options.max_behaviours);
+    else await api.post({ user_id: state.user, item_id, action, value });
+    await run();
+  });
+}
+
+function act(item, action) {
+  byId("results-title").focus(); // the button that was pressed is about to go
+  happen(item, action);
+}
+
+function forget(place) {
+  state.history = state.history.filter((_, at) => at !== place);
+  byId("clear").focus(); // as above
+  run();
+}
+
+// `only`: the pane whose settings changed; `refresh`: kept answers tell of engines that served before.
+async function run({ only, refresh } = {}) {
+  running.abort();
+  const { signal } = (running = new AbortController());
+  await guarded(async () => {
+    if (state.user !== null && !only) state.history = (await api.history(state.user, Math.min(50, state.options.max_behaviours), signal)).events;
+    showHistory(state, forget);
+    const panes = state.comparing ? ["a", "b"] : ["a"];
+    for (const pane of panes.filter((one) => !only || one === only || !state.answers[one])) await ask(pane, refresh, signal);
+    if (state.comparing) showComparison(state.answers);
+  });
+}
+
+// One pane after the other, so that neither waits for the other's engines.
+async function ask(pane, refresh, signal) {
+  const settings = state.settings[pane];
+  const request = requestOf(state, refresh && settings.cache === "use" ? { ...settings, cache: "refresh" } : settings);
+  const answer = await api.recommend(request, signal);
+  if (signal.aborted) return;
+  const change = changes(state.answers[pane], answer);
+  state.answers[pane] = answer;
+  showItems(byId(`items-${pane}`), answer, change, act);
+  showMeta(byId(`meta-${pane}`), answer);
+  showWaterfall(byId(`waterfall-${pane}`), answer);
+  byId("announcement").textContent = `${state.comparing ? `${pane.toUpperCase()}: ` : ""}${summary(answer, change)}`;
+}
+
+async function guarded(work) {
+  byId("problem").hidden = true;
+  try {
+    await work();
+  } catch (error) {
+    if (error.name !== "AbortError") showProblem(error);
+  }
+}
+
+function showProblem(error) {
+  byId("problem").textContent = error instanceof TypeError ? `The service does not answer (${error.message}).` : error.message;
+  byId("problem").hidden = false;
+  if (error.status === 401) {
+    byId("key-panel").open = true;
+    byId("key").focus();
+  }
+}
+
+wire();
+watchCluster({ onSwitched: () => run({ refresh: true }), onProblem: showProblem });
+guarded(load);

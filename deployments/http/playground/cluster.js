@@ -1,0 +1,133 @@
+// The cluster as it is now: asked every two seconds, while somebody can see it. Rows are kept, so that a switch keeps the focus.
+
+import * as api from "./api.js";
+import { byId, el, say } from "./dom.js";
+
+const EVERY_MS = 2000;
+const rows = new Map();
+
+// `onSwitched` is called after an engine was switched; `onProblem` with what went wrong then.
+export function watchCluster({ onSwitched, onProblem }) {
+  const section = byId("engines").closest("section");
+  let inView = false;
+  let timer = 0;
+  let asked = 0;
+
+  const visible = () => document.visibilityState === "visible";
+  const look = async () => {
+    clearTimeout(timer);
+    const mine = ++asked;
+    if (!visible()) return;
+    await Promise.all([showReadiness(), inView ? showCluster(onSwitched, onProblem) : null]);
+    if (mine === asked) timer = setTimeout(look, EVERY_MS);
+  };
+
+  document.addEventListener("visibilitychange", look);
+  new IntersectionObserver(([entry]) => {
+    inView = entry.isIntersecting;
+    if (inView) look();
+  }).observe(section);
+  look();
+}
+
+async function showReadiness() {
+  const [ready, text] = await api.readiness().then(
+    (answer) => [answer.ready, `${answer.ready ? "ready" : "not ready"} · ${answer.model_version}`],
+    () => [false, "the service does not answer"],
+  );
+  byId("readiness").firstElementChild.className = `dot ${ready ? "good" : "bad"}`;
+  say(byId("readiness-text"), text);
+}
+
+async function showCluster(onSwitched, onProblem) {
+  try {
+    const [backends, models, cache, gateway] = await Promise.all([api.backends(), api.models(), api.cache(), api.gateway()]);
+    showFigures(figures(backends, models, cache, gateway));
+    backends.stages.forEach((stage) => showStage(stage, onSwitched, onProblem));
+    say(byId("cluster-age"), "live, every two seconds");
+  } catch (error) {
+    say(byId("cluster-age"), error.message);
+  }
+}
+
+// Name -> value and what it is of.
+export function figures({ stages }, models, cache, gateway) {
+  const engines = stages.flatMap((stage) => stage.backends);
+  const open = engines.filter((engine) => engine.breakers.open).length;
+  const served = cache.tiers.reduce((sum, tier) => sum + tier.hits, 0);
+  const [first] = cache.tiers;
+  return {
+    ...Object.fromEntries(Object.entries(models.replicas).map(([kind, count]) => [`${kind} replicas`, [count, ""]])),
+    Queue: [gateway.waiting, `${gateway.running} of ${gateway.places} places taken`],
+    "Turned away": [Object.values(gateway.refused).reduce((sum, count) => sum + count, 0), "at the door"],
+    "Hit rate": [first?.recent_hit_rate == null ? "–" : `${Math.round(100 * first.recent_hit_rate)} %`, `${served} answers kept and given`],
+    "Open breakers": [open, `of ${engines.length} engines`],
+  };
+}
+
+function showFigures(shown) {
+  const place = byId("figures");
+  for (const [name, [value, note]] of Object.entries(shown)) {
+    let box = [...place.children].find((one) => one.dataset.name === name);
+    if (!box) place.append((box = el("div", { "data-name": name }, el("dt", {}, name), el("dd", {}, el("span"), " ", el("small")))));
+    say(box.querySelector("span"), String(value));
+    say(box.querySelector("small"), note);
+  }
+  [...place.children].filter((box) => !(box.dataset.name in shown)).forEach((box) => box.remove());
+}
+
+function showStage(stage, onSwitched, onProblem) {
+  const body = table(stage);
+  const ordered = [...stage.backends].sort((one, other) => (one.rank ?? Infinity) - (other.rank ?? Infinity));
+  for (const engine of ordered) {
+    const key = `${stage.stage}/${engine.name}`;
+    if (!rows.has(key)) rows.set(key, row(stage.stage, engine.name, onSwitched, onProblem));
+    update(rows.get(key), engine);
+  }
+  const wanted = ordered.map((engine) => rows.get(`${stage.stage}/${engine.name}`).line);
+  if (wanted.some((line, at) => body.children[at] !== line)) body.replaceChildren(...wanted);
+}
+
+function table(stage) {
+  const id = `engines-${stage.stage}`;
+  if (!byId(id)) {
+    const heads = ["Asked", "Engine", "Breaker", "Calls", "p50", "p95", "per second", "Why not"];
+    const head = el("thead", {}, el("tr", {}, heads.map((name) => el("th", { scope: "col" }, name))));
+    byId("engines").append(el("table", {}, el("caption", {}, stage.stage, " ", el("small")), head, el("tbody", { id })));
+  }
+  const body = byId(id);
+  say(body.parentElement.querySelector("caption small"), `${stage.replicas} replicas · ${stage.explanations.join(" | ")}`);
+  return body;
+}
+
+function row(stage, name, onSwitched, onProblem) {
+  const toggle = el("input", { type: "checkbox", "aria-label": `Ask ${name} in the stage ${stage}` });
+  toggle.addEventListener("change", async () => {
+    toggle.disabled = true;
+    try {
+      await api.switchEngine(stage, name, toggle.checked);
+      onSwitched(stage, name, toggle.checked);
+    } catch (error) {
+      toggle.checked = !toggle.checked;
+      onProblem(error);
+    } finally {
+      toggle.disabled = false;
+      toggle.focus();
+    }
+  });
+  const cells = Object.fromEntries(["breaker", "calls", "p50", "p95", "throughput", "reason"].map((cell) => [cell, el("td", { class: cell })]));
+  const line = el("tr", { "data-engine": `${stage}/${name}` }, el("td", {}, toggle), el("th", { scope: "row" }, name), Object.values(cells));
+  return { line, toggle, cells };
+}
+
+function update({ toggle, cells }, engine) {
+  if (!toggle.disabled) toggle.checked = engine.enabled;
+  say(cells.breaker, Object.entries(engine.breakers).map(([state, count]) => `${state} ${count}`).join(", ") || "–");
+  say(cells.calls, engine.failures ? `${engine.calls} (${engine.failures} broke)` : String(engine.calls));
+  say(cells.p50, inMs(engine.p50_ms));
+  say(cells.p95, inMs(engine.p95_ms));
+  say(cells.throughput, engine.throughput_per_s.toFixed(1));
+  say(cells.reason, [...engine.reasons, ...engine.last_errors].join("; "));
+}
+
+const inMs = (value) => (value == null ? "–" : `${value.toFixed(1)} ms`);

@@ -1,0 +1,205 @@
+"""Every error leaves as problem+json (RFC 9457), and says what to do."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
+from math import ceil
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Send
+
+from cluster.errors import BackendError, BackendUnavailable, InvalidRequest, UnknownChoice
+from deployments.http.messages import ONE, SEVERAL, FieldProblem, Problem
+
+MEDIA_TYPE = "application/problem+json"
+_TITLES = {
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "Not found",
+    405: "Method not allowed",
+    413: "Body too large",
+    422: "Invalid request",
+    429: "Too many requests",
+    503: "Not available now",
+}
+_DESCRIPTIONS = {
+    401: "An API key is missing, or not known",
+    403: "The API key does not allow it",
+    404: "There is no such thing",
+    413: "The body has more bytes than this service takes",
+    422: "The request cannot be answered as asked",
+    429: "The tenant's rate limit is reached; `Retry-After` says for how many seconds",
+    503: "Too much is asked of this service just now, or a part of it does not answer; `Retry-After` says for how many seconds",
+}
+_HEADERS = {
+    401: {"WWW-Authenticate": "the scheme: Bearer"},
+    429: {"Retry-After": "seconds until a request may be sent"},
+    503: {"Retry-After": "seconds until it may be sent again"},
+}
+_SHOWN_ERRORS = 20
+_SHOWN_CHARACTERS = 100
+_log = logging.getLogger(__name__)
+
+
+class BodyTooLarge(HTTPException):
+    """The body has more bytes than the service reads; an HTTPException, which alone passes through FastAPI's reading of a body."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.field = "body"
+        self.problem = f"has more than the {max_bytes} bytes this service takes; send the most recent behaviours only"
+        super().__init__(413, f"{self.field}: {self.problem}")
+
+    def __str__(self) -> str:
+        return self.detail
+
+
+def documented(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI's `responses` of problems with these statuses."""
+    schema = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema["properties"]["errors"]["items"] = schema.pop("$defs")["FieldProblem"]
+    return {status: _documented(status, schema) for status in statuses}
+
+
+def _documented(status: int, schema: dict[str, Any]) -> dict[str, Any]:
+    headers = {name: {"description": text, "schema": {"type": "string"}} for name, text in _HEADERS.get(status, {}).items()}
+    return {"description": _DESCRIPTIONS[status], "content": {MEDIA_TYPE: {"schema": schema}}, "headers": headers}
+
+
+EVERYWHERE = documented([401, 403, 413, 422, 429, 503])
+"""What any route behind the edge may answer."""
+
+
+def unauthorized(detail: str, error: str = "") -> HTTPException:
+    """Nobody knows who calls. `error`: a code of RFC 6750."""
+    return HTTPException(401, detail, {"WWW-Authenticate": 'Bearer realm="genrec"' + (f', error="{error}"' if error else "")})
+
+
+def forbidden(detail: str) -> HTTPException:
+    """It is known who calls, and they may not."""
+    return HTTPException(403, detail)
+
+
+def too_many(tenant: str, wait_s: float, headers: Mapping[str, str]) -> HTTPException:
+    """The tenant's tokens are used up for `wait_s` seconds."""
+    detail = f"tenant {tenant!r} has used up its rate limit; ask again in {ceil(wait_s)} s"
+    return HTTPException(429, detail, {"Retry-After": str(ceil(wait_s)), **headers})
+
+
+def overloaded(detail: str, wait_s: float) -> HTTPException:
+    """No place for the request; in `wait_s` seconds there may be one."""
+    return HTTPException(503, detail, {"Retry-After": str(max(1, ceil(wait_s)))})
+
+
+async def send(error: HTTPException, path: str, send: Send) -> None:
+    """Answer an ASGI request with an error, at the least cost."""
+    errors = [FieldProblem(field=error.field, problem=error.problem)] if isinstance(error, BodyTooLarge) else []
+    body = _of_http_error(error, path, errors).model_dump_json().encode()
+    headers = {"content-type": MEDIA_TYPE, "content-length": str(len(body)), **(error.headers or {})}
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status_code, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` as a problem."""
+    app.add_exception_handler(RequestValidationError, _invalid_message)
+    app.add_exception_handler(InvalidRequest, _invalid_request)
+    app.add_exception_handler(BodyTooLarge, _invalid_request)
+    app.add_exception_handler(UnknownChoice, _unknown_choice)
+    app.add_exception_handler(BackendUnavailable, _unavailable)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _our_fault)
+
+
+def respond(request: Request, status: int, title: str, detail: str, errors: Sequence[FieldProblem] = ()) -> JSONResponse:
+    """A problem as a response."""
+    problem = Problem(title=title, status=status, detail=detail, instance=request.url.path, errors=list(errors))
+    return JSONResponse(problem.model_dump(), status, media_type=MEDIA_TYPE)
+
+
+def problem_of(path: str, error: Exception) -> Problem:
+    """An error that can no longer be a response of its own."""
+    match error:
+        case InvalidRequest():
+            title, status, detail = "Invalid request", 422, str(error)
+        case BackendError():
+            title, status, detail = "Not available now", 503, str(error)
+        case _:
+            title, status, detail = "Internal error", 500, _told(path, error)
+    return Problem(title=title, status=status, detail=detail, instance=path)
+
+
+def field_path(location: Sequence[Any]) -> str:
+    """``("body", "behaviours", 3, "timestamp")`` -> ``behaviours[3].timestamp``."""
+    steps = [step for step in location if step not in {ONE, SEVERAL}]
+    steps = steps[1:] if steps and steps[0] in {"body", "path", "query", "header"} else steps
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
+    return text.encode("utf-8", "backslashreplace").decode() or "body"  # a key may hold what JSON cannot carry back
+
+
+async def _invalid_message(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    found = error.errors()
+    problems = [_field_problem(e) for e in found[:_SHOWN_ERRORS]]
+    detail = f"{problems[0].field}: {problems[0].problem}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+    return respond(request, 422, "Invalid request", detail, problems)
+
+
+def _field_problem(error: dict[str, Any]) -> FieldProblem:
+    field, value = field_path(error["loc"]), repr(error.get("input"))[:_SHOWN_CHARACTERS]
+    match error["type"]:
+        case "extra_forbidden":
+            return FieldProblem(
+                field=field, problem="there is no such field; remove it, or see /docs for the fields there are", value=value
+            )
+        case "json_invalid":
+            position, cause = error["loc"][-1], error.get("ctx", {}).get("error", error["msg"])
+            return FieldProblem(field="body", problem=f"is not JSON: {cause} at character {position}")
+        case _:
+            return FieldProblem(field=field, problem=str(error["msg"]).removeprefix("Value error, "), value=value)
+
+
+async def _invalid_request(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, InvalidRequest | BodyTooLarge)
+    status = 413 if isinstance(error, BodyTooLarge) else 422
+    return respond(request, status, _TITLES[status], str(error), [FieldProblem(field=error.field, problem=error.problem)])
+
+
+async def _unknown_choice(request: Request, error: Exception) -> JSONResponse:
+    return respond(request, 404, "Not found", str(error))
+
+
+async def _unavailable(request: Request, error: Exception) -> JSONResponse:
+    response = respond(request, 503, "Not available now", str(error))
+    response.headers["Retry-After"] = "2"
+    return response
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 400:  # FastAPI's word for a body that Python's JSON parser gave up on
+        found = FieldProblem(
+            field="body", problem="cannot be read: it is not UTF-8, is nested too deeply, has an endless number, or was cut off"
+        )
+        return respond(request, 422, "Invalid request", f"body: {found.problem}", [found])
+    problem = _of_http_error(error, request.url.path)
+    return JSONResponse(problem.model_dump(), error.status_code, error.headers, MEDIA_TYPE)
+
+
+def _of_http_error(error: HTTPException, path: str, errors: Sequence[FieldProblem] = ()) -> Problem:
+    title = _TITLES.get(error.status_code) or HTTPStatus(error.status_code).phrase
+    return Problem(title=title, status=error.status_code, detail=str(error.detail), instance=path, errors=list(errors))
+
+
+async def _our_fault(request: Request, error: Exception) -> JSONResponse:
+    return respond(request, 500, "Internal error", _told(request.url.path, error))
+
+
+def _told(path: str, error: Exception) -> str:
+    """What the caller may know of an error of ours; the log gets the rest."""
+    _log.error("unexpected error while answering %s", path, exc_info=error)
+    return "genrec failed in a way it does not know; the server's log has the trace"

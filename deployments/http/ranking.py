@@ -1,0 +1,133 @@
+"""POST /v1/rank: given candidates, in the order in which a user would want them."""
+
+from collections.abc import Callable
+from typing import Protocol, Self
+
+from fastapi import APIRouter, Request, Response
+from pydantic import ConfigDict, Field
+
+from cluster.config import GatewaySettings
+from cluster.errors import InvalidRequest
+from cluster.ranking import RankedItem, Ranking, RankingRequest, Task
+from deployments.http.answer_json import Fields, as_json, stage_fields
+from deployments.http.callers import CallerHere
+from deployments.http.direct_route import DirectRoute
+from deployments.http.messages import BehaviourIn, ItemId, ItemOut, Message, StageOut, Tenant, Timestamp, UserId
+
+
+class RankingService(Protocol):
+    """What stands behind the route."""
+
+    async def rank(self, request: RankingRequest) -> Ranking: ...
+
+
+class RankIn(Message):
+    """Whose order is asked for, and of what."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "user_id": "196",
+                    "behaviours": [{"item_id": "50", "timestamp": 881250949, "action": "rating", "value": 5}],
+                    "candidates": ["181", "258", "286", "1"],
+                    "weights": {"click": 1, "rating": 0.5},
+                }
+            ]
+        }
+    )
+
+    user_id: UserId
+    candidates: list[ItemId] = Field(min_length=1, description="items to order; those that are given twice are ranked once")
+    behaviours: list[BehaviourIn] | None = Field(None, description="in any order. Default: what is stored of the user (/v1/events)")
+    weights: dict[Task, float] | None = Field(
+        None,
+        description="task -> how much it counts. The score is p(click) * (weight of click + the other tasks' weights * their predictions): "
+        "what showing the item is worth. Default: as the model's training chose",
+    )
+    request_time: Timestamp | None = Field(None, description="the moment to rank for; default: now")
+    tenant: Tenant = Field("default", description="whose request it is, where customers share a cluster; it does not change the answer")
+    deadline_ms: float | None = Field(None, gt=0, le=600_000, allow_inf_nan=False, description="time for the whole answer")
+
+    def to_value(self, arrived: float | None = None) -> RankingRequest:
+        """`arrived`: when the request came, on this process's monotonic clock. Raises InvalidRequest at weights that mean nothing."""
+        for task, weight in (self.weights or {}).items():
+            if not 0 <= weight <= 1e6:
+                raise InvalidRequest(f"weights.{task}", f"must be a number from 0 to 1000000, not {weight}")
+        return RankingRequest(
+            user_id=self.user_id,
+            candidates=tuple(self.candidates),
+            behaviours=None if self.behaviours is None else tuple(behaviour.to_value() for behaviour in self.behaviours),
+            weights=self.weights,
+            request_time=self.request_time,
+            tenant=self.tenant,
+            deadline_ms=self.deadline_ms,
+            deadline=arrived + self.deadline_ms / 1000 if arrived is not None and self.deadline_ms is not None else None,
+        )
+
+
+class RankedItemOut(ItemOut):
+    score: float = Field(description="orders the items of this answer; what `weights` make of the predictions, where there are any")
+    predictions: dict[Task, float] = Field(
+        description="task -> probability, but of `rating` the expected rating; all but `click` are of a user who has turned to the item. "
+        "Empty where no ranker answered: then the score is a cosine, or a share of all events"
+    )
+
+
+class RankOut(Message):
+    user_id: str
+    items: list[RankedItemOut] = Field(description="best first")
+    stages: list[StageOut]
+    degraded: bool = Field(description="an engine that should have served broke and another took its place, or none served a stage")
+    model_version: str
+    unknown_items: list[str] = Field(description="item ids of the request that the catalogue does not hold")
+
+    @classmethod
+    def from_value(cls, answer: Ranking) -> Self:
+        return cls.model_validate(ranking_fields(answer))
+
+
+def ranking_routes(service: RankingService, limits: Callable[[], GatewaySettings]) -> APIRouter:
+    routes = APIRouter(route_class=DirectRoute)
+
+    @routes.post("/v1/rank", tags=["recommendations"], response_model=RankOut)
+    async def rank(message: RankIn, http: Request, caller: CallerHere) -> Response:  # noqa: ARG001 - a direct route has it
+        """Order given candidates for one user, with a prediction for each of the model's tasks."""
+        _check_limits(message, limits())
+        message.tenant = caller.named(message.tenant if "tenant" in message.model_fields_set else None)
+        caller.acts_for(message.tenant)
+        answer = await service.rank(message.to_value(caller.arrived))
+        return Response(as_json(ranking_fields(answer)), media_type="application/json")
+
+    return routes
+
+
+def ranking_fields(answer: Ranking) -> Fields:
+    """Those of RankOut."""
+    return {
+        "user_id": answer.user_id,
+        "items": [_item_fields(ranked) for ranked in answer.items],
+        "stages": [stage_fields(report) for report in answer.stages],
+        "degraded": answer.degraded,
+        "model_version": answer.model_version,
+        "unknown_items": answer.unknown_items,
+    }
+
+
+def _item_fields(ranked: RankedItem) -> Fields:
+    item = ranked.item
+    return {
+        "item_id": item.item_id,
+        "title": item.title,
+        "attributes": dict(item.attributes),
+        "score": ranked.score,
+        "predictions": dict(ranked.predictions),
+    }
+
+
+def _check_limits(message: RankIn, limits: GatewaySettings) -> None:
+    counts = {"candidates": (message.candidates, limits.max_candidates), "behaviours": (message.behaviours or (), limits.max_behaviours)}
+    for field, (given, most) in counts.items():
+        if len(given) > most:
+            cure = "send the most recent ones" if field == "behaviours" else "send them in several calls, or fewer"
+            raise InvalidRequest(field, f"{len(given)} is more than the {most} this service takes; {cure}")

@@ -1,0 +1,99 @@
+"""An answer as it comes about, over HTTP: server-sent events, or a JSON object a line, as the Accept header asks.
+
+    stage, item, item, ..., stage, item, ..., stage, answer
+
+`answer` holds what the plain response would, and it alone is final: an item that came before need not be in it, for better ones may be
+found later. What goes wrong before the first event is a response of its own; after that an `error` event, a problem as in RFC 9457, is the
+last.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from cluster.values import AnswerPart, Recommendation, ScoredItem, StageReport
+from deployments.http import problems
+from deployments.http.answer_json import Fields, answer_fields, as_json, item_fields, stage_fields
+
+SSE, NDJSON = "text/event-stream", "application/x-ndjson"
+_JSON = ("application/json", "application/*", "*/*")
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second keeps nginx from collecting events
+_ITEM = '{"item_id": "50", "title": "Star Wars (1977)", "attributes": {}, "score": -1.9, "stage": "generate", "explanation": null}'
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with `Accept: text/event-stream` or `application/x-ndjson`, events of the types stage, item, answer "
+        "and error, of which `answer` holds the same JSON and is the last, unless `error` is. "
+        "Only `answer` is final: an item that came before need not be in its list",
+        "content": {
+            SSE: {"schema": {"type": "string"}, "example": f"event: item\ndata: {_ITEM}\n\n"},
+            NDJSON: {"schema": {"type": "string"}, "example": f'{{"type": "item", "data": {_ITEM}}}\n'},
+        },
+    }
+}
+
+
+def wanted(accept: str) -> str | None:
+    """The format to stream in, where an Accept header prefers one to plain JSON; of those it likes as much, the one it names first."""
+    liked = [(quality, name) for quality, name in map(_weighed, accept.split(",")) if quality > 0 and name in (SSE, NDJSON, *_JSON)]
+    _, best = max(liked, key=lambda one: (one[0], "*" not in one[1]), default=(0.0, ""))
+    return best if best in (SSE, NDJSON) else None
+
+
+async def respond(parts: AsyncGenerator[AnswerPart, None], media_type: str, path: str) -> StreamingResponse:
+    """A response that sends `parts` as they come. Raises what stands in place of the first one."""
+    first = await anext(parts)
+    return _EventStream(_sent(parts, first, media_type, path), media_type)
+
+
+class _EventStream(StreamingResponse):
+    """Ends `events` when the caller leaves, so that no engine works on for nobody."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], media_type: str) -> None:
+        super().__init__(events, media_type=media_type, headers=_HEADERS)
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+
+async def _sent(parts: AsyncGenerator[AnswerPart, None], first: AnswerPart, media_type: str, path: str) -> AsyncGenerator[bytes, None]:
+    written = _as_sse if media_type == SSE else _as_line
+    async with aclosing(parts):
+        try:
+            yield written(*_event(first))
+            async for part in parts:
+                yield written(*_event(part))
+        except Exception as error:  # noqa: BLE001 - the status has been sent: whatever it is, the last event says it
+            yield written("error", problems.problem_of(path, error).model_dump())
+
+
+def _event(part: AnswerPart) -> tuple[str, Fields]:
+    match part:
+        case StageReport():
+            return "stage", stage_fields(part)
+        case ScoredItem():
+            return "item", item_fields(part)
+        case Recommendation():
+            return "answer", answer_fields(part)
+
+
+def _as_sse(event: str, data: Fields) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (event.encode(), as_json(data))  # JSON has no line breaks of its own
+
+
+def _as_line(event: str, data: Fields) -> bytes:
+    return as_json({"type": event, "data": data}) + b"\n"
+
+
+def _weighed(media_range: str) -> tuple[float, str]:
+    """``text/event-stream;q=0.5`` -> (0.5, "text/event-stream"); 0 where the weight is none."""
+    name, *parameters = (part.strip().lower() for part in media_range.split(";"))
+    weight = next((one.removeprefix("q=") for one in parameters if one.startswith("q=")), "1")
+    try:
+        return float(weight), name
+    except ValueError:
+        return 0.0, name

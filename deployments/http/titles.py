@@ -1,0 +1,60 @@
+"""Find items by what their titles say: `TitleIndex(catalogue).find("wars", 10)`.
+
+All titles, folded, stand in one text, a line each. A search is three scans of it at the speed of memory (30 MB for a million titles), and
+they rank: titles that begin so, then those in which a word does, then any that hold it; each in the catalogue's order.
+"""
+
+import re
+import unicodedata
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate, chain, islice
+
+from cluster.dataset import Catalogue
+from cluster.values import Item
+
+_BREAKS = re.compile(r"[\s\x00-\x1f]+")
+
+
+def folded(text: str) -> str:
+    """Without case, accents and doubled spaces: "  Amélie" -> "amelie"."""
+    if not text.isascii():
+        text = "".join(one for one in unicodedata.normalize("NFKD", text) if not unicodedata.combining(one))
+    return _BREAKS.sub(" ", text).strip().casefold()
+
+
+class TitleIndex:
+    """The titles of one catalogue. Building it takes about two seconds for a million; searching may be done by many threads."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        lines = [folded(item.title) for item in catalogue.items]
+        self._text = "\n" + "\n".join(lines) + "\n"
+        self._starts = list(accumulate((len(line) + 1 for line in lines), initial=1))[:-1]  # where each title begins in the text
+
+    def find(self, query: str, limit: int) -> list[Item]:
+        """The best `limit` items, those first whose titles begin so; without a query the first of the catalogue."""
+        wanted = folded(query)
+        if not wanted:
+            return list(self._catalogue.items[:limit])
+        ranked = chain(self._places(f"\n{wanted}"), self._places(f" {wanted}"), self._places(wanted))
+        return [self._catalogue.items[place] for place in islice(_new(ranked), limit)]
+
+    def _places(self, wanted: str) -> Iterator[int]:
+        """Titles that hold it, by their places, each once."""
+        position = self._text.find(wanted)
+        while position >= 0:
+            # the break before a title belongs to the title that follows it
+            place = bisect_right(self._starts, position + wanted.startswith("\n")) - 1
+            yield place
+            following = self._starts[place + 1] - 1 if place + 1 < len(self._starts) else len(self._text)
+            position = self._text.find(wanted, following)
+
+
+def _new(places: Iterator[int]) -> Iterator[int]:
+    """Those that have not come yet."""
+    seen: set[int] = set()
+    for place in places:
+        if place not in seen:
+            seen.add(place)
+            yield place

@@ -1,0 +1,109 @@
+"""The HTTP interface to what is kept of users, without Ray: events, histories, caches. Routes over a `UserDataService`, which the
+gateway provides.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Annotated, Protocol
+
+from fastapi import APIRouter, Header, Path, Query, Response
+
+from cluster.config import GatewaySettings
+from cluster.errors import InvalidRequest
+from cluster.events.store import Event
+from deployments.http.callers import CallerHere, OperatorHere
+from deployments.http.event_messages import (
+    CacheOut,
+    ErasedOut,
+    EventIn,
+    EventOrEvents,
+    EventsIn,
+    EventsOut,
+    HistoryOut,
+    IdempotencyKey,
+    InvalidatedOut,
+    InvalidateIn,
+)
+from deployments.http.messages import Tenant
+
+UserIdInPath = Annotated[str, Path(min_length=1, max_length=256)]
+TenantInQuery = Annotated[Tenant | None, Query(description="default: the API key's tenant, or `default`")]
+
+
+class UserDataService(Protocol):
+    """What stands behind the routes. Every method raises BackendUnavailable where the event store or the switchboard does not answer."""
+
+    async def append(self, events: Sequence[Event]) -> EventsOut: ...
+    async def history(self, tenant: str, user_id: str, limit: int) -> HistoryOut: ...
+    async def erase(self, tenant: str, user_id: str) -> ErasedOut: ...
+    async def caches(self) -> CacheOut: ...
+    async def invalidate(self, tenant: str | None, user_id: str | None) -> InvalidatedOut: ...
+
+
+def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings]) -> APIRouter:
+    """`limits`: those of the moment."""
+    routes = APIRouter()
+
+    @routes.post("/v1/events", status_code=201, tags=["events"], responses={200: {"model": EventsOut, "description": "Stored before"}})
+    async def events(
+        message: EventOrEvents,
+        response: Response,
+        caller: CallerHere,
+        idempotency_key: Annotated[IdempotencyKey | None, Header()] = None,
+    ) -> EventsOut:
+        """Store what users did: one event, or several that are stored together or not at all. What is acknowledged is durable.
+
+        With an `Idempotency-Key`, or a key in each event, a call may be repeated until it succeeds: every event is stored once.
+        """
+        _give_tenants(message, caller)
+        stored = await data.append(_events_of(message, idempotency_key, limits().max_events))
+        response.status_code = 201 if stored.stored else 200
+        return stored
+
+    @routes.get("/v1/users/{user_id:path}/history", tags=["events"])
+    async def history(
+        user_id: UserIdInPath, caller: CallerHere, tenant: TenantInQuery = None, limit: Annotated[int | None, Query(ge=1)] = None
+    ) -> HistoryOut:
+        """What is stored of a user, oldest first."""
+        most = limits().max_behaviours
+        if limit is not None and limit > most:
+            raise InvalidRequest("limit", f"{limit} is more than the {most} this service takes; ask for fewer")
+        return await data.history(caller.acts_for(tenant), user_id, limit or most)
+
+    @routes.delete("/v1/users/{user_id:path}/history", tags=["events"])
+    async def erase(user_id: UserIdInPath, caller: CallerHere, tenant: TenantInQuery = None) -> ErasedOut:
+        """Erase a user: stored events, kept answers, and what the engines keep of them, in every replica."""
+        return await data.erase(caller.acts_for(tenant), user_id)
+
+    @routes.get("/v1/cache", tags=["operation"])
+    async def cache(_: OperatorHere) -> CacheOut:
+        """The caches of answers, and what the engines keep of users: hits, sizes, evictions."""
+        return await data.caches()
+
+    @routes.post("/v1/cache:invalidate", tags=["operation"])
+    async def invalidate(message: InvalidateIn, _: OperatorHere) -> InvalidatedOut:
+        """Drop a user's kept answers, a tenant's, or everybody's."""
+        if message.user_id is not None and message.tenant is None:
+            raise InvalidRequest("tenant", "is missing: users of several tenants may have the same id; name the tenant of this user")
+        return await data.invalidate(message.tenant, message.user_id)
+
+    return routes
+
+
+def _give_tenants(message: EventIn | EventsIn, caller: CallerHere) -> None:
+    """Fill in the tenants that are left out, and charge each of them for the call."""
+    events = message.events if isinstance(message, EventsIn) else [message]
+    for event in events:
+        event.tenant = caller.named(event.tenant if "tenant" in event.model_fields_set else None)
+    caller.charge(Counter({event.tenant: 1 for event in events}))
+
+
+def _events_of(message: EventIn | EventsIn, key: str | None, most: int) -> list[Event]:
+    """The events, each with a key of its own where there is one for all of them: no caller's key has a control character. Raises
+    InvalidRequest.
+    """
+    if isinstance(message, EventIn):
+        return [message.to_value(key)]
+    if len(message.events) > most:
+        raise InvalidRequest("events", f"has {len(message.events)} entries; send at most {most} a call")
+    return [event.to_value(key and f"{key}\x1f{position}") for position, event in enumerate(message.events)]

@@ -1,0 +1,255 @@
+"""Record what cluster.metrics declares: in a Serve replica through Ray, whose agent serves it on each node; elsewhere nowhere.
+
+gateway         each answer, each event, and twice a second what the edge and the stages' callers count
+stage replica   each batch, and twice a second what its controllers and engines count
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from time import time
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+from ray.serve import metrics as ray_metrics
+from ray.serve.exceptions import RayServeException
+
+from cluster import metrics as m
+from cluster.breaker import BreakerState
+from cluster.cache.tier_values import TierStatistics
+from cluster.controller import StageSnapshot
+from cluster.events.store import Event
+from cluster.managed_backend import OutOfTime
+from cluster.metrics import SILENT, Kind, Meter, Metric, Totals
+from cluster.ranking import Ranking
+from cluster.values import Recommendation, RecommendRequest, SkippedBackend, StageReport
+from deployments.shown_items import Followed, ShownItems
+
+if TYPE_CHECKING:
+    from deployments.http.edge import EdgeStatistics
+
+BREAKER_STATES = {BreakerState.CLOSED: 0.0, BreakerState.HALF_OPEN: 1.0, BreakerState.OPEN: 2.0}
+KEPT_COUNTERS: Mapping[str, tuple[Metric, Mapping[str, str]]] = {
+    "hits": (m.STATE_LOOKUPS, {"result": "hit"}),
+    "misses": (m.STATE_LOOKUPS, {"result": "miss"}),
+    "asked_rows": (m.STATE_ROWS, {}),
+    "hit_rows": (m.STATE_ROWS_FOUND, {}),
+    "evictions": (m.STATE_EVICTIONS, {}),
+    "rejected": (m.STATE_REJECTIONS, {}),
+    "buffer_hits": (m.BUFFERS, {"result": "hit"}),
+    "buffer_misses": (m.BUFFERS, {"result": "miss"}),
+    "logits_hits": (m.LOGITS, {"result": "hit"}),
+    "logits_misses": (m.LOGITS, {"result": "miss"}),
+}
+"""What backends say they keep of users (see cluster.protocols), as metrics; what is not here is told by GET /v1/backends alone."""
+KEPT_GAUGES = {"users": m.STATE_USERS, "used_bytes": m.STATE_BYTES, "buffer_held_bytes": m.BUFFER_BYTES}
+QUEUES = {"waiting": m.QUEUE_WAITING, "running": m.QUEUE_RUNNING, "kv_cache_usage": m.KV_CACHE_USAGE}
+logger = logging.getLogger("ray.serve")
+
+
+def meter() -> Meter:
+    """Ray's in a replica; elsewhere one that keeps nothing."""
+    try:
+        serve.get_replica_context()
+    except RayServeException:
+        return SILENT
+    return _ray_meter()
+
+
+@cache
+def _ray_meter() -> "RayMeter":
+    return RayMeter()
+
+
+class RayMeter:
+    """One for each process. Serve adds the labels `deployment`, `replica` and `application`."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
+        if amount > 0:  # Ray raises at 0
+            self._of(metric).inc(amount, tags=labels)
+
+    def set(self, metric: Metric, value: float, **labels: str) -> None:
+        self._of(metric).set(value, tags=labels)
+
+    def observe(self, metric: Metric, value: float, **labels: str) -> None:
+        self._of(metric).observe(value, tags=labels)
+
+    def _of(self, metric: Metric) -> Any:
+        if metric.name not in self._made:
+            self._made[metric.name] = _ray_metric(metric)
+        return self._made[metric.name]
+
+
+def _ray_metric(metric: Metric) -> Any:
+    match metric.kind:
+        case Kind.COUNTER:
+            return ray_metrics.Counter(metric.name, metric.help, metric.labels)  # type: ignore[arg-type]  # Ray means any number of labels
+        case Kind.GAUGE:
+            return ray_metrics.Gauge(metric.name, metric.help, metric.labels)  # type: ignore[arg-type]
+        case Kind.HISTOGRAM:
+            return ray_metrics.Histogram(metric.name, metric.help, list(metric.buckets), metric.labels)  # type: ignore[arg-type]
+
+
+class GatewayRecorder:
+    """Of one gateway. Nothing here raises because a shared cache or a stage is away."""
+
+    def __init__(self, meter: Meter = SILENT, shown: ShownItems | None = None) -> None:
+        self._meter, self._totals = meter, Totals(meter)
+        self._shown = ShownItems() if shown is None else shown
+
+    def answered(self, request: RecommendRequest, answer: Recommendation, duration_s: float | None = None) -> None:
+        """`duration_s`: None where the reader's pace is part of it."""
+        tier = answer.cache.tier if answer.cache else "none"
+        version, items = answer.model_version, [one.item.item_id for one in answer.items]
+        self._meter.add(m.ANSWERS, tier=tier, degraded=_said(answer.degraded), model_version=version)
+        if duration_s is not None:
+            self._meter.observe(m.ANSWER_DURATION, duration_s, tier=tier)
+        if tier in ("none", "computed"):  # the others' stages ran for somebody before
+            self._stages(answer.stages)
+        self._input(request, answer)
+        self._meter.add(m.RECOMMENDED, len(items), model_version=version)
+        self._shown.show(request.tenant, request.user_id, items, version, time())
+
+    def ranked(self, ranking: Ranking) -> None:
+        self._stages(ranking.stages)
+
+    def happened(self, event: Event) -> None:
+        """An event that was stored, for the first time."""
+        done = event.behaviour
+        followed, version = self._shown.follow(event.tenant, event.user_id, done.item_id, done.timestamp, time())
+        if followed is Followed.YES:
+            self._meter.add(m.FOLLOWED, action=done.action.value, model_version=version)
+        elif followed is Followed.NO:
+            self._meter.add(m.NOT_FOLLOWED, action=done.action.value)
+
+    def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
+        """What was recommended to a user, a tenant's users or everybody."""
+        self._shown.forget(tenant, user_id)
+
+    def look(self, edge: "EdgeStatistics", stages: Mapping[str, Mapping[str, float]], version: int) -> None:
+        """Take over what others count: the edge, and the callers of stages."""
+        for metric, value in ((m.ADMISSION_RUNNING, edge.running), (m.ADMISSION_WAITING, edge.waiting), (m.ADMISSION_PLACES, edge.places)):
+            self._meter.set(metric, value)
+        for status, count in edge.refused.items():
+            self._totals.count(m.REFUSALS, count, status=str(status))
+        for stage, figures in stages.items():
+            self._totals.count(m.STAGE_CALLS, figures["requests"], stage=stage, call="first")
+            self._totals.count(m.STAGE_CALLS, figures["copies"], stage=stage, call="copy")
+            self._totals.count(m.HEDGES, figures["hedges"], stage=stage)
+            self._totals.count(m.RETRIES_REFUSED, figures["refused"], stage=stage)
+        self._meter.set(m.MODEL_VERSION, version)
+
+    def look_at_cache(self, figures: TierStatistics) -> None:
+        """Of the second tier, which all gateways share, only what it holds, and how this one gets on with it."""
+        l1 = figures.l1
+        for result, count in (("hit", l1.hits - l1.stale_hits), ("stale", l1.stale_hits), ("miss", l1.misses)):
+            self._totals.count(m.CACHE_LOOKUPS, count, result=result)
+        for work in ("computed", "joined", "dropped"):
+            self._totals.count(m.CACHE_WORK, getattr(figures, work), work=work)
+        self._totals.count(m.CACHE_WORK, figures.refreshes, work="refreshed")
+        self._totals.count(m.CACHE_EVICTIONS, l1.evictions)
+        self._totals.count(m.CACHE_FAILURES, figures.l2_failures)
+        for tier, held in {"l1": l1, "l2": figures.l2}.items():
+            if held is not None:
+                self._meter.set(m.CACHE_ENTRIES, held.entries, tier=tier)
+                self._meter.set(m.CACHE_BYTES, held.used_bytes, tier=tier)
+
+    def _stages(self, stages: Sequence[StageReport]) -> None:
+        for report in stages:
+            self._meter.observe(m.STAGE_DURATION, report.duration_ms / 1e3, stage=report.stage, backend=report.backend)
+            for skipped in report.fallback_from:
+                self._meter.add(m.FALLBACKS, stage=report.stage, backend=skipped.backend, reason=reason_kind(skipped))
+
+    def _input(self, request: RecommendRequest, answer: Recommendation) -> None:
+        if request.behaviours is not None:  # a stored history was looked at when it was sent
+            named = {one.item_id for one in request.behaviours} | request.blocked | (request.allowed or frozenset())
+            self._meter.add(m.ITEMS_NAMED, len(named))
+            self._meter.add(m.ITEMS_UNKNOWN, len(answer.unknown_items))
+        if not answer.degraded and any(report.stage == "popularity" for report in answer.stages):
+            self._meter.add(m.USERS_UNKNOWN)
+
+
+class StageRecorder:
+    """Of one replica of a stage."""
+
+    def __init__(self, stage: str, meter: Meter = SILENT) -> None:
+        self._stage, self._meter, self._totals, self._gpus = stage, meter, Totals(meter), _nvml() if meter is not SILENT else None
+
+    def batch(self, rows: Sequence[int], waited_s: Sequence[float]) -> None:
+        """A batch as it starts: its requests' rows, and how long they have waited."""
+        self._meter.observe(m.BATCH_SIZE, len(rows), stage=self._stage)
+        if padded := max(rows, default=0) * len(rows):
+            self._meter.observe(m.BATCH_PADDING, 1 - sum(rows) / padded, stage=self._stage)
+        for wait in waited_s:
+            self._meter.observe(m.BATCH_WAIT, wait, stage=self._stage)
+
+    def count(self, version: str, snapshot: StageSnapshot) -> None:
+        """What the backends of one version of the model did."""
+        for one in snapshot.backends:
+            labels = {"stage": self._stage, "backend": one.name}
+            for metric, total in (
+                (m.BACKEND_REQUESTS, one.calls),
+                (m.BACKEND_FAILURES, one.failures),
+                (m.BACKEND_FALLBACKS, one.fallbacks),
+            ):
+                self._totals.count(metric, total, source=version, **labels)
+            for figure in KEPT_COUNTERS.keys() & one.kept.keys():  # one that says nothing for a moment has not begun anew
+                metric, more = KEPT_COUNTERS[figure]
+                self._totals.count(metric, one.kept[figure], source=version, **labels, **more)
+
+    def show(self, snapshot: StageSnapshot, queues: Mapping[str, Mapping[str, float]]) -> None:
+        """How the version that serves stands now."""
+        for one in snapshot.backends:
+            self._meter.set(m.BACKEND_LOADED, float(one.loaded), stage=self._stage, backend=one.name)
+            self._meter.set(m.BREAKER, BREAKER_STATES[one.breaker], stage=self._stage, backend=one.name)
+            self._set(KEPT_GAUGES, one.kept, one.name)
+        for backend, figures in queues.items():
+            self._set(QUEUES, figures, backend)
+        self._show_gpus()
+
+    def _set(self, named: Mapping[str, Metric], figures: Mapping[str, float], backend: str) -> None:
+        for figure in named.keys() & figures.keys():
+            self._meter.set(named[figure], figures[figure], stage=self._stage, backend=backend)
+
+    def _show_gpus(self) -> None:
+        if self._gpus is None:
+            return
+        try:
+            for number in range(self._gpus.nvmlDeviceGetCount()):
+                device, gpu = self._gpus.nvmlDeviceGetHandleByIndex(number), str(number)
+                memory = self._gpus.nvmlDeviceGetMemoryInfo(device)
+                self._meter.set(m.GPU_USED, float(memory.used), gpu=gpu)
+                self._meter.set(m.GPU_MEMORY, float(memory.total), gpu=gpu)
+                self._meter.set(m.GPU_BUSY, self._gpus.nvmlDeviceGetUtilizationRates(device).gpu / 100, gpu=gpu)
+        except self._gpus.NVMLError as error:
+            logger.warning("the GPUs are not watched any more: %s", error)
+            self._gpus = None
+
+
+def reason_kind(skipped: SkippedBackend) -> str:
+    """Why a backend was passed over, as a label: its reason names what happened, and there is no end of those."""
+    if skipped.failed:
+        return "broken"
+    return "late" if isinstance(skipped, OutOfTime) else "unavailable"
+
+
+@cache
+def _nvml() -> Any | None:
+    """NVIDIA's library where there is one, with the package nvidia-ml-py, and a driver."""
+    try:
+        library = import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        library.nvmlInit()
+    except library.NVMLError:
+        return None
+    return library
+
+
+def _said(value: bool) -> str:
+    return "true" if value else "false"

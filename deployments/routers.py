@@ -1,0 +1,149 @@
+"""Serve's request routers to choose from, between a handle and the replicas of a deployment. In ray_config.yaml:
+
+request_router_config:                     # left out: Serve's power of two choices
+  request_router_class: "deployments.routers:LeastLoadedRouter"
+  # or "deployments.routers:WeightedRouter"; request_router_kwargs: {figure: weight}     # what each replica reports
+  #                                          request_router_kwargs: {weights: {zone-a: 2, zone-b: 1}}
+  # or "deployments.user_router:UserAffinityRouter"; request_router_kwargs: {bound: 1.25, slack: 8}
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from random import Random
+from time import monotonic
+from typing import Any
+
+from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
+from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
+
+from cluster.errors import ConfigError
+from cluster.traffic.balancing import least_loaded, weighted
+
+SILENT_S = 1.0
+"""A replica says how busy it is as soon as it is sent a request, however long the answer takes: one that does not is stopped, or stuck."""
+
+
+class RankingRouter(PowerOfTwoChoicesRequestRouter):
+    """A request goes to the first replica of its own ranking that takes it. `rank` is what the routers differ in.
+
+    How busy the replicas are stands in the queue-length cache, which counts this process's requests as they are sent, and is corrected by
+    what each replica says as it takes one. What dies with a replica, or is refused by a full one, is the parent's business. One that was
+    sent a request and says nothing for `SILENT_S` is left out, unless all are, and asked once a second whether it is there again: the cache
+    alone would send it the next request each time that a caller gives up on one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]  # Ray's
+        self._unsent: Counter[ReplicaID] = Counter()  # given a replica, and not sent yet: in a burst, hundreds before the first is sent
+        self._unheard_since: dict[ReplicaID, float] = {}  # of replicas that were sent something, and have not answered to it
+        self._asked_at = 0.0
+
+    def rank(self, replicas: Mapping[str, RunningReplica], loads: Mapping[str, int], request: PendingRequest) -> list[str] | None:
+        """All replicas' names, best first; None leaves the request to the parent's power of two choices. `loads`: requests under way."""
+        raise NotImplementedError
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The replicas to try, one after another; asked again, after a pause, while all of them are full."""
+        candidate_replicas = self._heard(candidate_replicas)
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        loads = {name: self._load(replica.replica_id) for name, replica in replicas.items()}
+        if pending_request is None or (ranking := self.rank(replicas, loads, pending_request)) is None:
+            return await super().choose_replicas(candidate_replicas, pending_request)
+        pending_request.routing_context.should_backoff = True
+        return [[replicas[name]] for name in ranking]
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        super().on_send_request(replica_id)
+        self._unheard_since.setdefault(replica_id, monotonic())
+
+    def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
+        super().on_new_queue_len_info(replica_id, num_ongoing_requests)
+        self._unheard_since.pop(replica_id, None)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        here = {replica.replica_id for replica in replicas}
+        self._unheard_since = {replica: since for replica, since in self._unheard_since.items() if replica in here}
+
+    def _heard(self, replicas: list[RunningReplica]) -> list[RunningReplica]:
+        """Less the silent ones."""
+        now = monotonic()
+        silent = [one for one in replicas if now - self._unheard_since.get(one.replica_id, now) > SILENT_S]
+        if silent and now - self._asked_at > SILENT_S:
+            self._asked_at = now
+            self._event_loop.create_task(self._ask(silent))
+        return [one for one in replicas if one not in silent] or replicas
+
+    async def _ask(self, silent: list[RunningReplica]) -> None:
+        for replica, requests in await self._probe_queue_lens(silent, 0):
+            if requests is not None:
+                self._unheard_since.pop(replica.replica_id, None)
+
+    def _load(self, replica_id: ReplicaID) -> int:
+        """Requests under way there; where it was not heard of for long, those that it is about to get."""
+        return (self.replica_queue_len_cache.get(replica_id) or 0) + self._unsent[replica_id]
+
+    async def _choose_replica_for_request(self, pending_request: PendingRequest, *, is_retry: bool = False) -> RunningReplica:
+        """As the parent does; when it returns, the request is sent before anything else happens."""
+        try:
+            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        finally:  # also where the caller leaves just as the replica was found
+            found = pending_request.future
+            if found.done() and not found.cancelled():
+                self._unsent[found.result().replica_id] -= 1
+
+    def _fulfill_next_pending_request(self, replica: RunningReplica, request_metadata: Any = None) -> None:
+        """Give the replica to the request it was chosen for.
+
+        The parent gives it to whoever has waited longest, whose ranking may be another. RequestRouter looks for the request by its
+        internal_request_id, which all calls made within one HTTP request share, and never finds the second: it waits for ever.
+        """
+        waiting = (one for one in self._pending_requests_to_fulfill if one.metadata is request_metadata and not one.future.done())
+        if (request := next(waiting, None)) is not None:
+            self._record_queue_wait_time(request)
+            request.future.set_result(replica)
+            self._unsent[replica.replica_id] += 1
+            self._remove_pending_request_from_indices(request)
+
+
+class LeastLoadedRouter(RankingRouter):
+    """A request goes to the replica with the fewest requests under way."""
+
+    def initialize_state(self, **unknown: Any) -> None:
+        """The keys of `request_router_kwargs`: none. Raises ConfigError."""
+        refuse(unknown, "LeastLoadedRouter", "no options")
+        self._random = Random()
+
+    def rank(self, replicas: Mapping[str, RunningReplica], loads: Mapping[str, int], request: PendingRequest) -> list[str]:  # noqa: ARG002
+        return least_loaded(loads, self._random)
+
+
+class WeightedRouter(RankingRouter):
+    """A request goes where it is soonest done, judged by the requests under way and the replica's weight.
+
+    A replica's weight is what `weights` says of its node's id or availability zone, or else what its `record_routing_stats` gives under the
+    name `figure`: how many requests a second it computes while it does, not how many it was given, since who is given few would then be
+    given fewer. A replica without one has the mean of the others.
+    """
+
+    def initialize_state(self, figure: str = "weight", weights: Mapping[str, float] | None = None, **unknown: Any) -> None:
+        """The keys of `request_router_kwargs`. Raises ConfigError."""
+        refuse(unknown, "WeightedRouter", "figure and weights")
+        self._figure, self._weights, self._random = figure, dict(weights or {}), Random()
+        if wrong := {name: weight for name, weight in self._weights.items() if not (isinstance(weight, int | float) and weight > 0)}:
+            raise ConfigError(f"the weights of WeightedRouter are numbers greater than 0, not {wrong}")
+
+    def rank(self, replicas: Mapping[str, RunningReplica], loads: Mapping[str, int], request: PendingRequest) -> list[str]:  # noqa: ARG002
+        return weighted(loads, {name: self._weight(replica) for name, replica in replicas.items()}, self._random)
+
+    def _weight(self, replica: RunningReplica) -> object:
+        places = (place for place in (replica.node_id, replica.availability_zone) if place in self._weights)
+        return next((self._weights[place] for place in places if place), replica.routing_stats.get(self._figure))
+
+
+def refuse(unknown: Mapping[str, Any], router: str, known: str) -> None:
+    """Raises ConfigError at a key of `request_router_kwargs` that the router does not know."""
+    if unknown:
+        raise ConfigError(f"{router} takes {known}, not {', '.join(sorted(unknown))}")

@@ -1,0 +1,140 @@
+"""The model versions that a process holds: loaded beside the ones that serve, given up once nobody needs them."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Generic, Protocol, TypeVar
+
+from cluster.bundle import Bundle, BundleStore
+from cluster.errors import BundleError, GenrecError
+from cluster.fleet import READY
+
+RETRY_AFTER_S = 10.0
+logger = logging.getLogger("ray.serve")
+
+
+class Versioned(Protocol):
+    """Whatever a process makes of a bundle in order to serve it."""
+
+    @property
+    def bundle(self) -> Bundle: ...
+
+
+Model = TypeVar("Model", bound=Versioned)
+
+
+@dataclass(slots=True)
+class _Refused:
+    reason: str
+    at: float
+
+
+class ModelShelf(Generic[Model]):
+    """`make` turns a verified bundle into what serves it, warmed up; `discard` gives that up, `keep_s` after it was last wanted."""
+
+    def __init__(
+        self,
+        store: BundleStore,
+        make: Callable[[Bundle], Awaitable[Model]],
+        discard: Callable[[Model], Awaitable[None]],
+        *,
+        keep_s: float,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._store, self._make, self._discard, self._keep_s, self._clock = store, make, discard, keep_s, clock
+        self._models: dict[int, Model] = {}
+        self._wanted_at: dict[int, float] = {}
+        self._refused: dict[int, _Refused] = {}
+        self._loading = 0
+        self._work: asyncio.Task[None] | None = None
+
+    @property
+    def holds(self) -> dict[int, str]:
+        """Version -> READY, or why it cannot be served (yet)."""
+        loading = {self._loading: "it is being loaded"} if self._loading else {}
+        return {**{v: one.reason for v, one in self._refused.items()}, **loading, **dict.fromkeys(self._models, READY)}
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        return tuple(self._models.values())
+
+    def get(self, version: int) -> Model | None:
+        return self._models.get(version)
+
+    def named(self, name: str) -> Model | None:
+        """By the name that answers carry, as ``ml-1m/3``."""
+        return next((model for model in self._models.values() if model.bundle.version == name), None)
+
+    async def fill(self, versions: Iterable[int], *, only: bool = False) -> None:
+        """Load these before anything is served; where the first of them cannot be, the last good version too, unless it is the `only` one
+        to serve. Raises BundleError without any.
+        """
+        first, *others = dict.fromkeys(versions)
+        await self._load(first)
+        if first not in self._models:
+            if only:
+                raise BundleError(f"version {first} is the only one to serve, and cannot be: {self._refused[first].reason}")
+            bundle, refused = await asyncio.to_thread(self._store.open_last_good)
+            logger.warning("serving %s: %s", bundle.version, "; ".join(refused))
+            await self._keep(bundle)
+        for version in others:
+            if version not in self._models:
+                await self._load(version)
+
+    def want(self, versions: Iterable[int]) -> None:
+        """Hold these from now on, beside what is asked for meanwhile; one thing after the other, in the background."""
+        now = self._clock()
+        self._wanted_at.update(dict.fromkeys(versions, now))
+        if self._work is None or self._work.done():
+            self._work = asyncio.create_task(self._tidy(now))
+
+    async def settled(self) -> None:
+        """Until what was wanted last is held, or refused."""
+        if self._work:
+            await self._work
+
+    async def close(self) -> None:
+        if self._work:
+            self._work.cancel()
+        for version in list(self._models):
+            await self._discard(self._models.pop(version))
+
+    async def _tidy(self, now: float) -> None:
+        wanted = [version for version, at in self._wanted_at.items() if at == now]
+        self._refused = {version: refused for version, refused in self._refused.items() if version in wanted}
+        for version in wanted:
+            if version not in self._models and not self._refused_lately(version):
+                await self._load(version)
+        for version in set(self._models) - set(wanted):
+            if len(self._models) > 1 and now - self._wanted_at.setdefault(version, now) >= self._keep_s:
+                logger.info("version %d is not needed any more", version)
+                await self._discard(self._models.pop(version))
+
+    def _refused_lately(self, version: int) -> bool:
+        refused = self._refused.get(version)
+        return refused is not None and self._clock() - refused.at < RETRY_AFTER_S
+
+    async def _load(self, version: int) -> None:
+        self._loading = version
+        try:
+            await self._keep(await asyncio.to_thread(self._store.open, version))
+        except GenrecError as error:
+            self._refuse(version, str(error))
+        except Exception as error:
+            logger.exception("version %d could not be loaded", version)
+            self._refuse(version, f"loading it failed in a way that is not known ({error!r}); the log has the trace")
+        finally:
+            self._loading = 0
+
+    async def _keep(self, bundle: Bundle) -> None:
+        version = bundle.manifest.version
+        self._models[version] = await self._make(bundle)
+        self._wanted_at.setdefault(version, self._clock())
+        self._refused.pop(version, None)
+
+    def _refuse(self, version: int, reason: str) -> None:
+        if version not in self._refused:
+            logger.error("version %d cannot be served here: %s", version, reason)
+        self._refused[version] = _Refused(reason, self._clock())

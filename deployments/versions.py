@@ -1,0 +1,243 @@
+"""Which version of the model answers whom, in one gateway.
+
+    user -> the trial's version, where the user's hash falls to its share and everybody can serve it
+         -> else the stable one, once everybody can serve it ; until then what served before
+
+An answer is made of one version from its first stage to its last. Where a replica turns out not to hold that version, another version
+answers the whole request.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from time import monotonic, perf_counter
+
+from cluster.bundle import Bundle
+from cluster.config import Settings
+from cluster.dataset import Catalogue
+from cluster.latency import LatencyRecorder
+from cluster.ranking import RankAnswer, Ranking, RankingRequest, RankRequest
+from cluster.rollout import Rollout, VersionFigures
+from cluster.values import AnswerPart, EncodeAnswer, EncodeRequest, GenerateAnswer, GenerateRequest, Recommendation, RecommendRequest
+from deployments.membership import Membership
+from deployments.replica import ModelGone
+from deployments.shelf import ModelShelf
+from deployments.stages import Stages
+from pipelines.answers import Answers
+from pipelines.rank import CandidateRanker
+from pipelines.recommend import Recommender
+from pipelines.stored_history import StoredHistories
+
+KEPT_TIMES = 1.2
+"""A degraded answer is kept for `negative_ttl_s`, give or take a tenth."""
+SHADOWS_AT_ONCE = 2
+"""A request that would be the next one is answered, and not repeated in the shadow."""
+logger = logging.getLogger("ray.serve")
+
+
+class ServedModel:
+    """One version in a gateway: what ranks and titles its items, and the way to the stages that hold it."""
+
+    def __init__(self, bundle: Bundle, settings: Settings, stages: Stages) -> None:
+        self.bundle, self._stages = bundle, stages
+        self._gone_at, self._kept_s = -math.inf, KEPT_TIMES * settings.cache.negative_ttl_s
+        generates, edge = bundle.manifest.decoder is not None, settings.gateway
+        self.recommender = Recommender(
+            bundle,
+            self._encode,
+            self._generate if generates else None,
+            stages.generate_stream if generates else None,
+            self._rank,
+            beam=settings.generator.beam,
+            pool=edge.pool,
+            rank_pool=edge.rank_pool,
+            deadline_s=edge.deadline_s,
+            generation_deadline_s=edge.generation_deadline_s,
+            ranking_deadline_s=edge.ranking_deadline_s,
+        )
+        self.answers: Answers
+        self.candidates: CandidateRanker
+        self._edge = edge
+
+    @property
+    def catalogue(self) -> Catalogue:
+        return self.bundle.catalogue
+
+    def ranking_by(self, histories: StoredHistories) -> CandidateRanker:
+        """What orders given candidates."""
+        edge = self._edge
+        return CandidateRanker(
+            self.bundle, histories, self._encode, self._rank, deadline_s=edge.deadline_s, ranking_deadline_s=edge.ranking_deadline_s
+        )
+
+    def was_gone(self, since: float) -> bool:
+        """Whether a replica lacked this version after `since`, or so shortly before that a degraded answer of then may still be kept."""
+        return self._gone_at >= since - self._kept_s
+
+    async def _encode(self, request: EncodeRequest, within_s: float) -> EncodeAnswer:
+        with self._noticing():
+            return await self._stages.encode(replace(request, model_version=self.bundle.version), within_s)
+
+    async def _generate(self, request: GenerateRequest, within_s: float) -> GenerateAnswer:
+        with self._noticing():
+            return await self._stages.generate(request, within_s)
+
+    async def _rank(self, request: RankRequest, within_s: float) -> RankAnswer:
+        with self._noticing():
+            return await self._stages.rank(request, within_s)
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        try:
+            yield
+        except ModelGone:
+            self._gone_at = monotonic()
+            raise
+
+
+class VersionRecorder:
+    """What a trial is judged by, of one version."""
+
+    def __init__(self) -> None:
+        self._requests = self._degraded = self._overlaps = 0
+        self._overlap, self._latency = 0.0, LatencyRecorder(monotonic())
+
+    def answered(self, answer: Recommendation, duration_ms: float | None) -> None:
+        self._requests += 1
+        self._degraded += answer.degraded
+        if duration_ms is not None:
+            self._latency.record(duration_ms, monotonic())
+
+    def compared(self, answer: Recommendation, with_: Recommendation) -> None:
+        """In the shadow of another version's answer."""
+        ours, theirs = ({one.item.item_id for one in each.items} for each in (answer, with_))
+        self._overlaps += 1
+        self._overlap += len(ours & theirs) / max(1, len(theirs))
+
+    def figures(self) -> VersionFigures:
+        return VersionFigures(self._requests, self._degraded, self._latency.summary(monotonic()), self._overlaps, self._overlap)
+
+
+class Versions:
+    """`shelf` and `membership` are the gateway's; `update` is to be called whenever the membership has learnt something."""
+
+    def __init__(self, shelf: ModelShelf[ServedModel], stages: Stages) -> None:
+        self._shelf, self._stages = shelf, stages
+        self._serving = 0
+        self._rollout = Rollout(stable=1)
+        self._tried: int | None = None
+        self._trial = ""
+        self._recorders: dict[int, VersionRecorder] = {}
+        self._shadows: set[asyncio.Task[None]] = set()
+
+    @property
+    def stable(self) -> ServedModel:
+        """What serves whoever takes part in no trial."""
+        return self._shelf.get(self._serving) or self._shelf.models[0]
+
+    def model_for(self, tenant: str, user_id: str) -> ServedModel:
+        """What answers this user."""
+        version = self._rollout.version_for(tenant, user_id)
+        return (self._shelf.get(version) if version == self._tried else None) or self.stable
+
+    def update(self, membership: Membership) -> None:
+        """Change over to what everybody holds by now."""
+        self._rollout, news = membership.rollout, membership.news
+        self._stages.heed(news)
+        able = [v for v in self._rollout.versions if self._shelf.get(v) and self._stages.ready(v)]
+        if self._rollout.stable in able and news.settled:
+            self._serve(self._rollout.stable)
+        elif self._shelf.get(self._serving) is None:
+            self._serve(next((v for v in (*able, *sorted(news.used)) if self._shelf.get(v)), self._shelf.models[0].bundle.manifest.version))
+        trial = self._rollout.trial
+        self._tried = trial.version if trial and trial.version in able and news.settled else None
+        if (name := trial.name if trial else "") != self._trial:
+            self._trial, self._recorders = name, {}
+
+    def uses(self) -> frozenset[int]:
+        return frozenset({self._serving, self._tried or self._serving} - {0})
+
+    def figures(self) -> dict[int, VersionFigures]:
+        return {version: recorder.figures() for version, recorder in self._recorders.items()}
+
+    async def recommend(self, request: RecommendRequest) -> Recommendation:
+        """Raises InvalidRequest."""
+        answer = await self._answer(self.model_for(request.tenant, request.user_id), request)
+        if self._shadowed(request):
+            self._in_shadow(request, answer)
+        return answer
+
+    async def rank(self, request: RankingRequest) -> Ranking:
+        """Raises InvalidRequest."""
+        model, began = self.model_for(request.tenant, request.user_id), monotonic()
+        answer = await model.candidates.rank(request)
+        for other in self._shelf.models:
+            if not (answer.degraded and model.was_gone(began)):
+                break
+            if other is not model:
+                model, answer = other, await other.candidates.rank(request)
+        return answer
+
+    async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
+        """Stays with its version. How long it took is the reader's doing too, and does not count for a trial."""
+        model = self.model_for(request.tenant, request.user_id)
+        async with aclosing(model.answers.stream(request)) as parts:
+            async for part in parts:
+                if self._trial and isinstance(part, Recommendation) and part.cache is None:
+                    self._recorder(model).answered(part, None)
+                yield part
+
+    def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
+        """What users usually ask for and were last answered: one user's of a tenant, a tenant's or everybody's."""
+        for model in self._shelf.models:
+            model.answers.forget(tenant, user_id)
+
+    async def close(self) -> None:
+        for task in self._shadows:
+            task.cancel()
+
+    def _serve(self, version: int) -> None:
+        if version != self._serving:
+            logger.info("version %d serves%s", version, f" instead of {self._serving}" if self._serving else "")
+            self._serving = version
+
+    async def _answer(self, model: ServedModel, request: RecommendRequest) -> Recommendation:
+        began = monotonic()
+        answer = await self._timed(model, request)
+        for other in self._shelf.models:
+            if not (answer.degraded and model.was_gone(began)):
+                break
+            if other is not model:
+                model, answer = other, await self._timed(other, request)
+        return answer
+
+    async def _timed(self, model: ServedModel, request: RecommendRequest) -> Recommendation:
+        began = perf_counter()
+        answer = await model.answers.recommend(request)
+        if self._trial and (answer.cache is None or answer.cache.tier == "computed"):
+            self._recorder(model).answered(answer, (perf_counter() - began) * 1e3)
+        return answer
+
+    def _recorder(self, model: ServedModel) -> VersionRecorder:
+        return self._recorders.setdefault(model.bundle.manifest.version, VersionRecorder())
+
+    def _shadowed(self, request: RecommendRequest) -> bool:
+        trial = self._rollout.trial
+        in_it = self._tried is not None and trial is not None and trial.kind == "shadow"
+        return bool(in_it and trial and trial.includes(request.tenant, request.user_id) and len(self._shadows) < SHADOWS_AT_ONCE)
+
+    def _in_shadow(self, request: RecommendRequest, answer: Recommendation) -> None:
+        model = self._shelf.get(self._tried or 0)
+        if model is not None:
+            task = asyncio.create_task(self._compare(model, replace(request, cache="bypass", deadline=None), answer))
+            self._shadows.add(task)
+            task.add_done_callback(self._shadows.discard)
+
+    async def _compare(self, model: ServedModel, request: RecommendRequest, answer: Recommendation) -> None:
+        try:
+            self._recorder(model).compared(await self._timed(model, request), answer)
+        except Exception:
+            logger.exception("the shadow of an answer could not be computed by %s", model.bundle.version)

@@ -1,0 +1,54 @@
+"""What backends that may keep their users' rows have in common: options, forgetting, figures."""
+
+from typing import Generic, TypeVar
+
+from cluster.buffers import BufferPool
+from integrations.hstu.state.kept_rows import KeptRows
+from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, PolicyName, StateDtype, StateOptions, StoreName
+
+KeptT = TypeVar("KeptT", bound=KeptRows)
+
+
+class KeepsRows(Generic[KeptT]):
+    """The options are those of StateOptions. `_kept` is None while nothing is kept; `_pool` is where batches are put together."""
+
+    _kept: KeptT | None = None
+    _pool: BufferPool
+
+    def __init__(
+        self,
+        *,
+        state_bytes: int = DEFAULT_BYTES,
+        state_dtype: StateDtype = "fp32",
+        state_store: StoreName = "paged",
+        state_policy: PolicyName = "lru",
+        keep_from: int = KEEP_FROM,
+    ) -> None:
+        """Raises UnknownChoice or ConfigError at an option that means nothing."""
+        self._state_options = StateOptions(state_bytes, state_dtype, state_store, state_policy, keep_from)
+        self._pool = BufferPool()
+
+    def close(self) -> None:
+        if kept := self.__dict__.pop("_kept", None):
+            kept.close()
+
+    def forget(self, tenant: str, user: str) -> int:
+        """Erase what is kept of the user: how many rows, an event each."""
+        self._pool.clear()  # the last batch may be theirs
+        return self._kept.forget(tenant, user) if self._kept else 0
+
+    def forget_tenant(self, tenant: str) -> int:
+        """The same of all users of a tenant."""
+        self._pool.clear()
+        return self._kept.forget_tenant(tenant) if self._kept else 0
+
+    def forget_everything(self) -> int:
+        """The same of everybody."""
+        self._pool.clear()
+        return self._kept.clear() if self._kept else 0
+
+    def kept(self) -> dict[str, float]:
+        """What is kept and how often it served, and how often batches found memory that was there, as plain numbers; empty while nothing is
+        kept. From any thread.
+        """
+        return {**kept.statistics(), **self._pool.statistics()} if (kept := self._kept) else {}

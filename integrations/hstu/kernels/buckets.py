@@ -1,0 +1,82 @@
+"""Batches padded up to one of few shapes, each recorded once: a CUDA graph replays a whole encoding with one launch, for one shape."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Encode: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""items, times, next_times (B, L) and lengths (B,) -> states (B, C, D)."""
+Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+Record: TypeAlias = Callable[[Encode, Inputs], Callable[[], Tensor]]
+"""An encoding and its inputs -> what runs it again on what these inputs then hold; the result is overwritten by the next run."""
+
+_WARM_UPS = 3
+
+
+def cuda_graphs() -> Record:
+    """Records CUDA graphs that share memory: one runs at a time, and what it returns is to be copied before the next one runs."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(encode: Encode, inputs: Inputs) -> Callable[[], Tensor]:
+        _warm_up(encode, inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            out = encode(*inputs)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+    return record
+
+
+def _warm_up(encode: Encode, inputs: Inputs) -> None:
+    """Kernels are compiled and libraries take their memory, neither of which may happen while a graph is recorded."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UPS):
+            encode(*inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+class Bucketed:
+    """An encoding for any batch of at most `lengths[-1]` events a user, by recorded ones. For one thread at a time.
+
+    `batches` and `lengths` ascend. A larger batch is cut; the users that fill one up have one event, which is padding.
+    """
+
+    def __init__(self, encode: Encode, batches: Sequence[int], lengths: Sequence[int], device: torch.device, record: Record) -> None:
+        self._batches, self._lengths = batches, lengths
+        self._recorded: dict[tuple[int, int], tuple[Inputs, Callable[[], Tensor]]] = {}
+        for shape in [(batch, length) for batch in reversed(batches) for length in reversed(lengths)]:  # the largest takes the memory
+            inputs = _padding(shape, device)
+            self._recorded[shape] = inputs, record(encode, inputs)
+
+    def __call__(self, items: Tensor, times: Tensor, next_times: Tensor, lengths: Tensor) -> Tensor:
+        size = self._batches[-1]
+        batches = zip(*(torch.split(column, size) for column in (items, times, next_times, lengths)), strict=True)
+        return torch.cat([self._run(batch) for batch in batches])
+
+    def _run(self, given: Inputs) -> Tensor:
+        users, length = given[0].shape
+        shape = _holding(users, self._batches), _holding(length, self._lengths)
+        inputs, replay = self._recorded[shape]
+        for held, column in zip(inputs, given, strict=True):
+            held.fill_(1 if held.dim() == 1 else 0)
+            held[tuple(slice(size) for size in column.shape)].copy_(column)
+        return replay()[:users].clone()
+
+
+def _holding(size: int, buckets: Sequence[int]) -> int:
+    return next(bucket for bucket in buckets if bucket >= size)
+
+
+def _padding(shape: tuple[int, int], device: torch.device) -> Inputs:
+    times = torch.zeros(shape, dtype=torch.int32, device=device)
+    lengths = torch.ones(shape[0], dtype=torch.int64, device=device)
+    return torch.zeros(shape, dtype=torch.int64, device=device), times, times.clone(), lengths

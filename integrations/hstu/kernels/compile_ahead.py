@@ -1,0 +1,135 @@
+"""The kernels as cubins for a GPU that is not here: neither the compilers of Triton and CuTe DSL nor their assembler need one.
+
+A cubin holds for what was constant when it was compiled: a model's heads and their widths, the type of its tensors, a window or none.
+Pointers must be aligned to 16 bytes, as torch's are; strides to 16 elements where the heads' widths are multiples of 16.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from cluster.errors import CompileError
+from integrations.hstu.config import HSTUConfig
+from integrations.hstu.kernels.append import append_forward, append_sizes
+from integrations.hstu.kernels.attention import (
+    attention_backward_bias,
+    attention_backward_keys,
+    attention_backward_queries,
+    attention_forward,
+)
+from integrations.hstu.kernels.norm_mul_dropout import norm_mul_dropout_backward, norm_mul_dropout_forward, row_sizes
+from integrations.hstu.kernels.projection import cutlass_compiles, sizes
+from integrations.hstu.kernels.tiles import LAUNCH, head_sizes, smaller
+
+DataType: TypeAlias = Literal["fp32", "fp16", "bf16"]
+OLDEST = 80
+"""The first compute capability with the tensor core instructions and asynchronous copies that Triton compiles to."""
+
+_TABLES = ("position_weights", "time_weights", "position_gradient", "time_gradient", "parts")
+_TYPES = {
+    **dict.fromkeys(_TABLES, "*fp32"),
+    **dict.fromkeys(("next_times", "times", "past_times"), "*i32"),
+    **dict.fromkeys(("starts", "lengths", "past_lengths"), "*i64"),
+    **dict.fromkeys(("epsilon", "dropout"), "fp32"),
+    **dict.fromkeys(("new", "past", "count", "n", "last_bucket", "window"), "i32"),
+    "seed": "i64",
+}
+"""Arguments by name, in every kernel alike; strides are i32 and what is left are pointers to data."""
+_GEMM_TYPES: dict[DataType, tuple[torch.dtype, torch.dtype]] = {
+    "fp32": (torch.float16, torch.float32),
+    "fp16": (torch.float16, torch.float16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+}
+
+
+def compile_ahead(
+    config: HSTUConfig,
+    targets: Sequence[str] = ("sm_80", "sm_90"),
+    *,
+    dtype: DataType = "fp32",
+    precision: str = "ieee",
+    windowed: bool = False,
+) -> dict[str, dict[str, bytes]]:
+    """Kernel's name -> architecture, as ``sm_90`` -> cubin, for a model of these sizes.
+
+    CUTLASS's `gemm_silu` is among them where nvidia-cutlass-dsl is installed and the model's widths are multiples of 8.
+    Raises CompileError at an unknown architecture, in a process where the kernels are interpreted, and with the compiler's own reason.
+    """
+    capabilities = {target: _capability(target) for target in targets}
+    kernels = _kernels(config, dtype, precision, windowed=windowed)
+    cubins = {
+        kernel.__name__: {target: _cubin(kernel, constants, dtype, capability) for target, capability in capabilities.items()}
+        for kernel, constants in kernels
+    }
+    return cubins | _gemm_silu(config, targets, dtype) if cutlass_compiles(config).ok else cubins
+
+
+def _gemm_silu(config: HSTUConfig, targets: Sequence[str], dtype: DataType) -> dict[str, dict[str, bytes]]:
+    """CUTLASS's kernel, which multiplies a model's fp32 numbers as fp16."""
+    from integrations.hstu.kernels.gemm_silu import cubin  # noqa: PLC0415 - nvidia-cutlass-dsl need not be installed
+
+    multiplied, out = _GEMM_TYPES[dtype]
+    depth, columns = sizes(config)
+    return {"gemm_silu": {target: cubin(multiplied, out, columns, depth, target) for target in targets}}
+
+
+def _capability(target: str) -> int:
+    if not (match := re.fullmatch(r"sm_(\d{2,3})", target)) or int(match[1]) < OLDEST:
+        raise CompileError(f"Triton does not compile for {target!r}; name an architecture from sm_{OLDEST} on, as sm_90")
+    return int(match[1])
+
+
+def _kernels(config: HSTUConfig, dtype: DataType, precision: str, *, windowed: bool) -> list[tuple[Any, dict[str, Any]]]:
+    """Every kernel and its compile-time arguments by name."""
+    sizes = config.heads, config.attention_dim, config.linear_dim, 4 if dtype == "fp32" else 2
+    attention = {**head_sizes(*sizes), "WINDOWED": windowed, "PRECISION": precision}
+    rows = row_sizes(config.heads * config.linear_dim)
+    return [
+        (attention_forward, attention),
+        (attention_backward_queries, attention),
+        (attention_backward_keys, smaller(attention)),
+        (attention_backward_bias, attention),
+        (norm_mul_dropout_forward, {**rows, "DROPS": False}),
+        (norm_mul_dropout_backward, {**rows, "DROPS": config.dropout > 0}),
+        (append_forward, {**append_sizes(*sizes), "PRECISION": precision}),
+    ]
+
+
+def _cubin(kernel: Any, constants: dict[str, Any], dtype: DataType, capability: int) -> bytes:
+    if not isinstance(kernel, triton.JITFunction):
+        raise CompileError(f"{kernel.__name__} is interpreted in this process, which was started with TRITON_INTERPRET=1; start it without")
+    types = {name: "constexpr" if name in constants else _type(name, dtype) for name in kernel.arg_names}
+    source = ASTSource(kernel, types, constexprs=constants, attrs=_alignments(types, constants))
+    try:
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=LAUNCH)
+    except (triton.TritonError, RuntimeError, ValueError) as error:
+        raise CompileError(f"Triton cannot compile {kernel.__name__} for sm_{capability}: {_reason(error)}") from error
+    cubin: bytes = compiled.asm["cubin"]
+    return cubin
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong in the innermost function; the errors around it only say where it was called."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+def _type(name: str, dtype: DataType) -> str:
+    return "i32" if name.endswith(("_row", "_head")) else _TYPES.get(name, f"*{dtype}")
+
+
+def _alignments(types: dict[str, str], constants: dict[str, Any]) -> dict[tuple[int], list[list[Any]]]:
+    """Which arguments are multiples of 16: Triton then loads several elements at once."""
+    widths = [constants[name] for name in ("K", "W", "WIDTH") if name in constants]
+    even = all(width % 16 == 0 for width in widths)
+    return {
+        (index,): [["tt.divisibility", 16]]
+        for index, (name, kind) in enumerate(types.items())
+        if kind.startswith("*") or (even and name.endswith(("_row", "_head")))
+    }

@@ -1,0 +1,61 @@
+"""What the rankers of every engine have in common: the way from requests to predictions, and what they keep of users."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from cluster.bundle import Bundle
+from cluster.errors import BackendUnavailable, BundleError
+from cluster.ranking import Ranked, RankRequest
+from cluster.values import Availability
+from integrations.hstu.config import RankerConfig
+from integrations.hstu.keeps_rows import KeepsRows
+from integrations.hstu.ranking_engine import MICRO_BATCH, KeptEvents, RankingEngine, RunAppend, RunRank
+
+
+class RankerBackend(KeepsRows[KeptEvents], ABC):
+    """A subclass says whether it can serve a bundle (`_check`) and makes the two functions of RankingEngine (`_open`).
+
+    `micro_batch`: candidates computed at a time. `state`: what is kept of users, see StateOptions.
+    """
+
+    def __init__(self, *, micro_batch: int = MICRO_BATCH, **state: Any) -> None:
+        super().__init__(**state)
+        self._micro_batch = micro_batch
+
+    @abstractmethod
+    def _check(self, bundle: Bundle) -> None:
+        """Raises BackendUnavailable or BundleError where it cannot serve the bundle's ranker here."""
+
+    @abstractmethod
+    def _open(self, bundle: Bundle) -> tuple[RunAppend, RunRank]:
+        """Load the engine. Raises BackendUnavailable or BundleError."""
+
+    def get_availability(self, bundle: Bundle) -> Availability:
+        try:
+            bundle.ranker()
+            self._check(bundle)
+        except (BackendUnavailable, BundleError) as error:
+            return Availability.no(str(error))
+        return Availability.yes()
+
+    def load(self, bundle: Bundle) -> None:
+        if not (availability := self.get_availability(bundle)).ok:
+            raise BackendUnavailable(availability.reason)
+        config = RankerConfig.of(bundle.ranker())
+        try:
+            functions = self._open(bundle)
+        except (BundleError, ImportError) as error:
+            raise BackendUnavailable(str(error)) from error
+        self._kept = KeptEvents(bundle, config, self._state_options) if self._state_options.bytes else None
+        self._engine = RankingEngine(functions, config, self._kept, self._pool, self._micro_batch)
+
+    def infer(self, request: RankRequest) -> Ranked:
+        return self.batch_infer([request])[0]
+
+    def batch_infer(self, requests: Sequence[RankRequest]) -> list[Ranked]:
+        return self._engine.answer(requests)
+
+    def close(self) -> None:
+        super().close()
+        self.__dict__.pop("_engine", None)

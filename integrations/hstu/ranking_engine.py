@@ -1,0 +1,139 @@
+"""Rank candidates by what is kept of a user: only new events are computed, then the candidates in batches that stay in a cache.
+
+    history -> window -> rows' identities -> store.match -> kept K^T, V -> append (events kept..n-1) -> store.commit
+                                                            K^T, V of all n events + candidates, `micro_batch` at a time -> predictions
+
+The engine is two functions, `RunAppend` and `RunRank`: the ONNX graphs or the torch model. Users are computed one after the other: a
+request has candidates enough to fill the engine. Whatever goes wrong with what is kept costs time and no answer.
+Shapes as in ranker.py, without B.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from cluster.buffers import BufferPool
+from cluster.bundle import RANKER, Bundle
+from cluster.errors import BackendFailed
+from cluster.ranking import Ranked, RankRequest
+from cluster.values import FloatArray, Int64Array
+from integrations.hstu.append_inputs import Arrays
+from integrations.hstu.config import RankerConfig
+from integrations.hstu.ranker_inputs import event_columns
+from integrations.hstu.state.kept_rows import KeptRows
+from integrations.hstu.state.rows import event_identities
+from integrations.hstu.state.store import Held
+from integrations.hstu.state_options import StateOptions, make_store
+
+RunAppend: TypeAlias = Callable[[Arrays], tuple[FloatArray, FloatArray]]
+"""items, actions, ratings, times (L,), past_times (P,), past_kt (layers, H, K, P), past_v (layers, H, P, W) -> `kt` and `v` of L events."""
+RunRank: TypeAlias = Callable[[Arrays], FloatArray]
+"""candidates (M,), past_times (P,), past_kt, past_v -> predictions (M, T)."""
+
+MICRO_BATCH = 1024
+COMPLAINT = "a ranker's kept rows could not be used; such requests are computed whole"
+
+
+class RankingEngine:
+    """One model's ranking, for one thread at a time. `kept` is None where nothing of users is to be kept; in `pool` a user's rows are put
+    together.
+    """
+
+    def __init__(
+        self,
+        functions: tuple[RunAppend, RunRank],
+        config: RankerConfig,
+        kept: "KeptEvents | None",
+        pool: BufferPool,
+        micro_batch: int,
+    ) -> None:
+        self._run_append, self._run_rank = functions
+        self._config, self._kept, self._pool, self._micro_batch = config, kept, pool, micro_batch
+
+    def answer(self, requests: Sequence[RankRequest]) -> list[Ranked]:
+        """In the order asked. Raises BackendFailed at an item outside 1..V and at an engine that answers with NaN."""
+        return [self._ranked(request) for request in requests]
+
+    def _ranked(self, request: RankRequest) -> Ranked:
+        events = _Events(request, self._config)
+        kt, v = self._keys(events, request)
+        size, candidates = self._micro_batch, request.candidates.astype(np.int64)
+        known = {"past_times": events.columns["times"], "past_kt": kt, "past_v": v}
+        parts = [self._run_rank({"candidates": candidates[start : start + size], **known}) for start in range(0, len(candidates), size)]
+        predictions = np.concatenate(parts) if parts else np.empty((0, len(self._config.tasks)), np.float32)
+        if not np.isfinite(predictions).all():
+            self._drop(request)
+            raise BackendFailed("it predicted NaN or infinity")
+        return Ranked(predictions)
+
+    def _keys(self, events: "_Events", request: RankRequest) -> tuple[FloatArray, FloatArray]:
+        """K^T and V of all events, valid until the next call."""
+        if self._kept and request.user and len(events) >= self._kept.keep_from:
+            try:
+                return self._kept_keys(self._kept, events, request)
+            except Exception as error:  # noqa: BLE001 - rows that cannot be used must not cost the answer that needs none
+                self._kept.give_up(request, error)
+        return self._computed(events, 0)
+
+    def _kept_keys(self, kept: "KeptEvents", events: "_Events", request: RankRequest) -> tuple[FloatArray, FloatArray]:
+        with kept.matched(request, events.identities) as held:
+            kt, v = self._computed(events, held.rows, held)
+            kept.commit(held, events.identities, {"kt": kt[..., held.rows :], "v": v[:, :, held.rows :]})
+        return kt, v
+
+    def _computed(self, events: "_Events", kept: int, held: Held | None = None) -> tuple[FloatArray, FloatArray]:
+        config, count = self._config, len(events)
+        kt = self._pool.array("kt", (config.layers, config.heads, config.attention_dim, count))
+        v = self._pool.array("v", (config.layers, config.heads, count, config.linear_dim))
+        if held and kept:
+            held.read({"kt": kt, "v": v})
+        if kept < count:
+            new = {name: column[kept:] for name, column in events.columns.items()}
+            past = {"past_times": events.columns["times"][:kept], "past_kt": kt[..., :kept], "past_v": v[:, :, :kept]}
+            for name in ("past_kt", "past_v"):  # engines take them in one piece
+                past[name] = self._pool.copied(name, past[name])
+            kt[..., kept:], v[:, :, kept:] = self._run_append({**new, **past})
+        return kt, v
+
+    def _drop(self, request: RankRequest) -> None:
+        """What is kept of this user may be the cause."""
+        if self._kept:
+            self._kept.forget(request.tenant, request.user)
+
+
+class KeptEvents(KeptRows):
+    """The rows that one ranker keeps of its users."""
+
+    def __init__(self, bundle: Bundle, config: RankerConfig, options: StateOptions) -> None:
+        """Raises ConfigError where the budget of the options holds no row."""
+        super().__init__(make_store(config, options, with_states=False), bundle.manifest.files[RANKER].sha256, COMPLAINT)
+        self.keep_from = options.keep_from
+
+    def matched(self, request: RankRequest, identities: Int64Array) -> Any:
+        return self._store.matched(self._owner(request.tenant, request.user), identities)
+
+    def commit(self, held: Held, identities: Int64Array, new: dict[str, FloatArray]) -> None:
+        """Keep the rows after those that were held."""
+        if held.rows < len(identities):
+            self._store.commit(held, identities, held.rows, new)
+
+    def give_up(self, request: RankRequest, error: Exception) -> None:
+        self._give_up([self._owner(request.tenant, request.user)], error)
+
+
+class _Events:
+    """A request's history as the engine takes it."""
+
+    def __init__(self, request: RankRequest, config: RankerConfig) -> None:
+        """Raises BackendFailed at an item that the model does not have: on a GPU, one lookup outside a table breaks all later calls."""
+        self.columns: Arrays = event_columns(request.sequence, config)
+        items, actions, ratings, times = self.columns.values()
+        for given in (items, request.candidates):
+            if len(outside := given[(given < 1) | (given > config.items)]):
+                raise BackendFailed(f"item index {outside[0]} is outside of 1..{config.items}, the items of this model")
+        moments = times.astype(np.int64) + request.sequence.request_time  # as the model sees them: clipped
+        self.identities = event_identities(items, moments, actions, ratings)
+
+    def __len__(self) -> int:
+        return len(self.identities)

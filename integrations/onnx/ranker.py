@@ -1,0 +1,53 @@
+"""The ranker on ONNX Runtime: the graphs `rank_append` and `rank`, no torch needed."""
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import Any
+
+from cluster.bundle import Bundle
+from cluster.errors import BackendUnavailable
+from cluster.values import FloatArray
+from integrations.hstu.append_inputs import Arrays
+from integrations.hstu.ranker_backend import RankerBackend
+from integrations.hstu.ranking_engine import RunAppend, RunRank
+from integrations.onnx.files import compiled_graph
+from integrations.onnx.layers import by_layer
+from integrations.onnx.session import open_session
+
+GRAPHS = ("rank_append", "rank")
+
+
+class OnnxRuntimeRanker(RankerBackend):
+    """On the CUDA provider where this build of ONNX Runtime has it, else on the CPU. `threads` as of OnnxRuntimeEncoder, the rest as in
+    RankerBackend.
+    """
+
+    def __init__(self, threads: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._threads = threads
+
+    def _check(self, bundle: Bundle) -> None:
+        if find_spec("onnxruntime") is None:
+            raise BackendUnavailable("onnxruntime is not installed; run: pip install 'genrec[cpu]' (or 'genrec[gpu]')")
+        for graph in GRAPHS:
+            compiled_graph(bundle, graph)
+
+    def _open(self, bundle: Bundle) -> tuple[RunAppend, RunRank]:
+        append, rank = (open_session(compiled_graph(bundle, graph), self._threads) for graph in GRAPHS)
+
+        def run_append(inputs: Arrays) -> tuple[FloatArray, FloatArray]:
+            kt, v = _run(append, ("kt", "v"), inputs)
+            return kt, v
+
+        return run_append, lambda inputs: _run(rank, ("predictions",), inputs)[0]
+
+
+def graph_inputs(names: Iterable[str], inputs: Arrays) -> Arrays:
+    """Those of the inputs, by layer, that the graph takes: the exporter drops what the outputs do not depend on."""
+    given = inputs | by_layer(inputs["past_kt"], inputs["past_v"])
+    return {name: given[name] for name in names}
+
+
+def _run(session: Any, outputs: tuple[str, ...], inputs: Arrays) -> list[FloatArray]:
+    made: list[FloatArray] = session.run(outputs, graph_inputs([node.name for node in session.get_inputs()], inputs))
+    return made

@@ -1,0 +1,34 @@
+"""A graph compiled by OpenVINO for the CPU."""
+
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from cluster.errors import UnknownChoice
+
+Precision = Literal["f32", "bf16"]
+INSTALL = "openvino is not installed; run: pip install 'genrec[openvino]'"
+
+
+def known_precision(precision: Precision) -> Precision:
+    """Raises UnknownChoice."""
+    if precision not in get_args(Precision):
+        raise UnknownChoice("precision", precision, get_args(Precision))
+    return precision
+
+
+def compiled(graph: Path, threads: int, precision: Precision) -> Any:
+    """The graph as an openvino.CompiledModel for single calls. `threads` 0: all cores.
+
+    The precision is always named: where the CPU multiplies bf16, OpenVINO takes that unless it is told otherwise. Threads stay unpinned:
+    several replicas of a machine would pin theirs to the same cores.
+    """
+    import openvino  # noqa: PLC0415 - an optional package
+
+    options = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": precision,
+        "INFERENCE_NUM_THREADS": threads,
+        "ENABLE_CPU_PINNING": False,
+    }
+    core = openvino.Core()
+    return core.compile_model(core.read_model(graph), "CPU", options)

@@ -1,0 +1,43 @@
+"""The ranker on OpenVINO: ONNX Runtime's graphs, `rank_append` and `rank`, on the CPU."""
+
+from importlib.util import find_spec
+from typing import Any
+
+from cluster.bundle import Bundle
+from cluster.errors import BackendUnavailable
+from cluster.values import FloatArray
+from integrations.hstu.append_inputs import Arrays
+from integrations.hstu.ranker_backend import RankerBackend
+from integrations.hstu.ranking_engine import RunAppend, RunRank
+from integrations.onnx.files import compiled_graph
+from integrations.onnx.ranker import GRAPHS, graph_inputs
+from integrations.onnx.session import threads_granted
+from integrations.openvino.engine import INSTALL, compiled
+
+
+class OpenVinoRanker(RankerBackend):
+    """In f32. `threads` as of OpenVinoEncoder, the rest as in RankerBackend."""
+
+    def __init__(self, threads: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._threads = threads
+
+    def _check(self, bundle: Bundle) -> None:
+        if find_spec("openvino") is None:
+            raise BackendUnavailable(INSTALL)
+        for graph in GRAPHS:
+            compiled_graph(bundle, graph)
+
+    def _open(self, bundle: Bundle) -> tuple[RunAppend, RunRank]:
+        threads = self._threads or threads_granted()
+        append, rank = (compiled(compiled_graph(bundle, graph), threads, "f32") for graph in GRAPHS)
+
+        def run_append(inputs: Arrays) -> tuple[FloatArray, FloatArray]:
+            outputs = _run(append, inputs)
+            return outputs["kt"], outputs["v"]
+
+        return run_append, lambda inputs: _run(rank, inputs)["predictions"]
+
+
+def _run(engine: Any, inputs: Arrays) -> Any:
+    return engine(graph_inputs([node.any_name for node in engine.inputs], inputs))

@@ -1,0 +1,64 @@
+"""Which of a bundle's engines can serve here, loaded once it is known to answer as the model does."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cluster.bundle import Artifact, Bundle
+from cluster.compilation import Precision, compile_command, why_missing
+from cluster.errors import BackendUnavailable, CompileError
+from integrations.tensorrt.device import gpu_architecture
+from integrations.tensorrt.library import CURE, installed, load_library
+
+if TYPE_CHECKING:
+    from integrations.tensorrt.engine import Engine
+
+
+def engine_of(bundle: Bundle, graph: str, precisions: Sequence[Precision]) -> Artifact:
+    """The engine of a graph to serve here. The cheapest question comes first: packages, the bundle, the GPU, only then the architecture.
+
+    Raises BackendUnavailable or BundleError.
+    """
+    libraries = installed()
+    if not libraries:
+        raise BackendUnavailable(f"TensorRT is not installed; {CURE}")
+    engines = [a for a in bundle.manifest.artifacts if (a.kind, a.graph) == ("tensorrt", graph)]
+    if not engines:
+        raise BackendUnavailable(why_missing(bundle, "tensorrt", graph))
+    if not any((bundle.path / engine.file).is_file() for engine in engines):
+        bundle.verified(engines[0].file)
+    engine = _fitting(bundle, engines, gpu_architecture(), precisions)
+    if engine.builder.split()[0] not in libraries:
+        raise BackendUnavailable(f"{engine.file} was built by {engine.builder}, which is not installed; {CURE}")
+    bundle.verified(engine.file)
+    return engine
+
+
+def checked_engine(bundle: Bundle, artifact: Artifact) -> "Engine":
+    """The engine, once it is known to answer as the model does. Raises ImportError, BackendUnavailable, BundleError or CompileError."""
+    library = load_library(artifact.builder.split()[0])
+    from integrations.tensorrt.engine import Engine  # noqa: PLC0415 - imports torch, which availability must not cost
+
+    engine = Engine(library, bundle.path / artifact.file)
+    if not artifact.parity:
+        from integrations.tensorrt.parity import measure_here  # noqa: PLC0415
+
+        try:
+            measure_here(engine, bundle, artifact)
+        except CompileError as error:
+            raise CompileError(f"{artifact.file}, built without its GPU and first checked here, is refused: {error}") from error
+    return engine
+
+
+def _fitting(bundle: Bundle, engines: Sequence[Artifact], architecture: str, precisions: Sequence[Precision]) -> Artifact:
+    """The engine for this architecture. Raises BackendUnavailable where there is none."""
+    for precision in precisions:
+        for engine in engines:
+            if (engine.target, engine.precision) == (architecture, precision):
+                return engine
+    there = ", ".join(f"{engine.target} {engine.precision}" for engine in engines)
+    wanted = [f"tensorrt {engines[0].graph} {precision} {architecture}" for precision in precisions]
+    failed = next((step for step in bundle.manifest.failed_steps if step.step in wanted), None)
+    cure = f"run on this machine: {compile_command(bundle)} --only tensorrt"
+    because = f"the step {failed.step!r} failed: {failed.reason}" if failed else cure
+    asked = f"{architecture} {'/'.join(precisions)}"
+    raise BackendUnavailable(f"{bundle.version} has engines for {there}, none for this GPU, {asked}; {because}")

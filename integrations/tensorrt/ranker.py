@@ -1,0 +1,51 @@
+"""The ranker on two TensorRT engines, `rank_append` and `rank`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from cluster.bundle import Bundle
+from cluster.compilation import Precision
+from cluster.errors import BackendUnavailable, CompileError
+from cluster.values import FloatArray
+from integrations.hstu.append_inputs import Arrays
+from integrations.hstu.ranker_backend import RankerBackend
+from integrations.hstu.ranking_engine import RunAppend, RunRank
+from integrations.onnx.layers import by_layer
+from integrations.tensorrt.engine_files import checked_engine, engine_of
+
+if TYPE_CHECKING:
+    from integrations.tensorrt.engine import Engine
+
+GRAPHS = ("rank_append", "rank")
+
+
+class TensorRTRanker(RankerBackend):
+    """Takes the engines of this GPU's architecture in the first of `precisions` there is; the rest as in RankerBackend."""
+
+    def __init__(self, precisions: Sequence[Precision] = ("fp32", "fp16"), **options: Any) -> None:
+        super().__init__(**options)
+        self._precisions = tuple(precisions)
+
+    def _check(self, bundle: Bundle) -> None:
+        for graph in GRAPHS:
+            engine_of(bundle, graph, self._precisions)
+
+    def _open(self, bundle: Bundle) -> tuple[RunAppend, RunRank]:
+        try:
+            append, rank = (checked_engine(bundle, engine_of(bundle, graph, self._precisions)) for graph in GRAPHS)
+        except CompileError as error:
+            raise BackendUnavailable(str(error)) from error
+
+        def run_append(inputs: Arrays) -> tuple[FloatArray, FloatArray]:
+            outputs = _run(append, inputs)
+            return outputs["kt"], outputs["v"]
+
+        return run_append, lambda inputs: _run(rank, inputs)["predictions"]
+
+
+def _run(engine: "Engine", inputs: Arrays) -> dict[str, FloatArray]:
+    import torch  # noqa: PLC0415 - loaded with the engine
+
+    given = inputs | by_layer(inputs["past_kt"], inputs["past_v"])
+    outputs = engine.run({name: torch.as_tensor(given[name]) for name in engine.inputs})
+    return {name: output.cpu().numpy() for name, output in outputs.items()}

@@ -1,0 +1,82 @@
+"""Measure a ranker on each user's held-out event: does it come before drawn items, and is what the user did with it foreseen?
+
+Each event stands among `CANDIDATES` drawn items, the same ones every time.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.dataset import Interactions
+from cluster.ranking import Task
+from cluster.values import FloatArray, UserSequence
+from pipelines.drawing import Drawing
+from pipelines.ranking_labels import labels
+from pipelines.ranking_metrics import ranking_metrics
+
+CANDIDATES = 200
+MOST_USERS = 2000
+
+
+class MeasuredRanker(Protocol):
+    """`after`: predictions (M, T) of candidates after one user's events."""
+
+    @property
+    def config(self) -> Any: ...
+    def eval(self) -> Any: ...
+    def after(self, sequence: UserSequence, candidates_M: Tensor) -> Tensor: ...
+
+
+def ranker_quality(ranker: MeasuredRanker, interactions: Interactions, *, from_end: int, device: torch.device) -> dict[str, float]:
+    """`hr@10` and `ndcg@10` of the event among drawn items by the first task; of every task `auc.TASK`, of `rating` `rmse.rating` and, to
+    compare with, `rmse.mean`: that of saying the mean every time. NaN where the events say nothing of a task.
+
+    Of more than `MOST_USERS` users, so many are drawn. It leaves the ranker in eval mode.
+    """
+    ranker.eval()
+    tasks, highest = ranker.config.tasks, ranker.config.rating.high
+    rng = np.random.default_rng(0)
+    users = rng.permutation(interactions.users)[:MOST_USERS].tolist()
+    drawn = Drawing(interactions.popularity(ranker.config.items)).draw((len(users), CANDIDATES), rng)
+    said, predicted, first = [], [], []
+    with torch.inference_mode():
+        for user, others in zip(users, drawn, strict=True):
+            event = int(interactions.offsets[user + 1]) - from_end
+            if event < interactions.offsets[user]:
+                continue
+            target = interactions.items[event]
+            candidates = np.concatenate([[target], others[others != target]])
+            history = interactions.sequence(user, drop_last=from_end)
+            predictions = ranker.after(history, torch.from_numpy(candidates).to(device)).cpu().numpy()
+            predicted.append(predictions[0])
+            first.append(predictions[:, 0])
+            said.append(labels(interactions.actions[event : event + 1], interactions.values[event : event + 1], highest, tasks)[0])
+    return _quality(tasks, np.stack(said), np.stack(predicted), first)
+
+
+def _quality(tasks: Sequence[Task], said: FloatArray, predicted: FloatArray, first: Sequence[FloatArray]) -> dict[str, float]:
+    ranks = np.array([int((scores[1:] >= scores[0]).sum()) + 1 for scores in first])
+    metrics = ranking_metrics(ranks)
+    quality = {name: metrics[name] for name in ("hr@10", "ndcg@10")}
+    quality["auc.click"] = float(np.mean([(scores[1:] < scores[0]).mean() + (scores[1:] == scores[0]).mean() / 2 for scores in first]))
+    for column, task in enumerate(tasks):
+        known = np.isfinite(said[:, column])
+        wanted, got = said[known, column], predicted[known, column]
+        if task is Task.RATING:
+            quality["rmse.rating"] = float(np.sqrt(np.mean((got - wanted) ** 2))) if len(wanted) else float("nan")
+            quality["rmse.mean"] = float(np.std(wanted)) if len(wanted) else float("nan")
+        elif task is not Task.CLICK:
+            quality[f"auc.{task}"] = auc(got, wanted)
+    return quality
+
+
+def auc(scores: FloatArray, wanted: FloatArray) -> float:
+    """How often one that is wanted (1) has a higher score than one that is not (0); ties count half. NaN where there are not both."""
+    right, wrong = scores[wanted == 1], np.sort(scores[wanted == 0])
+    if not len(right) or not len(wrong):
+        return float("nan")
+    below = (np.searchsorted(wrong, right, "left") + np.searchsorted(wrong, right, "right")) / 2
+    return float(np.mean(below) / len(wrong))

@@ -1,0 +1,73 @@
+"""Rank given candidates: behaviours -> history -> predictions of the ranker -> titled candidates, best first.
+
+Where no ranker answers, the encoder orders the candidates by how near they are to the user's state; where it does not either, popularity.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cluster.bundle import Bundle
+from cluster.ranking import RankedItem, Ranking, RankingRequest
+from cluster.traffic.budget import Budget, started
+from cluster.values import RecommendRequest
+from pipelines.candidates import Candidates
+from pipelines.history import Wishes, understand
+from pipelines.retrieval import Encode, Retrieval
+from pipelines.scoring import Rank, Scored, Scoring, checked_weights
+from pipelines.stored_history import Completed, StoredHistories
+
+
+class CandidateRanker:
+    """One model version's way from candidates to their order. `encode` and `rank` are its stages, as in Recommender."""
+
+    def __init__(
+        self, bundle: Bundle, histories: StoredHistories, encode: Encode, rank: Rank | None, *, deadline_s: float, ranking_deadline_s: float
+    ) -> None:
+        self._catalogue, self._version, self._histories = bundle.catalogue, bundle.version, histories
+        self._scoring = Scoring(bundle, rank, deadline_s=ranking_deadline_s)
+        self._retrieval = Retrieval(bundle, encode, deadline_s=deadline_s)
+
+    async def rank(self, request: RankingRequest) -> Ranking:
+        """The answer to one request. Raises InvalidRequest; never an error because an engine broke."""
+        checked_weights(request.weights, self._scoring.tasks)
+        completed = await self._histories.complete(started(_as_recommendation(request)))
+        wishes, budget = understand(completed.request, self._catalogue), Budget(completed.request.deadline)
+
+        assert wishes.among is not None  # the candidates
+        scored = await self._scoring.score(wishes.among, wishes, budget, request.weights)
+        lists = [scored.candidates]
+        if not scored.candidates.served:
+            lists.append(await self._retrieval.find(wishes, len(wishes.among), budget))
+
+        items = self._with_predictions(scored) if scored.candidates.served else self._titled(lists[-1])
+        return self._answer(request, tuple(items), lists, wishes, completed)
+
+    def _with_predictions(self, scored: Scored) -> Iterator[RankedItem]:
+        for item, row in zip(self._titled(scored.candidates), scored.predictions.tolist(), strict=True):
+            yield replace(item, predictions=dict(zip(self._scoring.tasks, row, strict=True)))
+
+    def _titled(self, candidates: Candidates) -> Iterator[RankedItem]:
+        pairs = zip(candidates.items.tolist(), candidates.scores.tolist(), strict=True)
+        return (RankedItem(self._catalogue[index], score) for index, score in pairs)
+
+    def _answer(
+        self, request: RankingRequest, items: tuple[RankedItem, ...], lists: list[Candidates], wishes: Wishes, completed: Completed
+    ) -> Ranking:
+        history = (completed.report,) if completed.report else ()
+        reports = (*history, *(one.report for one in lists))
+        degraded = completed.degraded or any(one.degraded for one in lists)
+        return Ranking(request.user_id, items, reports, self._version, degraded, wishes.unknown_items)
+
+
+def _as_recommendation(request: RankingRequest) -> RecommendRequest:
+    """The candidates are all that may be recommended, those of the history among them."""
+    return RecommendRequest(
+        user_id=request.user_id,
+        behaviours=request.behaviours,
+        request_time=request.request_time,
+        exclude_seen=False,
+        allowed=frozenset(request.candidates),
+        tenant=request.tenant,
+        deadline_ms=request.deadline_ms,
+        deadline=request.deadline,
+    )

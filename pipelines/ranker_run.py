@@ -1,0 +1,126 @@
+"""From a trained encoder to a ranker that serves: what the events can teach, the ranker begun with the encoder's weights, and whether
+recommendations are better with it as their last stage.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from pydantic import JsonValue
+
+from cluster.bundle import ModelRecord, RankerRecord
+from cluster.dataset import Dataset, Interactions
+from cluster.ranking import RatingScale, Task
+from cluster.registry import RANKERS, choose
+from cluster.values import Int32Array
+from pipelines.blend import BlendWeights, Evidence
+from pipelines.epochs import EpochReport, chosen_device
+from pipelines.evaluate_ranker import MeasuredRanker, ranker_quality
+from pipelines.generative_run import Lists
+from pipelines.ranking_labels import ratings, tasks_of
+from pipelines.ranking_metrics import ranking_metrics
+from pipelines.scoring import combined
+from pipelines.sequence_models import TrainableModel
+from pipelines.splits import TEST
+from pipelines.train_ranker import RankerOptions, RankerTrainer, TrainableRanker
+from pipelines.training_run import Observer, RunOptions, begin
+
+FAMILY = "hstu"
+CRITERION = "ndcg@10"
+UNRANKED = np.iinfo(np.int64).max
+Quality: TypeAlias = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedRanker:
+    """A finished ranker and its record, with its quality on the test events, and how its training went."""
+
+    ranker: TrainableRanker
+    record: RankerRecord
+    best: EpochReport
+    epochs: int
+    seconds: float
+
+    def with_last_stage(self, last_stage: bool) -> "TrainedRanker":
+        return replace(self, record=self.record.model_copy(update={"last_stage": last_stage}))
+
+
+def train_ranker(
+    encoder: TrainableModel,
+    model: ModelRecord,
+    dataset: Dataset,
+    options: RankerOptions,
+    *,
+    run: RunOptions,
+    observer: Observer,
+    phase: str = "ranker",
+) -> TrainedRanker:
+    """Train on all but each user's last two events, or with `validate_every=0` the last. It begins with the encoder's weights."""
+    record = ranker_record(model, dataset.interactions)
+    trainer = RankerTrainer(new_ranker(record, encoder, options.seed), dataset.interactions, options, device=run.device)
+    trainer.identity = {"ranker": record.model_dump(mode="json")}
+    trainer.fit(after_batch=observer.batch, after_epoch=begin(trainer, phase, run, observer))
+    device = torch.device(chosen_device(run.device))
+    quality = ranker_quality(trainer.ranker, dataset.interactions, from_end=TEST, device=device)
+    known = {name: value for name, value in quality.items() if np.isfinite(value)}
+    return TrainedRanker(trainer.ranker, record.model_copy(update={"quality": known}), trainer.best, trainer.epoch, trainer.seconds)
+
+
+def ranker_record(model: ModelRecord, interactions: Interactions) -> RankerRecord:
+    """The record of a ranker as large as the encoder, for what these events can teach."""
+    rated = ratings(interactions.actions, interactions.values)
+    rated = rated[np.isfinite(rated)]
+    tasks = tasks_of(interactions)
+    scale = RatingScale()
+    if Task.RATING in tasks:
+        figures = {"low": rated.min(), "high": rated.max(), "mean": rated.mean(dtype=np.float64), "deviation": rated.std(dtype=np.float64)}
+        scale = RatingScale(**{name: float(figure) for name, figure in figures.items()})
+    return RankerRecord(family=FAMILY, config=_sizes(model), tasks=tasks, rating=scale)
+
+
+def new_ranker(record: RankerRecord, encoder: TrainableModel, seed: int) -> TrainableRanker:
+    """A ranker with first weights drawn from the seed, and the encoder's where they fit."""
+    family = choose("ranker family", RANKERS, record.family)
+    torch.manual_seed(seed)
+    ranker: TrainableRanker = family(family.config_type.of(record))
+    ranker.start_from(encoder.state_dict())
+    return ranker
+
+
+def last_stage_quality(ranker: MeasuredRanker, record: RankerRecord, lists: Lists, weights: BlendWeights, *, rank_pool: int) -> Quality:
+    """The metrics of pipelines/ranking_metrics.py of what is recommended without (`found`) and with (`ranked`) the ranker as last stage."""
+    places: dict[str, list[int]] = {"found": [], "ranked": []}
+    with torch.inference_mode():
+        for example, retrieved, generated in zip(lists.examples, lists.retrieved, lists.generated, strict=True):
+            evidence = Evidence.of((retrieved.items, retrieved.scores), (generated.items, generated.log_probs), weights.temperature)
+            found = evidence.items[np.argsort(-evidence.scores(weights), kind="stable")]
+            pool = found[:rank_pool]
+            predictions = ranker.after(example.history, torch.from_numpy(pool.astype(np.int64))).numpy()
+            scores = combined(predictions, record, record.weights)
+            places["found"].append(_place(found, example.target))
+            places["ranked"].append(_place(pool[np.argsort(-scores, kind="stable")], example.target))
+    return {name: ranking_metrics(np.array(found, np.int64)) for name, found in places.items()}
+
+
+def improves(quality: Quality) -> bool:
+    """Whether the ranker makes recommendations better."""
+    return quality["ranked"][CRITERION] > quality["found"][CRITERION]
+
+
+def _place(items: Int32Array, target: int) -> int:
+    """From 1."""
+    places = np.flatnonzero(items == target)
+    return int(places[0]) + 1 if len(places) else int(UNRANKED)
+
+
+def _sizes(model: ModelRecord) -> dict[str, JsonValue]:
+    """Those of the encoder, in the keys of a ranker's configuration."""
+    config = model.config
+    width = max(1, int(str(config.get("dim", 50))) // int(str(config.get("heads", 1))))
+    names = ("items", "dim", "layers", "heads", "max_history", "max_length", "dropout", "time_buckets")
+    return {
+        **{name: config[name] for name in names if name in config},
+        **{name: config.get(name, width) for name in ("attention_dim", "linear_dim")},
+    }

@@ -1,0 +1,64 @@
+"""What a user's events teach a ranker: which tasks there are, and each event's label for each of them.
+
+    click      turned to the item at all: 1 for every event but a dislike, 0 for items drawn at random
+    like       1 for a like, a share, a cart, a purchase or a rating from four fifths of the scale on, 0 for a dislike or a lower rating
+    rating     the rating itself
+    share, cart, purchase    1 for that action, 0 for any other event
+
+A label is NaN where the event says nothing of the task.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.dataset import Interactions
+from cluster.ranking import Task
+from cluster.values import Action, FloatArray, Int8Array
+
+LIKED_FROM = 0.8
+"""The share of the scale from which a rating is a like: four of five stars."""
+FEWEST_LABELS = 50
+"""Of each kind, for a task to be learnt."""
+_LIKES = (Action.LIKE, Action.SHARE, Action.CART, Action.PURCHASE)
+_OWN_ACTION = {Task.SHARE: Action.SHARE, Task.CART: Action.CART, Task.PURCHASE: Action.PURCHASE}
+
+
+def ratings(actions: Int8Array, values: FloatArray) -> FloatArray:
+    """The values that are ratings, NaN elsewhere."""
+    return np.where(actions == Action.RATING.code, values, np.nan).astype(np.float32)
+
+
+def labels(actions: Int8Array, values: FloatArray, highest: float, tasks: Sequence[Task] = tuple(Task)) -> FloatArray:
+    """(events, tasks): the labels of events with these actions and values, of ratings up to `highest`."""
+    rated = ratings(actions, values)
+    disliked = actions == Action.DISLIKE.code
+    columns = {
+        Task.CLICK: np.where(disliked, 0.0, 1.0),
+        Task.LIKE: _likes(actions, rated, highest),
+        Task.RATING: rated,
+        **{task: (actions == action.code).astype(np.float32) for task, action in _OWN_ACTION.items()},
+    }
+    return np.stack([columns[task] for task in tasks], axis=-1).astype(np.float32)
+
+
+def tasks_of(interactions: Interactions) -> tuple[Task, ...]:
+    """The tasks that these events can teach: those with labels enough of both kinds."""
+    rated = ratings(interactions.actions, interactions.values)
+    highest = float(np.nanmax(rated)) if np.isfinite(rated).any() else 1.0
+    columns = labels(interactions.actions, interactions.values, highest)
+    return tuple(task for task, column in zip(Task, columns.T, strict=True) if task is Task.CLICK or _teaches(task, column))
+
+
+def _likes(actions: Int8Array, rated: FloatArray, highest: float) -> npt.NDArray[np.float64]:
+    liked = np.isin(actions, [action.code for action in _LIKES]) | (rated >= LIKED_FROM * highest)
+    said = liked | np.isfinite(rated) | (actions == Action.DISLIKE.code)
+    return np.where(said, liked.astype(np.float64), np.nan)
+
+
+def _teaches(task: Task, column: FloatArray) -> bool:
+    said = column[np.isfinite(column)]
+    if task is Task.RATING:
+        return len(said) >= 2 * FEWEST_LABELS and float(np.ptp(said)) > 0
+    return min(int((said == 1).sum()), int((said == 0).sum())) >= FEWEST_LABELS

@@ -1,0 +1,101 @@
+"""The ranker's stage of the pipeline: what the user would do with each candidate, and one score out of all of that.
+
+    score = p(click) * (w_click + sum over the other tasks of w_task * prediction_task)
+
+The other tasks are predicted of a user who has turned to the item, so that this is what showing it is worth: with weight 1 for `click`
+alone its probability, with weight 1 for `purchase` alone that of a purchase. Ratings count by their place on the data's scale, 0 to 1.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from cluster.bundle import Bundle, RankerRecord
+from cluster.controller import NoBackendAnswered
+from cluster.errors import BackendError, DeadlineExceeded, InvalidRequest
+from cluster.ranking import RankAnswer, RankRequest, Task
+from cluster.traffic.budget import Budget, in_time
+from cluster.values import FloatArray, Int32Array, SkippedBackend
+from pipelines.candidates import Candidates, broken
+from pipelines.history import Wishes
+
+STAGE = "rank"
+Rank: TypeAlias = Callable[[RankRequest, float], Awaitable[RankAnswer]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """Candidates, best first, and what was predicted of each, (C, T); nothing where nobody served the stage."""
+
+    candidates: Candidates
+    predictions: FloatArray
+
+
+class Scoring:
+    """`rank` is the ranker stage, told how many seconds it may take, `deadline_s` at most; None: there is none."""
+
+    def __init__(self, bundle: Bundle, rank: Rank | None, *, deadline_s: float) -> None:
+        self._version, self._record, self._deadline_s = bundle.version, bundle.manifest.ranker, deadline_s
+        self._rank = rank if self._record else None
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """In the order of the columns; none where the model has no ranker."""
+        return self._record.tasks if self._record and self._rank else ()
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether it orders recommendations where a request does not say."""
+        return bool(self._rank and self._record and self._record.last_stage)
+
+    async def score(self, items: Int32Array, wishes: Wishes, budget: Budget, weights: Mapping[Task, float] | None = None) -> Scored:
+        """These items by what the user would do with them. `weights` as in RankingRequest."""
+        if self._rank is None or self._record is None:
+            return self._nobody(SkippedBackend("ranker", f"{self._version} has no ranker"))
+        asked = RankRequest(wishes.sequence, items, wishes.user, wishes.tenant, model_version=self._version)
+        within_s, rank = budget.within(self._deadline_s), self._rank
+        try:
+            answer = await in_time(lambda: rank(asked, within_s), within_s)
+        except NoBackendAnswered as error:
+            return self._nobody(*error.skipped, degraded=True)
+        except BackendError as error:
+            late = isinstance(error, DeadlineExceeded)
+            return self._nobody(SkippedBackend("ranker", str(error), failed=not late), degraded=True)
+        if answer.model_version != self._version:
+            reason = f"the ranker serves {answer.model_version}, this gateway {self._version}: a new version is being rolled out"
+            return self._nobody(SkippedBackend("ranker", reason, failed=True), degraded=True)
+        return self._ordered(items, answer, self._record, weights)
+
+    def _ordered(self, items: Int32Array, answer: RankAnswer, record: RankerRecord, weights: Mapping[Task, float] | None) -> Scored:
+        scores = combined(answer.ranked.predictions, record, record.weights if weights is None else weights)
+        order = np.argsort(-scores, kind="stable")
+        candidates = Candidates(items[order], scores[order], answer.report, broken(answer.report))
+        return Scored(candidates, answer.ranked.predictions[order])
+
+    def _nobody(self, *skipped: SkippedBackend, degraded: bool = False) -> Scored:
+        return Scored(Candidates.none(STAGE, skipped, degraded=degraded), np.empty((0, len(self.tasks)), np.float32))
+
+
+def combined(predictions: FloatArray, record: RankerRecord, weights: Mapping[Task, float]) -> FloatArray:
+    """One score for each row of predictions (C, T), see above."""
+    columns = dict(zip(record.tasks, predictions.T, strict=True))
+    worth = np.full(len(predictions), weights.get(Task.CLICK, 0.0), np.float32)
+    for task, column in columns.items():
+        if task is not Task.CLICK and (weight := weights.get(task, 0.0)):
+            scaled = (column - record.rating.low) / (record.rating.high - record.rating.low) if task is Task.RATING else column
+            worth += weight * scaled
+    scores: FloatArray = (columns[Task.CLICK] * worth).astype(np.float32)
+    return scores
+
+
+def checked_weights(weights: Mapping[Task, float] | None, tasks: Sequence[Task]) -> None:
+    """Raises InvalidRequest at a task that the model does not predict, and where nothing counts."""
+    if weights is None:
+        return
+    for task in weights:
+        if tasks and task not in tasks:
+            raise InvalidRequest(f"weights.{task}", f"is no task of this model's ranker; it predicts {', '.join(tasks)}")
+    if not any(weights.values()):
+        raise InvalidRequest("weights", "give at least one task a weight above 0, or leave them out")

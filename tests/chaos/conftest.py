@@ -1,0 +1,84 @@
+"""Options of the chaos suite, its model, and a recorder for each test."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cluster.bundle import Bundle, BundleStore
+from cluster.compilation import CompileOptions
+from cluster.config import read_document
+from pipelines.compile import compile_bundle
+from tests.bundles import make_generative_bundle
+from tests.chaos.rows import Row, recorded
+from tests.integration.conftest import ROOT
+
+Recorder = Callable[[Row], AbstractContextManager[Row]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("chaos")
+    group.addoption("--chaos-results", default=".genrec/chaos", help="where each run's figures are added, to rows.jsonl")
+    group.addoption("--chaos-runs", type=int, default=1, help="how often each row is run")
+    group.addoption("--chaos-strict", action="store_true", help="claims about time count too")
+    group.addoption("--chaos-long", action="store_true", help="phases as long as the fault table has them")
+    group.addoption("--chaos-profile", choices=["default", "fast"], default=None, help="how Serve carries requests")
+    group.addoption("--chaos-model", default=None, help="a model's directory, in place of a small random one")
+    group.addoption("--soak-minutes", type=float, default=3.0, help="how long the soak takes")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "run" in metafunc.fixturenames:
+        metafunc.parametrize("run", range(metafunc.config.getoption("--chaos-runs", 1)))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever stands in this directory and starts a cluster takes minutes."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
+
+
+@pytest.fixture
+def record(request: pytest.FixtureRequest) -> Recorder:
+    """Use as ``with record(Row(fault, must, run)) as row``."""
+    config = request.config
+    directory = Path(config.getoption("--chaos-results", ".genrec/chaos"))
+    return partial(recorded, directory=directory, timings=config.getoption("--chaos-strict", default=False))
+
+
+@pytest.fixture(scope="session")
+def long(request: pytest.FixtureRequest) -> bool:
+    """Whether phases take as long as the table has them; else they are cut short, to fit CI."""
+    return bool(request.config.getoption("--chaos-long", default=False))
+
+
+@pytest.fixture(scope="session")
+def profile(request: pytest.FixtureRequest) -> str | None:
+    chosen: str | None = request.config.getoption("--chaos-profile", None)
+    return chosen
+
+
+@pytest.fixture(scope="session")
+def soak_minutes(request: pytest.FixtureRequest) -> float:
+    return float(request.config.getoption("--soak-minutes", 3.0))
+
+
+@pytest.fixture(scope="session")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
+    """The model to serve, with a decoder; copy it before you alter a file."""
+    if chosen := request.config.getoption("--chaos-model", None):
+        yield BundleStore(Path(chosen)).open()
+        return
+    root = tmp_path_factory.mktemp("chaos") / "tiny"
+    make_generative_bundle(root)
+    yield compile_bundle(BundleStore(root), CompileOptions(targets=()), only=["onnx"])
+
+
+@pytest.fixture(scope="session")
+def deadline_s() -> float:
+    """How long a request may take, as the shipped configuration has it: all stages together."""
+    gateway = read_document(ROOT / "ray_config.yaml")["applications"][0]["args"]["gateway"]
+    return float(gateway["deadline_s"] + gateway.get("generation_deadline_s", 0.0))

@@ -1,0 +1,59 @@
+"""The autoscaling policy in a real Serve controller: replicas come with the load, go when it is over, and come again from none."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.integration.own_application import serving
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+SLEEPER = {
+    "name": "sleeper",
+    "max_ongoing_requests": 3,  # so that calls reach a new replica, and the others wait in the handle
+    "ray_actor_options": {"num_cpus": 0.1},
+    "autoscaling_config": {
+        "min_replicas": 0,
+        "max_replicas": 3,
+        "target_ongoing_requests": 2,
+        "upscale_delay_s": 0,
+        "downscale_delay_s": 0,
+        "look_back_period_s": 1,
+        "metrics_interval_s": 0.2,
+        "policy": {"policy_function": "cluster.autoscaling:QueuePolicy", "policy_kwargs": {"down_after_s": 4, "idle_s": 12}},
+    },
+}
+APPLICATION = {"name": "sleeping", "route_prefix": "/", "import_path": "tests.integration.autoscaling_app:build", "deployments": [SLEEPER]}
+
+
+@pytest.fixture
+def url(tmp_path, monkeypatch) -> Iterator[str]:
+    with serving(APPLICATION, monkeypatch, tmp_path / "serve.log") as local:
+        yield local.url
+
+
+def replicas(url: str, calls: int, seconds: float) -> set[str]:
+    """Those that served so many calls at once."""
+    with ThreadPoolExecutor(calls) as threads:
+        answers = list(threads.map(lambda _: httpx.get(url, params={"seconds": seconds}, timeout=120), range(calls)))
+    assert {answer.status_code for answer in answers} == {200}, "no call fails, whatever comes and goes"
+    return {answer.text for answer in answers}
+
+
+def eventually(url: str, calls: int, seconds: float, serving: int) -> set[str]:
+    deadline = time.monotonic() + 60
+    while len(found := replicas(url, calls, seconds)) != serving:
+        assert time.monotonic() < deadline, f"{found} serve, and not {serving}"
+    return found
+
+
+def test_replicas_come_with_the_load_go_when_it_is_over_and_come_again_from_none(url):
+    first = eventually(url, calls=1, seconds=0, serving=1)
+    three = eventually(url, calls=9, seconds=1, serving=3)
+    (last,) = eventually(url, calls=2, seconds=0.2, serving=1)
+    assert last in first | three
+    time.sleep(25)  # no request for longer than idle_s, and nobody whom one could ask whether it is over
+    (other,) = replicas(url, calls=1, seconds=0)
+    assert other not in {*first, *three}, "the last one is gone, and the first request has started another"

@@ -1,0 +1,266 @@
+"""The launch files are what the tools that read them expect, and agree with this repository."""
+
+import configparser
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from dockerfile_parse import DockerfileParser
+from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.serve.schema import ServeDeploySchema
+
+from cluster import profile
+from cluster.config import Settings, parse
+from tests.integration.conftest import ROOT
+
+LAUNCH = ROOT / "cluster" / "launch"
+KUBERNETES = "1.34"
+DOCKERFILES = ["Dockerfile", "Dockerfile.gpu"]
+RAY_UP_FILES = ["ray_up.yaml", "ray_up_on_premise.yaml"]
+
+# KubeRay's custom resource RayService (ray.io/v1), as far as the manifest uses it: a field's name and its type; "?": may be left out.
+# We know of no package of PyPI that carries its schema; this is written from reading KubeRay's API types.
+RAY_SERVICE = {
+    "serveConfigV2": str,
+    "excludeHeadPodFromServeSvc?": bool,
+    "rayClusterDeletionDelaySeconds?": int,
+    "upgradeStrategy?": {"type": str},
+    "rayClusterConfig": {
+        "rayVersion?": str,
+        "enableInTreeAutoscaling?": bool,
+        "autoscalerOptions?": {
+            "version?": {"v1", "v2"},
+            "upscalingMode?": {"Default", "Aggressive", "Conservative"},
+            "idleTimeoutSeconds?": int,
+            "resources?": dict,
+        },
+        "gcsFaultToleranceOptions?": {
+            "redisAddress?": str,
+            "redisUsername?": {"value?": str, "valueFrom?": dict},
+            "redisPassword?": {"value?": str, "valueFrom?": dict},
+            "externalStorageNamespace?": str,
+        },
+        "headGroupSpec": {"rayStartParams": {str: str}, "template": "PodTemplateSpec", "serviceType?": str, "resources?": {str: str}},
+        "workerGroupSpecs?": [
+            {
+                "groupName": str,
+                "replicas?": int,
+                "minReplicas": int,
+                "maxReplicas": int,
+                "idleTimeoutSeconds?": int,
+                "numOfHosts?": int,
+                "rayStartParams": {str: str},
+                "resources?": {str: str},
+                "template": "PodTemplateSpec",
+            }
+        ],
+    },
+}
+
+
+def misfits(value: Any, shape: Any, path: str = "spec") -> Iterator[str]:
+    """Where `value` is not of the shape, which is a type, the allowed values, or a dictionary or list of shapes."""
+    match shape:
+        case "PodTemplateSpec":
+            yield from (f"{path}: {problem}" for problem in problems_of_pod(value))
+        case type() if type(value) is not shape:
+            yield f"{path} = {value!r} is not a {shape.__name__}"
+        case set() if value not in shape:
+            yield f"{path} = {value!r} is none of {shape}"
+        case [item]:
+            for index, one in enumerate(value):
+                yield from misfits(one, item, f"{path}[{index}]")
+        case dict() if str in shape:
+            yield from (f"{path}.{key} is not text: {one!r}" for key, one in value.items() if not isinstance(one, shape[str]))
+        case dict():
+            yield from misfits_of_fields(value, shape, path)
+
+
+def misfits_of_fields(value: Mapping[str, Any], shape: Mapping[str, Any], path: str) -> Iterator[str]:
+    fields = {name.removesuffix("?"): inner for name, inner in shape.items()}
+    yield from (f"{path}.{name} is unknown" for name in value if name not in fields)
+    yield from (f"{path}.{name} is missing" for name in shape if not name.endswith("?") and name not in value)
+    for name in fields.keys() & value.keys():
+        yield from misfits(value[name], fields[name], f"{path}.{name}")
+
+
+def problems_of_pod(template: Mapping[str, Any]) -> list[str]:
+    """What Kubernetes' schema has against a pod template, asked as a Pod of its own."""
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a", **template.get("metadata", {})}, "spec": template["spec"]}
+    try:
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        return [error.message]
+    return []
+
+
+def manifests() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((LAUNCH / "kuberay.yaml").read_text()))
+
+
+def ray_service() -> dict[str, Any]:
+    return next(one["spec"] for one in manifests() if one["kind"] == "RayService")
+
+
+def pods() -> dict[str, dict[str, Any]]:
+    cluster = ray_service()["rayClusterConfig"]
+    groups = {"head": cluster["headGroupSpec"], **{group["groupName"]: group for group in cluster["workerGroupSpecs"]}}
+    return {name: group["template"]["spec"] for name, group in groups.items()}
+
+
+def settings_of(serve_config: dict[str, Any]) -> Settings:
+    """What Ray Serve and genrec make of a Serve configuration; both raise at what they don't know."""
+    ServeDeploySchema.model_validate(serve_config)
+    return parse(serve_config["applications"][0]["args"])
+
+
+def deployments_of(serve_config: dict[str, Any]) -> set[str]:
+    return {one["name"] for one in serve_config["applications"][0]["deployments"]}
+
+
+@pytest.mark.parametrize("manifest", manifests(), ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
+def test_kubernetes_takes_each_manifest(manifest):
+    if manifest["kind"] == "RayService":
+        assert manifest["apiVersion"] == "ray.io/v1"
+        assert list(misfits(manifest["spec"], RAY_SERVICE)) == []
+    else:
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+
+
+def test_the_checks_of_the_ray_service_find_what_is_wrong():
+    spec = ray_service()
+    spec["rayClusterConfig"]["autoscalerOptions"]["version"] = "v3"
+    spec["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]["num-cpus"] = 0
+    del spec["rayClusterConfig"]["workerGroupSpecs"][0]["minReplicas"]
+    spec["rayClusterConfig"]["workerGroupSpecs"][1]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    found = "\n".join(misfits(spec, RAY_SERVICE))
+    assert all(part in found for part in ("'v3' is none of", "num-cpus is not text", "[0].minReplicas is missing", "readynessProbe"))
+
+
+def test_the_ray_service_deploys_an_application_that_serve_and_genrec_take():
+    config = yaml.safe_load(ray_service()["serveConfigV2"])
+    settings = settings_of(config)
+    assert settings.model_dir.is_absolute()
+    assert deployments_of(config) == {"gateway", "encoder", "generator", "ranker", "switchboard"}
+
+
+def test_every_pod_has_the_fast_profile_and_the_models():
+    for name, pod in pods().items():
+        container = pod["containers"][0]
+        environment = {one["name"]: one.get("value") for one in container["env"]}
+        assert {**profile.SHORT_FAULTS, **profile.HAPROXY, **profile.THROUGHPUT}.items() <= environment.items(), name
+        model_dir = settings_of(yaml.safe_load(ray_service()["serveConfigV2"])).model_dir
+        assert any(model_dir.is_relative_to(mount["mountPath"]) for mount in container["volumeMounts"]), name
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}, name
+
+
+def test_claims_and_services_that_pods_name_are_in_the_manifest():
+    names = {(one["kind"], one["metadata"]["name"]) for one in manifests()}
+    claims = {
+        volume["persistentVolumeClaim"]["claimName"] for pod in pods().values() for volume in pod["volumes"] if "emptyDir" not in volume
+    }
+    assert {("PersistentVolumeClaim", claim) for claim in claims} <= names
+    host, _, port = ray_service()["rayClusterConfig"]["gcsFaultToleranceOptions"]["redisAddress"].partition(":")
+    service = next(one for one in manifests() if (one["kind"], one["metadata"]["name"]) == ("Service", host))
+    assert service["spec"]["ports"][0]["port"] == int(port)
+
+
+def test_one_machine_serves_every_stage_in_the_gateway():
+    config = yaml.safe_load((LAUNCH / "one_machine.yaml").read_text())
+    settings = settings_of(config)
+    assert (settings.placement, settings.cache.l2, settings.encoder.batching.max_wait_ms) == ("colocated", "off", 0.0)
+    assert not deployments_of(config) & {"encoder", "generator", "ranker"}
+
+
+@pytest.mark.parametrize("name", RAY_UP_FILES)
+def test_ray_up_takes_the_file(name: str):
+    prepared = prepare_config(yaml.safe_load((LAUNCH / name).read_text()))
+    validate_config(prepared)
+    assert prepared["available_node_types"][prepared["head_node_type"]]
+
+
+@pytest.mark.parametrize("name", RAY_UP_FILES)
+def test_ray_up_prepares_every_node_before_ray_starts_on_it(name: str):
+    config = yaml.safe_load((LAUNCH / name).read_text())
+    for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
+        (start,) = [command for command in commands if "ray start" in command]
+        assert start.index('eval "$(genrec cluster env)"') < start.index("ray start")
+        options = re.findall(r"(--[\w-]+)", start[start.index("ray start") :])
+        known = subprocess.run([beside("ray"), "start", "--help"], capture_output=True, text=True, check=True).stdout
+        assert [option for option in options if option not in known] == []
+    for command in [*config["setup_commands"], *config["head_start_ray_commands"], *config["worker_start_ray_commands"]]:
+        subprocess.run(["bash", "-n", "-c", command], check=True)
+
+
+def test_cluster_env_prints_what_a_shell_evaluates_to_the_profile():
+    script = f'eval "$({shlex.quote(beside("genrec"))} cluster env --profile fast)" && env -0'
+    found = subprocess.run(["bash", "-c", script], capture_output=True, check=True).stdout.decode().split("\0")
+    assert {f"{name}={value}" for name, value in profile.fast().items()} <= set(found)
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_a_dockerfile_copies_what_exists_and_installs_extras_that_exist(name: str, tmp_path: Path):
+    steps = DockerfileParser(path=str(tmp_path))
+    steps.content = (LAUNCH / name).read_text()
+    instructions = [(step["instruction"], step["value"]) for step in steps.structure if step["instruction"] != "COMMENT"]
+    assert instructions[0][0] == "FROM"
+    sources = [source for kind, value in instructions if kind == "COPY" for source in value.split()[:-1]]
+    assert [source for source in sources if not (ROOT / source).exists()] == []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {one.removesuffix("*") for one in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    assert packages <= set(sources), "the wheel would lack a package"
+    assert {"pyproject.toml", project["project"]["readme"]} <= set(sources)
+    extras = re.findall(r'"\.\[([\w,-]+)\]"', " ".join(value for kind, value in instructions if kind == "RUN"))
+    assert extras
+    assert set(",".join(extras).split(",")) <= set(project["project"]["optional-dependencies"])
+    command = json.loads(dict(instructions)["CMD"])
+    assert command[:2] == ["genrec", "serve"]
+    assert (ROOT / Path(command[-1]).relative_to("/app")).is_file()
+    for kind, value in instructions:
+        if kind == "RUN":
+            subprocess.run(["sh", "-n", "-c", value], check=True)
+
+
+def test_compose_builds_and_mounts_what_exists():
+    services = yaml.safe_load((LAUNCH / "compose.yaml").read_text())["services"]
+    build = services["genrec"]["build"]
+    context = (LAUNCH / build["context"]).resolve()
+    assert context == ROOT
+    assert (context / build["dockerfile"]).is_file()
+    assert all((LAUNCH / mount.split(":")[0]).exists() for mount in services["genrec"]["volumes"] if mount.split(":")[0].endswith(".yaml"))
+    assert set(services["genrec"]["depends_on"]) <= set(services)
+    assert all("healthcheck" in services[name] for name in services["genrec"]["depends_on"])
+    assert (ROOT / Path(services["genrec"]["command"][-1]).relative_to("/app")).is_file()
+
+
+def test_the_unit_is_one_that_systemd_takes(tmp_path: Path):
+    text = (LAUNCH / "genrec.service").read_text()
+    unit = configparser.ConfigParser(interpolation=None, strict=False)
+    unit.optionxform = str
+    unit.read_string(text)
+    start = shlex.split(unit["Service"]["ExecStart"])
+    assert start[0].endswith("bin/genrec")
+    assert (ROOT / Path(start[-1]).relative_to(unit["Service"]["WorkingDirectory"])).is_file()
+    if (systemd := shutil.which("systemd-analyze")) is None:
+        pytest.skip("systemd-analyze is not on PATH; the unit's sections and paths were checked, its keys were not")
+    there = tmp_path / "genrec.service"
+    there.write_text(text.replace(start[0], sys.executable))
+    done = subprocess.run([systemd, "verify", str(there)], capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"})
+    complaints = [line for line in done.stderr.splitlines() if "genrec.service" in line]
+    assert (done.returncode, complaints) == (0, [])
+
+
+def beside(command: str) -> str:
+    """A command of this environment."""
+    return str(Path(sys.executable).with_name(command))

@@ -1,0 +1,163 @@
+"""Three real Ray nodes on this machine: a node is killed under traffic, then the head, which comes back from Redis."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+
+import httpx
+import pytest
+import yaml
+
+from deployments.cli.local_cluster import LocalCluster
+from deployments.cli.local_serve import is_ready
+from tests.contract.test_shared_caches import running_redis
+from tests.integration.conftest import ROOT, behaviours
+from tests.ports import free_port
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+REQUESTS_PER_S = 10
+RETRY_AFTER_S = 0.3  # by then every proxy has seen that a gateway's connections broke
+HISTORY = {"user_id": "ada", "cache": "bypass", "behaviours": behaviours(3, 14, 15), "request_time": 1_700_100_000}
+
+
+@pytest.fixture(scope="module")
+def cluster(compiled_hstu, tmp_path_factory) -> Iterator[LocalCluster]:
+    """A gateway and an encoder on each of two worker nodes; what the head knows is in Redis."""
+    pytest.importorskip("redis", reason="redis is not installed; run: pip install 'genrec[redis]'")
+    directory = tmp_path_factory.mktemp("nodes")
+    shutil.copytree(compiled_hstu.path.parent, directory / "tiny")
+    changes = {"model_dir": str(directory / "tiny"), "cache": {"l2": "off"}, "encoder": {"order": ["onnxruntime", "torch"]}}
+    with pytest.MonkeyPatch.context() as patch, running_redis(directory, free_port()) as redis:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        nodes = LocalCluster(two_of_each(directory), changes, nodes=3, redis=redis, directory=directory / "logs")
+        with nodes as started:
+            yield started
+
+
+def two_of_each(directory: Path) -> Path:
+    """ray_config.yaml with two gateways and two encoders, each on a node of its own as long as there are two."""
+    document = yaml.safe_load((ROOT / "ray_config.yaml").read_text())
+    for deployment in document["applications"][0]["deployments"]:
+        if deployment["name"] in {"gateway", "encoder"}:
+            deployment.pop("autoscaling_config", None)
+            deployment["num_replicas"] = 2
+    config = directory / "two_of_each.yaml"
+    config.write_text(yaml.safe_dump(document))
+    return config
+
+
+@dataclass
+class Tally:
+    """What open traffic met: requests that were answered, and those that failed at two proxies one after the other."""
+
+    answered: int = 0
+    retried: int = 0
+    failed: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def open_traffic(urls: list[str]) -> Iterator[Tally]:
+    """So many requests a second, whatever becomes of those before, each to the next proxy in turn; one that fails is tried at another.
+
+    A proxy that refuses connections is asked no more, as by any load balancer.
+    """
+    tally, stop, up = Tally(), Event(), list(urls)
+
+    def attempt(url: str) -> str:
+        try:
+            response = client.post(f"{url}/v1/recommend", json=HISTORY)
+        except httpx.TransportError as error:
+            if isinstance(error, httpx.ConnectError) and url in up:
+                up.remove(url)
+            return repr(error)
+        return "" if response.status_code == 200 else f"{response.status_code} {response.text[:200]}"
+
+    def ask(number: int) -> None:
+        proxies = list(up)
+        first = attempt(proxies[number % len(proxies)])
+        if first:
+            time.sleep(RETRY_AFTER_S)
+        others = [url for url in up if url != proxies[number % len(proxies)]] or proxies  # as is known by now
+        second = first and attempt(others[number % len(others)])
+        tally.retried += bool(first)
+        tally.answered += not second
+        tally.failed += [f"{first}, then {second}"] if second else []
+
+    def drive() -> None:
+        start = time.monotonic()
+        number = 0
+        while not stop.wait(max(0.0, start + number / REQUESTS_PER_S - time.monotonic())):
+            callers.submit(ask, number)
+            number += 1
+
+    with httpx.Client(timeout=20) as client, ThreadPoolExecutor(32) as callers, ThreadPoolExecutor(1) as driver:
+        driving = driver.submit(drive)
+        try:
+            yield tally
+        finally:
+            stop.set()
+            driving.result()
+
+
+def eventually(holds, what: str, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
+        time.sleep(0.2)
+
+
+def nodes_of(cluster: LocalCluster, deployment: str) -> list[str]:
+    return [replica["node_id"] for replica in cluster.replicas(deployment)]
+
+
+def test_replicas_are_spread_over_the_nodes_and_each_node_s_proxy_answers(cluster: LocalCluster):
+    head, *workers = (node.node_id for node in cluster.nodes)
+    assert sorted(nodes_of(cluster, "encoder")) == sorted(workers)
+    assert sorted(nodes_of(cluster, "gateway")) == sorted(workers)
+    assert head not in nodes_of(cluster, "encoder")
+    eventually(lambda: len(cluster.urls) == 3, "three proxies answer", 30)
+    answers = [httpx.post(f"{url}/v1/recommend", json=HISTORY, timeout=20).json() for url in cluster.urls]
+    assert all([item["item_id"] for item in answer["items"]] == [item["item_id"] for item in answers[0]["items"]] for answer in answers)
+
+
+def test_a_killed_node_costs_no_request_and_its_replicas_come_back_elsewhere(cluster: LocalCluster):
+    eventually(lambda: len(cluster.urls) == 3, "three proxies answer", 30)
+    lost = cluster.nodes[2]
+    with open_traffic([node.url for node in cluster.nodes]) as tally:
+        time.sleep(2)
+        cluster.kill_node(2)
+        assert not lost.alive
+        for deployment in ("gateway", "encoder"):
+            eventually(
+                lambda name=deployment: len(nodes_of(cluster, name)) == 2 and lost.node_id not in nodes_of(cluster, name),
+                f"two replicas of {deployment} on the nodes that are left",
+                60,
+            )
+        time.sleep(2)
+    assert tally.failed == []
+    assert tally.answered > 4 * REQUESTS_PER_S
+    assert tally.retried > 0, "the proxy of the killed node went on answering"
+
+
+def test_gateways_serve_on_while_the_head_is_gone_and_it_comes_back_from_redis(cluster: LocalCluster):
+    before = {replica["pid"] for replica in cluster.replicas("encoder")}
+    assert before
+    workers = [node.url for node in cluster.nodes[1:] if is_ready(node.url)]
+    with open_traffic(workers) as tally:
+        cluster.kill_node(0)
+        assert cluster.serve_status() == {}
+        time.sleep(5)
+        served_without_a_head = tally.answered
+        cluster.restart_head()
+        cluster.wait_until_running(60)
+    assert tally.failed == []
+    assert served_without_a_head > 2 * REQUESTS_PER_S
+    assert {replica["pid"] for replica in cluster.replicas("encoder")} == before, (
+        "the controller started new replicas beside those that served"
+    )
+    assert httpx.post(f"{cluster.url}/v1/recommend", json=HISTORY, timeout=20).status_code == 200

@@ -1,0 +1,278 @@
+"""The playground in headless Chromium, on a real Ray Serve: the story it is there to tell, played with the keyboard and the mouse.
+
+GENREC_SCREENSHOTS=docs/images keeps the pictures that the README shows; otherwise they go to pytest's own directory.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cluster.bundle import CATALOGUE, BundleStore
+from cluster.catalogue_file import write_catalogue
+from cluster.dataset import Catalogue
+from cluster.values import Item
+from deployments.cli.local_serve import LocalServe
+from tests.bundles import make_generative_bundle
+from tests.integration.conftest import ROOT
+from tests.ports import free_port
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install '.[dev]')")
+expect = playwright.expect
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+SETTINGS = {
+    # tensorrt is absent without a GPU and "mean" stands behind torch: there is something to fall back from and to
+    "encoder": {"order": ["tensorrt", "torch", "mean"], "backends": {"mean": "own_backend:MeanEncoder"}},
+    "generator": {"order": ["torch_beam"], "options": {"torch_beam": {"threads": 1}}},
+}
+FIRST = ["Quiet", "Silver", "Last", "Northern", "Hidden", "Paper", "Golden", "Second", "Winter", "Distant"]
+THEN = ["Harbour", "Garden", "Letter", "Station", "Orchard", "Mirror", "Voyage", "Island", "Summer", "Lantern"]
+REFUSED = "Failed to load resource"
+"""How Chromium logs an answer that is a problem; the page tells of it itself."""
+GENRES = ["Drama", "Comedy", "Thriller", "Adventure"]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A small generative model of 200 invented films, one of whose users has events."""
+    root = tmp_path_factory.mktemp("playground") / "films"
+    store, bundle = BundleStore(root), make_generative_bundle(root)
+    with store.recompile(bundle) as draft:
+        (draft.path / CATALOGUE).unlink(missing_ok=True)  # it may be the older version's own file
+        write_catalogue(Catalogue([film(number) for number in range(1, 201)]), draft.path / CATALOGUE)
+        draft.compiled_from = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "examples")]))
+        patch.syspath_prepend(ROOT / "examples")
+        log = root.parent / "serve.log"
+        with LocalServe(ROOT / "ray_config.yaml", {"model_dir": str(root), **SETTINGS}, port=free_port(), log=log) as url:
+            events = [{"user_id": "ada", "item_id": str(item), "action": "like"} for item in (3, 14, 15, 92, 65)]
+            httpx.post(f"{url}/v1/events", json={"events": events}, timeout=30).raise_for_status()
+            yield url
+
+
+def film(number: int) -> Item:
+    first, then = FIRST[number % 10], THEN[number // 10 % 10]
+    genres = {GENRES[number % 4], GENRES[number // 7 % 4]}
+    return Item(str(number), f"{first} {then}{' II' if number > 100 else ''} ({1960 + number % 60})", {"genres": "|".join(sorted(genres))})
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """The system's Chromium or, without one, playwright's own."""
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    with playwright.sync_playwright() as started:
+        try:
+            browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        except playwright.Error as error:
+            pytest.skip(f"no Chromium can be started (apt-get install chromium): {error.message.splitlines()[0]}")
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser, url, **context):
+    """The page, once it recommends; whatever it logged as an error fails the test: a refusal by its security policy is one."""
+    options = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **context}
+    with browser.new_context(**options) as context:
+        page, errors = context.new_page(), []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: message.type == "error" and REFUSED not in message.text and errors.append(message.text))
+        page.goto(url)
+        expect(page.locator("#items-a > li[data-item]")).to_have_count(10)
+        yield page
+        assert errors == []
+
+
+@pytest.fixture
+def page(browser, url):
+    with opened(browser, url) as page:
+        yield page
+
+
+@pytest.fixture
+def shoot(tmp_path):
+    """Keep a picture of the page."""
+    kept = Path(os.environ.get("GENREC_SCREENSHOTS", tmp_path))
+
+    def shoot(page, name):
+        kept.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=kept / f"{name}.png", full_page=True, animations="disabled")
+
+    return shoot
+
+
+def titles(page, pane="a"):
+    return page.locator(f"#items-{pane} .title").all_text_contents()
+
+
+def stages(page, pane="a"):
+    """Stage -> the engine that served it."""
+    rows = page.locator(f"#waterfall-{pane} .stage").all()
+    return {row.get_attribute("data-stage"): row.get_attribute("data-backend") for row in rows}
+
+
+def test_a_stored_user_is_there_at_once_with_titles_attributes_and_a_waterfall(page, shoot):
+    expect(page.locator("#history-title")).to_have_text("History of ada")
+    expect(page.locator("#history li")).to_have_count(5)
+    expect(page.locator("#items-a small").first).to_contain_text("genres")
+    expect(page.locator("#readiness-text")).to_contain_text("ready · films/")
+    assert stages(page).items() >= {"encode": "torch", "generate": "torch_beam"}.items()
+    expect(page.locator("#waterfall-a [data-stage=encode]")).to_contain_text("not tensorrt")
+    shoot(page, "playground")
+
+
+def test_a_history_is_composed_by_searching_titles_with_the_keyboard_alone(page):
+    page.locator("#clear").click()
+    expect(page.locator("#history-title")).to_have_text("Composed history")
+    popular = titles(page)
+    finder = page.get_by_role("combobox", name="Add a title")
+    finder.press_sequentially("lant")
+    expect(page.get_by_role("option").first).to_contain_text("Lantern")
+    expect(finder).to_have_attribute("aria-activedescendant", "title-option-0")
+    finder.press("ArrowDown")
+    chosen = page.locator("#title-option-1").inner_text()
+    finder.press("Enter")
+    expect(page.locator("#history li")).to_have_count(1)
+    assert page.locator("#history li").inner_text().splitlines()[0] in chosen
+    expect(page.get_by_role("listbox")).to_be_hidden()
+    expect(page.locator("#announcement")).to_contain_text("new")
+    assert titles(page) != popular
+    page.get_by_role("button", name=re.compile("^Remove")).click()
+    expect(page.locator("#history li")).to_contain_text("Empty")
+
+
+def test_an_explanation_tells_of_each_item_what_the_stages_gave_it(page):
+    page.locator("#items-a summary").first.click()
+    why = page.locator("#items-a details[open]")
+    expect(why).to_contain_text("blended")
+    expect(why).to_contain_text("Most like:")
+
+
+def test_another_strategy_is_another_list_by_other_stages(page):
+    before = titles(page)
+    page.locator("#strategy-a").select_option("retrieval")
+    expect(page.locator("#waterfall-a [data-stage=generate]")).to_have_count(0)
+    assert titles(page) != before
+
+
+def test_two_settings_stand_side_by_side_with_what_they_share(page, shoot):
+    page.get_by_label("Compare two settings").check()
+    expect(page.locator("#items-b > li[data-item]")).to_have_count(10)
+    expect(page.locator("#comparison")).to_contain_text("10 of 10 items are in both lists")
+    page.locator("#strategy-b").select_option("retrieval")
+    expect(page.locator("#items-b .tag.only").first).to_be_visible()
+    a, b = titles(page), titles(page, "b")
+    expect(page.locator("#comparison")).to_contain_text(f"{len({*a} & {*b})} of 10 items")
+    shoot(page, "compare")
+    page.get_by_label("Compare two settings").uncheck()
+    expect(page.locator("#pane-b")).to_be_hidden()
+    expect(page.locator(".tag.only")).to_have_count(0)
+
+
+def test_an_event_is_stored_and_the_list_changes(page, url, shoot):
+    first = titles(page)[0]
+    before = len(httpx.get(f"{url}/v1/users/ada/history", timeout=30).json()["events"])
+    page.get_by_role("button", name=f"Like: {first}").click()
+    expect(page.locator("#history li").first).to_contain_text(first)
+    expect(page.locator("#announcement")).to_contain_text("gone")
+    assert first not in titles(page)
+    expect(page.locator("#results-title")).to_be_focused()
+    assert len(httpx.get(f"{url}/v1/users/ada/history", timeout=30).json()["events"]) == before + 1
+    shoot(page, "event")
+
+
+def test_the_cluster_is_seen_live_and_an_engine_switched_off_is_passed_over(page, shoot):
+    page.locator("#cluster-title").scroll_into_view_if_needed()
+    page.locator("#engines").scroll_into_view_if_needed()
+    for name in ("encoder replicas", "Queue", "Hit rate", "Open breakers"):
+        expect(page.locator(f"#figures [data-name='{name}'] dd")).to_contain_text(re.compile(r"\S"))
+    engine = page.get_by_label("Ask torch in the stage encoder")
+    try:
+        engine.uncheck()
+        expect(page.locator("#waterfall-a [data-stage=encode][data-backend=mean]")).to_be_visible(timeout=15_000)
+        expect(page.locator("#waterfall-a [data-stage=encode]")).to_contain_text("not torch")
+        expect(page.locator("[data-engine='encoder/torch'] .reason")).to_contain_text(re.compile("off|disabled"))
+        shoot(page, "cluster")
+    finally:
+        engine.check()
+    expect(page.locator("#waterfall-a [data-stage=encode][data-backend=torch]")).to_be_visible(timeout=15_000)
+
+
+def test_nothing_is_polled_while_nobody_looks(page):
+    page.evaluate("Object.defineProperty(document, 'visibilityState', {value: 'hidden', configurable: true})")
+    page.wait_for_timeout(2500)  # the look that was under way
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.wait_for_timeout(5000)
+    assert asked == []
+    page.evaluate("delete document.visibilityState; document.dispatchEvent(new Event('visibilitychange'))")
+    page.wait_for_timeout(1000)
+    assert any(one.endswith("/readyz") for one in asked)
+
+
+def test_a_key_is_kept_for_the_tab_and_nowhere_else(page):
+    page.get_by_text("API key", exact=True).click()
+    page.get_by_label("Kept in this tab only").fill("genrec_secret")
+    with page.expect_request("**/v1/options") as asked:
+        page.get_by_role("button", name="Use", exact=True).click()
+    assert asked.value.headers["authorization"] == "Bearer genrec_secret"
+    assert page.evaluate("[sessionStorage.length, localStorage.length, document.cookie]") == [1, 0, ""]
+
+
+def test_what_is_wrong_is_said(page):
+    page.route("**/v1/recommend", lambda route: route.fulfill(status=429, json={"detail": "tenant 'shop' has used up its rate limit"}))
+    with page.expect_response("**/v1/recommend"):
+        page.locator("#cache-a").select_option("bypass")
+    expect(page.get_by_role("alert")).to_contain_text("has used up its rate limit")
+
+
+def test_every_control_is_reached_by_the_keyboard_in_the_order_it_stands_in(page):
+    seen = []
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        seen.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+    assert seen[:6] == ["A", "SUMMARY", "user", "BUTTON", "BUTTON", "BUTTON"]
+    assert "title" in seen
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_told_from_its_ground_in_both_schemes(browser, url, scheme, shoot):
+    """WCAG 2.2 AA asks for 4.5:1."""
+    with opened(browser, url, color_scheme=scheme) as page:
+        if scheme == "dark":
+            shoot(page, "dark")
+        ratios = page.evaluate(CONTRAST)
+    assert min(ratios.values()) >= 4.5, ratios
+
+
+def test_a_phone_shows_it_in_one_column_without_scrolling_sideways(browser, url, shoot):
+    with opened(browser, url, viewport={"width": 390, "height": 844}) as page:
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        shoot(page, "phone")
+
+
+CONTRAST = """() => {
+  const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255)
+    .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, at) => sum + c * [0.2126, 0.7152, 0.0722][at], 0);
+  const ground = (element) => {
+    const colour = parts(getComputedStyle(element).backgroundColor);
+    return colour[3] === 0 && element.parentElement ? ground(element.parentElement) : colour;
+  };
+  const found = {};
+  for (const element of document.querySelectorAll("body *")) {
+    const own = [...element.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.data.trim());
+    if (!own || !element.checkVisibility() || element.matches("option, noscript *")) continue;
+    const [one, other] = [light(parts(getComputedStyle(element).color)), light(ground(element))].sort((a, b) => b - a);
+    found[`${element.tagName}.${element.className}`] = (one + 0.05) / (other + 0.05);
+  }
+  return found;
+}"""

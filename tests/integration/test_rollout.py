@@ -1,0 +1,260 @@
+"""Versions of a model change on a real cluster under a steady stream of requests: promotion, rollback, trials, a corrupt version.
+
+Two versions recommend different items to the same user, and what each recommends is computed here too, so that an answer made of two
+versions, or of another one than it names, is noticed.
+"""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import numpy as np
+import pytest
+import yaml
+
+from cluster.bundle import WEIGHTS, Bundle, BundleStore
+from cluster.rollout import Guard, RolloutStore, Trial
+from cluster.values import Behaviour, EncodeAnswer, EncodeRequest, GenerateAnswer, GenerateRequest, RecommendRequest, StageReport
+from deployments.cli.local_serve import LocalServe
+from integrations.hstu.encoder import TorchEncoder
+from integrations.torch_beam.generator import TorchBeamGenerator
+from pipelines.recommend import Recommender
+from tests.bundles import make_generative_bundle
+from tests.integration.conftest import ROOT
+from tests.ports import free_port
+
+pytestmark = pytest.mark.cluster
+everywhere = pytest.mark.parametrize("live", ["split", "colocated"], indirect=True)
+split = pytest.mark.parametrize("live", ["split"], indirect=True)
+
+ITEMS, K, NOW = 60, 5, 1_700_100_000
+USERS = [f"user {number}" for number in range(30)]
+PER_SECOND = 8
+ENGINES = {
+    "encoder": {
+        "order": ["torch"],
+        "backends": {"torch": "tests.integration.rollout_engines:VersionedTorch"},
+        "breaker": {"failures_to_open": 1, "pause_s": 0.2, "growth": 1.0, "longest_pause_s": 0.2},
+    },
+    "generator": {"order": ["torch_beam"]},
+    "cache": {"enabled": False},
+    "events": {"enabled": False},
+}
+CONFIGS = {"split": ROOT / "ray_config.yaml", "colocated": ROOT / "cluster" / "launch" / "one_machine.yaml"}
+
+
+def history(user: str) -> tuple[Behaviour, ...]:
+    rng = np.random.default_rng([ord(letter) for letter in user])
+    return tuple(Behaviour(str(item), 1_700_000_000 + 3600 * step) for step, item in enumerate(rng.integers(1, ITEMS + 1, 8)))
+
+
+@dataclass
+class Live:
+    """A served model, and what each of its versions recommends to each user."""
+
+    url: str
+    rollouts: RolloutStore
+    expected: dict[str, dict[str, list[str]]]
+
+    def ask(self, client: httpx.Client, user: str) -> dict[str, Any]:
+        """The answer, with its status and user."""
+        events = [{"item_id": one.item_id, "timestamp": one.timestamp} for one in history(user)]
+        body = {"user_id": user, "behaviours": events, "k": K, "request_time": NOW}
+        response = client.post(f"{self.url}/v1/recommend", json=body)
+        return {"status": response.status_code, "user": user, **response.json()}
+
+    def models(self) -> dict[str, Any]:
+        told = httpx.get(f"{self.url}/v1/models", timeout=30).json()
+        return {**told, "versions": {one["version"]: one for one in told["versions"]}}
+
+    def until(self, holds: Callable[[dict[str, Any]], object], within_s: float = 60.0) -> dict[str, Any]:
+        """What /v1/models tells once it is as expected."""
+        deadline = time.monotonic() + within_s
+        while not holds(told := self.models()):
+            assert time.monotonic() < deadline, f"still so after {within_s} s: {told}"
+            time.sleep(0.2)
+        return told
+
+    def serves(self, version: int) -> Callable[[dict[str, Any]], bool]:
+        """Whether every gateway answers with this version, and with no other."""
+        return lambda told: {one["version"] for one in told["versions"].values() if one["gateways"]} == {version}
+
+    def publish(self, version: int) -> int:
+        """The same version once more, under another number."""
+        number = self.rollouts.store.adopt(self.rollouts.store.open(version))
+        name = self.rollouts.store.name
+        self.expected[f"{name}/{number}"] = self.expected[f"{name}/{version}"]
+        return number
+
+
+@dataclass
+class Traffic:
+    """`PER_SECOND` requests a second, answered or not, for as long as the `with` block lasts; then every answer is checked."""
+
+    live: Live
+    degraded: tuple[str, ...] = ()
+    """Versions whose answers may be degraded."""
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self._stop, self._driver = threading.Event(), threading.Thread(target=self._drive)
+        self._driver.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._stop.set()
+        self._driver.join()
+        if kind is None:
+            self._check()
+
+    def versions(self, last: int = 0) -> set[str]:
+        return {answer["model_version"] for answer in self.answers[-last:]}
+
+    def _drive(self) -> None:
+        with httpx.Client(timeout=30) as client, ThreadPoolExecutor(16) as threads:
+            sent = 0
+            while not self._stop.wait(1 / PER_SECOND):
+                threads.submit(self._send, client, USERS[sent % len(USERS)])
+                sent += 1
+
+    def _send(self, client: httpx.Client, user: str) -> None:
+        try:
+            self.answers.append(self.live.ask(client, user))
+        except httpx.HTTPError as error:
+            self.answers.append({"status": repr(error), "user": user})
+
+    def _check(self) -> None:
+        assert self.answers
+        assert [answer for answer in self.answers if answer["status"] != 200] == []
+        for answer in self.answers:
+            if answer["model_version"] in self.degraded and answer["degraded"]:
+                continue
+            assert not answer["degraded"], answer
+            assert [one["item_id"] for one in answer["items"]] == self.live.expected[answer["model_version"]][answer["user"]], answer
+
+
+async def recommended(bundle: Bundle) -> dict[str, list[str]]:
+    """What a version recommends to each user."""
+    encoder, generator = TorchEncoder(), TorchBeamGenerator()
+    encoder.load(bundle)
+    generator.load(bundle)
+
+    async def encode(request: EncodeRequest, within_s: float) -> EncodeAnswer:
+        return EncodeAnswer(encoder.infer(request), StageReport("encode", "torch", 0.0), bundle.version)
+
+    async def generate(request: GenerateRequest, within_s: float) -> GenerateAnswer:
+        return GenerateAnswer(generator.infer(request), StageReport("generate", "torch_beam", 0.0), bundle.version)
+
+    pipeline = Recommender(bundle, encode, generate)
+    answers = [await pipeline.recommend(RecommendRequest(user, history(user), k=K, request_time=NOW)) for user in USERS]
+    return {answer.user_id: [one.item.item_id for one in answer.items] for answer in answers}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, list[str]]]]:
+    """Versions 1 and 2 of a model, and what they recommend; 1 is stable."""
+    made = tmp_path_factory.mktemp("made")
+    store = BundleStore(tmp_path_factory.mktemp("served") / "tiny")
+    for seed in (0, 1):
+        store.adopt(make_generative_bundle(made / str(seed), items=ITEMS, seed=seed, sizes=(4, 4)))
+    store.promote(1)
+    expected = {f"tiny/{version}": asyncio.run(recommended(store.open(version))) for version in (1, 2)}
+    assert all(expected["tiny/1"][user] != expected["tiny/2"][user] for user in USERS)
+    return store.root, expected
+
+
+@pytest.fixture(scope="module")
+def live(request: pytest.FixtureRequest, published: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """Version 1 served, each stage in a deployment of its own or all in the gateway; tests leave it so."""
+    root, expected = published
+    config = CONFIGS[request.param]
+    args = yaml.safe_load(config.read_text())["applications"][0]["args"]
+    engines = {name: {**(args.get(name) or {}), **changes} for name, changes in ENGINES.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", ""))
+        log = tmp_path_factory.mktemp(request.param) / "serve.log"
+        with LocalServe(config, {"model_dir": str(root), **engines}, port=free_port(), log=log) as url:
+            served = Live(url, RolloutStore(BundleStore(root)), expected)
+            served.until(served.serves(1))
+            yield served
+
+
+@everywhere
+def test_a_promotion_and_its_rollback_fail_no_request_and_mix_no_versions(live: Live):
+    with Traffic(live) as traffic:
+        live.rollouts.promote(2)
+        live.until(live.serves(2))
+        time.sleep(2)
+        assert traffic.versions() == {"tiny/1", "tiny/2"}
+        assert traffic.versions(last=PER_SECOND) == {"tiny/2"}
+        live.rollouts.rollback("by hand")
+        told = live.until(live.serves(1))
+        time.sleep(2)
+        assert traffic.versions(last=PER_SECOND) == {"tiny/1"}
+    assert told["model_version"] == "tiny/1"
+
+
+@split
+def test_a_version_that_is_corrupt_never_serves_and_the_cluster_says_why(live: Live):
+    corrupt = live.publish(2)
+    weights = live.rollouts.store.root / str(corrupt) / WEIGHTS
+    with weights.open("r+b") as file:
+        file.truncate(1000)
+    with Traffic(live) as traffic:
+        live.rollouts.store.promote(corrupt)  # as a damage that comes to light only where it serves: `promote` would refuse it
+        told = live.until(lambda told: corrupt in told["versions"] and told["versions"][corrupt]["obstacles"])
+        time.sleep(2)
+        assert live.serves(1)(live.models())
+        live.rollouts.rollback("it is corrupt")
+    assert "it is cut off or was altered" in told["versions"][corrupt]["obstacles"][0]
+    assert not any(told["versions"][corrupt]["holders"].values())
+    assert traffic.versions() == {"tiny/1"}
+
+
+@split
+@pytest.mark.parametrize(("fault", "reason"), [("broken", "answers are degraded"), ("slow", "p95 is")])
+def test_a_canary_that_goes_badly_is_rolled_back_by_itself(live: Live, fault: str, reason: str):
+    bad = live.publish(2)
+    with Traffic(live, degraded=(f"tiny/{bad}",)) as traffic:
+        trial = Trial(version=bad, share=0.5, guard=Guard(fewest_requests=20, latency_slack_ms=0))
+        live.rollouts.promote(bad, trial)
+        live.until(lambda told: bad in told["versions"] and told["versions"][bad]["gateways"])
+        (live.rollouts.store.root / str(bad) / fault).touch()
+        told = live.until(lambda told: told["ended"] and told["ended"][-1]["version"] == bad)
+        live.until(live.serves(1))
+        time.sleep(2)
+        assert traffic.versions(last=PER_SECOND) == {"tiny/1"}
+    assert told["ended"][-1]["outcome"] == "rolled back"
+    assert reason in told["ended"][-1]["reason"]
+    ended = live.rollouts.read()
+    tried = {user: ended.ended[-1].trial.includes("default", user) for user in USERS}
+    assert {answer["user"] for answer in traffic.answers if answer["model_version"] == f"tiny/{bad}"} <= {u for u in USERS if tried[u]}
+    assert ended.trial is None
+
+
+@split
+@pytest.mark.parametrize(("of", "alike"), [(1, True), (2, False)], ids=["the same model", "another one"])
+def test_a_shadow_answers_nobody_and_its_overlap_is_told(live: Live, of: int, alike: bool):
+    tried = live.publish(of)
+    with Traffic(live) as traffic:
+        live.rollouts.promote(tried, Trial(version=tried, kind="shadow", share=1.0))
+        told = live.until(lambda told: (told["versions"].get(tried) or {}).get("overlap") is not None)
+        live.rollouts.rollback("enough was seen")
+    assert traffic.versions() == {"tiny/1"}
+    assert told["versions"][tried]["role"] == "shadow"
+    assert (told["versions"][tried]["overlap"] == 1.0) is alike
+
+
+@everywhere
+def test_split_or_colocated_the_items_are_those_that_the_engines_give(live: Live):
+    with httpx.Client(timeout=30) as client:
+        answers = {user: live.ask(client, user) for user in USERS}
+    assert {answer["model_version"] for answer in answers.values()} == {"tiny/1"}
+    assert {user: [one["item_id"] for one in answer["items"]] for user, answer in answers.items()} == live.expected["tiny/1"]

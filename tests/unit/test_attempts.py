@@ -1,0 +1,206 @@
+"""One request, sent as often as helps: over calls that a test decides the end of, and a clock that runs."""
+
+import asyncio
+
+import pytest
+
+from cluster.traffic.attempts import STALLED_LEAST_S, Attempts, Rules
+from cluster.traffic.hedging import ENOUGH, Hedge, Pace
+from cluster.traffic.retry_budget import RetryBudget
+from tests.scripted_backends import FakeClock
+
+
+class Died(Exception):
+    pass
+
+
+class Replicas:
+    """Each call meets the next of `ends`: a value, an error, or None where it never ends."""
+
+    def __init__(self, *ends):
+        self.ends, self.sent, self.cancelled, self.left = list(ends), 0, 0, []
+
+    async def send(self, number, left_s):
+        assert number == self.sent
+        self.sent += 1
+        self.left.append(left_s)
+        end = self.ends.pop(0)
+        try:
+            await (asyncio.sleep(0) if end is not None else asyncio.sleep(60))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+
+def better(call):
+    return isinstance(call.exception(), Died)
+
+
+def generous() -> Rules:
+    return Rules(RetryBudget(least_per_s=100), random=lambda: 0.5)
+
+
+def fast() -> Pace:
+    """Of replicas that answer within 5 ms."""
+    clock = FakeClock()
+    pace = Pace(clock)
+    for _ in range(ENOUGH):
+        pace.answered(0.001)
+    clock.advance(2)
+    return pace
+
+
+async def attempt(replicas: Replicas, rules: Rules, **more):
+    return await Attempts(replicas.send, better, rules, **{"within_s": 5.0, "tries": 3, **more}).answer()
+
+
+async def ended(replicas: Replicas, cancelled: int) -> None:
+    async with asyncio.timeout(5):
+        while replicas.cancelled < cancelled:  # noqa: ASYNC110 - it is cancelled in the background
+            await asyncio.sleep(0.001)
+
+
+async def test_an_answer_takes_one_call():
+    replicas = Replicas("answer")
+    assert await attempt(replicas, generous()) == "answer"
+    assert replicas.sent == 1
+    assert 4 < replicas.left[0] <= 5
+
+
+async def test_a_call_that_dies_is_made_again_with_the_time_that_is_left():
+    replicas = Replicas(Died(), Died(), "answer")
+    assert await attempt(replicas, generous()) == "answer"
+    assert replicas.left == sorted(replicas.left, reverse=True)
+    assert replicas.left[2] < replicas.left[0]
+
+
+async def test_after_the_last_try_its_error_is_the_callers():
+    with pytest.raises(Died, match="last"):
+        await attempt(Replicas(Died("first"), Died("last")), generous(), tries=2)
+
+
+async def test_what_another_cannot_do_better_is_not_asked_of_it():
+    replicas = Replicas(ValueError("wrong"), "answer")
+    with pytest.raises(ValueError, match="wrong"):
+        await attempt(replicas, generous())
+    assert replicas.sent == 1
+
+
+async def test_without_budget_nothing_is_sent_again():
+    replicas = Replicas(Died(), "answer")
+    with pytest.raises(Died):
+        await attempt(replicas, Rules(RetryBudget(least_per_s=0)))
+    assert replicas.sent == 1
+
+
+async def test_a_storm_over_replicas_that_all_die_is_a_fifth_more_work_at_most():
+    budget, sent = RetryBudget(least_per_s=0.1, clock=FakeClock()), 0
+    for _ in range(200):
+        replicas = Replicas(*[Died()] * 5)
+        with pytest.raises(Died):
+            await attempt(replicas, Rules(budget, random=lambda: 0.0), tries=5)
+        sent += replicas.sent
+    assert 200 < sent <= 240
+
+
+async def test_a_call_that_stalls_gets_a_copy_beside_it_and_is_cancelled_once_that_has_answered():
+    replicas = Replicas(None, "answer")
+    assert await attempt(replicas, generous(), within_s=0.1) == "answer"
+    await ended(replicas, 1)
+    assert replicas.sent == 2
+    assert replicas.left[1] < replicas.left[0]
+
+
+async def test_a_call_that_was_merely_slow_may_still_answer_first():
+    slow = asyncio.Event()
+
+    async def send(number, left_s):
+        if number == 0:
+            await slow.wait()
+            return "slow"
+        slow.set()
+        return await asyncio.sleep(60, "copy")
+
+    assert await Attempts(send, better, generous(), within_s=0.1, tries=2).answer() == "slow"
+
+
+async def test_a_stalled_call_without_budget_is_waited_for():
+    answer = asyncio.get_running_loop().create_future()
+    calls = []
+
+    async def send(number, left_s):
+        calls.append(number)
+        return await answer
+
+    asyncio.get_running_loop().call_later(0.15, answer.set_result, "late")
+    assert await Attempts(send, better, Rules(RetryBudget(least_per_s=0)), within_s=0.1, tries=3).answer() == "late"
+    assert calls == [0]
+
+
+async def test_of_two_calls_the_one_that_lives_is_waited_for_when_the_other_dies():
+    async def send(number, left_s):
+        await asyncio.sleep(0.15 if number else 0.1)
+        if number == 0:
+            raise Died
+        return "copy"
+
+    assert await Attempts(send, better, generous(), within_s=0.1, tries=2).answer() == "copy"
+
+
+async def test_where_all_stall_the_time_is_over_and_nothing_goes_on(monkeypatch):
+    monkeypatch.setattr("cluster.traffic.attempts.GRACE_S", 0.02)
+    replicas = Replicas(None, None, None)
+    with pytest.raises(TimeoutError):
+        await attempt(replicas, generous(), within_s=0.05)
+    await ended(replicas, 3)
+    assert replicas.sent == 3
+
+
+async def test_who_leaves_takes_all_calls_along():
+    replicas = Replicas(None, None)
+    caller = asyncio.create_task(attempt(replicas, generous(), within_s=0.1, tries=2))
+    async with asyncio.timeout(5):
+        while replicas.sent < 2:  # noqa: ASYNC110 - the copy comes by itself
+            await asyncio.sleep(0.001)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    await ended(replicas, 2)
+
+
+async def test_a_hedge_is_sent_when_most_would_have_answered_and_only_where_asked_for():
+    hedge = Hedge(clock=FakeClock())
+    for _ in range(100):
+        hedge.request()
+    rules = Rules(RetryBudget(least_per_s=100), hedge, fast())
+    replicas = Replicas(None, "answer")
+    assert await attempt(replicas, rules, hedged=True, within_s=60) == "answer"
+    assert (replicas.sent, hedge.sent) == (2, 1)
+    hedge.on = False
+    assert await attempt(Replicas(None, "answer"), rules, hedged=True, within_s=60) == "answer"
+    assert await attempt(Replicas(None, "answer"), rules, within_s=60) == "answer"
+    assert hedge.sent == 1, "these were copies for calls that stalled"
+
+
+async def test_where_hedges_are_spent_a_copy_waits_until_the_call_stalls():
+    rules = Rules(RetryBudget(least_per_s=100), Hedge(share=0.0, clock=FakeClock()), fast())
+    replicas = Replicas(None, "answer")
+    assert await attempt(replicas, rules, hedged=True, within_s=60) == "answer"
+    assert replicas.left[0] - replicas.left[1] >= STALLED_LEAST_S - 0.01
+
+
+async def test_what_a_call_came_to_that_nobody_waited_for_is_given_back():
+    lost, both = [], asyncio.Event()
+
+    async def send(number, left_s):
+        if number:
+            both.set()
+        await both.wait()
+        return number
+
+    answer = await Attempts(send, better, generous(), within_s=0.1, tries=2, lost=lost.append).answer()
+    await asyncio.sleep(0)
+    assert sorted([answer, *lost]) in ([0, 1], [answer])

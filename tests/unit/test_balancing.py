@@ -1,0 +1,181 @@
+"""Who is the least loaded, and who is soonest done; and the routers of Serve that ask."""
+
+import asyncio
+from collections import Counter
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import PendingRequest
+from ray.serve.schema import DeploymentSchema
+
+from cluster.errors import ConfigError
+from cluster.traffic.balancing import filled, least_loaded, weighted
+from deployments.routers import LeastLoadedRouter, RankingRouter, WeightedRouter
+
+LOADS = st.dictionaries(st.text(min_size=1), st.integers(0, 200), max_size=12)
+WEIGHTS = st.dictionaries(st.text(min_size=1), st.floats(0.01, 100), max_size=12)
+
+
+@given(LOADS, st.randoms(use_true_random=False))
+def test_the_least_loaded_is_first_and_everybody_is_listed_once(loads, random):
+    order = least_loaded(loads, random)
+    assert sorted(order) == sorted(loads)
+    assert [loads[name] for name in order] == sorted(loads.values())
+
+
+def test_equals_take_turns():
+    firsts = Counter(least_loaded({"one": 3, "two": 3, "three": 4}, Random(seed))[0] for seed in range(200))
+    assert set(firsts) == {"one", "two"}
+    assert min(firsts.values()) > 60
+
+
+@given(LOADS.filter(bool), WEIGHTS, st.randoms(use_true_random=False))
+def test_nobody_expects_a_shorter_delay_than_the_first(loads, weights, random):
+    delays = [(loads[name] + 1) / filled(loads, weights)[name] for name in weighted(loads, weights, random)]
+    assert delays == sorted(delays)
+    assert len(delays) == len(loads)
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=6), st.integers(0, 2**32))
+def test_requests_that_stay_are_shared_in_proportion_to_the_weights(weights, seed):
+    of, random = {f"{number}": weight for number, weight in enumerate(weights)}, Random(seed)
+    loads = dict.fromkeys(of, 0)
+    for _ in range(20 * sum(weights)):
+        loads[weighted(loads, of, random)[0]] += 1
+    assert loads == {name: pytest.approx(20 * weight, abs=1) for name, weight in of.items()}
+
+
+@given(LOADS.filter(bool), st.integers(0, 2**32))
+def test_with_equal_weights_it_is_the_least_loaded(loads, seed):
+    assert (
+        weighted(loads, {}, Random(seed)) == weighted(loads, dict.fromkeys(loads, 3.0), Random(seed)) == least_loaded(loads, Random(seed))
+    )
+
+
+@pytest.mark.parametrize("nothing", [None, 0, -1.0, float("nan"), float("inf"), True, "4"])
+def test_what_is_no_weight_counts_as_the_mean_of_the_others(nothing):
+    assert filled(["one", "two", "three"], {"one": 2, "two": nothing, "three": 4.0}) == {"one": 2.0, "two": 3.0, "three": 4.0}
+    assert filled(["one", "two"], {"one": nothing, "another": 9}) == {"one": 1.0, "two": 1.0}
+
+
+def replica(name: str, stats=None, node: str = "node", zone=None):
+    return SimpleNamespace(
+        replica_id=ReplicaID(name, DeploymentID("encoder")),
+        max_ongoing_requests=100,
+        routing_stats=stats or {},
+        node_id=node,
+        availability_zone=zone,
+    )
+
+
+def router_of(kind: type[RankingRouter], *replicas, **options):
+    """Their queues are known to be empty."""
+    made = kind(deployment_id=DeploymentID("encoder"), handle_source=DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True)
+    made.initialize_state(**options)
+    made._replicas = {one.replica_id: one for one in replicas}
+    made._replicas_list, made._replica_id_set = list(replicas), set(made._replicas)
+    for one in replicas:
+        made.on_new_queue_len_info(one.replica_id, 0)
+    return made
+
+
+def pending() -> PendingRequest:
+    return PendingRequest(args=[], kwargs={}, metadata=RequestMetadata(request_id="of-all", internal_request_id="of-all"))
+
+
+async def burst(router: RankingRouter, requests: int) -> Counter[str]:
+    """Who got how many of a burst in which none was sent before the last was routed, all made within one HTTP request."""
+    async with asyncio.timeout(10):
+        found = await asyncio.gather(*(router._choose_replica_for_request(pending()) for _ in range(requests)))
+    assert not any(router._unsent.values()), "from here on the cache counts them"
+    return Counter(one.replica_id.unique_id for one in found)
+
+
+async def test_a_burst_is_spread_evenly_by_the_least_loaded():
+    assert await burst(router_of(LeastLoadedRouter, *map(replica, "abc")), 30) == {"a": 10, "b": 10, "c": 10}
+
+
+async def test_who_is_busy_gets_less_of_a_burst():
+    router = router_of(LeastLoadedRouter, *map(replica, "abc"))
+    router.on_new_queue_len_info(ReplicaID("a", DeploymentID("encoder")), 6)
+    assert await burst(router, 30) == {"a": 6, "b": 12, "c": 12}
+
+
+async def test_a_burst_is_shared_by_what_replicas_report():
+    replicas = replica("a", {"weight": 3.0}), replica("b", {"weight": 1.0}), replica("new")
+    assert await burst(router_of(WeightedRouter, *replicas), 36) == {"a": 18, "b": 6, "new": 12}
+    throughput = replica("a", {"throughput": 3.0}), replica("b", {"throughput": 1.0, "weight": 99})
+    assert await burst(router_of(WeightedRouter, *throughput, figure="throughput"), 36) == {"a": 27, "b": 9}
+
+
+async def test_the_weights_of_the_configuration_count_before_those_that_are_reported():
+    replicas = replica("a", {"weight": 9.0}, zone="near"), replica("b", node="big", zone="far"), replica("c", {"weight": 1.0}, zone="else")
+    assert await burst(router_of(WeightedRouter, *replicas, weights={"near": 2, "big": 3}), 36) == {"a": 12, "b": 18, "c": 6}
+
+
+async def test_a_replica_that_is_full_passes_the_request_on():
+    full, free = replica("full", {"weight": 1000.0}), replica("free")
+    router = router_of(WeightedRouter, full, free)
+    full.max_ongoing_requests = 1
+    full.get_queue_len = lambda deadline_s: asyncio.sleep(0, 1)
+    router.on_new_queue_len_info(full.replica_id, 1)
+    assert await burst(router, 5) == {"free": 5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (LeastLoadedRouter, {"bound": 2}),
+        (WeightedRouter, {"wieghts": {}}),
+        (WeightedRouter, {"weights": {"near": 0}}),
+        (WeightedRouter, {"weights": {"near": "2"}}),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused_with_what_is_wrong(kind, wrong):
+    router = kind.__new__(kind)
+    with pytest.raises(ConfigError, match=r"bound|wieghts|near"):
+        router.initialize_state(**wrong)
+
+
+@pytest.mark.parametrize("name", ["LeastLoadedRouter", "WeightedRouter"])
+def test_serve_accepts_the_routers_in_its_configuration_and_finds_the_class(name):
+    schema = DeploymentSchema(name="encoder", request_router_config={"request_router_class": f"deployments.routers:{name}"})
+    assert RequestRouterConfig(**schema.request_router_config).get_request_router_class().__name__ == name
+
+
+async def test_a_replica_that_says_nothing_gets_nothing_until_it_answers(monkeypatch: pytest.MonkeyPatch):
+    now, again = [10.0], asyncio.Event()
+    monkeypatch.setitem(RankingRouter._heard.__globals__, "monotonic", lambda: now[0])  # Serve's configuration reloads the module
+
+    async def queue_len(*, deadline_s: float) -> int:
+        await again.wait()
+        return 0
+
+    stopped = replica("stopped")
+    stopped.get_queue_len = queue_len
+    router = router_of(LeastLoadedRouter, stopped, replica("well"))
+    router.on_send_request(stopped.replica_id)
+    assert await burst(router, 5) == {"stopped": 2, "well": 3}, "it may still say something"
+    now[0] += 1.5
+    assert await burst(router, 6) == {"well": 6}
+    again.set()
+    now[0] += 1.5
+    await burst(router, 1)
+    await asyncio.sleep(0.05)
+    assert (await burst(router, 6))["stopped"] > 0
+
+
+async def test_where_all_say_nothing_all_are_tried(monkeypatch: pytest.MonkeyPatch):
+    now = [10.0]
+    monkeypatch.setitem(RankingRouter._heard.__globals__, "monotonic", lambda: now[0])  # Serve's configuration reloads the module
+    only = replica("only")
+    only.get_queue_len = lambda *, deadline_s: asyncio.sleep(deadline_s, 0)
+    router = router_of(LeastLoadedRouter, only)
+    router.on_send_request(only.replica_id)
+    now[0] += 5
+    assert await burst(router, 3) == {"only": 3}

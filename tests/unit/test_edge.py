@@ -1,0 +1,498 @@
+"""The protection of the HTTP interface, over the real routes in this process; what stands behind them is played."""
+
+import asyncio
+import hashlib
+import json
+import logging
+import socket
+import time
+
+import httpx
+import pytest
+import uvicorn
+
+from cluster.config import GatewaySettings
+from cluster.values import Recommendation, StageReport
+from deployments.http.api import create_api
+from deployments.http.connection import READ_AHEAD
+from deployments.http.event_messages import ErasedOut, EventsOut, HistoryOut, InvalidatedOut
+from deployments.http.messages import BackendsOut, ReadyOut
+
+ONE_PLACE = {"max_concurrent": 1, "max_queued": 2, "max_wait_ms": 60_000}
+HASHED = {name: hashlib.sha256(f"genrec_{name}".encode()).hexdigest() for name in ("shop", "any", "boss")}
+KEYS = [
+    {"name": "shop", "sha256": HASHED["shop"], "tenant": "shop"},
+    {"name": "any", "sha256": HASHED["any"]},
+    {"name": "boss", "sha256": HASHED["boss"], "admin": True},
+]
+
+
+class Service:
+    """Answers once the gate is open, and remembers who was asked about, who was given up."""
+
+    def __init__(self):
+        self.gate, self.asked, self.cancelled, self.closed = asyncio.Event(), [], [], []
+
+    async def recommend(self, request):
+        self.asked.append(request)
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(request.user_id)
+            raise
+        return Recommendation(request.user_id, (), (), "tiny/1", degraded=False)
+
+    async def stream(self, request):
+        self.asked.append(request)
+        try:
+            yield StageReport("encode", "torch", 1.0)
+            await self.gate.wait()
+            yield Recommendation(request.user_id, (), (), "tiny/1", degraded=False)
+        finally:
+            self.closed.append(request.user_id)
+
+    def item(self, item_id):
+        return None
+
+    async def backends(self):
+        return BackendsOut(model_version="tiny/1", stages=[])
+
+    async def readiness(self):
+        return ReadyOut(ready=True, model_version="tiny/1", stages=[])
+
+
+class Data:
+    """What is kept of users: it remembers whose was asked for."""
+
+    def __init__(self):
+        self.tenants = []
+
+    async def append(self, events):
+        self.tenants += [event.tenant for event in events]
+        return EventsOut(stored=len(events), duplicates=0, unknown_items=[], events=[])
+
+    async def history(self, tenant, user_id, limit):
+        self.tenants.append(tenant)
+        return HistoryOut(user_id=user_id, tenant=tenant, version="", events=[])
+
+    async def erase(self, tenant, user_id):
+        self.tenants.append(tenant)
+        return ErasedOut(user_id=user_id, tenant=tenant, events=0, cached_answers=0, everywhere=True)
+
+    async def invalidate(self, tenant, user_id):
+        return InvalidatedOut(dropped=0, everywhere=True)
+
+
+class Served:
+    def __init__(self, gateways=1, **settings):
+        self.service, self.data = Service(), Data()
+        self.api = create_api(self.service, self.data, GatewaySettings.model_validate(settings), lambda: gateways)
+        self.edge = self.api.state.edge
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.api), base_url="http://genrec")
+
+    def ask(self, user_id="u", headers=None, **more):
+        return asyncio.create_task(self.http.post("/v1/recommend", json={"user_id": user_id, **more}, headers=headers))
+
+    async def asking(self, *user_ids, **more):
+        """Requests that have arrived, one after the other."""
+        return [await self.arrived(self.ask(user_id, **more)) for user_id in user_ids]
+
+    async def arrived(self, task):
+        await settled()
+        return task
+
+    @property
+    def users(self):
+        return [request.user_id for request in self.service.asked]
+
+
+async def settled():
+    """Until everything that can happen without time passing has happened."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+class Client:
+    """One raw ASGI request, whose client can leave."""
+
+    def __init__(self, served, path="/v1/recommend", body=None, headers=(), chunk=2**14):
+        raw = json.dumps({"user_id": "u"} if body is None else body).encode()
+        self.scope = {"type": "http", "asgi": {"spec_version": "2.3"}, "http_version": "1.1", "method": "POST", "scheme": "http"}
+        self.scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""}
+        self.scope["headers"] = [(b"content-type", b"application/json"), *headers]
+        self.parts = [raw[start : start + chunk] for start in range(0, len(raw), chunk)]
+        self.read, self.sent, self.gone = 0, [], asyncio.Event()
+        self.task = asyncio.create_task(served.api(self.scope, self.receive, self.send))
+
+    async def receive(self):
+        if self.read < len(self.parts):
+            self.read += 1
+            return {"type": "http.request", "body": self.parts[self.read - 1], "more_body": self.read < len(self.parts)}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message):
+        self.sent.append(message)
+
+    @property
+    def status(self):
+        return self.sent[0]["status"]
+
+
+def bearer(key):
+    return {"authorization": f"Bearer genrec_{key}"}
+
+
+# Places
+
+
+async def test_beyond_the_places_and_the_queue_a_request_is_refused_at_once_with_when_to_come_again():
+    served = Served(admission=ONE_PLACE)
+    accepted = await served.asking("a", "b", "c")
+    refused = await served.ask("d")
+    assert (refused.status_code, refused.headers["content-type"]) == (503, "application/problem+json")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["instance"] == "/v1/recommend"
+    served.service.gate.set()
+    assert [(await answer).status_code for answer in accepted] == [200, 200, 200]
+    assert served.users == ["a", "b", "c"]
+    assert served.edge.statistics().refused == {503: 1}
+
+
+async def test_a_refusal_reads_no_body():
+    served = Served(admission={**ONE_PLACE, "max_queued": 0})
+    await served.asking("a")
+    client = Client(served)
+    await client.task
+    assert (client.status, client.read) == (503, 0)
+
+
+async def test_never_more_than_the_places_work_at_a_time():
+    served = Served(admission={"max_concurrent": 3, "max_queued": 50, "max_wait_ms": 60_000})
+    accepted = await served.asking(*map(str, range(20)))
+    assert len(served.service.asked) == 3
+    served.service.gate.set()
+    assert {(await answer).status_code for answer in accepted} == {200}
+
+
+async def test_interactive_comes_before_batch_and_both_before_neither_by_the_priority_header():
+    served = Served(admission={**ONE_PLACE, "max_queued": 9})
+    waiting = await served.asking("running")
+    waiting.append(
+        await served.arrived(asyncio.create_task(served.http.post("/v1/recommend:batch", json={"requests": [{"user_id": "batch"}]})))
+    )
+    waiting += await served.asking("idle", headers={"priority": "i, u=7"})
+    waiting += await served.asking("no priority at all", headers={"priority": "u=9, u=12"})
+    waiting += await served.asking("urgent", headers={"priority": "u=1;x, i"})
+    served.service.gate.set()
+    await asyncio.gather(*waiting)
+    assert served.users == ["running", "urgent", "no priority at all", "batch", "idle"]
+
+
+async def test_an_urgent_request_takes_the_place_of_a_waiting_one_that_is_less_so():
+    served = Served(admission={**ONE_PLACE, "max_queued": 1})
+    [running, displaced] = await served.asking("running", "displaced")
+    [urgent] = await served.asking("urgent", headers={"priority": "u=0"})
+    assert (await displaced).status_code == 503
+    served.service.gate.set()
+    assert [(await answer).status_code for answer in (running, urgent)] == [200, 200]
+
+
+async def test_who_has_waited_too_long_is_refused():
+    served = Served(admission={**ONE_PLACE, "max_wait_ms": 20})
+    [running, late] = await served.asking("running", "late")
+    assert (await late).status_code == 503
+    served.service.gate.set()
+    assert (await running).status_code == 200
+    assert served.users == ["running"]
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/docs", "/openapi.json"])
+async def test_health_and_documentation_need_neither_a_place_nor_a_key(path):
+    served = Served(admission={**ONE_PLACE, "max_queued": 0}, api_keys=KEYS)
+    await served.asking("a", headers=bearer("any"))
+    assert (await served.http.get(path)).status_code == 200
+    assert (await served.http.get("/v1/items/1", headers=bearer("any"))).status_code == 503
+    assert (await served.http.get("/no/such/path")).status_code == 401
+
+
+async def test_a_tenant_leaves_places_for_the_others():
+    served = Served(admission={"max_concurrent": 2, "max_queued": 4, "max_wait_ms": 60_000, "max_concurrent_share": 0.5})
+    [ours] = await served.asking("ours", tenant="ours")
+    refused = await served.ask("ours too", tenant="ours")
+    [theirs] = await served.asking("theirs", tenant="theirs")
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    served.service.gate.set()
+    assert [(await answer).status_code for answer in (ours, theirs)] == [200, 200]
+
+
+# Deadlines
+
+
+async def test_the_time_in_the_queue_counts_against_the_deadline():
+    served = Served(admission=ONE_PLACE)
+    [running] = await served.asking("running")
+    before = time.monotonic()
+    [waiting] = await served.asking("waiting", deadline_ms=5000)
+    after = time.monotonic()
+    await asyncio.sleep(0.02)
+    served.service.gate.set()
+    await asyncio.gather(running, waiting)
+    assert before <= served.service.asked[-1].deadline - 5 <= after
+
+
+# Clients that leave
+
+
+async def test_what_runs_for_a_client_that_leaves_is_cancelled_and_its_place_is_free():
+    served = Served(admission=ONE_PLACE)
+    client = Client(served)
+    await settled()
+    [waiting] = await served.asking("next")
+    client.gone.set()
+    await client.task
+    assert (served.service.cancelled, client.sent) == (["u"], [])
+    served.service.gate.set()
+    assert (await waiting).status_code == 200
+
+
+async def test_a_stream_whose_client_leaves_is_ended():
+    served = Served(admission=ONE_PLACE)
+    client = Client(served, headers=[(b"accept", b"text/event-stream")])
+    await settled()
+    assert client.status == 200
+    client.gone.set()
+    await client.task
+    assert served.service.closed == ["u"]
+    assert served.edge.statistics().running == 0
+
+
+async def test_a_waiting_client_that_leaves_makes_room_in_the_queue():
+    served = Served(admission={**ONE_PLACE, "max_queued": 1})
+    [running] = await served.asking("running")
+    client = Client(served, body={"user_id": "left"})
+    await settled()
+    assert served.edge.statistics().waiting == 1
+    client.gone.set()
+    await client.task
+    assert (served.edge.statistics().waiting, client.sent) == (0, [])
+    [waiting] = await served.asking("next")
+    served.service.gate.set()
+    assert [(await answer).status_code for answer in (running, waiting)] == [200, 200]
+    assert served.users == ["running", "next"]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_request_that_is_cancelled_from_outside_ends_as_cancelled_and_frees_its_place(waits):
+    served = Served(admission=ONE_PLACE)
+    others = await served.asking("running") if waits else []
+    client = Client(served)
+    await settled()
+    client.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await client.task
+    served.service.gate.set()
+    await asyncio.gather(*others, await served.arrived(served.ask("next")))
+    statistics = served.edge.statistics()
+    assert (statistics.running, statistics.waiting) == (0, 0)
+
+
+async def test_a_client_that_leaves_after_its_answer_disturbs_nothing():
+    served = Served()
+    served.service.gate.set()
+    client = Client(served)
+    await settled()
+    client.gone.set()
+    await client.task
+    assert (client.status, client.task.cancelling(), served.service.cancelled) == (200, 0, [])
+
+
+@pytest.mark.parametrize("headers", [b"", b"accept: text/event-stream\r\n"], ids=["answer", "stream"])
+async def test_over_a_real_connection_a_client_that_hangs_up_ends_the_work(headers):
+    served = Served(admission=ONE_PLACE)
+    server = uvicorn.Server(uvicorn.Config(served.api, port=0, lifespan="off", log_config=None))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = asyncio.create_task(server.serve([listening]))
+        _, writer = await asyncio.open_connection(*listening.getsockname())
+        writer.write(b"POST /v1/recommend HTTP/1.1\r\nhost: genrec\r\ncontent-type: application/json\r\n" + headers)
+        writer.write(b'content-length: 15\r\n\r\n{"user_id":"u"}')
+        await until(lambda: served.users == ["u"])
+        writer.close()
+        await until(lambda: served.service.cancelled + served.service.closed == ["u"])
+        await until(lambda: served.edge.statistics().running == 0)
+        server.should_exit = True
+        await serving
+
+
+async def until(condition):
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - it is uvicorn's doing, which sets no event of ours
+            await asyncio.sleep(0.005)
+
+
+# Bodies
+
+
+async def test_a_waiting_body_is_not_read_into_memory_and_arrives_whole_afterwards():
+    served = Served(admission=ONE_PLACE)
+    [running] = await served.asking("running")
+    blocked = [f"item {i}" for i in range(10_000)]
+    client = Client(served, body={"user_id": "large", "blocked": blocked}, chunk=2**12)
+    await settled()
+    assert client.read * 2**12 <= READ_AHEAD + 2**13
+    served.service.gate.set()
+    await asyncio.gather(running, client.task)
+    assert client.status == 200
+    assert served.service.asked[-1].blocked == set(blocked)
+
+
+async def test_a_body_that_is_too_large_is_refused_by_its_length_before_it_is_read():
+    served = Served(max_body_bytes=1024)
+    for length in (b"1025", b"9" * 50):
+        client = Client(served, headers=[(b"content-length", length)])
+        await client.task
+        assert (client.status, client.read) == (413, 0)
+        assert json.loads(client.sent[1]["body"])["errors"][0]["field"] == "body"
+
+
+async def test_a_body_that_does_not_tell_its_length_is_refused_once_it_is_too_large():
+    served = Served(max_body_bytes=1024)
+    client = Client(served, body={"user_id": "u" * 10_000}, chunk=512)
+    await client.task
+    assert client.status == 413
+
+
+# Rates
+
+
+async def test_beyond_its_rate_a_tenant_is_answered_429_and_others_are_not():
+    served = Served(rate_limits={"tenants": {"shop": {"per_s": 0.1, "burst": 2}}})
+    served.service.gate.set()
+    first, second, third = [await served.ask(tenant="shop") for _ in range(3)]
+    assert [answer.status_code for answer in (first, second, third)] == [200, 200, 429]
+    assert [answer.headers["ratelimit-remaining"] for answer in (first, second, third)] == ["1", "0", "0"]
+    assert third.headers["retry-after"] == "10"
+    assert third.json()["title"] == "Too many requests"
+    assert "ratelimit-limit" not in (await served.ask(tenant="other")).headers
+
+
+async def test_a_batch_costs_as_many_tokens_as_it_has_requests():
+    served = Served(rate_limits={"default": {"per_s": 0.1, "burst": 5}})
+    served.service.gate.set()
+
+    async def batch(size):
+        return await served.http.post("/v1/recommend:batch", json={"requests": [{"user_id": "u", "tenant": "shop"}] * size})
+
+    assert [(await batch(size)).status_code for size in (3, 3, 2, 1)] == [200, 429, 200, 429]
+    never = await batch(6)
+    assert (never.status_code, never.json()["errors"][0]["field"]) == (422, "requests")
+
+
+async def test_a_key_bound_to_a_tenant_is_charged_once_a_request_and_before_its_body_is_read():
+    served = Served(rate_limits={"default": {"per_s": 0.1, "burst": 3}}, api_keys=KEYS)
+    served.service.gate.set()
+    batch = {"requests": [{"user_id": "u"}] * 2}
+    assert (await served.http.post("/v1/recommend:batch", json=batch, headers=bearer("shop"))).status_code == 200
+    assert (await served.ask(headers=bearer("shop"))).status_code == 200
+    client = Client(served, headers=[(b"authorization", b"Bearer genrec_shop")])
+    await client.task
+    assert (client.status, client.read) == (429, 0)
+
+
+async def test_events_and_histories_count_as_well():
+    served = Served(rate_limits={"default": {"per_s": 0.1, "burst": 1}})
+    event = {"user_id": "u", "item_id": "1"}
+    assert [(await served.http.post("/v1/events", json=event)).status_code for _ in range(2)] == [201, 429]
+    histories = [await served.http.get("/v1/users/u/history?tenant=shop") for _ in range(2)]
+    assert [answer.status_code for answer in histories] == [200, 429]
+
+
+async def test_gateways_share_a_limit():
+    served = Served(gateways=4, rate_limits={"default": {"per_s": 4, "burst": 8}})
+    served.service.gate.set()
+    assert [(await served.ask()).status_code for _ in range(3)] == [200, 200, 429]
+
+
+# Keys
+
+
+async def test_without_keys_in_the_configuration_everybody_may_do_everything():
+    served = Served()
+    assert (await served.http.get("/v1/backends")).status_code == 200
+    assert (await served.http.post("/v1/cache:invalidate", json={})).status_code == 200
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Basic Z2VucmVj"}, bearer("unknown"), {"authorization": "Bearer"}], ids=str)
+async def test_without_a_known_key_nobody_gets_in(headers, caplog):
+    served = Served(api_keys=KEYS)
+    with caplog.at_level(logging.DEBUG):
+        answer = await served.http.get("/v1/backends", headers=headers)
+    assert (answer.status_code, answer.headers["content-type"]) == (401, "application/problem+json")
+    assert answer.headers["www-authenticate"].startswith("Bearer")
+    assert "genrec_unknown" not in caplog.text + answer.text
+
+
+async def test_a_bound_key_fills_in_its_tenant():
+    served = Served(api_keys=KEYS)
+    served.service.gate.set()
+    batch = {"requests": [{"user_id": "u"}, {"user_id": "u", "tenant": "shop"}]}
+    await served.ask(headers=bearer("shop"))
+    await served.http.post("/v1/recommend:batch", json=batch, headers=bearer("shop"))
+    await served.http.post("/v1/events", json={"events": [{"user_id": "u", "item_id": "1"}]}, headers=bearer("shop"))
+    await served.http.get("/v1/users/u/history", headers=bearer("shop"))
+    await served.http.delete("/v1/users/u/history", headers=bearer("shop"))
+    assert {request.tenant for request in served.service.asked} | set(served.data.tenants) == {"shop"}
+    assert len(served.service.asked) + len(served.data.tenants) == 6
+
+
+async def test_a_bound_key_acts_for_no_other_tenant():
+    served = Served(api_keys=KEYS)
+    event = {"user_id": "u", "item_id": "1"}
+    asked = [
+        ("POST", "/v1/recommend", {"user_id": "u", "tenant": "other"}),
+        ("POST", "/v1/recommend:batch", {"requests": [{"user_id": "u"}, {"user_id": "u", "tenant": "default"}]}),
+        ("POST", "/v1/events", {**event, "tenant": "other"}),
+        ("POST", "/v1/events", {"events": [event, {**event, "tenant": "other"}]}),
+        ("GET", "/v1/users/u/history?tenant=other", None),
+        ("DELETE", "/v1/users/u/history?tenant=other", None),
+    ]
+    answers = [await served.http.request(method, path, json=body, headers=bearer("shop")) for method, path, body in asked]
+    assert {answer.status_code for answer in answers} == {403}
+    assert (served.service.asked, served.data.tenants) == ([], [])
+
+
+async def test_only_an_admin_key_operates_the_system():
+    served = Served(api_keys=KEYS)
+    asked = [("GET", "/v1/backends"), ("POST", "/v1/backends/encoder/torch:disable"), ("GET", "/v1/models")]
+    for method, path in [*asked, ("GET", "/v1/cache"), ("POST", "/v1/cache:invalidate")]:
+        for key in ("shop", "any"):
+            assert (await served.http.request(method, path, json={}, headers=bearer(key))).status_code == 403, (method, path, key)
+    assert (await served.http.get("/v1/backends", headers=bearer("boss"))).status_code == 200
+    assert (await served.http.delete("/v1/users/u/history?tenant=other", headers=bearer("boss"))).status_code == 200
+
+
+# Settings that change
+
+
+async def test_new_settings_hold_for_the_next_request_without_a_restart():
+    served = Served(admission=ONE_PLACE)
+    [running, waiting] = await served.asking("a", "b")
+    served.edge.reconfigure(
+        GatewaySettings.model_validate({"admission": {"max_concurrent": 2, "max_queued": 0}, "max_k": 20, "api_keys": KEYS})
+    )
+    await settled()
+    assert served.users == ["a", "b"]
+    assert (await served.ask()).status_code == 401
+    assert (await served.ask(headers=bearer("any"))).status_code == 503
+    served.service.gate.set()
+    assert [(await answer).status_code for answer in (running, waiting)] == [200, 200]
+    assert (await served.ask(headers=bearer("any"), k=21)).status_code == 422
+
+
+async def test_who_waits_is_held_to_the_new_waiting_time():
+    served = Served(admission=ONE_PLACE)
+    [running, waiting] = await served.asking("a", "b")
+    served.edge.reconfigure(GatewaySettings.model_validate({"admission": {**ONE_PLACE, "max_wait_ms": 10}}))
+    assert (await waiting).status_code == 503
+    served.service.gate.set()
+    assert (await running).status_code == 200

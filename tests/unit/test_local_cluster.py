@@ -1,0 +1,93 @@
+"""Trial clusters without Ray: how nodes are planned, and how all processes of one are found and killed."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import ConfigError
+from deployments.cli.local_cluster import STATE_FILE, LocalCluster
+from deployments.cli.node_plan import durable_head, plan_nodes
+from deployments.cli.processes import kill_session, session_members
+
+
+def options(command: list[str]) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in command if part.startswith("--") and "=" in part)
+
+
+def test_a_killed_session_takes_processes_along_whose_parent_is_gone():
+    script = "(sleep 60 & echo started; exec >&-) & wait; exec sleep 60"  # the inner sleep is nobody's child any more
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True) as leader:
+        assert leader.stdout
+        leader.stdout.readline()
+        assert len(session_members(leader.pid)) >= 2
+        kill_session(leader.pid)
+        assert session_members(leader.pid) == []
+
+
+def test_each_node_has_ports_of_its_own_and_the_head_no_cpu():
+    plan = plan_nodes(3, cpus=4, port=18000, redis=None, name="default")
+    starts = [options(plan.command(index)) for index in range(3)]
+    assert [start["--num-cpus"] for start in starts] == ["0", "4", "4"]
+    assert len({start["--dashboard-agent-listen-port"] for start in starts}) == 3
+    assert [start.get("--address") for start in starts] == [None, plan.address, plan.address]
+    assert [plan.url(index).rpartition(":")[2] for index in range(3)] == [
+        "18000",
+        *(plan.node_environment(index)["RAY_SERVE_WORKER_PROXY_HTTP_PORT"] for index in (1, 2)),
+    ]
+    assert "RAY_SERVE_WORKER_PROXY_HTTP_PORT" not in plan.node_environment(0)
+    Path(plan.temporary).rmdir()
+
+
+def test_a_single_node_runs_the_replicas_itself():
+    plan = plan_nodes(1, cpus=4, port=None, redis=None, name="default")
+    assert options(plan.command(0))["--num-cpus"] == "4"
+    Path(plan.temporary).rmdir()
+
+
+def test_the_users_own_variables_go_before_a_profile_s_and_another_cluster_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "7")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    plan = plan_nodes(2, cpus=4, port=None, redis=None, name="default")
+    environment = plan.node_environment(1)
+    assert environment["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"] == "7"
+    assert "RAY_ADDRESS" not in environment
+    Path(plan.temporary).rmdir()
+
+
+def test_a_plan_does_not_show_its_token():
+    plan = plan_nodes(2, cpus=4, port=None, redis=None, name="default")
+    assert plan.environment["RAY_AUTH_TOKEN"] not in repr(plan)
+    Path(plan.temporary).rmdir()
+
+
+def test_two_clusters_in_one_redis_have_names_of_their_own():
+    one, other = durable_head("redis://127.0.0.1:6379"), durable_head("redis://127.0.0.1:6379/0")
+    assert one["RAY_REDIS_ADDRESS"] == other["RAY_REDIS_ADDRESS"] == "127.0.0.1:6379"
+    assert one["RAY_external_storage_namespace"] != other["RAY_external_storage_namespace"]
+
+
+@pytest.mark.parametrize("url", ["redis", "redis://host", "redis://host:port", "redis://a:b@host:1"])
+def test_a_redis_that_has_no_host_and_port_is_refused(url: str):
+    with pytest.raises(ConfigError, match=r"such as redis://127\.0\.0\.1:6379"):
+        durable_head(url)
+
+
+@pytest.mark.parametrize("nodes", [0, 9])
+def test_a_number_of_nodes_that_a_machine_cannot_bear_is_refused(nodes: int):
+    with pytest.raises(ConfigError, match=f"1 to 8 nodes, not {nodes}"):
+        plan_nodes(nodes, cpus=4, port=None, redis=None, name="default")
+
+
+def test_a_cluster_that_was_not_started_is_said_to_be_so(tmp_path: Path):
+    with pytest.raises(ConfigError, match="genrec cluster up"):
+        LocalCluster.find(tmp_path)
+
+
+def test_what_was_started_before_the_machine_was_is_not_taken_for_running(tmp_path):
+    (tmp_path / STATE_FILE).write_text(json.dumps({"plan": {}, "nodes": [{"pid": 1}], "document": {}, "boot": "another one"}))
+    with pytest.raises(ConfigError, match="was started anew since"):
+        LocalCluster.find(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        LocalCluster.find(tmp_path)

@@ -1,0 +1,116 @@
+"""`genrec models`: what each command does to the model's directory, and what it says."""
+
+import shutil
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from cluster.bundle import WEIGHTS, BundleStore
+from cluster.errors import BundleError, ConfigError
+from cluster.rollout import RolloutStore
+from deployments.cli import models
+
+
+@pytest.fixture
+def model_dir(three_versions, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    return three_versions
+
+
+def genrec_models(*arguments):
+    answer = CliRunner().invoke(models.app, [str(one) for one in arguments], catch_exceptions=False)
+    return answer.exit_code, answer.output
+
+
+def test_promote_and_rollback_change_which_version_is_stable(model_dir):
+    store = BundleStore(model_dir)
+    assert genrec_models("promote", 1, "--model-dir", model_dir) == (0, "tiny/1 is stable; whoever serves it follows within seconds\n")
+    assert store.current() == 1
+    assert genrec_models("rollback", "--model-dir", model_dir) == (0, "tiny/3 is stable\n")
+    assert store.current() == 3
+
+
+@pytest.mark.parametrize("kind", ["canary", "ab", "shadow"])
+def test_a_trial_begins_with_its_share_and_guard_and_ends_with_the_reason(model_dir, kind):
+    said = genrec_models("promote", 1, f"--{kind}", 0.05, "--degraded-margin", 0.1, "--latency-ratio", 3, "--model-dir", model_dir)[1]
+    assert said.startswith(f"the {kind} of 1 begins, on 5.0% of users; tiny/3 is stable")
+    trial = RolloutStore(BundleStore(model_dir)).read().trial
+    assert (trial.version, trial.kind, trial.share) == (1, kind, 0.05)
+    assert (trial.guard.degraded_margin, trial.guard.latency_ratio, trial.guard.least_overlap) == (0.1, 3, 0)
+    assert genrec_models("rollback", "--reason", "people complained", "--model-dir", model_dir) == (0, "tiny/3 is stable\n")
+    assert f"the {kind} of 1 was rolled back: people complained" in genrec_models("list", "--model-dir", model_dir)[1]
+
+
+@pytest.mark.parametrize("options", [("--canary", 0.1, "--shadow", 0.1), ("--canary", 0)])
+def test_two_kinds_of_trial_or_nobody_to_try_it_on_are_refused(model_dir, options):
+    with pytest.raises(ConfigError, match="give one of --canary, --ab and --shadow, with a share above 0"):
+        genrec_models("promote", 1, *options, "--model-dir", model_dir)
+    assert RolloutStore(BundleStore(model_dir)).read().trial is None
+
+
+def test_a_corrupt_version_is_not_promoted_and_the_list_says_why(model_dir):
+    (model_dir / "2" / WEIGHTS).unlink()
+    with pytest.raises(BundleError, match=r"weights\.safetensors is missing"):
+        genrec_models("promote", 2, "--model-dir", model_dir)
+    shown = genrec_models("list", "--model-dir", model_dir)[1]
+    assert "refused" in shown
+    assert "stable" in shown
+
+
+def test_the_list_says_which_version_does_what(model_dir):
+    genrec_models("promote", 2, "--canary", 0.25, "--model-dir", model_dir)
+    lines = genrec_models("list", "--model-dir", model_dir)[1].splitlines()
+    rows = {cells[1].strip(): cells[2].strip() for line in lines if len(cells := line.split("│")) > 3}
+    assert rows == {"1": "", "2": "canary, 25.0% of users", "3": "stable"}
+
+
+@pytest.mark.parametrize("version", ["", "2"])
+def test_a_version_or_the_current_one_of_a_model_is_published_and_does_not_serve_yet(model_dir, tmp_path, version):
+    target = BundleStore(shutil.copytree(model_dir, tmp_path / "served"))
+    code, said = genrec_models("publish", model_dir / version, "--model-dir", target.root)
+    assert (code, said) == (0, f"published served/4; to serve it: genrec models promote 4 --model-dir {target.root}\n")
+    assert target.current() == 3
+    assert len(target.open(4).catalogue) == (30 if version else 40)
+
+
+def test_what_is_corrupt_or_no_version_is_not_published(model_dir, tmp_path):
+    target = tmp_path / "served"
+    (model_dir / "2" / WEIGHTS).unlink()
+    with pytest.raises(BundleError, match=r"weights\.safetensors is missing"):
+        genrec_models("publish", model_dir / "2", "--model-dir", target)
+    with pytest.raises(BundleError, match="is not named by its version's number; rename it to one"):
+        genrec_models("publish", shutil.copytree(model_dir / "1", tmp_path / "mine"), "--model-dir", target)
+    with pytest.raises(BundleError, match="no model has been published in"):
+        genrec_models("publish", tmp_path / "none", "--model-dir", target)
+    assert BundleStore(target).versions() == []
+
+
+TOLD = {
+    "model_version": "tiny/1",
+    "versions": [
+        {"version": 1, "role": "stable", "holders": {"encoder": 2}, "obstacles": [], "requests": 9, "degraded": 0, "p95_ms": 12.5},
+        {"version": 2, "role": "shadow", "holders": {"encoder": 1}, "obstacles": ["it is cut off"], "requests": 3, "degraded": 1},
+    ],
+}
+
+
+def test_the_status_shows_what_a_cluster_tells_and_brings_the_key(monkeypatch):
+    asked = []
+
+    def get(url, **more):
+        asked.append((url, more["headers"]))
+        versions = [{"p95_ms": None, "overlap": 0.8 if one["role"] == "shadow" else None, **one} for one in TOLD["versions"]]
+        return httpx.Response(200, json={**TOLD, "versions": versions}, request=httpx.Request("GET", url))
+
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(httpx, "get", get)
+    shown = genrec_models("status", "--url", "http://here:8000", "--key", "secret")[1]
+    assert asked == [("http://here:8000/v1/models", {"authorization": "Bearer secret"})]
+    for part in ("tiny/1 is stable", "2 encoder", "1 encoder; it is cut off", "12.5", "0.8"):
+        assert part in shown, part
+
+
+def test_a_cluster_that_cannot_be_reached_is_named():
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9/v1/models could not be read"):
+        genrec_models("status", "--url", "http://127.0.0.1:9")

@@ -1,0 +1,115 @@
+"""Profiles of Ray Serve: which is chosen, and that two clusters on a machine share nothing."""
+
+import os
+import random
+import socket
+import subprocess
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from cluster import profile
+from cluster.errors import ConfigError
+from cluster.values import Availability
+
+
+@pytest.fixture
+def without_haproxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "works", lambda: Availability.no("haproxy is not here"))
+
+
+@pytest.fixture
+def with_haproxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "works", Availability.yes)
+
+
+def test_the_fast_profile_is_taken_where_it_works(with_haproxy):
+    assert profile.environment() == profile.environment("fast") == profile.fast()
+    assert profile.environment("default") == profile.default()
+
+
+def test_the_default_profile_is_taken_where_haproxy_is_not(without_haproxy):
+    assert profile.environment() == profile.default()
+    with pytest.raises(ConfigError, match=r"haproxy is not here; or choose --profile default"):
+        profile.environment("fast")
+
+
+def test_a_program_that_does_not_run_makes_the_fast_profile_unavailable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    broken = tmp_path / "haproxy"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(broken))
+    available = profile.works()
+    assert not available.ok
+    assert "exit status 3" in available.reason
+
+
+def test_serve_is_never_throughput_optimised_without_haproxy():
+    assert profile.fast()["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    assert not any("THROUGHPUT" in name or "HA_PROXY" in name for name in profile.default())
+
+
+def the_variables() -> list[str]:
+    return sorted((profile.fast() | profile.apart(20_000, Path("/d")) | profile.node_ports(20_000, 0)).keys() - {profile.PROGRAM})
+
+
+@pytest.mark.parametrize("name", the_variables())
+def test_ray_serve_reads_each_variable(name: str):
+    """A variable that a later Ray no longer reads would do nothing, and say nothing."""
+    private = Path(import_module("ray").__file__ or "").parent / "serve" / "_private"
+    assert subprocess.run(["grep", "-rqw", name, str(private), "--include=*.py"], check=False).returncode == 0
+
+
+def test_a_cluster_s_ports_are_its_own():
+    block = profile.free_block(random.Random(1))
+    mine = [profile.apart(block, Path("/d")), *(profile.node_ports(block, node) for node in range(8))]
+    ports = [int(value) for part in mine for name, value in part.items() if name.endswith("PORT")]
+    assert len(set(ports)) == len(ports)
+    assert set(ports) <= set(range(block, block + profile.BLOCK))
+
+
+def test_a_block_of_ports_is_one_where_nobody_listens():
+    first = profile.free_block(random.Random(7))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first + 17))
+        taken.listen()
+        assert profile.free_block(random.Random(7)) != first
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Callable[..., str]:
+    """What HAProxy is given to read when it is started with these arguments, after the file that Ray wrote."""
+    program, config = tmp_path / "haproxy", tmp_path / "haproxy.cfg"
+    program.write_text('#!/bin/sh\ncat "$3"\n')
+    program.chmod(0o755)
+
+    def start(written: str, *arguments: str) -> str:
+        config.write_text(written)
+        command = [profile.STARTER, "-db", "-f", config, "-dR", *arguments]
+        done = subprocess.run(command, env={**os.environ, profile.PROGRAM: str(program)}, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    return start
+
+
+def test_a_haproxy_that_replaces_a_dead_one_begins_with_the_gateways_that_one_knew(started: Callable[..., str]):
+    assert started("no gateway") == "no gateway"
+    assert started("two gateways", "-sf", "17", "-x", "admin.sock") == "two gateways"
+    assert started("no gateway") == "two gateways"
+
+
+def test_a_haproxy_that_takes_over_from_a_living_one_is_told_by_ray_alone(started: Callable[..., str]):
+    started("two gateways", "-sf", "17")
+    assert started("no gateway", "-sf", "18") == "no gateway"
+    assert started("nothing yet") == "no gateway"
+
+
+def test_the_starter_is_told_the_program_itself_also_within_the_profile(with_haproxy, monkeypatch: pytest.MonkeyPatch):
+    outside = profile.fast()
+    if profile.PROGRAM not in outside:
+        pytest.skip(profile.works().reason)
+    for name, value in outside.items():
+        monkeypatch.setenv(name, value)
+    assert profile.fast()[profile.PROGRAM] == outside[profile.PROGRAM] != str(profile.STARTER)

@@ -1,0 +1,151 @@
+"""What events teach a ranker, how it is trained and measured, and whether it is to be the last stage."""
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.bundle import ModelRecord, RankerRecord
+from cluster.dataset import Interactions
+from cluster.ranking import Task
+from cluster.values import Action, Encoded, Generated
+from integrations.hstu.config import HSTUConfig
+from integrations.hstu.model import HSTU
+from integrations.hstu.ranker import HSTURanker
+from pipelines.blend import BlendWeights
+from pipelines.drawing import Drawing
+from pipelines.evaluate_ranker import auc, ranker_quality
+from pipelines.generative_run import Lists
+from pipelines.ranker_run import improves, last_stage_quality, new_ranker, ranker_record
+from pipelines.ranking_labels import labels, tasks_of
+from pipelines.splits import TEST, VALIDATION, held_out
+from pipelines.train_ranker import RankerOptions, RankerTrainer
+
+ITEMS = 30
+CPU = torch.device("cpu")
+
+
+def shoppers(users=120, seed=0, actions=(Action.VIEW, Action.RATING, Action.PURCHASE)) -> Interactions:
+    """Users who walk from item to item; item 3n is always bought, item 3n + 1 rated, 5 where n is even and 1 where it is odd, the rest
+    viewed.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(8, 16, users)
+    items = [(rng.integers(ITEMS) + np.arange(length)) % ITEMS + 1 for length in lengths]
+    offsets = np.r_[0, np.cumsum(lengths)].astype(np.int64)
+    all_items = np.concatenate(items)
+    kinds = np.select([all_items % 3 == 0, all_items % 3 == 1], [Action.PURCHASE.code, Action.RATING.code], Action.VIEW.code)
+    kinds = np.where(np.isin(kinds, [action.code for action in actions]), kinds, Action.VIEW.code)
+    values = np.where(kinds == Action.RATING.code, np.where(all_items // 3 % 2, 1.0, 5.0), np.nan)
+    times = 1_500_000_000 + np.arange(len(all_items)) * 60
+    columns = all_items.astype(np.int32), times.astype(np.int64), kinds.astype(np.int8), values.astype(np.float32)
+    return Interactions([f"u{user}" for user in range(users)], offsets, *columns)
+
+
+MODEL = ModelRecord(family="hstu", config={"items": ITEMS, "dim": 16, "layers": 2, "max_history": 16, "max_length": 20, "dropout": 0.0})
+
+
+def trained(interactions, epochs=15, **options):
+    record = ranker_record(MODEL, interactions)
+    torch.manual_seed(0)
+    ranker = new_ranker(record, HSTU(HSTUConfig.model_validate({**MODEL.config, "attention_dim": 16, "linear_dim": 16})), seed=0)
+    trainer = RankerTrainer(ranker, interactions, RankerOptions(epochs=epochs, learning_rate=0.01, **options), device="cpu")
+    trainer.fit()
+    return record, trainer
+
+
+def test_labels_say_what_an_event_says_of_each_task():
+    actions = np.array([Action.VIEW.code, Action.DISLIKE.code, Action.PURCHASE.code, Action.RATING.code, Action.RATING.code], np.int8)
+    values = np.array([np.nan, np.nan, 99.0, 4.0, 3.5], np.float32)
+    table = dict(zip(Task, labels(actions, values, highest=5.0).T, strict=True))
+    np.testing.assert_array_equal(table[Task.CLICK], [1, 0, 1, 1, 1])
+    np.testing.assert_array_equal(table[Task.LIKE], [np.nan, 0, 1, 1, 0])
+    np.testing.assert_array_equal(table[Task.RATING], [np.nan, np.nan, np.nan, 4, 3.5])
+    np.testing.assert_array_equal(table[Task.PURCHASE], [0, 0, 1, 0, 0])
+
+
+def test_only_tasks_with_labels_enough_of_both_kinds_are_learnt():
+    assert tasks_of(shoppers()) == (Task.CLICK, Task.LIKE, Task.RATING, Task.PURCHASE)
+    assert tasks_of(shoppers(actions=(Action.VIEW,))) == (Task.CLICK,)
+    assert tasks_of(shoppers(users=4)) == (Task.CLICK,)
+
+
+def test_the_record_knows_the_scale_of_the_ratings_and_takes_the_encoders_sizes():
+    record = ranker_record(MODEL, shoppers())
+    assert (record.rating.low, record.rating.high) == (1, 5)
+    assert 2 < record.rating.mean < 4
+    assert record.config == {**MODEL.config, "attention_dim": 16, "linear_dim": 16}
+
+
+def test_a_ranker_begins_with_the_encoders_weights():
+    encoder = HSTU(HSTUConfig.model_validate({**MODEL.config, "attention_dim": 16, "linear_dim": 16}))
+    ranker = new_ranker(ranker_record(MODEL, shoppers()), encoder, seed=0)
+    for name, weights in encoder.state_dict().items():
+        assert torch.equal(ranker.state_dict()[name], weights), name
+
+
+def test_it_learns_what_users_turn_to_buy_and_rate():
+    interactions = shoppers()
+    record, trainer = trained(interactions)
+    quality = ranker_quality(trainer.ranker, interactions, from_end=TEST, device=CPU)
+    assert record.tasks == (Task.CLICK, Task.LIKE, Task.RATING, Task.PURCHASE)
+    assert quality["auc.click"] > 0.9
+    assert quality["auc.purchase"] > 0.95  # the item alone tells
+    assert quality["rmse.rating"] < 0.5 * quality["rmse.mean"]
+
+
+def test_training_never_sees_the_held_out_events():
+    interactions = shoppers()
+    _, trainer = trained(interactions, epochs=1)
+    last = {int(interactions.timestamps[end - back]) for end in interactions.offsets[1:] for back in (TEST, VALIDATION)}
+    seen = {int(time) for example in trainer._examples(np.random.default_rng(0)) for time in example.history.timestamps}
+    assert not last & seen
+    assert len(seen | last) == len(interactions)
+    again = RankerTrainer(HSTURanker(trainer.ranker.config), interactions, RankerOptions(validate_every=0), device="cpu")
+    assert len({int(t) for example in again._examples(np.random.default_rng(0)) for t in example.history.timestamps} & last) == 120
+
+
+def test_a_run_is_the_same_each_time():
+    first, second = (trained(shoppers(users=20), epochs=2)[1].ranker.state_dict() for _ in "12")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("scores", "wanted", "expected"),
+    [([3, 2, 1], [1, 0, 0], 1.0), ([1, 2, 3], [1, 0, 0], 0.0), ([2, 2, 1], [1, 0, 0], 0.75), ([1, 2], [1, 1], float("nan"))],
+)
+def test_auc_counts_pairs_in_the_right_order_and_ties_half(scores, wanted, expected):
+    assert auc(np.array(scores, np.float32), np.array(wanted, np.float32)) == pytest.approx(expected, nan_ok=True)
+
+
+def test_every_other_item_is_drawn_by_its_popularity():
+    drawn = Drawing(np.array([0, 1000, *[0] * 98, 1000])).draw((20_000, 2), np.random.default_rng(0))
+    assert ((drawn >= 1) & (drawn <= 100)).all()
+    by_popularity, alike = (np.isin(drawn[:, column], [1, 100]).mean() for column in (0, 1))
+    assert by_popularity == pytest.approx(2 * 1001**0.75 / (2 * 1001**0.75 + 98), abs=0.02)
+    assert alike == pytest.approx(0.02, abs=0.005)
+
+
+class Liking:
+    """A ranker that prefers one item above all, then the higher index."""
+
+    def __init__(self, item):
+        self.item = item
+
+    def after(self, sequence, candidates):
+        return torch.where(candidates == self.item, 1.0, candidates / 1000)[:, None]
+
+
+def test_the_last_stage_is_measured_on_the_lists_as_they_are_served():
+    examples = list(held_out(shoppers(users=2), TEST))
+    targets = [one.target for one in examples]
+    retrieved = [
+        Encoded(np.ones(2), np.array([7, 8, target, 9], np.int32), np.array([0.9, 0.8, 0.7, 0.6], np.float32)) for target in targets
+    ]
+    nothing = [Generated(np.empty(0, np.int32), np.empty(0, np.float32))] * 2
+    record, lists = RankerRecord(family="fake", config={}, tasks=(Task.CLICK,)), Lists(examples, retrieved, nothing)
+    found_first = last_stage_quality(Liking(targets[0]), record, lists, BlendWeights(), rank_pool=3)
+    assert found_first["found"]["mrr"] == pytest.approx(1 / 3)
+    assert improves(found_first)
+    cut_off = last_stage_quality(Liking(targets[0]), record, lists, BlendWeights(), rank_pool=2)
+    assert cut_off["ranked"]["hr@10"] == 0.0  # who is not in the pool is not ranked
+    assert not improves(cut_off)

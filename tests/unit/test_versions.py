@@ -1,0 +1,336 @@
+"""Which version answers whom, in one gateway: the real pipeline over a shelf of versions, with stages that a test controls."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from cluster.bundle import BundleStore
+from cluster.cache.memory import MemoryCache
+from cluster.cache.tier_values import TierSettings
+from cluster.cache.tiered import TieredCache
+from cluster.config import Settings
+from cluster.controller import NoBackendAnswered
+from cluster.fleet import FleetNews
+from cluster.rollout import Rollout, Trial
+from cluster.values import Behaviour, RecommendRequest, SkippedBackend
+from deployments.replica import ModelGone
+from deployments.versions import SHADOWS_AT_ONCE, ServedModel, Versions
+from pipelines.answers import ANSWER_CODEC, Answers
+from pipelines.stored_history import StoredHistories
+from tests.bundles import make_bundle
+from tests.fake_stages import Descending, Naming, bundle_with_decoder
+
+ITEMS = {1: 20, 2: 30, 3: 40}
+USERS = [f"user {number}" for number in range(40)]
+HISTORY = (Behaviour("1", 1000),)
+HALF = Trial(version=2, share=0.5, began=1.0)
+
+
+class FakeStages:
+    """Every version ranks its catalogue from the last item down. `gone`: versions that no replica holds; `able`: those said to be ready."""
+
+    def __init__(self, store):
+        self.encoders = {store.open(version).version: Descending(store.open(version)) for version in store.versions()}
+        self.generators = {}
+        self.gone, self.able = set(), {1, 2, 3}
+
+    async def encode(self, request, within_s):
+        return await self._of(self.encoders, request)(request, within_s)
+
+    async def generate(self, request, within_s):
+        return await self._of(self.generators, request)(request, within_s)
+
+    async def generate_stream(self, request, within_s):
+        async for part in self._of(self.generators, request).stream(request, within_s):
+            yield part
+
+    def heed(self, news):
+        self.news = news
+
+    def ready(self, version):
+        return version in self.able
+
+    def _of(self, engines, request):
+        if request.model_version in self.gone:
+            raise ModelGone(f"not {request.model_version}")
+        return engines[request.model_version]
+
+
+class FakeShelf:
+    """Holds what a test puts there."""
+
+    def __init__(self):
+        self.by_version = {}
+
+    @property
+    def models(self):
+        return tuple(self.by_version.values())
+
+    def get(self, version):
+        return self.by_version.get(version)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models") / "tiny"
+    for items in ITEMS.values():
+        make_bundle(root, items=items)
+    return root
+
+
+class Rig:
+    """A gateway's versions, of which the shelf holds 1 and 2."""
+
+    def __init__(self, store, *, cached=False):
+        self.store, self.stages, self.shelf = store, FakeStages(store), FakeShelf()
+        self._cache = TieredCache(MemoryCache("s3fifo", 2**20), None, TierSettings(), ANSWER_CODEC) if cached else None
+        for version in (1, 2):
+            self.hold(version)
+        self.versions = Versions(self.shelf, self.stages)
+
+    def hold(self, version):
+        model = ServedModel(self.store.open(version), Settings(), self.stages)
+        model.answers = Answers(model.recommender, StoredHistories(None, 100), self._cache, model.bundle.digest)
+        self.shelf.by_version[version] = model
+
+    def learn(self, stable, trial=None, *, settled=True, used=()):
+        news = FleetNews(used=frozenset(used), settled=settled)
+        self.versions.update(SimpleNamespace(rollout=Rollout(stable=stable, trial=trial), news=news))
+
+    async def ask(self, user="ada", **more):
+        return await self.versions.recommend(RecommendRequest(user, HISTORY, k=3, **more))
+
+    async def served_by(self, user="ada"):
+        """The version whose items the answer has; every answer names the version it was made of."""
+        answer = await self.ask(user)
+        number = int(answer.model_version.removeprefix("tiny/"))
+        assert [one.item.item_id for one in answer.items] == [str(ITEMS[number] - rank) for rank in range(3)]
+        assert not answer.degraded
+        return number
+
+    def encoder(self, version):
+        return self.stages.encoders[f"tiny/{version}"]
+
+    async def shadows(self):
+        await asyncio.gather(*self.versions._shadows)
+
+
+@pytest.fixture
+def rig(three):
+    return Rig(BundleStore(three))
+
+
+async def test_the_stable_version_answers_everybody(rig):
+    rig.learn(1)
+    assert {await rig.served_by(user) for user in USERS} == {1}
+    assert rig.versions.uses() == {1}
+    assert rig.versions.stable.bundle.version == "tiny/1"
+
+
+async def test_a_promoted_version_takes_over_only_once_every_replica_has_it(rig):
+    rig.learn(1)
+    rig.stages.able = {1}
+    rig.learn(2)
+    assert (await rig.served_by(), rig.versions.uses()) == (1, {1})
+    rig.stages.able = {1, 2}
+    rig.learn(2)
+    assert (await rig.served_by(), rig.versions.uses()) == (2, {2})
+
+
+async def test_it_does_not_take_over_while_the_gateway_itself_does_not_hold_it(rig):
+    rig.learn(1)
+    rig.learn(3)
+    assert await rig.served_by() == 1
+    rig.hold(3)
+    rig.learn(3)
+    assert await rig.served_by() == 3
+
+
+async def test_a_switchboard_that_has_not_heard_of_everybody_changes_nothing(rig):
+    rig.learn(1)
+    rig.learn(2, settled=False)
+    assert await rig.served_by() == 1
+    rig.learn(1, HALF, settled=False)
+    assert {await rig.served_by(user) for user in USERS} == {1}
+
+
+async def test_a_gateway_that_is_new_takes_what_it_can_before_all_is_known(rig):
+    rig.learn(2, settled=False)
+    assert await rig.served_by() == 2
+
+
+async def test_a_gateway_that_is_new_in_the_middle_of_a_rollout_answers_with_what_the_others_do(rig):
+    rig.stages.able = set()
+    rig.learn(3, settled=False, used={2})
+    assert await rig.served_by() == 2
+
+
+async def test_what_served_goes_on_while_the_promoted_version_cannot_serve(rig):
+    rig.learn(1)
+    rig.stages.able = {1}
+    for _ in range(3):
+        rig.learn(2)
+    rig.learn(1)
+    assert await rig.served_by() == 1
+
+
+@pytest.mark.parametrize("kind", ["canary", "ab"])
+async def test_the_users_of_the_share_get_the_version_on_trial_and_the_others_the_stable_one(rig, kind):
+    trial = HALF.model_copy(update={"kind": kind})
+    rig.learn(1, trial)
+    for _ in range(2):
+        assert {user: await rig.served_by(user) for user in USERS} == {user: 1 + trial.includes("default", user) for user in USERS}
+    assert rig.versions.uses() == {1, 2}
+
+
+async def test_a_trial_begins_only_once_everybody_can_serve_it_and_ends_with_the_next_update(rig):
+    rig.learn(1)
+    rig.stages.able = {1}
+    rig.learn(1, HALF)
+    assert {await rig.served_by(user) for user in USERS} == {1}
+    rig.stages.able = {1, 2}
+    rig.learn(1, HALF)
+    assert {await rig.served_by(user) for user in USERS} == {1, 2}
+    rig.learn(1)
+    assert {await rig.served_by(user) for user in USERS} == {1}
+
+
+async def test_where_no_replica_holds_the_version_another_answers_the_whole_request(rig):
+    rig.learn(2)
+    rig.stages.gone = {"tiny/2"}
+    assert await rig.served_by() == 1
+    rig.stages.gone = set()
+    assert await rig.served_by() == 2
+
+
+async def test_a_degraded_answer_that_is_kept_since_then_does_not_hide_it(three):
+    rig = Rig(BundleStore(three), cached=True)
+    rig.learn(2)
+    rig.stages.gone = {"tiny/2"}
+    for _ in range(3):
+        assert await rig.served_by() == 1
+
+
+async def test_where_the_generator_lacks_the_version_another_answers_too(tmp_path):
+    store = BundleStore(tmp_path / "tiny")
+    bundle_with_decoder(store.root, items=20)
+    with store.recompile(store.open(2)) as draft:
+        draft.decoder = store.open(2).manifest.decoder
+    rig = Rig(store)
+    rig.stages.generators = {f"tiny/{version}": Naming(store.open(version), 5, 6, 7) for version in (2, 3)}
+    rig.hold(3)
+    del rig.shelf.by_version[1]
+    rig.learn(3)
+    answers = [await rig.ask()]
+    rig.stages.generators["tiny/3"] = Naming(store.open(3), error=ModelGone("not tiny/3"))
+    answers.append(await rig.ask())
+    assert [(one.model_version, one.degraded) for one in answers] == [("tiny/3", False), ("tiny/2", False)]
+
+
+async def test_where_nobody_holds_any_version_the_answer_is_degraded_and_still_an_answer(rig):
+    rig.learn(2)
+    rig.stages.gone = {"tiny/1", "tiny/2"}
+    answer = await rig.ask()
+    assert (answer.degraded, len(answer.items)) == (True, 3)
+
+
+async def test_a_degraded_answer_of_another_cause_is_the_answer(rig):
+    rig.learn(2)
+    rig.encoder(2).error = NoBackendAnswered("encoder", (SkippedBackend("torch", "broke", failed=True),))
+    answer = await rig.ask()
+    assert (answer.degraded, answer.model_version) == (True, "tiny/2")
+    assert rig.encoder(1).asked == []
+
+
+async def test_figures_are_kept_of_both_versions_during_a_trial_and_begin_anew_with_the_next(rig):
+    await rig.ask()
+    rig.learn(1)
+    await rig.ask()
+    assert rig.versions.figures() == {}
+    rig.learn(1, HALF)
+    rig.encoder(2).error = NoBackendAnswered("encoder", (SkippedBackend("torch", "broke", failed=True),))
+    for user in USERS:
+        await rig.ask(user)
+    tried = sum(HALF.includes("default", user) for user in USERS)
+    figures = rig.versions.figures()
+    assert {v: (one.requests, one.degraded) for v, one in figures.items()} == {1: (len(USERS) - tried, 0), 2: (tried, tried)}
+    assert figures[1].latency.p95_ms > 0
+    rig.learn(1, HALF.model_copy(update={"began": 2.0}))
+    assert rig.versions.figures() == {}
+
+
+async def test_what_comes_from_a_cache_says_nothing_of_a_version(three):
+    rig = Rig(BundleStore(three), cached=True)
+    rig.learn(1, HALF)
+    for _ in range(5):
+        await rig.ask()
+    assert sum(one.requests for one in rig.versions.figures().values()) == 1
+
+
+SHADOW = Trial(version=2, kind="shadow", share=1.0, began=1.0)
+
+
+async def test_a_shadow_answers_nobody_and_is_compared_with_the_answer(rig):
+    rig.learn(1, SHADOW)
+    for user in USERS[:3]:
+        assert await rig.served_by(user) == 1
+        await rig.shadows()
+    (asked, *_) = rig.encoder(2).asked
+    assert asked.model_version == "tiny/2"
+    figures = rig.versions.figures()
+    assert (figures[1].requests, figures[2].requests, figures[2].overlaps, figures[2].overlap) == (3, 3, 3, 0.0)
+
+
+async def test_overlap_is_the_share_of_items_in_common(rig):
+    rig.learn(1, SHADOW)
+    await rig.ask(allowed=frozenset({"20", "19", "18", "17"}), blocked=frozenset({"1"}))
+    await rig.shadows()
+    assert rig.versions.figures()[2].overlap == 1.0
+
+
+async def test_a_shadow_is_not_waited_for_whatever_becomes_of_it(rig, caplog):
+    rig.learn(1, SHADOW)
+    rig.encoder(2).delay = 3600
+    assert await asyncio.wait_for(rig.served_by("a"), 10) == 1
+    rig.encoder(2).delay, rig.encoder(2).error = 0, ZeroDivisionError("a bug in the new version")
+    assert await rig.served_by("b") == 1
+    await asyncio.wait(rig.versions._shadows, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+    assert "the shadow of an answer could not be computed by tiny/2" in caplog.text
+    await rig.versions.close()
+
+
+async def test_shadows_are_bounded_and_what_is_beyond_is_answered_all_the_same(rig):
+    rig.learn(1, SHADOW)
+    rig.encoder(2).delay = 3600
+    for user in USERS:
+        assert await rig.served_by(user) == 1
+    await asyncio.sleep(0)
+    assert len(rig.encoder(2).asked) == len(rig.versions._shadows) == SHADOWS_AT_ONCE
+    await rig.versions.close()
+
+
+async def test_a_shadow_takes_nothing_from_the_cache_and_leaves_nothing_there(three):
+    rig = Rig(BundleStore(three), cached=True)
+    rig.learn(1, SHADOW)
+    for _ in range(2):
+        await rig.ask()
+        await rig.shadows()
+    assert len(rig.encoder(2).asked) == 2
+    rig.learn(2)
+    assert (await rig.ask()).cache.tier == "computed"
+
+
+async def test_a_stream_is_of_the_version_that_the_user_gets(rig):
+    rig.learn(1, HALF)
+    for user in USERS[:8]:
+        parts = [part async for part in rig.versions.stream(RecommendRequest(user, HISTORY, k=3))]
+        assert parts[-1].model_version == f"tiny/{1 + HALF.includes('default', user)}"
+
+
+async def test_forgetting_reaches_every_version_that_is_held(rig):
+    told = []
+    for version, model in rig.shelf.by_version.items():
+        model.answers = SimpleNamespace(forget=lambda tenant, user, version=version: told.append((version, tenant, user)))
+    rig.versions.forget("default", "ada")
+    assert told == [(1, "default", "ada"), (2, "default", "ada")]
