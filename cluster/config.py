@@ -194,6 +194,10 @@ class GatewaySettings(Section):
     rate_limits: RateLimitSettings = RateLimitSettings()
     api_keys: list[ApiKeySettings] = Field([], description="who may call; none: everybody may, and operate the system")
     flags: FlagSettings = FlagSettings()
+    slow_ms: float | None = Field(
+        None, gt=0, description="an answer that takes longer is logged, with who served its stages; default: none is"
+    )
+    playground: bool = Field(True, description="the page at /, for whoever wants to look; false: nothing is there")
 
     @model_validator(mode="after")
     def _keys_are_different(self) -> Self:

@@ -7,6 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from opentelemetry.trace import SpanContext
+
+from cluster import tracing
 from cluster.config import BatchingSettings
 
 Request = TypeVar("Request")
@@ -21,6 +24,7 @@ class _Waiting(Generic[Request, Answer]):
     tokens: int
     arrived: float
     answer: asyncio.Future[Answer]
+    trace: SpanContext | None
 
 
 def alike(tokens: Sequence[int], limits: BatchingSettings) -> list[int]:
@@ -70,7 +74,8 @@ class MicroBatcher(Generic[Request, Answer]):
         """The answer to one request; raises what `run` raised on its batch. A caller that is cancelled leaves the queue."""
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
-        place = _Waiting[Request, Answer](request, self._tokens(request), time.perf_counter(), asyncio.get_running_loop().create_future())
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        place = _Waiting(request, self._tokens(request), time.perf_counter(), answer, tracing.here())
         self._waiting.append(place)
         self._arrival.set()
         return await place.answer
@@ -112,8 +117,10 @@ class MicroBatcher(Generic[Request, Answer]):
             self._watch([place.tokens for place in batch], [now - place.arrived for place in batch])
 
     async def _serve(self, batch: list[_Waiting[Request, Answer]]) -> None:
+        traces, longest = [place.trace for place in batch], max(place.tokens for place in batch)
         try:
-            answers = await self._run([place.request for place in batch])
+            with tracing.joined_span("batch", traces, requests=len(batch), longest=longest):
+                answers = await self._run([place.request for place in batch])
             outcomes = list(zip(batch, answers, strict=True))
         except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to the callers of this batch
             for place in batch:

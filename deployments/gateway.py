@@ -22,6 +22,7 @@ from cluster.config import Settings, parse, split_changes, with_changes
 from cluster.dataset import Catalogue
 from cluster.ranking import Ranking, RankingRequest
 from cluster.rollout import RolloutStore
+from cluster.tracing import say_whence, span
 from cluster.traffic.utilisation import Utilisation
 from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest, Strategy
 from deployments.following import Follower
@@ -29,6 +30,7 @@ from deployments.http.api import create_api
 from deployments.http.messages import BackendsOut, ReadyOut, SwitchOut
 from deployments.http.models import ModelsOut
 from deployments.http.playground import Offers
+from deployments.logs import SlowAnswers, join_serves_log
 from deployments.membership import Membership
 from deployments.metrics import GatewayRecorder, meter
 from deployments.operation import Operation
@@ -57,6 +59,7 @@ class Gateway:
         generator: DeploymentHandle[Any] | None = None,
         ranker: DeploymentHandle[Any] | None = None,
     ) -> None:
+        join_serves_log()
         self._settings = parse(settings)
         self._limits = self._settings.gateway
         replica_id = serve.get_replica_context().replica_id.unique_id
@@ -80,7 +83,7 @@ class Gateway:
         await asyncio.gather(self._stages.start(), self._membership.join())
         self._versions.update(self._membership)
         self._operation = Operation(switchboard, lambda: self._versions.stable.bundle)
-        self._recorder = GatewayRecorder(meter())
+        self._recorder, self._slow = GatewayRecorder(meter()), SlowAnswers()
         self._data = UserData(
             self._settings, self._operation, self._versions, cache=self._cache, events=self._events, recorder=self._recorder
         )
@@ -130,8 +133,11 @@ class Gateway:
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         began = perf_counter()
-        answer = await self._versions.recommend(self._flagged(request))
-        self._recorder.answered(request, answer, perf_counter() - began)
+        with span("recommend", strategy=request.strategy or "", k=request.k) as current:
+            answer = await self._versions.recommend(self._flagged(request))
+            say_whence(current, answer)
+        self._recorder.answered(request, answer, took_s := perf_counter() - began)
+        self._slow.note(answer, took_s, self._limits.slow_ms)
         return answer
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
@@ -142,7 +148,8 @@ class Gateway:
                 yield part
 
     async def rank(self, request: RankingRequest) -> Ranking:
-        ranking = await self._versions.rank(request)
+        with span("rank candidates", candidates=len(request.candidates)):
+            ranking = await self._versions.rank(request)
         self._recorder.ranked(ranking)
         return ranking
 

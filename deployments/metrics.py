@@ -50,11 +50,16 @@ logger = logging.getLogger("ray.serve")
 
 def meter() -> Meter:
     """Ray's in a replica; elsewhere one that keeps nothing."""
+    return _ray_meter() if in_a_replica() else SILENT
+
+
+def in_a_replica() -> bool:
+    """Whether this process is one of Serve's."""
     try:
         serve.get_replica_context()
     except RayServeException:
-        return SILENT
-    return _ray_meter()
+        return False
+    return True
 
 
 @cache

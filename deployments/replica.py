@@ -21,6 +21,7 @@ from cluster.rollout import RolloutStore
 from cluster.switchboard import Switches
 from cluster.traffic.utilisation import Utilisation
 from deployments.following import Follower
+from deployments.logs import join_serves_log
 from deployments.membership import Membership
 from deployments.metrics import StageRecorder, meter
 from deployments.remote import ask
@@ -54,6 +55,7 @@ class StageReplica(Generic[ModelT]):
     model_type: ClassVar[type[StageModel[Any]]]
 
     def __init__(self, settings: Settings, switchboard: DeploymentHandle[Any], replica_id: str) -> None:
+        join_serves_log()
         self._settings, self._switchboard, self._replica_id = settings, switchboard, replica_id
         self._wanted = settings.engines(self.stage).stage()
         self._switches_version = 0

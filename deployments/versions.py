@@ -21,6 +21,7 @@ from cluster.dataset import Catalogue
 from cluster.latency import LatencyRecorder
 from cluster.ranking import RankAnswer, Ranking, RankingRequest, RankRequest
 from cluster.rollout import Rollout, VersionFigures
+from cluster.tracing import say_who_served, span
 from cluster.values import AnswerPart, EncodeAnswer, EncodeRequest, GenerateAnswer, GenerateRequest, Recommendation, RecommendRequest
 from deployments.membership import Membership
 from deployments.replica import ModelGone
@@ -78,16 +79,22 @@ class ServedModel:
         return self._gone_at >= since - self._kept_s
 
     async def _encode(self, request: EncodeRequest, within_s: float) -> EncodeAnswer:
-        with self._noticing():
-            return await self._stages.encode(replace(request, model_version=self.bundle.version), within_s)
+        with self._noticing(), span("encode", model_version=self.bundle.version, events=len(request.sequence)) as current:
+            answer = await self._stages.encode(replace(request, model_version=self.bundle.version), within_s)
+            say_who_served(current, answer.report)
+            return answer
 
     async def _generate(self, request: GenerateRequest, within_s: float) -> GenerateAnswer:
-        with self._noticing():
-            return await self._stages.generate(request, within_s)
+        with self._noticing(), span("generate", model_version=self.bundle.version, width=request.width) as current:
+            answer = await self._stages.generate(request, within_s)
+            say_who_served(current, answer.report)
+            return answer
 
     async def _rank(self, request: RankRequest, within_s: float) -> RankAnswer:
-        with self._noticing():
-            return await self._stages.rank(request, within_s)
+        with self._noticing(), span("rank", model_version=self.bundle.version, candidates=len(request.candidates)) as current:
+            answer = await self._stages.rank(request, within_s)
+            say_who_served(current, answer.report)
+            return answer
 
     @contextmanager
     def _noticing(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from cluster.errors import BackendError, DeadlineExceeded
 from cluster.events.store import EventStore
+from cluster.tracing import span
 from cluster.traffic.budget import Budget, in_time
 from cluster.values import RecommendRequest, SkippedBackend, StageReport
 
@@ -50,7 +51,9 @@ class StoredHistories:
             read = in_time(
                 lambda: store.history(request.tenant, request.user_id, self._limit), Budget(request.deadline).within(LONGEST_READ_S)
             )
-            stored = await read
+            with span("history", store=store.name) as current:
+                stored = await read
+                current.set_attribute("genrec.events", len(stored.behaviours))
         except BackendError as error:
             late = isinstance(error, DeadlineExceeded)
             return _without(request, SkippedBackend(store.name, str(error), failed=not late), began, degraded=True)

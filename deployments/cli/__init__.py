@@ -25,6 +25,7 @@ COMMANDS = {
     "compile": "deployments.cli.compile:compile_",
     "events": "deployments.cli.events:app",
     "backends": "deployments.cli.backends:backends",
+    "top": "deployments.cli.top:top",
     "bench": "deployments.cli.bench:app",
     "keys": "deployments.cli.keys:app",
     "config": "deployments.cli.config:config",

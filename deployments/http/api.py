@@ -93,7 +93,7 @@ def create_api(
     for routes in (_operation(service, edge), model_routes(service)):
         api.include_router(routes, responses=problems.EVERYWHERE, dependencies=[key, Depends(operator_of)])
     api.include_router(_health(service))
-    api.include_router(page_routes())
+    api.include_router(page_routes(limits))
     return api
 
 

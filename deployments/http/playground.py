@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Annotated, Protocol
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Field
+from starlette.exceptions import HTTPException
 
 from cluster.config import GatewaySettings
 from cluster.dataset import Catalogue
@@ -126,9 +127,14 @@ class GatewayOut(Message):
     refused: dict[int, int] = Field(description="HTTP status -> requests turned away since the start")
 
 
-def page_routes() -> APIRouter:
-    """The page and its files, for everybody."""
-    routes = APIRouter(include_in_schema=False)
+def page_routes(limits: Callable[[], GatewaySettings]) -> APIRouter:
+    """The page and its files, for everybody, while the settings of the moment have a playground."""
+
+    def served_here() -> None:
+        if not limits().playground:
+            raise HTTPException(404, "there is no playground here (gateway: {playground: false})")
+
+    routes = APIRouter(include_in_schema=False, dependencies=[Depends(served_here)])
     for path, file in FILES.items():
         routes.add_api_route(path, _giver_of(file))
     return routes

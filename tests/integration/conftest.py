@@ -10,9 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from cluster.bundle import Bundle
 from deployments.cli.local_serve import LocalServe
+from tests.integration.collector import Collector
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,11 +36,12 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Live:
-    """A served model: where it answers, the directory it was published in, and what serves it."""
+    """A served model: where it answers, the directory it was published in, what serves it, and where its replicas log."""
 
     url: str
     model_dir: Path
     serving: LocalServe
+    logs: Path = Path()
 
     def recommend(self, **request: Any) -> httpx.Response:
         """Computed, not taken from the cache, unless `cache` says otherwise."""
@@ -67,17 +70,38 @@ class Live:
 
 
 @pytest.fixture(scope="package")
-def live(compiled_hstu: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A small compiled HSTU behind a real Serve, whose engines tests can break; they leave it as they found it."""
+def collector() -> Iterator[Collector]:
+    """Where `live` sends its spans."""
+    with Collector() as one:
+        yield one
+
+
+@pytest.fixture(scope="package")
+def live(compiled_hstu: Bundle, collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A small compiled HSTU behind a real Serve, whose engines tests can break; they leave it as they found it. It records the traces that
+    a caller asks it to, and logs in JSON what takes long, as everything does here.
+    """
     model_dir = tmp_path_factory.mktemp("served") / "tiny"
     shutil.copytree(compiled_hstu.path.parent, model_dir)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "examples")]))
         patch.syspath_prepend(ROOT / "examples")
-        log = model_dir.parent / "serve.log"
-        serving = LocalServe(ROOT / "ray_config.yaml", {"model_dir": str(model_dir), **SETTINGS}, port=free_port(), log=log)
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "500")
+        config, log = model_dir.parent / "watched.yaml", model_dir.parent / "serve.log"
+        config.write_text(yaml.safe_dump(watched(model_dir.parent / "logs")))
+        serving = LocalServe(config, {"model_dir": str(model_dir), **SETTINGS}, port=free_port(), log=log)
         with serving as url:
-            yield Live(url, model_dir, serving)
+            yield Live(url, model_dir, serving, model_dir.parent / "logs")
+
+
+def watched(logs: Path) -> dict[str, Any]:
+    """ray_config.yaml with all that tells what happens."""
+    document: dict[str, Any] = yaml.safe_load((ROOT / "ray_config.yaml").read_text())
+    document["logging_config"].update(encoding="JSON", logs_dir=str(logs))
+    document["tracing_config"] = {"enabled": True, "exporter_import_path": "deployments.tracing:otlp", "sampling_ratio": 0.0}
+    document["applications"][0]["args"]["gateway"]["slow_ms"] = 0.001
+    return document
 
 
 def behaviours(*items: int, start: int = 1_700_000_000) -> list[dict[str, Any]]:

@@ -1,0 +1,86 @@
+"""Spans of OpenTelemetry: what of a request took which time, in the traces that Ray Serve begins and carries from replica to replica.
+
+    replica_handle_request gateway                        Serve's, or a child of the caller's `traceparent`
+      recommend                                           strategy, degraded, where the answer came from
+        encode                                            backend, fallbacks, model version
+          replica_handle_request encoder                  Serve's
+            batch                                         requests, the longest one's rows; linked to every request that is in it
+        generate, rank                                    likewise
+
+Where no trace is recorded, which is also the case without an exporter, a span costs the look that finds this out.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from opentelemetry import trace
+from opentelemetry.trace import Link, Span, SpanContext
+
+from cluster.values import Recommendation, SkippedBackend, StageReport
+
+Attribute: TypeAlias = str | bool | int | float | Sequence[str]
+_TRACER = trace.get_tracer("genrec")
+
+
+@contextmanager
+def span(name: str, **attributes: Attribute) -> Iterator[Span]:
+    """A step of the request that is under way; give what is known later to `set_attribute` of what this yields."""
+    if not trace.get_current_span().is_recording():
+        yield trace.INVALID_SPAN
+        return
+    with _TRACER.start_as_current_span(name, attributes=_named(attributes)) as current:
+        yield current
+
+
+@contextmanager
+def joined_span(name: str, places: Sequence[SpanContext | None], **attributes: Attribute) -> Iterator[Span]:
+    """A step that several requests have in common, whose `places` in their traces are known (see `here`): a child of the first that is
+    traced, linked to all of them.
+    """
+    traced = [one for one in places if one is not None]
+    if not traced:
+        yield trace.INVALID_SPAN
+        return
+    parent = trace.set_span_in_context(trace.NonRecordingSpan(traced[0]))
+    links = [Link(one) for one in traced]
+    with _TRACER.start_as_current_span(name, context=parent, links=links, attributes=_named(attributes)) as current:
+        yield current
+
+
+def here() -> SpanContext | None:
+    """Where in its trace the caller is; None where nothing is recorded."""
+    current = trace.get_current_span()
+    return current.get_span_context() if current.is_recording() else None
+
+
+def say_who_served(current: Span, report: StageReport) -> None:
+    """What an answer says of a stage, as the attributes of the stage's span."""
+    if current.is_recording():
+        told: dict[str, Attribute] = {
+            "backend": report.backend,
+            "engine_ms": report.duration_ms,
+            "fallback_from": [_passed_over(one) for one in report.fallback_from],
+        }
+        current.set_attributes(_named(told))
+
+
+def say_whence(current: Span, answer: Recommendation) -> None:
+    """What an answer says of itself, as the attributes of the request's span."""
+    if current.is_recording():
+        tier = answer.cache.tier if answer.cache else "none"
+        told: dict[str, Attribute] = {
+            "items": len(answer.items),
+            "degraded": answer.degraded,
+            "cache": tier,
+            "model_version": answer.model_version,
+        }
+        current.set_attributes(_named(told))
+
+
+def _passed_over(skipped: SkippedBackend) -> str:
+    return f"{skipped.backend}: {skipped.reason}"
+
+
+def _named(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
+    return {f"genrec.{name}": value for name, value in attributes.items()}

@@ -1,0 +1,157 @@
+"""`genrec top`: what a running service does, in the terminal, looked at again and again; with `--once` a check for scripts."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, TypeVar
+
+import httpx
+import typer
+from pydantic import BaseModel, ValidationError
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from cluster.errors import ConfigError
+from deployments.http.event_messages import CacheOut
+from deployments.http.messages import BackendOut, BackendsOut
+from deployments.http.models import ModelsOut
+from deployments.http.playground import GatewayOut
+from deployments.monitor import Alert, Alerts, Look, Thresholds, problems_of, refused_per_s
+
+MessageT = TypeVar("MessageT", bound=BaseModel)
+ASK_WITHIN_S = 10.0
+
+
+def top(
+    *,
+    url: Annotated[str, typer.Option(help="a gateway, or what stands before them")] = "http://127.0.0.1:8000",
+    key: Annotated[str, typer.Option(envvar="GENREC_API_KEY", help="an API key that may operate the service", show_default=False)] = "",
+    interval_s: Annotated[float, typer.Option(min=0.2, help="seconds between two looks")] = 2.0,
+    p99_ms: Annotated[float, typer.Option(min=0, help="alert where a backend's p99 is longer")] = Thresholds.p99_ms,
+    failed_share: Annotated[
+        float, typer.Option(min=0, max=1, help="alert where more of a backend's calls break")
+    ] = Thresholds.failed_share,
+    refused_per_s: Annotated[
+        float, typer.Option(min=0, help="alert where more find no place, or exceed their rate")
+    ] = Thresholds.refused_per_s,
+    least_hit_rate: Annotated[float | None, typer.Option(min=0, max=1, help="alert where a cache hits less (default: never)")] = None,
+    hold_s: Annotated[float, typer.Option(min=0, help="tell of what is amiss once it has been so for so long")] = 0.0,
+    once: Annotated[bool, typer.Option("--once", help="two looks, and exit with 1 where something is amiss")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="with --once: print one JSON object")] = False,
+) -> None:
+    """Watch a running service: engines, queue, caches, versions, and what is beyond the thresholds. Ctrl-C ends it."""
+    limits = Thresholds(p99_ms, failed_share, refused_per_s, least_hit_rate)
+    service = Service(url, key)
+    if once:
+        raise typer.Exit(_check(service, limits, interval_s, as_json=as_json))
+    _watch(service, limits, Alerts(hold_s), interval_s)
+
+
+class Service:
+    """The operator's part of the HTTP interface."""
+
+    def __init__(self, url: str, key: str) -> None:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.url, self._client = url, httpx.Client(base_url=url, headers=headers, timeout=ASK_WITHIN_S)
+
+    def look(self) -> Look:
+        """Raises ConfigError where the service cannot be asked."""
+        backends, gateway = self._ask("/v1/backends", BackendsOut), self._ask("/v1/gateway", GatewayOut)
+        return Look(time.monotonic(), backends, gateway, self._ask("/v1/cache", CacheOut), self._ask("/v1/models", ModelsOut))
+
+    def _ask(self, path: str, kind: type[MessageT]) -> MessageT:
+        try:
+            response = self._client.get(path)
+            response.raise_for_status()
+            return kind.model_validate(response.json())
+        except httpx.HTTPStatusError as error:
+            cure = "give an operator's key as GENREC_API_KEY" if error.response.status_code in (401, 403) else error.response.text[:200]
+            raise ConfigError(f"{self.url}{path} answered {error.response.status_code}; {cure}") from error
+        except httpx.HTTPError as error:
+            raise ConfigError(f"nobody answers at {self.url} ({error}); give the service's --url") from error
+        except (ValueError, ValidationError) as error:
+            raise ConfigError(f"{self.url}{path} is not a genrec of this version") from error
+
+
+def _check(service: Service, limits: Thresholds, interval_s: float, *, as_json: bool) -> int:
+    before = service.look()
+    time.sleep(interval_s)
+    now = service.look()
+    alerts = Alerts().update(now.at, dict(problems_of(before, now, limits)))
+    if as_json:
+        typer.echo(json.dumps(_as_json(before, now, alerts)))
+    else:
+        Console().print(screen(service.url, before, now, alerts))
+    return 1 if alerts else 0
+
+
+def _watch(service: Service, limits: Thresholds, alerts: Alerts, interval_s: float) -> None:
+    """A service that does not answer is an alert here, and looked for again; at the start it is an error."""
+    before = service.look()
+    shown = screen(service.url, before, before, [])
+    with Live(shown, screen=Console().is_terminal, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval_s)
+            try:
+                now = service.look()
+            except ConfigError as error:
+                live.update(Group(Text(str(error), "bold red"), shown), refresh=True)
+                continue
+            shown = screen(service.url, before, now, alerts.update(now.at, dict(problems_of(before, now, limits))))
+            live.update(shown, refresh=True)
+            before = now
+
+
+def screen(url: str, before: Look, now: Look, alerts: Sequence[Alert]) -> Group:
+    """Everything, as it stands in the terminal."""
+    gateway, refused = now.gateway, refused_per_s(before, now)
+    places = f"gateway: {gateway.running} of {gateway.places} places taken, {gateway.waiting} wait, {refused:.1f}/s turned away"
+    said: list[RenderableType] = [Text(f"{now.models.model_version} at {url}   {_versions(now)}", "bold"), Text(places), Text(_cache(now))]
+    return Group(*said, _engines(now), *(_warning(one, now.at) for one in alerts), *([] if alerts else [Text("nothing is amiss", "green")]))
+
+
+def _versions(look: Look) -> str:
+    tried = [one for one in look.models.versions if one.role not in ("", "stable")]
+    return ", ".join(f"{one.role} of version {one.version}" + (f" on {one.share:.1%} of users" if one.share else "") for one in tried)
+
+
+def _cache(look: Look) -> str:
+    if not look.cache.enabled:
+        return "cache: off"
+    rates = [(tier, tier.recent_hit_rate) for tier in look.cache.tiers]
+    shown = [
+        f"{tier.tier} {'-' if rate is None else f'{rate:.0%}'} of {tier.hits + tier.misses}, {tier.used_bytes / 2**20:.1f} MiB"
+        for tier, rate in rates
+    ]
+    return "cache hits: " + "; ".join([*shown, f"computed {look.cache.computed}"])
+
+
+def _engines(look: Look) -> Table:
+    table = Table("stage", "backend", "order", "on", "breaker", "calls", "1/s", "p50 ms", "p95 ms", "p99 ms", "why not", pad_edge=False)
+    for stage in look.backends.stages:
+        for position, one in enumerate(stage.backends):
+            table.add_row("" if position else f"{stage.stage} ({stage.replicas})", *_cells(one))
+    return table
+
+
+def _cells(one: BackendOut) -> list[str]:
+    on = f"{one.available_on}/{one.replicas}" if one.enabled else "off"
+    breaker = ", ".join(state if count == one.replicas else f"{state} {count}" for state, count in one.breakers.items() if count)
+    times = [f"{value:.1f}" if value is not None else "-" for value in (one.p50_ms, one.p95_ms, one.p99_ms)]
+    order = "-" if one.rank is None else str(one.rank + 1)
+    colour = "red" if breaker not in ("", "closed") else "white"
+    reason = escape(one.reasons[0].split(";")[0][:60]) if one.reasons else ""
+    return [one.name, order, on, f"[{colour}]{breaker}[/]", str(one.calls), f"{one.throughput_per_s:.1f}", *times, reason]
+
+
+def _warning(alert: Alert, now: float) -> Text:
+    return Text(f"! {alert.subject}: {alert.problem}" + (f" (for {now - alert.since:.0f} s)" if now > alert.since else ""), "bold red")
+
+
+def _as_json(before: Look, now: Look, alerts: Sequence[Alert]) -> dict[str, object]:
+    parts = {name: getattr(now, name).model_dump(mode="json") for name in ("backends", "gateway", "cache", "models")}
+    return {"alerts": [asdict(one) for one in alerts], "refused_per_s": refused_per_s(before, now), **parts}

@@ -1,0 +1,64 @@
+"""One log a replica: Serve's, as text or JSON (`logging_config`), each line of a request's with its request id and route.
+
+The id is the caller's `X-Request-ID`, or made by Serve; the response has it in a header of that name, and every replica that works on the
+request logs it too.
+"""
+
+import logging
+from collections.abc import Callable
+from time import monotonic
+
+from cluster.values import Recommendation, StageReport
+from deployments.metrics import in_a_replica
+
+PACKAGES = ("cluster", "deployments", "integrations", "pipelines")
+MOST_PER_S = 10
+logger = logging.getLogger("ray.serve")
+
+
+def join_serves_log() -> None:
+    """Have what our own modules log written where the replica's log is; the handlers are shared, so that they stay the same ones.
+    Elsewhere it does nothing.
+    """
+    if not in_a_replica():
+        return
+    for name in PACKAGES:
+        ours = logging.getLogger(name)
+        ours.handlers, ours.propagate = logger.handlers, False
+        ours.setLevel(logger.level)
+
+
+class SlowAnswers:
+    """A line for each answer that took long: who served which stage, in what time. Of more than ten a second, the others are counted."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._second, self._told, self._left_out = -1, 0, 0
+
+    def note(self, answer: Recommendation, duration_s: float, slow_ms: float | None) -> None:
+        if slow_ms is None or duration_s * 1e3 < slow_ms:
+            return
+        if self._is_one_too_many():
+            self._left_out += 1
+            return
+        stages = [_told(report) for report in answer.stages]
+        fields = {
+            "duration_ms": round(duration_s * 1e3, 1),
+            "stages": stages,
+            "degraded": answer.degraded,
+            "model_version": answer.model_version,
+        }
+        more = f" ({self._left_out} more before it)" if self._left_out else ""
+        self._left_out = 0
+        logger.warning("an answer took %.0f ms%s: %s", duration_s * 1e3, more, ", ".join(stages), extra=fields)
+
+    def _is_one_too_many(self) -> bool:
+        second = int(self._clock())
+        self._told = self._told + 1 if second == self._second else 1
+        self._second = second
+        return self._told > MOST_PER_S
+
+
+def _told(report: StageReport) -> str:
+    passed = "".join(f", not {one.backend}" for one in report.fallback_from)
+    return f"{report.stage} by {report.backend} in {report.duration_ms:.1f} ms{passed}"

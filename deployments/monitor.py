@@ -1,0 +1,110 @@
+"""What `genrec top` shows of a service: figures of two looks at it, and what of them is beyond the thresholds. Pure: time is passed in."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from deployments.http.event_messages import CacheOut
+from deployments.http.messages import BackendOut, BackendsOut, StageOperationOut
+from deployments.http.models import ModelsOut
+from deployments.http.playground import GatewayOut
+
+BUSY_CALLS = 20
+"""Of fewer calls between two looks, no share is taken: one failure of three says little."""
+OVERLOAD = (429, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the service said of itself at one time (seconds); the gateway's figures are those of the replica that answered."""
+
+    at: float
+    backends: BackendsOut
+    gateway: GatewayOut
+    cache: CacheOut
+    models: ModelsOut
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Beyond which something is amiss; `least_hit_rate`: None where any is well."""
+
+    p99_ms: float = 1000.0
+    failed_share: float = 0.01
+    refused_per_s: float = 1.0
+    least_hit_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """Something that is amiss, since when."""
+
+    subject: str
+    problem: str
+    since: float
+
+
+def problems_of(before: Look, now: Look, limits: Thresholds) -> Iterator[tuple[str, str]]:
+    """(what it is about, what is amiss), of all that is."""
+    for stage in now.backends.stages:
+        yield from _of_stage(stage, limits)
+        earlier = {one.name: one for one in _stage_of(before, stage.stage).backends}
+        for backend in stage.backends:
+            yield from _of_backend(stage.stage, earlier.get(backend.name), backend, limits)
+    refused = refused_per_s(before, now)
+    if refused > limits.refused_per_s:
+        yield "gateway", f"turns {refused:.1f} requests a second away; it has {now.gateway.places} places"
+    for tier in now.cache.tiers:
+        rate = tier.recent_hit_rate
+        if limits.least_hit_rate is not None and rate is not None and rate < limits.least_hit_rate:
+            yield f"cache {tier.tier}", f"hits {rate:.0%}, less than {limits.least_hit_rate:.0%}"
+    for version in now.models.versions:
+        if version.role and version.obstacles:
+            yield f"version {version.version}", "cannot be served everywhere: " + "; ".join(version.obstacles)
+
+
+def refused_per_s(before: Look, now: Look) -> float:
+    """Requests turned away for want of room, or beyond a rate. Of a count that has become smaller, another gateway's or a new one's, all
+    are new.
+    """
+    first, last = (sum(one.gateway.refused.get(status, 0) for status in OVERLOAD) for one in (before, now))
+    seconds = now.at - before.at
+    return (last - first if last >= first else last) / seconds if seconds > 0 else 0.0
+
+
+class Alerts:
+    """Remembers since when something has been amiss; tells it once it has been so for `hold_s`."""
+
+    def __init__(self, hold_s: float = 0.0) -> None:
+        self._hold_s = hold_s
+        self._since: dict[str, float] = {}
+
+    def update(self, now: float, amiss: Mapping[str, str]) -> list[Alert]:
+        """`amiss`: subject -> problem. What is not in it is well again."""
+        self._since = {subject: self._since.get(subject, now) for subject in amiss}
+        return [Alert(subject, amiss[subject], since) for subject, since in self._since.items() if now - since >= self._hold_s]
+
+
+def _of_stage(stage: StageOperationOut, limits: Thresholds) -> Iterator[tuple[str, str]]:
+    if not stage.replicas:
+        yield stage.stage, "no replica has reported lately"
+    elif stage.stage == "encoder" and not any(one.enabled and one.available_on for one in stage.backends):
+        yield stage.stage, "no engine can serve it: " + "; ".join(stage.explanations)
+    slow = [one for one in stage.backends if one.p99_ms is not None and one.p99_ms > limits.p99_ms]
+    for one in slow:
+        yield f"{stage.stage} {one.name} p99", f"{one.p99_ms:.0f} ms, more than {limits.p99_ms:g}"
+
+
+def _of_backend(stage: str, before: BackendOut | None, now: BackendOut, limits: Thresholds) -> Iterator[tuple[str, str]]:
+    subject = f"{stage} {now.name}"
+    out = sum(count for state, count in now.breakers.items() if state != "closed")
+    if out:
+        why = f": {now.last_errors[0]}" if now.last_errors else ""
+        yield f"{subject} breaker", f"out on {out} of {now.replicas} replicas{why}"
+    calls, failures = (now.calls - before.calls, now.failures - before.failures) if before else (0, 0)
+    if calls >= BUSY_CALLS and failures > limits.failed_share * calls:
+        yield f"{subject} failures", f"{failures} of {calls} calls, more than {limits.failed_share:.0%}"
+
+
+def _stage_of(look: Look, name: str) -> StageOperationOut:
+    none = StageOperationOut(stage=name, replicas=0, explanations=[], backends=[])
+    return next((one for one in look.backends.stages if one.stage == name), none)

@@ -1,0 +1,18 @@
+"""Where Serve sends spans: `tracing_config: {exporter_import_path: deployments.tracing:otlp}` in ray_config.yaml names one of these."""
+
+from opentelemetry.sdk.trace import SpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+from cluster.errors import ConfigError
+
+
+def otlp() -> list[SpanProcessor]:
+    """To an OpenTelemetry collector, over HTTP: OTEL_EXPORTER_OTLP_ENDPOINT and the other variables of its specification say where.
+
+    They must be set on every node before Ray starts there. Raises ConfigError where the exporter is not installed.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415 - only who traces needs it
+    except ImportError as error:
+        raise ConfigError("traces need OpenTelemetry's exporter (pip install -e '.[tracing]', on every node)") from error
+    return [BatchSpanProcessor(OTLPSpanExporter())]

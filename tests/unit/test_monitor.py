@@ -1,0 +1,129 @@
+"""What `genrec top` takes for amiss."""
+
+from dataclasses import replace
+
+import pytest
+
+from deployments.http.event_messages import CacheOut
+from deployments.http.messages import BackendsOut
+from deployments.http.models import ModelsOut
+from deployments.http.playground import GatewayOut
+from deployments.monitor import Alerts, Look, Thresholds, problems_of, refused_per_s
+
+BACKEND = {
+    "name": "torch",
+    "import_string": "a:B",
+    "enabled": True,
+    "rank": 0,
+    "replicas": 2,
+    "available_on": 2,
+    "reasons": [],
+    "breakers": {"closed": 2},
+    "last_errors": [],
+    "calls": 100,
+    "failures": 0,
+    "fallbacks": 0,
+    "p50_ms": 1.0,
+    "p95_ms": 2.0,
+    "p99_ms": 3.0,
+    "throughput_per_s": 5.0,
+}
+TIER = {
+    "tier": "l1",
+    "kind": "memory",
+    "hits": 1,
+    "stale_hits": 0,
+    "misses": 9,
+    "recent_hit_rate": 0.1,
+    "insertions": 0,
+    "evictions": 0,
+    "expirations": 0,
+    "rejections": 0,
+    "invalidations": 0,
+    "entries": 0,
+    "used_bytes": 0,
+    "capacity_bytes": 1,
+    "tenants": {},
+}
+CACHE = {
+    "enabled": True,
+    "policy": "lru",
+    "tiers": [TIER],
+    "computed": 0,
+    "joined": 0,
+    "refreshed": 0,
+    "dropped": 0,
+    "hot": [],
+    "user_states": {},
+}
+VERSION = {
+    "version": 1,
+    "role": "stable",
+    "share": None,
+    "holders": {},
+    "obstacles": [],
+    "gateways": 1,
+    "requests": 0,
+    "degraded": 0,
+    "p95_ms": None,
+    "overlap": None,
+}
+
+
+def look(at=0.0, *, replicas=2, refused=None, obstacles=(), **backend):
+    stage = {"stage": "encoder", "replicas": replicas, "explanations": ["none serves"], "backends": [{**BACKEND, **backend}]}
+    models = {"model_version": "m/1", "replicas": {}, "versions": [{**VERSION, "obstacles": list(obstacles)}], "ended": []}
+    return Look(
+        at,
+        BackendsOut.model_validate({"model_version": "m/1", "stages": [stage]}),
+        GatewayOut(running=1, waiting=0, places=8, refused=refused or {}),
+        CacheOut.model_validate(CACHE),
+        ModelsOut.model_validate(models),
+    )
+
+
+def amiss(before, now, **limits):
+    return dict(problems_of(before, now, Thresholds(**limits)))
+
+
+def test_where_all_is_well_nothing_is_said():
+    assert amiss(look(), look(2.0, calls=200)) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "subject", "said"),
+    [
+        ({"p99_ms": 1001.0}, "encoder torch p99", "1001 ms, more than 1000"),
+        ({"breakers": {"closed": 1, "open": 1}, "last_errors": ["boom"]}, "encoder torch breaker", "out on 1 of 2 replicas: boom"),
+        ({"calls": 200, "failures": 5}, "encoder torch failures", "5 of 100 calls, more than 1%"),
+        ({"available_on": 0}, "encoder", "no engine can serve it: none serves"),
+        ({"replicas": 0}, "encoder", "no replica has reported lately"),
+        ({"refused": {503: 8}}, "gateway", "turns 4.0 requests a second away; it has 8 places"),
+        ({"obstacles": ["a damaged file"]}, "version 1", "cannot be served everywhere: a damaged file"),
+    ],
+)
+def test_what_is_beyond_a_threshold_is_named_with_its_value_and_the_limit(changes, subject, said):
+    assert amiss(look(), look(2.0, **changes)) == {subject: said}
+
+
+def test_a_few_calls_are_no_share_and_a_refusal_for_another_reason_no_overload():
+    assert amiss(look(), look(2.0, calls=119, failures=19, refused={401: 100})) == {}
+
+
+def test_a_cache_is_judged_only_where_asked_for():
+    assert amiss(look(), look(2.0), least_hit_rate=0.5) == {"cache l1": "hits 10%, less than 50%"}
+    assert amiss(look(), look(2.0), least_hit_rate=0.1) == {}
+
+
+def test_a_gateway_that_began_anew_has_not_refused_less_than_nothing():
+    assert refused_per_s(look(refused={503: 100}), look(2.0, refused={503: 6})) == 3.0
+    assert refused_per_s(look(), replace(look(), gateway=look(refused={503: 6}).gateway)) == 0.0
+
+
+def test_an_alert_is_told_once_it_has_lasted_and_begins_anew_when_it_comes_back():
+    alerts = Alerts(hold_s=5.0)
+    assert alerts.update(0.0, {"gateway": "x"}) == []
+    (alert,) = alerts.update(5.0, {"gateway": "y"})
+    assert (alert.subject, alert.problem, alert.since) == ("gateway", "y", 0.0)
+    assert alerts.update(6.0, {}) == []
+    assert alerts.update(7.0, {"gateway": "x"}) == []
