@@ -122,6 +122,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         for backend in self._backends.values():
             backend.suspected = partial(self._is_suspect, backend)
         self._suspects: frozenset[str] = frozenset()
+        self._first: str | None = None
         self._samples: Sequence[RequestT] = ()
         self._probed_at: float | None = None
         self._serving = ""
@@ -226,6 +227,12 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """Stop asking a backend. Disabling the last one is allowed: the pipeline then serves its own last fallback."""
         self._backend(name).enabled = False
 
+    def prefer(self, name: str | None) -> None:
+        """Ask this backend first, whatever order and selection are, and whether it is in the order or not; None: ask as they are."""
+        if name is not None:
+            self._backend(name)
+        self._first = name
+
     def suspect(self, names: Collection[str]) -> None:
         """These broke on most of the other replicas: here one failure opens their breakers, and what has not answered a request here yet
         is asked after the others. Nothing of it holds for the last one that could answer. Ends with the next call that leaves them out.
@@ -305,6 +312,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             ranked.sort(key=lambda backend: float("inf") if (measured := backend.measured_ms) is None else measured)
         if suspects := self._suspects:
             ranked.sort(key=lambda backend: backend.name in suspects and not backend.proven)
+        if first := self._first:
+            ranked = [self._backends[first], *(backend for backend in ranked if backend.name != first)]
         return ranked
 
     def _is_suspect(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:

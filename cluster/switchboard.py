@@ -1,7 +1,7 @@
 """The cluster-wide switches of backends, users to forget, and what all replicas have measured, in one place.
 
     replica -> report(statistics, the switches it follows) -> the switches it should follow
-    operator -> set(stage, name, enabled) -> version; applied(version) once every live replica follows it
+    operator -> set(stage, name, position) -> version; applied(version) once every live replica follows it
 
     whoever keeps something of users -> exchange(how far it has come) -> what it should forget
     operator -> erase(tenant, user) -> number; erased(number) once each of them has forgotten it
@@ -14,7 +14,7 @@ newer than what the replicas remember.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from cluster.breaker import BreakerState
 from cluster.controller import StageSnapshot
@@ -23,8 +23,10 @@ from cluster.errors import BackendUnavailable, UnknownChoice
 from cluster.latency import LatencySummary, merge
 from cluster.managed_backend import BackendSnapshot
 
-Switches: TypeAlias = Mapping[tuple[str, str], bool]
-"""(stage, backend) -> enabled; what is not named is as the configuration has it."""
+Position: TypeAlias = Literal["on", "off", "first"]
+"""`first`: on, and asked before all others of its stage."""
+Switches: TypeAlias = Mapping[tuple[str, str], Position]
+"""(stage, backend) -> position; what is not named is as the configuration has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +90,18 @@ class Switchboard:
         self._made_at, self._erasures = now, ErasureLog(now)
         self._places: dict[str, tuple[float, Place]] = {}
         self._version = 0
-        self._switches: dict[tuple[str, str], bool] = {}
+        self._switches: dict[tuple[str, str], Position] = {}
         self._reports: dict[tuple[str, str], _Report] = {}
 
     def report(
         self, stage: str, replica_id: str, snapshot: StageSnapshot, version: int, switches: Switches, *, now: float
-    ) -> tuple[int, dict[tuple[str, str], bool]]:
+    ) -> tuple[int, dict[tuple[str, str], Position]]:
         """Take a replica's statistics and the switches it follows; returns the version and switches it should follow from now on."""
         self._learn(version, switches)
         self._reports[stage, replica_id] = _Report(now, version, snapshot)
         return self.switches()
 
-    def switches(self) -> tuple[int, dict[tuple[str, str], bool]]:
+    def switches(self) -> tuple[int, dict[tuple[str, str], Position]]:
         """The version and switches that a replica should follow from its start."""
         return self._version, dict(self._switches)
 
@@ -111,14 +113,14 @@ class Switchboard:
         asked, open_on = Counter(one.name for one in votes), Counter(one.name for one in votes if one.breaker is not BreakerState.CLOSED)
         return frozenset(name for name, count in open_on.items() if 2 * count > asked[name])
 
-    def set(self, stage: str, name: str, enabled: bool, *, now: float) -> int:
-        """Switch a backend on or off everywhere; the version to pass to `applied`.
+    def set(self, stage: str, name: str, position: Position, *, now: float) -> int:
+        """Switch a backend on or off everywhere, or have it asked first, in place of the one that was; the version to pass to `applied`.
 
         Raises UnknownChoice for what no live replica has, BackendUnavailable before any has reported.
         """
         self._check_known(stage, name, now)
         self._version = max(self._version + 1, int(now * 1000))
-        self._switches[stage, name] = enabled
+        self._switches = _joined(self._switches, {(stage, name): position})
         return self._version
 
     def applied(self, version: int, *, now: float) -> bool:
@@ -153,7 +155,7 @@ class Switchboard:
         if version > self._version:
             self._version, self._switches = version, dict(switches)
         elif not switches.keys() <= self._switches.keys():
-            self._version, self._switches = self._version + 1, {**switches, **self._switches}
+            self._version, self._switches = self._version + 1, _joined(switches, self._switches)
 
     def _check_known(self, stage: str, name: str, now: float) -> None:
         stages = self._stages(now)
@@ -174,6 +176,13 @@ class Switchboard:
     def _live(self, now: float) -> dict[tuple[str, str], _Report]:
         self._reports = {key: report for key, report in self._reports.items() if now - report.seen_at <= self._ttl_s}
         return self._reports
+
+
+def _joined(older: Switches, newer: Switches) -> dict[tuple[str, str], Position]:
+    """The newer position of each; one backend of a stage is the first."""
+    taken = {stage for (stage, _), position in newer.items() if position == "first"}
+    kept: Switches = {key: "on" if position == "first" and key[0] in taken else position for key, position in older.items()}
+    return {**kept, **newer}
 
 
 def _has_asked(backend: BackendSnapshot) -> bool:

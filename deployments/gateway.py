@@ -22,6 +22,7 @@ from cluster.config import Settings, parse, split_changes, with_changes
 from cluster.dataset import Catalogue
 from cluster.ranking import Ranking, RankingRequest
 from cluster.rollout import RolloutStore
+from cluster.switchboard import Position
 from cluster.tracing import say_whence, span
 from cluster.traffic.utilisation import Utilisation
 from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest, Strategy
@@ -169,8 +170,8 @@ class Gateway:
     async def backends(self) -> BackendsOut:
         return await self._operation.backends()
 
-    async def switch(self, stage: str, name: str, *, enabled: bool) -> SwitchOut:
-        return await self._operation.switch(stage, name, enabled=enabled)
+    async def switch(self, stage: str, name: str, to: Position) -> SwitchOut:
+        return await self._operation.switch(stage, name, to)
 
     async def readiness(self) -> ReadyOut:
         return await self._operation.readiness()

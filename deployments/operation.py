@@ -9,7 +9,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.bundle import Bundle
 from cluster.errors import BackendUnavailable
-from cluster.switchboard import StageStatus
+from cluster.switchboard import Position, StageStatus
 from deployments.http.messages import BackendOut, BackendsOut, ReadyOut, StageOperationOut, StageReadyOut, SwitchOut
 from deployments.http.models import ModelsOut
 from deployments.remote import ask
@@ -32,10 +32,10 @@ class Operation:
     async def backends(self) -> BackendsOut:
         return BackendsOut(model_version=self._served().version, stages=[_stage_out(status) for status in await self.statuses()])
 
-    async def switch(self, stage: str, name: str, *, enabled: bool) -> SwitchOut:
+    async def switch(self, stage: str, name: str, to: Position) -> SwitchOut:
         """Switch a backend in every replica and wait until they follow. Raises UnknownChoice."""
-        version: int = await self._ask("set", stage, name, enabled)
-        return SwitchOut(stage=stage, name=name, enabled=enabled, applied=await self._followed("applied", version))
+        version: int = await self._ask("set", stage, name, to)
+        return SwitchOut(stage=stage, name=name, enabled=to != "off", first=to == "first", applied=await self._followed("applied", version))
 
     async def forget(self, tenant: str | None, user_id: str | None) -> bool:
         """Have a user forgotten in every replica, or all of a tenant, or everybody, and wait for it; whether all that live have done so."""

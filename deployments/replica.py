@@ -235,6 +235,7 @@ class StageReplica(Generic[ModelT]):
     def _apply(self, model: ModelT) -> None:
         """Follow the switches of this stage; one may name a backend of an earlier configuration, which is not here any more."""
         here = {backend.name for backend in model.controller.snapshot().backends}
-        for (stage, name), enabled in self._switches.items():
-            if stage == self.stage and name in here:
-                (model.controller.enable if enabled else model.controller.disable)(name)
+        wanted = {name: position for (stage, name), position in self._switches.items() if stage == self.stage and name in here}
+        for name, position in wanted.items():
+            (model.controller.disable if position == "off" else model.controller.enable)(name)
+        model.controller.prefer(next((name for name, position in wanted.items() if position == "first"), None))

@@ -12,7 +12,7 @@ from cluster.erasures import News, Place
 from cluster.errors import BundleError
 from cluster.fleet import FleetBoard, FleetNews, FleetStatus, Presence
 from cluster.rollout import Rollout, RolloutStore
-from cluster.switchboard import StageStatus, Switchboard, Switches
+from cluster.switchboard import Position, StageStatus, Switchboard, Switches
 
 REPORT_INTERVAL_S = 0.5
 """How often every replica of a stage reports; a switch is in force everywhere after two reports."""
@@ -38,8 +38,8 @@ class SwitchboardDeployment:
         """What a replica should follow: the switches and their version, and which backends broke elsewhere."""
         return (*self._board.switches(), self._board.suspects(stage, now=time()))
 
-    async def set(self, stage: str, name: str, enabled: bool) -> int:
-        return self._board.set(stage, name, enabled, now=time())
+    async def set(self, stage: str, name: str, position: Position) -> int:
+        return self._board.set(stage, name, position, now=time())
 
     async def applied(self, version: int) -> bool:
         return self._board.applied(version, now=time())

@@ -16,6 +16,7 @@ from cluster.config import GatewaySettings
 from cluster.errors import InvalidRequest
 from cluster.metrics import SILENT, Meter
 from cluster.ranking import Ranking, RankingRequest
+from cluster.switchboard import Position
 from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest
 from deployments.http import problems, streaming
 from deployments.http.answer_json import Fields, answer_fields, as_json
@@ -38,6 +39,8 @@ from deployments.http.playground import GatewayOut, PlaygroundService, StoredUse
 from deployments.http.ranking import ranking_routes
 from deployments.http.user_data import UserDataService, user_data_routes
 
+POSITIONS: dict[str, Position] = {"enable": "on", "disable": "off", "first": "first"}
+
 
 class Service(PlaygroundService, Protocol):
     """What stands behind the routes."""
@@ -47,7 +50,7 @@ class Service(PlaygroundService, Protocol):
     def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]: ...
     def item(self, item_id: str) -> Item | None: ...
     async def backends(self) -> BackendsOut: ...
-    async def switch(self, stage: str, name: str, *, enabled: bool) -> SwitchOut: ...
+    async def switch(self, stage: str, name: str, to: Position) -> SwitchOut: ...
     async def readiness(self) -> ReadyOut: ...
     async def models(self) -> ModelsOut: ...
     async def close(self) -> None: ...
@@ -150,9 +153,9 @@ def _operation(service: Service, edge: Edge) -> APIRouter:
         return await service.backends()
 
     @routes.post("/v1/backends/{stage}/{name}:{switch}", responses=problems.documented([404]))
-    async def switch(stage: str, name: str, switch: Annotated[Literal["enable", "disable"], Path()]) -> SwitchOut:
-        """Switch a backend on or off in every replica, without a restart."""
-        return await service.switch(stage, name, enabled=switch == "enable")
+    async def switch(stage: str, name: str, switch: Annotated[Literal["enable", "disable", "first"], Path()]) -> SwitchOut:
+        """Switch a backend on or off in every replica, or have it asked first, without a restart. `enable` ends `first`, too."""
+        return await service.switch(stage, name, POSITIONS[switch])
 
     return routes
 

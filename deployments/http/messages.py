@@ -298,6 +298,7 @@ class SwitchOut(Message):
     stage: str
     name: str
     enabled: bool
+    first: bool = Field(description="it is asked before all others of its stage")
     applied: bool = Field(description="every live replica has taken it; otherwise they will with their next report")
 
 

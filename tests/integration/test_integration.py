@@ -129,6 +129,21 @@ def test_a_backend_from_outside_the_tree_serves_where_the_others_are_switched_of
             live.switch(name, "enable")
 
 
+def test_an_operator_has_another_engine_asked_first_and_the_order_comes_back(live: Live):
+    try:
+        live.switch("torch", "first")
+        answer = live.recommend(**HISTORY).json()
+        assert (served_by(answer), reasons(answer), answer["degraded"]) == ("torch", {}, False)
+        assert live.backends()["torch"]["rank"] == 0
+        live.switch("mean", "first")
+        assert served_by(live.recommend(**HISTORY).json()) == "mean"
+        assert live.backends()["torch"]["rank"] > 0
+    finally:
+        live.switch("torch", "enable")
+        live.switch("mean", "disable")
+    assert served_by(live.eventually(lambda answer: served_by(answer) == "onnxruntime", **HISTORY)) == "onnxruntime"
+
+
 def test_the_last_fallback_takes_over_where_everything_is_switched_off(live: Live):
     try:
         for name in ("onnxruntime", "torch"):

@@ -39,9 +39,14 @@ GENRES = ["Drama", "Comedy", "Thriller", "Adventure"]
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("playground")
+
+
+@pytest.fixture(scope="module")
+def url(models: Path) -> Iterator[str]:
     """A small generative model of 200 invented films, one of whose users has events."""
-    root = tmp_path_factory.mktemp("playground") / "films"
+    root = models / "films"
     store, bundle = BundleStore(root), make_generative_bundle(root)
     with store.recompile(bundle) as draft:
         (draft.path / CATALOGUE).unlink(missing_ok=True)  # it may be the older version's own file
@@ -97,12 +102,13 @@ def page(browser, url):
 
 
 @pytest.fixture
-def shoot(tmp_path):
-    """Keep a picture of the page."""
+def shoot(tmp_path, models):
+    """Keep a picture of the page; where tests keep a model says nothing to who looks at it."""
     kept = Path(os.environ.get("GENREC_SCREENSHOTS", tmp_path))
 
     def shoot(page, name):
         kept.mkdir(parents=True, exist_ok=True)
+        page.evaluate(RENAMED, [str(models), "models"])
         page.screenshot(path=kept / f"{name}.png", full_page=True, animations="disabled")
 
     return shoot
@@ -205,6 +211,18 @@ def test_the_cluster_is_seen_live_and_an_engine_switched_off_is_passed_over(page
     expect(page.locator("#waterfall-a [data-stage=encode][data-backend=torch]")).to_be_visible(timeout=15_000)
 
 
+def test_an_engine_that_is_asked_first_serves_without_any_other_having_failed(page):
+    page.locator("#engines").scroll_into_view_if_needed()
+    try:
+        page.get_by_role("button", name="Ask mean first in the stage encoder").click()
+        expect(page.locator("#waterfall-a [data-stage=encode][data-backend=mean]")).to_be_visible(timeout=15_000)
+        expect(page.locator("#waterfall-a [data-stage=encode]")).not_to_contain_text("not torch")
+        expect(page.locator("[data-engine='encoder/mean'] .place")).to_have_text("1.")
+    finally:
+        page.get_by_role("button", name="Ask torch first in the stage encoder").click()
+    expect(page.locator("#waterfall-a [data-stage=encode][data-backend=torch]")).to_be_visible(timeout=15_000)
+
+
 def test_nothing_is_polled_while_nobody_looks(page):
     page.evaluate("Object.defineProperty(document, 'visibilityState', {value: 'hidden', configurable: true})")
     page.wait_for_timeout(2500)  # the look that was under way
@@ -258,6 +276,10 @@ def test_a_phone_shows_it_in_one_column_without_scrolling_sideways(browser, url,
         shoot(page, "phone")
 
 
+RENAMED = """([from, to]) => {
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) texts.currentNode.data = texts.currentNode.data.replaceAll(from, to);
+}"""
 CONTRAST = """() => {
   const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
   const light = ([r, g, b]) => [r, g, b].map((c) => c / 255)

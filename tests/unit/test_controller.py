@@ -483,6 +483,19 @@ class TestReconfigure:
         assert controller.call_one(1).backend == "second"
         assert snapshot_of(controller, "first").rank is None
 
+    def test_what_is_preferred_is_asked_before_the_order_and_even_where_that_leaves_it_out(self, controller):
+        controller.reconfigure(order=["second"])
+        controller.prefer("third")
+        assert controller.call_one(1).backend == "third"
+        assert [snapshot_of(controller, name).rank for name in ("third", "second", "first")] == [0, 1, None]
+        controller.disable("third")
+        served = controller.call_one(1)
+        assert (served.backend, [one.backend for one in served.fallback_from]) == ("second", ["third"])
+        controller.prefer(None)
+        assert snapshot_of(controller, "third").rank is None
+        with pytest.raises(UnknownChoice):
+            controller.prefer("fourth")
+
     def test_changes_nothing_where_something_is_wrong(self, controller):
         with pytest.raises(UnknownChoice):
             controller.reconfigure(order=["third"], enabled={"trt": True})

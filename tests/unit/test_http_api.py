@@ -52,10 +52,10 @@ class InProcess:
             raise BackendUnavailable("the switchboard does not answer")
         return BackendsOut(model_version=self.bundle.version, stages=[])
 
-    async def switch(self, stage, name, *, enabled):
+    async def switch(self, stage, name, to):
         if name != "torch":
             raise UnknownChoice(stage, name, ["torch"])
-        return SwitchOut(stage=stage, name=name, enabled=enabled, applied=True)
+        return SwitchOut(stage=stage, name=name, enabled=to != "off", first=to == "first", applied=True)
 
     async def readiness(self):
         stage = StageReadyOut(stage="encoder", ready=self.ready, detail="")
@@ -228,6 +228,8 @@ async def test_items_are_looked_up_by_id(client):
 
 async def test_switches_name_the_choices_where_the_name_is_unknown(client):
     assert (await client.post("/v1/backends/encoder/torch:disable")).json()["enabled"] is False
+    first = (await client.post("/v1/backends/encoder/torch:first")).json()
+    assert (first["enabled"], first["first"]) == (True, True)
     unknown = await client.post("/v1/backends/encoder/trt:enable")
     assert (unknown.status_code, unknown.json()["detail"]) == (404, "unknown encoder 'trt'; choose from torch")
     assert (await client.post("/v1/backends/encoder/torch:toggle")).status_code == 422

@@ -74,12 +74,12 @@ class Service:
     async def models(self):
         return ModelsOut(model_version="tiny/1", replicas={}, versions=[], ended=[])
 
-    async def switch(self, stage, name, *, enabled):
+    async def switch(self, stage, name, to):
         if len(name) % 3 == 0:
             raise BackendUnavailable("the switchboard does not answer")
         if len(name) % 3 == 1:
             raise UnknownChoice("encoder", name, ["torch"])
-        return SwitchOut(stage=stage, name=name, enabled=enabled, applied=True)
+        return SwitchOut(stage=stage, name=name, enabled=to != "off", first=to == "first", applied=True)
 
     async def readiness(self):
         return ReadyOut(ready=False, model_version="tiny/1", stages=[StageReadyOut(stage="encoder", ready=False, detail="")])

@@ -12,7 +12,7 @@ from cluster.managed_backend import BackendSnapshot
 from cluster.switchboard import Switchboard
 
 NOW = 1_760_000_000.0
-OFF = {("encoder", "torch"): False}
+OFF = {("encoder", "torch"): "off"}
 
 
 def backend(name: str = "torch", **changes: object) -> BackendSnapshot:
@@ -51,14 +51,14 @@ class Replica:
 
 def test_before_any_replica_has_reported_a_switch_is_not_possible_yet():
     with pytest.raises(BackendUnavailable, match="try again in a few seconds"):
-        Switchboard().set("encoder", "torch", False, now=NOW)
+        Switchboard().set("encoder", "torch", "off", now=NOW)
 
 
 def test_a_switch_reaches_every_replica_and_is_applied_only_then():
     switchboard, replicas = Switchboard(), [Replica("a"), Replica("b")]
     for replica in replicas:
         replica.report(switchboard)
-    version = switchboard.set("encoder", "torch", False, now=NOW)
+    version = switchboard.set("encoder", "torch", "off", now=NOW)
     for replica in replicas:
         assert not switchboard.applied(version, now=NOW)
         replica.report(switchboard)
@@ -73,7 +73,7 @@ def test_a_replica_that_is_gone_is_neither_waited_for_nor_counted():
     switchboard, alive = Switchboard(ttl_s=5), Replica("alive")
     Replica("gone").report(switchboard, now=NOW)
     alive.report(switchboard, now=NOW + 5.5)
-    version = switchboard.set("encoder", "torch", False, now=NOW + 5.5)
+    version = switchboard.set("encoder", "torch", "off", now=NOW + 5.5)
     for _ in range(2):
         alive.report(switchboard, now=NOW + 6)
     assert switchboard.applied(version, now=NOW + 6)
@@ -84,14 +84,14 @@ def test_a_replica_that_is_gone_is_neither_waited_for_nor_counted():
 def test_every_change_has_a_newer_version():
     switchboard = Switchboard()
     Replica("a").report(switchboard)
-    versions = [switchboard.set("encoder", "torch", on, now=NOW) for on in (False, True, False)]
+    versions = [switchboard.set("encoder", "torch", position, now=NOW) for position in ("off", "on", "first")]
     assert sorted(set(versions)) == versions
 
 
 def test_a_restarted_switchboard_adopts_what_the_replicas_follow():
     old, replica = Switchboard(), Replica("a")
     replica.report(old)
-    version = old.set("encoder", "torch", False, now=NOW)
+    version = old.set("encoder", "torch", "off", now=NOW)
     replica.report(old)
     restarted, newcomer = Switchboard(), Replica("b")
     newcomer.report(restarted)
@@ -105,38 +105,53 @@ def test_a_switch_set_right_after_a_restart_is_kept_and_so_are_the_older_ones():
     old, replica, both = Switchboard(), Replica("a"), stage(backend("torch"), backend("onnxruntime"))
     replica.snapshot = both
     replica.report(old)
-    old.set("encoder", "torch", False, now=NOW)
+    old.set("encoder", "torch", "off", now=NOW)
     replica.report(old)
     restarted, newcomer = Switchboard(), Replica("b", both)
     newcomer.report(restarted, now=NOW + 1)
-    version = restarted.set("encoder", "onnxruntime", False, now=NOW + 1)
+    version = restarted.set("encoder", "onnxruntime", "off", now=NOW + 1)
     newcomer.report(restarted, now=NOW + 1)
     for _ in range(2):
         for one in (replica, newcomer):
             one.report(restarted, now=NOW + 2)
     assert restarted.applied(version, now=NOW + 2)
-    assert replica.switches == newcomer.switches == {**OFF, ("encoder", "onnxruntime"): False}
+    assert replica.switches == newcomer.switches == {**OFF, ("encoder", "onnxruntime"): "off"}
 
 
 def test_the_newer_of_two_settings_of_one_switch_wins_after_a_restart():
     old, replica = Switchboard(), Replica("a")
     replica.report(old)
-    old.set("encoder", "torch", False, now=NOW)
+    old.set("encoder", "torch", "off", now=NOW)
     replica.report(old)
     restarted = Switchboard()
     Replica("b").report(restarted, now=NOW + 1)
-    restarted.set("encoder", "torch", True, now=NOW + 1)
+    restarted.set("encoder", "torch", "on", now=NOW + 1)
     replica.report(restarted, now=NOW + 2)
-    assert replica.switches == {("encoder", "torch"): True}
+    assert replica.switches == {("encoder", "torch"): "on"}
+
+
+def test_one_backend_of_a_stage_is_the_first_and_a_restart_does_not_make_two():
+    old, replica, both = Switchboard(), Replica("a"), stage(backend("torch"), backend("onnxruntime"))
+    replica.snapshot = both
+    replica.report(old)
+    old.set("encoder", "torch", "first", now=NOW)
+    old.set("encoder", "onnxruntime", "first", now=NOW)
+    replica.report(old)
+    assert replica.switches == {("encoder", "torch"): "on", ("encoder", "onnxruntime"): "first"}
+    restarted = Switchboard()
+    Replica("b", both).report(restarted, now=NOW + 1)
+    restarted.set("encoder", "torch", "first", now=NOW + 1)
+    replica.report(restarted, now=NOW + 2)
+    assert replica.switches == {("encoder", "torch"): "first", ("encoder", "onnxruntime"): "on"}
 
 
 def test_unknown_names_are_refused_with_the_choices():
     switchboard = Switchboard()
     Replica("a").report(switchboard)
     with pytest.raises(UnknownChoice, match="unknown stage 'generator'; choose from encoder"):
-        switchboard.set("generator", "vllm", False, now=NOW)
+        switchboard.set("generator", "vllm", "off", now=NOW)
     with pytest.raises(UnknownChoice, match="unknown encoder 'trt'; choose from torch"):
-        switchboard.set("encoder", "trt", False, now=NOW)
+        switchboard.set("encoder", "trt", "off", now=NOW)
 
 
 def test_the_status_adds_up_the_replicas():

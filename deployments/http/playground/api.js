@@ -51,8 +51,8 @@ export const backends = () => call("GET", "v1/backends");
 export const models = () => call("GET", "v1/models");
 export const cache = () => call("GET", "v1/cache");
 export const gateway = () => call("GET", "v1/gateway");
-export const switchEngine = (stage, name, enabled) =>
-  call("POST", `v1/backends/${encodeURIComponent(stage)}/${encodeURIComponent(name)}:${enabled ? "enable" : "disable"}`);
+// `to`: enable, disable or first
+export const switchEngine = (stage, name, to) => call("POST", `v1/backends/${encodeURIComponent(stage)}/${encodeURIComponent(name)}:${to}`);
 
 // crypto.randomUUID is there over https and on localhost only
 function newKey() {

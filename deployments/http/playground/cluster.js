@@ -55,14 +55,20 @@ export function figures({ stages }, models, cache, gateway) {
   const engines = stages.flatMap((stage) => stage.backends);
   const open = engines.filter((engine) => engine.breakers.open).length;
   const served = cache.tiers.reduce((sum, tier) => sum + tier.hits, 0);
-  const [first] = cache.tiers;
+  const rate = hitRate(cache.tiers[0]);
   return {
     ...Object.fromEntries(Object.entries(models.replicas).map(([kind, count]) => [`${kind} replicas`, [count, ""]])),
     Queue: [gateway.waiting, `${gateway.running} of ${gateway.places} places taken`],
     "Turned away": [Object.values(gateway.refused).reduce((sum, count) => sum + count, 0), "at the door"],
-    "Hit rate": [first?.recent_hit_rate == null ? "–" : `${Math.round(100 * first.recent_hit_rate)} %`, `${served} answers kept and given`],
+    "Hit rate": [rate == null ? "–" : `${Math.round(100 * rate)} %`, `${served} kept answers given`],
     "Open breakers": [open, `of ${engines.length} engines`],
   };
+}
+
+// Lately or, while little has been asked, since the start.
+function hitRate(tier) {
+  const asked = tier ? tier.hits + tier.misses : 0;
+  return tier?.recent_hit_rate ?? (asked ? tier.hits / asked : null);
 }
 
 function showFigures(shown) {
@@ -91,7 +97,7 @@ function showStage(stage, onSwitched, onProblem) {
 function table(stage) {
   const id = `engines-${stage.stage}`;
   if (!byId(id)) {
-    const heads = ["Asked", "Engine", "Breaker", "Calls", "p50", "p95", "per second", "Why not"];
+    const heads = ["Asked", "Engine", "Order", "Breaker", "Calls", "p50", "p95", "per second", "Why not"];
     const head = el("thead", {}, el("tr", {}, heads.map((name) => el("th", { scope: "col" }, name))));
     byId("engines").append(el("table", {}, el("caption", {}, stage.stage, " ", el("small")), head, el("tbody", { id })));
   }
@@ -102,26 +108,32 @@ function table(stage) {
 
 function row(stage, name, onSwitched, onProblem) {
   const toggle = el("input", { type: "checkbox", "aria-label": `Ask ${name} in the stage ${stage}` });
-  toggle.addEventListener("change", async () => {
-    toggle.disabled = true;
+  const first = el("button", { type: "button", class: "first", "aria-label": `Ask ${name} first in the stage ${stage}` }, "ask first");
+  const put = async (control, to, undo) => {
+    control.disabled = true;
     try {
-      await api.switchEngine(stage, name, toggle.checked);
-      onSwitched(stage, name, toggle.checked);
+      await api.switchEngine(stage, name, to);
+      onSwitched(stage, name, to);
     } catch (error) {
-      toggle.checked = !toggle.checked;
+      undo();
       onProblem(error);
     } finally {
-      toggle.disabled = false;
-      toggle.focus();
+      control.disabled = false;
+      control.focus();
     }
-  });
+  };
+  toggle.addEventListener("change", () => put(toggle, toggle.checked ? "enable" : "disable", () => (toggle.checked = !toggle.checked)));
+  first.addEventListener("click", () => put(first, "first", () => {}));
+  const place = el("span", { class: "place" });
   const cells = Object.fromEntries(["breaker", "calls", "p50", "p95", "throughput", "reason"].map((cell) => [cell, el("td", { class: cell })]));
-  const line = el("tr", { "data-engine": `${stage}/${name}` }, el("td", {}, toggle), el("th", { scope: "row" }, name), Object.values(cells));
-  return { line, toggle, cells };
+  const line = el("tr", { "data-engine": `${stage}/${name}` }, el("td", {}, toggle), el("th", { scope: "row" }, name), el("td", {}, place, " ", first), Object.values(cells));
+  return { line, toggle, first, place, cells };
 }
 
-function update({ toggle, cells }, engine) {
+function update({ toggle, first, place, cells }, engine) {
   if (!toggle.disabled) toggle.checked = engine.enabled;
+  say(place, engine.rank == null ? "–" : `${engine.rank + 1}.`);
+  first.hidden = engine.rank === 0 && first !== document.activeElement;
   say(cells.breaker, Object.entries(engine.breakers).map(([state, count]) => `${state} ${count}`).join(", ") || "–");
   say(cells.calls, engine.failures ? `${engine.calls} (${engine.failures} broke)` : String(engine.calls));
   say(cells.p50, inMs(engine.p50_ms));
