@@ -15,9 +15,11 @@ from cluster.config import RESTARTS, Settings, StageSettings
 
 HEAD = """# Configuration
 
-Every key that genrec can be told, by `genrec config --markdown` out of [cluster/config.py](../cluster/config.py); a test fails where this page is not what it prints. The tree stands under
-`args` of the application in [ray_config.yaml](../ray_config.yaml), which shows it in use. An unknown key, or a value out of bounds, is refused by name before anything starts.
-`genrec config` prints the tree resolved, `genrec config --schema` its JSON schema. What Serve is told beside it (replicas, autoscaling, routing, ports) is explained in `ray_config.yaml`.
+Every key that genrec can be told, by `genrec config --markdown` out of [cluster/config.py](../cluster/config.py); a test fails where
+this page is not what it prints. The tree stands under `args` of the application in [ray_config.yaml](../ray_config.yaml), which shows it
+in use. An unknown key, or a value out of bounds, is refused by name before anything starts. `genrec config` prints the tree resolved,
+`genrec config --schema` its JSON schema. What Serve is told beside it (replicas, autoscaling, routing, ports) is explained in
+`ray_config.yaml`.
 """
 BOUNDS = {
     "minimum": "≥ {}",
@@ -80,11 +82,12 @@ def _quoted(names: tuple[str, ...]) -> str:
 
 
 def _section(title: str, about: str, keys: Iterator[Key]) -> str:
-    rows = [
-        _row(f"`{key.path}`", _type(key.schema), _default(key.default), _bounds(key.schema), key.schema.get("description", "")) for key in keys
-    ]
-    table = "\n".join([_row("key", "type", "default", "bounds", "what it is"), "|---|---|---|---|---|", *rows])
-    return "\n".join([f"## {title}\n", *([f"{about}\n"] if about else []), table, ""])
+    table = [_row("key", "type", "default", "bounds", "what it is"), "|---|---|---|---|---|", *map(_row_of, keys)]
+    return "\n".join([f"## {title}\n", *([f"{about}\n"] if about else []), *table, ""])
+
+
+def _row_of(key: Key) -> str:
+    return _row(f"`{key.path}`", _type(key.schema), _default(key.default), _bounds(key.schema), key.schema.get("description", ""))
 
 
 def _row(*cells: str) -> str:
@@ -131,20 +134,20 @@ def _resolve(schema: Schema, tree: Schema) -> Schema:
 def _type(schema: Schema) -> str:
     match schema:
         case {"anyOf": alternatives}:
-            return " or ".join(_type(one) for one in alternatives)
+            told = " or ".join(_type(one) for one in alternatives)
         case {"enum": values}:
-            return ", ".join(f"`{value}`" for value in values)
+            told = ", ".join(f"`{value}`" for value in values)
         case {"type": "array", "items": entry}:
-            return f"list of {_type(entry)}"
+            told = f"list of {_type(entry)}"
         case {"type": "object", "additionalProperties": dict() as entry}:
-            return f"name: {_type(entry)}"
+            told = f"name: {_type(entry)}"
         case {"type": "object"}:
-            return "keys"
+            told = "keys"
         case {"format": "path"}:
-            return "path"
-        case {"type": name}:
-            return NAMES[name]
-    return "any"
+            told = "path"
+        case _:
+            told = NAMES.get(schema.get("type", ""), "any")
+    return told
 
 
 def _default(value: Any) -> str:

@@ -27,7 +27,9 @@ CHEAP = (
     "keys new --name shop --tenant shop",
 )
 """Of the documents' commands, those that need no model, no data and no cluster."""
-NOT_IN_CI = re.compile(r"^\s*(?:sudo )?(kubectl|helm|docker|systemctl|journalctl|ray (?:up|down|attach|exec|submit)|gcloud|aws|nvidia-smi)\b")
+NOT_IN_CI = re.compile(
+    r"^\s*(?:sudo )?(kubectl|helm|docker|systemctl|journalctl|ray (?:up|down|attach|exec|submit)|gcloud|aws|nvidia-smi)\b"
+)
 RUN = "import sys; from deployments.cli import main; sys.argv[0] = 'genrec'; main()"
 
 
@@ -66,10 +68,8 @@ def test_output_and_quoted_text_are_no_commands():
 
 @pytest.mark.parametrize("arguments", CHEAP)
 def test_a_command_that_needs_no_model_runs(arguments, tmp_path):
-    at = ROOT if arguments.startswith("config") else tmp_path
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, *arguments.split()], cwd=at, env=_environment(), capture_output=True, text=True, timeout=120, check=False
-    )
+    command, at = [sys.executable, "-c", RUN, *arguments.split()], ROOT if arguments.startswith("config") else tmp_path
+    done = subprocess.run(command, cwd=at, env=_environment(), capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout.strip() != "") == (0, True), done.stderr
 
 
@@ -120,7 +120,9 @@ def test_an_http_path_that_is_not_there_is_found():
 
 
 def test_the_configuration_reference_is_current():
-    assert (ROOT / "docs/configuration.md").read_text() == configuration_reference(), "run: genrec config --markdown > docs/configuration.md"
+    assert (ROOT / "docs/configuration.md").read_text() == configuration_reference(), (
+        "run: genrec config --markdown > docs/configuration.md"
+    )
 
 
 def test_every_alert_has_its_section_in_the_runbook():
