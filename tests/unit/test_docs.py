@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-from cluster.config import GatewaySettings
+from cluster.config import GatewaySettings, Settings
 from deployments.cli.configuration_reference import configuration_reference
 from deployments.dashboards.build import HERE as DASHBOARDS
 from deployments.http.api import create_api
@@ -19,7 +19,6 @@ EVERY = pytest.mark.parametrize("text", [document.read_text() for document in DO
 CHEAP = (
     "--help",
     "backends",
-    "backends --json",
     "cluster env",
     "config",
     "config --markdown",
@@ -69,7 +68,7 @@ def test_output_and_quoted_text_are_no_commands():
 @pytest.mark.parametrize("arguments", CHEAP)
 def test_a_command_that_needs_no_model_runs(arguments, tmp_path):
     command, at = [sys.executable, "-c", RUN, *arguments.split()], ROOT if arguments.startswith("config") else tmp_path
-    done = subprocess.run(command, cwd=at, env=_environment(), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=at, env=_environment(tmp_path), capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout.strip() != "") == (0, True), done.stderr
 
 
@@ -125,6 +124,23 @@ def test_the_configuration_reference_is_current():
     )
 
 
+def test_every_key_of_the_tree_is_in_the_reference_with_its_own_default():
+    sections = re.split(r"^## ", configuration_reference(), flags=re.MULTILINE)[1:]
+    row = re.compile(r"^\| `(.+?)` \| .+? \| (.+?) \|", re.MULTILINE)
+    shown = {section.split("\n")[0].strip("`"): dict(row.findall(section)) for section in sections}
+    tree = Settings().model_dump(mode="json")
+    for name in {"encoder", "generator", "ranker", "gateway", "cache", "events"}:
+        leaves = dict(_leaves(tree.pop(name)))
+        assert {key: yaml.safe_load(shown[name][key].strip("`")) for key in leaves} == leaves
+    assert {key: yaml.safe_load(value.strip("`")) for key, value in shown["Top level"].items()} == tree
+
+
+def test_parts_that_may_be_left_out_or_repeated_have_their_keys_in_the_reference():
+    reference = configuration_reference()
+    for key in ("rate_limits.default.burst", "rate_limits.tenants.{}.per_s", "api_keys[].sha256"):
+        assert f"| `{key}` |" in reference
+
+
 def test_every_alert_has_its_section_in_the_runbook():
     rules = [rule for file in DASHBOARDS.glob("*.yaml") for group in yaml.safe_load(file.read_text())["groups"] for rule in group["rules"]]
     runbook = (ROOT / "docs/operating.md").read_text().partition("\n## Alerts\n")[2]
@@ -132,8 +148,16 @@ def test_every_alert_has_its_section_in_the_runbook():
     assert re.findall(r"^### (\w+)$", runbook, re.MULTILINE) == [rule["alert"] for rule in rules]
 
 
-def _environment():
-    return {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(ROOT), "COLUMNS": "120"}
+def _environment(home):
+    return {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(home), "COLUMNS": "120"}
+
+
+def _leaves(tree, prefix=""):
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def _interface():
