@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from cluster.config import GatewaySettings, Settings
+from cluster.errors import ConfigError
+from deployments.cli.config import config
 from deployments.cli.configuration_reference import configuration_reference
 from deployments.dashboards.build import HERE as DASHBOARDS
 from deployments.http.api import create_api
@@ -124,12 +126,17 @@ def test_the_configuration_reference_is_current():
     )
 
 
+def test_two_forms_of_the_reference_at_once_are_refused():
+    with pytest.raises(ConfigError, match="give one of them"):
+        config(schema=True, markdown=True)
+
+
 def test_every_key_of_the_tree_is_in_the_reference_with_its_own_default():
     sections = re.split(r"^## ", configuration_reference(), flags=re.MULTILINE)[1:]
     row = re.compile(r"^\| `(.+?)` \| .+? \| (.+?) \|", re.MULTILINE)
     shown = {section.split("\n")[0].strip("`"): dict(row.findall(section)) for section in sections}
     tree = Settings().model_dump(mode="json")
-    for name in {"encoder", "generator", "ranker", "gateway", "cache", "events"}:
+    for name in ("encoder", "generator", "ranker", "gateway", "cache", "events"):
         leaves = dict(_leaves(tree.pop(name)))
         assert {key: yaml.safe_load(shown[name][key].strip("`")) for key in leaves} == leaves
     assert {key: yaml.safe_load(value.strip("`")) for key, value in shown["Top level"].items()} == tree
