@@ -95,9 +95,10 @@ def test_a_link_to_a_heading_that_is_not_there_is_found():
     assert not _leads_somewhere(ROOT / "README.md", "docs/operatin.md")
 
 
-@EVERY
-def test_every_module_and_script_is_there(text):
-    assert [name for name in modules(text) if not _is_module(name)] == []
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+def test_every_module_and_script_is_there(document):
+    text = document.read_text()
+    assert [name for name in modules(text) if not _is_module(name, document.parent)] == []
     assert [name for name in scripts(text) if name.startswith(("benchmarks/", "examples/", "docs/")) and not (ROOT / name).is_file()] == []
 
 
@@ -171,14 +172,17 @@ def _interface():
     return {*create_api(None, None, GatewaySettings()).openapi()["paths"], "/openapi.json", "/docs"}
 
 
-def _is_module(name):
-    there = ROOT / name.replace(".", "/")
-    return there.with_suffix(".py").is_file() or (there / "__main__.py").is_file() or _is_installed(name)
+def _is_module(name, beside):
+    """Of the repository, of an example that the document stands beside, or installed."""
+    path = name.replace(".", "/")
+    of_ours = [(ROOT / path).with_suffix(".py"), ROOT / path / "__main__.py"]
+    of_an_example = [] if beside in (ROOT, ROOT / "docs") else [*beside.rglob(f"{path}.py"), *beside.rglob(f"{path}/__main__.py")]
+    return any(file.is_file() for file in of_ours + of_an_example) or _is_installed(name)
 
 
 def _is_installed(name):
     ours = name.split(".")[0] in {"benchmarks", "cluster", "deployments", "integrations", "pipelines", "tests"}
-    return not ours and importlib.util.find_spec(name) is not None
+    return not ours and importlib.util.find_spec(name.split(".")[0]) is not None
 
 
 def _leads_somewhere(document, link):
