@@ -8,6 +8,8 @@ import typer
 import yaml
 
 from cluster.config import Settings, read
+from cluster.errors import ConfigError
+from deployments.cli.configuration_reference import configuration_reference
 
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="a Serve config file, as ray_config.yaml")]
 
@@ -16,9 +18,14 @@ def config(
     path: ConfigFile = Path("ray_config.yaml"),
     *,
     schema: Annotated[bool, typer.Option("--schema", help="print the JSON schema: every key, its type, default and meaning")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="print the same as a page: docs/configuration.md")] = False,
 ) -> None:
     """Print the configuration as genrec resolves it, every default filled in."""
-    if schema:
+    if schema and markdown:
+        raise ConfigError("--schema and --markdown are two forms of the same; give one of them")
+    if markdown:
+        typer.echo(configuration_reference(), nl=False)
+    elif schema:
         typer.echo(json.dumps(Settings.model_json_schema(), indent=2))
     else:
         typer.echo(yaml.safe_dump(read(path).model_dump(mode="json"), sort_keys=False), nl=False)
