@@ -116,7 +116,7 @@ ALERTS = (
         "10m",
         "ticket",
         "GPU {{ $labels.gpu }} has hardly any memory left.",
-        "Lower what the engines may take: vLLM's gpu_memory_utilization, or state_bytes of the encoder.",
+        "Lower what the engines may take: kv_cache_bytes of vllm, or state_bytes of the encoder's and ranker's engines.",
     ),
     Alert(
         "GenrecTwoVersions",

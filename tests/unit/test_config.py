@@ -13,6 +13,7 @@ from cluster.config import Settings, parse, read, read_document
 from cluster.errors import ConfigError
 from deployments.app import build
 from deployments.cli import _register, app
+from deployments.cli import serve as serve_module
 from tests.bundles import make_bundle, make_generative_bundle
 
 RAY_CONFIG = Path(__file__).resolve().parents[2] / "ray_config.yaml"
@@ -167,3 +168,29 @@ def _deployments(application) -> set[str]:
 )
 def test_an_event_store_in_a_file_is_named_by_its_absolute_path(url, stored):
     assert parse({"model_dir": "/models/shop", "events": {"url": url}}).event_store_url == stored
+
+
+def test_serve_hands_over_another_model_and_port_than_the_files(tmp_path, monkeypatch):
+    make_bundle(tmp_path / "shop")
+    handed_over = []
+    monkeypatch.setattr(serve_module.os, "execve", lambda command, arguments, _: handed_over.append(arguments))
+    serve_module.serve(ONE_MACHINE, model_dir=tmp_path / "shop", port=9123)
+    ((_, run, written),) = handed_over
+    document, shipped = read_document(Path(written)), read_document(ONE_MACHINE)
+    Path(written).unlink()
+    assert run == "run"
+    assert document["applications"][0]["args"].pop("model_dir") == str(tmp_path / "shop")
+    assert document["http_options"].pop("port") == 9123
+    shipped["applications"][0]["args"].pop("model_dir")
+    shipped["http_options"].pop("port")
+    assert document == shipped
+
+
+def test_serve_runs_the_file_itself_where_nothing_is_changed(tmp_path, monkeypatch):
+    make_bundle(tmp_path / "ml-100k")
+    config = tmp_path / "serve.yaml"
+    config.write_text(ONE_MACHINE.read_text().replace("models/ml-100k", str(tmp_path / "ml-100k")))
+    handed_over = []
+    monkeypatch.setattr(serve_module.os, "execve", lambda command, arguments, _: handed_over.append(arguments))
+    serve_module.serve(config)
+    assert handed_over[0][1:] == ["run", str(config)]
