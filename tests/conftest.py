@@ -16,6 +16,12 @@ settings.register_profile("genrec", deadline=None)  # an example's time says mor
 settings.load_profile("genrec")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--api-cases", type=int, default=15, help="requests that are made up for each route of the API, and their answers checked"
+    )
+
+
 def shared_data() -> Path:
     """The directory with real data sets: GENREC_TEST_DATA, or `shared/data` beside the checkout. Skips the test where there is none."""
     beside = Path(__file__).resolve().parents[2] / "shared" / "data"
