@@ -90,13 +90,15 @@ class Scorer:
     """What each actor runs: a block of users in, their answers out."""
 
     def __init__(self, model_dir: Path, wishes: dict[str, Any]) -> None:
-        self._wishes, self._loop = wishes, asyncio.new_event_loop()
-        self._model = InProcess(model_dir)
-        self._loop.run_until_complete(self._model.warm_up())
+        self._wishes, self._model, self._runner = wishes, InProcess(model_dir), asyncio.Runner()
+        self._runner.run(self._model.warm_up())
+
+    def __del__(self) -> None:
+        self._runner.close()
 
     def __call__(self, users: pa.Table) -> pa.Table:
         requests = [RecommendRequest(str(row["user_id"]), tuple(behaviours(row)), **self._wishes) for row in users.to_pylist()]
-        return table_of(self._loop.run_until_complete(self._model.recommend(requests)))
+        return table_of(self._runner.run(self._model.recommend(requests)))
 
 
 def behaviours(row: dict[str, Any]) -> Iterator[Behaviour]:
