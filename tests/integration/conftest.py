@@ -34,9 +34,10 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Live:
-    """A served model: where it answers, the directory it was published in, and what serves it."""
+    """A served model: where it answers over HTTP and over ZeroMQ, the directory it was published in, and what serves it."""
 
     url: str
+    door: str
     model_dir: Path
     serving: LocalServe
 
@@ -75,9 +76,11 @@ def live(compiled_hstu: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Ite
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "examples")]))
         patch.syspath_prepend(ROOT / "examples")
         log = model_dir.parent / "serve.log"
-        serving = LocalServe(ROOT / "ray_config.yaml", {"model_dir": str(model_dir), **SETTINGS}, port=free_port(), log=log)
+        door = f"tcp://127.0.0.1:{free_port()}"
+        changes = {"model_dir": str(model_dir), "zeromq": {"address": door}, **SETTINGS}
+        serving = LocalServe(ROOT / "ray_config.yaml", changes, port=free_port(), log=log)
         with serving as url:
-            yield Live(url, model_dir, serving)
+            yield Live(url, door, model_dir, serving)
 
 
 def behaviours(*items: int, start: int = 1_700_000_000) -> list[dict[str, Any]]:

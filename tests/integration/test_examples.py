@@ -1,5 +1,6 @@
 """The programs of examples/ as somebody would run them: against a served model, over a file, by themselves."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.examples import EXAMPLES
+from tests.examples import EXAMPLES, example
 from tests.integration.conftest import ROOT, Live, behaviours
 
 pytestmark = pytest.mark.cluster
@@ -71,23 +72,41 @@ def test_users_of_a_parquet_file_are_given_what_the_endpoint_gives_them(live: Li
     events = [{"user_id": user, **event} for user, history in histories.items() for event in history]
     np.random.default_rng(0).shuffle(events)
     pq.write_table(pa.Table.from_pylist(events), tmp_path / "events.parquet")
-    rows = [
-        {"user_id": user, "item_ids": [event["item_id"] for event in history], "timestamps": [event["timestamp"] for event in history]}
-        for user, history in histories.items()
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "users.parquet")
     expected = {user: answer_of(live, user, history) for user, history in histories.items()}
-    for name in ("users", "events"):
-        arguments = ("--model-dir", live.model_dir, "--k", 5, "--request-time", NOW)
-        run(sys.executable, EXAMPLES / "score_parquet.py", tmp_path / f"{name}.parquet", tmp_path / name, *arguments, RAY_ADDRESS="local")
-        scored = {row["user_id"]: row for row in pq.read_table(tmp_path / name).to_pylist()}
-        assert {user: row["item_ids"] for user, row in scored.items()} == {user: items for user, (items, _) in expected.items()}
-        for user, (_, scores) in expected.items():
-            assert scored[user]["scores"] == pytest.approx(scores, abs=1e-5)
-            assert not scored[user]["degraded"]
+    arguments = ("--model-dir", live.model_dir, "--k", 5, "--request-time", NOW)
+    run(sys.executable, EXAMPLES / "score_parquet.py", tmp_path / "events.parquet", tmp_path / "out", *arguments, RAY_ADDRESS="local")
+    scored = {row["user_id"]: row for row in pq.read_table(tmp_path / "out").to_pylist()}
+    assert {user: row["item_ids"] for user, row in scored.items()} == {user: items for user, (items, _) in expected.items()}
+    for user, (_, scores) in expected.items():
+        assert scored[user]["scores"] == pytest.approx(scores, abs=1e-5)
+        assert not scored[user]["degraded"]
 
 
 def answer_of(live: Live, user: str, history: list) -> tuple[list[str], list[float]]:
     answer: httpx.Response = live.recommend(user_id=user, behaviours=history, k=5, request_time=NOW)
     items = answer.json()["items"]
     return [item["item_id"] for item in items], [item["score"] for item in items]
+
+
+def test_requests_through_the_zeromq_door_are_answered_as_over_http(live: Live):
+    shown = run(sys.executable, EXAMPLES / "zeromq_client.py", live.door).splitlines()
+    assert [line.partition(":")[0] for line in shown] == ["recommend", "rank", "refused", "statistics"]
+    assert shown[0].startswith("recommend: [200, 200, 200, 200, 200, 200, 200, 200] ['Item ")
+    assert shown[2].startswith("refused: 422 k: ")
+
+    async def ask(request: dict) -> tuple[int, dict]:
+        async with example("zeromq_client").Door(live.door) as door:
+            return await door.ask("POST /v1/recommend", request)
+
+    request = {"user_id": "ada", "behaviours": behaviours(3, 7, 11), "k": 5, "request_time": NOW, "cache": "bypass"}
+    status, answer = asyncio.run(ask(request))
+    assert (status, answer["items"]) == (200, live.recommend(**request).json()["items"])
+
+
+def test_the_walkthrough_runs_from_a_table_to_ranked_candidates(tmp_path: Path):
+    shown = run(sys.executable, EXAMPLES / "walkthrough.py", TMPDIR=str(tmp_path)).splitlines()
+    recommended = [line.split()[1] for line in shown if line.startswith("recommended: ")]
+    assert recommended.count("Western") >= 4  # of five, for somebody who watches westerns
+    assert [line.split()[1] for line in shown if line.startswith("ranked: ")][:2] == ["Western", "Western"]
+    assert "encode: onnxruntime" in "\n".join(shown)
+    assert list(tmp_path.iterdir()) == []
