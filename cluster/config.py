@@ -244,6 +244,15 @@ class EventSettings(Section):
     anticipate_after_s: float = Field(0.05, ge=0, le=60, description="how long to wait for further events of the user before that")
 
 
+class ZeroMQSettings(Section):
+    """A front door besides HTTP: the same messages over a ZeroMQ socket. See docs/api.md."""
+
+    address: str = Field("tcp://0.0.0.0:5555", pattern=r"^(tcp|ipc)://\S+$", description="where it listens, on the node that it runs on")
+    max_queue: int = Field(1000, ge=0, le=1_000_000, description="requests that wait in the door; the next one is answered 503 at once")
+    max_concurrent: int = Field(256, ge=1, le=65_536, description="requests asked of the gateways at a time")
+    timeout_s: float = Field(30.0, gt=0, le=600, description="a request that takes longer, its wait included, is answered 503")
+
+
 class Settings(Section):
     """Everything genrec can be told."""
 
@@ -260,6 +269,7 @@ class Settings(Section):
     gateway: GatewaySettings = GatewaySettings()
     cache: CacheSettings = CacheSettings()
     events: EventSettings = EventSettings()
+    zeromq: ZeroMQSettings | None = Field(None, description="a front door besides HTTP (pip install '.[zeromq]'); default: none")
 
     @property
     def event_store_url(self) -> str:

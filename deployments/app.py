@@ -6,10 +6,13 @@ r"""The Serve application: the only place where the deployments are wired togeth
         \        |         /                         \
              switchboard                          switchboard
 
+With `zeromq` configured, a deployment of that name listens beside HTTP and asks the gateways.
+
 ``ray_config.yaml`` names `build` as its import_path and gives it the configuration tree as ``args``.
 """
 
 import logging
+from importlib.util import find_spec
 from typing import Any
 
 from ray import serve
@@ -17,6 +20,7 @@ from ray.serve import Application
 
 from cluster.bundle import Bundle, BundleStore
 from cluster.config import Settings, parse
+from cluster.errors import ConfigError
 from deployments.encoder import EncoderDeployment
 from deployments.gateway import Gateway
 from deployments.generator import GeneratorDeployment
@@ -32,12 +36,23 @@ def build(args: dict[str, Any]) -> Application:
     tree = settings.model_dump(mode="json")
     switchboard = serve.deployment(name="switchboard")(SwitchboardDeployment).bind(tree)
     gateway = serve.deployment(name="gateway", user_config={})(serve.ingress()(Gateway))
+    doors = {} if settings.zeromq is None else {"zeromq": _zeromq(tree)}
     if settings.placement == "colocated":
-        return gateway.bind(tree, switchboard)
+        return gateway.bind(tree, switchboard, **doors)
     encoder = serve.deployment(name="encoder", user_config={})(EncoderDeployment).bind(tree, switchboard)
     generator = serve.deployment(name="generator", user_config={})(GeneratorDeployment).bind(tree, switchboard)
     ranker = serve.deployment(name="ranker", user_config={})(RankerDeployment).bind(tree, switchboard)
-    return gateway.bind(tree, switchboard, encoder, generator, ranker)
+    return gateway.bind(tree, switchboard, encoder, generator, ranker, **doors)
+
+
+def _zeromq(tree: dict[str, Any]) -> Application:
+    """The other front door: one replica, for two on a node could not listen at one address. Raises ConfigError without pyzmq."""
+    if find_spec("zmq") is None:
+        raise ConfigError("zeromq is configured, but pyzmq is not installed; pip install '.[zeromq]', or leave zeromq out of `args`")
+    from deployments.zeromq import ZeroMQDeployment  # noqa: PLC0415 - it needs pyzmq
+
+    deployment = serve.deployment(name="zeromq", num_replicas=1, max_replicas_per_node=1, ray_actor_options={"num_cpus": 0})
+    return deployment(ZeroMQDeployment).bind(tree)
 
 
 def resolved(settings: Settings) -> Settings:

@@ -28,6 +28,7 @@ from cluster.traffic.utilisation import Utilisation
 from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest, Strategy
 from deployments.following import Follower
 from deployments.http.api import create_api
+from deployments.http.exchange import Answered, Asked, exchange
 from deployments.http.messages import BackendsOut, ReadyOut, SwitchOut
 from deployments.http.models import ModelsOut
 from deployments.http.playground import Offers
@@ -59,6 +60,8 @@ class Gateway:
         encoder: DeploymentHandle[Any] | None = None,
         generator: DeploymentHandle[Any] | None = None,
         ranker: DeploymentHandle[Any] | None = None,
+        *,
+        zeromq: DeploymentHandle[Any] | None = None,  # noqa: ARG002 - it calls this; Serve runs what the application's root is given
     ) -> None:
         join_serves_log()
         self._settings = parse(settings)
@@ -131,6 +134,10 @@ class Gateway:
         await self._versions.close()
         await self._data.close()
         await self._stages.close()
+
+    async def exchange(self, asked: Asked) -> Answered:
+        """An HTTP exchange that came another way: the same edge, routes and messages."""
+        return await exchange(self._api, asked)
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         began = perf_counter()

@@ -11,7 +11,7 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
@@ -91,26 +91,15 @@ class Edge:
         """Raises what refuses the request."""
         headers = {name: value for name, value in scope["headers"] if name in (b"authorization", b"content-length", b"priority")}
         self._check_length(headers)
-        caller = Caller(self._identify(headers), self._clock(), self._take)
+        caller = Caller(identify(headers, self.settings.api_keys), self._clock(), self._take)
         if caller.tenant is not None:
             caller.pay(caller.tenant, 1)
-        return caller, self._arrive(caller, _urgency(headers, scope["path"]))
+        return caller, self._arrive(caller, urgency(headers, scope["path"]))
 
     def _check_length(self, headers: dict[bytes, bytes]) -> None:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self.settings.max_body_bytes:
             raise problems.BodyTooLarge(self.settings.max_body_bytes)
-
-    def _identify(self, headers: dict[bytes, bytes]) -> ApiKeySettings | None:
-        if not self.settings.api_keys:
-            return None
-        scheme, _, presented = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":
-            raise problems.unauthorized("give your API key: `Authorization: Bearer genrec_...`")
-        key = api_keys.find(presented.strip(), self.settings.api_keys)
-        if key is None:
-            raise problems.unauthorized("this API key is not known here; ask the operator of this service for one", error="invalid_token")
-        return key
 
     def _take(self, tenant: str, cost: int) -> Grant | None:
         return self._rates.take(tenant, cost, self._clock(), self._gateways())
@@ -175,12 +164,25 @@ class EdgeMiddleware:
         return await self._edge.serve(self._app, scope, receive, send)
 
 
+def identify(headers: Mapping[bytes, bytes], keys: Sequence[ApiKeySettings]) -> ApiKeySettings | None:
+    """The key that is shown; None where none are asked for. Raises what 401 answers."""
+    if not keys:
+        return None
+    scheme, _, presented = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() != b"bearer":
+        raise problems.unauthorized("give your API key: `Authorization: Bearer genrec_...`")
+    key = api_keys.find(presented.strip(), keys)
+    if key is None:
+        raise problems.unauthorized("this API key is not known here; ask the operator of this service for one", error="invalid_token")
+    return key
+
+
 def _target_s(settings: GatewaySettings) -> float:
     target_ms = settings.admission.target_ms
     return settings.deadline_s / 5 if target_ms is None else target_ms / 1e3
 
 
-def _urgency(headers: dict[bytes, bytes], path: str) -> int:
+def urgency(headers: Mapping[bytes, bytes], path: str) -> int:
     """RFC 9218's `Priority: u=1`; what is no such header is none."""
     said = _URGENCY.search(headers.get(b"priority", b""))
     return int(said[1]) if said else BATCH if path.endswith(":batch") else INTERACTIVE

@@ -122,15 +122,19 @@ def respond(request: Request, status: int, title: str, detail: str, errors: Sequ
 
 
 def problem_of(path: str, error: Exception) -> Problem:
-    """An error that can no longer be a response of its own."""
+    """An error that can no longer be a response of its own, or has to be one elsewhere than in FastAPI."""
+    errors: list[FieldProblem] = []
     match error:
+        case HTTPException():
+            return _of_http_error(error, path)
         case InvalidRequest():
             title, status, detail = "Invalid request", 422, str(error)
+            errors = [FieldProblem(field=error.field, problem=error.problem)]
         case BackendError():
             title, status, detail = "Not available now", 503, str(error)
         case _:
             title, status, detail = "Internal error", 500, _told(path, error)
-    return Problem(title=title, status=status, detail=detail, instance=path)
+    return Problem(title=title, status=status, detail=detail, instance=path, errors=errors)
 
 
 def field_path(location: Sequence[Any]) -> str:

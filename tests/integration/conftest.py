@@ -36,12 +36,15 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Live:
-    """A served model: where it answers, the directory it was published in, what serves it, and where its replicas log."""
+    """A served model: where it answers, the directory it was published in, what serves it, where its replicas log, and where it answers
+    over ZeroMQ.
+    """
 
     url: str
     model_dir: Path
     serving: LocalServe
     logs: Path = Path()
+    door: str = ""
 
     def recommend(self, **request: Any) -> httpx.Response:
         """Computed, not taken from the cache, unless `cache` says otherwise."""
@@ -90,9 +93,11 @@ def live(compiled_hstu: Bundle, collector: Collector, tmp_path_factory: pytest.T
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "500")
         config, log = model_dir.parent / "watched.yaml", model_dir.parent / "serve.log"
         config.write_text(yaml.safe_dump(watched(model_dir.parent / "logs")))
-        serving = LocalServe(config, {"model_dir": str(model_dir), **SETTINGS}, port=free_port(), log=log)
+        door = f"tcp://127.0.0.1:{free_port()}"
+        changes = {"model_dir": str(model_dir), "zeromq": {"address": door}, **SETTINGS}
+        serving = LocalServe(config, changes, port=free_port(), log=log)
         with serving as url:
-            yield Live(url, model_dir, serving, model_dir.parent / "logs")
+            yield Live(url, model_dir, serving, model_dir.parent / "logs", door)
 
 
 def watched(logs: Path) -> dict[str, Any]:

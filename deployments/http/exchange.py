@@ -1,0 +1,81 @@
+"""One HTTP exchange without a connection: for a front door that is not HTTP, or in a test. Everything before the routes holds as ever."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+from starlette.types import ASGIApp, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request. `target`: the path, quoted as in a URL, and the query, if any; names of headers are in lower case."""
+
+    method: str
+    target: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+async def exchange(app: ASGIApp, asked: Asked) -> Answered:
+    """What `app` answers, once all of it is there. Raises what `app` raises before it has answered."""
+    client = _Client(asked.body)
+    try:
+        await app(scope_of(asked), client.receive, client.send)
+    except Exception:
+        if client.status is None:
+            raise  # otherwise it is told to the caller, and has been logged
+    if client.status is None:
+        raise RuntimeError(f"{asked.method} {asked.target}: the application returned without an answer")
+    return Answered(client.status, client.headers, b"".join(client.parts))
+
+
+def scope_of(asked: Asked) -> dict[str, Any]:
+    path, _, query = asked.target.partition("?")
+    sent = {"content-type": "application/json", **asked.headers, "content-length": str(len(asked.body))}
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": asked.method,
+        "scheme": "http",
+        "path": unquote(path),
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in sent.items()],
+        "client": None,
+        "server": None,
+    }
+
+
+class _Client:
+    """The far end, which stays until it has its answer."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        self.status: int | None = None
+        self.headers: dict[str, str] = {}
+        self.parts: list[bytes] = []
+
+    async def receive(self) -> Message:
+        if self._body is None:
+            await asyncio.get_running_loop().create_future()  # until whoever asks is cancelled
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in message.get("headers", ())}
+        else:
+            self.parts.append(message.get("body", b""))

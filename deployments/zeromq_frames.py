@@ -1,0 +1,71 @@
+"""The frames of the ZeroMQ front door: an HTTP exchange without HTTP.
+
+    request   request id | call | headers | body        call: `POST /v1/recommend`, or `statistics`
+    answer    request id | status | headers | body      status: `200`
+
+A ROUTER socket puts the sender's identity before, and what a REQ socket sends begins with an empty frame; both go back as they came.
+Headers are a JSON object; the frames of headers and body may be empty, and left out at the end.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.errors import InvalidRequest
+from deployments.http.exchange import Answered, Asked
+
+STATISTICS = "statistics"
+MOST_ID_BYTES = 256
+HEADERS = ("authorization", "idempotency-key", "priority")
+_CALL = re.compile(r"(GET|POST|DELETE) (/[!-~]{0,4095})")
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Whom to answer, and to what: the frames before the call."""
+
+    before: tuple[bytes, ...]
+    request_id: bytes
+
+    def frames(self, answered: Answered) -> list[bytes]:
+        headers = json.dumps(dict(answered.headers)).encode()
+        return [*self.before, self.request_id, str(answered.status).encode(), headers, answered.body]
+
+
+def opened(frames: Sequence[bytes]) -> tuple[Envelope, Sequence[bytes]]:
+    """The envelope of what a ROUTER socket received, and the frames in it. What has no request id is answered with an empty one."""
+    enveloped = 2 if len(frames) > 1 and not frames[1] else 1
+    rest = frames[enveloped:]
+    return Envelope(tuple(frames[:enveloped]), rest[0][:MOST_ID_BYTES] if rest else b""), rest[1:]
+
+
+def understood(frames: Sequence[bytes]) -> Asked:
+    """The request that stands in the frames behind the request id. Raises InvalidRequest that names the frame."""
+    if not 1 <= len(frames) <= 3:
+        cure = "send: request id, call, headers, body; the last two may be left out"
+        raise InvalidRequest("frames", f"are {len(frames) + 1} (without an envelope); {cure}")
+    call, headers, body = [*frames, b"", b""][:3]
+    if call == STATISTICS.encode():
+        return Asked(STATISTICS, "", _headers(headers), body)
+    said = _CALL.fullmatch(call.decode("ascii", "replace"))
+    if said is None:
+        shown = call[:100].decode("ascii", "backslashreplace")
+        raise InvalidRequest("call", f"is {shown!r}; send a method and a path, as `POST /v1/recommend`, or `{STATISTICS}`")
+    return Asked(said[1], said[2], _headers(headers), body)
+
+
+def _headers(frame: bytes) -> dict[str, str]:
+    try:
+        headers = json.loads(frame or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("headers", f'are no JSON ({error}); send an object, as {{"priority": "u=1"}}') from None
+    if not isinstance(headers, dict):
+        raise InvalidRequest("headers", 'are no JSON object; send one, as {"priority": "u=1"}, or an empty frame')
+    for name, value in headers.items():
+        field = f"headers.{name[:100]}".encode("utf-8", "backslashreplace").decode()  # JSON cannot carry half a surrogate pair back
+        if name not in HEADERS:
+            raise InvalidRequest(field, f"is no header of this door; it takes {', '.join(HEADERS)}, in lower case")
+        if not isinstance(value, str) or not value.isascii() or not value.isprintable():
+            raise InvalidRequest(field, "must be a text of printable ASCII characters")
+    return headers

@@ -1,0 +1,159 @@
+"""Recommend for every user of a Parquet file, without a server: Ray Data feeds actors, each of which holds the model's engines.
+
+    python examples/score_parquet.py USERS OUT --model-dir models/ml-100k [--k 10] [--strategy retrieval] [--actors 2]
+
+    USERS (a file or directory), either a row a user:    user_id, item_ids: list, timestamps: list [, actions: list, values: list]
+                                 or a row an event:      user_id, item_id, timestamp [, action, value]       (grouped by user first)
+    OUT (a directory of Parquet): user_id, item_ids, scores, best first, and `degraded`: an engine broke; popular items may stand in
+
+Timestamps are whole seconds since 1970. The answers are those of /v1/recommend for the same history and request time: the same pipeline
+asks the same framework controllers, which batch the users of a block. pip install 'ray[data]'; on a cluster, `ray job submit` it where all
+nodes have genrec and see the model's directory. The decoder's engine is torch_beam, as vllm's needs a process beside each actor.
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import ray
+
+from cluster.bundle import BundleStore
+from cluster.config import parse
+from cluster.ranking import RankAnswer, RankRequest
+from cluster.values import Action, Behaviour, EncodeAnswer, EncodeRequest, GenerateAnswer, GenerateRequest, Recommendation, RecommendRequest
+from deployments.encoder import EncoderModel
+from deployments.generator import GeneratorModel
+from deployments.ranker import RankerModel
+from pipelines.recommend import Recommender
+
+WITHIN_S = 600.0
+"""For a stage: nobody waits for a single answer, so that an engine may take its time before popular items stand in."""
+SETTINGS = {"generator": {"order": ["torch_beam"]}}
+ANSWERS = pa.schema(
+    [("user_id", pa.string()), ("item_ids", pa.list_(pa.string())), ("scores", pa.list_(pa.float32())), ("degraded", pa.bool_())]
+)
+
+
+class InProcess:
+    """One model with its engines in this process: what a gateway and its stages' replicas hold between them."""
+
+    def __init__(self, model_dir: Path) -> None:
+        settings, bundle = parse({**SETTINGS, "model_dir": str(model_dir)}), BundleStore(model_dir).open()
+        self._encoder = EncoderModel(settings, bundle)
+        self._generator = GeneratorModel(settings, bundle) if bundle.manifest.decoder else None
+        self._ranker = RankerModel(settings, bundle) if bundle.manifest.ranker else None
+        self._recommender = Recommender(
+            bundle,
+            self._encode,
+            self._generate if self._generator else None,
+            rank=self._rank if self._ranker else None,
+            beam=settings.generator.beam,
+            pool=settings.gateway.pool,
+            rank_pool=settings.gateway.rank_pool,
+            deadline_s=WITHIN_S,
+            generation_deadline_s=WITHIN_S,
+            ranking_deadline_s=WITHIN_S,
+        )
+
+    async def warm_up(self) -> None:
+        for stage in (self._encoder, self._generator, self._ranker):
+            if stage is not None:
+                print(await stage.warm_up())
+
+    async def recommend(self, requests: list[RecommendRequest]) -> list[Recommendation]:
+        """Asked all at once, so that each stage joins them into batches."""
+        return await asyncio.gather(*(self._recommender.recommend(request) for request in requests))
+
+    async def _encode(self, request: EncodeRequest, within_s: float) -> EncodeAnswer:  # noqa: ARG002 - see WITHIN_S
+        answer = await self._encoder.encode(request)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def _generate(self, request: GenerateRequest, within_s: float) -> GenerateAnswer:  # noqa: ARG002
+        assert self._generator is not None
+        return await self._generator.generate(request)
+
+    async def _rank(self, request: RankRequest, within_s: float) -> RankAnswer:  # noqa: ARG002
+        assert self._ranker is not None
+        answer = await self._ranker.rank(request)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Scorer:
+    """What each actor runs: a block of users in, their answers out."""
+
+    def __init__(self, model_dir: Path, wishes: dict[str, Any]) -> None:
+        self._wishes, self._model, self._runner = wishes, InProcess(model_dir), asyncio.Runner()
+        self._runner.run(self._model.warm_up())
+
+    def __del__(self) -> None:
+        self._runner.close()
+
+    def __call__(self, users: pa.Table) -> pa.Table:
+        requests = [RecommendRequest(str(row["user_id"]), tuple(behaviours(row)), **self._wishes) for row in users.to_pylist()]
+        return table_of(self._runner.run(self._model.recommend(requests)))
+
+
+def behaviours(row: dict[str, Any]) -> Iterator[Behaviour]:
+    items, timestamps = row["item_ids"], row["timestamps"]
+    actions, values = row.get("actions") or ["view"] * len(items), row.get("values") or [None] * len(items)
+    for item, timestamp, action, value in zip(items, timestamps, actions, values, strict=True):
+        yield Behaviour(str(item), int(timestamp), Action(action), value)
+
+
+def table_of(answers: list[Recommendation]) -> pa.Table:
+    rows = [
+        {
+            "user_id": answer.user_id,
+            "item_ids": [scored.item.item_id for scored in answer.items],
+            "scores": [scored.score for scored in answer.items],
+            "degraded": answer.degraded,
+        }
+        for answer in answers
+    ]
+    return pa.Table.from_pylist(rows, ANSWERS)
+
+
+def history_of(events: pa.Table) -> pa.Table:
+    """One user's events as a row."""
+    lists = {"item_id": "item_ids", "timestamp": "timestamps", "action": "actions", "value": "values"}
+    found = {many: [events[one].to_pylist()] for one, many in lists.items() if one in events.column_names}
+    return pa.table({"user_id": [str(events["user_id"][0])], **found})
+
+
+def score(users: str, out: str, model_dir: Path, wishes: dict[str, Any], *, actors: int, cpus: float) -> None:
+    rows = ray.data.read_parquet(users)
+    if "item_ids" not in rows.schema().names:
+        rows = rows.groupby("user_id").map_groups(history_of, batch_format="pyarrow")
+    arguments = (model_dir.absolute(), wishes)
+    compute = ray.data.ActorPoolStrategy(size=actors)
+    answers = rows.map_batches(
+        Scorer, fn_constructor_args=arguments, batch_format="pyarrow", batch_size=256, compute=compute, num_cpus=cpus
+    )
+    answers.write_parquet(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("users")
+    parser.add_argument("out")
+    parser.add_argument("--model-dir", type=Path, default=Path("models/ml-100k"))
+    parser.add_argument("--k", type=int, default=10)
+    parser.add_argument("--strategy", choices=["unified", "retrieval", "generative"], help="default: unified where there is a decoder")
+    parser.add_argument("--request-time", type=int, default=int(time.time()), help="the moment to recommend for; default: now")
+    parser.add_argument("--actors", type=int, default=1, help="each holds the engines once")
+    parser.add_argument("--cpus", type=float, default=1, help="of each actor")
+    given = parser.parse_args()
+    wishes = {"k": given.k, "strategy": given.strategy, "request_time": given.request_time}
+    score(given.users, given.out, given.model_dir, wishes, actors=given.actors, cpus=given.cpus)
+
+
+if __name__ == "__main__":
+    main()

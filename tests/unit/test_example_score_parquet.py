@@ -1,0 +1,82 @@
+"""examples/score_parquet.py without Ray Data: what one of its actors does with a block of users. With it: tests/integration."""
+
+import asyncio
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from cluster.bundle import BundleStore
+from cluster.values import Action, Behaviour, EncodeAnswer, RecommendRequest, StageReport
+from integrations.hstu.encoder import TorchEncoder
+from pipelines.recommend import Recommender
+from tests.bundles import make_bundle, make_generative_bundle
+from tests.examples import example
+
+score_parquet = example("score_parquet")
+NOW = 1_701_000_000
+USERS = [{"user_id": f"u{number}", "item_ids": [str(number + 1), "7", "nowhere"], "timestamps": [5, 6, 7]} for number in range(20)]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models") / "tiny"
+    make_bundle(root)
+    return root
+
+
+def expected(model_dir, rows, **wishes):
+    """By the pipeline over a torch encoder, one after the other."""
+    bundle, encoder = BundleStore(model_dir).open(), TorchEncoder()
+    encoder.load(bundle)
+
+    async def encode(request, within_s):
+        return EncodeAnswer(encoder.infer(request), StageReport("encode", "torch", 1.0), bundle.version)
+
+    recommender = Recommender(bundle, encode)
+    requests = [RecommendRequest(row["user_id"], tuple(score_parquet.behaviours(row)), **wishes) for row in rows]
+    return [asyncio.run(recommender.recommend(request)) for request in requests]
+
+
+def test_each_user_of_a_block_gets_what_the_pipeline_gives_them(model_dir):
+    wishes = {"k": 4, "request_time": NOW}
+    scored = score_parquet.Scorer(model_dir, wishes)(pa.Table.from_pylist(USERS)).to_pylist()
+    answers = expected(model_dir, USERS, **wishes)
+    assert [row["user_id"] for row in scored] == [answer.user_id for answer in answers]
+    for row, answer in zip(scored, answers, strict=True):
+        assert row["item_ids"] == [one.item.item_id for one in answer.items]
+        assert row["scores"] == pytest.approx([one.score for one in answer.items], abs=1e-5)
+        assert not row["degraded"]
+
+
+def test_a_decoder_generates_where_it_is_asked_to(tmp_path):
+    make_generative_bundle(tmp_path / "tiny")
+    table = pa.Table.from_pylist(USERS[:3])
+    lists = {}
+    for strategy in ("retrieval", "generative", "unified"):
+        wishes = {"k": 4, "request_time": NOW, "strategy": strategy}
+        scored = score_parquet.Scorer(tmp_path / "tiny", wishes)(table).to_pylist()
+        assert [(len(row["item_ids"]), row["degraded"]) for row in scored] == [(4, False)] * 3
+        lists[strategy] = scored[0]["item_ids"]
+    assert lists["generative"] != lists["retrieval"]
+
+
+def test_actions_and_values_are_read_where_there_are_any():
+    row = {"item_ids": [50, 7], "timestamps": [1, 2], "actions": ["rating", "click"], "values": [4.5, None]}
+    assert list(score_parquet.behaviours(row)) == [Behaviour("50", 1, Action("rating"), 4.5), Behaviour("7", 2, Action("click"), None)]
+
+
+def test_lists_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match="shorter"):
+        list(score_parquet.behaviours({"item_ids": ["1", "2"], "timestamps": [1]}))
+
+
+def test_a_users_events_become_one_row():
+    events = pa.table({"user_id": [3, 3], "item_id": [50, 7], "timestamp": np.array([1, 2]), "value": [4.5, None]})
+    assert score_parquet.history_of(events).to_pylist() == [
+        {"user_id": "3", "item_ids": [50, 7], "timestamps": [1, 2], "values": [4.5, None]}
+    ]
+
+
+def test_a_block_without_users_is_an_empty_table_of_the_same_columns():
+    assert score_parquet.table_of([]).schema == score_parquet.ANSWERS

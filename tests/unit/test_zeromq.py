@@ -1,0 +1,383 @@
+"""The ZeroMQ front door on a real socket, before the real routes; what stands behind them is played."""
+
+import asyncio
+import hashlib
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.config import GatewaySettings, ZeroMQSettings, parse
+from cluster.errors import BackendUnavailable, ConfigError, InvalidRequest
+from cluster.values import Recommendation
+from deployments.app import build
+from deployments.http.api import create_api
+from deployments.http.event_messages import EventsOut
+from deployments.http.exchange import exchange
+from deployments.http.problems import problem_of
+from deployments.zeromq import FrontDoor
+from deployments.zeromq_frames import HEADERS, opened, understood
+from tests.bundles import make_bundle
+from tests.ports import free_port
+
+RECOMMEND = b"POST /v1/recommend"
+KEYS = [
+    {"name": name, "sha256": hashlib.sha256(f"genrec_{name}".encode()).hexdigest(), "tenant": tenant, "admin": tenant is None}
+    for name, tenant in (("shop", "shop"), ("boss", None))
+]
+
+
+class Service:
+    """Answers once the gate is open."""
+
+    def __init__(self):
+        self.gate, self.asked = asyncio.Event(), []
+        self.gate.set()
+
+    async def recommend(self, request):
+        self.asked.append(request)
+        await self.gate.wait()
+        return Recommendation(request.user_id, (), (), "tiny/1", degraded=False)
+
+
+class Data:
+    def __init__(self):
+        self.events = []
+
+    async def append(self, events):
+        self.events += events
+        return EventsOut(stored=len(events), duplicates=0, unknown_items=[], events=[])
+
+
+class Client:
+    """One DEALER, or a socket of another `kind`."""
+
+    def __init__(self, address, kind=zmq.DEALER):
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(kind)
+        self.socket.connect(address)
+
+    async def send(self, *frames):
+        await self.socket.send_multipart(list(frames))
+
+    async def heard(self):
+        """Request id, status, headers, body."""
+        request_id, status, headers, body = await asyncio.wait_for(self.socket.recv_multipart(), 10)
+        return request_id, int(status), json.loads(headers), json.loads(body)
+
+    async def ask(self, call=RECOMMEND, body=None, headers=None, request_id=b"1"):
+        sent = [b"" if part is None else json.dumps(part).encode() for part in (headers, body)]
+        await self.send(request_id, call, *sent)
+        answered = await self.heard()
+        assert answered[0] == request_id
+        return answered[1:]
+
+
+class Opened:
+    """A door before an API, and clients of it."""
+
+    def __init__(self, door, service, data, address):
+        self.door, self.service, self.data, self.address, self.clients = door, service, data, address, []
+
+    def client(self, kind=zmq.DEALER):
+        self.clients.append(Client(self.address, kind))
+        return self.clients[-1]
+
+    async def reached(self, holds):
+        async with asyncio.timeout(10):
+            while not holds(self.door.statistics()):  # noqa: ASYNC110 - it tells nobody when they change
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def opened_door(gateway=None, exchanged=None, **settings):
+    service, data = Service(), Data()
+    edge = GatewaySettings.model_validate({"max_body_bytes": 20_000, **(gateway or {})})
+    api = create_api(service, data, edge)
+    address = f"tcp://127.0.0.1:{free_port()}"
+
+    async def through(asked, within_s):
+        return await exchange(api, asked)
+
+    limits = ZeroMQSettings.model_validate({"address": address, **settings})
+    door = FrontDoor(limits, exchanged or through, max_body_bytes=edge.max_body_bytes, api_keys=edge.api_keys)
+    await door.open()
+    served = Opened(door, service, data, address)
+    try:
+        yield served
+    finally:
+        for client in served.clients:
+            client.context.destroy(linger=0)
+        service.gate.set()
+        await door.close(within_s=5)
+
+
+async def test_a_request_is_answered_as_over_http():
+    async with opened_door() as served:
+        status, headers, answer = await served.client().ask(body={"user_id": "ada", "k": 3})
+    assert (status, headers["content-type"], answer["user_id"], answer["model_version"]) == (200, "application/json", "ada", "tiny/1")
+    assert served.service.asked[0].k == 3
+
+
+async def test_a_req_socket_is_answered_behind_its_empty_frame():
+    async with opened_door() as served:
+        status, _, answer = await served.client(zmq.REQ).ask(body={"user_id": "ada"})
+    assert (status, answer["user_id"]) == (200, "ada")
+
+
+async def test_requests_under_way_together_are_answered_out_of_order_by_their_ids():
+    async with opened_door() as served:
+        served.service.gate.clear()
+        client = served.client()
+        await client.send(b"slow", RECOMMEND, b"", b'{"user_id": "slow"}')
+        await served.reached(lambda now: now.in_flight == 1)
+        assert (await client.ask(b"GET /healthz", request_id=b"quick"))[0] == 200
+        served.service.gate.set()
+        request_id, status, _, answer = await client.heard()
+    assert (request_id, status, answer["user_id"]) == (b"slow", 200, "slow")
+
+
+async def test_answers_go_to_the_clients_that_asked():
+    async with opened_door() as served:
+        clients = [served.client() for _ in range(5)]
+        answers = await asyncio.gather(*(client.ask(body={"user_id": str(number)}) for number, client in enumerate(clients)))
+    assert [answer["user_id"] for _, _, answer in answers] == ["0", "1", "2", "3", "4"]
+
+
+MALFORMED = {
+    "an id alone": ([b"1"], "frames"),
+    "too many frames": ([b"1", RECOMMEND, b"", b"{}", b"more"], "frames"),
+    "no method": ([b"1", b"/v1/recommend"], "call"),
+    "another method": ([b"1", b"PATCH /v1/recommend"], "call"),
+    "bytes": ([b"1", b"\xff\xfe\x00"], "call"),
+    "a path with spaces": ([b"1", b"GET /v1/a b"], "call"),
+    "headers that are no JSON": ([b"1", RECOMMEND, b"{"], "headers"),
+    "headers that are no UTF-8": ([b"1", RECOMMEND, b"\xff\xfe\xfd"], "headers"),
+    "headers nested without end": ([b"1", RECOMMEND, b"[" * 50_000], "headers"),
+    "headers that are a list": ([b"1", RECOMMEND, b"[]"], "headers"),
+    "another header": ([b"1", RECOMMEND, b'{"host": "x"}'], "headers.host"),
+    "half a surrogate pair": ([b"1", RECOMMEND, b'{"\\ud800": "x"}'], "headers.\\ud800"),
+    "a header that is a number": ([b"1", RECOMMEND, b'{"priority": 1}'], "headers.priority"),
+    "a header of two lines": ([b"1", RECOMMEND, b'{"priority": "u=1\\nx: y"}'], "headers.priority"),
+}
+
+
+async def test_malformed_frames_are_answered_with_a_problem_and_the_next_request_is_answered():
+    async with opened_door() as served:
+        client = served.client()
+        for frames, field in MALFORMED.values():
+            await client.send(*frames)
+            request_id, status, headers, problem = await client.heard()
+            assert (request_id, status, headers["content-type"]) == (frames[0], 422, "application/problem+json"), frames
+            assert (problem["errors"][0]["field"], problem["status"]) == (field, 422)
+        assert (await client.ask(body={"user_id": "ada"}))[0] == 200
+        assert served.door.statistics().refused == {422: len(MALFORMED)}
+        served.door.check_health()
+
+
+async def test_a_frame_beyond_all_bounds_costs_its_sender_the_connection_and_nobody_else_anything():
+    async with opened_door() as served:
+        sender, other = served.client(), served.client()
+        await sender.send(b"1", RECOMMEND, b"", b"x" * 200_000)
+        assert (await other.ask(body={"user_id": "ada"}))[0] == 200
+        assert (await sender.ask(body={"user_id": "ada"}, request_id=b"2"))[0] == 200  # ZeroMQ has connected again
+        assert served.door.statistics().served == {200: 2}
+
+
+async def test_an_empty_message_is_answered_too():
+    async with opened_door() as served:
+        client = served.client()
+        await client.send(b"")
+        envelope, request_id, status, *_ = await client.socket.recv_multipart()
+    assert (envelope, request_id, status) == (b"", b"", b"422")
+
+
+@given(frames=st.lists(st.binary(max_size=80), min_size=1, max_size=6))
+def test_any_frames_are_a_request_or_a_refusal(frames):
+    envelope, rest = opened(frames)
+    assert list(envelope.before) == frames[: len(envelope.before)]
+    try:
+        asked = understood(rest)
+    except InvalidRequest as refused:
+        problem = problem_of("zeromq", refused)
+        asked = None
+    assert set(asked.headers) <= set(HEADERS) if asked else problem.model_dump_json().encode()
+
+
+async def test_what_is_wrong_with_a_message_is_told_as_over_http():
+    async with opened_door(gateway={"max_k": 5}) as served:
+        client = served.client()
+        for body, field in (({"user_id": "ada", "k": 6}, "k"), ({"user_id": "ada", "nope": 1}, "nope"), (None, "body")):
+            status, headers, problem = await client.ask(body=body)
+            assert (status, headers["content-type"]) == (422, "application/problem+json")
+            assert (problem["errors"][0]["field"], problem["instance"]) == (field, "/v1/recommend")
+        assert (await client.ask(b"GET /v1/nothing"))[0] == 404
+        status, _, problem = await client.ask(body={"user_id": "a" * 30_000})
+        assert (status, problem["title"]) == (413, "Body too large")
+
+
+async def test_keys_and_tenants_hold():
+    async with opened_door(gateway={"api_keys": KEYS}) as served:
+        client = served.client()
+        statuses = [
+            (await client.ask(body={"user_id": "ada", **more}, headers=headers))[0]
+            for headers, more in (
+                ({}, {}),
+                ({"authorization": "Bearer genrec_other"}, {}),
+                ({"authorization": "Bearer genrec_shop"}, {"tenant": "rival"}),
+                ({"authorization": "Bearer genrec_shop"}, {}),
+            )
+        ]
+        assert statuses == [401, 401, 403, 200]
+        assert [request.tenant for request in served.service.asked] == ["shop"]
+        told = [await client.ask(b"statistics", headers={"authorization": f"Bearer genrec_{name}"}) for name in ("nobody", "shop", "boss")]
+        assert [status for status, _, _ in told] == [401, 403, 200]
+
+
+async def test_rates_hold_and_say_when_to_come_back():
+    async with opened_door(gateway={"rate_limits": {"default": {"per_s": 0.01, "burst": 2}}}) as served:
+        client = served.client()
+        answers = [await client.ask(body={"user_id": "ada"}) for _ in range(3)]
+    assert [status for status, _, _ in answers] == [200, 200, 429]
+    assert int(answers[2][1]["retry-after"]) > 50
+    assert answers[0][1]["ratelimit-remaining"] == "1"
+
+
+async def test_an_idempotency_key_reaches_the_events():
+    async with opened_door() as served:
+        event = {"user_id": "ada", "item_id": "1"}
+        status, _, _ = await served.client().ask(b"POST /v1/events", event, {"idempotency-key": "order-17"})
+    assert status == 201
+    assert served.data.events[0].idempotency_key == "order-17"
+
+
+async def test_a_full_queue_refuses_at_once_and_the_most_urgent_are_next():
+    async with opened_door(max_concurrent=1, max_queue=2) as served:
+        served.service.gate.clear()
+        client = served.client()
+        for user, urgency in (("running", 3), ("later", 6), ("sooner", 0)):
+            body = json.dumps({"user_id": user}).encode()
+            await client.send(user.encode(), RECOMMEND, b'{"priority": "u=%d"}' % urgency, body)
+        await served.reached(lambda now: (now.in_flight, now.queued) == (1, 2))
+        status, headers, problem = await client.ask(body={"user_id": "one too many"})
+        assert (status, headers["retry-after"], problem["title"]) == (503, "1", "Not available now")
+        assert "1 requests are under way and 2 wait" in problem["detail"]
+        served.service.gate.set()
+        assert [(await client.heard())[0] for _ in range(3)] == [b"running", b"sooner", b"later"]
+        assert [request.user_id for request in served.service.asked] == ["running", "sooner", "later"]
+
+
+async def test_statistics_count_what_was_done():
+    async with opened_door() as served:
+        client = served.client()
+        for body in ({"user_id": "ada"}, {"user_id": "ada", "k": 0}):
+            await client.ask(body=body)
+        await client.send(b"1")
+        await client.heard()
+        status, _, told = await client.ask(b"statistics")
+    assert status == 200
+    assert (told["queued"], told["in_flight"], told["served"], told["refused"]) == (0, 0, {"200": 1, "422": 1}, {"422": 1})
+    assert 0 < told["p50_ms"] <= told["p95_ms"] <= told["p99_ms"]
+
+
+async def test_gateways_that_do_not_answer_are_a_problem():
+    async def nobody(asked, within_s):
+        assert 0 < within_s <= 3
+        raise BackendUnavailable("no replica of gateway answered within 3 s")
+
+    async with opened_door(exchanged=nobody, timeout_s=3) as served:
+        status, headers, problem = await served.client().ask(body={"user_id": "ada"})
+    assert (status, headers["retry-after"], problem["detail"]) == (503, "2", "no replica of gateway answered within 3 s")
+
+
+async def test_an_error_of_ours_is_a_problem_that_tells_nothing(caplog):
+    async def broken(asked, within_s):
+        raise RuntimeError("a secret")
+
+    async with opened_door(exchanged=broken) as served:
+        status, _, problem = await served.client().ask(body={"user_id": "ada"})
+    assert (status, "secret" in json.dumps(problem), "a secret" in caplog.text) == (500, False, True)
+
+
+async def test_a_client_that_leaves_costs_the_others_nothing():
+    async with opened_door() as served:
+        served.service.gate.clear()
+        leaving = served.client()
+        await leaving.send(b"1", RECOMMEND, b"", b'{"user_id": "gone"}')
+        await served.reached(lambda now: now.in_flight == 1)
+        leaving.context.destroy(linger=0)
+        served.service.gate.set()
+        assert (await served.client().ask(body={"user_id": "ada"}))[0] == 200
+        await served.reached(lambda now: now.served == {200: 2})
+
+
+async def test_a_door_that_closes_answers_what_is_under_way_first():
+    async with opened_door(max_concurrent=1) as served:
+        served.service.gate.clear()
+        client = served.client()
+        for name in (b"running", b"waiting"):
+            await client.send(name, RECOMMEND, b"", b'{"user_id": "ada"}')
+        await served.reached(lambda now: (now.in_flight, now.queued) == (1, 1))
+        closing = asyncio.create_task(served.door.close(within_s=10))
+        await asyncio.sleep(0.05)
+        served.service.gate.set()
+        await closing
+        assert [(await client.heard())[:2] for _ in range(2)] == [(b"running", 200), (b"waiting", 200)]
+
+
+async def test_a_door_that_must_close_tells_those_it_cannot_answer():
+    async with opened_door(max_concurrent=1) as served:
+        served.service.gate.clear()
+        client = served.client()
+        for name in (b"running", b"waiting"):
+            await client.send(name, RECOMMEND, b"", b'{"user_id": "ada"}')
+        await served.reached(lambda now: (now.in_flight, now.queued) == (1, 1))
+        await served.door.close(within_s=0.05)
+        assert {(await client.heard())[:2] for _ in range(2)} == {(b"running", 503), (b"waiting", 503)}
+
+
+async def test_its_address_is_taken_over_once_it_is_free():
+    async with opened_door() as served:
+        again = FrontDoor(ZeroMQSettings(address=served.address), served.door._exchange, max_body_bytes=20_000)
+        opening = asyncio.create_task(again.open())
+        await asyncio.sleep(0.3)
+        assert not opening.done()
+        await served.door.close()
+        await opening
+        assert (await served.client().ask(body={"user_id": "ada"}))[0] == 200
+        await again.close()
+        await served.door.open()  # for the fixture to close
+
+
+async def test_an_address_of_another_machine_is_refused_by_name():
+    door = FrontDoor(ZeroMQSettings(address="tcp://192.0.2.77:5555"), None, max_body_bytes=20_000)
+    with pytest.raises(ConfigError, match=r"zeromq cannot listen at tcp://192\.0\.2\.77:5555 .* on a port that is free"):
+        await door.open()
+
+
+def test_it_is_off_unless_configured_and_its_address_is_checked():
+    assert parse({}).zeromq is None
+    assert parse({"zeromq": {}}).zeromq.address == "tcp://0.0.0.0:5555"
+    with pytest.raises(ConfigError, match=r"zeromq\.address = 'localhost:5555'"):
+        parse({"zeromq": {"address": "localhost:5555"}})
+
+
+@pytest.mark.parametrize("placement", ["split", "colocated"])
+def test_the_application_has_a_door_where_it_is_configured(tmp_path, placement):
+    make_bundle(tmp_path / "tiny")
+    tree = {"model_dir": str(tmp_path / "tiny"), "placement": placement}
+    without, with_it = build(tree), build({**tree, "zeromq": {}})
+    assert "zeromq" not in without._bound_deployment.init_kwargs
+    door = with_it._bound_deployment.init_kwargs["zeromq"]._bound_deployment
+    assert (door.name, door.num_replicas, door._replica_config.max_replicas_per_node) == ("zeromq", 1, 1)
+
+
+def test_without_pyzmq_the_configuration_is_refused_with_the_cure(tmp_path, monkeypatch):
+    make_bundle(tmp_path / "tiny")
+    monkeypatch.setattr("deployments.app.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pyzmq is not installed; pip install '\.\[zeromq\]'"):
+        build({"model_dir": str(tmp_path / "tiny"), "zeromq": {}})
