@@ -45,7 +45,9 @@ class Generative(Live):
     def engine(self) -> int | None:
         """vLLM's engine process of the generator's replica, None where there is none."""
         assert self.serving._process
-        return next((one for one in descendants(self.serving._process.pid) if b"EngineCore" in Path(f"/proc/{one}/cmdline").read_bytes()), None)
+        return next(
+            (one for one in descendants(self.serving._process.pid) if b"EngineCore" in Path(f"/proc/{one}/cmdline").read_bytes()), None
+        )
 
 
 def descendants(process: int) -> set[int]:
