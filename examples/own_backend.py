@@ -2,6 +2,7 @@
 cluster's processes import from, and write in ray_config.yaml: encoder: {backends: {mean: "own_backend:MeanEncoder"}, order: [mean, torch]}.
 A package would name it in its pyproject.toml instead: [project.entry-points."genrec.backends"]  "encoder.mean" = "own_backend:MeanEncoder".
 `get_availability` is asked every few seconds, so it must be cheap; its reason is shown to the operator and stands in the answers.
+Whether it does what the encoder's stage relies on: genrec backends check own_backend:MeanEncoder (in this directory).
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class MeanEncoder:
         return self.batch_infer([request])[0]
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        means = np.stack([self.vectors[request.sequence.items[-10:]].mean(axis=0) for request in requests])
+        means = np.array([self.vectors[one.sequence.items[-10:]].mean(axis=0) for one in requests]).reshape(-1, self.vectors.shape[1])
         return self.nearest.answer(requests, means / np.linalg.norm(means, axis=1, keepdims=True).clip(1e-12))
 
     def close(self) -> None:

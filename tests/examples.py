@@ -1,15 +1,17 @@
-"""The programs of examples/, as modules for tests to call."""
+"""What stands in examples/, for tests to call: its programs, and its packages of backends as if they were installed."""
 
 import importlib.util
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+BACKENDS = EXAMPLES / "backends"
 
 
 def example(name: str) -> ModuleType:
-    """The module of that file; the same one each time."""
+    """The program of that file, as a module; the same one each time."""
     known = f"genrec_example_{name}"
     if known not in sys.modules:
         spec = importlib.util.spec_from_file_location(known, EXAMPLES / f"{name}.py")
@@ -18,3 +20,16 @@ def example(name: str) -> ModuleType:
         module = sys.modules[known] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules[known]
+
+
+def make_importable() -> None:
+    """Put every package of backends on the path, behind everything else."""
+    for directory in sorted(BACKENDS.iterdir()):
+        if directory.is_dir() and str(directory) not in sys.path:
+            sys.path.append(str(directory))
+
+
+def entry_points(name: str) -> dict[str, str]:
+    """What the pyproject.toml of a package of backends registers: stage.name -> import string."""
+    project = tomllib.loads((BACKENDS / name / "pyproject.toml").read_text())
+    return project["project"]["entry-points"]["genrec.backends"]

@@ -24,7 +24,7 @@ COMMANDS = {
     "models": "deployments.cli.models:app",
     "compile": "deployments.cli.compile:compile_",
     "events": "deployments.cli.events:app",
-    "backends": "deployments.cli.backends:backends",
+    "backends": "deployments.cli.backends:app",
     "top": "deployments.cli.top:top",
     "bench": "deployments.cli.bench:app",
     "keys": "deployments.cli.keys:app",

@@ -16,8 +16,11 @@ from cluster.config import Settings, read
 from cluster.controller import FrameworkController
 from cluster.errors import ConfigError
 from cluster.stage_rules import RULES
+from deployments.cli.backend_checks import check
 
 CONFIG_FILE = Path("ray_config.yaml")
+app = typer.Typer()
+app.command()(check)
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,18 @@ class Stage:
     backends: list[Row]
 
 
+@app.callback(invoke_without_command=True)
 def backends(
+    context: typer.Context,
     *,
     model_dir: Annotated[Path | None, typer.Option(help="the model to serve, as models/ml-1m (default: the configuration's)")] = None,
     version: Annotated[int | None, typer.Option(help="which of its versions (default: the current one)")] = None,
     config: Annotated[Path | None, typer.Option("--config", "-c", help=f"a Serve config file (default: {CONFIG_FILE}, if there)")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """List every stage's backends in the order they are asked: available here or not, and why not."""
+    """List every stage's backends in the order they are asked: available here or not, and why not. `check` checks one of your own."""
+    if context.invoked_subcommand:
+        return
     settings = read(config or CONFIG_FILE) if config or CONFIG_FILE.is_file() else Settings()
     bundle = _bundle(model_dir, version, settings)
     stages = [_probed(name, settings, bundle) if bundle else _imported(name, settings) for name in RULES]

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from cluster.checks.report import Result
+from cluster.checks.suite import check
 from cluster.protocols import Backend
 from cluster.registry import backends, choose
 from cluster.values import EncodeRequest
@@ -207,3 +209,9 @@ def test_answers_from_other_threads_than_the_one_that_loaded_it(encoder):
         with ThreadPoolExecutor(1) as thread:
             for expected, actual in zip(here, thread.map(encoder.infer, requests), strict=True):
                 assert_same(actual, expected)
+
+
+def test_passes_the_checks_that_are_shipped(served):
+    encoder, bundle = served
+    outcomes = check(f"{type(encoder).__module__}:{type(encoder).__name__}", "encoder", bundle).outcomes
+    assert [outcome for outcome in outcomes if outcome.result is Result.FAILED] == []

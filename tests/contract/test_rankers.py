@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from cluster.bundle import BundleStore
+from cluster.checks.report import Result
+from cluster.checks.suite import check
 from cluster.compilation import CompileOptions
 from cluster.errors import BackendFailed
 from cluster.protocols import Backend
@@ -153,3 +155,9 @@ def test_says_that_a_model_has_no_ranker(name, tmp_path):
     availability = choose("ranker", backends("ranker"), name)().get_availability(make_bundle(tmp_path / "plain"))
     assert not availability.ok
     assert "no ranker" in availability.reason or "not installed" in availability.reason
+
+
+def test_passes_the_checks_that_are_shipped(name, ranker, compiled_hstu):
+    assert ranker
+    outcomes = check(backends("ranker")[name], "ranker", compiled_hstu).outcomes
+    assert [outcome for outcome in outcomes if outcome.result is Result.FAILED] == []

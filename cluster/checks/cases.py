@@ -1,0 +1,75 @@
+"""The requests a backend is checked with, made for one bundle's catalogue and window; a file for each stage's own."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from cluster.bundle import Bundle
+from cluster.stage_rules import StageRules
+from cluster.values import Action, Int32Array, UserSequence
+
+WINDOW = 50
+"""Events of a full history where the model's record does not say."""
+
+
+class Cases(Protocol):
+    """What the checks ask of a stage. Mappings go from what a request is like, in words, to the request.
+
+    `typical`: of several users with histories of different lengths. `edges`: must be answered with sense. `restricted`: the same, with
+    items to choose from or to leave out. `strangers`: name what is not in the catalogue; they may be refused, with an error.
+    `optional`: may be declined.
+    """
+
+    rules: StageRules[Any, Any]
+
+    def typical(self) -> Mapping[str, Any]: ...
+    def edges(self) -> Mapping[str, Any]: ...
+    def restricted(self) -> Mapping[str, Any]: ...
+    def strangers(self) -> Mapping[str, Any]: ...
+    def optional(self) -> Mapping[str, Any]: ...
+    def of(self, request: Any, user: str, tenant: str) -> Any:
+        """The request as that user's."""
+
+    def problem(self, request: Any, answer: Any) -> str:
+        """What is wrong with an answer that the stage's rules let pass, "" where nothing is."""
+
+
+def window(bundle: Bundle) -> int:
+    """How many events the model sees of a history."""
+    given = bundle.manifest.model.config.get("max_history")
+    return given if isinstance(given, int) else WINDOW
+
+
+def history(items: int, length: int, seed: int = 0) -> UserSequence:
+    """Random events, minutes to days apart, every third of them a rating."""
+    rng = np.random.default_rng([seed, length])
+    rated = np.arange(length) % 3 == 2
+    timestamps = 1_700_000_000 + np.cumsum(np.exp(rng.uniform(4, 12, length)).astype(np.int64))
+    return UserSequence(
+        items=rng.integers(1, items + 1, length).astype(np.int32),
+        timestamps=timestamps,
+        actions=np.where(rated, Action.RATING.code, Action.VIEW.code).astype(np.int8),
+        values=np.where(rated, rng.integers(1, 6, length), np.nan).astype(np.float32),
+        request_time=int(timestamps[-1] if length else 1_700_000_000) + 3600,
+    )
+
+
+def naming(sequence: UserSequence, item: int) -> UserSequence:
+    """The history with another item as its last."""
+    items = np.append(sequence.items[:-1], item).astype(np.int32)
+    return UserSequence(items, sequence.timestamps, sequence.actions, sequence.values, sequence.request_time)
+
+
+def indices(*items: int) -> Int32Array:
+    return np.array(items, np.int32)
+
+
+def some(items: int, count: int) -> Int32Array:
+    """So many catalogue indices from all over the catalogue, or all of them, in no order."""
+    return np.random.default_rng(0).permutation(np.unique(np.linspace(1, items, min(items, count)).astype(np.int32)))
+
+
+def lengths(longest: int) -> Sequence[int]:
+    """Of several users' histories, short and long ones mixed."""
+    return [min(max(1, length), longest) for length in (longest, 1, longest // 2, 3, longest - 1, 2, longest // 3)]

@@ -1,0 +1,72 @@
+"""What an encoder is asked."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from cluster.bundle import Bundle
+from cluster.checks.cases import history, indices, lengths, naming, some, window
+from cluster.stage_rules import STATE_TOLERANCE, encoder_rules
+from cluster.values import Encoded, EncodeRequest
+
+
+class EncoderCases:
+    def __init__(self, bundle: Bundle) -> None:
+        self._items, self._window = len(bundle.catalogue), window(bundle)
+        self._state_dim = bundle.item_vectors.shape[1] if bundle.manifest.decoder else None
+        self.rules = encoder_rules(self._items)
+
+    def typical(self) -> Mapping[str, EncodeRequest]:
+        return {f"user {seed}'s history of {length} events": self._asked(length, seed) for seed, length in enumerate(lengths(self._window))}
+
+    def edges(self) -> Mapping[str, EncodeRequest]:
+        return {
+            "a history of one event": self._asked(1),
+            "a history that fills the window": self._asked(self._window),
+            "a history longer than the window": self._asked(3 * self._window),
+            "a request for one item": self._asked(3, top_n=1),
+            "a request for more items than there are": self._asked(5, top_n=self._items + 50),
+        }
+
+    def restricted(self) -> Mapping[str, EncodeRequest]:
+        strange = indices(0, -4, 1, self._items, self._items + 1, 10**9)
+        return {
+            "a few items to choose from": replace(self._asked(5), among=some(self._items, 7)),
+            "one item to choose from": replace(self._asked(5), among=indices(self._items)),
+            "no item to choose from": replace(self._asked(5), among=indices()),
+            "strangers among the items to choose from": replace(self._asked(5), among=strange),
+        }
+
+    def strangers(self) -> Mapping[str, EncodeRequest]:
+        named = {"beyond the catalogue": self._items + 1, "that is padding": 0, "below 0": -3}
+        return {
+            f"an item {what} in the history": replace(self._asked(4), sequence=naming(history(self._items, 4), item))
+            for what, item in named.items()
+        }
+
+    def optional(self) -> Mapping[str, EncodeRequest]:
+        return {}
+
+    def of(self, request: EncodeRequest, user: str, tenant: str) -> EncodeRequest:
+        return replace(request, user=user, tenant=tenant)
+
+    def problem(self, request: EncodeRequest, answer: Encoded) -> str:
+        choice = np.arange(1, self._items + 1) if request.among is None else np.unique(request.among)
+        choice = choice[(choice >= 1) & (choice <= self._items)]
+        if len(choice) and request.top_n and not len(answer.items):
+            return f"answered with no items where {len(choice)} were to be chosen from"
+        if abs(length := float(np.linalg.norm(answer.state)) - 1) > STATE_TOLERANCE:
+            return f"answered with a state of length {1 + length:.3g}; states are of length 1 (L2-normalised)"
+        return self._wrong_states(answer)
+
+    def _wrong_states(self, answer: Encoded) -> str:
+        if answer.states is None:
+            return ""
+        if self._state_dim and answer.states.shape[1] != self._state_dim:
+            return f"answered with states of {answer.states.shape[1]} numbers; the decoder is prompted with {self._state_dim}"
+        apart = float(np.abs(answer.states[-1] - answer.state).max())
+        return f"the last of its states is {apart:.3g} off its state; they are the same" if apart > STATE_TOLERANCE else ""
+
+    def _asked(self, length: int, seed: int = 0, top_n: int = 10) -> EncodeRequest:
+        return EncodeRequest(history(self._items, length, seed), top_n)

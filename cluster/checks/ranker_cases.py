@@ -1,0 +1,62 @@
+"""What a ranker is asked."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from cluster.bundle import Bundle
+from cluster.checks.cases import history, indices, lengths, naming, some
+from cluster.ranking import Ranked, RankRequest
+from cluster.stage_rules import ranker_rules
+from cluster.values import Int32Array
+
+WINDOW = 50
+
+
+class RankerCases:
+    def __init__(self, bundle: Bundle) -> None:
+        record = bundle.manifest.ranker
+        longest = record.config.get("max_history") if record else None
+        self._items, self._window = len(bundle.catalogue), longest if isinstance(longest, int) else WINDOW
+        self._tasks = len(record.tasks) if record else 0
+        self.rules = ranker_rules(self._items)
+
+    def typical(self) -> Mapping[str, RankRequest]:
+        return {
+            f"user {seed}'s history of {length} events": self._asked(length, seed=seed) for seed, length in enumerate(lengths(self._window))
+        }
+
+    def edges(self) -> Mapping[str, RankRequest]:
+        return {
+            "no history": self._asked(0),
+            "a history of one event": self._asked(1),
+            "a history that fills the window": self._asked(self._window),
+            "a history longer than the window": self._asked(3 * self._window),
+            "one candidate": self._asked(5, indices(self._items)),
+            "no candidate": self._asked(5, indices()),
+            "many candidates": self._asked(5, some(self._items, 500)),
+        }
+
+    def restricted(self) -> Mapping[str, RankRequest]:
+        return {}
+
+    def strangers(self) -> Mapping[str, RankRequest]:
+        return {
+            "a candidate beyond the catalogue": self._asked(3, indices(1, self._items + 1)),
+            "a candidate that is padding": self._asked(3, indices(1, 0)),
+            "an item beyond the catalogue in the history": replace(
+                self._asked(3), sequence=naming(history(self._items, 3), self._items + 1)
+            ),
+        }
+
+    def optional(self) -> Mapping[str, RankRequest]:
+        return {}
+
+    def of(self, request: RankRequest, user: str, tenant: str) -> RankRequest:
+        return replace(request, user=user, tenant=tenant)
+
+    def problem(self, request: RankRequest, answer: Ranked) -> str:  # noqa: ARG002 - the interface of cases
+        columns = answer.predictions.shape[1]
+        return "" if columns == self._tasks else f"predicts {columns} things of a candidate; the model's record names {self._tasks}"
+
+    def _asked(self, length: int, candidates: Int32Array | None = None, seed: int = 0) -> RankRequest:
+        return RankRequest(history(self._items, length, seed), some(self._items, 30) if candidates is None else candidates)
