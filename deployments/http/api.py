@@ -23,6 +23,7 @@ from deployments.http.answer_json import Fields, answer_fields, as_json
 from deployments.http.callers import Caller, CallerHere, operator_of
 from deployments.http.direct_route import DirectRoute
 from deployments.http.edge import Edge, EdgeMiddleware
+from deployments.http.ids import ITEM_PATH
 from deployments.http.measured import MeasuredMiddleware
 from deployments.http.messages import (
     BackendsOut,
@@ -126,7 +127,7 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings]) ->
         answers = await asyncio.gather(*(_within_batch(service, value, position) for position, value in enumerate(values)))
         return _json({"answers": [answer_fields(answer) for answer in answers]})
 
-    @routes.get("/v1/items/{item_id:path}", tags=["catalogue"], responses=problems.documented([404]))
+    @routes.get(ITEM_PATH, tags=["catalogue"], responses=problems.documented([404]))
     async def item(item_id: str, caller: CallerHere) -> ItemOut:
         """An item of the catalogue."""
         caller.acts_for()

@@ -10,7 +10,7 @@ OTHER = "other"
 
 
 class MeasuredMiddleware:
-    """A request is labelled by its route's path as it is written in the code, `/v1/items/{item_id:path}`, never by its own."""
+    """A request is labelled by its route's path as it is written in the code, `/v1/items/{item_id:id}`, never by its own."""
 
     def __init__(self, app: ASGIApp, meter: Meter) -> None:
         self._app, self._meter = app, meter

@@ -24,6 +24,7 @@ from deployments.http.event_messages import (
     InvalidatedOut,
     InvalidateIn,
 )
+from deployments.http.ids import HISTORY_PATH
 from deployments.http.messages import Tenant
 
 UserIdInPath = Annotated[str, Path(min_length=1, max_length=256)]
@@ -60,7 +61,7 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
         response.status_code = 201 if stored.stored else 200
         return stored
 
-    @routes.get("/v1/users/{user_id:path}/history", tags=["events"])
+    @routes.get(HISTORY_PATH, tags=["events"])
     async def history(
         user_id: UserIdInPath, caller: CallerHere, tenant: TenantInQuery = None, limit: Annotated[int | None, Query(ge=1)] = None
     ) -> HistoryOut:
@@ -70,7 +71,7 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
             raise InvalidRequest("limit", f"{limit} is more than the {most} this service takes; ask for fewer")
         return await data.history(caller.acts_for(tenant), user_id, limit or most)
 
-    @routes.delete("/v1/users/{user_id:path}/history", tags=["events"])
+    @routes.delete(HISTORY_PATH, tags=["events"])
     async def erase(user_id: UserIdInPath, caller: CallerHere, tenant: TenantInQuery = None) -> ErasedOut:
         """Erase a user: stored events, kept answers, and what the engines keep of them, in every replica."""
         return await data.erase(caller.acts_for(tenant), user_id)

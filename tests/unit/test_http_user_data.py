@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -177,6 +178,14 @@ async def test_an_erasure_says_so_while_a_replica_has_not_followed(served):
 async def test_a_slash_in_a_users_id_is_part_of_it(client):
     await client.post("/v1/events", json=event(user_id="a/b c"))
     assert len((await client.get("/v1/users/a%2Fb%20c/history")).json()["events"]) == 1
+
+
+@pytest.mark.parametrize("user_id", ["a\nb", "\n", "history", "a/history", "ä:b", "%0A"])
+async def test_whoever_can_be_stored_can_be_read_and_erased(client, user_id):
+    await client.post("/v1/events", json={"user_id": user_id, "item_id": "7"})
+    path = f"/v1/users/{quote(user_id, safe='')}/history"
+    assert len((await client.get(path)).json()["events"]) == 1
+    assert (await client.delete(path)).json()["events"] == 1
 
 
 async def test_after_an_event_the_next_answer_is_there_already(served):

@@ -1,0 +1,20 @@
+"""The paths that hold ids: whatever a shop calls its users and items, slashes and line breaks too."""
+
+from starlette.convertors import Convertor, register_url_convertor
+
+
+class _IdConvertor(Convertor[str]):
+    """Starlette's `path` leaves out line breaks, so that a user whose id holds one could not be erased."""
+
+    regex = r"[\s\S]*"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("id", _IdConvertor())
+HISTORY_PATH = "/v1/users/{user_id:id}/history"
+ITEM_PATH = "/v1/items/{item_id:id}"
