@@ -140,7 +140,8 @@ def test_every_key_of_the_tree_is_in_the_reference_with_its_own_default():
     for name in ("encoder", "generator", "ranker", "gateway", "cache", "events"):
         leaves = dict(_leaves(tree.pop(name)))
         assert {key: yaml.safe_load(shown[name][key].strip("`")) for key in leaves} == leaves
-    assert {key: yaml.safe_load(value.strip("`")) for key, value in shown["Top level"].items()} == tree
+    top = {key: yaml.safe_load(value.strip("`")) for key, value in shown["Top level"].items() if "." not in key}
+    assert top == tree, "keys of a part that may be left out have a point in their names"
 
 
 def test_parts_that_may_be_left_out_or_repeated_have_their_keys_in_the_reference():
