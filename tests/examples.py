@@ -1,11 +1,14 @@
-"""The programs of examples/, as modules for tests to call."""
+"""The programs of examples/, as modules for tests to call, and as programs."""
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
 
 
 def example(name: str) -> ModuleType:
@@ -18,3 +21,11 @@ def example(name: str) -> ModuleType:
         module = sys.modules[known] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules[known]
+
+
+def run(*command: object, **environment: str) -> str:
+    """What a program prints; it ends well. It imports from where this process does."""
+    own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), **environment}
+    done = subprocess.run([str(part) for part in command], env=own, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
