@@ -34,12 +34,12 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Live:
-    """A served model: where it answers over HTTP and over ZeroMQ, the directory it was published in, and what serves it."""
+    """A served model: where it answers, the directory it was published in, what serves it, and its ZeroMQ door, where it has one."""
 
     url: str
-    door: str
     model_dir: Path
     serving: LocalServe
+    door: str = ""
 
     def recommend(self, **request: Any) -> httpx.Response:
         """Computed, not taken from the cache, unless `cache` says otherwise."""
@@ -80,7 +80,7 @@ def live(compiled_hstu: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Ite
         changes = {"model_dir": str(model_dir), "zeromq": {"address": door}, **SETTINGS}
         serving = LocalServe(ROOT / "ray_config.yaml", changes, port=free_port(), log=log)
         with serving as url:
-            yield Live(url, door, model_dir, serving)
+            yield Live(url, model_dir, serving, door)
 
 
 def behaviours(*items: int, start: int = 1_700_000_000) -> list[dict[str, Any]]:
