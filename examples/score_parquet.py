@@ -128,10 +128,10 @@ def history_of(events: pa.Table) -> pa.Table:
     return pa.table({"user_id": [str(events["user_id"][0])], **found})
 
 
-def score(users: str, out: str, model_dir: Path, wishes: dict[str, Any], *, actors: int, cpus: float) -> None:
+def score(users: str, out: str, model_dir: Path, wishes: dict[str, Any], *, actors: int, cpus: float, partitions: int | None) -> None:
     rows = ray.data.read_parquet(users)
     if "item_ids" not in rows.schema().names:
-        rows = rows.groupby("user_id").map_groups(history_of, batch_format="pyarrow")
+        rows = rows.groupby("user_id", num_partitions=partitions).map_groups(history_of, batch_format="pyarrow")
     arguments = (model_dir.absolute(), wishes)
     compute = ray.data.ActorPoolStrategy(size=actors)
     answers = rows.map_batches(
@@ -150,9 +150,10 @@ def main() -> None:
     parser.add_argument("--request-time", type=int, default=int(time.time()), help="the moment to recommend for; default: now")
     parser.add_argument("--actors", type=int, default=1, help="each holds the engines once")
     parser.add_argument("--cpus", type=float, default=1, help="of each actor")
+    parser.add_argument("--partitions", type=int, help="users are grouped in; default: Ray Data's, for large files")
     given = parser.parse_args()
     wishes = {"k": given.k, "strategy": given.strategy, "request_time": given.request_time}
-    score(given.users, given.out, given.model_dir, wishes, actors=given.actors, cpus=given.cpus)
+    score(given.users, given.out, given.model_dir, wishes, actors=given.actors, cpus=given.cpus, partitions=given.partitions)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""What stands in examples/, for tests to call: its programs, and its packages of backends as if they were installed."""
+"""What stands in examples/, for tests: its programs to call and to run, and its packages of backends as if they were installed."""
 
 import importlib.util
+import os
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
 BACKENDS = EXAMPLES / "backends"
 
 
@@ -33,3 +36,11 @@ def entry_points(name: str) -> dict[str, str]:
     """What the pyproject.toml of a package of backends registers: stage.name -> import string."""
     project = tomllib.loads((BACKENDS / name / "pyproject.toml").read_text())
     return project["project"]["entry-points"]["genrec.backends"]
+
+
+def run(*command: object, **environment: str) -> str:
+    """What a program prints; it ends well. It imports from where this process does."""
+    own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), **environment}
+    done = subprocess.run([str(part) for part in command], env=own, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,19 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.examples import EXAMPLES, example
-from tests.integration.conftest import ROOT, Live, behaviours
+from tests.examples import EXAMPLES, example, run
+from tests.integration.conftest import Live, behaviours
 
 pytestmark = pytest.mark.cluster
 NOW = 1_701_000_000
-
-
-def run(*command: object, **environment: str) -> str:
-    """What it prints; it ends well. It imports from where this process does."""
-    own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), **environment}
-    done = subprocess.run([str(part) for part in command], env=own, capture_output=True, text=True, timeout=170, check=False)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 def test_every_call_of_the_curl_tour_is_answered(live: Live):
@@ -73,7 +64,7 @@ def test_users_of_a_parquet_file_are_given_what_the_endpoint_gives_them(live: Li
     np.random.default_rng(0).shuffle(events)
     pq.write_table(pa.Table.from_pylist(events), tmp_path / "events.parquet")
     expected = {user: answer_of(live, user, history) for user, history in histories.items()}
-    arguments = ("--model-dir", live.model_dir, "--k", 5, "--request-time", NOW)
+    arguments = ("--model-dir", live.model_dir, "--k", 5, "--request-time", NOW, "--partitions", 2)
     run(sys.executable, EXAMPLES / "score_parquet.py", tmp_path / "events.parquet", tmp_path / "out", *arguments, RAY_ADDRESS="local")
     scored = {row["user_id"]: row for row in pq.read_table(tmp_path / "out").to_pylist()}
     assert {user: row["item_ids"] for user, row in scored.items()} == {user: items for user, (items, _) in expected.items()}
@@ -100,13 +91,6 @@ def test_requests_through_the_zeromq_door_are_answered_as_over_http(live: Live):
 
     request = {"user_id": "ada", "behaviours": behaviours(3, 7, 11), "k": 5, "request_time": NOW, "cache": "bypass"}
     status, answer = asyncio.run(ask(request))
-    assert (status, answer["items"]) == (200, live.recommend(**request).json()["items"])
-
-
-def test_the_walkthrough_runs_from_a_table_to_ranked_candidates(tmp_path: Path):
-    shown = run(sys.executable, EXAMPLES / "walkthrough.py", TMPDIR=str(tmp_path)).splitlines()
-    recommended = [line.split()[1] for line in shown if line.startswith("recommended: ")]
-    assert recommended.count("Western") >= 4  # of five, for somebody who watches westerns
-    assert [line.split()[1] for line in shown if line.startswith("ranked: ")][:2] == ["Western", "Western"]
-    assert "encode: onnxruntime" in "\n".join(shown)
-    assert list(tmp_path.iterdir()) == []
+    over_http = live.recommend(**request).json()
+    assert (status, [item["item_id"] for item in answer["items"]]) == (200, [item["item_id"] for item in over_http["items"]])
+    assert answer["stages"][0]["stage"] == over_http["stages"][0]["stage"] == "encode"
