@@ -26,7 +26,7 @@ class Options:
 
     channels: int = 64
     layers: int = 2
-    epochs: int = 12
+    epochs: int = 5
     learning_rate: float = 3e-3
     dropout: float = 0.1
     batch: int = 32
