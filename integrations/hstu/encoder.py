@@ -150,7 +150,8 @@ class CompiledTorchEncoder(TorchEncoder):
 
     def _states(self, batch: BehaviourBatch) -> FloatArray:
         largest = self.batches[-1]
-        return np.concatenate([self._bucketed(batch, start, min(start + largest, len(batch))) for start in range(0, len(batch), largest)])
+        starts = range(0, max(1, len(batch)), largest)  # of an empty batch too, an empty part
+        return np.concatenate([self._bucketed(batch, start, min(start + largest, len(batch))) for start in starts])
 
     def _bucketed(self, batch: BehaviourBatch, start: int, stop: int) -> FloatArray:
         length = next(bucket for bucket in self._lengths if bucket >= batch.items.shape[1])
