@@ -45,18 +45,18 @@ def top(
 ) -> None:
     """Watch a running service: engines, queue, caches, versions, and what is beyond the thresholds. Ctrl-C ends it."""
     limits = Thresholds(p99_ms, failed_share, refused_per_s, least_hit_rate)
-    service = Service(url, key)
-    if once:
-        raise typer.Exit(_check(service, limits, interval_s, as_json=as_json))
-    _watch(service, limits, Alerts(hold_s), interval_s)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(base_url=url, headers=headers, timeout=ASK_WITHIN_S) as client:
+        if once:
+            raise typer.Exit(_check(Service(client), limits, interval_s, as_json=as_json))
+        _watch(Service(client), limits, Alerts(hold_s), interval_s)
 
 
 class Service:
     """The operator's part of the HTTP interface."""
 
-    def __init__(self, url: str, key: str) -> None:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.url, self._client = url, httpx.Client(base_url=url, headers=headers, timeout=ASK_WITHIN_S)
+    def __init__(self, client: httpx.Client) -> None:
+        self.url, self._client = str(client.base_url).rstrip("/"), client
 
     def look(self) -> Look:
         """Raises ConfigError where the service cannot be asked."""

@@ -108,7 +108,7 @@ function table(stage) {
 
 function row(stage, name, onSwitched, onProblem) {
   const toggle = el("input", { type: "checkbox", "aria-label": `Ask ${name} in the stage ${stage}` });
-  const first = el("button", { type: "button", class: "first", "aria-label": `Ask ${name} first in the stage ${stage}` }, "ask first");
+  const first = el("button", { type: "button", class: "plain", "aria-label": `Ask ${name} first in the stage ${stage}` }, "ask first");
   const put = async (control, to, undo) => {
     control.disabled = true;
     try {
