@@ -10,6 +10,7 @@ from cluster.config import GatewaySettings, parse
 from cluster.errors import ConfigError
 from cluster.values import RecommendRequest
 from deployments.gateway import Gateway
+from deployments.logs import SlowAnswers
 
 
 class Recorder:
@@ -53,7 +54,7 @@ def gateway() -> Callable[..., Any]:
         one._data = SimpleNamespace(anticipates=one._settings.events.anticipate)
         one._api = SimpleNamespace(state=SimpleNamespace(edge=Recorder()))
         one._stages, one._versions = StagesRecorder(), Models()
-        one._recorder = SimpleNamespace(answered=lambda *_: None)
+        one._recorder, one._slow = SimpleNamespace(answered=lambda *_: None), SlowAnswers()
         return one
 
     return make

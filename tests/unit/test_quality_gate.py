@@ -53,7 +53,7 @@ def published(root, family, change, compiler="RetrieveOnly"):
         return model
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.bundles.build_model", changed)
+        patch.setattr("integrations.hstu.random_bundles.build_model", changed)
         make_bundle(root, family=family)
     return compiled(root, compiler)
 

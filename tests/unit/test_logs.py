@@ -1,0 +1,53 @@
+"""The line for what took long: whose stages, how many a second, and nothing of users."""
+
+import logging
+
+import pytest
+
+from cluster.values import Recommendation, SkippedBackend, StageReport
+from deployments.logs import MOST_PER_S, PACKAGES, SlowAnswers, join_serves_log, logger
+
+STAGES = (
+    StageReport("encode", "torch", 6.25, (SkippedBackend("onnxruntime", "boom", failed=True),)),
+    StageReport("blend", "log-linear", 0.5),
+)
+ANSWER = Recommendation(user_id="ada", items=(), stages=STAGES, model_version="m/1", degraded=True)
+
+
+@pytest.fixture
+def lines(caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.WARNING, logger.name):
+        yield caplog
+
+
+def test_a_line_says_who_served_which_stage_in_what_time_and_names_no_user(lines):
+    SlowAnswers().note(ANSWER, 1.5, slow_ms=1000)
+    (line,) = lines.records
+    assert line.getMessage() == "an answer took 1500 ms: encode by torch in 6.2 ms, not onnxruntime, blend by log-linear in 0.5 ms"
+    assert (line.duration_ms, line.degraded, line.model_version) == (1500.0, True, "m/1")
+    assert "ada" not in str(vars(line))
+
+
+def test_what_is_quick_enough_or_not_asked_for_is_not_told(lines):
+    SlowAnswers().note(ANSWER, 0.999, slow_ms=1000)
+    SlowAnswers().note(ANSWER, 60.0, slow_ms=None)
+    assert not lines.records
+
+
+def test_of_more_than_ten_a_second_the_others_are_counted(lines):
+    now = 100.0
+    slow = SlowAnswers(clock=lambda: now)
+    for _ in range(MOST_PER_S + 3):
+        slow.note(ANSWER, 2.0, slow_ms=1000)
+    assert len(lines.records) == MOST_PER_S
+    now = 101.0
+    slow.note(ANSWER, 2.0, slow_ms=1000)
+    slow.note(ANSWER, 2.0, slow_ms=1000)
+    assert ["(3 more before it)" in line.getMessage() for line in lines.records[MOST_PER_S:]] == [True, False]
+
+
+def test_outside_of_a_replica_nobodys_log_is_changed():
+    before = [(logging.getLogger(name).handlers, logging.getLogger(name).propagate) for name in PACKAGES]
+    join_serves_log()
+    assert [(logging.getLogger(name).handlers, logging.getLogger(name).propagate) for name in PACKAGES] == before
