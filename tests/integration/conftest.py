@@ -101,11 +101,13 @@ def live(compiled_hstu: Bundle, collector: Collector, tmp_path_factory: pytest.T
 
 
 def watched(logs: Path) -> dict[str, Any]:
-    """ray_config.yaml with all that tells what happens."""
+    """ray_config.yaml with all that tells what happens, and time for bursts however busy this machine is."""
     document: dict[str, Any] = yaml.safe_load((ROOT / "ray_config.yaml").read_text())
     document["logging_config"].update(encoding="JSON", logs_dir=str(logs))
     document["tracing_config"] = {"enabled": True, "exporter_import_path": "deployments.tracing:otlp", "sampling_ratio": 0.0}
-    document["applications"][0]["args"]["gateway"]["slow_ms"] = 0.001
+    gateway = document["applications"][0]["args"]["gateway"]
+    gateway.update(slow_ms=0.001, deadline_s=30.0)
+    gateway["admission"]["max_wait_ms"] = 30_000
     return document
 
 

@@ -34,7 +34,7 @@ SETTINGS = {
         "breaker": {"failures_to_open": 3, "pause_s": 0.5, "growth": 1.0, "longest_pause_s": 0.5},
         "probe_interval_s": 1.0,
     },
-    "gateway": {"deadline_s": 30.0, "generation_deadline_s": 30.0},
+    "gateway": {"deadline_s": 30.0, "generation_deadline_s": 30.0, "admission": {"max_wait_ms": 30_000}},
 }
 
 
@@ -256,7 +256,7 @@ def test_thirty_two_users_at_once_get_what_each_gets_alone(served: Generative):
             return await asyncio.gather(*(client.post("/v1/recommend", json=request) for request in requests))
 
     together = asyncio.run(ask_together())
-    assert {response.status_code for response in together} == {200}
+    assert [r.text for r in together if r.status_code != 200] == []
     for request, expected, response in zip(requests, alone, together, strict=True):
         answer = response.json()
         assert (answer["user_id"], answer["degraded"]) == (request["user_id"], False)

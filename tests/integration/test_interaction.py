@@ -37,7 +37,7 @@ def test_concurrent_users_get_what_each_gets_alone(live: Live):
     requests = [request_of(user) for user in range(USERS)]
     alone = ask_alone(live, requests)
     together = asyncio.run(ask_together(live, requests))
-    assert {response.status_code for response in together} == {200}
+    assert [r.text for r in together if r.status_code != 200] == []
     for request, expected, response in zip(requests, alone, together, strict=True):
         answer = response.json()
         assert answer["user_id"] == request["user_id"]
@@ -66,7 +66,7 @@ def test_a_request_that_breaks_an_engine_never_fails_those_beside_it(live: Live)
     requests = [request_of(user) for user in range(USERS)]
     poisoned = {user: {**requests[user], "behaviours": behaviours(1, 2, start=POISON)} for user in (5, 31)}
     responses = asyncio.run(ask_together(live, [poisoned.get(user, request) for user, request in enumerate(requests)]))
-    assert {response.status_code for response in responses} == {200}
+    assert [r.text for r in responses if r.status_code != 200] == []
     served = {user: response.json()["stages"][-1] for user, response in enumerate(responses)}
     assert {served[user]["backend"] for user in poisoned} == {"torch"}
     assert all("poisoned" in served[user]["fallback_from"][-1]["reason"] for user in poisoned)
@@ -95,7 +95,7 @@ def test_switching_an_engine_off_and_on_under_load_loses_no_request(live: Live):
         return await load
 
     responses = asyncio.run(load_and_switch())
-    assert {response.status_code for response in responses} == {200}
+    assert [r.text for r in responses if r.status_code != 200] == []
     assert {response.json()["stages"][-1]["backend"] for response in responses} <= {"onnxruntime", "torch"}
 
 
