@@ -26,10 +26,10 @@ class BreakerSettings:
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # a typing error in a configuration file is not ignored
 
-    failures_to_open: Annotated[int, Field(description="broken calls in a row that take a backend out")] = 3
-    pause_s: Annotated[float, Field(description="until it is tried again")] = 1.0
-    growth: Annotated[float, Field(description="each failed trial makes the next pause so many times as long")] = 2.0
-    longest_pause_s: Annotated[float, Field(description="no pause is longer")] = 20.0
+    failures_to_open: Annotated[int, Field(ge=1, description="broken calls in a row that take a backend out")] = 3
+    pause_s: Annotated[float, Field(gt=0, description="until it is tried again")] = 1.0
+    growth: Annotated[float, Field(ge=1, description="each failed trial makes the next pause so many times as long")] = 2.0
+    longest_pause_s: Annotated[float, Field(gt=0, description="no pause is longer")] = 20.0
 
     def __post_init__(self) -> None:
         if self.failures_to_open < 1:

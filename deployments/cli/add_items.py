@@ -13,7 +13,7 @@ from cluster.bundle import GENERATIVE, RANKER, SEMANTIC_IDS, Bundle, BundleStore
 from cluster.dataset import Catalogue
 from cluster.semantic_ids import SemanticIds, write_semantic_ids
 from cluster.values import FloatArray, Item
-from deployments.cli.dataset_options import DatasetOptions, tell_skipped
+from deployments.cli.dataset_options import READ_AS, DatasetOptions, as_trained, tell_skipped
 from deployments.cli.publishing import item_order_sha256, write_required
 from integrations.datasets.table import read_items
 from integrations.hstu.config import RankerConfig
@@ -42,13 +42,16 @@ def add_items(
     """Publish a version of the current model with the table's new items; no training is needed.
 
     A new item has no events, so its vector is the mean of those of the 10 items most similar to it by title and attributes; one that
-    resembles none gets the mean of all. Items that the model knows stay as they are.
+    resembles none gets the mean of all. Items that the model knows stay as they are. Columns are named as for the training, unless said
+    otherwise.
     """
     store = BundleStore(model_dir)
     bundle = store.open()
     table = DatasetOptions(
         name="table", item_id_column=item_id_column, item_title_column=item_title_column, delimiter=delimiter, skip_bad_rows=skip_bad_rows
     )  # fmt: skip
+    if READ_AS in bundle.manifest.training:
+        table = as_trained(table, bundle)
     options = table.read_options()
     listed = read_items(items, options)
     tell_skipped(options.on_bad_row, str(items))

@@ -4,18 +4,21 @@
     def train(dataset: DatasetOptions, epochs: int = 10) -> None:
         data = open_dataset(dataset)
 
-gives the command the argument NAME and all the options below, and hands it one value.
+gives the command the argument DATASET and all the options below, and hands it one value. A command about a model that is there leaves the
+argument open, `@with_dataset_options(optional=True)`, and reads what the model was trained on, `as_trained(dataset, bundle)`.
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 import typer
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
+from cluster.bundle import Bundle
 from cluster.dataset import Dataset
 from cluster.errors import ConfigError
 from cluster.registry import DATASETS, choose
@@ -23,14 +26,17 @@ from cluster.values import Action
 from integrations.datasets.options import GROUPLENS, BadRows, Columns, ItemColumns, ReadOptions, TimestampUnit, default_cache
 
 T = TypeVar("T")
+READ_AS = "read_as"
+"""Where a manifest's `training` says how the data set was read."""
 _BY_DEFAULT = "column of a table; by default the usual names are tried"
+_OF_ONE_RUN = {"progress", "cache", "mirror"}
 
 
 @dataclass(frozen=True)
 class DatasetOptions:
     """What was asked for on the command line."""
 
-    name: Annotated[str, typer.Argument(metavar="DATASET", help=f"one of {', '.join(DATASETS)}")]
+    name: Annotated[str, typer.Argument(metavar="DATASET", help=f"one of {', '.join(DATASETS)}")] = ""
     path: Annotated[Path | None, typer.Option(help="file, directory or zip; without it MovieLens is taken from the cache or fetched")] = (
         None
     )
@@ -74,11 +80,36 @@ class DatasetOptions:
         )
 
 
+_AS_JSON = TypeAdapter(DatasetOptions)
+
+
+def described(asked: DatasetOptions) -> dict[str, JsonValue]:
+    """Which data set it is and how it is read, for the manifest of what learns from it: `as_trained` reads it again."""
+    absolute = replace(asked, path=asked.path and asked.path.absolute(), items=asked.items and asked.items.absolute())
+    said: dict[str, JsonValue] = _AS_JSON.dump_python(absolute, mode="json", exclude_defaults=True, exclude=_OF_ONE_RUN)
+    return said
+
+
+def as_trained(asked: DatasetOptions, bundle: Bundle) -> DatasetOptions:
+    """The data set that a model was trained on, read by the same options, except for what was asked for otherwise.
+
+    Raises ConfigError where the model does not say how that was.
+    """
+    recorded = bundle.manifest.training.get(READ_AS)
+    try:
+        return _AS_JSON.validate_python({**cast("dict[str, Any]", recorded), **_AS_JSON.dump_python(asked, exclude_defaults=True)})
+    except (TypeError, ValidationError) as error:
+        cure = f"name the DATASET, one of {', '.join(DATASETS)}, with the options it was trained with"
+        raise ConfigError(f"{bundle.version} does not say which data set it was trained on and how that was read; {cure}") from error
+
+
 def open_dataset(asked: DatasetOptions) -> Dataset:
     """Read a dataset; how many bad rows were skipped, and the first few, are told on stderr.
 
-    Raises UnknownChoice for an unknown name, DataError where it cannot be read.
+    Raises ConfigError where none is named, UnknownChoice for an unknown name, DataError where it cannot be read.
     """
+    if not asked.name:
+        raise ConfigError(f"say which DATASET to read, one of {', '.join(DATASETS)}")
     options = asked.read_options()
     dataset: Dataset = choose("dataset", DATASETS, asked.name)(asked.path, options)
     tell_skipped(options.on_bad_row, dataset.source)
@@ -93,9 +124,14 @@ def tell_skipped(bad_rows: BadRows, source: str) -> None:
             typer.echo(f"  {problem}", err=True)
 
 
-def with_dataset_options(command: Callable[..., T]) -> Callable[..., T]:
-    """A command whose first parameter is a DatasetOptions, with that parameter spread out into one option a field."""
-    spread = _parameters()
+def with_dataset_options(command: Callable[..., T] | None = None, *, optional: bool = False) -> Callable[..., Any]:
+    """A command whose first parameter is a DatasetOptions, with that parameter spread out into one option a field.
+
+    `optional`: DATASET may be left out; its name is "" then.
+    """
+    if command is None:
+        return functools.partial(with_dataset_options, optional=optional)
+    spread = _parameters(optional=optional)
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
     @functools.wraps(command)
@@ -109,9 +145,11 @@ def with_dataset_options(command: Callable[..., T]) -> Callable[..., T]:
     return spread_command
 
 
-def _parameters() -> list[inspect.Parameter]:
+def _parameters(*, optional: bool) -> list[inspect.Parameter]:
     hints = get_type_hints(DatasetOptions, include_extras=True)
-    signature = inspect.signature(DatasetOptions).parameters
+    signature = dict(inspect.signature(DatasetOptions).parameters)
+    if not optional:
+        signature["name"] = signature["name"].replace(default=inspect.Parameter.empty)
     return [
         signature[part.name].replace(annotation=hints[part.name], default=_default(signature[part.name])) for part in fields(DatasetOptions)
     ]

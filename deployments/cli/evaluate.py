@@ -11,8 +11,8 @@ from rich.table import Table
 
 from cluster.bundle import Bundle, BundleStore
 from cluster.dataset import Dataset
-from cluster.errors import DataError
-from deployments.cli.dataset_options import DatasetOptions, open_dataset, with_dataset_options
+from cluster.errors import ConfigError, DataError
+from deployments.cli.dataset_options import DatasetOptions, as_trained, open_dataset, with_dataset_options
 from deployments.cli.generative import measure_strategies
 from deployments.cli.publishing import item_order_sha256
 from integrations.hstu.weights import load_model
@@ -20,7 +20,7 @@ from pipelines import evaluate as evaluation
 from pipelines.splits import TEST, VALIDATION
 
 
-@with_dataset_options
+@with_dataset_options(optional=True)
 def evaluate(
     dataset: DatasetOptions,
     *,
@@ -29,14 +29,12 @@ def evaluate(
     validation: Annotated[bool, typer.Option("--validation", help="the second-last events instead of the last")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Rank every user's last event: HR@10/50/200, NDCG@10/50, MRR.
+    """Rank every user's last event: HR@10/50/200, NDCG@10/50, MRR. Without DATASET: of what the model was trained on.
 
     Of a model with a decoder, each strategy's list as it is served, without anything of the history; in JSON also the encoder's ranking
     of the whole catalogue, without what its window holds.
     """
-    data = open_dataset(dataset)
-    bundle = BundleStore(model_dir or Path("models") / data.name).open(version)
-    refuse_another_catalogue(bundle, data)
+    bundle, data = open_with_dataset(dataset, model_dir, version)
     from_end = VALIDATION if validation else TEST
     quality = evaluation.evaluate(load_model(bundle), data.interactions, from_end=from_end)
     strategies = measure_strategies(bundle, data, from_end) if bundle.manifest.decoder else None
@@ -49,12 +47,31 @@ def evaluate(
         print_quality(quality, title)
 
 
-def refuse_another_catalogue(bundle: Bundle, dataset: Dataset) -> None:
-    """Raises DataError where catalogue indices of the data set mean other items than those of the bundle."""
+def open_with_dataset(asked: DatasetOptions, model_dir: Path | None, version: int | None = None) -> tuple[Bundle, Dataset]:
+    """A version of a model, and a data set of its items: the one asked for, else what it was trained on.
+
+    Raises ConfigError where neither a data set nor a model is named, DataError where they do not belong together.
+    """
+    if asked.name:
+        data = open_dataset(asked)
+        bundle = BundleStore(model_dir or Path("models") / data.name).open(version)
+    elif model_dir:
+        bundle = BundleStore(model_dir).open(version)
+        data = open_dataset(as_trained(asked, bundle))
+    else:
+        raise ConfigError("say which model, --model-dir MODEL_DIR, or which DATASET, whose model is in models/DATASET")
+    _refuse_another_catalogue(bundle, data)
+    return bundle, data
+
+
+def _refuse_another_catalogue(bundle: Bundle, dataset: Dataset) -> None:
+    """Catalogue indices of the data set are to mean the same items as those of the bundle."""
     if item_order_sha256(bundle.catalogue) != item_order_sha256(dataset.catalogue):
+        added = bundle.manifest.training.get("added_items")
+        since = f"; genrec add-items added {added} of them: ask for a --version from before" if added else ""
         raise DataError(
             f"{bundle.version} knows {len(bundle.catalogue)} items, {dataset.source} has {len(dataset.catalogue)}, and they are not "
-            "the same in the same order; give the data set the model was trained on"
+            f"the same in the same order; give the data set the model was trained on{since}"
         )
 
 

@@ -16,12 +16,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cluster.bundle import BundleStore
 from cluster.dataset import Dataset
 from cluster.errors import DataError, InvalidRequest
 from cluster.events.store import Event, Loaded, StoreStatistics, closing_store
 from cluster.registry import DATASETS
 from cluster.values import Action, Behaviour
-from deployments.cli.dataset_options import DatasetOptions, open_dataset, with_dataset_options
+from deployments.cli.dataset_options import DatasetOptions, as_trained, open_dataset, with_dataset_options
 
 app = typer.Typer(no_args_is_help=True, help="Fill the event store, look into it, forget a user.")
 BATCH = 5_000
@@ -33,14 +34,23 @@ AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
 @app.command("import")
-@with_dataset_options
-def import_(dataset: DatasetOptions, url: Url, tenant: Tenant = "default", as_json: AsJson = False) -> None:
+@with_dataset_options(optional=True)
+def import_(
+    dataset: DatasetOptions,
+    url: Url,
+    *,
+    like: Annotated[Path | None, typer.Option("--as-trained", metavar="MODEL_DIR", help="read it as for this model's training")] = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
     """Store the events of a dataset, or of a table: genrec events import events.csv --url sqlite:///events.db
 
+    With --as-trained the options for columns, actions and units are those of the model's training; without DATASET, so is the data set.
     It may be stopped and started again, and a file that has grown may be imported again: what is stored already is not stored twice.
     Users who were erased come back if the file still has them.
     """
-    read = open_dataset(_table_by_path(dataset))
+    asked = _table_by_path(dataset)
+    read = open_dataset(asked if like is None else as_trained(asked, BundleStore(like).open()))
     began = time.monotonic()
     loaded = asyncio.run(_load(read, tenant, url, shown=dataset.progress))
     seconds = time.monotonic() - began
@@ -100,7 +110,7 @@ def _key(user_id: str, what: Behaviour, number: int) -> str:
 
 def _table_by_path(asked: DatasetOptions) -> DatasetOptions:
     """A file in the place of a dataset's name is a table."""
-    is_file = asked.path is None and asked.name not in DATASETS and Path(asked.name).exists()
+    is_file = asked.path is None and asked.name not in {*DATASETS, ""} and Path(asked.name).exists()
     return replace(asked, name="table", path=Path(asked.name)) if is_file else asked
 
 

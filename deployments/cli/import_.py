@@ -7,7 +7,7 @@ import typer
 
 from cluster.bundle import ModelRecord
 from cluster.registry import DATASETS
-from deployments.cli.dataset_options import DatasetOptions, open_dataset
+from deployments.cli.dataset_options import READ_AS, DatasetOptions, described, open_dataset
 from deployments.cli.evaluate import print_quality
 from deployments.cli.publishing import publish
 from integrations.hstu.meta_checkpoint import from_meta, raw_id_rows, read_meta_checkpoint, read_meta_config
@@ -32,12 +32,13 @@ def meta(
     model_dir: Annotated[Path | None, typer.Option(help="where it is published (default: models/DATASET)")] = None,
 ) -> None:
     """Publish an HSTU from Meta's research trainer; its data set gives titles and popularity, and measures it."""
-    data = open_dataset(DatasetOptions(name=dataset, path=path, items=items))
+    asked = DatasetOptions(name=dataset, path=path, items=items)
+    data = open_dataset(asked)
     sizes = read_meta_config(config, items=len(data.catalogue))
     model = from_meta(read_meta_checkpoint(checkpoint), sizes, raw_id_rows([item.item_id for item in data.catalogue.items]))
     record = ModelRecord(family="hstu", config=sizes.model_dump(mode="json"))
     quality = evaluate(model, data.interactions)
-    origin = {"imported_from": "meta-recsys/generative-recommenders", "checkpoint": checkpoint.name}
+    origin = {READ_AS: described(asked), "imported_from": "meta-recsys/generative-recommenders", "checkpoint": checkpoint.name}
     bundle = publish(model_dir or Path("models") / data.name, record, model, data, training=origin, quality=quality)
     print_quality(quality, f"{bundle.version}, {data.interactions.users} users' last events")
     typer.echo(f"published {bundle.path}", err=True)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from cluster.bundle import GENERATIVE, OPTIONAL, RANKER, WEIGHTS, BlendRecord, Bundle, DecoderRecord, Draft, ModelRecord, RankerRecord
 from cluster.dataset import Dataset
 from cluster.errors import BundleError, DataError
+from deployments.cli.dataset_options import READ_AS
 from deployments.cli.publishing import item_order_sha256, publish
 from integrations.hstu.weights import build_model, load_weights
 
@@ -46,8 +47,9 @@ class Pretrained(BaseModel):
 def export_pretrained(bundle: Bundle, directory: Path, command: str) -> None:
     """Write a bundle's weights and description, without its catalogue, into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
-    kept = {name: getattr(bundle.manifest, name) for name in ("model", "quality", "training", "decoder", "blend", "ranker")}
-    described = Pretrained(command=command, **kept)
+    kept = {name: getattr(bundle.manifest, name) for name in ("model", "quality", "decoder", "blend", "ranker")}
+    training = {name: value for name, value in bundle.manifest.training.items() if name != READ_AS}  # it names paths of this machine
+    described = Pretrained(command=command, training=training, **kept)
     for file in OPTIONAL:
         (directory / file).unlink(missing_ok=True)  # of an earlier export
     for file in (WEIGHTS, *described.files):

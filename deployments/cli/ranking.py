@@ -14,8 +14,8 @@ import typer
 from cluster.bundle import RANKER, Bundle, BundleStore, Draft, ModelRecord
 from cluster.config import Settings
 from cluster.dataset import Dataset
-from deployments.cli.dataset_options import DatasetOptions, open_dataset, with_dataset_options
-from deployments.cli.evaluate import refuse_another_catalogue
+from deployments.cli.dataset_options import DatasetOptions, with_dataset_options
+from deployments.cli.evaluate import open_with_dataset
 from deployments.cli.generative import served_lists
 from deployments.cli.pretrained import export_pretrained
 from deployments.cli.training_progress import TrainingProgress
@@ -85,7 +85,7 @@ def train_ranking(  # noqa: PLR0917 - what a run has made so far, in its order
     return _part(last, test, weights, last_stage=better)
 
 
-@with_dataset_options
+@with_dataset_options(optional=True)
 def train_ranker_command(
     dataset: DatasetOptions,
     *,
@@ -106,10 +106,8 @@ def train_ranker_command(
     For a model that has learnt the validation events too (`genrec train --refit`), say whether it is to be the last stage: there is nothing
     left to decide that by.
     """
-    data = open_dataset(dataset)
-    store = BundleStore(model_dir or Path("models") / data.name)
-    bundle = store.open()
-    refuse_another_catalogue(bundle, data)
+    bundle, data = open_with_dataset(dataset, model_dir)
+    store = BundleStore(bundle.path.parent)
     options = RankerOptions(epochs=epochs, batch_users=batch_users, learning_rate=learning_rate, negatives=negatives, seed=seed)
     with TrainingProgress() as progress:
         part = _of_bundle(bundle, data, options, last_stage, RunOptions(device=device), progress)

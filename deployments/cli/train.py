@@ -14,7 +14,7 @@ from cluster.bundle import ModelRecord
 from cluster.dataset import Dataset
 from cluster.errors import ConfigError
 from cluster.registry import MODELS
-from deployments.cli.dataset_options import DatasetOptions, open_dataset, with_dataset_options
+from deployments.cli.dataset_options import READ_AS, DatasetOptions, described, open_dataset, with_dataset_options
 from deployments.cli.evaluate import print_quality, print_strategies
 from deployments.cli.generative import NO_DECODER, DecoderPlan, GenerativePart, preset, retrieved_lists, train_generative
 from deployments.cli.pretrained import export_pretrained
@@ -100,7 +100,7 @@ def train(
         trained = train_model(record, data, options, run, progress)
         generative = train_generative(trained, record, data, plan, run=run, observer=progress) if plan else None
         ranking = _ranking(trained, record, data, generative, ranker_options, run, progress) if ranker else None
-    model, training = cast(SequenceModel, trained.model), _training(options, run, trained)
+    model, training = cast(SequenceModel, trained.model), {READ_AS: described(dataset), **_training(options, run, trained)}
     if plan and generative:
         training["decoder"] = generative.described(plan)
     if ranking:

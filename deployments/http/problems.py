@@ -160,6 +160,8 @@ def _field_problem(error: dict[str, Any]) -> FieldProblem:
             return FieldProblem(
                 field=field, problem="there is no such field; remove it, or see /docs for the fields there are", value=value
             )
+        case "missing":
+            return FieldProblem(field=field, problem="is required; add it, or see /docs for what it holds", value=value)
         case "json_invalid":
             position, cause = error["loc"][-1], error.get("ctx", {}).get("error", error["msg"])
             return FieldProblem(field="body", problem=f"is not JSON: {cause} at character {position}")

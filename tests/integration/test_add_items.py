@@ -13,7 +13,7 @@ from cluster.bundle import GENERATIVE, SEMANTIC_IDS, Artifact, BundleStore
 from cluster.errors import BundleError, DataError
 from cluster.ranking import RankRequest
 from cluster.values import EncodeRequest, GenerateRequest, Item, UserState
-from deployments.cli import add_items, train
+from deployments.cli import add_items, evaluate, train
 from integrations.hstu.encoder import TorchEncoder
 from integrations.hstu.torch_ranker import TorchRanker
 from integrations.hstu.weights import load_model
@@ -30,6 +30,7 @@ KINDS = ("red berry", "blue sea")
 app = typer.Typer()
 app.command("train")(train.train)
 app.command("add-items")(add_items.add_items)
+app.command("evaluate")(evaluate.evaluate)
 
 
 def genrec(*arguments):
@@ -206,6 +207,22 @@ def test_where_every_path_is_taken_or_there_are_no_codebooks_nothing_is_publishe
     random = make_generative_bundle(tmp_path / "random", items=20)
     with pytest.raises(DataError, match="0 codebooks for 3 levels"):
         genrec("add-items", crowd, "--model-dir", random.path.parent)
+
+
+def test_columns_are_named_as_for_the_training_unless_said_otherwise(store, tmp_path):
+    with store.recompile(store.open()) as draft:
+        draft.training["read_as"] |= {"item_id_column": "sku", "item_title_column": "label"}
+    table = tmp_path / "new.csv"
+    table.write_text("sku,label,words\n14x,a blue sea,a red berry\n")
+    genrec("add-items", table, "--model-dir", store.root, "--item-title-column", "words")
+    assert store.open().catalogue[KNOWN + 1].title == "a red berry"
+
+
+def test_evaluate_says_which_version_fits_the_table_of_the_training(store, table):
+    genrec("add-items", table, "--model-dir", store.root)
+    with pytest.raises(DataError, match=r"shop/2 knows 14 items, .* genrec add-items added 2 of them: ask for a --version from before"):
+        genrec("evaluate", "--model-dir", store.root)
+    assert "40 users' last events" in genrec("evaluate", "--model-dir", store.root, "--version", 1)
 
 
 def test_bad_rows_are_refused_or_counted_and_a_missing_model_is_named(store, tmp_path):

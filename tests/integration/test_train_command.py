@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from cluster.bundle import OPTIONAL, RANKER, BundleStore
-from cluster.errors import BundleError, DataError, UnknownChoice
+from cluster.errors import BundleError, ConfigError, DataError, UnknownChoice
 from cluster.registry import DATASETS, choose
 from deployments.cli import evaluate, import_, ranking, train
 from deployments.cli.pretrained import publish_pretrained, read_pretrained
@@ -56,6 +56,7 @@ def test_a_table_becomes_a_published_model_whose_quality_evaluate_measures_again
     assert not list(model_dir.glob(".training*"))
     measured = json.loads(genrec("evaluate", "table", "--path", table, "--model-dir", model_dir, "--json"))
     assert measured["model"] == "shop/1"
+    assert json.loads(genrec("evaluate", "--model-dir", model_dir, "--json")) == measured, "it remembers its table"
     assert {name: measured[name] for name in bundle.manifest.quality} == bundle.manifest.quality
 
 
@@ -73,6 +74,7 @@ def test_an_export_joined_with_its_data_set_is_the_same_model_and_refuses_anothe
     original = BundleStore(tmp_path / "shop").open()
     exported = {str(path.relative_to(tmp_path / "export")) for path in (tmp_path / "export").rglob("*") if path.is_file()}
     assert exported == {"model.json", "weights.safetensors", *OPTIONAL}
+    assert original.manifest.training.keys() - read_pretrained(tmp_path / "export").training.keys() == {"read_as"}, "it names paths"
     joined = publish_pretrained(tmp_path / "export", choose("dataset", DATASETS, "table")(table), tmp_path / "joined")
     assert joined.manifest.quality == original.manifest.quality
     for part in ("decoder", "blend", "ranker"):
@@ -113,6 +115,8 @@ def test_a_ranker_can_be_left_out_and_added_later(table, tmp_path):
     assert ranked.manifest.files["weights.safetensors"] == plain.manifest.files["weights.safetensors"]
     assert (ranked.version, ranked.ranker().tasks, ranked.ranker().last_stage) == ("shop/2", ("click",), True)
     assert {"found", "ranked"} == ranked.manifest.training["ranker"]["recommendations"].keys()
+    with pytest.raises(ConfigError, match="say which model"):
+        genrec("train-ranker", "--epochs", 1)
     assert "it is their last stage" in told
     assert read_pretrained(tmp_path / "export").ranker == ranked.ranker()
 

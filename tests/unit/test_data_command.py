@@ -1,4 +1,7 @@
 import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import pytest
@@ -6,8 +9,9 @@ import typer
 from typer.testing import CliRunner
 
 from cluster.errors import ConfigError, UnknownChoice
+from cluster.values import Action
 from deployments.cli.data import app
-from deployments.cli.dataset_options import DatasetOptions, open_dataset, with_dataset_options
+from deployments.cli.dataset_options import READ_AS, DatasetOptions, as_trained, described, open_dataset, with_dataset_options
 from integrations.datasets.options import TimestampUnit
 from tests.unit.test_datasets_table import CSV, written
 
@@ -78,6 +82,38 @@ def test_unknown_names_and_mappings_list_the_choices():
         run(app, "fetch", "table")
     with pytest.raises(ConfigError, match="--action-name 'buy=bought' is not NAME=ACTION with an action out of view"):
         open_dataset(DatasetOptions(name="table", action_name=["buy=bought"]))
+
+
+def test_a_model_s_data_set_is_read_again_by_the_options_of_its_training_unless_others_are_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = DatasetOptions(
+        name="table", path=Path("events.csv"), user_column="who", timestamp_unit=TimestampUnit.MILLISECONDS,
+        action_name=["Buy=purchase"], default_action=Action.CLICK, progress=False, cache=tmp_path / "cache",
+    )  # fmt: skip
+    trained = trained_on(json.loads(json.dumps(described(asked))))
+    again = replace(asked, path=tmp_path / "events.csv", progress=None, cache=None)  # of one run
+    assert as_trained(DatasetOptions(), trained) == again
+    grown = DatasetOptions(path=Path("grown.csv"), user_column="user")
+    assert as_trained(grown, trained) == replace(again, path=Path("grown.csv"), user_column="user")
+
+
+@pytest.mark.parametrize("recorded", [None, "table", {"timestamp_unit": "weeks"}])
+def test_a_model_that_does_not_say_how_its_data_set_was_read_is_refused_with_the_cure(recorded):
+    with pytest.raises(ConfigError, match=r"shop/1 does not say which data set it was trained on .* name the DATASET, one of ml-100k"):
+        as_trained(DatasetOptions(), trained_on(recorded))
+
+
+def trained_on(recorded):
+    return SimpleNamespace(version="shop/1", manifest=SimpleNamespace(training={READ_AS: recorded}))
+
+
+def test_the_data_set_may_be_left_out_only_where_a_model_says_it():
+    left_out = typer.Typer()
+    left_out.command()(with_dataset_options(optional=True)(lambda dataset: typer.echo(f"name {dataset.name!r}")))
+    assert run(left_out).stdout == "name ''\n"
+    assert "Missing argument 'DATASET'" in run(app, "inspect").stderr
+    with pytest.raises(ConfigError, match="say which DATASET to read, one of ml-100k"):
+        open_dataset(DatasetOptions())
 
 
 def test_another_command_takes_the_same_options_beside_its_own(tmp_path):

@@ -3,10 +3,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from cluster.bundle import MANIFEST
 from cluster.errors import DataError, UnknownChoice
 from cluster.events.store import closing_store
-from deployments.cli.dataset_options import DatasetOptions, open_dataset
+from deployments.cli.dataset_options import DatasetOptions, described, open_dataset
 from deployments.cli.events import app, batches
+from tests.bundles import make_bundle
 from tests.unit.test_datasets_table import CSV, written
 
 
@@ -104,6 +106,17 @@ def test_dataset_options_reach_the_reader_and_bad_rows_stop_or_are_skipped(tmp_p
     answer = run("import", "table", "--path", path, "--url", url, *columns, "--skip-bad-rows", "--json")
     assert stored(answer) == (1, 0)
     assert json.loads(answer.stdout)["skipped_rows"] == 1
+
+
+def test_a_file_is_read_as_for_a_model_s_training_where_one_is_named(tmp_path, url):
+    read_as = described(DatasetOptions(name="table", path=tmp_path / "events.csv", user_column="who", action_name=["saw=view"]))
+    bundle = make_bundle(tmp_path / "shop")
+    manifest = bundle.manifest.model_copy(update={"training": {"read_as": read_as}})
+    (bundle.path / MANIFEST).write_text(manifest.model_dump_json())
+    written(tmp_path, "who,item,time,action\na,x,1,saw\n")
+    assert stored(run("import", "--as-trained", tmp_path / "shop", "--url", url, "--json")) == (1, 0)
+    later = written(tmp_path, "who,item,time,action\na,x,1,saw\na,y,2,saw\n", "later.csv")
+    assert stored(run("import", later, "--as-trained", tmp_path / "shop", "--url", url, "--json")) == (1, 1)
 
 
 def test_an_event_that_no_store_takes_is_named_with_the_file(tmp_path, url):

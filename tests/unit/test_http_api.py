@@ -144,6 +144,11 @@ async def test_bad_input_is_refused_with_the_field_and_the_cure(client, body, fi
     assert problem["detail"]
 
 
+async def test_what_is_missing_is_named_with_the_cure(client):
+    response = await client.post("/v1/recommend", json={"user_id": "u", "behaviours": [{"item_id": "1"}]})
+    assert response.json()["detail"] == "behaviours[0].timestamp: is required; add it, or see /docs for what it holds"
+
+
 @pytest.mark.parametrize(
     "raw",
     [
