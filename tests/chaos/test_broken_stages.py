@@ -13,7 +13,7 @@ from tests.chaos.rows import Row
 from tests.chaos.served import Served, eventually, seconds_until, served
 from tests.integration.breakable import switch
 
-pytestmark = [pytest.mark.cluster, pytest.mark.chaos]  # in short: tests/integration/test_integration.py
+pytestmark = [pytest.mark.cluster, pytest.mark.chaos]  # in short: tests/integration/live/test_integration.py
 ARGS = {
     "encoder": {"order": ["onnxruntime", "torch"], "backends": ENCODERS},
     "generator": {"order": ["torch_beam"], "backends": GENERATORS},

@@ -295,9 +295,3 @@ def test_an_engine_that_hangs_is_found_out_and_loaded_anew(with_vllm: Generative
     with_vllm.eventually(lambda answer: generated_by(answer) == "torch_beam", within_s=60, **hurried)
     back = with_vllm.eventually(lambda answer: generated_by(answer) == "vllm", within_s=150, **hurried)
     assert not back["degraded"]
-
-
-def test_a_model_without_a_decoder_says_so_and_is_ready(live: Live):
-    reasons = {name: backend["reasons"] for name, backend in live.backends("generator").items()}
-    assert all("no decoder" in reason for (reason,) in reasons.values()), reasons
-    assert httpx.get(f"{live.url}/readyz", timeout=30).json()["ready"]

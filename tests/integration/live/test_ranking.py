@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.integration.conftest import Live, behaviours
-from tests.integration.test_state import tell, user  # noqa: F401 - the fixture
+from tests.integration.live.test_state import tell, user  # noqa: F401 - the fixture
 
 pytestmark = pytest.mark.cluster
 CANDIDATES = [str(item) for item in range(1, 101)]

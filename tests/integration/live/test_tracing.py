@@ -8,8 +8,8 @@ from collections import Counter
 import httpx
 import pytest
 
-from tests.integration.collector import Collector
 from tests.integration.conftest import Live, behaviours
+from tests.integration.live.collector import Collector
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 HISTORY = {"behaviours": behaviours(3, 14, 15, 92, 65), "request_time": 1_700_100_000}

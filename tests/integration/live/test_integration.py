@@ -220,3 +220,9 @@ def test_the_interface_documents_itself_with_examples(live: Live):
     assert httpx.get(f"{live.url}/readyz", timeout=30).json()["ready"] is True
     assert httpx.get(f"{live.url}/v1/items/17", timeout=30).json()["title"] == "Item 17"
     assert httpx.get(f"{live.url}/v1/items/none", timeout=30).status_code == 404
+
+
+def test_a_model_without_a_decoder_says_so_and_is_ready(live: Live):
+    reasons = {name: backend["reasons"] for name, backend in live.backends("generator").items()}
+    assert all("no decoder" in reason for (reason,) in reasons.values()), reasons
+    assert httpx.get(f"{live.url}/readyz", timeout=30).json()["ready"]
