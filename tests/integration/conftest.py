@@ -11,6 +11,10 @@ import httpx
 from deployments.cli.local_serve import LocalServe
 
 ROOT = Path(__file__).resolve().parents[2]
+PATIENT = {"deadline_s": 30.0, "generation_deadline_s": 30.0, "admission": {"max_wait_ms": 30_000}}
+"""A gateway that has requests wait rather than refuses them, however busy this machine is: who is refused when is told by the tests of the
+edge and of chaos.
+"""
 
 
 @dataclass(frozen=True)

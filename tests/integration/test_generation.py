@@ -22,7 +22,7 @@ import pytest
 from deployments.cli.local_serve import LocalServe
 from integrations.vllm import library
 from tests.bundles import make_generative_bundle
-from tests.integration.conftest import ROOT, Live, behaviours
+from tests.integration.conftest import PATIENT, ROOT, Live, behaviours
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -34,7 +34,7 @@ SETTINGS = {
         "breaker": {"failures_to_open": 3, "pause_s": 0.5, "growth": 1.0, "longest_pause_s": 0.5},
         "probe_interval_s": 1.0,
     },
-    "gateway": {"deadline_s": 30.0, "generation_deadline_s": 30.0, "admission": {"max_wait_ms": 30_000}},
+    "gateway": PATIENT,
 }
 
 

@@ -16,7 +16,7 @@ import yaml
 from deployments.cli.local_cluster import LocalCluster
 from deployments.cli.local_serve import is_ready
 from tests.contract.test_shared_caches import running_redis
-from tests.integration.conftest import ROOT, behaviours
+from tests.integration.conftest import PATIENT, ROOT, behaviours
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -31,7 +31,12 @@ def cluster(compiled_hstu, tmp_path_factory) -> Iterator[LocalCluster]:
     pytest.importorskip("redis", reason="redis is not installed; run: pip install 'genrec[redis]'")
     directory = tmp_path_factory.mktemp("nodes")
     shutil.copytree(compiled_hstu.path.parent, directory / "tiny")
-    changes = {"model_dir": str(directory / "tiny"), "cache": {"l2": "off"}, "encoder": {"order": ["onnxruntime", "torch"]}}
+    changes = {
+        "model_dir": str(directory / "tiny"),
+        "cache": {"l2": "off"},
+        "encoder": {"order": ["onnxruntime", "torch"]},
+        "gateway": PATIENT,
+    }
     with pytest.MonkeyPatch.context() as patch, running_redis(directory, free_port()) as redis:
         patch.setenv("PYTHONPATH", str(ROOT))
         nodes = LocalCluster(two_of_each(directory), changes, nodes=3, redis=redis, directory=directory / "logs")

@@ -27,7 +27,7 @@ from integrations.hstu.encoder import TorchEncoder
 from integrations.torch_beam.generator import TorchBeamGenerator
 from pipelines.recommend import Recommender
 from tests.bundles import make_generative_bundle
-from tests.integration.conftest import ROOT
+from tests.integration.conftest import PATIENT, ROOT
 from tests.ports import free_port
 
 pytestmark = pytest.mark.cluster
@@ -37,7 +37,7 @@ split = pytest.mark.parametrize("live", ["split"], indirect=True)
 ITEMS, K, NOW = 60, 5, 1_700_100_000
 USERS = [f"user {number}" for number in range(30)]
 PER_SECOND = 8
-ENGINES = {
+SETTINGS = {
     "encoder": {
         "order": ["torch"],
         "backends": {"torch": "tests.integration.rollout_engines:VersionedTorch"},
@@ -46,6 +46,7 @@ ENGINES = {
     "generator": {"order": ["torch_beam"]},
     "cache": {"enabled": False},
     "events": {"enabled": False},
+    "gateway": PATIENT,
 }
 CONFIGS = {"split": ROOT / "ray_config.yaml", "colocated": ROOT / "cluster" / "launch" / "one_machine.yaml"}
 
@@ -176,7 +177,7 @@ def live(request: pytest.FixtureRequest, published: Any, tmp_path_factory: pytes
     root, expected = published
     config = CONFIGS[request.param]
     args = yaml.safe_load(config.read_text())["applications"][0]["args"]
-    engines = {name: {**(args.get(name) or {}), **changes} for name, changes in ENGINES.items()}
+    engines = {name: {**(args.get(name) or {}), **changes} for name, changes in SETTINGS.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", ""))
         log = tmp_path_factory.mktemp(request.param) / "serve.log"

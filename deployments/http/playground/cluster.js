@@ -97,7 +97,7 @@ function showStage(stage, onSwitched, onProblem) {
 function table(stage) {
   const id = `engines-${stage.stage}`;
   if (!byId(id)) {
-    const heads = ["Asked", "Engine", "Order", "Breaker", "Calls", "p50", "p95", "per second", "Why not"];
+    const heads = ["Asked", "Engine", "Order", "Breaker", "Calls", "p50", "p95", "per s", "Why not"];
     const head = el("thead", {}, el("tr", {}, heads.map((name) => el("th", { scope: "col" }, name))));
     byId("engines").append(el("table", {}, el("caption", {}, stage.stage, " ", el("small")), head, el("tbody", { id })));
   }

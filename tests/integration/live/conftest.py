@@ -13,7 +13,7 @@ import yaml
 
 from cluster.bundle import Bundle
 from deployments.cli.local_serve import LocalServe
-from tests.integration.conftest import ROOT, Live
+from tests.integration.conftest import PATIENT, ROOT, Live
 from tests.integration.live.collector import Collector
 from tests.ports import free_port
 
@@ -62,11 +62,9 @@ def live(compiled_hstu: Bundle, collector: Collector, tmp_path_factory: pytest.T
 
 
 def watched(logs: Path) -> dict[str, Any]:
-    """ray_config.yaml with all that tells what happens, and time for bursts however busy this machine is."""
+    """ray_config.yaml with all that tells what happens."""
     document: dict[str, Any] = yaml.safe_load((ROOT / "ray_config.yaml").read_text())
     document["logging_config"].update(encoding="JSON", logs_dir=str(logs))
     document["tracing_config"] = {"enabled": True, "exporter_import_path": "deployments.tracing:otlp", "sampling_ratio": 0.0}
-    gateway = document["applications"][0]["args"]["gateway"]
-    gateway.update(slow_ms=0.001, deadline_s=30.0)
-    gateway["admission"]["max_wait_ms"] = 30_000
+    document["applications"][0]["args"]["gateway"].update(PATIENT, slow_ms=0.001)
     return document
