@@ -1,11 +1,9 @@
 """A cluster to break: a model behind a real Serve with so many replicas of each deployment, its processes, its log, load on it."""
 
-import json
 import os
 import secrets
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from deployments.cli.local_serve import LocalServe
 from deployments.cli.serve import serve_command
 from tests.integration.conftest import ROOT
 from tests.ports import free_port
+from tests.waiting import eventually
 
 DEPLOYMENTS = ("gateway", "encoder", "generator")
 """What is broken; there is a ranker too, one replica, of which nothing is asked."""
@@ -170,17 +169,6 @@ def fixed(replicas: int | Mapping[str, int], deployments: Mapping[str, Mapping[s
             deployment["ray_actor_options"] = {"num_cpus": CPUS}
         deployment.update(deployments.get(name, {}))
     return document
-
-
-def eventually(holds: Callable[[], Any], what: str, within_s: float, every_s: float = 0.1) -> float:
-    """Wait until it holds; the seconds that took. A server that is away for the moment does not hold."""
-    began = time.monotonic()
-    while True:
-        with suppress(httpx.TransportError, KeyError, StopIteration, json.JSONDecodeError):
-            if holds():
-                return time.monotonic() - began
-        assert time.monotonic() - began < within_s, f"not within {within_s:g} s: {what}"
-        time.sleep(every_s)
 
 
 def seconds_until(holds: Callable[[], Any], within_s: float) -> float:

@@ -12,8 +12,9 @@ import pytest
 
 from cluster.bundle import WEIGHTS, BundleStore
 from tests.chaos.rows import Row
-from tests.chaos.served import Served, eventually, served
+from tests.chaos.served import Served, served
 from tests.integration.conftest import ROOT, behaviours
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
 MUST = "clear error or next backend; the last good model keeps serving"

@@ -10,8 +10,9 @@ from benchmarks.load import Phase
 from benchmarks.load_bodies import bodies as requests
 from tests.chaos.engines import ENCODERS, GENERATORS, counted
 from tests.chaos.rows import Row
-from tests.chaos.served import Served, eventually, seconds_until, served
+from tests.chaos.served import Served, seconds_until, served
 from tests.integration.breakable import switch
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos]  # in short: tests/integration/live/test_integration.py
 ARGS = {

@@ -12,7 +12,8 @@ from benchmarks.load import run as carry_out
 from cluster.bundle import BundleStore
 from tests.bundles import make_generative_bundle
 from tests.chaos.rows import Row
-from tests.chaos.served import Served, eventually, served
+from tests.chaos.served import Served, served
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos]  # in short: test_rollout.py and test_deploy.py in tests/integration
 ENGINES = dict.fromkeys(("first", "second"), "tests.chaos.engines:CountedTorch")

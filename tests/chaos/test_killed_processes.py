@@ -13,7 +13,8 @@ from benchmarks.load import Phase
 from benchmarks.load_bodies import bodies as requests
 from tests.chaos.engines import ENCODERS
 from tests.chaos.rows import Row
-from tests.chaos.served import CACHE_ACTOR, CONTROLLER, DEPLOYMENTS, Served, before_and_after, eventually, seconds_until, served
+from tests.chaos.served import CACHE_ACTOR, CONTROLLER, DEPLOYMENTS, Served, before_and_after, seconds_until, served
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
 LOAD, SHORT_LOAD = 0.7, 0.3

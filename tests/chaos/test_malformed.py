@@ -16,7 +16,8 @@ from schemathesis import GenerationMode
 
 from tests.chaos.engines import ENCODERS
 from tests.chaos.rows import Row
-from tests.chaos.served import DEPLOYMENTS, Served, eventually, served
+from tests.chaos.served import DEPLOYMENTS, Served, served
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
 ARGS = {"encoder": {"order": ["onnxruntime"], "backends": ENCODERS}, "generator": {"order": ["torch_beam"]}}

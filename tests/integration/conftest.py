@@ -1,9 +1,13 @@
 """What tests that ask a served model over HTTP have in common."""
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -53,6 +57,30 @@ class Live:
                 return response.json()
             assert time.monotonic() < deadline, f"still so after {within_s} s: {response.text}"
             time.sleep(0.1)
+
+    async def ask_together(self, requests: Sequence[Mapping[str, Any]]) -> list[httpx.Response]:
+        """Each as it is, all at once; the answers in their order."""
+        async with httpx.AsyncClient(base_url=self.url, timeout=60) as client:
+            return await asyncio.gather(*(client.post("/v1/recommend", json=request) for request in requests))
+
+    @contextmanager
+    def constant_traffic(self, **request: Any) -> Iterator[list[httpx.Response]]:
+        """Two callers that ask all the while; afterwards, every answer they got."""
+        stop, answers = Event(), list[httpx.Response]()
+
+        def ask() -> None:
+            with httpx.Client(base_url=self.url, timeout=60) as client:
+                while not stop.is_set():
+                    answers.append(client.post("/v1/recommend", json={"user_id": "traffic", "cache": "bypass", **request}))
+
+        with ThreadPoolExecutor(2) as callers:
+            futures = [callers.submit(ask) for _ in range(2)]
+            try:
+                yield answers
+            finally:
+                stop.set()
+            for future in futures:
+                future.result()
 
 
 def behaviours(*items: int, start: int = 1_700_000_000) -> list[dict[str, Any]]:

@@ -8,11 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import httpx
@@ -102,26 +100,6 @@ def switched_off(served: Live, *names: str):
     finally:
         for name in names:
             served.switch(name, "enable", "generator")
-
-
-@contextmanager
-def constant_traffic(served: Live):
-    """Two callers that ask all the while; afterwards, every answer they got."""
-    stop, answers = Event(), list[httpx.Response]()
-
-    def ask():
-        with httpx.Client(base_url=served.url, timeout=60) as client:
-            while not stop.is_set():
-                answers.append(client.post("/v1/recommend", json={"user_id": "traffic", "cache": "bypass", **HISTORY}))
-
-    with ThreadPoolExecutor(2) as callers:
-        futures = [callers.submit(ask) for _ in range(2)]
-        try:
-            yield answers
-        finally:
-            stop.set()
-        for future in futures:
-            future.result()
 
 
 def wait_until(holds: Callable[[], Any], what: str, within_s: float = 120) -> Any:
@@ -250,12 +228,7 @@ def test_a_stream_that_cannot_begin_is_a_problem(served: Generative):
 def test_thirty_two_users_at_once_get_what_each_gets_alone(served: Generative):
     requests = [request_of(user) for user in range(32)]
     alone = [served.recommend(**request).json() for request in requests]
-
-    async def ask_together() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
-            return await asyncio.gather(*(client.post("/v1/recommend", json=request) for request in requests))
-
-    together = asyncio.run(ask_together())
+    together = asyncio.run(served.ask_together(requests))
     assert [r.text for r in together if r.status_code != 200] == []
     for request, expected, response in zip(requests, alone, together, strict=True):
         answer = response.json()
@@ -272,7 +245,7 @@ def request_of(user: int) -> dict[str, Any]:
 def test_a_killed_engine_costs_nobody_an_answer_and_comes_back_by_itself(with_vllm: Generative):
     healthy = with_vllm.eventually(lambda answer: generated_by(answer) == "vllm", **HISTORY)
     killed = wait_until(with_vllm.engine, "the engine runs")
-    with constant_traffic(with_vllm) as answers:
+    with with_vllm.constant_traffic(**HISTORY) as answers:
         wait_until(lambda: len(answers) >= 5, "traffic flows")
         os.kill(killed, signal.SIGKILL)
         answer = with_vllm.eventually(lambda answer: generated_by(answer) == "torch_beam", **HISTORY)

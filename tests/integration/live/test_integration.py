@@ -3,9 +3,7 @@
 import json
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Event
 
 import httpx
 import pytest
@@ -34,26 +32,6 @@ def broken(live: Live, name: str):
         switch(live.model_dir, name).unlink()
 
 
-@contextmanager
-def constant_traffic(live: Live):
-    """Two callers that ask all the while; afterwards, every status they got."""
-    stop, statuses = Event(), []
-
-    def ask():
-        with httpx.Client(base_url=live.url, timeout=30) as client:
-            while not stop.is_set():
-                statuses.append(client.post("/v1/recommend", json={"user_id": "traffic", "cache": "bypass", **HISTORY}).status_code)
-
-    with ThreadPoolExecutor(2) as callers:
-        futures = [callers.submit(ask) for _ in range(2)]
-        try:
-            yield statuses
-        finally:
-            stop.set()
-        for future in futures:
-            future.result()
-
-
 def test_recommends_titled_items_and_says_who_served(live: Live):
     response = live.recommend(**HISTORY, k=7)
     assert response.status_code == 200
@@ -66,7 +44,7 @@ def test_recommends_titled_items_and_says_who_served(live: Live):
 
 def test_each_engine_in_turn_gives_way_to_the_next_and_the_first_choice_returns_by_itself(live: Live, tmp_path):
     engines = live.model_dir / "2" / "tensorrt"
-    with constant_traffic(live) as statuses:
+    with live.constant_traffic(**HISTORY) as answers:
         healthy = live.eventually(lambda answer: served_by(answer) == "onnxruntime", **HISTORY)
         assert "NVIDIA GPU" in reasons(healthy)["tensorrt"]
 
@@ -90,8 +68,8 @@ def test_each_engine_in_turn_gives_way_to_the_next_and_the_first_choice_returns_
         back = live.eventually(lambda answer: served_by(answer) == "onnxruntime" and "NVIDIA" in reasons(answer)["tensorrt"], **HISTORY)
         same = [{**item, "score": pytest.approx(item["score"], abs=1e-5)} for item in healthy["items"]]  # kept states move it by 1e-7
         assert (back["items"], back["degraded"]) == (same, False)
-    assert len(statuses) > 20
-    assert set(statuses) == {200}
+    assert len(answers) > 20
+    assert {answer.status_code for answer in answers} == {200}
 
 
 def wait_until_shown(live: Live, holds):

@@ -24,11 +24,6 @@ def items_of(answer) -> list[str]:
     return [item["item_id"] for item in answer["items"]]
 
 
-async def ask_together(live: Live, requests: list[dict]) -> list[httpx.Response]:
-    async with httpx.AsyncClient(base_url=live.url, timeout=60) as client:
-        return await asyncio.gather(*(client.post("/v1/recommend", json=request) for request in requests))
-
-
 def ask_alone(live: Live, requests: list[dict]) -> list[dict]:
     return [live.recommend(**request).json() for request in requests]
 
@@ -36,7 +31,7 @@ def ask_alone(live: Live, requests: list[dict]) -> list[dict]:
 def test_concurrent_users_get_what_each_gets_alone(live: Live):
     requests = [request_of(user) for user in range(USERS)]
     alone = ask_alone(live, requests)
-    together = asyncio.run(ask_together(live, requests))
+    together = asyncio.run(live.ask_together(requests))
     assert [r.text for r in together if r.status_code != 200] == []
     for request, expected, response in zip(requests, alone, together, strict=True):
         answer = response.json()
@@ -58,14 +53,14 @@ def test_a_bad_request_fails_alone_among_good_ones(live: Live):
     requests = [request_of(user) for user in range(USERS)]
     for user in range(0, USERS, 7):
         requests[user] = {**requests[user], "k": -user - 1}
-    statuses = [response.status_code for response in asyncio.run(ask_together(live, requests))]
+    statuses = [response.status_code for response in asyncio.run(live.ask_together(requests))]
     assert statuses == [422 if user % 7 == 0 else 200 for user in range(USERS)]
 
 
 def test_a_request_that_breaks_an_engine_never_fails_those_beside_it(live: Live):
     requests = [request_of(user) for user in range(USERS)]
     poisoned = {user: {**requests[user], "behaviours": behaviours(1, 2, start=POISON)} for user in (5, 31)}
-    responses = asyncio.run(ask_together(live, [poisoned.get(user, request) for user, request in enumerate(requests)]))
+    responses = asyncio.run(live.ask_together([poisoned.get(user, request) for user, request in enumerate(requests)]))
     assert [r.text for r in responses if r.status_code != 200] == []
     served = {user: response.json()["stages"][-1] for user, response in enumerate(responses)}
     assert {served[user]["backend"] for user in poisoned} == {"torch"}
@@ -89,7 +84,7 @@ def test_all_engines_that_run_here_recommend_the_same(live: Live):
 def test_switching_an_engine_off_and_on_under_load_loses_no_request(live: Live):
     async def load_and_switch():
         requests = [request_of(user) for user in range(USERS)] * 5
-        load = asyncio.create_task(ask_together(live, requests))
+        load = asyncio.create_task(live.ask_together(requests))
         for to in ("disable", "enable", "disable", "enable"):
             await asyncio.to_thread(live.switch, "onnxruntime", to)
         return await load
@@ -101,7 +96,7 @@ def test_switching_an_engine_off_and_on_under_load_loses_no_request(live: Live):
 
 def test_what_was_served_is_counted_for_each_engine(live: Live):
     before = live.backends()["onnxruntime"]["calls"]
-    asyncio.run(ask_together(live, [request_of(user) for user in range(25)]))
+    asyncio.run(live.ask_together([request_of(user) for user in range(25)]))
     live.eventually(lambda _: live.backends()["onnxruntime"]["calls"] >= before + 25)
     shown = live.backends()["onnxruntime"]
     assert 0 < shown["p50_ms"] <= shown["p95_ms"] <= shown["p99_ms"]
