@@ -4,12 +4,14 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
+T = TypeVar("T")
 
-def eventually(holds: Callable[[], Any], what: str, within_s: float, every_s: float = 0.1) -> float:
+
+def eventually(holds: Callable[[], Any], what: str = "it holds", within_s: float = 60, every_s: float = 0.1) -> float:
     """Wait until it holds; the seconds that took. A server that is away for the moment does not hold."""
     began = time.monotonic()
     while True:
@@ -18,3 +20,12 @@ def eventually(holds: Callable[[], Any], what: str, within_s: float, every_s: fl
                 return time.monotonic() - began
         assert time.monotonic() - began < within_s, f"not within {within_s:g} s: {what}"
         time.sleep(every_s)
+
+
+def until_right(look: Callable[[], T], right: Callable[[T], object], within_s: float = 60, every_s: float = 0.1) -> T:
+    """What is seen once it is right."""
+    deadline = time.monotonic() + within_s
+    while not right(seen := look()):
+        assert time.monotonic() < deadline, f"still so after {within_s:g} s: {seen}"
+        time.sleep(every_s)
+    return seen

@@ -1,10 +1,9 @@
 """What tests that ask a served model over HTTP have in common."""
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -13,6 +12,7 @@ from typing import Any
 import httpx
 
 from deployments.cli.local_serve import LocalServe
+from tests.waiting import eventually, until_right
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENT = {"deadline_s": 30.0, "generation_deadline_s": 30.0, "admission": {"max_wait_ms": 30_000}}
@@ -38,8 +38,24 @@ class Live:
         return httpx.post(f"{self.url}/v1/recommend", json={"user_id": "ada", "cache": "bypass", **request}, timeout=30)
 
     def switch(self, name: str, to: str, stage: str = "encoder") -> None:
-        response = httpx.post(f"{self.url}/v1/backends/{stage}/{name}:{to}", timeout=30)
-        assert (response.status_code, response.json()["applied"]) == (200, True), response.text
+        """Until every replica follows, however long one of them takes to report."""
+
+        def applied() -> bool:
+            response = httpx.post(f"{self.url}/v1/backends/{stage}/{name}:{to}", timeout=30)
+            assert response.status_code == 200, response.text
+            return bool(response.json()["applied"])
+
+        eventually(applied, f"{stage} {name}: {to}", within_s=60)
+
+    @contextmanager
+    def switched(self, stage: str = "encoder", **positions: str) -> Iterator[None]:
+        """With these backends switched so; afterwards they are on or off as they were."""
+        before = self.backends(stage)
+        with ExitStack() as as_before:
+            for name, to in positions.items():
+                as_before.callback(self.switch, name, "enable" if before[name]["enabled"] else "disable", stage)
+                self.switch(name, to, stage)
+            yield
 
     def stages(self) -> dict[str, dict[str, Any]]:
         return {stage["stage"]: stage for stage in httpx.get(f"{self.url}/v1/backends", timeout=30).json()["stages"]}
@@ -47,16 +63,16 @@ class Live:
     def backends(self, stage: str = "encoder") -> dict[str, dict[str, Any]]:
         return {backend["name"]: backend for backend in self.stages()[stage]["backends"]}
 
-    def eventually(self, holds: Callable[[Mapping[str, Any]], bool], *, within_s: float = 20, **request: Any) -> Mapping[str, Any]:
+    def eventually(self, holds: Callable[[Mapping[str, Any]], bool], *, within_s: float = 60, **request: Any) -> Mapping[str, Any]:
         """Ask until the answer is as expected; every answer on the way has status 200."""
-        deadline = time.monotonic() + within_s
-        while True:
+
+        def ask() -> Mapping[str, Any]:
             response = self.recommend(**request)
             assert response.status_code == 200, response.text
-            if holds(response.json()):
-                return response.json()
-            assert time.monotonic() < deadline, f"still so after {within_s} s: {response.text}"
-            time.sleep(0.1)
+            answer: Mapping[str, Any] = response.json()
+            return answer
+
+        return until_right(ask, holds, within_s)
 
     async def ask_together(self, requests: Sequence[Mapping[str, Any]]) -> list[httpx.Response]:
         """Each as it is, all at once; the answers in their order."""

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.integration.own_application import serving
+from tests.waiting import until_right
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 SLEEPER = {
@@ -43,10 +44,7 @@ def replicas(url: str, calls: int, seconds: float) -> set[str]:
 
 
 def eventually(url: str, calls: int, seconds: float, serving: int) -> set[str]:
-    deadline = time.monotonic() + 60
-    while len(found := replicas(url, calls, seconds)) != serving:
-        assert time.monotonic() < deadline, f"{found} serve, and not {serving}"
-    return found
+    return until_right(lambda: replicas(url, calls, seconds), lambda found: len(found) == serving)
 
 
 def test_replicas_come_with_the_load_go_when_it_is_over_and_come_again_from_none(url):

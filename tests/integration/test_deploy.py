@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from deployments.cli.local_serve import is_ready
 from deployments.cli.serve import serve_command
 from tests.integration.conftest import ROOT, behaviours
 from tests.ports import free_port
+from tests.waiting import eventually, until_right
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -54,21 +54,13 @@ def ray_head(directory: Path) -> Iterator[str]:
 
 def deploy(config: Path, dashboard: str) -> None:
     """`serve deploy`, tried again while the dashboard is still starting."""
-    deadline = time.monotonic() + 60
-    while True:
-        command = [serve_command(), "deploy", str(config), "--address", dashboard]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-        if done.returncode == 0:
-            return
-        assert time.monotonic() < deadline, done.stderr
-        time.sleep(1)
-
-
-def wait_for(holds, what: str, within_s: float = 90) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.3)
+    command = [serve_command(), "deploy", str(config), "--address", dashboard]
+    until_right(
+        lambda: subprocess.run(command, capture_output=True, text=True, check=False, timeout=60),
+        lambda done: done.returncode == 0,
+        within_s=60,
+        every_s=1,
+    )
 
 
 def test_serve_deploy_serves_and_a_new_user_config_changes_engines_without_a_restart(compiled_hstu, tmp_path: Path):
@@ -91,13 +83,13 @@ def test_serve_deploy_serves_and_a_new_user_config_changes_engines_without_a_res
     with ray_head(tmp_path) as dashboard:
         config.write_text(yaml.safe_dump(document))
         deploy(config, dashboard)
-        wait_for(lambda: is_ready(url), "ready")
+        eventually(lambda: is_ready(url), "ready", within_s=90)
         assert served_by() == "onnxruntime"
-        wait_for(lambda: calls_of_onnxruntime() > 0, "the call is counted")
+        eventually(lambda: calls_of_onnxruntime() > 0, "the call is counted", within_s=90)
 
         encoder = next(one for one in document["applications"][0]["deployments"] if one["name"] == "encoder")
         encoder["user_config"] = {"order": ["tensorrt", "torch"], "selection": "ordered", "disabled": []}
         config.write_text(yaml.safe_dump(document))
         deploy(config, dashboard)
-        wait_for(lambda: served_by() == "torch", "torch serves")
+        eventually(lambda: served_by() == "torch", "torch serves", within_s=90)
         assert calls_of_onnxruntime() > 0, "a replica that had been restarted would have forgotten them"

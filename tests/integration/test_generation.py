@@ -6,9 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from integrations.vllm import library
 from tests.bundles import make_generative_bundle
 from tests.integration.conftest import PATIENT, ROOT, Live, behaviours
 from tests.ports import free_port
+from tests.waiting import until_right
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 HISTORY = {"behaviours": behaviours(3, 14, 15, 92, 65), "request_time": 1_700_100_000}
@@ -91,25 +90,6 @@ def items_of(answer: dict[str, Any]) -> list[str]:
     return [item["item_id"] for item in answer["items"]]
 
 
-@contextmanager
-def switched_off(served: Live, *names: str):
-    for name in names:
-        served.switch(name, "disable", "generator")
-    try:
-        yield
-    finally:
-        for name in names:
-            served.switch(name, "enable", "generator")
-
-
-def wait_until(holds: Callable[[], Any], what: str, within_s: float = 120) -> Any:
-    deadline = time.monotonic() + within_s
-    while not (found := holds()):
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.2)
-    return found
-
-
 def test_the_answer_names_vllm_and_blends_what_was_retrieved_and_generated(with_vllm: Generative):
     answer = with_vllm.recommend(**HISTORY, k=7).json()
     assert [stage["stage"] for stage in answer["stages"]] == ["encode", "generate", "blend"]
@@ -131,7 +111,7 @@ def test_vllm_and_torch_beam_give_the_same_items(with_vllm: Generative):
     users = [{**HISTORY, "behaviours": behaviours(*range(first, first + length))} for first, length in ((1, 1), (5, 4), (40, 20))]
     asked = [{**user, "strategy": "generative", "k": 10} for user in users]
     by_vllm = [with_vllm.recommend(**request).json() for request in asked]
-    with switched_off(with_vllm, "vllm"):
+    with with_vllm.switched("generator", vllm="disable"):
         by_torch = [with_vllm.recommend(**request).json() for request in asked]
     assert {generated_by(answer) for answer in by_vllm} == {"vllm"}
     assert {generated_by(answer) for answer in by_torch} == {"torch_beam"}
@@ -159,7 +139,7 @@ def test_only_what_is_allowed_is_generated(served: Generative):
 
 def test_without_any_generator_the_retrieved_items_are_the_answer(served: Generative):
     retrieved = served.recommend(**HISTORY, strategy="retrieval").json()
-    with switched_off(served, "vllm", "torch_beam"):
+    with served.switched("generator", vllm="disable", torch_beam="disable"):
         answer = served.recommend(**HISTORY).json()
     assert (items_of(answer), answer["degraded"]) == (items_of(retrieved), True)
     assert {skipped["reason"] for skipped in stage_of(answer, "generate")["fallback_from"]} == {"switched off by the operator"}
@@ -244,9 +224,9 @@ def request_of(user: int) -> dict[str, Any]:
 
 def test_a_killed_engine_costs_nobody_an_answer_and_comes_back_by_itself(with_vllm: Generative):
     healthy = with_vllm.eventually(lambda answer: generated_by(answer) == "vllm", **HISTORY)
-    killed = wait_until(with_vllm.engine, "the engine runs")
+    killed = until_right(with_vllm.engine, bool, within_s=120)
     with with_vllm.constant_traffic(**HISTORY) as answers:
-        wait_until(lambda: len(answers) >= 5, "traffic flows")
+        until_right(lambda: len(answers), lambda number: number >= 5, within_s=120)
         os.kill(killed, signal.SIGKILL)
         answer = with_vllm.eventually(lambda answer: generated_by(answer) == "torch_beam", **HISTORY)
         (skipped,) = stage_of(answer, "generate")["fallback_from"]
@@ -262,7 +242,7 @@ def test_a_killed_engine_costs_nobody_an_answer_and_comes_back_by_itself(with_vl
 def test_an_engine_that_hangs_is_found_out_and_loaded_anew(with_vllm: Generative):
     hurried = {**HISTORY, "deadline_ms": 1000}
     with_vllm.eventually(lambda answer: generated_by(answer) == "vllm", within_s=150, **HISTORY)
-    os.kill(wait_until(with_vllm.engine, "the engine runs"), signal.SIGSTOP)
+    os.kill(until_right(with_vllm.engine, bool, within_s=120), signal.SIGSTOP)
     late = with_vllm.recommend(**hurried).json()
     assert (generated_by(late), late["degraded"]) == ("none", True)
     with_vllm.eventually(lambda answer: generated_by(answer) == "torch_beam", within_s=60, **hurried)

@@ -18,6 +18,7 @@ from deployments.cli.local_serve import is_ready
 from tests.contract.test_shared_caches import running_redis
 from tests.integration.conftest import PATIENT, ROOT, behaviours
 from tests.ports import free_port
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 REQUESTS_PER_S = 10
@@ -107,13 +108,6 @@ def open_traffic(urls: list[str]) -> Iterator[Tally]:
         finally:
             stop.set()
             driving.result()
-
-
-def eventually(holds, what: str, within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        time.sleep(0.2)
 
 
 def nodes_of(cluster: LocalCluster, deployment: str) -> list[str]:

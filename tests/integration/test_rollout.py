@@ -29,6 +29,7 @@ from pipelines.recommend import Recommender
 from tests.bundles import make_generative_bundle
 from tests.integration.conftest import PATIENT, ROOT
 from tests.ports import free_port
+from tests.waiting import until_right
 
 pytestmark = pytest.mark.cluster
 everywhere = pytest.mark.parametrize("live", ["split", "colocated"], indirect=True)
@@ -77,11 +78,7 @@ class Live:
 
     def until(self, holds: Callable[[dict[str, Any]], object], within_s: float = 60.0) -> dict[str, Any]:
         """What /v1/models tells once it is as expected."""
-        deadline = time.monotonic() + within_s
-        while not holds(told := self.models()):
-            assert time.monotonic() < deadline, f"still so after {within_s} s: {told}"
-            time.sleep(0.2)
-        return told
+        return until_right(self.models, holds, within_s, every_s=0.2)
 
     def serves(self, version: int) -> Callable[[dict[str, Any]], bool]:
         """Whether every gateway answers with this version, and with no other."""

@@ -5,7 +5,7 @@ Beside them, a deployment for each of the other routers: the least loaded, and t
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from cluster.traffic.user_router import in_order_of
 from tests.integration.own_application import serving
+from tests.waiting import until_right
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 REPLICAS = 3
@@ -85,24 +86,17 @@ def homes(tmp_path_factory) -> Iterator[Homes]:
         yield homes
 
 
-def eventually(taken: Callable[[], Counter[str]], right: Callable[[Counter[str]], bool]) -> Counter[str]:
-    deadline = time.monotonic() + 60
-    while not right(found := taken()):
-        assert time.monotonic() < deadline, f"still {found}"
-    return found
-
-
 def test_requests_go_to_the_least_loaded_or_by_weights_that_replicas_report(homes):
-    eventually(lambda: homes.taken("least", 30), lambda found: len(found) == 2)
+    until_right(lambda: homes.taken("least", 30), lambda found: len(found) == 2)
     most = sorted(max(homes.taken("least", 30).values()) for _ in range(5))
     assert most[2] <= 17, f"{most}: 15 each, but for what a replica has not heard of yet when it says how many it has"
 
-    unweighted = eventually(lambda: homes.taken("heavy", 30), lambda found: len(found) == 2)
+    unweighted = until_right(lambda: homes.taken("heavy", 30), lambda found: len(found) == 2)
     assert max(unweighted.values()) <= 20, "none has reported a weight: both have the same"
     one, other = sorted(unweighted)
     homes.weigh(one, 4.0)
     homes.weigh(other, 1.0)
-    found = eventually(lambda: homes.taken("heavy", 30), lambda found: found[one] >= 21)
+    found = until_right(lambda: homes.taken("heavy", 30), lambda found: found[one] >= 21)
     assert 3 <= found[other] <= 9, "24 and 6, or nearly"
 
 

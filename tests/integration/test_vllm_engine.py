@@ -21,6 +21,7 @@ from cluster.values import Availability, GenerateRequest, UserState
 from integrations.torch_beam.generator import TorchBeamGenerator
 from integrations.vllm.generator import VllmGenerator
 from tests.bundles import make_generative_bundle, random_sequence
+from tests.waiting import eventually
 
 pytestmark = [
     pytest.mark.slow,
@@ -72,13 +73,6 @@ def asked(length=LONGEST, seed=0, **rest):
 def assert_same(answer, expected):
     assert answer.items.tolist() == expected.items.tolist()
     assert answer.log_probs == pytest.approx(expected.log_probs, abs=1e-4)
-
-
-def eventually(holds, within_s=60):
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def idle(generator):
@@ -160,11 +154,11 @@ async def test_who_cancels_or_is_out_of_time_leaves_nothing_behind_in_the_engine
     os.kill(engine_pid(), signal.SIGSTOP)
     try:
         cancelled = asyncio.ensure_future(generator.ainfer(asked(seed=7)))
-        await asyncio.to_thread(eventually, lambda: not idle(generator))
+        await asyncio.to_thread(eventually, lambda: not idle(generator), every_s=0.01)
         cancelled.cancel()
         with pytest.raises(DeadlineExceeded):
             await generator.ainfer(asked(seed=8, deadline=time.monotonic() + 0.3))
-        await asyncio.to_thread(eventually, lambda: idle(generator))
+        await asyncio.to_thread(eventually, lambda: idle(generator), every_s=0.01)
     finally:
         os.kill(engine_pid(), signal.SIGCONT)
     assert_same(await generator.ainfer(asked(seed=7)), reference.infer(asked(seed=7)))
@@ -175,7 +169,7 @@ def test_a_killed_engine_fails_all_who_wait_at_once_and_answers_again_once_it_is
     os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(8) as threads:
         waiting = [threads.submit(generator.infer, asked(seed=seed)) for seed in range(8)]
-        eventually(lambda: generator.queue()["waiting"] + generator.queue()["running"] >= 8)
+        eventually(lambda: generator.queue()["waiting"] + generator.queue()["running"] >= 8, "they are in the engine")
         os.kill(pid, signal.SIGKILL)
         for one in waiting:
             with pytest.raises(BackendFailed, match="has died"):
@@ -219,7 +213,7 @@ def test_with_room_for_one_prompt_everybody_waits_and_is_answered(bundle, refere
     crowd = [asked(seed=seed, deadline=time.monotonic() + 0.05) for seed in range(40)]
     with pytest.raises(DeadlineExceeded):
         generator.batch_infer(crowd)
-    eventually(lambda: idle(generator))
+    eventually(lambda: idle(generator), "the engine is idle")
     assert_same(generator.infer(asked()), reference.infer(asked()))
     generator.close()
 
@@ -254,7 +248,7 @@ def test_the_engine_ends_with_the_process_that_started_it_even_if_that_is_killed
         pid = int(server.stdout.readline())
         assert alive(pid)
         server.kill()
-    eventually(lambda: not alive(pid))
+    eventually(lambda: not alive(pid), "its process is gone")
 
 
 def alive(pid):

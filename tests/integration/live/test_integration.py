@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from contextlib import contextmanager
 
 import httpx
@@ -10,6 +9,7 @@ import pytest
 
 from tests.integration.breakable import switch
 from tests.integration.conftest import Live, behaviours
+from tests.waiting import until_right
 
 pytestmark = pytest.mark.cluster
 HISTORY = {"behaviours": behaviours(3, 14, 15, 92, 65), "request_time": 1_700_100_000}
@@ -74,11 +74,7 @@ def test_each_engine_in_turn_gives_way_to_the_next_and_the_first_choice_returns_
 
 def wait_until_shown(live: Live, holds):
     """What GET /v1/backends says of onnxruntime, as soon as it is so: replicas report twice a second."""
-    deadline = time.monotonic() + 20
-    while not holds(shown := live.backends()["onnxruntime"]):
-        assert time.monotonic() < deadline, shown
-        time.sleep(0.1)
-    return shown
+    return until_right(lambda: live.backends()["onnxruntime"], holds)
 
 
 def test_the_first_choice_returns_without_any_traffic(live: Live):
@@ -93,44 +89,28 @@ def test_the_first_choice_returns_without_any_traffic(live: Live):
 
 def test_a_backend_from_outside_the_tree_serves_where_the_others_are_switched_off(live: Live):
     assert live.backends()["mean"]["import_string"] == "own_backend:MeanEncoder"
-    try:
-        live.switch("mean", "enable")
-        for name in ("onnxruntime", "torch"):
-            live.switch(name, "disable")
+    with live.switched(mean="enable", onnxruntime="disable", torch="disable"):
         answer = live.recommend(**HISTORY).json()
         assert served_by(answer) == "mean", answer
         assert reasons(answer)["torch"] == "switched off by the operator"
         assert not answer["degraded"]
-    finally:
-        live.switch("mean", "disable")
-        for name in ("onnxruntime", "torch"):
-            live.switch(name, "enable")
 
 
 def test_an_operator_has_another_engine_asked_first_and_the_order_comes_back(live: Live):
-    try:
-        live.switch("torch", "first")
+    with live.switched(torch="first"):
         answer = live.recommend(**HISTORY).json()
         assert (served_by(answer), reasons(answer), answer["degraded"]) == ("torch", {}, False)
         assert live.backends()["torch"]["rank"] == 0
-        live.switch("mean", "first")
-        assert served_by(live.recommend(**HISTORY).json()) == "mean"
-        assert live.backends()["torch"]["rank"] > 0
-    finally:
-        live.switch("torch", "enable")
-        live.switch("mean", "disable")
+        with live.switched(mean="first"):
+            assert served_by(live.recommend(**HISTORY).json()) == "mean"
+            assert live.backends()["torch"]["rank"] > 0
     assert served_by(live.eventually(lambda answer: served_by(answer) == "onnxruntime", **HISTORY)) == "onnxruntime"
 
 
 def test_the_last_fallback_takes_over_where_everything_is_switched_off(live: Live):
-    try:
-        for name in ("onnxruntime", "torch"):
-            live.switch(name, "disable")
+    with live.switched(onnxruntime="disable", torch="disable"):
         answer = live.recommend(**HISTORY).json()
         assert (served_by(answer), answer["degraded"]) == ("popularity", True)
-    finally:
-        for name in ("onnxruntime", "torch"):
-            live.switch(name, "enable")
 
 
 @pytest.mark.parametrize(

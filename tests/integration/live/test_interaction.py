@@ -71,11 +71,8 @@ def test_a_request_that_breaks_an_engine_never_fails_those_beside_it(live: Live)
 def test_all_engines_that_run_here_recommend_the_same(live: Live):
     requests = [request_of(user) for user in range(USERS)]
     with_onnxruntime = ask_alone(live, requests)
-    try:
-        live.switch("onnxruntime", "disable")
+    with live.switched(onnxruntime="disable"):
         with_torch = ask_alone(live, requests)
-    finally:
-        live.switch("onnxruntime", "enable")
     assert {answer["stages"][-1]["backend"] for answer in with_onnxruntime} == {"onnxruntime"}
     assert {answer["stages"][-1]["backend"] for answer in with_torch} == {"torch"}
     assert [items_of(answer) for answer in with_onnxruntime] == [items_of(answer) for answer in with_torch]

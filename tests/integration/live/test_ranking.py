@@ -1,13 +1,11 @@
 """Given candidates in a user's order, on a real Ray Serve; and the ranker as the last stage of a recommendation."""
 
-import contextlib
-import time
-
 import httpx
 import pytest
 
 from tests.integration.conftest import Live, behaviours
 from tests.integration.live.test_state import tell, user  # noqa: F401 - the fixture
+from tests.waiting import until_right
 
 pytestmark = pytest.mark.cluster
 CANDIDATES = [str(item) for item in range(1, 101)]
@@ -19,17 +17,6 @@ def rank(live: Live, **message) -> httpx.Response:
 
 def served(answer) -> list[tuple[str, str]]:
     return [(stage["stage"], stage["backend"]) for stage in answer["stages"]]
-
-
-@contextlib.contextmanager
-def switched_off(live: Live, *names: str):
-    for name in names:
-        live.switch(name, "disable", stage="ranker")
-    try:
-        yield
-    finally:
-        for name in names:
-            live.switch(name, "enable", stage="ranker")
 
 
 def test_candidates_are_ranked_with_titles_and_predictions(live: Live):
@@ -46,19 +33,17 @@ def test_candidates_are_ranked_with_titles_and_predictions(live: Live):
 def test_every_engine_ranks_alike_and_the_encoder_where_there_is_none(live: Live):
     message = {"behaviours": behaviours(3, 14, 15), "request_time": 1_700_100_000}
     first = rank(live, **message).json()
-    with switched_off(live, "onnxruntime"):
+    with live.switched("ranker", onnxruntime="disable"):
         second = rank(live, **message).json()
         assert served(second) == [("rank", "torch")]
         assert [item["item_id"] for item in second["items"]] == [item["item_id"] for item in first["items"]]
-        with switched_off(live, "torch"):
+        with live.switched("ranker", torch="disable"):
             third = rank(live, **message).json()
             assert served(third) == [("rank", "none"), ("encode", "onnxruntime")]
             assert "switched off" in str(third["stages"][0]["fallback_from"])
             assert len(third["items"]) == len(CANDIDATES)
-    deadline = time.monotonic() + 20  # it is loaded beside the calls, and comes back when it is
-    while served(back := rank(live, **message).json()) != [("rank", "onnxruntime")]:
-        assert time.monotonic() < deadline, back["stages"]
-        time.sleep(0.1)
+    # it is loaded beside the calls, and comes back when it is
+    until_right(lambda: rank(live, **message).json(), lambda back: served(back) == [("rank", "onnxruntime")])
 
 
 def test_what_is_stored_of_the_user_counts_and_is_forgotten_when_they_are_erased(live: Live, user):  # noqa: F811

@@ -1,6 +1,5 @@
 """What is kept of users, on a real cluster: answers, events, K/V rows; and that it is gone once it is erased."""
 
-import time
 from itertools import count
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from cluster.bundle import BundleStore
 from deployments.cli.local_serve import LocalServe
 from tests.integration.conftest import Live, behaviours
 from tests.ports import free_port
+from tests.waiting import until_right
 
 pytestmark = pytest.mark.cluster
 NUMBERS = count()
@@ -50,11 +50,8 @@ def states(live: Live) -> dict[str, float]:
     return total
 
 
-def until(live: Live, holds, within_s: float = 10.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds(states(live)):
-        assert time.monotonic() < deadline, f"still so after {within_s} s: {states(live)}"
-        time.sleep(0.1)
+def until(live: Live, holds) -> None:
+    until_right(lambda: states(live), holds)
 
 
 def test_a_returning_user_is_answered_by_their_stored_history_and_from_the_cache(live, user):

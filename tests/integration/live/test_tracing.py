@@ -10,6 +10,7 @@ import pytest
 
 from tests.integration.conftest import Live, behaviours
 from tests.integration.live.collector import Collector
+from tests.waiting import until_right
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 HISTORY = {"behaviours": behaviours(3, 14, 15, 92, 65), "request_time": 1_700_100_000}
@@ -31,11 +32,7 @@ def told(span) -> dict[str, object]:
 
 
 def spans_of(collector: Collector, trace_id: str, wanted: set[str]) -> dict[str, object]:
-    deadline = time.monotonic() + WITHIN_S
-    while not wanted <= (found := {one.name: one for one in collector.of(trace_id)}).keys():
-        assert time.monotonic() < deadline, f"of {sorted(wanted)} there are {sorted(found)} after {WITHIN_S:g} s"
-        time.sleep(0.2)
-    return found
+    return until_right(lambda: {one.name: one for one in collector.of(trace_id)}, lambda found: wanted <= found.keys(), WITHIN_S)
 
 
 def test_a_trace_leads_from_the_caller_through_the_gateway_and_the_encoder_to_its_batch(live: Live, collector: Collector):
