@@ -35,9 +35,10 @@ Curve: TypeAlias = Callable[[float], float]
 def arrivals(curve: Curve, until_s: float, seed: int = 0) -> np.ndarray[Any, Any]:
     """A Poisson process of the rate `curve(t)` requests a second, by thinning."""
     rng = np.random.default_rng(seed)
-    most = max(curve(at) for at in np.arange(0.0, until_s, 0.5))
+    most = max(curve(at) for at in np.arange(0.0, until_s, 0.5).tolist())
     times = np.sort(rng.uniform(0.0, until_s, rng.poisson(most * until_s)))
-    return times[rng.uniform(0.0, most, len(times)) < np.vectorize(curve)(times)]
+    kept: np.ndarray[Any, Any] = times[rng.uniform(0.0, most, len(times)) < np.vectorize(curve)(times)]
+    return kept
 
 
 def step(at: float) -> float:

@@ -40,7 +40,7 @@ OURS = {
     "metrics_interval_s": 0.2,
     "policy": {"policy_function": "cluster.autoscaling:QueuePolicy", "policy_kwargs": {"down_after_s": 15}},
 }
-DEPLOYMENTS = {"QueuePolicy": OURS, "Serve's default": COMMON}
+DEPLOYMENTS: dict[str, dict[str, Any]] = {"QueuePolicy": OURS, "Serve's default": COMMON}
 
 
 class Sleeper:
@@ -207,12 +207,12 @@ def main(
     try:
         serve.start(proxy_location="Disabled")
         for name, config in DEPLOYMENTS.items():
-            options = {"max_ongoing_requests": 100, "ray_actor_options": {"num_cpus": 0.1}, "autoscaling_config": config}
-            serve.run(serve.deployment(**options)(Sleeper).bind(), name=_slug(name), route_prefix=f"/{_slug(name)}")
+            sleeper = serve.deployment(max_ongoing_requests=100, ray_actor_options={"num_cpus": 0.1}, autoscaling_config=config)(Sleeper)
+            serve.run(sleeper.bind(), name=_slug(name), route_prefix=f"/{_slug(name)}")
         measured = asyncio.run(measure(rounds))
         text = report(measured, (before, os.getloadavg()[0]))
     finally:
-        serve.shutdown()
+        serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
     (results / f"autoscaling_live_{datetime.now(UTC):%Y-%m-%d}.md").write_text(text)
     print(text)

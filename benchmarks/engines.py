@@ -33,9 +33,10 @@ from benchmarks.naive_hstu import NaiveHSTU
 from benchmarks.reporting import Machine, dated, table
 from cluster.bundle import Bundle
 from cluster.controller import FrameworkController
+from cluster.protocols import Backend
 from cluster.registry import backends
 from cluster.stage_rules import encoder_rules
-from cluster.values import EncodeRequest
+from cluster.values import Encoded, EncodeRequest
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.encoder import CompiledTorchEncoder, TorchEncoder
 from integrations.hstu.model import HSTU
@@ -146,7 +147,7 @@ def measured(name: str, bundle: Bundle, threads: int, seconds: float) -> Iterato
 
 def race(rows: Sequence[Row], requests: Sequence[EncodeRequest], seconds: float) -> float:
     """Turns, after one that does not count, and the FLOP/s of a large fp32 product between them."""
-    products = []
+    products: list[float] = []
     for row in rows:
         row.take_turn(requests)
         row.seconds.clear()
@@ -175,12 +176,13 @@ def contenders_of(bundle: Bundle, model: HSTU, threads: int) -> Iterator[tuple[s
 
     yield EAGER, eager
     yield PLAIN, plain_session(naive, vectors, model.config, threads)
-    for name, backend in {
+    encoders: dict[str, Backend[EncodeRequest, Encoded]] = {
         "torch": TorchEncoder(state_bytes=0),
         "torch_compiled": WholeWindows(model.config.max_history),
         "onnxruntime": OnnxRuntimeEncoder(threads=threads, state_bytes=0),
         "openvino": OpenVinoEncoder(threads=threads),
-    }.items():
+    }
+    for name, backend in encoders.items():
         backend.load(bundle)
         yield name, backend.batch_infer
 

@@ -95,7 +95,7 @@ def run(name: str, seed: int, dataset: Dataset, *, compiled: bool, weights: Path
     trained = train_model(record, dataset, options, RunOptions(refit=configuration.refit, checkpoint=checkpoint), log)
     model = cast(SequenceModel, trained.model)
     if weights:
-        save_weights(model, weights / f"{name}-{seed}.safetensors")
+        save_weights(model.state_dict(), weights / f"{name}-{seed}.safetensors")
     return {
         "configuration": name,
         "family": configuration.family,

@@ -33,7 +33,7 @@ class NaiveHSTU(nn.Module):
         config = self.model.config
         normed = F.layer_norm(x, (config.dim,), eps=_EPSILON)
         u, v, q, k = torch.split(F.silu(normed @ layer.uvqk), layer.widths, dim=-1)
-        v, q, k = (part.unflatten(-1, (config.heads, -1)).transpose(1, 2) for part in (v, q, k))
+        v, q, k = (torch.unflatten(part, -1, (config.heads, -1)).transpose(1, 2) for part in (v, q, k))
         bias = layer.position_weights[config.max_length - 1 - distances] + layer.time_weights[buckets]
         weights = F.silu(q @ k.transpose(2, 3) + bias.unsqueeze(1)) / config.max_length
         mixed = (weights.masked_fill(distances < 0, 0.0) @ v).transpose(1, 2).flatten(2)

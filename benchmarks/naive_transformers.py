@@ -17,8 +17,8 @@ class NaiveTransformers:
     """
 
     def __init__(self, bundle: Bundle) -> None:
-        self._lm: Any = LlamaForCausalLM.from_pretrained(bundle.path / DECODER)
-        self._lm.eval()
+        decoder: torch.nn.Module = LlamaForCausalLM.from_pretrained(bundle.path / DECODER)
+        self._lm: Any = decoder.eval()
         self._prompt, self._ids = load_soft_prompt(bundle), bundle.semantic_ids
         self._items = {tuple(path): item for item, path in enumerate(self._ids.tokens.tolist()) if item}
         self._allowed: dict[tuple[int, ...], set[int]] = {}

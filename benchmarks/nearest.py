@@ -23,7 +23,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from benchmarks.append import processor
+from benchmarks.reporting import processor
 from cluster.nearest import NearestItems, index_availability, make_index
 from cluster.registry import INDEXES
 from cluster.values import FloatArray

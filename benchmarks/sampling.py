@@ -8,6 +8,7 @@ count. After three repeats to warm up, the medians are printed and written to be
 """
 
 import argparse
+import math
 import os
 import platform
 import statistics
@@ -17,12 +18,12 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.reporting import processor
-from integrations.torch_beam.sampling import RandomStream, Sampler, SamplingOptions
+from cluster.values import SamplingOptions
+from integrations.torch_beam.sampling import RandomStream, Sampler
 
 ROWS, TOP_P, TOP_K = 32, 0.9, 50
 VOCABULARIES = {"codebook": 256, "32k": 32_000, "150k": 150_000}
@@ -53,10 +54,10 @@ def intermediate(vocabulary: int) -> Tensor:
 
 def peaked(vocabulary: int) -> Tensor:
     """One token, another in each row, with .99 of the mass; the rest share .01 unevenly."""
-    rest = intermediate(vocabulary)
+    rest: Tensor = intermediate(vocabulary)
     rest[torch.arange(ROWS), torch.arange(ROWS)] = -torch.inf
-    rest = rest.log_softmax(dim=1) + np.log(0.01)
-    rest[torch.arange(ROWS), torch.arange(ROWS)] = np.log(0.99)
+    rest = rest.log_softmax(dim=1) + math.log(0.01)
+    rest[torch.arange(ROWS), torch.arange(ROWS)] = math.log(0.99)
     return rest
 
 

@@ -74,4 +74,4 @@ def _write(path: Path, names: list[str], rows: list[list[str]]) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(sys.argv[1] if len(sys.argv) > 1 else "shop")

@@ -131,7 +131,7 @@ def _put_ranker(draft: Draft, bundle: Bundle, joint: Catalogue) -> None:
     draft.ranker = known.model_copy(update={"config": {**known.config, "items": len(joint)}})
     grown = HSTURanker(RankerConfig.of(draft.ranker))
     grown.load_state_dict(_with_rows(ranker.state_dict(), placed))
-    save_weights(grown, draft.path / RANKER)
+    save_weights(grown.state_dict(), draft.path / RANKER)
 
 
 def _added(bundle: Bundle) -> int:

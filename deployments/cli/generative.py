@@ -19,7 +19,6 @@ from cluster.errors import ConfigError, UnknownChoice
 from deployments.cli.publishing import publish
 from integrations.decoder.config import PRESETS
 from integrations.decoder.files import save_decoder
-from integrations.hstu.sequence_model import SequenceModel
 from pipelines.blend import BlendWeights
 from pipelines.fit_blend import Quality, fit, measure
 from pipelines.generative_run import IdOptions, Lists, TrainedDecoder, serving_lists, train_decoder
@@ -138,4 +137,4 @@ def _published(record: ModelRecord, encoder: TrainableModel, dataset: Dataset, d
     """A bundle for as long as it takes to ask the serving backends."""
     with TemporaryDirectory(prefix="genrec-") as directory:
         puts = [partial(save_decoder, cast("SemanticIdDecoder", decoder.decoder))] if decoder else []
-        yield publish(Path(directory) / "unpublished", record, cast(SequenceModel, encoder), dataset, training={}, quality={}, puts=puts)
+        yield publish(Path(directory) / "unpublished", record, encoder, dataset, training={}, quality={}, puts=puts)

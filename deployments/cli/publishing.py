@@ -13,14 +13,14 @@ from cluster.bundle import CATALOGUE, FIRST_SEEN, ITEM_VECTORS, POPULARITY, WEIG
 from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue, Dataset
 from cluster.values import FloatArray, Int64Array
-from integrations.hstu.sequence_model import SequenceModel
 from integrations.hstu.weights import save_weights
+from pipelines.sequence_models import TrainableModel, TrainableModule
 
 
 def publish(
     model_dir: Path,
     record: ModelRecord,
-    model: SequenceModel,
+    model: TrainableModel,
     dataset: Dataset,
     *,
     training: Mapping[str, Any],
@@ -40,10 +40,10 @@ def publish(
 
 
 def write_required(
-    draft: Draft, model: SequenceModel, catalogue: Catalogue, *, popularity: Int64Array, first_seen: Int64Array, item_vectors: FloatArray
+    draft: Draft, model: TrainableModule, catalogue: Catalogue, *, popularity: Int64Array, first_seen: Int64Array, item_vectors: FloatArray
 ) -> None:
     """The files every version has; the arrays are by catalogue index, (V + 1, ...)."""
-    save_weights(model, draft.path / WEIGHTS)
+    save_weights(model.state_dict(), draft.path / WEIGHTS)
     write_catalogue(catalogue, draft.path / CATALOGUE)
     np.save(draft.path / POPULARITY, popularity)
     np.save(draft.path / FIRST_SEEN, first_seen)

@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -19,7 +19,6 @@ from deployments.cli.evaluate import open_with_dataset
 from deployments.cli.generative import served_lists
 from deployments.cli.pretrained import export_pretrained
 from deployments.cli.training_progress import TrainingProgress
-from integrations.hstu.ranker import HSTURanker
 from integrations.hstu.weights import load_model, save_weights
 from pipelines.blend import BlendWeights
 from pipelines.generative_run import Lists
@@ -41,7 +40,7 @@ class RankingPart:
 
     def put(self, draft: Draft) -> None:
         """Into a version that is being written."""
-        save_weights(cast(HSTURanker, self.trained.ranker), draft.path / RANKER)
+        save_weights(self.trained.ranker.state_dict(), draft.path / RANKER)
         draft.ranker = self.trained.record
 
     def described(self, options: RankerOptions) -> dict[str, Any]:

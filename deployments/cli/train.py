@@ -100,13 +100,13 @@ def train(
         trained = train_model(record, data, options, run, progress)
         generative = train_generative(trained, record, data, plan, run=run, observer=progress) if plan else None
         ranking = _ranking(trained, record, data, generative, ranker_options, run, progress) if ranker else None
-    model, training = cast(SequenceModel, trained.model), {READ_AS: described(dataset), **_training(options, run, trained)}
+    training = {READ_AS: described(dataset), **_training(options, run, trained)}
     if plan and generative:
         training["decoder"] = generative.described(plan)
     if ranking:
         training["ranker"] = ranking.described(ranker_options)
     puts = [part.put for part in (generative, ranking) if part]
-    bundle = publish(target, record, model, data, training=training, quality=trained.quality, puts=puts)
+    bundle = publish(target, record, trained.model, data, training=training, quality=trained.quality, puts=puts)
     forget_checkpoints(run)
     if export:
         export_pretrained(bundle, export, shlex.join(["genrec", *sys.argv[1:]]))
@@ -114,7 +114,7 @@ def train(
     print_strategies(bundle.manifest.blend.quality, title) if bundle.manifest.blend else print_quality(trained.quality, title)
     if ranking:
         typer.echo(ranking.told())
-    typer.echo(f"published {bundle.path}: {_size(model)}", err=True)
+    typer.echo(f"published {bundle.path}: {_size(cast(SequenceModel, trained.model))}", err=True)
 
 
 def _size(model: SequenceModel) -> str:

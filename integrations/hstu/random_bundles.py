@@ -91,7 +91,7 @@ def _put_ranker(record: RankerRecord, draft: Draft) -> None:
     with torch.no_grad():
         for parameter in ranker.parameters():
             parameter.mul_(2)
-    save_weights(ranker, draft.path / RANKER)
+    save_weights(ranker.state_dict(), draft.path / RANKER)
     draft.ranker = record
 
 
@@ -120,7 +120,7 @@ def make_bundle(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(4)
-        save_weights(model, draft.path / WEIGHTS)
+        save_weights(model.state_dict(), draft.path / WEIGHTS)
         write_catalogue(Catalogue([Item(str(i), f"Item {i}") for i in range(1, items + 1)]), draft.path / CATALOGUE)
         np.save(draft.path / POPULARITY, np.r_[0, np.arange(items, 0, -1)].astype(np.int64))
         np.save(draft.path / FIRST_SEEN, np.r_[0, 1_600_000_000 + np.arange(items)].astype(np.int64))

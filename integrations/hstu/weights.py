@@ -1,11 +1,12 @@
 """Weights in and out: a model from a bundle's record, and safetensors files."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from cluster.bundle import RANKER, WEIGHTS, Bundle, ModelRecord
 from cluster.errors import BundleError
@@ -49,6 +50,6 @@ def load_weights(model: nn.Module, path: Path) -> None:
         raise BundleError(f"{path} does not hold weights of this model: {error}") from error
 
 
-def save_weights(model: nn.Module, path: Path) -> None:
-    """Write the weights as safetensors."""
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}, path)
+def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write a module's `state_dict()` as safetensors."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path)

@@ -17,7 +17,8 @@ from cluster.errors import CompileError, UnknownChoice
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.kernels import projection, reference
 from integrations.hstu.kernels.encoder import PROJECTIONS, TritonEncoder
-from integrations.hstu.kernels.projection import by_cutlass, by_torch, chosen, refuse
+from integrations.hstu.kernels.gemm_silu_inputs import refuse
+from integrations.hstu.kernels.projection import by_cutlass, by_torch, chosen
 from integrations.hstu.model import HSTU
 from tests import ptx
 

@@ -6,6 +6,7 @@
     norm_mul_dropout.py    dropout(U * LayerNorm(A V)), with gradients
     append.py              new rows against kept keys and values and against each other
     gemm_silu.py           SiLU(x W) of the projection, in CUTLASS's Python (CuTe DSL)
+    gemm_silu_inputs.py    what that takes
     projection.py          the projection: torch's or gemm_silu, and why not
     gpu.py                 whether there is a GPU for all of these
     reference.py           the same four in plain torch: what the kernels are tested against

@@ -26,7 +26,7 @@ from cutlass.memory import SmemAllocator
 from torch import Tensor
 
 from cluster.errors import CompileError
-from integrations.hstu.kernels.projection import refuse
+from integrations.hstu.kernels.gemm_silu_inputs import refuse
 
 # ruff: noqa: PLR0917 - functions on the device take what they need
 

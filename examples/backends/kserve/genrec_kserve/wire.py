@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
-DATATYPES = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4"), "FP32": np.dtype("<f4")}
+DATATYPES: dict[str, np.dtype[Any]] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4"), "FP32": np.dtype("<f4")}
 NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
@@ -62,5 +62,5 @@ def tensors(body: bytes, headers: Mapping[str, str], field: str) -> tuple[dict[s
 
 def _tensor(described: Mapping[str, Any], raw: memoryview | None) -> npt.NDArray[Any]:
     dtype = DATATYPES[described["datatype"]]
-    flat = np.array(described["data"], dtype) if raw is None else np.frombuffer(raw, dtype)
+    flat: npt.NDArray[Any] = np.array(described["data"], dtype) if raw is None else np.frombuffer(raw, dtype)
     return flat.reshape(described["shape"])

@@ -46,7 +46,8 @@ class TimeMixing(nn.Module):
         given_CTN = torch.cat([weights_BTC * v, weights_BTC]).permute(2, 1, 0)  # N = 2 B
         numerator, denominator = (self._decays(x_BTC.shape[1]) @ given_CTN).permute(2, 1, 0).chunk(2)
         wkv = numerator / denominator
-        return (r.sigmoid() * wkv) @ self.out.T
+        gated: Tensor = r.sigmoid() * wkv
+        return gated @ self.out.T
 
     def _decays(self, length: int) -> Tensor:
         """What position i counts at position t, (C, T, T)."""
@@ -63,7 +64,8 @@ class ChannelMixing(nn.Module):
         self.out = nn.Parameter(torch.randn(channels, 4 * channels) / (4 * channels) ** 0.5)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.r(x_BTC).sigmoid() * (self.k(x_BTC).relu().square() @ self.out.T)
+        gated: Tensor = self.r(x_BTC).sigmoid() * (self.k(x_BTC).relu().square() @ self.out.T)
+        return gated
 
 
 class Block(nn.Module):
