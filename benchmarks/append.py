@@ -38,7 +38,6 @@ from tests.bundles import random_sequence
 LENGTHS = {"a": (200,), "b": (512,), "c": (200, 512, 1024, 2048)}
 SHORT = (4, 8, 16, 32, 64, 128)
 ENGINES = {"onnxruntime": OnnxRuntimeEncoder, "torch": TorchEncoder}
-PARTS = ("match", "gather", "run", "commit")
 now = time.perf_counter
 """With one thread its processor time, see main: waiting for a busy processor does not count then."""
 Turn = Callable[[], object]

@@ -21,7 +21,7 @@ from cluster.errors import ConfigError
 from cluster.events.store import Event
 from cluster.latency import LatencySummary
 from cluster.managed_backend import BackendSnapshot, OutOfTime
-from cluster.metrics import METRICS, SILENT, Kind, Metric, Noted, Totals
+from cluster.metrics import METRICS, SILENT, Kind, Metric, Totals
 from cluster.values import (
     Action,
     Behaviour,
@@ -41,6 +41,7 @@ from deployments.http.edge import EdgeStatistics
 from deployments.http.measured import MeasuredMiddleware
 from deployments.metrics import GatewayRecorder, StageRecorder, meter, reason_kind
 from deployments.shown_items import MOST_ITEMS, Followed, ShownItems
+from tests.noted import Noted
 
 EVERY = sorted(METRICS.values(), key=lambda metric: metric.name)
 FORBIDDEN = {"user", "user_id", "tenant", "item", "item_id", "path", "key", "query", "message", "error"}
