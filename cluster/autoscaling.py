@@ -56,9 +56,11 @@ class QueuePolicy:
         for name in ("down_after_s", "band", "idle_s", "settle_s", "forecast_s"):
             if not (isfinite(value := getattr(self, name)) and value >= 0):
                 raise ValueError(f"{name} is {value}; give a finite number of 0 or more")
-        for name in ("target_waiting", "target_kv_cache_usage", "target_utilisation", "target_latency_ms", "trend_s"):
+        if not (isfinite(self.trend_s) and self.trend_s > 0):
+            raise ValueError(f"trend_s is {self.trend_s}; give a number greater than 0")
+        for name in ("target_waiting", "target_kv_cache_usage", "target_utilisation", "target_latency_ms"):
             if (value := getattr(self, name)) is not None and not (isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value}; give a number greater than 0, or leave it out")
+                raise ValueError(f"{name} is {value}; give a number greater than 0, or null for none")
 
     def __call__(self, ctx: Any) -> tuple[int, dict[str, Any]]:
         """`ctx` is Serve's AutoscalingContext. The replicas are within its bounds."""

@@ -321,6 +321,9 @@ def split_changes(user_config: dict[str, Any]) -> tuple[dict[str, Any], dict[str
 def with_changes(settings: Settings, section: str, changes: dict[str, Any], source: str) -> Settings:
     """Settings in which a section has other values of some keys, as have the sections in it. Raises ConfigError."""
     tree, own = settings.model_dump(mode="json"), getattr(settings, section)
+    fixed = [key for key in changes if section in STAGES and key in type(own).model_fields and key not in StageSettings.model_fields]
+    if fixed:
+        raise ConfigError(f"{source} has {', '.join(fixed)}, which cannot change without a restart; put it under args.{section}")
     for key, value in changes.items():
         inner = isinstance(getattr(own, key, None), Section) and isinstance(value, dict)
         tree[section][key] = {**tree[section][key], **value} if inner else value

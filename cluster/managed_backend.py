@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from cluster.breaker import Breaker, BreakerSettings, BreakerState
 from cluster.bundle import Bundle
-from cluster.errors import DeadlineExceeded, GenrecError
+from cluster.errors import BackendError, DeadlineExceeded, GenrecError
 from cluster.forgetting import forget, kept
 from cluster.latency import LatencyRecorder, LatencySummary
 from cluster.protocols import Backend
@@ -29,6 +29,11 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class OutOfTime(SkippedBackend):
     """The caller's time was over before this backend had answered: no fault of its own, and no time is left to ask the next one."""
+
+
+def passed_over(name: str, error: BackendError) -> SkippedBackend:
+    """Why whoever has this name was done without."""
+    return OutOfTime(name, str(error)) if isinstance(error, DeadlineExceeded) else SkippedBackend(name, str(error), failed=True)
 
 
 @dataclass(frozen=True, slots=True)

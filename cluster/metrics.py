@@ -80,7 +80,7 @@ def _histogram(name: str, help_: str, buckets: tuple[float, ...], *labels: str) 
     return Metric(Kind.HISTOGRAM, name, help_, labels, buckets)
 
 
-SECONDS = (0.001, 0.002, 0.004, 0.007, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+SECONDS = (0.001, 0.002, 0.004, 0.007, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.0, 2.5, 5.0, 10.0)
 """Of answers and stages. The deadlines of the default configuration lie on bounds."""
 SHORT_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 POWERS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
@@ -98,7 +98,7 @@ ADMISSION_RUNNING = _gauge("genrec_admission_running_requests", "Requests that h
 ADMISSION_WAITING = _gauge("genrec_admission_waiting_requests", "Requests that wait for a place.")
 ADMISSION_PLACES = _gauge("genrec_admission_limit_places", "Requests that may run at a time, as the adaptive limit has it.")
 ADMISSION_WAIT = _histogram("genrec_admission_wait_seconds", "How long those who got a place had waited for it.", SHORT_SECONDS)
-REFUSALS = _counter("genrec_admission_refusals_total", "Requests turned away before they reached a route, by HTTP status.", "status")
+REFUSALS = _counter("genrec_admission_refusals_total", "Requests turned away, by HTTP status.", "status")
 
 # ---- answers
 ANSWERS = _counter(
@@ -168,7 +168,9 @@ CACHE_WORK = _counter(
     "genrec_cache_answers_total", "Answers by what the cache made of them: computed, joined, refreshed or dropped.", "work"
 )
 CACHE_EVICTIONS = _counter("genrec_cache_evictions_total", "Answers in a gateway's memory that made room for others.")
-CACHE_FAILURES = _counter("genrec_cache_failures_total", "Calls of the shared cache that broke or took too long.")
+CACHE_FAILURES = _counter(
+    "genrec_cache_failures_total", "Calls of the shared cache that broke or took too long, and values that could not be encoded or read."
+)
 CACHE_ENTRIES = _gauge("genrec_cache_kept_entries", "Answers that a tier holds.", "tier")
 CACHE_BYTES = _gauge("genrec_cache_used_bytes", "What they take.", "tier")
 

@@ -7,7 +7,6 @@ consecutive, and three small arrays a level hold everything.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -128,6 +127,6 @@ class TrieView:
     def paths(self, items: Sequence[int] | Int32Array) -> Int32Array:
         """Node numbers of each item at level 1 to the leaves, (items, levels)."""
         nodes = [self.trie.leaves[np.asarray(items, np.int32)]]
-        for above, _ in reversed(list(pairwise(range(self.trie.levels)))):
-            nodes.append(self.trie.parents[above + 1][nodes[-1]])
+        for level in reversed(range(1, self.trie.levels)):
+            nodes.append(self.trie.parents[level][nodes[-1]])
         return np.stack(nodes[::-1], axis=1)

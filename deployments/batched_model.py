@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 from cluster.bundle import Bundle
 from cluster.config import Settings
 from cluster.controller import FrameworkController, NoBackendAnswered, Served
-from cluster.values import SkippedBackend
+from cluster.managed_backend import OutOfTime
 from deployments.batching import MicroBatcher
 from deployments.metrics import StageRecorder, meter
 from deployments.stage_model import TOO_LATE, Due, StageModel, in_time_only
@@ -37,7 +37,7 @@ class BatchedModel(StageModel[FrameworkController[RequestT, AnswerT]], Generic[R
         raise NotImplementedError
 
     async def _run(self, requests: list[RequestT]) -> Sequence[Served[AnswerT] | NoBackendAnswered]:
-        waited = SkippedBackend(self.stage, TOO_LATE)
+        waited = OutOfTime(self.stage, TOO_LATE)
         return await in_time_only(
             requests, lambda timely: self.in_thread(lambda: self.controller.call(timely)), lambda: NoBackendAnswered(self.stage, (waited,))
         )

@@ -72,27 +72,24 @@ class MicroBatcher(Generic[Request, Answer]):
 
     async def submit(self, request: Request) -> Answer:
         """The answer to one request; raises what `run` raised on its batch. A caller that is cancelled leaves the queue."""
-        if self._worker is None or self._worker.done():
-            self._worker = asyncio.create_task(self._work())
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         place = _Waiting(request, self._tokens(request), time.perf_counter(), answer, tracing.here())
         self._waiting.append(place)
         self._arrival.set()
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._work())
         return await place.answer
 
     async def _work(self) -> None:
-        while True:
+        """Ends with the last request: a worker that waited for ever would outlive the model that it belongs to."""
+        while self._waiting:
             await self._company()
-            batch = self._take()
-            if batch:
+            if batch := self._take():
                 self._tell(batch)
                 await self._serve(batch)
 
     async def _company(self) -> None:
-        """Wait for a first request, then until a batch is full or its first request has waited long enough."""
-        while not self._waiting:
-            self._arrival.clear()
-            await self._arrival.wait()
+        """Wait until a batch is full or its first request has waited long enough."""
         deadline = self._waiting[0].arrived + self._limits.max_wait_ms / 1000
         while not self._full() and (left := deadline - time.perf_counter()) > 0:
             self._arrival.clear()

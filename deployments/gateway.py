@@ -43,7 +43,6 @@ from deployments.stores import open_cache, open_events
 from deployments.switchboard import REPORT_INTERVAL_S
 from deployments.user_data import UserData
 from deployments.versions import ServedModel, Versions
-from pipelines.answers import Answers
 from pipelines.remembered import UsualRequests
 from pipelines.stored_history import StoredHistories
 
@@ -192,16 +191,15 @@ class Gateway:
         request = replace(request, cache="bypass") if not flags.cache else request
         if flags.strategy is None or request.strategy is not None:
             return request
-        if flags.strategy == "generative" and self._versions.stable.bundle.manifest.decoder is None:
+        if flags.strategy == "generative" and not self._versions.model_for(request.tenant, request.user_id).generates:
             return request
         sampling = None if flags.strategy == "retrieval" else request.sampling  # it draws what nobody generates
         return replace(request, strategy=flags.strategy, sampling=sampling)
 
     async def _make(self, bundle: Bundle) -> ServedModel:
-        model = await asyncio.to_thread(ServedModel, bundle, self._settings, self._stages)
-        model.answers = Answers(model.recommender, self._histories, self._cache, bundle.digest, self._usual)
-        model.candidates = model.ranking_by(self._histories)
-        return model
+        return await asyncio.to_thread(
+            ServedModel, bundle, self._settings, self._stages, self._histories, cache=self._cache, usual=self._usual
+        )
 
     async def _follow_rollout(self) -> None:
         while True:

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.serve.exceptions import RayServeException, ReplicaUnavailableError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from cluster.errors import BackendError, BackendFailed, BackendUnavailable, GenrecError
@@ -129,7 +129,7 @@ def copy_of(request: object, number: int) -> object:
 
 
 def _died(error: BaseException | None) -> bool:
-    return isinstance(error, RayActorError | ReplicaUnavailableError)
+    return isinstance(error, RayActorError)
 
 
 def _broke(error: BaseException) -> bool:

@@ -45,7 +45,8 @@ class ModelGone(BackendUnavailable):
 
 def longest_request_s(settings: Settings) -> float:
     """Seconds after which nothing of a request is computed any more."""
-    return settings.gateway.deadline_s + settings.gateway.generation_deadline_s + GRACE_S
+    edge, read_s = settings.gateway, settings.events.read_deadline_ms / 1e3
+    return read_s + edge.deadline_s + edge.generation_deadline_s + edge.ranking_deadline_s + GRACE_S
 
 
 class StageReplica(Generic[ModelT]):

@@ -46,8 +46,7 @@ class ShownItems:
             shown.items[item] = (model_version, now)
             shown.items.move_to_end(item)
         shown.at = now
-        while len(shown.items) > MOST_ITEMS:
-            shown.items.popitem(last=False)
+        self._expire(shown, now)
         self._drop(now)
 
     def follow(self, tenant: str, user: str, item: str, timestamp: float, now: float) -> tuple[Followed, str]:
@@ -55,6 +54,8 @@ class ShownItems:
         the recommendation, as a log that is sent later has them, says nothing of it.
         """
         shown = self._users.get((tenant, user))
+        if shown is not None:
+            self._expire(shown, now)
         if shown is None or not -CLOCKS_DIFFER_S <= timestamp - self._first(shown) <= self._window_s or now - shown.at > self._window_s:
             return Followed.NOBODY_KNOWS, ""
         version, at = shown.items.get(item, ("", 0.0))
@@ -71,6 +72,10 @@ class ShownItems:
     def _first(self, shown: _Shown) -> float:
         """When the oldest that is remembered was shown; in the end it was `at`."""
         return next((at for _, at in shown.items.values()), shown.at)
+
+    def _expire(self, shown: _Shown, now: float) -> None:
+        while shown.items and (len(shown.items) > MOST_ITEMS or now - next(iter(shown.items.values()))[1] > self._window_s):
+            shown.items.popitem(last=False)
 
     def _drop(self, now: float) -> None:
         while self._users and (len(self._users) > self._most or now - next(iter(self._users.values())).at > self._window_s):

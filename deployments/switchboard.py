@@ -27,7 +27,8 @@ class SwitchboardDeployment:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._board, self._fleet = Switchboard(TTL_S, now=time()), FleetBoard(TTL_S, now=time())
-        self._rollouts = RolloutStore(BundleStore(parse(settings).model_dir))
+        tree = parse(settings)
+        self._rollouts, self._pinned = RolloutStore(BundleStore(tree.model_dir)), tree.version
         self._judged_at = 0.0
 
     async def report(self, stage: str, replica: str, snapshot: StageSnapshot, version: int, switches: Switches) -> Guidance:
@@ -60,19 +61,19 @@ class SwitchboardDeployment:
         news = self._fleet.exchange(name, presence, now=time())
         if presence.trial and time() - self._judged_at >= JUDGE_INTERVAL_S:
             self._judged_at = time()
-            await asyncio.to_thread(self._judge)
+            await self._judge()
         return news
 
     async def versions(self) -> tuple[Rollout, FleetStatus]:
         """Raises BundleError where the rollout cannot be read."""
-        rollout = await asyncio.to_thread(self._rollouts.read)
+        rollout = Rollout(stable=self._pinned) if self._pinned else await asyncio.to_thread(self._rollouts.read)
         return rollout, self._fleet.status(rollout, now=time())
 
-    def _judge(self) -> None:
+    async def _judge(self) -> None:
         try:
-            rollout = self._rollouts.read()
+            rollout = await asyncio.to_thread(self._rollouts.read)
             if rollout.trial and (reason := self._fleet.judge(rollout)):
                 logger.error("the trial of version %d ends: %s", rollout.trial.version, reason)
-                self._rollouts.end(rollout.trial, reason)
+                await asyncio.to_thread(self._rollouts.end, rollout.trial, reason)
         except (BundleError, OSError):
             logger.exception("whether the trial may go on is not known")

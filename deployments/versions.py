@@ -10,12 +10,14 @@ answers the whole request.
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from time import monotonic, perf_counter
+from typing import TypeVar
 
 from cluster.bundle import Bundle
+from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.dataset import Catalogue
 from cluster.latency import LatencyRecorder
@@ -30,8 +32,10 @@ from deployments.stages import Stages
 from pipelines.answers import Answers
 from pipelines.rank import CandidateRanker
 from pipelines.recommend import Recommender
+from pipelines.remembered import UsualRequests
 from pipelines.stored_history import StoredHistories
 
+AnswerT = TypeVar("AnswerT", Recommendation, Ranking)
 KEPT_TIMES = 1.2
 """A degraded answer is kept for `negative_ttl_s`, give or take a tenth."""
 SHADOWS_AT_ONCE = 2
@@ -42,15 +46,24 @@ logger = logging.getLogger("ray.serve")
 class ServedModel:
     """One version in a gateway: what ranks and titles its items, and the way to the stages that hold it."""
 
-    def __init__(self, bundle: Bundle, settings: Settings, stages: Stages) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        settings: Settings,
+        stages: Stages,
+        histories: StoredHistories,
+        *,
+        cache: TieredCache[Recommendation] | None = None,
+        usual: UsualRequests | None = None,
+    ) -> None:
         self.bundle, self._stages = bundle, stages
         self._gone_at, self._kept_s = -math.inf, KEPT_TIMES * settings.cache.negative_ttl_s
-        generates, edge = bundle.manifest.decoder is not None, settings.gateway
-        self.recommender = Recommender(
+        self.generates, edge = bundle.manifest.decoder is not None, settings.gateway
+        recommender = Recommender(
             bundle,
             self._encode,
-            self._generate if generates else None,
-            stages.generate_stream if generates else None,
+            self._generate if self.generates else None,
+            stages.generate_stream if self.generates else None,
             self._rank,
             beam=settings.generator.beam,
             pool=edge.pool,
@@ -59,20 +72,14 @@ class ServedModel:
             generation_deadline_s=edge.generation_deadline_s,
             ranking_deadline_s=edge.ranking_deadline_s,
         )
-        self.answers: Answers
-        self.candidates: CandidateRanker
-        self._edge = edge
+        self.answers = Answers(recommender, histories, cache, bundle.digest, usual)
+        self.candidates = CandidateRanker(
+            bundle, histories, self._encode, self._rank, deadline_s=edge.deadline_s, ranking_deadline_s=edge.ranking_deadline_s
+        )
 
     @property
     def catalogue(self) -> Catalogue:
         return self.bundle.catalogue
-
-    def ranking_by(self, histories: StoredHistories) -> CandidateRanker:
-        """What orders given candidates."""
-        edge = self._edge
-        return CandidateRanker(
-            self.bundle, histories, self._encode, self._rank, deadline_s=edge.deadline_s, ranking_deadline_s=edge.ranking_deadline_s
-        )
 
     def was_gone(self, since: float) -> bool:
         """Whether a replica lacked this version after `since`, or so shortly before that a degraded answer of then may still be kept."""
@@ -172,21 +179,16 @@ class Versions:
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """Raises InvalidRequest."""
-        answer = await self._answer(self.model_for(request.tenant, request.user_id), request)
+        model = self.model_for(request.tenant, request.user_id)
+        answer = await self._by_one_that_is_held(model, lambda one: self._timed(one, request))
         if self._shadowed(request):
             self._in_shadow(request, answer)
         return answer
 
     async def rank(self, request: RankingRequest) -> Ranking:
         """Raises InvalidRequest."""
-        model, began = self.model_for(request.tenant, request.user_id), monotonic()
-        answer = await model.candidates.rank(request)
-        for other in self._shelf.models:
-            if not (answer.degraded and model.was_gone(began)):
-                break
-            if other is not model:
-                model, answer = other, await other.candidates.rank(request)
-        return answer
+        model = self.model_for(request.tenant, request.user_id)
+        return await self._by_one_that_is_held(model, lambda one: one.candidates.rank(request))
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         """Stays with its version. How long it took is the reader's doing too, and does not count for a trial."""
@@ -211,14 +213,15 @@ class Versions:
             logger.info("version %d serves%s", version, f" instead of {self._serving}" if self._serving else "")
             self._serving = version
 
-    async def _answer(self, model: ServedModel, request: RecommendRequest) -> Recommendation:
+    async def _by_one_that_is_held(self, model: ServedModel, ask: Callable[[ServedModel], Awaitable[AnswerT]]) -> AnswerT:
+        """What `ask` has of this version or, where replicas turn out to lack it, of another one."""
         began = monotonic()
-        answer = await self._timed(model, request)
+        answer = await ask(model)
         for other in self._shelf.models:
             if not (answer.degraded and model.was_gone(began)):
                 break
             if other is not model:
-                model, answer = other, await self._timed(other, request)
+                model, answer = other, await ask(other)
         return answer
 
     async def _timed(self, model: ServedModel, request: RecommendRequest) -> Recommendation:

@@ -14,7 +14,7 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from time import monotonic
 from typing import Any
@@ -24,12 +24,11 @@ import zmq.asyncio
 from ray import serve
 from starlette.exceptions import HTTPException
 
-from cluster.config import ApiKeySettings, ZeroMQSettings, parse
+from cluster.config import ZeroMQSettings, parse
 from cluster.errors import BackendError, ConfigError
 from cluster.latency import LatencyRecorder
 from deployments.http import problems
-from deployments.http.callers import Caller
-from deployments.http.edge import identify, urgency
+from deployments.http.edge import urgency
 from deployments.http.exchange import Answered, Asked
 from deployments.remote import ask
 from deployments.zeromq_frames import STATISTICS, Envelope, opened, understood
@@ -46,7 +45,9 @@ logger = logging.getLogger("ray.serve")
 
 @dataclass(frozen=True, slots=True)
 class DoorStatistics:
-    """`served`: answered by a gateway, whatever it said, by HTTP status; `refused`: by the door itself. Latencies include the wait."""
+    """`in_flight`: this request among them; `served`: answered by a gateway, whatever it said, by HTTP status; `refused`: by the door
+    itself. Latencies include the wait.
+    """
 
     queued: int
     in_flight: int
@@ -69,13 +70,11 @@ class Waiting:
 
 class FrontDoor:
     """`exchange` is asked with the seconds it may take, and raises BackendError. `open` the door, and `close` it; meanwhile it answers by
-    itself. `api_keys`: of those that may ask for statistics; for everything else, the gateways check them.
+    itself.
     """
 
-    def __init__(
-        self, settings: ZeroMQSettings, exchange: Exchange, *, max_body_bytes: int, api_keys: Sequence[ApiKeySettings] = ()
-    ) -> None:
-        self._settings, self._exchange, self._max_body_bytes, self._keys = settings, exchange, max_body_bytes, api_keys
+    def __init__(self, settings: ZeroMQSettings, exchange: Exchange, *, max_body_bytes: int) -> None:
+        self._settings, self._exchange, self._max_body_bytes = settings, exchange, max_body_bytes
         self._queue: list[Waiting] = []
         self._numbers = itertools.count()
         self._running: set[asyncio.Task[None]] = set()
@@ -138,19 +137,14 @@ class FrontDoor:
         while True:
             envelope, rest = opened(await self._socket.recv_multipart())
             try:
-                await self._receive(envelope, understood(rest))
+                self._receive(envelope, understood(rest))
             except Exception as error:  # noqa: BLE001 - whatever was sent, it is answered, and the next one heard
                 await self._refuse(envelope, error)
 
-    async def _receive(self, envelope: Envelope, asked: Asked) -> None:
+    def _receive(self, envelope: Envelope, asked: Asked) -> None:
         """Raises what refuses the request."""
         headers = {name.encode(): value.encode() for name, value in asked.headers.items()}
-        if asked.method == STATISTICS:
-            await self._tell(envelope, headers)
-        else:
-            self._line_up(Waiting(urgency(headers, asked.target), next(self._numbers), monotonic(), envelope, asked))
-
-    def _line_up(self, waiting: Waiting) -> None:
+        waiting = Waiting(urgency(headers, asked.target), next(self._numbers), monotonic(), envelope, asked)
         if len(self._running) < self._settings.max_concurrent:
             self._start(waiting)
         elif len(self._queue) < self._settings.max_queue:
@@ -158,11 +152,6 @@ class FrontDoor:
         else:
             detail = f"{len(self._running)} requests are under way and {len(self._queue)} wait at this door; ask again later"
             raise problems.overloaded(detail, wait_s=1)
-
-    async def _tell(self, envelope: Envelope, headers: dict[bytes, bytes]) -> None:
-        Caller(identify(headers, self._keys), monotonic(), lambda _, __: None).operate()
-        body = json.dumps(asdict(self.statistics())).encode()
-        await self._send(envelope, Answered(200, {"content-type": "application/json"}, body))
 
     def _start(self, waiting: Waiting) -> None:
         task = asyncio.create_task(self._answer(waiting))
@@ -191,7 +180,15 @@ class FrontDoor:
         left_s = waiting.arrived + self._settings.timeout_s - monotonic()
         if left_s <= 0:
             raise problems.overloaded(f"the request has waited at this door for {self._settings.timeout_s:g} s", wait_s=1)
+        if waiting.asked.method == STATISTICS:
+            return await self._told(waiting.asked.headers, left_s)
         return await self._exchange(waiting.asked, left_s)
+
+    async def _told(self, headers: Mapping[str, str], left_s: float) -> Answered:
+        """The door's statistics, for those whom a gateway tells its own: it knows the keys of the moment."""
+        gateways = await self._exchange(Asked("GET", "/v1/gateway", headers), left_s)
+        body = json.dumps(asdict(self.statistics())).encode()
+        return gateways if gateways.status != 200 else Answered(200, {"content-type": "application/json"}, body)
 
     async def _refuse(self, envelope: Envelope, error: Exception) -> None:
         problem = problems.problem_of("zeromq", error)
@@ -219,8 +216,7 @@ class ZeroMQDeployment:
         if tree.zeromq is None:
             raise ConfigError("the deployment zeromq needs `zeromq` in the application's `args`")
         self._gateway = serve.get_deployment_handle("gateway", serve.get_replica_context().app_name)
-        edge = tree.gateway
-        door = FrontDoor(tree.zeromq, self._exchange, max_body_bytes=edge.max_body_bytes, api_keys=edge.api_keys)
+        door = FrontDoor(tree.zeromq, self._exchange, max_body_bytes=tree.gateway.max_body_bytes)
         await door.open()
         self._door = door
 

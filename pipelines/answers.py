@@ -59,8 +59,10 @@ class Answers:
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         """The answer's parts as they are found. A kept answer comes as its stages, its items and itself; a streamed one is not kept."""
+        self._recommender.check(request)
         request = started(request)
         if kept := await self._kept(request, await self._version(request)):
+            self._usual.note(request)
             for part in _parts(kept):
                 yield part
             return
@@ -73,6 +75,7 @@ class Answers:
                     yield part
                     continue
                 answer = await self._best(part, completed)
+                self._usual.note(request)
                 for one in _parts(answer) if _is_cached(answer) else (answer,):
                     yield one
 

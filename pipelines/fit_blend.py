@@ -54,17 +54,17 @@ def fit(
 def measure(weights: BlendWeights, retrieved: Sequence[Retrieved], generated: Sequence[Generated], targets: Sequence[int]) -> Quality:
     """The metrics of pipelines/ranking_metrics.py for the strategies retrieval, generative and unified, over all events."""
     ranks = {
-        "retrieval": _places((one.items for one in retrieved), targets),
-        "generative": _places((one.items for one in generated), targets),
+        "retrieval": places((one.items for one in retrieved), targets),
+        "generative": places((one.items for one in generated), targets),
         "unified": Events.of(retrieved, generated, targets, weights.temperature).ranks(weights),
     }
     return {strategy: ranking_metrics(found) for strategy, found in ranks.items()}
 
 
-def _places(lists: Iterable[Int32Array], targets: Sequence[int]) -> Int64Array:
+def places(lists: Iterable[Int32Array], targets: Sequence[int]) -> Int64Array:
     """Where each target stands in its list, from 1."""
-    places = [np.flatnonzero(items == target) for items, target in zip(lists, targets, strict=True)]
-    return np.array([place[0] + 1 if len(place) else UNRANKED for place in places], np.int64)
+    found = [np.flatnonzero(items == target) for items, target in zip(lists, targets, strict=True)]
+    return np.array([place[0] + 1 if len(place) else UNRANKED for place in found], np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

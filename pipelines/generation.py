@@ -9,7 +9,8 @@ import numpy as np
 
 from cluster.bundle import Bundle
 from cluster.controller import NoBackendAnswered
-from cluster.errors import BackendError, BackendFailed, DeadlineExceeded
+from cluster.errors import BackendError, BackendFailed
+from cluster.managed_backend import passed_over
 from cluster.traffic.budget import Budget, each_in_time
 from cluster.values import (
     FloatArray,
@@ -70,7 +71,7 @@ class Generation:
         except NoBackendAnswered as error:
             skipped = error.skipped
         except BackendError as error:
-            skipped = (SkippedBackend("generator", str(error), failed=not isinstance(error, DeadlineExceeded)),)
+            skipped = (passed_over("generator", error),)
         if skipped is not None:
             yield Candidates.none(STAGE, skipped, degraded=True, duration_ms=(time.perf_counter() - started) * 1000)
 

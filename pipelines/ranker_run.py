@@ -2,9 +2,7 @@
 recommendations are better with it as their last stage.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +16,7 @@ from cluster.values import Int32Array
 from pipelines.blend import BlendWeights, Evidence
 from pipelines.epochs import EpochReport, chosen_device
 from pipelines.evaluate_ranker import MeasuredRanker, ranker_quality
+from pipelines.fit_blend import CRITERION, Quality, places
 from pipelines.generative_run import Lists
 from pipelines.ranking_labels import ratings, tasks_of
 from pipelines.ranking_metrics import ranking_metrics
@@ -28,9 +27,6 @@ from pipelines.train_ranker import RankerOptions, RankerTrainer, TrainableRanker
 from pipelines.training_run import Observer, RunOptions, begin
 
 FAMILY = "hstu"
-CRITERION = "ndcg@10"
-UNRANKED = np.iinfo(np.int64).max
-Quality: TypeAlias = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +61,8 @@ def train_ranker(
     device = torch.device(chosen_device(run.device))
     quality = ranker_quality(trainer.ranker, dataset.interactions, from_end=TEST, device=device)
     known = {name: value for name, value in quality.items() if np.isfinite(value)}
-    return TrainedRanker(trainer.ranker, record.model_copy(update={"quality": known}), trainer.best, trainer.epoch, trainer.seconds)
+    ranker = trainer.ranker.to(torch.device("cpu"))
+    return TrainedRanker(ranker, record.model_copy(update={"quality": known}), trainer.best, trainer.epoch, trainer.seconds)
 
 
 def ranker_record(model: ModelRecord, interactions: Interactions) -> RankerRecord:
@@ -91,7 +88,7 @@ def new_ranker(record: RankerRecord, encoder: TrainableModel, seed: int) -> Trai
 
 def last_stage_quality(ranker: MeasuredRanker, record: RankerRecord, lists: Lists, weights: BlendWeights, *, rank_pool: int) -> Quality:
     """The metrics of pipelines/ranking_metrics.py of what is recommended without (`found`) and with (`ranked`) the ranker as last stage."""
-    places: dict[str, list[int]] = {"found": [], "ranked": []}
+    ordered: dict[str, list[Int32Array]] = {"found": [], "ranked": []}
     with torch.inference_mode():
         for example, retrieved, generated in zip(lists.examples, lists.retrieved, lists.generated, strict=True):
             evidence = Evidence.of((retrieved.items, retrieved.scores), (generated.items, generated.log_probs), weights.temperature)
@@ -99,20 +96,15 @@ def last_stage_quality(ranker: MeasuredRanker, record: RankerRecord, lists: List
             pool = found[:rank_pool]
             predictions = ranker.after(example.history, torch.from_numpy(pool.astype(np.int64))).numpy()
             scores = combined(predictions, record, record.weights)
-            places["found"].append(_place(found, example.target))
-            places["ranked"].append(_place(pool[np.argsort(-scores, kind="stable")], example.target))
-    return {name: ranking_metrics(np.array(found, np.int64)) for name, found in places.items()}
+            ordered["found"].append(found)
+            ordered["ranked"].append(pool[np.argsort(-scores, kind="stable")])
+    targets = [example.target for example in lists.examples]
+    return {name: ranking_metrics(places(items, targets)) for name, items in ordered.items()}
 
 
 def improves(quality: Quality) -> bool:
     """Whether the ranker makes recommendations better."""
     return quality["ranked"][CRITERION] > quality["found"][CRITERION]
-
-
-def _place(items: Int32Array, target: int) -> int:
-    """From 1."""
-    places = np.flatnonzero(items == target)
-    return int(places[0]) + 1 if len(places) else int(UNRANKED)
 
 
 def _sizes(model: ModelRecord) -> dict[str, JsonValue]:

@@ -80,7 +80,13 @@ class Recommender:
         """
         return self._parts(request, streaming=True)
 
+    def check(self, request: RecommendRequest) -> None:
+        """Raises InvalidRequest where this model cannot answer as it is asked, whoever the user is."""
+        self._strategy(request)
+        self._ranks(request)
+
     async def _parts(self, request: RecommendRequest, *, streaming: bool) -> AsyncGenerator[AnswerPart, None]:
+        self.check(request)
         strategy, wishes, budget = self._strategy(request), understand(request, self._catalogue), Budget(started(request).deadline)
 
         retrieved = await self._retrieval.find(wishes, self._pool_for(request, strategy), budget)

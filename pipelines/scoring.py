@@ -6,6 +6,7 @@ The other tasks are predicted of a user who has turned to the item, so that this
 alone its probability, with weight 1 for `purchase` alone that of a purchase. Ratings count by their place on the data's scale, 0 to 1.
 """
 
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -14,7 +15,8 @@ import numpy as np
 
 from cluster.bundle import Bundle, RankerRecord
 from cluster.controller import NoBackendAnswered
-from cluster.errors import BackendError, DeadlineExceeded, InvalidRequest
+from cluster.errors import BackendError, InvalidRequest
+from cluster.managed_backend import passed_over
 from cluster.ranking import RankAnswer, RankRequest, Task
 from cluster.traffic.budget import Budget, in_time
 from cluster.values import FloatArray, Int32Array, SkippedBackend
@@ -56,16 +58,16 @@ class Scoring:
             return self._nobody(SkippedBackend("ranker", f"{self._version} has no ranker"))
         asked = RankRequest(wishes.sequence, items, wishes.user, wishes.tenant, model_version=self._version)
         within_s, rank = budget.within(self._deadline_s), self._rank
+        began = time.perf_counter()
         try:
             answer = await in_time(lambda: rank(asked, within_s), within_s)
         except NoBackendAnswered as error:
-            return self._nobody(*error.skipped, degraded=True)
+            return self._nobody(*error.skipped, began=began)
         except BackendError as error:
-            late = isinstance(error, DeadlineExceeded)
-            return self._nobody(SkippedBackend("ranker", str(error), failed=not late), degraded=True)
+            return self._nobody(passed_over("ranker", error), began=began)
         if answer.model_version != self._version:
             reason = f"the ranker serves {answer.model_version}, this gateway {self._version}: a new version is being rolled out"
-            return self._nobody(SkippedBackend("ranker", reason, failed=True), degraded=True)
+            return self._nobody(SkippedBackend("ranker", reason, failed=True), began=began)
         return self._ordered(items, answer, self._record, weights)
 
     def _ordered(self, items: Int32Array, answer: RankAnswer, record: RankerRecord, weights: Mapping[Task, float] | None) -> Scored:
@@ -74,8 +76,12 @@ class Scoring:
         candidates = Candidates(items[order], scores[order], answer.report, broken(answer.report))
         return Scored(candidates, answer.ranked.predictions[order])
 
-    def _nobody(self, *skipped: SkippedBackend, degraded: bool = False) -> Scored:
-        return Scored(Candidates.none(STAGE, skipped, degraded=degraded), np.empty((0, len(self.tasks)), np.float32))
+    def _nobody(self, *skipped: SkippedBackend, began: float | None = None) -> Scored:
+        """Degraded where somebody was asked, which `began` then."""
+        took_ms = 0.0 if began is None else (time.perf_counter() - began) * 1000
+        return Scored(
+            Candidates.none(STAGE, skipped, degraded=began is not None, duration_ms=took_ms), np.empty((0, len(self.tasks)), np.float32)
+        )
 
 
 def combined(predictions: FloatArray, record: RankerRecord, weights: Mapping[Task, float]) -> FloatArray:

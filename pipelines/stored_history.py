@@ -3,8 +3,9 @@
 import time
 from dataclasses import dataclass, replace
 
-from cluster.errors import BackendError, DeadlineExceeded
+from cluster.errors import BackendError
 from cluster.events.store import EventStore
+from cluster.managed_backend import passed_over
 from cluster.tracing import span
 from cluster.traffic.budget import Budget, in_time
 from cluster.values import RecommendRequest, SkippedBackend, StageReport
@@ -55,8 +56,7 @@ class StoredHistories:
                 stored = await read
                 current.set_attribute("genrec.events", len(stored.behaviours))
         except BackendError as error:
-            late = isinstance(error, DeadlineExceeded)
-            return _without(request, SkippedBackend(store.name, str(error), failed=not late), began, degraded=True)
+            return _without(request, passed_over(store.name, error), began, degraded=True)
         until = request.request_time
         known = tuple(one for one in stored.behaviours if until is None or one.timestamp <= until)  # what was known at that time
         return Completed(replace(request, behaviours=known), StageReport(STAGE, self._store.name, _ms_since(began)))

@@ -101,8 +101,7 @@ class ActorShard:
 
     async def statistics(self) -> CacheStatistics:
         answer: CacheStatistics = await self._call("statistics")
-        if answer.capacity_bytes != self._settings.capacity_bytes:  # restarted since: with the settings it was first made with
-            self._actor.configure.remote(self._settings)
+        self._actor.configure.remote(self._settings)  # restarted since, it has those it was first made with; else this changes nothing
         return answer
 
     async def close(self) -> None:

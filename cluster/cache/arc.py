@@ -30,13 +30,6 @@ class ArcPolicy(WeighedPolicy[KeyT]):
         else:
             self._again.append(key, self._once.remove(key))
 
-    def clear(self) -> None:
-        self._weights.clear()
-        for queue in (self._once, self._again, self._once_ghost, self._again_ghost):
-            queue.clear()
-        self._target = 0.0
-        self.used = 0
-
     def _make_room(self, key: KeyT, weight: int) -> list[KeyT]:
         self._met_again_ghost = hash(key) in self._again_ghost
         if hash(key) in self._once_ghost:

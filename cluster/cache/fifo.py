@@ -17,10 +17,6 @@ class FifoPolicy(WeighedPolicy[KeyT]):
         if key not in self._weights:
             raise KeyError(key)
 
-    def clear(self) -> None:
-        self._weights.clear()
-        self.used = 0
-
     def _insert(self, key: KeyT, weight: int) -> None:
         """The weights are the queue."""
 

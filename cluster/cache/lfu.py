@@ -44,12 +44,6 @@ class LfuPolicy(WeighedPolicy[KeyT]):
         self._place(key, level)
         level.discard(key)
 
-    def clear(self) -> None:
-        self._weights.clear()
-        self._levels.clear()
-        self._bottom = _Level(0)
-        self.used = 0
-
     def _insert(self, key: KeyT, weight: int) -> None:  # noqa: ARG002 - the level does not depend on it
         self._place(key, self._bottom)
 

@@ -1,7 +1,7 @@
 """Policies of eviction: in which order keys leave a cache that is full.
 
 A policy knows keys and their weights, neither values nor time. It is not thread-safe: whoever holds it holds the lock. A policy is added by
-a line in `POLICIES`.
+a line in `POLICIES`, and its name in `CacheSettings.policy`.
 """
 
 from abc import ABC, abstractmethod
@@ -42,7 +42,6 @@ class Policy(Protocol[KeyT]):
     def touch(self, key: KeyT) -> None: ...
     def admit(self, key: KeyT, weight: int) -> list[KeyT]: ...
     def remove(self, key: KeyT) -> bool: ...
-    def clear(self) -> None: ...
 
 
 def make_policy(name: str, capacity: int) -> Policy[Any]:
@@ -96,9 +95,6 @@ class WeighedPolicy(ABC, Generic[KeyT]):
         self._forget(key)
         self.used -= self._weights.pop(key)
         return True
-
-    @abstractmethod
-    def clear(self) -> None: ...
 
     @abstractmethod
     def _insert(self, key: KeyT, weight: int) -> None:
@@ -160,7 +156,3 @@ class WeighedQueue(Generic[KeyT]):
     def reweigh(self, key: KeyT, weight: int) -> None:
         self.used += weight - self.weights[key]
         self.weights[key] = weight
-
-    def clear(self) -> None:
-        self.weights.clear()
-        self.used = 0

@@ -41,14 +41,6 @@ class S3FifoPolicy(WeighedPolicy[KeyT]):
         if hits < MOST_HITS:
             self._hits[key] = hits + 1
 
-    def clear(self) -> None:
-        self._weights.clear()
-        self._hits.clear()
-        for queue in (self._small, self._main, self._ghost):
-            queue.clear()
-        self._filling = True
-        self.used = 0
-
     def _make_room(self, key: KeyT, weight: int) -> list[KeyT]:
         # Asked first: those who leave now must not drive the key out of the ghost that they join.
         self._remembered = (known := hash(key)) in self._ghost

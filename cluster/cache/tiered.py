@@ -133,9 +133,11 @@ class TieredCache(Generic[T]):
             await self._l2.shared.close()
 
     async def _join_or_begin(self, key: Key, compute: Compute[T], newer_than: float) -> Found[T]:
-        if (flight := self._flights.get(key)) is not None:
-            self._joined += 1
-            return replace(await self._flights.wait(flight), tier="joined")
+        while (flight := self._flights.get(key)) is not None:
+            found = await self._flights.wait(flight)
+            if newer_than < ANEW or found.tier != "l2":  # what was only looked up had been kept
+                self._joined += 1
+                return replace(found, tier="joined")
         found = await self._flights.wait(self._flights.start(key, lambda: self._obtain(key, compute, newer_than)))
         if found.stale:
             self.refresh(key, compute)

@@ -5,7 +5,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cluster.bundle import Bundle
 from cluster.stage_rules import StageRules
 from cluster.values import Action, Int32Array, UserSequence
 
@@ -35,9 +34,9 @@ class Cases(Protocol):
         """What is wrong with an answer that the stage's rules let pass, "" where nothing is."""
 
 
-def window(bundle: Bundle) -> int:
-    """How many events the model sees of a history."""
-    given = bundle.manifest.model.config.get("max_history")
+def window(config: Mapping[str, Any]) -> int:
+    """How many events a model of this configuration sees of a history."""
+    given = config.get("max_history")
     return given if isinstance(given, int) else WINDOW
 
 

@@ -13,7 +13,7 @@ from cluster.values import Encoded, EncodeRequest
 
 class EncoderCases:
     def __init__(self, bundle: Bundle) -> None:
-        self._items, self._window = len(bundle.catalogue), window(bundle)
+        self._items, self._window = len(bundle.catalogue), window(bundle.manifest.model.config)
         self._state_dim = bundle.item_vectors.shape[1] if bundle.manifest.decoder else None
         self.rules = encoder_rules(self._items)
 

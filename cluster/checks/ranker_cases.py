@@ -4,19 +4,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cluster.bundle import Bundle
-from cluster.checks.cases import history, indices, lengths, naming, some
+from cluster.checks.cases import history, indices, lengths, naming, some, window
 from cluster.ranking import Ranked, RankRequest
 from cluster.stage_rules import ranker_rules
 from cluster.values import Int32Array
-
-WINDOW = 50
 
 
 class RankerCases:
     def __init__(self, bundle: Bundle) -> None:
         record = bundle.manifest.ranker
-        longest = record.config.get("max_history") if record else None
-        self._items, self._window = len(bundle.catalogue), longest if isinstance(longest, int) else WINDOW
+        self._items, self._window = len(bundle.catalogue), window(record.config if record else {})
         self._tasks = len(record.tasks) if record else 0
         self.rules = ranker_rules(self._items)
 

@@ -20,7 +20,7 @@ BREAKER = BreakerSettings(failures_to_open=3, pause_s=1.0, longest_pause_s=10.0)
 class GuardedEventStore:
     """The store at `url`; one that is away now is opened by whoever needs it once it is back. For one event loop.
 
-    `read_within_s` bounds `version` and `history`. All methods raise as an EventStore's do.
+    `read_within_s` bounds `version`, `history` and `users`. All methods raise as an EventStore's do.
     """
 
     def __init__(

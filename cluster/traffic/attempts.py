@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
-from cluster.traffic.hedging import Hedge, Pace
+from cluster.traffic.hedging import Durations, Hedge
 from cluster.traffic.retry_budget import RetryBudget
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class Rules:
 
     retries: RetryBudget = field(default_factory=RetryBudget)
     hedge: Hedge | None = None
-    pace: Pace = field(default_factory=Pace)
+    pace: Durations = field(default_factory=Durations)
     random: Callable[[], float] = random.random
 
     def stalled_after_s(self, left_s: float) -> float:
@@ -128,8 +128,11 @@ class Attempts(Generic[T]):
             self._next_at = math.inf
 
     def _grants(self) -> bool:
-        hedge_may = not self._hedging or (self._hedge is not None and self._hedge.take())
-        return hedge_may and self._rules.retries.take()
+        hedge = self._hedge if self._hedging else None
+        granted = (hedge is None or hedge.take()) and self._rules.retries.take()
+        if hedge and granted:
+            hedge.sent += 1
+        return granted
 
     def _again(self) -> bool:
         """After a failure: whether it is sent once more, after a pause that leaves time for it."""

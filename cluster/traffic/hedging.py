@@ -22,7 +22,7 @@ LOOK_EVERY_S = 1.0
 LEAST_S = 0.005
 
 
-class Pace:
+class Durations:
     """How long answers took lately. `clock`: seconds on any clock that only moves forward."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,21 +45,17 @@ class Pace:
 class Hedge:
     """For requests that any replica answers the same, and that change nothing. At most `share` of them are sent twice.
 
-    `on` may be set at any time.
+    `on` may be set at any time. `sent`: copies, counted by whoever sends them.
     """
 
     def __init__(self, *, on: bool = True, share: float = SHARE, clock: Callable[[], float] = time.monotonic) -> None:
         self.on, self._budget = on, RetryBudget(share, least_per_s=0.0, clock=clock)
-
-    @property
-    def sent(self) -> int:
-        """Copies, since the start."""
-        return self._budget.granted
+        self.sent = 0
 
     def request(self) -> None:
         """Count a request, when it is sent the first time."""
         self._budget.request()
 
     def take(self) -> bool:
-        """Whether a copy may be sent now; if so, it is counted."""
+        """Whether a copy may be sent now; if so, it is taken from the share."""
         return self.on and self._budget.take()

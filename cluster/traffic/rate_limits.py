@@ -85,7 +85,7 @@ class RateLimiter:
             return True
         tenant, bucket = next(iter(self._buckets.items()))
         limit = self._limit_of(tenant)
-        if limit is not None and bucket.tokens + (now - bucket.at) * limit.per_s / gateways < limit.burst:
+        if limit is not None and bucket.tokens + (now - bucket.at) * limit.per_s / gateways < max(1.0, limit.burst / gateways):
             return False
         del self._buckets[tenant]
         return True

@@ -141,7 +141,7 @@ class LocalCluster:
             applications = self.serve_status().get("applications", {}).values()
             if failed := [one["message"] for one in applications if one["status"] == "DEPLOY_FAILED"]:
                 raise ConfigError(f"the application could not be deployed: {failed[0][-3000:]}")
-            return all(one["status"] == "RUNNING" for one in applications) and is_ready(self.url)
+            return bool(applications) and all(one["status"] == "RUNNING" for one in applications) and is_ready(self.url)
 
         self._wait(running, f"the application does not run: {self.url} is not ready", within_s, self._log(0))
 

@@ -53,9 +53,13 @@ def promote(
     canary: Share = None,
     ab: Share = None,
     shadow: Share = None,
-    degraded_margin: Annotated[float, typer.Option(help="a trial ends where so much more of its answers are degraded")] = 0.02,
-    latency_ratio: Annotated[float, typer.Option(help="a trial ends where its p95 is so many times the stable version's")] = 1.5,
-    least_overlap: Annotated[float, typer.Option(help="a shadow ends where fewer of its items are the stable version's too")] = 0.0,
+    degraded_margin: Annotated[
+        float, typer.Option(min=0, max=1, help="a trial ends where so much more of its answers are degraded")
+    ] = 0.02,
+    latency_ratio: Annotated[float, typer.Option(min=1, help="a trial ends where its p95 is so many times the stable version's")] = 1.5,
+    least_overlap: Annotated[
+        float, typer.Option(min=0, max=1, help="a shadow ends where fewer of its items are the stable version's too")
+    ] = 0.0,
 ) -> None:
     """Make a version the stable one, or try it on a share of the users first. A trial that goes badly is rolled back by itself."""
     kinds: list[tuple[TrialKind, float | None]] = [("canary", canary), ("ab", ab), ("shadow", shadow)]

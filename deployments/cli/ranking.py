@@ -14,6 +14,7 @@ import typer
 from cluster.bundle import RANKER, Bundle, BundleStore, Draft, ModelRecord
 from cluster.config import Settings
 from cluster.dataset import Dataset
+from deployments.cli.as_options import as_options
 from deployments.cli.dataset_options import DatasetOptions, with_dataset_options
 from deployments.cli.evaluate import open_with_dataset
 from deployments.cli.generative import served_lists
@@ -21,8 +22,9 @@ from deployments.cli.pretrained import export_pretrained
 from deployments.cli.training_progress import TrainingProgress
 from integrations.hstu.weights import load_model, save_weights
 from pipelines.blend import BlendWeights
+from pipelines.fit_blend import CRITERION, Quality
 from pipelines.generative_run import Lists
-from pipelines.ranker_run import CRITERION, Quality, TrainedRanker, improves, last_stage_quality, train_ranker
+from pipelines.ranker_run import TrainedRanker, improves, last_stage_quality, train_ranker
 from pipelines.splits import TEST, VALIDATION
 from pipelines.train_ranker import RankerOptions
 from pipelines.training_run import Observer, RunOptions, TrainedModel
@@ -107,7 +109,8 @@ def train_ranker_command(
     """
     bundle, data = open_with_dataset(dataset, model_dir)
     store = BundleStore(bundle.path.parent)
-    options = RankerOptions(epochs=epochs, batch_users=batch_users, learning_rate=learning_rate, negatives=negatives, seed=seed)
+    with as_options():
+        options = RankerOptions(epochs=epochs, batch_users=batch_users, learning_rate=learning_rate, negatives=negatives, seed=seed)
     with TrainingProgress() as progress:
         part = _of_bundle(bundle, data, options, last_stage, RunOptions(device=device), progress)
     with store.recompile(bundle) as draft:

@@ -2,18 +2,15 @@
 
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from pydantic import ValidationError
 
 from cluster.bundle import ModelRecord
 from cluster.dataset import Dataset
-from cluster.errors import ConfigError
 from cluster.registry import MODELS
+from deployments.cli.as_options import as_options
 from deployments.cli.dataset_options import READ_AS, DatasetOptions, described, open_dataset, with_dataset_options
 from deployments.cli.evaluate import print_quality, print_strategies
 from deployments.cli.generative import NO_DECODER, DecoderPlan, GenerativePart, preset, retrieved_lists, train_generative
@@ -131,7 +128,7 @@ def _widths(family: str, dim: int, heads: int, head_dim: int | None) -> dict[str
 
 
 def _options(**given: Any) -> TrainOptions:
-    with _as_options():
+    with as_options():
         return TrainOptions.model_validate(given)
 
 
@@ -142,9 +139,9 @@ def _decoder_plan(
     if decoder == NO_DECODER:
         return None
     shared = {"seed": encoder.seed, "window": encoder.window, "validate_every": 1 if encoder.validate_every else 0}
-    with _as_options("decoder-"):
+    with as_options("decoder-"):
         options = DecoderOptions.model_validate({**given, **shared})
-    with _as_options():
+    with as_options():
         ids = IdOptions(levels=levels, codes=codes, title_weight=title_weight)
     return DecoderPlan({**preset(decoder), "prompt_length": prompt_length}, ids, options, encoder.temperature)
 
@@ -152,7 +149,7 @@ def _decoder_plan(
 def _ranker_options(encoder: TrainOptions, **given: Any) -> RankerOptions:
     """Seed, windows and whether there is validation are as for the encoder."""
     shared = {"seed": encoder.seed, "window": encoder.window, "validate_every": 1 if encoder.validate_every else 0}
-    with _as_options("ranker-"):
+    with as_options("ranker-"):
         return RankerOptions.model_validate({**given, **shared})
 
 
@@ -168,16 +165,6 @@ def _ranking(  # noqa: PLR0917 - what the run has made so far, in its order
     lists = (generative.validation, generative.test) if generative else retrieved_lists(trained, record, dataset)
     weights = BlendWeights.of(generative.blend if generative else None)
     return train_ranking(trained, record, dataset, lists, weights, options, run=run, observer=observer)
-
-
-@contextmanager
-def _as_options(prefix: str = "") -> Iterator[None]:
-    """Raises ConfigError in the names of the command line where pydantic refuses a value."""
-    try:
-        yield
-    except ValidationError as error:
-        problems = (f"--{prefix}{str(problem['loc'][0]).replace('_', '-')}: {problem['msg']}" for problem in error.errors())
-        raise ConfigError("; ".join(problems)) from error
 
 
 def _training(options: TrainOptions, run: RunOptions, trained: TrainedModel) -> dict[str, Any]:

@@ -17,13 +17,16 @@ Belong = Callable[[str], bool]
 
 
 class Caller:
-    """The caller of one request. `key` None: keys are not asked for. `arrived`: on this process's monotonic clock."""
+    """The caller of one request. `key` None: keys are not asked for. `arrived`: on this process's monotonic clock. `refused`: the status by
+    which it was turned away once its message was known, or 0.
+    """
 
     def __init__(self, key: ApiKeySettings | None, arrived: float, take: Take) -> None:
         self.key, self.arrived, self._take = key, arrived, take
         self.belong: Belong = lambda _: True
         self._paid: Counter[str] = Counter()
         self.grant: Grant | None = None
+        self.refused = 0
 
     @property
     def tenant(self) -> str | None:
@@ -35,6 +38,7 @@ class Caller:
         named = self._allowed(tenant)
         self.pay(named, cost)
         if not self.belong(named):
+            self.refused = 503
             raise problems.overloaded(f"tenant {named!r} has its share of the requests under way", wait_s=1)
         return named
 
@@ -57,6 +61,7 @@ class Caller:
         if cost > grant.limit:
             raise InvalidRequest("requests", f"has {cost} entries, and tenant {tenant!r} may send {grant.limit} at once; send fewer a call")
         if not grant.given:
+            self.refused = 429
             raise problems.too_many(tenant, grant.wait_s, headers_of(grant))
         self._paid[tenant] += due
 

@@ -122,6 +122,8 @@ class Edge:
             self._meter.observe(ADMISSION_WAIT, ticket.started - ticket.arrived)
             connection.headers = lambda: _rate_headers(caller)
             await app(scope, connection.receive, connection.send)
+            if caller.refused:
+                self._refused[caller.refused] += 1
 
     async def _wait(self, ticket: Ticket) -> None:
         turn = self._turns[ticket] = asyncio.get_running_loop().create_future()

@@ -16,7 +16,7 @@ class VersionOut(Message):
     version: int
     role: str = Field(description="stable, canary, ab or shadow; empty for one that is not needed any more")
     share: float | None = Field(description="of the users, where it is on trial")
-    holders: dict[str, int] = Field(description="encoder, generator, gateway -> replicas that can serve it")
+    holders: dict[str, int] = Field(description="encoder, generator, ranker, gateway -> replicas that can serve it")
     obstacles: list[str] = Field(description="why some cannot, or not yet")
     gateways: int = Field(description="gateways that answer with it")
     requests: int = Field(description="answers computed since the trial began")
@@ -34,7 +34,7 @@ class EndedTrialOut(Message):
 
 class ModelsOut(Message):
     model_version: str = Field(description="the stable version")
-    replicas: dict[str, int] = Field(description="encoder, generator, gateway -> replicas that live")
+    replicas: dict[str, int] = Field(description="encoder, generator, ranker, gateway -> replicas that live")
     versions: list[VersionOut]
     ended: list[EndedTrialOut] = Field(description="the latest trials, and how they ended")
 

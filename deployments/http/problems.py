@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Send
 
-from cluster.errors import BackendError, BackendUnavailable, InvalidRequest, UnknownChoice
+from cluster.errors import BackendError, BackendUnavailable, BundleError, InvalidRequest, UnknownChoice
 from deployments.http.messages import ONE, SEVERAL, FieldProblem, Problem
 
 MEDIA_TYPE = "application/problem+json"
@@ -111,6 +111,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(BodyTooLarge, _invalid_request)
     app.add_exception_handler(UnknownChoice, _unknown_choice)
     app.add_exception_handler(BackendUnavailable, _unavailable)
+    app.add_exception_handler(BundleError, _unavailable)  # a file that cannot be read: it says which, and what to do
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _our_fault)
 

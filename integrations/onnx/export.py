@@ -34,7 +34,8 @@ OPSET = 20
 
 
 class OnnxCompiler:
-    """Exports `encode`, `retrieve` and, of an HSTU, `append`; those that engines are built from also in fp16.
+    """Exports `encode`, `retrieve`, of an HSTU `append`, and of a ranker `rank` and `rank_append`; those that engines take also in
+    fp16.
 
     `retrieve`, which serves on CPUs, is also made in int8 where that is asked for.
     """

@@ -42,7 +42,7 @@ def measure(graph: Graph, run: Run, samples: Iterable[Inputs], vectors: FloatArr
             outputs = graph.module(*inputs.values())
         expected = dict(zip(graph.outputs, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
         actual = run(inputs)
-        errors += [_difference(actual[name], expected[name].numpy()) for name in graph.outputs if name != "nearest"]
+        errors += [_difference(name, actual[name], expected[name].numpy()) for name in graph.outputs if name != "nearest"]
         right = _best({name: output.numpy() for name, output in expected.items() if name != "nearest"}, vectors)
         if right is not None:
             agreements.append(_agreement(_best(actual, vectors), right))
@@ -59,10 +59,12 @@ def require_parity(parity: Mapping[str, float], precision: Precision) -> None:
         raise CompileError(f"{agreement:.1%} of its ten nearest items are the model's; {precision} requires {allowed.top10_agreement:.0%}")
 
 
-def _difference(actual: FloatArray, expected: FloatArray) -> float:
+def _difference(name: str, actual: FloatArray, expected: FloatArray) -> float:
+    """The largest; of predictions above 1, as ratings are in whatever unit, as a share of them."""
     if actual.shape != expected.shape:
         raise CompileError(f"it returns shape {actual.shape} where the model returns {expected.shape}")
-    return float(np.abs(actual - expected).max(initial=0.0))
+    scale = np.maximum(1.0, np.abs(expected)) if name == "predictions" else 1.0
+    return float((np.abs(actual - expected) / scale).max(initial=0.0))
 
 
 def _best(outputs: Mapping[str, Any], vectors: FloatArray) -> Int64Array | None:

@@ -92,7 +92,8 @@ class SQLiteEventStore:
             try:
                 return work(connection)
             finally:
-                connection.execute("ROLLBACK")
+                if connection.in_transaction:  # else SQLite has ended it, as after an error of the disk
+                    connection.execute("ROLLBACK")
 
     def _connection(self) -> sqlite3.Connection:
         """The one of the thread that asks."""

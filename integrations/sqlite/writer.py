@@ -118,9 +118,11 @@ class Writer:
         try:
             with self._turn.held(), explained(self._path):
                 self._connection.execute("PRAGMA busy_timeout = 0")
-                (busy, *_) = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-                self._connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000:.0f}")
-        except BackendUnavailable as error:
+                try:
+                    (busy, *_) = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+                finally:
+                    self._connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000:.0f}")
+        except Exception as error:  # noqa: BLE001 - whatever broke, the thread lives on
             logger.warning("what was erased still stands in the write-ahead log, and is purged later: %s", error)
             return
         self._purge_due = bool(busy)

@@ -42,10 +42,8 @@ class Continuations:
         return self._llama.logits(said_UWH, self._ids.first_tokens[level], self._ids.sizes[level])
 
     def _prompted(self) -> Tensor:
-        lengths_U = torch.tensor([len(rows) for rows in self._prompts], device=self._llama.device)
-        rows_UTH = pad_sequence(list(self._prompts), batch_first=True).to(self._llama.device)
-        said_UH, self._memory = self._llama.prefill(rows_UTH, lengths_U, self._widest * (self._ids.levels - 1))
-        self._used = rows_UTH.shape[1]
+        said_UH, self._memory = prefill(self._llama, self._prompts, self._widest * (self._ids.levels - 1))
+        self._used = self._memory.prompt_rows
         return said_UH.unsqueeze(1)
 
     def _continued(self) -> Tensor:
@@ -76,3 +74,9 @@ class Continuations:
 def _taken(values_UWN: Tensor, parents_UV1: Tensor) -> Tensor:
     """Each user's rows `parents`, (U, V, N)."""
     return values_UWN.gather(1, parents_UV1.expand(-1, -1, values_UWN.shape[2]))
+
+
+def prefill(llama: Llama, prompts: Sequence[Tensor], spare: int) -> tuple[Tensor, Memory]:
+    """Every prompt's rows, computed whole."""
+    lengths_U = torch.tensor([len(rows) for rows in prompts], device=llama.device)
+    return llama.prefill(pad_sequence(list(prompts), batch_first=True).to(llama.device), lengths_U, spare)

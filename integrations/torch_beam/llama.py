@@ -77,7 +77,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """Keys and values of every layer, each (U, R, 2, A, D), of which the first `used` rows are filled; `lengths_U` rows are prompt."""
+    """Keys and values of every layer, each (U, R, 2, A, D); the first `prompt_rows` rows are for prompts, `lengths_U` of them a user's."""
 
     layers: list[Tensor]
     prompt_rows: int

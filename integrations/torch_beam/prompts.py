@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from cluster.errors import ConfigError
 from cluster.semantic_ids import SemanticIds
@@ -24,7 +23,7 @@ from integrations.hstu.state.kept_rows import KeptRows
 from integrations.hstu.state.pool import PagePool, Plane
 from integrations.hstu.state.radix import RadixStates
 from integrations.hstu.state.store import Held, Owner, Rows
-from integrations.torch_beam.continuations import Continuations
+from integrations.torch_beam.continuations import Continuations, prefill
 from integrations.torch_beam.llama import Llama, Memory
 
 PAGE_ROWS = 16  # at a quarter of the usual prompt, little of a page is empty, and a few pages are read quickly
@@ -123,12 +122,6 @@ class KeptContinuations(Continuations):
         said_UH, self._memory = self._kept.prefill(self._requests, self._prompts, self._widest * (self._ids.levels - 1))
         self._used = self._memory.prompt_rows
         return said_UH.unsqueeze(1)
-
-
-def prefill(llama: Llama, prompts: Sequence[Tensor], spare: int) -> tuple[Tensor, Memory]:
-    """Every prompt's rows, computed whole."""
-    lengths_U = torch.tensor([len(rows) for rows in prompts], device=llama.device)
-    return llama.prefill(pad_sequence(list(prompts), batch_first=True).to(llama.device), lengths_U, spare)
 
 
 def row_keys(user: UserState) -> Int64Array:

@@ -184,7 +184,9 @@ class VllmGenerator:
         return await search(view, request.beam, request.k, ask, found)
 
     async def _asker(self, user: UserState, tenant: str, ids: str) -> Ask:
-        """How the engine is asked about this user; another tenant, version or user shares nothing of what it has computed."""
+        """How the engine is asked about this user; another tenant, version or set of IDs shares nothing of what it has computed; users
+        of a tenant share blocks whose rows are equal bit for bit.
+        """
         engine, rows, salt = self._engine, await asyncio.to_thread(self._rows, user), f"{tenant}:{self._version}:{ids}"
         if engine is None:
             raise BackendFailed("vllm was closed while it answered")

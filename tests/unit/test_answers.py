@@ -156,6 +156,16 @@ async def test_nothing_is_anticipated_of_a_user_who_has_asked_for_nothing(settin
     assert not setting.answers.expects("default", "ada")
 
 
+async def test_what_is_asked_for_as_a_stream_is_anticipated_too(setting):
+    assert [part async for part in setting.answers.stream(STORED)]
+    assert setting.answers.expects("default", "ada")
+
+
+async def test_a_stream_is_refused_before_the_stored_history_is_told(setting):
+    with pytest.raises(InvalidRequest):
+        await anext(setting.answers.stream(replace(STORED, strategy="generative")))
+
+
 async def test_a_degraded_answer_is_kept_for_a_moment_only(setting):
     setting.encoder.error = BackendUnavailable("no encoder")
     assert (await setting.answers.recommend(ASKED)).degraded

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from cluster.traffic.attempts import STALLED_LEAST_S, Attempts, Rules
-from cluster.traffic.hedging import ENOUGH, Hedge, Pace
+from cluster.traffic.hedging import ENOUGH, Durations, Hedge
 from cluster.traffic.retry_budget import RetryBudget
 from tests.scripted_backends import FakeClock
 
@@ -43,10 +43,10 @@ def generous() -> Rules:
     return Rules(RetryBudget(least_per_s=100), random=lambda: 0.5)
 
 
-def fast() -> Pace:
+def fast() -> Durations:
     """Of replicas that answer within 5 ms."""
     clock = FakeClock()
-    pace = Pace(clock)
+    pace = Durations(clock)
     for _ in range(ENOUGH):
         pace.answered(0.001)
     clock.advance(2)
@@ -183,6 +183,16 @@ async def test_a_hedge_is_sent_when_most_would_have_answered_and_only_where_aske
     assert await attempt(Replicas(None, "answer"), rules, hedged=True, within_s=60) == "answer"
     assert await attempt(Replicas(None, "answer"), rules, within_s=60) == "answer"
     assert hedge.sent == 1, "these were copies for calls that stalled"
+
+
+async def test_a_hedge_that_the_budget_of_retries_refuses_is_not_counted_as_sent():
+    hedge = Hedge(clock=FakeClock())
+    for _ in range(100):
+        hedge.request()
+    replicas = Replicas(None, "answer")
+    with pytest.raises(TimeoutError):
+        await attempt(replicas, Rules(RetryBudget(least_per_s=0), hedge, fast()), hedged=True, within_s=0.3)
+    assert (replicas.sent, hedge.sent) == (1, 0)
 
 
 async def test_where_hedges_are_spent_a_copy_waits_until_the_call_stalls():

@@ -212,7 +212,15 @@ def test_a_replica_that_was_started_from_zero_is_given_time():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"band": -1}, {"idle_s": float("inf")}, {"target_latency_ms": 0}, {"trend_s": 0}, {"down_after_s": float("nan")}]
+    "wrong",
+    [
+        {"band": -1},
+        {"idle_s": float("inf")},
+        {"target_latency_ms": 0},
+        {"trend_s": 0},
+        {"trend_s": float("inf")},
+        {"down_after_s": float("nan")},
+    ],
 )
 def test_options_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

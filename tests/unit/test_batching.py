@@ -104,3 +104,14 @@ async def test_a_caller_that_goes_away_leaves_the_queue():
     release.set()
     assert await asyncio.gather(first, stays) == ["first", "stays"]
     assert served == ["first", "stays"]
+
+
+async def test_a_batcher_that_nobody_holds_any_more_leaves_nothing_running():
+    async def run(batch):
+        return batch
+
+    batcher = MicroBatcher(run, limits(), tokens=lambda request: 1)
+    assert await batcher.submit(1) == 1
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert await asyncio.gather(*(batcher.submit(i) for i in range(9))) == list(range(9)), "and goes on when it is asked again"

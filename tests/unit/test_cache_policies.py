@@ -194,17 +194,6 @@ def test_a_key_heavier_than_the_capacity_is_returned_at_once_and_evicts_nothing_
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_clearing_leaves_a_policy_as_new(name):
-    used, new = make_policy(name, 8), make_policy(name, 8)
-    for key in [1, 2, 3, 1, 4, 5, 6, 7, 8, 9, 10, 1, 2, 3, 11]:
-        apply(used, "access", key, 1)
-    used.clear()
-    assert (len(used), used.used, list(used)) == (0, 0, [])
-    later = [(key % 17) ** 2 % 23 for key in range(200)]
-    assert [apply(used, "access", key, 1) for key in later] == [apply(new, "access", key, 1) for key in later]
-
-
-@pytest.mark.parametrize("name", POLICIES)
 def test_touching_an_unknown_key_or_admitting_a_weightless_one_is_refused(name):
     policy = make_policy(name, 4)
     with pytest.raises(KeyError):

@@ -468,6 +468,14 @@ async def test_asked_to_refresh_it_gives_nothing_that_was_kept():
     assert [(await ask(first, work)).value, (await ask(second, work)).value] == ["answer 2"] * 2
 
 
+async def test_asked_to_refresh_it_does_not_take_what_somebody_only_looks_up():
+    cluster, work = Cluster(), Work()
+    first, second, _ = cluster.replicas
+    await ask(first, work)
+    looked_up, anew = await asyncio.gather(second.get_or_compute(ADA, work), second.get_or_compute(ADA, work, refresh=True))
+    assert [(one.value, one.tier) for one in (looked_up, anew)] == [("answer 1", "l2"), ("answer 2", "computed")]
+
+
 async def test_looks_without_computing():
     cluster, work = Cluster(), Work()
     first, second, _ = cluster.replicas

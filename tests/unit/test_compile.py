@@ -4,7 +4,7 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from cluster.bundle import Artifact, BundleStore
+from cluster.bundle import Artifact, BundleStore, FailedStep
 from cluster.compilation import CompileOptions, CompileStep, why_missing
 from cluster.errors import CompileError, UnknownChoice
 from deployments.cli.compile import compile_
@@ -107,6 +107,14 @@ def test_publishes_a_version_that_torch_serves_where_nothing_compiles(store):
     assert "the step 'onnx' failed: No module named 'no_such_package'" in OnnxRuntimeEncoder().get_availability(bundle).reason
     assert "the step 'tensorrt encode sm_80' failed: there is no graph" in why_missing(bundle, "tensorrt", "encode")
     assert not TensorRTEncoder().get_availability(bundle).ok
+
+
+def test_a_missing_graph_is_not_explained_by_another_of_the_same_beginning(store):
+    bundle = store.open()
+    failed = {"onnx rank_append fp16": "parity", "onnx rank": "export"}
+    bundle.manifest.failed_steps.extend(FailedStep(step=step, reason=reason) for step, reason in failed.items())
+    assert "'onnx rank' failed: export" in why_missing(bundle, "onnx", "rank")
+    assert "'onnx rank_append fp16' failed: parity" in why_missing(bundle, "onnx", "rank_append", "fp16")
 
 
 def test_a_version_nobody_compiled_says_how_to(store):

@@ -9,7 +9,7 @@ from ray.serve.schema import ServeDeploySchema
 from typer.testing import CliRunner
 
 from cluster.bundle import BundleStore
-from cluster.config import Settings, parse, read, read_document
+from cluster.config import Settings, parse, read, read_document, with_changes
 from cluster.errors import ConfigError
 from deployments.app import build
 from deployments.cli import _register, app
@@ -194,3 +194,11 @@ def test_serve_runs_the_file_itself_where_nothing_is_changed(tmp_path, monkeypat
     monkeypatch.setattr(serve_module.os, "execve", lambda command, arguments, _: handed_over.append(arguments))
     serve_module.serve(config)
     assert handed_over[0][1:] == ["run", str(config)]
+
+
+@pytest.mark.parametrize(("section", "changes"), [("encoder", {"batching": {"max_requests": 8}}), ("generator", {"beam": 5})])
+def test_what_a_stage_cannot_change_while_it_runs_is_refused_before_it_is_deployed(section: str, changes: dict[str, object]):
+    with pytest.raises(
+        ConfigError, match=rf"has {next(iter(changes))}, which cannot change without a restart; put it under args.{section}"
+    ):
+        with_changes(Settings(), section, changes, "other.yaml: user_config")

@@ -407,6 +407,14 @@ async def test_events_and_histories_count_as_well():
     assert [answer.status_code for answer in histories] == [200, 429]
 
 
+async def test_refusals_that_need_the_message_are_counted_as_those_before_it_are():
+    served = Served(rate_limits={"tenants": {"shop": {"per_s": 0.1, "burst": 1}}}, api_keys=KEYS)
+    served.service.gate.set()
+    for key in ("any", "any", "shop", "shop", "nobody"):
+        await served.ask(tenant="shop", headers=bearer(key))
+    assert served.edge.statistics().refused == {429: 3, 401: 1}
+
+
 async def test_gateways_share_a_limit():
     served = Served(gateways=4, rate_limits={"default": {"per_s": 4, "burst": 8}})
     served.service.gate.set()

@@ -34,6 +34,9 @@ class Models:
     def __init__(self) -> None:
         self.asked: list[RecommendRequest] = []
 
+    def model_for(self, tenant: str, user_id: str) -> SimpleNamespace:
+        return SimpleNamespace(generates=user_id != "canary")
+
     async def recommend(self, request: RecommendRequest) -> RecommendRequest:
         self.asked.append(request)
         return request
@@ -77,6 +80,12 @@ class TestFlags:
         assert (await asked(one)).strategy == "retrieval"
         assert (await asked(one, strategy="generative")).strategy == "generative"
         assert (await asked(gateway())).strategy is None
+
+    async def test_whose_version_has_no_decoder_is_not_refused_for_a_flag(self, gateway):
+        one = gateway(gateway={"flags": {"strategy": "generative"}})
+        assert (await asked(one)).strategy == "generative"
+        await one.recommend(RecommendRequest("canary"))
+        assert one._versions.asked[-1].strategy is None
 
     async def test_streams_are_under_the_same_flags(self, gateway):
         one = gateway(gateway={"flags": {"cache": False, "strategy": "retrieval"}})

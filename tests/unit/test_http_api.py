@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.config import GatewaySettings
-from cluster.errors import BackendUnavailable, UnknownChoice
+from cluster.errors import BackendUnavailable, BundleError, UnknownChoice
 from cluster.values import EncodeAnswer, StageReport
 from deployments.http.api import create_api
 from deployments.http.messages import BackendsOut, ReadyOut, StageReadyOut, SwitchOut
@@ -247,6 +247,15 @@ async def test_readiness_is_503_until_the_stages_are_there(client, service, monk
     backends = await client.get("/v1/backends")
     assert (backends.status_code, backends.headers["retry-after"]) == (503, "2")
     assert (await client.get("/healthz")).json() == {"status": "ok"}
+
+
+async def test_a_damaged_file_of_the_model_is_named_with_its_cure(client, service, monkeypatch):
+    async def damaged():
+        raise BundleError("models/tiny/rollout.json cannot be understood; delete it to serve the current version alone")
+
+    monkeypatch.setattr(service, "models", damaged, raising=False)
+    response = await client.get("/v1/models")
+    assert (response.status_code, "delete it" in response.json()["detail"]) == (503, True)
 
 
 async def test_an_error_of_ours_is_a_problem_without_a_trace(service, monkeypatch):

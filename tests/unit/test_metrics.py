@@ -304,6 +304,14 @@ def test_an_event_that_says_nothing_of_a_recommendation_is_not_counted(tenant, u
     assert shown.follow(tenant, user, "1", timestamp, now)[0] is Followed.NOBODY_KNOWS
 
 
+def test_whoever_goes_on_asking_goes_on_being_counted():
+    shown = ShownItems(window_s=100)
+    for now in range(1000, 2000, 40):
+        shown.show("shop", "ada", [f"{now}", "always"], "tiny/1", now)
+        assert shown.follow("shop", "ada", f"{now}", now + 1, now=now + 1) == (Followed.YES, "tiny/1")
+    assert shown.follow("shop", "ada", "1000", now + 2, now=now + 2)[0] is Followed.NO
+
+
 def test_the_memory_of_what_was_shown_is_bounded_and_forgets_who_is_erased():
     shown = ShownItems(users=2)
     for user in ("a", "b", "c"):

@@ -67,6 +67,12 @@ def test_strangers_share_a_bucket_once_too_many_tenants_are_known():
     assert given_of(limiter, "f", 50, now=100.0) == 20, "a bucket that is full by now makes room"
 
 
+def test_a_bucket_that_is_full_makes_room_where_gateways_share_the_limit_too():
+    limiter = RateLimiter(TEN_AND_TWENTY, most_tenants=3)
+    assert [given_of(limiter, name, 50, now=0.1, gateways=4) for name in "abcde"] == [5, 5, 5, 5, 0]
+    assert given_of(limiter, "f", 50, now=2.2, gateways=4) == 5
+
+
 @given(
     st.lists(st.tuples(st.floats(0, 5), st.integers(1, 10), st.sampled_from("abcd")), max_size=80),
     st.floats(0.1, 50),

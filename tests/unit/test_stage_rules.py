@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cluster.stage_rules import encoder_disagreement, encoder_rules
+from cluster.ranking import Ranked
+from cluster.stage_rules import encoder_disagreement, encoder_rules, ranker_disagreement
 from cluster.values import Encoded, EncodeRequest
 from tests.bundles import random_sequence
 
@@ -64,3 +65,9 @@ def test_small_differences_and_near_ties_are_agreement():
 )
 def test_another_model_is_disagreement(answer: Encoded, problem: str):
     assert encoder_disagreement(SOUND, answer) == problem
+
+
+@pytest.mark.parametrize(("reference", "other", "alike"), [(60.0, 60.5, True), (60.0, 63.0, False), (0.5, 0.51, True), (0.5, 0.55, False)])
+def test_ratings_are_compared_by_their_size_and_probabilities_as_they_are(reference, other, alike):
+    one, another = (Ranked(np.array([[value]], np.float32)) for value in (reference, other))
+    assert (ranker_disagreement(one, another) == "") is alike

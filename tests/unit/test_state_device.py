@@ -218,3 +218,23 @@ def test_says_why_there_is_no_tier_without_a_cuda_device():
         DeviceTier(PagedStates(pool_of(4)), "cuda:0", users(1))
     with pytest.raises(BackendUnavailable, match="no CUDA device here; "):
         pinned((4, 4), np.float32)
+
+
+@pytest.mark.parametrize("broken", ["make", "load"])
+def test_a_device_that_is_full_costs_the_store_nothing(tier_of, monkeypatch, broken):
+    tier, rows = tier_of(), history(*EVENTS[:11])
+    remember(tier, ANN, rows)
+    tier.flush()
+    tier.users.drop(ANN)
+
+    def full(*_):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier.users, broken, full)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="out of memory"):
+                tier.match(ANN, rows)
+    tier.forget(ANN)
+    assert tier.store.statistics().used_bytes == 0, "nobody holds its pages any more"
+    assert tier.statistics().users == 0

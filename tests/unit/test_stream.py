@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import BackendFailed, InvalidRequest
-from cluster.values import Behaviour, Generated, Recommendation, RecommendRequest, ScoredItem, StageReport
+from cluster.values import Behaviour, Generated, Recommendation, RecommendRequest, SamplingOptions, ScoredItem, StageReport
 from pipelines.recommend import Recommender
 from tests.fake_stages import Descending, Naming, bundle_with_decoder
 
@@ -153,3 +153,9 @@ async def test_a_bad_request_is_refused_before_the_first_part(bundle):
     bad = replace(request("1"), request_time=5)
     with pytest.raises(InvalidRequest):
         await anext(recommender(bundle, Naming(bundle)).stream(bad))
+
+
+@pytest.mark.parametrize("wrong", [{"rank": True}, {"strategy": "retrieval", "sampling": SamplingOptions()}])
+async def test_what_the_model_cannot_do_is_refused_before_the_first_part(bundle, wrong):
+    with pytest.raises(InvalidRequest):
+        await anext(recommender(bundle, Naming(bundle)).stream(request(**wrong)))

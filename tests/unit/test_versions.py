@@ -16,7 +16,7 @@ from cluster.rollout import Rollout, Trial
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
 from deployments.replica import ModelGone
 from deployments.versions import SHADOWS_AT_ONCE, ServedModel, Versions
-from pipelines.answers import ANSWER_CODEC, Answers
+from pipelines.answers import ANSWER_CODEC
 from pipelines.stored_history import StoredHistories
 from tests.bundles import make_bundle
 from tests.fake_stages import Descending, Naming, bundle_with_decoder
@@ -90,9 +90,8 @@ class Rig:
         self.versions = Versions(self.shelf, self.stages)
 
     def hold(self, version):
-        model = ServedModel(self.store.open(version), Settings(), self.stages)
-        model.answers = Answers(model.recommender, StoredHistories(None, 100), self._cache, model.bundle.digest)
-        self.shelf.by_version[version] = model
+        bundle = self.store.open(version)
+        self.shelf.by_version[version] = ServedModel(bundle, Settings(), self.stages, StoredHistories(None, 100), cache=self._cache)
 
     def learn(self, stable, trial=None, *, settled=True, used=()):
         news = FleetNews(used=frozenset(used), settled=settled)

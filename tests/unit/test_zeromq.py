@@ -80,8 +80,8 @@ class Client:
 class Opened:
     """A door before an API, and clients of it."""
 
-    def __init__(self, door, service, data, address):
-        self.door, self.service, self.data, self.address, self.clients = door, service, data, address, []
+    def __init__(self, door, service, data, address, edge):
+        self.door, self.service, self.data, self.address, self.clients, self.edge = door, service, data, address, [], edge
 
     def client(self, kind=zmq.DEALER):
         self.clients.append(Client(self.address, kind))
@@ -104,9 +104,9 @@ async def opened_door(gateway=None, exchanged=None, **settings):
         return await exchange(api, asked)
 
     limits = ZeroMQSettings.model_validate({"address": address, **settings})
-    door = FrontDoor(limits, exchanged or through, max_body_bytes=edge.max_body_bytes, api_keys=edge.api_keys)
+    door = FrontDoor(limits, exchanged or through, max_body_bytes=edge.max_body_bytes)
     await door.open()
-    served = Opened(door, service, data, address)
+    served = Opened(door, service, data, address, api.state.edge)
     try:
         yield served
     finally:
@@ -238,6 +238,15 @@ async def test_keys_and_tenants_hold():
         assert [status for status, _, _ in told] == [401, 403, 200]
 
 
+async def test_keys_that_are_changed_while_it_is_open_count_for_its_statistics_too():
+    async with opened_door() as served:
+        client = served.client()
+        assert (await client.ask(b"statistics"))[0] == 200
+        served.edge.reconfigure(GatewaySettings.model_validate({"api_keys": KEYS}))
+        told = [await client.ask(b"statistics", headers={"authorization": f"Bearer genrec_{name}"}) for name in ("nobody", "shop", "boss")]
+    assert [status for status, _, _ in told] == [401, 403, 200]
+
+
 async def test_rates_hold_and_say_when_to_come_back():
     async with opened_door(gateway={"rate_limits": {"default": {"per_s": 0.01, "burst": 2}}}) as served:
         client = served.client()
@@ -280,7 +289,7 @@ async def test_statistics_count_what_was_done():
         await client.heard()
         status, _, told = await client.ask(b"statistics")
     assert status == 200
-    assert (told["queued"], told["in_flight"], told["served"], told["refused"]) == (0, 0, {"200": 1, "422": 1}, {"422": 1})
+    assert (told["queued"], told["in_flight"], told["served"], told["refused"]) == (0, 1, {"200": 1, "422": 1}, {"422": 1})
     assert 0 < told["p50_ms"] <= told["p95_ms"] <= told["p99_ms"]
 
 

@@ -22,7 +22,7 @@ def cuda_graphs() -> Record:
     def record(encode: Encode, inputs: Inputs) -> Callable[[], Tensor]:
         _warm_up(encode, inputs)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads serve meanwhile
             out = encode(*inputs)
 
         def replay() -> Tensor:

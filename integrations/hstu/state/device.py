@@ -76,16 +76,25 @@ class DeviceTier(Matching):
         with self._lock:
             self._reap()
             host = self.store.match(owner, rows)
-            user = self.users.get(owner)
-            common = common_rows(user.identities, rows) if user else 0
-            ready = None
-            if user is None or common < host.rows:
-                user, common = self.users.make(owner, rows[: host.rows], len(rows) + 1), host.rows
-                ready = self._load(user, host)
+            try:
+                user, common, ready = self._on_device(owner, rows, host)
+            except BaseException:  # as where the device is full
+                self.users.drop(owner)
+                self.store.release(host)
+                raise
             self.users.hold(user)
             self.users.count(common, len(rows))
             self._held += 1
             return DeviceHeld(self, host, user, common, ready)
+
+    def _on_device(self, owner: Owner, rows: Int64Array, host: PooledHeld) -> tuple[DeviceUser, int, Any]:
+        """The user, how many of these rows are there, and what says when those that had to be loaded are."""
+        user = self.users.get(owner)
+        common = common_rows(user.identities, rows) if user else 0
+        if user is not None and common >= host.rows:
+            return user, common, None
+        user = self.users.make(owner, rows[: host.rows], len(rows) + 1)
+        return user, host.rows, self._load(user, host)
 
     def _load(self, user: DeviceUser, host: PooledHeld) -> Any:
         with self.copies.stream():

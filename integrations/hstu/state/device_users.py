@@ -62,11 +62,11 @@ class DeviceUsers:
         """A user with room for so many rows, in place of the owner's present one; kept if there is room once the idle ones are gone."""
         import torch  # noqa: PLC0415
 
+        self.drop(owner)
         capacity = self.pool.pages_for(rows) * self.pool.page_rows
         tensors = {name: torch.empty(plane.stacked(capacity), device=self.device) for name, plane in self.planes.items()}
         user = DeviceUser(owner, self.planes, tensors, capacity)
         user.identities = identities.copy()
-        self.drop(owner)
         self._make_room(user.size)
         if self._used_bytes + user.size > self.budget_bytes:
             self._counts["rejected"] += 1

@@ -106,11 +106,12 @@ def _padded(rows: list[Int64Array]) -> torch.Tensor:
     return torch.from_numpy(tokens)
 
 
-def _step(model: Rwkv, tokens_BT: torch.Tensor, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler) -> float:
+def _step(model: Rwkv, tokens_BT: torch.Tensor, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.OneCycleLR) -> float:
     loss = F.cross_entropy(model(tokens_BT[:, :-1]).flatten(0, 1), tokens_BT[:, 1:].flatten(), ignore_index=BEGIN)
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    schedule.step()
+    if schedule.last_epoch < schedule.total_steps:  # every epoch cuts the histories anew, and may have a batch more
+        schedule.step()
     return loss.item()
