@@ -160,6 +160,31 @@ async def test_what_is_erased_is_gone_from_the_file_and_its_log(tmp_path):
     assert b"kept-item" in left
 
 
+class WithoutCheckpoints:
+    """A connection that cannot write its log back, as where the disk does not answer."""
+
+    def __init__(self, connection):
+        self._connection = connection
+
+    def __getattr__(self, name):
+        return getattr(self._connection, name)
+
+    def execute(self, statement, *values):
+        if "wal_checkpoint" in statement:
+            raise OSError("no locks available")
+        return self._connection.execute(statement, *values)
+
+
+def test_a_purge_that_breaks_costs_neither_the_writer_nor_its_patience(writer, caplog):
+    patience = writer.submit(lambda connection: connection.execute("PRAGMA busy_timeout").fetchone()).result(5)
+    connection, writer._connection = writer._connection, WithoutCheckpoints(writer._connection)
+    assert writer.submit(insert(1), purge=True).result(5) == 1
+    assert writer.submit(insert(2)).result(5) == 1
+    assert writer.submit(lambda _: connection.execute("PRAGMA busy_timeout").fetchone()).result(5) == patience
+    assert "is purged later: no locks available" in caplog.text
+    writer._connection = connection
+
+
 async def test_an_erasure_does_not_wait_for_who_reads_and_is_purged_once_they_have_gone(tmp_path):
     path = tmp_path / "e.db"
     async with closing_store(f"sqlite:///{path}") as store:
