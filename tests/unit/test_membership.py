@@ -12,6 +12,8 @@ from cluster.fleet import READY, FleetBoard, Presence
 from cluster.rollout import ROLLOUT, RolloutStore, Trial, VersionFigures
 from deployments.membership import Membership
 from deployments.shelf import ModelShelf
+from deployments.switchboard import SwitchboardDeployment
+from tests.bundles import make_bundle
 
 NOW = 1_760_000_000.0
 
@@ -153,3 +155,11 @@ async def test_without_any_version_to_serve_joining_is_an_error(handle, rollouts
     membership, _ = member(handle, rollouts)
     with pytest.raises(BundleError, match=r"no version in .* can be served"):
         await membership.join()
+
+
+async def test_where_a_version_is_pinned_it_is_the_one_that_is_told(tmp_path):
+    root = tmp_path / "tiny"
+    for _ in range(2):
+        make_bundle(root)
+    told = [await SwitchboardDeployment({"model_dir": str(root), **pinned}).versions() for pinned in ({}, {"version": 1})]
+    assert [rollout.stable for rollout, _ in told] == [2, 1]
