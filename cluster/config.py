@@ -309,20 +309,18 @@ def read(path: Path) -> Settings:
 
 
 def split_changes(user_config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A gateway's user_config: its own keys, and those of the stages in its process. Raises ConfigError at what needs a restart."""
-    if fixed := [name for name in RESTARTS if name in user_config]:
-        raise ConfigError(
-            f"user_config of the gateway has {', '.join(fixed)}, which cannot change without a restart; put it under args.gateway"
-        )
+    """A gateway's user_config: its own keys, and those of the stages in its process."""
     of_stages = {name: changes for name, changes in user_config.items() if name in STAGES}
     return {name: value for name, value in user_config.items() if name not in STAGES}, of_stages
 
 
 def with_changes(settings: Settings, section: str, changes: dict[str, Any], source: str) -> Settings:
-    """Settings in which a section has other values of some keys, as have the sections in it. Raises ConfigError."""
+    """Settings in which a section has other values of some keys, as have the sections in it. Raises ConfigError, also at what needs a
+    restart.
+    """
     tree, own = settings.model_dump(mode="json"), getattr(settings, section)
-    fixed = [key for key in changes if section in STAGES and key in type(own).model_fields and key not in StageSettings.model_fields]
-    if fixed:
+    restarts = RESTARTS if section == "gateway" else type(own).model_fields.keys() - StageSettings.model_fields.keys()
+    if fixed := [key for key in changes if key in restarts]:
         raise ConfigError(f"{source} has {', '.join(fixed)}, which cannot change without a restart; put it under args.{section}")
     for key, value in changes.items():
         inner = isinstance(getattr(own, key, None), Section) and isinstance(value, dict)

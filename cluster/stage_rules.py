@@ -31,9 +31,7 @@ LOG_PROB_TOLERANCE = 0.05
 """Largest difference of an item's log-probability from the reference's; bf16 decoders stay within it."""
 
 PREDICTION_TOLERANCE = 0.02
-"""Largest difference of a prediction from the reference's, as a share of it where it is above 1, as ratings are; fp16 engines stay within
-it.
-"""
+"""Largest `distance_of_predictions` from the reference; fp16 engines stay within it."""
 
 AGREEING_SHARE = 0.9
 """Share of the reference's items that another backend must retrieve too: near ties may change places, the set may not change much."""
@@ -143,9 +141,13 @@ def ranker_nonsense(request: RankRequest, answer: Ranked) -> str:
 def ranker_disagreement(reference: Ranked, answer: Ranked) -> str:
     if reference.predictions.shape != answer.predictions.shape:
         return f"its predictions have shape {answer.predictions.shape}, not {reference.predictions.shape}"
-    differences = np.abs(reference.predictions - answer.predictions) / np.maximum(1.0, np.abs(reference.predictions))
-    distance = float(differences.max(initial=0.0))
+    distance = distance_of_predictions(reference.predictions, answer.predictions)
     return "" if distance <= PREDICTION_TOLERANCE else f"its predictions are {distance:.3g} off (tolerance {PREDICTION_TOLERANCE})"
+
+
+def distance_of_predictions(reference: FloatArray, other: FloatArray) -> float:
+    """The largest difference, as a share of the reference where that is above 1: ratings have a unit."""
+    return float((np.abs(reference - other) / np.maximum(1.0, np.abs(reference))).max(initial=0.0))
 
 
 def ranker_rules(_: int) -> StageRules[RankRequest, Ranked]:

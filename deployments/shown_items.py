@@ -54,9 +54,10 @@ class ShownItems:
         the recommendation, as a log that is sent later has them, says nothing of it.
         """
         shown = self._users.get((tenant, user))
-        if shown is not None:
-            self._expire(shown, now)
-        if shown is None or not -CLOCKS_DIFFER_S <= timestamp - self._first(shown) <= self._window_s or now - shown.at > self._window_s:
+        if shown is None:
+            return Followed.NOBODY_KNOWS, ""
+        self._expire(shown, now)
+        if not -CLOCKS_DIFFER_S <= timestamp - self._first(shown) <= self._window_s or now - shown.at > self._window_s:
             return Followed.NOBODY_KNOWS, ""
         version, at = shown.items.get(item, ("", 0.0))
         if not version or not -CLOCKS_DIFFER_S <= timestamp - at <= self._window_s:

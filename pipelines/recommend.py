@@ -80,16 +80,15 @@ class Recommender:
         """
         return self._parts(request, streaming=True)
 
-    def check(self, request: RecommendRequest) -> None:
-        """Raises InvalidRequest where this model cannot answer as it is asked, whoever the user is."""
-        self._strategy(request)
-        self._ranks(request)
+    def check(self, request: RecommendRequest) -> tuple[Strategy, bool]:
+        """The strategy, and whether the ranker comes last. Raises InvalidRequest where this model cannot answer so, whoever the user is."""
+        return self._strategy(request), self._ranks(request)
 
     async def _parts(self, request: RecommendRequest, *, streaming: bool) -> AsyncGenerator[AnswerPart, None]:
-        self.check(request)
-        strategy, wishes, budget = self._strategy(request), understand(request, self._catalogue), Budget(started(request).deadline)
+        strategy, ranks = self.check(request)
+        wishes, budget = understand(request, self._catalogue), Budget(started(request).deadline)
 
-        retrieved = await self._retrieval.find(wishes, self._pool_for(request, strategy), budget)
+        retrieved = await self._retrieval.find(wishes, self._pool_for(request, strategy, ranks=ranks), budget)
         lists = [retrieved]
         yield retrieved.report
         if streaming and strategy != "generative":
@@ -108,7 +107,7 @@ class Recommender:
             lists.append(blend(retrieved, lists[-1], self._weights))
             yield lists[-1].report
 
-        if self._ranks(request):
+        if ranks:
             best = _last_served(lists).at(slice(max(request.k, self._rank_pool)))
             lists.append((await self._scoring.score(best.items, wishes, budget)).candidates)
             yield lists[-1].report
@@ -134,11 +133,11 @@ class Recommender:
             raise InvalidRequest("rank", f"needs a ranker, and {self._version} has none; {cure}")
         return self._scoring.last_stage if request.rank is None else request.rank
 
-    def _pool_for(self, request: RecommendRequest, strategy: Strategy) -> int:
+    def _pool_for(self, request: RecommendRequest, strategy: Strategy, *, ranks: bool) -> int:
         """How many items to retrieve: no more than are asked for where nothing chooses among them."""
         if strategy == "unified" or request.diversity or request.freshness or request.explain:
             return max(request.k, self._pool)
-        return max(request.k, self._rank_pool) if self._ranks(request) else request.k
+        return max(request.k, self._rank_pool) if ranks else request.k
 
     def _reranked(self, lists: list[Candidates], wishes: Wishes, request: RecommendRequest) -> Candidates:
         return rerank(

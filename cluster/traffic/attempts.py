@@ -34,11 +34,11 @@ class Rules:
 
     retries: RetryBudget = field(default_factory=RetryBudget)
     hedge: Hedge | None = None
-    pace: Durations = field(default_factory=Durations)
+    durations: Durations = field(default_factory=Durations)
     random: Callable[[], float] = random.random
 
     def stalled_after_s(self, left_s: float) -> float:
-        return min(STALLED_SHARE * left_s, max(STALLED_LEAST_S, STALLED_TIMES * self.pace.p95_s()))
+        return min(STALLED_SHARE * left_s, max(STALLED_LEAST_S, STALLED_TIMES * self.durations.p95_s()))
 
     def pause_s(self, failures: int) -> float:
         """Full jitter: up to twice as long after each failure."""
@@ -103,7 +103,7 @@ class Attempts(Generic[T]):
     def _finished(self, call: "asyncio.Task[T]") -> "asyncio.Task[T]":
         began = self._running.pop(call)
         if not (call.cancelled() or call.exception()):
-            self._rules.pace.answered(monotonic() - began)
+            self._rules.durations.answered(monotonic() - began)
         return call
 
     def _begin(self) -> None:
@@ -113,7 +113,7 @@ class Attempts(Generic[T]):
         call = asyncio.ensure_future(self._send(self._sent, left_s))
         self._running[call], self._sent, self._tries_left = now, self._sent + 1, self._tries_left - 1
         self._granted = False
-        stalled_s, slow_s = self._rules.stalled_after_s(left_s), self._rules.pace.p95_s()
+        stalled_s, slow_s = self._rules.stalled_after_s(left_s), self._rules.durations.p95_s()
         self._hedging = self._hedge is not None and self._hedge.on and self._sent == 1 and slow_s < stalled_s
         self._next_at = now + (slow_s if self._hedging else stalled_s) if self._tries_left > 0 else math.inf
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from cluster.bundle import MANIFEST, Bundle, BundleStore
 from cluster.errors import BundleError, ConfigError
 from cluster.rollout import Guard, RolloutStore, Trial, TrialKind
+from deployments.cli.as_options import as_options
 
 app = typer.Typer(no_args_is_help=True, help="Versions of a model: publish, promote, try, roll back. A running cluster follows by itself.")
 ModelDir = Annotated[Path, typer.Option(help="directory with the versions of one model, such as models/ml-1m")]
@@ -53,13 +54,9 @@ def promote(
     canary: Share = None,
     ab: Share = None,
     shadow: Share = None,
-    degraded_margin: Annotated[
-        float, typer.Option(min=0, max=1, help="a trial ends where so much more of its answers are degraded")
-    ] = 0.02,
-    latency_ratio: Annotated[float, typer.Option(min=1, help="a trial ends where its p95 is so many times the stable version's")] = 1.5,
-    least_overlap: Annotated[
-        float, typer.Option(min=0, max=1, help="a shadow ends where fewer of its items are the stable version's too")
-    ] = 0.0,
+    degraded_margin: Annotated[float, typer.Option(help="a trial ends where so much more of its answers are degraded")] = 0.02,
+    latency_ratio: Annotated[float, typer.Option(help="a trial ends where its p95 is so many times the stable version's")] = 1.5,
+    least_overlap: Annotated[float, typer.Option(help="a shadow ends where fewer of its items are the stable version's too")] = 0.0,
 ) -> None:
     """Make a version the stable one, or try it on a share of the users first. A trial that goes badly is rolled back by itself."""
     kinds: list[tuple[TrialKind, float | None]] = [("canary", canary), ("ab", ab), ("shadow", shadow)]
@@ -68,7 +65,8 @@ def promote(
         raise ConfigError("give one of --canary, --ab and --shadow, with a share above 0, or none of them")
     trial = None
     for kind, share in asked:
-        guard = Guard(degraded_margin=degraded_margin, latency_ratio=latency_ratio, least_overlap=least_overlap)
+        with as_options():
+            guard = Guard(degraded_margin=degraded_margin, latency_ratio=latency_ratio, least_overlap=least_overlap)
         trial = Trial(version=version, kind=kind, share=share or 1.0, guard=guard)
     rollout = RolloutStore(BundleStore(model_dir)).promote(version, trial)
     begun = f"the {trial.kind} of {version} begins, on {trial.share:.1%} of users; " if trial else ""

@@ -12,6 +12,7 @@ import torch
 
 from cluster.compilation import Precision
 from cluster.errors import CompileError
+from cluster.stage_rules import distance_of_predictions
 from cluster.values import FloatArray, Int64Array
 from integrations.onnx.graphs import Graph
 from integrations.onnx.samples import Inputs
@@ -60,11 +61,12 @@ def require_parity(parity: Mapping[str, float], precision: Precision) -> None:
 
 
 def _difference(name: str, actual: FloatArray, expected: FloatArray) -> float:
-    """The largest; of predictions above 1, as ratings are in whatever unit, as a share of them."""
+    """The largest; of predictions as `distance_of_predictions` has it."""
     if actual.shape != expected.shape:
         raise CompileError(f"it returns shape {actual.shape} where the model returns {expected.shape}")
-    scale = np.maximum(1.0, np.abs(expected)) if name == "predictions" else 1.0
-    return float((np.abs(actual - expected) / scale).max(initial=0.0))
+    if name == "predictions":
+        return distance_of_predictions(expected, actual)
+    return float(np.abs(actual - expected).max(initial=0.0))
 
 
 def _best(outputs: Mapping[str, Any], vectors: FloatArray) -> Int64Array | None:

@@ -46,11 +46,11 @@ def generous() -> Rules:
 def fast() -> Durations:
     """Of replicas that answer within 5 ms."""
     clock = FakeClock()
-    pace = Durations(clock)
+    durations = Durations(clock)
     for _ in range(ENOUGH):
-        pace.answered(0.001)
+        durations.answered(0.001)
     clock.advance(2)
-    return pace
+    return durations
 
 
 async def attempt(replicas: Replicas, rules: Rules, **more):

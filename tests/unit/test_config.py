@@ -196,8 +196,10 @@ def test_serve_runs_the_file_itself_where_nothing_is_changed(tmp_path, monkeypat
     assert handed_over[0][1:] == ["run", str(config)]
 
 
-@pytest.mark.parametrize(("section", "changes"), [("encoder", {"batching": {"max_requests": 8}}), ("generator", {"beam": 5})])
-def test_what_a_stage_cannot_change_while_it_runs_is_refused_before_it_is_deployed(section: str, changes: dict[str, object]):
+@pytest.mark.parametrize(
+    ("section", "changes"), [("encoder", {"batching": {"max_requests": 8}}), ("generator", {"beam": 5}), ("gateway", {"deadline_s": 1.0})]
+)
+def test_what_cannot_change_while_it_runs_is_refused_before_it_is_deployed(section: str, changes: dict[str, object]):
     with pytest.raises(
         ConfigError, match=rf"has {next(iter(changes))}, which cannot change without a restart; put it under args.{section}"
     ):

@@ -8,34 +8,34 @@ from cluster.traffic.hedging import ENOUGH, LEAST_S, Durations, Hedge
 from tests.scripted_backends import FakeClock
 
 
-def paced(clock: FakeClock, *durations_s: float) -> Durations:
-    pace = Durations(clock)
+def answered_in(clock: FakeClock, *durations_s: float) -> Durations:
+    durations = Durations(clock)
     for duration_s in durations_s:
-        pace.answered(duration_s)
+        durations.answered(duration_s)
     clock.advance(1.5)
-    return pace
+    return durations
 
 
 def test_the_pace_is_what_most_answers_keep():
-    assert paced(FakeClock(), *[0.02] * 97, *[2.0] * 3).p95_s() == pytest.approx(0.02, rel=0.16)
-    assert paced(FakeClock(), *[0.02] * 90, *[2.0] * 10).p95_s() == pytest.approx(2.0, rel=0.16)
+    assert answered_in(FakeClock(), *[0.02] * 97, *[2.0] * 3).p95_s() == pytest.approx(0.02, rel=0.16)
+    assert answered_in(FakeClock(), *[0.02] * 90, *[2.0] * 10).p95_s() == pytest.approx(2.0, rel=0.16)
 
 
 def test_a_few_answers_say_nothing_and_very_fast_ones_are_not_hurried():
-    assert paced(FakeClock(), *[0.02] * (ENOUGH - 1)).p95_s() == math.inf
-    assert paced(FakeClock(), *[1e-4] * ENOUGH).p95_s() == LEAST_S
+    assert answered_in(FakeClock(), *[0.02] * (ENOUGH - 1)).p95_s() == math.inf
+    assert answered_in(FakeClock(), *[1e-4] * ENOUGH).p95_s() == LEAST_S
 
 
 def test_the_pace_follows_what_changes():
     clock = FakeClock()
-    pace = paced(clock, *[0.02] * ENOUGH)
+    durations = answered_in(clock, *[0.02] * ENOUGH)
     clock.advance(31)
-    pace.answered(0.5)
+    durations.answered(0.5)
     clock.advance(31)
     for _ in range(ENOUGH):
-        pace.answered(0.5)
+        durations.answered(0.5)
     clock.advance(2)
-    assert pace.p95_s() == pytest.approx(0.5, rel=0.16)
+    assert durations.p95_s() == pytest.approx(0.5, rel=0.16)
 
 
 def test_one_request_in_twenty_is_hedged_at_most_and_none_while_it_is_off():
