@@ -23,7 +23,7 @@ from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import aiohttp
 import numpy as np
@@ -41,6 +41,14 @@ OWNED = 4
 START = 1_700_000_000
 TRIES = 5
 BOTH_WITHIN_S = 120.0
+
+
+class Killable(Protocol):
+    """What serves: the process of which all its others descend, and those of a deployment that Serve gives requests to."""
+
+    @property
+    def pid(self) -> int: ...
+    def running(self, deployment: str) -> set[int]: ...
 
 
 @dataclass
@@ -72,7 +80,7 @@ class Traffic:
 
     async def run(self, requests: int) -> None:
         left = iter(range(requests))
-        async with aiohttp.ClientSession(self.url, timeout=aiohttp.ClientTimeout(total=30)) as http:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
             await asyncio.gather(*(self._worker(http, left) for _ in range(self.concurrency)))
 
     async def _worker(self, http: aiohttp.ClientSession, left: Any) -> None:
@@ -107,7 +115,7 @@ class Traffic:
         began, problem = perf_counter(), ""
         for attempt in range(TRIES):
             try:
-                async with http.request(method, path, json=body) as response:
+                async with http.request(method, f"{self.url}{path}", json=body) as response:
                     if response.status < 500:
                         self.tally.times.append((perf_counter() - began) * 1e3)
                         self.tally.retried += attempt > 0
@@ -142,7 +150,7 @@ class Traffic:
     async def lost_events(self) -> list[str]:
         """Acknowledged events that are not stored exactly once."""
         wrong = []
-        async with aiohttp.ClientSession(self.url, timeout=aiohttp.ClientTimeout(total=60)) as http:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http:
             for (tenant, user), stamps in self.tally.acknowledged.items():
                 history = await self._ask(http, "GET", f"/v1/users/{user}/history?tenant={tenant}&limit=10000", None)
                 there = Counter(event["timestamp"] for event in (history or {"events": []})["events"])
@@ -150,7 +158,7 @@ class Traffic:
         return wrong
 
 
-async def kill_until(done: asyncio.Task[None], serving: LocalServe, tally: Tally, every_s: float) -> None:
+async def kill_until(done: asyncio.Task[None], serving: Killable, tally: Tally, every_s: float) -> None:
     """Kill all cache actors, then one gateway where another one serves, and so on in turns."""
     for turn in count():
         if (await asyncio.wait([done], timeout=every_s))[0]:
@@ -181,7 +189,7 @@ def named(serving: int, title: str) -> list[int]:
     return found
 
 
-def wait_for_gateways(serving: LocalServe) -> None:
+def wait_for_gateways(serving: Killable) -> None:
     """Raises TimeoutError: where the machine has too few cores for both, the second would be waited for in vain."""
     deadline = monotonic() + BOTH_WITHIN_S
     while len(serving.running("gateway")) < 2:
@@ -191,7 +199,7 @@ def wait_for_gateways(serving: LocalServe) -> None:
 
 
 async def drive(
-    url: str, serving: LocalServe, items: list[str], *, requests: int, users: int, concurrency: int, every_s: float
+    url: str, serving: Killable, items: list[str], *, requests: int, users: int, concurrency: int, every_s: float
 ) -> tuple[Traffic, list[str]]:
     """The traffic to two gateways, once it is over, and the events that were lost."""
     await asyncio.to_thread(wait_for_gateways, serving)

@@ -20,13 +20,13 @@ class NaiveHSTU(nn.Module):
         self.model = model
 
     def forward(self, items: Tensor, times: Tensor, next_times: Tensor, lengths: Tensor) -> Tensor:
-        rows = torch.arange(items.shape[1])
+        rows = torch.arange(items.shape[1], device=items.device)
         distances = rows.unsqueeze(1) - rows
         x = self.model.embed(items, rows)
         for layer in self.model.layers:
             assert isinstance(layer, HSTULayer)
             x = self._layer(layer, x, distances, time_buckets(next_times, times, self.model.config.time_buckets))
-        last = x[torch.arange(x.shape[0]), lengths - 1]
+        last = x[torch.arange(x.shape[0], device=x.device), lengths - 1]
         return F.normalize(last, dim=-1)
 
     def _layer(self, layer: HSTULayer, x: Tensor, distances: Tensor, buckets: Tensor) -> Tensor:

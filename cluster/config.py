@@ -343,7 +343,7 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         document = yaml.safe_load(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; give the path of a Serve config file such as ray_config.yaml") from None
+        raise ConfigError(f"{path} does not exist; give the path of a Serve config file, or write one: genrec init DIRECTORY") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
     match document:

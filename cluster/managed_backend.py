@@ -23,6 +23,7 @@ from cluster.values import Availability, SkippedBackend
 
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
+LOADING = "is being loaded"
 logger = logging.getLogger(__name__)
 
 
@@ -120,7 +121,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     def unready(self) -> SkippedBackend:
         """That it waits to be loaded, anew if it broke."""
         if self.breaker.state(self._clock()) is BreakerState.CLOSED:
-            return self._skipped("is being loaded")
+            return self._skipped(LOADING)
         return self._skipped(f"{self.last_error}; it is being loaded again", failed=True)
 
     def probe(self) -> Availability:

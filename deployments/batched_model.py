@@ -39,5 +39,5 @@ class BatchedModel(StageModel[FrameworkController[RequestT, AnswerT]], Generic[R
     async def _run(self, requests: list[RequestT]) -> Sequence[Served[AnswerT] | NoBackendAnswered]:
         waited = OutOfTime(self.stage, TOO_LATE)
         return await in_time_only(
-            requests, lambda timely: self.in_thread(lambda: self.controller.call(timely)), lambda: NoBackendAnswered(self.stage, (waited,))
+            requests, lambda timely: self.answered(lambda: self.controller.call(timely)), lambda: NoBackendAnswered(self.stage, (waited,))
         )

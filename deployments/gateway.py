@@ -20,13 +20,16 @@ from cluster.bundle import Bundle, BundleStore
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings, parse, split_changes, with_changes
 from cluster.dataset import Catalogue
+from cluster.events.store import EventStore
 from cluster.ranking import Ranking, RankingRequest
 from cluster.rollout import RolloutStore
 from cluster.switchboard import Position
 from cluster.tracing import say_whence, span
 from cluster.traffic.utilisation import Utilisation
 from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest, Strategy
+from deployments.encoder import Encoder
 from deployments.following import Follower
+from deployments.generator import Generator
 from deployments.http.api import create_api
 from deployments.http.exchange import Answered, Asked, exchange
 from deployments.http.messages import BackendsOut, ReadyOut, SwitchOut
@@ -36,6 +39,7 @@ from deployments.logs import SlowAnswers, join_serves_log
 from deployments.membership import Membership
 from deployments.metrics import GatewayRecorder, meter
 from deployments.operation import Operation
+from deployments.ranker import Ranker
 from deployments.replica import longest_request_s
 from deployments.shelf import ModelShelf
 from deployments.stages import ColocatedStages, SplitStages, Stages
@@ -50,61 +54,58 @@ CACHE_INTERVAL_S = 5.0
 
 
 class Gateway:
-    """One replica. Serve asks it for the ASGI application once it is constructed. Without handles its stages are its own."""
+    """One replica, without what Serve has to do with it: `api` is its door, and its stages are where `stages` says. `start` it before it
+    is asked. `name` tells it from the other gateways.
+    """
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
+    def __init__(
         self,
-        settings: dict[str, Any],
+        settings: Settings,
         switchboard: DeploymentHandle[Any],
-        encoder: DeploymentHandle[Any] | None = None,
-        generator: DeploymentHandle[Any] | None = None,
-        ranker: DeploymentHandle[Any] | None = None,
+        stages: Stages,
         *,
-        zeromq: DeploymentHandle[Any] | None = None,  # noqa: ARG002 - it calls this; Serve runs what the application's root is given
+        name: str,
+        cache: TieredCache[Recommendation] | None = None,
+        events: EventStore | None = None,
     ) -> None:
-        join_serves_log()
-        self._settings = parse(settings)
-        self._limits = self._settings.gateway
-        replica_id = serve.get_replica_context().replica_id.unique_id
-        self._stages = _stages(self._settings, switchboard, (encoder, generator, ranker), replica_id)
-        self._cache, self._events = await open_cache(self._settings.cache), await open_events(self._settings)
-        self._histories, self._usual = StoredHistories(self._events, self._limits.max_behaviours), UsualRequests()
+        self._settings, self._limits, self._stages, self._cache = settings, settings.gateway, stages, cache
+        self._histories, self._usual = StoredHistories(events, self._limits.max_behaviours), UsualRequests()
 
-        store = BundleStore(self._settings.model_dir)
-        self._models = ModelShelf(store, self._make, _discard, keep_s=2 * longest_request_s(self._settings))
-        self._versions = Versions(self._models, self._stages)
+        store = BundleStore(settings.model_dir)
+        models = ModelShelf(store, self._make, _discard, keep_s=2 * longest_request_s(settings))
+        self._versions = Versions(models, stages)
         self._membership = Membership(
             "gateway",
-            f"gateway/{replica_id}",
+            name,
             switchboard,
             RolloutStore(store),
-            self._models,
-            pinned=self._settings.version,
+            models,
+            pinned=settings.version,
             uses=self._versions.uses,
             figures=self._versions.figures,
         )
-        await asyncio.gather(self._stages.start(), self._membership.join())
-        self._versions.update(self._membership)
         self._operation = Operation(switchboard, lambda: self._versions.stable.bundle)
         self._recorder, self._slow = GatewayRecorder(meter()), SlowAnswers()
-        self._data = UserData(
-            self._settings, self._operation, self._versions, cache=self._cache, events=self._events, recorder=self._recorder
-        )
+        self._data = UserData(settings, self._operation, self._versions, cache=cache, events=events, recorder=self._recorder)
         self._follower = Follower(
             switchboard,
-            f"gateway/{replica_id}",
+            name,
             on_erasure=self._data.forget,
             on_lost_track=self._data.forget,
-            again_after_s=longest_request_s(self._settings),
+            again_after_s=longest_request_s(settings),
         )
-        self._api = create_api(self, self._data, self._limits, gateways=lambda: self._membership.news.gateways, meter=meter())
+        self.api = create_api(self, self._data, self._limits, gateways=lambda: self._membership.news.gateways, meter=meter())
         self._utilisation = Utilisation(monotonic(), process_time())
-        self._tasks = [asyncio.create_task(work) for work in (self._follower.follow_forever(), self._follow_rollout())]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Returns when requests can be answered. Raises BundleError where no version can be served."""
+        await self._follower.exchange()  # while nothing is kept, there is nothing to forget
+        await asyncio.gather(self._stages.start(), self._membership.join())
+        self._versions.update(self._membership)
+        self._tasks += [asyncio.create_task(work) for work in (self._follower.follow_forever(), self._follow_rollout())]
         if self._cache is not None:
             self._tasks.append(asyncio.create_task(self._look_at(self._cache)))
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return self._api
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take new limits and flags, and a colocated stage's settings, while requests are served; what is not given is as in `args`."""
@@ -112,7 +113,7 @@ class Gateway:
         self._limits = with_changes(self._settings, "gateway", own, "user_config of the gateway").gateway
         flags = self._limits.flags
         self._data.anticipates = self._settings.events.anticipate and flags.anticipate and flags.cache
-        self._api.state.edge.reconfigure(self._limits)
+        self.api.state.edge.reconfigure(self._limits)
         await self._stages.reconfigure(of_stages, self._limits.flags)
 
     async def check_health(self) -> None:
@@ -136,7 +137,7 @@ class Gateway:
 
     async def exchange(self, asked: Asked) -> Answered:
         """An HTTP exchange that came another way: the same edge, routes and messages."""
-        return await exchange(self._api, asked)
+        return await exchange(self.api, asked)
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         began = perf_counter()
@@ -207,12 +208,37 @@ class Gateway:
             await self._membership.follow()
             self._versions.update(self._membership)
             version = self._versions.stable.bundle.manifest.version
-            self._recorder.look(self._api.state.edge.statistics(), self._stages.calls(), version)
+            self._recorder.look(self.api.state.edge.statistics(), self._stages.calls(), version)
 
     async def _look_at(self, cache: TieredCache[Recommendation]) -> None:
         while True:
             self._recorder.look_at_cache(await cache.statistics())
             await asyncio.sleep(CACHE_INTERVAL_S)
+
+
+class GatewayDeployment(Gateway):
+    """A replica as Serve makes it, which asks it for the ASGI application afterwards. Without handles its stages are its own."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        settings: dict[str, Any],
+        switchboard: DeploymentHandle[Any],
+        encoder: DeploymentHandle[Any] | None = None,
+        generator: DeploymentHandle[Any] | None = None,
+        ranker: DeploymentHandle[Any] | None = None,
+        *,
+        zeromq: DeploymentHandle[Any] | None = None,  # noqa: ARG002 - it calls this; Serve runs what the application's root is given
+    ) -> None:
+        join_serves_log()
+        tree, context = parse(settings), serve.get_replica_context()
+        replica_id = context.replica_id.unique_id
+        stages = _stages(tree, switchboard, (encoder, generator, ranker), replica_id)
+        cache, events = await open_cache(tree.cache, context.app_name), await open_events(tree)
+        super().__init__(tree, switchboard, stages, name=f"gateway/{replica_id}", cache=cache, events=events)
+        await self.start()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self.api
 
 
 def _stages(
@@ -223,7 +249,8 @@ def _stages(
 ) -> Stages:
     encoder, generator, ranker = handles
     if encoder is None or generator is None or ranker is None:
-        return ColocatedStages(settings, switchboard, replica_id)
+        own = settings, switchboard, replica_id
+        return ColocatedStages(Encoder(*own), Generator(*own), Ranker(*own))
     return SplitStages(encoder, generator, ranker)
 
 

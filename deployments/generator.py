@@ -78,7 +78,7 @@ class GeneratorModel(StageModel[Controller]):
 
     async def _run(self, name: str, requests: list[GenerateRequest]) -> Sequence[Result]:
         return await in_time_only(
-            requests, lambda timely: self.in_thread(lambda: self.controller.answer_batch(name, timely)), lambda: OutOfTime(name, TOO_LATE)
+            requests, lambda timely: self.answered(lambda: self.controller.answer_batch(name, timely)), lambda: OutOfTime(name, TOO_LATE)
         )
 
     def _samples(self) -> list[GenerateRequest]:

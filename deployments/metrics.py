@@ -4,10 +4,8 @@ gateway         each answer, each event, and twice a second what the edge and th
 stage replica   each batch, and twice a second what its controllers and engines count
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import import_module
 from time import time
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +22,7 @@ from cluster.managed_backend import OutOfTime
 from cluster.metrics import SILENT, Kind, Meter, Metric, Totals
 from cluster.ranking import Ranking
 from cluster.values import Recommendation, RecommendRequest, SkippedBackend, StageReport
+from deployments.gpus import Gpus, nvml
 from deployments.shown_items import Followed, ShownItems
 
 if TYPE_CHECKING:
@@ -45,7 +44,6 @@ KEPT_COUNTERS: Mapping[str, tuple[Metric, Mapping[str, str]]] = {
 """What backends say they keep of users (see cluster.protocols), as metrics; what is not here is told by GET /v1/backends alone."""
 KEPT_GAUGES = {"users": m.STATE_USERS, "used_bytes": m.STATE_BYTES, "buffer_held_bytes": m.BUFFER_BYTES}
 QUEUES = {"waiting": m.QUEUE_WAITING, "running": m.QUEUE_RUNNING, "kv_cache_usage": m.KV_CACHE_USAGE}
-logger = logging.getLogger("ray.serve")
 
 
 def meter() -> Meter:
@@ -182,7 +180,9 @@ class StageRecorder:
     """Of one replica of a stage."""
 
     def __init__(self, stage: str, meter: Meter = SILENT) -> None:
-        self._stage, self._meter, self._totals, self._gpus = stage, meter, Totals(meter), _nvml() if meter is not SILENT else None
+        self._stage, self._meter, self._totals = stage, meter, Totals(meter)
+        library = nvml() if meter is not SILENT else None
+        self._gpus = Gpus(library) if library else None
 
     def batch(self, rows: Sequence[int], waited_s: Sequence[float]) -> None:
         """A batch as it starts: its requests' rows, and how long they have waited."""
@@ -214,25 +214,12 @@ class StageRecorder:
             self._set(KEPT_GAUGES, one.kept, one.name)
         for backend, figures in queues.items():
             self._set(QUEUES, figures, backend)
-        self._show_gpus()
+        if self._gpus:
+            self._gpus.show(self._meter)
 
     def _set(self, named: Mapping[str, Metric], figures: Mapping[str, float], backend: str) -> None:
         for figure in named.keys() & figures.keys():
             self._meter.set(named[figure], figures[figure], stage=self._stage, backend=backend)
-
-    def _show_gpus(self) -> None:
-        if self._gpus is None:
-            return
-        try:
-            for number in range(self._gpus.nvmlDeviceGetCount()):
-                device, gpu = self._gpus.nvmlDeviceGetHandleByIndex(number), str(number)
-                memory = self._gpus.nvmlDeviceGetMemoryInfo(device)
-                self._meter.set(m.GPU_USED, float(memory.used), gpu=gpu)
-                self._meter.set(m.GPU_MEMORY, float(memory.total), gpu=gpu)
-                self._meter.set(m.GPU_BUSY, self._gpus.nvmlDeviceGetUtilizationRates(device).gpu / 100, gpu=gpu)
-        except self._gpus.NVMLError as error:
-            logger.warning("the GPUs are not watched any more: %s", error)
-            self._gpus = None
 
 
 def reason_kind(skipped: SkippedBackend) -> str:
@@ -240,20 +227,6 @@ def reason_kind(skipped: SkippedBackend) -> str:
     if skipped.failed:
         return "broken"
     return "late" if isinstance(skipped, OutOfTime) else "unavailable"
-
-
-@cache
-def _nvml() -> Any | None:
-    """NVIDIA's library where there is one, with the package nvidia-ml-py, and a driver."""
-    try:
-        library = import_module("pynvml")
-    except ImportError:
-        return None
-    try:
-        library.nvmlInit()
-    except library.NVMLError:
-        return None
-    return library
 
 
 def _said(value: bool) -> str:

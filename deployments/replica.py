@@ -203,10 +203,17 @@ class StageReplica(Generic[ModelT]):
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     async def _refresh_forever(self) -> None:
-        """Probe and load beside the calls, so that the first choice returns, and the status stays true, without traffic too."""
+        """Probe and load beside the calls, so that the first choice returns, and the status stays true, without traffic too.
+
+        Each version in a task of its own: one that loads for long holds no other up.
+        """
+        running: dict[ModelT, asyncio.Task[None]] = {}
         while True:
+            for model in [model for model, task in running.items() if task.done()]:
+                running.pop(model).result()
             for model in self._models.models:
-                await asyncio.to_thread(model.controller.refresh)
+                if model not in running:
+                    running[model] = asyncio.create_task(asyncio.to_thread(model.controller.refresh))
             await asyncio.sleep(REFRESH_INTERVAL_S)
 
     def _show_figures(self) -> None:

@@ -38,6 +38,11 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
         self._unheard_since: dict[ReplicaID, float] = {}  # of replicas that were sent something, and have not answered to it
         self._asked_at = 0.0
 
+    @property
+    def unsent(self) -> int:
+        """Requests that were given a replica, and are not sent yet: they are in no replica's queue, and count all the same."""
+        return self._unsent.total()
+
     def rank(self, replicas: Mapping[str, RunningReplica], loads: Mapping[str, int], request: PendingRequest) -> list[str] | None:
         """All replicas' names, best first; None leaves the request to the parent's power of two choices. `loads`: requests under way."""
         raise NotImplementedError

@@ -49,10 +49,14 @@ class StageModel(Generic[ControllerT]):
         await asyncio.wait_for(self.in_thread(lambda: None), timeout=STUCK_AFTER_S)
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._timed, work)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def answered(self, work: Callable[[], Result]) -> Result:
+        """As `in_thread`, and counted as busy: what is computed for requests, of which more replicas could take some."""
+        return await self.in_thread(lambda: self._timed(work))
 
     def busy_s(self) -> float:
-        """Seconds that the engine thread has computed since the start."""
+        """Seconds that the engine thread has computed for requests since the start; a warm-up is no load."""
         return self._busy_s
 
     def figures(self) -> dict[str, dict[str, float]]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ray.serve.handle import DeploymentHandle
 
-from cluster.config import FlagSettings, Settings
+from cluster.config import FlagSettings
 from cluster.controller import NoBackendAnswered
 from cluster.errors import BackendError, BackendUnavailable
 from cluster.fleet import READY, FleetNews
@@ -60,8 +60,14 @@ class Stages(Protocol):
 class SplitStages:
     """Across the cluster."""
 
-    def __init__(self, encoder: DeploymentHandle[Any], generator: DeploymentHandle[Any], ranker: DeploymentHandle[Any]) -> None:
-        self._hedge = Hedge(on=False)
+    def __init__(
+        self,
+        encoder: DeploymentHandle[Any],
+        generator: DeploymentHandle[Any],
+        ranker: DeploymentHandle[Any],
+        hedge: Hedge | None = None,
+    ) -> None:
+        self._hedge = hedge or Hedge(on=False)
         self._encoder, self._generator, self._ranker = StageCaller(encoder, hedge=self._hedge), StageCaller(generator), StageCaller(ranker)
         self._generators: int | None = None
         self._ready: frozenset[int] = frozenset()
@@ -137,11 +143,10 @@ class Alarm:
 
 
 class ColocatedStages:
-    """In this process: no call leaves it, and each gateway replica has engines of its own. `replica_id` is the gateway's."""
+    """In this process: no call leaves it, and each gateway replica has engines of its own."""
 
-    def __init__(self, settings: Settings, switchboard: DeploymentHandle[Any], replica_id: str) -> None:
-        self._encoder, self._generator = Encoder(settings, switchboard, replica_id), Generator(settings, switchboard, replica_id)
-        self._ranker = Ranker(settings, switchboard, replica_id)
+    def __init__(self, encoder: Encoder, generator: Generator, ranker: Ranker) -> None:
+        self._encoder, self._generator, self._ranker = encoder, generator, ranker
 
     async def encode(self, request: EncodeRequest, within_s: float) -> EncodeAnswer:
         answer: EncodeAnswer = _raised(await in_time(lambda: self._encoder.encode(request, within_s), within_s))

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from cluster.cache.actor import connect, remove_all
+from cluster.cache.actor import connect, name_of, remove_all
 from cluster.cache.admission import AdaptiveAdmission
 from cluster.cache.memory import MemoryCache
 from cluster.cache.shared import SharedCache
@@ -18,31 +18,32 @@ from pipelines.answers import ANSWER_CODEC
 logger = logging.getLogger("ray.serve")
 
 
-async def open_cache(settings: CacheSettings) -> TieredCache[Recommendation] | None:
-    """The cache of answers; with l1 alone where l2 cannot be had, None where answers are not to be kept."""
+async def open_cache(settings: CacheSettings, application: str) -> TieredCache[Recommendation] | None:
+    """The cache of an application's answers; with l1 alone where l2 cannot be had, None where answers are not to be kept."""
     if not settings.enabled:
-        await open_shared(settings.model_copy(update={"l2": "off"}))
+        await open_shared(settings.model_copy(update={"l2": "off"}), application)
         return None
     admission = AdaptiveAdmission(settings.minimum_hit_rate) if settings.minimum_hit_rate else None
     l1 = MemoryCache(settings.policy, settings.l1_bytes, admission=admission, namespace_share=settings.tenant_share)
     tiers = TierSettings(
         ttl_s=settings.ttl_s, stale_s=settings.stale_s, negative_ttl_s=settings.negative_ttl_s, hot_per_minute=settings.hot_per_minute
     )
-    return TieredCache(l1, await open_shared(settings), tiers, ANSWER_CODEC)
+    return TieredCache(l1, await open_shared(settings, application), tiers, ANSWER_CODEC)
 
 
-async def open_shared(settings: CacheSettings) -> SharedCache | None:
-    """The cluster's cache. What is wrong with it is logged: an answer can always be computed."""
+async def open_shared(settings: CacheSettings, application: str) -> SharedCache | None:
+    """What all gateways of an application share. What is wrong with it is logged: an answer can always be computed."""
     try:
         if settings.l2 != "actors":
-            await asyncio.to_thread(remove_all)  # those of an earlier configuration would keep what no erasure reaches
+            # those of an earlier configuration would keep what no erasure reaches
+            await asyncio.to_thread(remove_all, name_of(application))
         match settings.l2:
             case "actors":
-                return await connect(settings)
+                return await connect(settings, name_of(application))
             case "redis":
                 from integrations.redis.cache import RedisCache  # noqa: PLC0415 - an optional dependency
 
-                return await RedisCache.connect(settings)
+                return await RedisCache.connect(settings, application)
             case "off":
                 return None
     except GenrecError:

@@ -65,7 +65,7 @@ class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
         optimizer = torch.optim.AdamW(ranker.parameters(), lr=options.learning_rate, betas=(0.9, 0.98), weight_decay=options.weight_decay)
         super().__init__(ranker, optimizer, options, place)
         self._drawing = Drawing(interactions.popularity(ranker.config.items))
-        if not self._examples(np.random.default_rng(0)):
+        if not self.examples(np.random.default_rng(0)):
             raise DataError(
                 f"none of the {interactions.users} users has events enough to learn from: at least {self._held_out + 1} are needed"
             )
@@ -74,7 +74,7 @@ class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
     def _held_out(self) -> int:
         return 2 if self.options.validate_every else 1
 
-    def _examples(self, rng: np.random.Generator) -> list[Example]:
+    def examples(self, rng: np.random.Generator) -> list[Example]:
         """Windows with all events that may be learnt: here the last one is a place too, and what follows it is of no use."""
         history = self.ranker.config.max_history
         return training_examples(
@@ -83,7 +83,7 @@ class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
 
     def _batches(self, rng: np.random.Generator) -> list[list[Example]]:
         """Of similar length, shuffled among each other."""
-        examples, size = self._examples(rng), self.options.batch_users
+        examples, size = self.examples(rng), self.options.batch_users
         order = np.argsort([len(example.history) + rng.random() for example in examples], kind="stable").tolist()
         batches = [[examples[index] for index in order[start : start + size]] for start in range(0, len(order), size)]
         self._rng = rng

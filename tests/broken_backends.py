@@ -1,6 +1,7 @@
 """Backends that do what backends must not, each of them one thing. `genrec backends check` finds it."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -93,9 +94,14 @@ class BreaksAtLongHistories(Sound):
         return super().state(request)
 
 
+hanging = threading.Event()
+"""Set once a backend hangs."""
+
+
 class Hangs(Sound):
     def batch_infer(self, requests):
         if any(request.deadline for request in requests):
+            hanging.set()
             time.sleep(3600)
         return super().batch_infer(requests)
 

@@ -1,25 +1,39 @@
 """What several test files need."""
 
+import asyncio
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+import torch
 
-from cluster.bundle import Bundle, BundleStore
+from cluster.bundle import Bundle
 from cluster.compilation import CompileOptions
-from pipelines.compile import compile_bundle
+from tests import repetitions
 from tests.bundles import make_bundle, make_ranking_bundle
+from tests.clusters import default, fast  # noqa: F401 - fixtures
+from tests.compiled import compiled
+from tests.virtual_time import VirtualLoop
 
-settings.register_profile("genrec", deadline=None)  # an example's time says more of the machine than of the code
-settings.load_profile("genrec")
+pytest_plugins = ["tests.scheduling"]
+# else all that runs beside them goes before Ray's workers, which then take minutes to start
+os.environ.setdefault("RAY_worker_niceness", "0")
+ENGINES = CompileOptions(targets=("sm_80", "sm_89"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--api-cases", type=int, default=15, help="requests that are made up for each route of the API, and their answers checked"
-    )
+    parser.addoption("--thorough", action="store_true", help="repeat in full what is drawn at random, as make chaos does")
+    parser.addoption("--api-cases", type=int, help="requests that are made up for each route of the API, and their answers checked")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    repetitions.choose(thorough=config.getoption("--thorough"))
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"virtual": VirtualLoop} if item.get_closest_marker("virtual_time") else {"real": asyncio.new_event_loop}
 
 
 def shared_data() -> Path:
@@ -29,6 +43,14 @@ def shared_data() -> Path:
     if not directory.is_dir():
         pytest.skip(f"no test data: {directory} is not a directory; set GENREC_TEST_DATA")
     return directory
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where what also runs on a GPU runs: on the CPU everywhere, and on CUDA where it is."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU with a driver is usable here")
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +72,7 @@ def compiled_hstu(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A small HSTU and ranker with all their artifacts, engines for two architectures among them. Copy it before you alter a file."""
     root = tmp_path_factory.mktemp("compiled") / "tiny-hstu"
     make_ranking_bundle(root)
-    return _compiled(root)
+    return compiled(root, ENGINES)
 
 
 @pytest.fixture(scope="session")
@@ -58,8 +80,4 @@ def compiled_sasrec(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A small SASRec with all its artifacts."""
     root = tmp_path_factory.mktemp("compiled") / "tiny-sasrec"
     make_bundle(root, family="sasrec")
-    return _compiled(root)
-
-
-def _compiled(root: Path) -> Bundle:
-    return compile_bundle(BundleStore(root), CompileOptions(targets=("sm_80", "sm_89")))
+    return compiled(root, ENGINES)

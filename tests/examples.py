@@ -41,6 +41,6 @@ def entry_points(name: str) -> dict[str, str]:
 def run(*command: object, **environment: str) -> str:
     """What a program prints; it ends well. It imports from where this process does."""
     own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), **environment}
-    done = subprocess.run([str(part) for part in command], env=own, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run([str(part) for part in command], env=own, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -1,9 +1,10 @@
-"""The Triton kernels against their reference, in Triton's interpreter.
+"""The Triton kernels against their reference: on the CPU in Triton's interpreter, or on a GPU.
 
-It is chosen for a whole process, when triton is first imported, so tests/unit/test_kernels.py runs these in a process of its own. By hand:
-TRITON_INTERPRET=1 pytest tests/kernel_cases.py
+The interpreter is chosen for a whole process, when triton is first imported, so tests/unit/test_kernels.py runs these in processes of their
+own. By hand: TRITON_INTERPRET=1 pytest tests/kernel_cases.py, and without the variable where there is a GPU.
 """
 
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.values import Availability, EncodeRequest
+from cluster.values import EncodeRequest
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.encoder import TorchEncoder
 from integrations.hstu.kernels import reference
@@ -24,9 +25,9 @@ from integrations.hstu.kernels.rows import Rows
 from integrations.hstu.latest_states import latest_states
 from integrations.hstu.model import HSTU
 from tests.bundles import make_bundle, random_sequence
+from tests.kernel_examples import Example, InterpretedEncoder, append_inputs, times_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # older interpreters' own
-N, BUCKETS = 211, 128
 CASES = {
     "one row": ([1], (1, 50, 50)),
     "ragged": ([1, 130, 2, 17], (1, 50, 50)),
@@ -36,47 +37,21 @@ CASES = {
 close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
 
 
-def times_of(rng, length):
-    """When the events of a history happened and when the next ones did, seconds to years before the request."""
-    gaps = np.exp(rng.uniform(-1, 16, length)).astype(np.int64)
-    times = -np.cumsum(gaps)[::-1]
-    return times.astype(np.int32), np.append(times[1:], 0).astype(np.int32)
-
-
-class Example:
-    """Ragged histories, as views of one projection like the model's."""
-
-    def __init__(self, lengths, shape=(2, 16, 8), seed=0):
-        heads, attention_dim, linear_dim = shape
-        torch.manual_seed(seed)
-        rng = np.random.default_rng(seed)
-        times = [times_of(rng, length) for length in lengths]
-        self.times, self.next_times = (torch.from_numpy(np.concatenate([pair[i] for pair in times])) for i in range(2))
-        self.rows = Rows.ragged(torch.tensor([0, *np.cumsum(lengths)]), max(lengths))
-        self.projected = torch.randn(sum(lengths), heads * (2 * attention_dim + linear_dim))
-        self.widths = [heads * attention_dim, heads * attention_dim, heads * linear_dim]
-        self.heads = heads
-        self.tables = torch.randn(2 * N - 1), torch.randn(BUCKETS + 1)
-        self.out_gradient = torch.randn(sum(lengths), heads, linear_dim)
-
-    def run(self, attend, **options):
-        """The output and the gradients of the projection and of both tables."""
-        inputs = [tensor.clone().requires_grad_() for tensor in (self.projected, *self.tables)]
-        q, k, v = (part.unflatten(1, (self.heads, -1)) for part in inputs[0].split(self.widths, 1))
-        out = attend(q, k, v, self.next_times, self.times, self.rows, *inputs[1:], **options)
-        return out.detach(), *torch.autograd.grad(out, inputs, self.out_gradient)
+@pytest.fixture
+def device():
+    """The CPU in Triton's interpreter, or CUDA without it."""
+    return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
 @pytest.mark.parametrize(("lengths", "shape"), CASES.values(), ids=CASES)
-def test_attention_and_its_gradients_agree_with_the_reference(lengths, shape):
-    example = Example(lengths, shape)
+def test_attention_and_its_gradients_agree_with_the_reference(device, lengths, shape):
+    example = Example(lengths, shape, device=device)
     for actual, expected in zip(example.run(attention), example.run(reference.attention), strict=True):
         close(actual, expected)
 
 
-def test_half_precision_is_as_close_as_its_rounding():
-    example = Example([70, 2])
-    example.projected, example.out_gradient = example.projected.half(), example.out_gradient.half()
+def test_half_precision_is_as_close_as_its_rounding(device):
+    example = Example([70, 2], device=device, dtype=torch.float16)
     actual = example.run(attention)
     example.projected, example.out_gradient = example.projected.float(), example.out_gradient.float()
     assert actual[0].dtype == torch.float16
@@ -85,32 +60,32 @@ def test_half_precision_is_as_close_as_its_rounding():
 
 
 @pytest.mark.parametrize("window", [1, 5, 64, 70])
-def test_a_window_hides_what_is_further_back(window):
-    example = Example([130, 3])
+def test_a_window_hides_what_is_further_back(device, window):
+    example = Example([130, 3], device=device)
     for actual, expected in zip(example.run(attention, window=window), example.run(reference.attention, window=window), strict=True):
         close(actual, expected)
 
 
-def test_padded_rows_give_what_ragged_ones_give_and_zeros_where_they_are_padding():
+def test_padded_rows_give_what_ragged_ones_give_and_zeros_where_they_are_padding(device):
     lengths, width = [3, 70, 1], 75
-    ragged = Example(lengths)
-    q, k, v = (part.unflatten(1, (ragged.heads, -1)) for part in ragged.projected.split(ragged.widths, 1))
-    there = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+    ragged = Example(lengths, device=device)
+    q, k, v = ragged.qkv()
+    there = torch.arange(width, device=device) < ragged.rows.lengths.unsqueeze(1)
 
     def padded(tensor):
-        out = torch.full((*there.shape, *tensor.shape[1:]), 7, dtype=tensor.dtype)
+        out = torch.full((*there.shape, *tensor.shape[1:]), 7, dtype=tensor.dtype, device=device)
         out[there] = tensor
         return out.flatten(0, 1)
 
     columns = [padded(tensor) for tensor in (q, k, v, ragged.next_times, ragged.times)]
-    out = attention(*columns, Rows.padded(torch.tensor(lengths), width), *ragged.tables)
+    out = attention(*columns, Rows.padded(ragged.rows.lengths, width), *ragged.tables)
     close(out[there.flatten()], attention(q, k, v, ragged.next_times, ragged.times, ragged.rows, *ragged.tables))
     assert not out[~there.flatten()].any()
 
 
-def test_only_the_gradients_that_are_asked_for_are_given():
-    example = Example([9])
-    q, k, v = (part.unflatten(1, (example.heads, -1)) for part in example.projected.split(example.widths, 1))
+def test_only_the_gradients_that_are_asked_for_are_given(device):
+    example = Example([9], device=device)
+    q, k, v = example.qkv()
     table = example.tables[1].clone().requires_grad_()
     attention(q, k, v, example.next_times, example.times, example.rows, example.tables[0], table).sum().backward()
     assert table.grad.any()
@@ -134,12 +109,12 @@ def test_shapes_that_do_not_fit_are_refused_before_they_reach_a_gpu():
 
 
 @pytest.mark.parametrize("shape", [(1, 50), (37, 50), (3, 5, 64), (2, 300)])
-def test_norm_mul_and_its_gradients_agree_with_the_reference(shape):
+def test_norm_mul_and_its_gradients_agree_with_the_reference(device, shape):
     torch.manual_seed(0)
     x, packed, out_gradient = (
-        torch.randn(shape).requires_grad_(),
-        torch.randn(*shape[:-1], 2 * shape[-1]).requires_grad_(),
-        torch.randn(shape),
+        torch.randn(shape, device=device).requires_grad_(),
+        torch.randn(*shape[:-1], 2 * shape[-1], device=device).requires_grad_(),
+        torch.randn(shape, device=device),
     )
     u = packed[..., : shape[-1]]
     actual, expected = norm_mul_dropout(x, u), reference.norm_mul_dropout(x, u)
@@ -148,9 +123,11 @@ def test_norm_mul_and_its_gradients_agree_with_the_reference(shape):
         close(ours, theirs)
 
 
-def test_dropout_drops_its_share_and_the_same_elements_backward():
+def test_dropout_drops_its_share_and_the_same_elements_backward(device):
     torch.manual_seed(0)
-    x, u, out_gradient = torch.randn(200, 50).requires_grad_(), torch.randn(200, 50).requires_grad_(), torch.randn(200, 50)
+    x, u, out_gradient = (torch.randn(200, 50, device=device) for _ in range(3))
+    x.requires_grad_()
+    u.requires_grad_()
     actual = norm_mul_dropout(x, u, dropout=0.3, seed=5)
     kept = actual != 0
     assert kept.float().mean().item() == pytest.approx(0.7, abs=0.02)
@@ -164,16 +141,8 @@ def test_dropout_drops_its_share_and_the_same_elements_backward():
 
 @pytest.mark.parametrize("new", [1, 3, 20])
 @pytest.mark.parametrize("pasts", [[0], [0, 1, 16], [700, 5]], ids=["no past", "short pasts", "a past in two parts"])
-def test_new_rows_attend_to_what_is_kept_and_to_each_other(new, pasts):
-    torch.manual_seed(new)
-    rng, users, past = np.random.default_rng(new), len(pasts), max(pasts)
-    histories = [times_of(rng, length + new) for length in pasts]
-    times = torch.from_numpy(np.stack([pair[0][-new:] for pair in histories]))
-    next_times = torch.from_numpy(np.stack([pair[1][-new:] for pair in histories]))
-    past_times = torch.from_numpy(np.stack([np.resize(pair[0][: len(pair[0]) - new], past) if past else pair[0][:0] for pair in histories]))
-    q, k, v = (part.unflatten(2, (2, -1)) for part in torch.randn(users, new, 2 * (12 + 12 + 8)).split([24, 24, 16], 2))
-    kept = torch.randn(users, 2, 12, past), torch.randn(users, 2, past, 8), torch.tensor(pasts)
-    inputs = (q, k, v, *kept, next_times, times, past_times, torch.randn(2 * 1000 - 1), torch.randn(BUCKETS + 1))
+def test_new_rows_attend_to_what_is_kept_and_to_each_other(device, new, pasts):
+    inputs = append_inputs(new, pasts, device=device)
     close(append(*inputs), reference.append(*inputs))
 
 
@@ -181,7 +150,7 @@ CONFIG = HSTUConfig(items=50, dim=20, layers=3, heads=2, attention_dim=12, linea
 
 
 @pytest.fixture
-def models():
+def models(device):
     """HSTU and the same on the kernels, with weights that make histories matter."""
     torch.manual_seed(0)
     plain = HSTU(CONFIG)
@@ -190,21 +159,21 @@ def models():
             parameter.mul_(4)
     fused = FusedHSTU(CONFIG)
     fused.load_state_dict(plain.state_dict())
-    return plain, fused
+    return plain.to(device), fused.to(device)
 
 
-def histories(lengths):
+def histories(lengths, device):
     rng, width = np.random.default_rng(1), max(lengths)
     items, times, next_times = np.zeros((len(lengths), width), np.int64), *np.zeros((2, len(lengths), width), np.int32)
     for row, length in enumerate(lengths):
         items[row, :length] = rng.integers(1, CONFIG.items + 1, length)
         times[row, :length], next_times[row, :length] = times_of(rng, length)
-    return tuple(torch.from_numpy(array) for array in (items, times, next_times, np.array(lengths)))
+    return tuple(torch.from_numpy(array).to(device) for array in (items, times, next_times, np.array(lengths)))
 
 
-def test_the_model_on_the_kernels_gives_the_states_of_the_model(models):
+def test_the_model_on_the_kernels_gives_the_states_of_the_model(device, models):
     plain, fused = models
-    items, times, next_times, lengths = histories([1, 80, 7])
+    items, times, next_times, lengths = histories([1, 80, 7], device)
     with torch.inference_mode():
         close(fused(items, times, next_times), plain(items, times, next_times))
         for count in (1, 5):
@@ -212,8 +181,8 @@ def test_the_model_on_the_kernels_gives_the_states_of_the_model(models):
             close(fused.latest(items, times, next_times, lengths, count), expected)
 
 
-def test_the_model_on_the_kernels_trains_as_the_model_does(models):
-    items, times, next_times, _ = histories([5, 30])
+def test_the_model_on_the_kernels_trains_as_the_model_does(device, models):
+    items, times, next_times, _ = histories([5, 30], device)
     gradients = []
     for model in models:
         target = model.item_vectors()[items.roll(-1, 1)]
@@ -223,23 +192,24 @@ def test_the_model_on_the_kernels_trains_as_the_model_does(models):
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4, msg=lambda message, name=name: f"{name}: {message}")
 
 
-def test_the_model_on_the_kernels_continues_what_is_kept_as_the_model_does(models):
+def test_the_model_on_the_kernels_continues_what_is_kept_as_the_model_does(device, models):
     plain, fused = models
     kept, new = [0, 3, 70], 4
-    items, times, next_times, _ = histories([length + new for length in kept])
-    rows = torch.tensor(kept).unsqueeze(1) + torch.arange(new)
+    items, times, next_times, _ = histories([length + new for length in kept], device)
+    past_lengths = torch.tensor(kept, device=device)
+    rows = past_lengths.unsqueeze(1) + torch.arange(new, device=device)
     with torch.inference_mode():
         _, kts, vs = plain.encode_with_state(items, times, next_times)
-        past = times[:, : max(kept)], torch.tensor(kept), kts[..., : max(kept)], vs[:, :, :, : max(kept)]
+        past = times[:, : max(kept)], past_lengths, kts[..., : max(kept)], vs[:, :, :, : max(kept)]
         appended = [column.gather(1, rows) for column in (items, times, next_times)]
         for actual, expected in zip(fused.append(*appended, *past), plain.append(*appended, *past), strict=True):
             close(actual, expected)
 
 
-def test_dropout_while_training_follows_torchs_seed(models):
+def test_dropout_while_training_follows_torchs_seed(device, models):
     _, fused = models
     fused.config = CONFIG.model_copy(update={"dropout": 0.5})
-    items, times, next_times, _ = histories([5])
+    items, times, next_times, _ = histories([5], device)
     states = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -248,21 +218,9 @@ def test_dropout_while_training_follows_torchs_seed(models):
     assert not torch.equal(states[0], states[2])
 
 
-class Interpreted(TritonEncoder):
-    """The encoder without its GPU: what it would record as CUDA graphs it runs."""
-
-    device, batches, shortest = "cpu", (1, 2), 10
-
-    def get_availability(self, bundle):
-        return Availability.yes()
-
-    def _recorder(self):
-        return lambda encode, inputs: lambda: encode(*inputs)
-
-
-def test_the_encoder_answers_as_the_torch_encoder_does_and_continues_what_it_kept(tmp_path):
+def test_the_encoder_answers_as_the_torch_encoder_does_and_continues_what_it_kept(device, tmp_path):
     bundle = make_bundle(tmp_path / "tiny")
-    encoders = Interpreted(keep_from=1), TorchEncoder(state_bytes=0)
+    encoders = (InterpretedEncoder if device == "cpu" else TritonEncoder)(keep_from=1), TorchEncoder(state_bytes=0)
     for encoder in encoders:
         encoder.load(bundle)
     whole, longer = random_sequence(17), random_sequence(20)

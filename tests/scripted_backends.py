@@ -11,6 +11,7 @@ import numpy as np
 from cluster.bundle import CATALOGUE, FIRST_SEEN, ITEM_VECTORS, POPULARITY, WEIGHTS, Bundle, BundleStore, ModelRecord
 from cluster.stage_rules import StageRules
 from cluster.values import Availability
+from tests.fakes.clock import Clock
 
 RULES: StageRules[int, float] = StageRules(
     nonsense=lambda request, answer: "answered with NaN" if math.isnan(answer) else "",
@@ -18,20 +19,7 @@ RULES: StageRules[int, float] = StageRules(
 )
 
 
-class FakeClock:
-    """Seconds that pass only when told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-
-
-CLOCK = FakeClock()
+CLOCK = Clock()
 
 
 class Scripted:

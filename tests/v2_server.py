@@ -39,7 +39,7 @@ def running_app(app: Any) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    until = time.monotonic() + 30
+    until = time.monotonic() + 300
     while not server.started:
         assert thread.is_alive(), "the server ended"
         assert time.monotonic() < until, "the server did not start"
@@ -48,4 +48,4 @@ def running_app(app: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(300)

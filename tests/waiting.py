@@ -11,7 +11,7 @@ import httpx
 T = TypeVar("T")
 
 
-def eventually(holds: Callable[[], Any], what: str = "it holds", within_s: float = 60, every_s: float = 0.1) -> float:
+def eventually(holds: Callable[[], Any], what: str = "it holds", within_s: float = 300, every_s: float = 0.1) -> float:
     """Wait until it holds; the seconds that took. A server that is away for the moment does not hold."""
     began = time.monotonic()
     while True:
@@ -22,7 +22,7 @@ def eventually(holds: Callable[[], Any], what: str = "it holds", within_s: float
         time.sleep(every_s)
 
 
-def until_right(look: Callable[[], T], right: Callable[[T], object], within_s: float = 60, every_s: float = 0.1) -> T:
+def until_right(look: Callable[[], T], right: Callable[[T], object], within_s: float = 300, every_s: float = 0.1) -> T:
     """What is seen once it is right."""
     deadline = time.monotonic() + within_s
     while not right(seen := look()):

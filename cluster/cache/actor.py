@@ -2,6 +2,8 @@
 
     replica -> ShardedCache -> ActorShard -> (Ray) -> CacheActor, one process each: genrec-cache-0, genrec-cache-1, ...
 
+They are named by the Serve application: two applications on one cluster share none.
+
 An actor that dies is restarted by Ray, empty; until then its keys are misses. One that was removed for good is made anew. A large value
 stays in the object store of the node that computed it: only a reference passes through the actor, and it is a miss once that is lost.
 """
@@ -24,7 +26,7 @@ from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.config import CacheSettings
 from cluster.errors import BackendUnavailable
 
-NAME, NAMESPACE = "genrec-cache", "genrec"
+NAMESPACE = "genrec"
 LARGE_BYTES = 100_000
 REFUSALS = (RayError, ValueError, RuntimeError, ConnectionError)  # what Ray raises where it cannot be had
 MAX_CONCURRENCY = 10_000  # callers that wait for another's computation take a place each
@@ -138,8 +140,8 @@ class ActorShard:
             logger.warning("cache actor %s cannot be had: %s: %s", self._name, type(error).__name__, error)
 
 
-async def connect(settings: CacheSettings, name: str = NAME, patience: SharedSettings | None = None) -> ShardedCache:
-    """The cluster's shared cache; its actors are made where they do not exist, and told the settings where they do. Actors of earlier
+async def connect(settings: CacheSettings, name: str, patience: SharedSettings | None = None) -> ShardedCache:
+    """The shared cache of this name; its actors are made where they do not exist, and told the settings where they do. Actors of earlier
     settings, beyond `l2_shards`, are ended: nobody asks them any more, and no erasure would reach what they hold.
 
     `patience`: the deadlines, in place of those of the settings. Raises BackendUnavailable where Ray refuses.
@@ -157,9 +159,9 @@ async def connect(settings: CacheSettings, name: str = NAME, patience: SharedSet
     return ShardedCache(shards, patience)
 
 
-def remove_all(name: str = NAME) -> None:
-    """End the cluster's cache actors for good, where there are any: they outlive the configuration that asked for them. Blocks for one call
-    of Ray's head where there are none. Does not raise: what is wrong is logged.
+def remove_all(name: str) -> None:
+    """End the cache actors of this name for good, where there are any: they outlive the configuration that asked for them. Blocks for one
+    call of Ray's head where there are none. Does not raise: what is wrong is logged.
     """
     if not ray.is_initialized():
         return
@@ -169,7 +171,12 @@ def remove_all(name: str = NAME) -> None:
         logger.warning("cache actors may live on (%s: %s); look for them with: ray list actors", type(error).__name__, error)
 
 
-def shard_names(shards: int, name: str = NAME) -> list[str]:
+def name_of(application: str) -> str:
+    """What the cache actors of a Serve application are called, before their numbers."""
+    return f"{application}-cache"
+
+
+def shard_names(shards: int, name: str) -> list[str]:
     return [f"{name}-{index}" for index in range(shards)]
 
 

@@ -13,6 +13,7 @@ app = typer.Typer(
 
 COMMANDS = {
     "demo": "deployments.cli.demo:demo",
+    "init": "deployments.cli.init:init",
     "serve": "deployments.cli.serve:serve",
     "cluster": "deployments.cli.cluster:app",
     "data": "deployments.cli.data:app",

@@ -1,19 +1,18 @@
 """`genrec demo`: real films recommended to real people, by the whole system on this machine.
 
-data -> model -> compiled graphs and engines -> Serve -> answers
+Ray and Serve start -> answers by PyTorch
+data -> model    -^   -> compiled beside what serves -> answers by the compiled graphs, and by vLLM once it is loaded
 """
 
 import json
 import os
 import signal
 import threading
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
-import httpx
 import numpy as np
 import typer
 from rich.console import Console
@@ -21,34 +20,25 @@ from rich.markup import escape
 from rich.table import Table
 
 from cluster.bundle import Bundle, BundleStore
-from cluster.compilation import CompileOptions
 from cluster.dataset import Dataset
 from cluster.errors import BundleError
 from cluster.values import Action
+from deployments.cli.compiling import CompiledBeside
 from deployments.cli.dataset_options import DatasetOptions, open_dataset
+from deployments.cli.demo_answers import Asked, ask, best_answer, first_answer
 from deployments.cli.local_serve import LocalServe, require_free
-from deployments.cli.pretrained import publish_pretrained
 from deployments.cli.serve import Profile
-from pipelines.compile import StepResult, compile_bundle
+from deployments.shipped import DEMO_MODEL, RAY_CONFIG
 
-ROOT = Path(__file__).resolve().parents[2]
-PRETRAINED = ROOT / "examples" / "ml-100k"
-CONFIG_FILE = ROOT / "ray_config.yaml"
 SHOWN_HISTORY = 3
 console = Console(highlight=False)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A user's request and what came back."""
-
-    request: dict[str, Any]
-    answer: dict[str, Any]
-
-
 def demo(
     *,
-    once: Annotated[bool, typer.Option("--once", help="stop after the answers; the last line printed is one answer as JSON")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="stop after the answer by the best engines, printed as JSON in the last line")
+    ] = False,
     port: Annotated[int, typer.Option(help="where the API listens", min=1, max=65535)] = 8000,
     users: Annotated[int, typer.Option(help="how many users to ask for", min=1, max=50)] = 3,
     k: Annotated[int, typer.Option(help="recommendations for each", min=1, max=100)] = 5,
@@ -56,28 +46,57 @@ def demo(
     profile: Profile = None,
     cache: Annotated[Path | None, typer.Option(help="where MovieLens is kept (default: $GENREC_CACHE or ~/.cache/genrec)")] = None,
 ) -> None:
-    """MovieLens-100K, served: fetch it, publish the demo model, compile it, start Ray Serve, and recommend films to real users."""
+    """MovieLens-100K, served: recommend films to real users at once by PyTorch, then by compiled engines and vLLM while it serves."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's `genrec demo &` starts with SIGINT ignored
     signal.signal(signal.SIGTERM, _interrupt)
     require_free(port)
-    with console.status("reading MovieLens-100K"):
-        dataset = open_dataset(DatasetOptions(name="ml-100k", cache=cache))
-    console.print(
-        f"[bold]data[/]   {len(dataset.interactions):,} ratings, {dataset.interactions.users} users, {len(dataset.catalogue):,} films"
-    )
-    bundle = compiled(published(model_dir, dataset))
-    console.print(f"[bold]model[/]  {bundle.version}: {described(bundle)}")
-
     log = Path(".genrec/serve.log")
-    console.print(f"[bold]serve[/]  starting Ray and Serve; the log is {log}\n")
-    with LocalServe(CONFIG_FILE, {"model_dir": str(model_dir)}, port=port, log=log, profile=profile) as url:
-        asked = [ask(url, request_of(dataset, user, k)) for user in typical_users(dataset, users)]
-        for one in asked:
-            show(one, dataset)
+    with closing(LocalServe(RAY_CONFIG, {"model_dir": str(model_dir)}, port=port, log=log, profile=profile)) as serving:
+        serving.start()
+        console.print(f"[bold]serve[/]  Ray and Serve start; their log is {log}")
+        dataset = open_dataset(DatasetOptions(name="ml-100k", cache=cache))
+        console.print(
+            f"[bold]data[/]   {len(dataset.interactions):,} ratings, {dataset.interactions.users} users, {len(dataset.catalogue):,} films"
+        )
+        bundle = published(model_dir, dataset)
+        console.print(f"[bold]model[/]  {bundle.version}: {described(bundle)}")
+        serving.deploy()
+        requests = [request_of(dataset, user, k) for user in typical_users(dataset, users)]
+        first = first_answer(serving, requests[0])
+        console.print(f"[bold]answer[/] the first, by {engines(first)}\n")
+        for asked in (first, *(ask(serving.url, request) for request in requests[1:])):
+            show(asked, dataset)
         if not once:
-            stay(url, asked[0])
+            tell_where(serving.url, first)
+        with nullcontext() if once else suppress(KeyboardInterrupt):
+            best = improved(serving.url, first, bundle)
+            show(best, dataset)
+            if not once:
+                threading.Event().wait()
     if once:
-        print(json.dumps(asked[0].answer, ensure_ascii=False))
+        print(json.dumps(best.answer, ensure_ascii=False))
+
+
+def improved(url: str, first: Asked, bundle: Bundle) -> Asked:
+    """The same user's answer by the compiled model and the engines that are preferred; each engine that takes over meanwhile is told."""
+    if bundle.manifest.compiled_from is not None:
+        return best_answer(url, first, lambda: bundle.version, tell_change)
+    console.print("[bold]better[/] the model is compiled, and vLLM loaded, while PyTorch answers")
+    with CompiledBeside(model_dir := bundle.path.parent) as compiling:
+        return best_answer(url, first, lambda: None if compiling.under_way else BundleStore(model_dir).open().version, tell_change)
+
+
+def engines(asked: Asked) -> str:
+    return ", ".join(f"{stage}={backend}" for stage, backend in asked.served_by.items())
+
+
+def tell_change(before: Asked, now: Asked) -> None:
+    changes = [
+        f"{stage} by [bold green]{backend}[/] instead of {before.served_by.get(stage, 'nothing')}"
+        for stage, backend in now.served_by.items()
+        if backend != before.served_by.get(stage)
+    ]
+    console.print(f"[bold]better[/] {', '.join(changes)} ({now.answer['model_version']})", soft_wrap=True)
 
 
 def published(model_dir: Path, dataset: Dataset) -> Bundle:
@@ -87,7 +106,9 @@ def published(model_dir: Path, dataset: Dataset) -> Bundle:
     except BundleError as error:
         if BundleStore(model_dir).versions():
             console.print(f"[yellow]model[/]  {escape(str(error))}; the demo's own is published beside it")
-        return publish_pretrained(PRETRAINED, dataset, model_dir)
+        from deployments.cli.pretrained import publish_pretrained  # noqa: PLC0415 - it imports torch, while Ray and Serve start already
+
+        return publish_pretrained(DEMO_MODEL, dataset, model_dir)
 
 
 def described(bundle: Bundle) -> str:
@@ -97,19 +118,6 @@ def described(bundle: Bundle) -> str:
         return f"{family}, hr@10 {bundle.manifest.quality['hr@10']:.3f} on held-out events"
     alone, unified = blend.quality["retrieval"]["hr@10"], blend.quality["unified"]["hr@10"]
     return f"{family} and a decoder of semantic IDs, hr@10 {unified:.3f} on held-out events ({family} alone {alone:.3f})"
-
-
-def compiled(bundle: Bundle) -> Bundle:
-    """The same with an ONNX graph, and an engine where TensorRT's builder is installed; what fails is said and does not matter."""
-    if bundle.manifest.compiled_from is not None:
-        return bundle
-    with console.status("compiling: PyTorch -> ONNX -> TensorRT"):
-        return compile_bundle(BundleStore(bundle.path.parent), CompileOptions(targets=("sm_89",), precisions=("fp32",)), on_step=_tell)
-
-
-def _tell(result: StepResult) -> None:
-    outcome = f"{result.size / 1e6:.1f} MB" if result.artifact else f"[yellow]left out[/]: {escape(result.failure)}"
-    console.print(f"[bold]built[/]  {escape(result.step)}: {outcome} ({result.seconds:.1f} s)")
 
 
 def typical_users(dataset: Dataset, count: int) -> list[int]:
@@ -133,12 +141,6 @@ def request_of(dataset: Dataset, user: int, k: int) -> dict[str, Any]:
         "k": k,
         "request_time": behaviours[-1]["timestamp"] + 3600,
     }
-
-
-def ask(url: str, request: dict[str, Any]) -> Asked:
-    response = httpx.post(f"{url}/v1/recommend", json=request, timeout=30)
-    response.raise_for_status()
-    return Asked(request, response.json())
 
 
 def show(asked: Asked, dataset: Dataset) -> None:
@@ -166,14 +168,12 @@ def _title(dataset: Dataset, item_id: str) -> str:
     return item_id if index is None else dataset.catalogue[index].title
 
 
-def stay(url: str, asked: Asked) -> None:
-    """Say where everything is, and wait for Ctrl-C."""
+def tell_where(url: str, asked: Asked) -> None:
+    """Say where everything is."""
     small = {**asked.request, "behaviours": asked.request["behaviours"][-2:], "k": 3}
     console.print(f"page   {url}/\nAPI    {url}/v1/recommend\ndocs   {url}/docs\nstate  {url}/v1/backends\n")
     print(f"curl -s {url}/v1/recommend -H 'content-type: application/json' -d '{json.dumps(small)}'\n")
-    console.print("Ctrl-C stops it")
-    with suppress(KeyboardInterrupt):
-        threading.Event().wait()
+    console.print("Ctrl-C stops it\n")
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -21,13 +21,14 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
+from cluster import ports
 from cluster.errors import ConfigError
 from cluster.profile import ProfileName
 from deployments.cli.local_serve import READY_WITHIN_S, is_ready, local_document, require_free
 from deployments.cli.node_plan import NodePlan, plan_nodes
-from deployments.cli.processes import boot_id, kill_session, session_members
+from deployments.cli.processes import GONE_WITHIN_S, boot_id, kill_session, session_members
 
-NODE_WITHIN_S = 90.0
+NODE_WITHIN_S = 240.0
 POLL_S = 0.2
 START_TRIES = 3
 ENDED, TOO_SLOW = "ended", "timed out during startup"
@@ -128,7 +129,7 @@ class LocalCluster:
         """Give Serve this configuration, and wait until it runs."""
         self.document = dict(document)
         self._save()
-        response = self._ask("PUT", "/api/serve/applications/", json=self.document)
+        response = self._ask("PUT", "/api/serve/applications/", within_s=READY_WITHIN_S, json=self.document)
         if response.status_code != 200:
             raise ConfigError(f"Serve refused the configuration: {response.text[-2000:]}")
         if wait:
@@ -191,10 +192,12 @@ class LocalCluster:
             kill_session(node.pid)
         for child in self._children:  # one that never became a node
             kill_session(child.pid)
-        self._reap()
+        for child in self._children:
+            child.wait(GONE_WITHIN_S)
         self._forget()
         self._keep_logs()
         shutil.rmtree(self.plan.temporary, ignore_errors=True)
+        ports.release(self.plan.block)
         (self.directory / STATE_FILE).unlink(missing_ok=True)
 
     def _start_node(self, index: int) -> None:
@@ -213,7 +216,10 @@ class LocalCluster:
         command, environment = self.plan.command(index), self.plan.node_environment(index)
         with self._log(index).open("wb") as output:
             # a session of its own: its processes are found by it, and Ctrl-C in the terminal does not reach them
-            child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
+            claims = ports.descriptors(self.plan.port, self.plan.block)
+            child = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment, pass_fds=claims
+            )
         self._children = (*self._children, child)
         return child
 

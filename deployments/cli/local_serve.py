@@ -1,7 +1,15 @@
-"""Serve on this machine for as long as a `with` block lasts: `serve run` in a process of its own, on a Ray cluster of its own.
+"""Serve on this machine for as long as a `with` block lasts: `genrec serve` in a process of its own, on a Ray cluster of its own.
 
 with LocalServe(Path("ray_config.yaml"), {"model_dir": "models/ml-100k"}, port=8000, log=Path("serve.log")) as url:
     httpx.post(f"{url}/v1/recommend", json=...)
+
+In steps, where the model is made ready while Ray and Serve start:
+
+with closing(LocalServe(...)) as serving:
+    serving.start()
+    ...
+    serving.deploy()
+    serving.wait_until(is_ready)
 """
 
 import os
@@ -9,7 +17,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -18,14 +26,16 @@ from typing import Any
 import httpx
 import yaml
 
+from cluster import ports
 from cluster.config import parse, read_document
 from cluster.errors import ConfigError
-from cluster.profile import ProfileName, is_free, of_one_machine
-from deployments.app import resolved
+from cluster.profile import ProfileName, free_block, of_one_machine
+from cluster.served import served_bundle
 from deployments.cli.processes import kill_session
-from deployments.cli.serve import serve_command
+from deployments.cli.serve import LATER, run_command
 
 READY_WITHIN_S = 400.0
+POLL_S = 0.3
 STOP_WITHIN_S = 30.0
 LOG_TAIL_LINES = 25
 APPLICATION = "genrec"
@@ -43,27 +53,57 @@ class LocalServe:
         self.url = f"http://127.0.0.1:{port}"
         self._config, self._changes, self._port, self._log, self._profile = config, changes, port, log, profile
         self._process: subprocess.Popen[bytes] | None = None
+        self._block = 0
 
     def __enter__(self) -> str:
-        require_free(self._port)
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        written = self._log.with_suffix(".yaml")
-        written.write_text(yaml.safe_dump(local_document(self._config, self._changes, self._port), sort_keys=False))
-        command = [serve_command(), "run", "--address", "local", str(written)]
-        environment = {**of_one_machine(self._profile), **os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
-        with self._log.open("wb") as output:
-            # a session of its own: Ctrl-C in the terminal reaches us alone, and we stop it in order
-            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
+        document = local_document(self._config, self._changes, self._port)
         try:
-            self._wait_until_ready(self._process)
+            self._start(document)
+            self.wait_until(lambda: is_ready(self.url))
         except BaseException:
-            self._stop(self._process)
+            self.close()
             raise
         return self.url
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._process:
-            self._stop(self._process)
+        self.close()
+
+    def start(self) -> None:
+        """Begin to start Ray and Serve. What they are to serve need not be there yet."""
+        self._start(local_document(self._config, self._changes, self._port, checked=False), LATER)
+
+    def deploy(self) -> None:
+        """After `start`: have it served as soon as they run."""
+        self._write(local_document(self._config, self._changes, self._port))
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(BrokenPipeError):  # it has ended; whatever waits for it hears so
+                self._process.stdin.write(b"\n")
+                self._process.stdin.flush()
+
+    def wait_until(self, holds: Callable[[], bool], within_s: float = READY_WITHIN_S) -> None:
+        """Ask again and again. Raises ConfigError where it does not hold in time, or what serves has ended."""
+        deadline = time.monotonic() + within_s
+        while not holds():
+            if self._process is None or self._process.poll() is not None:
+                status = "before it was started" if self._process is None else f"with status {self._process.returncode}"
+                raise ConfigError(f"the service ended {status}; {self._tail()}")
+            if time.monotonic() > deadline:
+                raise ConfigError(f"nothing was ready on {self.url} within {within_s:g} s; {self._tail()}")
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """End all its processes."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_WITHIN_S)
+        kill_session(process.pid)  # what did not end with it; HAProxy outlives a proxy that was killed
+        process.wait()
+        if process.stdin:
+            process.stdin.close()
+        ports.release(self._block)
 
     @property
     def pid(self) -> int:
@@ -79,45 +119,56 @@ class LocalServe:
             return found[1]
         raise ConfigError(f"{self._log} names no dashboard; nothing is served yet")
 
-    def running(self, deployment: str) -> set[int]:
+    def running(self, deployment: str, application: str = APPLICATION) -> set[int]:
         """The processes of a deployment's replicas that Serve gives requests to. A controller that is away raises a TransportError."""
         headers = {"Authorization": f"Bearer {auth_token()}"}
         answer = httpx.get(f"{self.dashboard}/api/serve/applications/", headers=headers, timeout=20.0)
         if answer.status_code != 200:
             raise httpx.ReadError(f"{answer.status_code} {answer.text[:200]}")
-        replicas = answer.json()["applications"][APPLICATION]["deployments"][deployment]["replicas"]
+        replicas = answer.json()["applications"][application]["deployments"][deployment]["replicas"]
         return {replica["pid"] for replica in replicas if replica["state"] == "RUNNING"}
 
-    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + READY_WITHIN_S
-        while time.monotonic() < deadline:
-            if process.poll() is not None:
-                raise ConfigError(f"`serve run` ended with status {process.returncode}; {self._tail()}")
-            if is_ready(self.url):
-                return
-            time.sleep(0.3)
-        raise ConfigError(f"nothing was ready on {self.url} within {READY_WITHIN_S:g} s; {self._tail()}")
+    def _start(self, document: Mapping[str, Any], *when: str) -> None:
+        require_free(self._port)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._write(document)
+        self._block = free_block()
+        environment = {**of_one_machine(self._block, self._profile), **os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+        with self._log.open("wb") as output:
+            # a session of its own: Ctrl-C in the terminal reaches us alone, and we stop it in order
+            self._process = subprocess.Popen(
+                run_command(self._file, "local", *when),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
+                pass_fds=ports.descriptors(self._port, self._block),
+            )
+
+    @property
+    def _file(self) -> Path:
+        return self._log.with_suffix(".yaml")
+
+    def _write(self, document: Mapping[str, Any]) -> None:
+        self._file.write_text(yaml.safe_dump(dict(document), sort_keys=False))
 
     def _tail(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return "\n  ".join([f"the end of {self._log}:", *lines])
 
-    @staticmethod
-    def _stop(process: subprocess.Popen[bytes]) -> None:
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_WITHIN_S)
-        kill_session(process.pid)  # what did not end with it; HAProxy outlives a proxy that was killed
-        process.wait()
 
-
-def local_document(config: Path, changes: Mapping[str, Any], port: int) -> dict[str, Any]:
-    """The Serve configuration to run on this machine alone. Raises ConfigError or BundleError where genrec's part is refused."""
+def local_document(config: Path, changes: Mapping[str, Any], port: int, *, checked: bool = True) -> dict[str, Any]:
+    """The Serve configuration to run on this machine alone. Raises ConfigError or, where it is `checked`, BundleError for a model that
+    cannot be served.
+    """
     document = read_document(config)
     document["http_options"] = {**(document.get("http_options") or {}), "host": "127.0.0.1", "port": port}
     application = document["applications"][0]
-    settings = resolved(parse({**(application.get("args") or {}), **changes}, str(config)))
-    application["args"] = {**(application.get("args") or {}), **changes, "model_dir": str(settings.model_dir)}
+    settings = parse({**(application.get("args") or {}), **changes}, str(config))
+    if checked:
+        served_bundle(settings)
+    application["args"] = {**(application.get("args") or {}), **changes, "model_dir": str(settings.model_dir.absolute())}
     return document
 
 
@@ -138,6 +189,6 @@ def is_ready(url: str) -> bool:
 
 
 def require_free(port: int) -> None:
-    """Raises ConfigError where something listens on the port already."""
-    if not is_free(port, "127.0.0.1"):
+    """Claim the port. Raises ConfigError where something listens on it already, or is about to."""
+    if not (ports.claim(port) and ports.is_free(port, "127.0.0.1")):
         raise ConfigError(f"port {port} of this machine cannot be had; stop what uses it or give another --port")

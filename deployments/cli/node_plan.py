@@ -83,6 +83,7 @@ def plan_nodes(nodes: int, cpus: int, port: int | None, redis: str | None, name:
     temporary = tempfile.mkdtemp(prefix="genrec-")
     environment = {
         **profile.apart(block, Path(temporary)),
+        **profile.SHARED_MACHINE,
         **{variable: os.environ.get(variable, value) for variable, value in wanted.items()},
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-GONE_WITHIN_S = 10.0
+GONE_WITHIN_S = 60.0
 
 
 def boot_id() -> str:

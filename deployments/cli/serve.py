@@ -1,4 +1,4 @@
-"""`genrec serve`: run the application on this machine until Ctrl-C."""
+"""`genrec serve`: run the application on this machine until Ctrl-C or SIGTERM."""
 
 import os
 import shutil
@@ -10,29 +10,38 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from cluster import ports
 from cluster.config import read, read_document
 from cluster.errors import ConfigError
-from cluster.profile import ProfileName, of_one_machine
-from deployments.app import served_bundle
+from cluster.profile import ProfileName, free_block, of_one_machine
+from cluster.served import served_bundle
 from deployments.cli.config import ConfigFile
 
+LATER = "later"
 Profile = Annotated[ProfileName | None, typer.Option("--profile", help="how requests are carried (default: fast, where it works)")]
 ModelDir = Annotated[Path | None, typer.Option(help="the model to serve (default: the configuration's)")]
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="where to listen (default: the configuration's)")]
 
 
 def serve(path: ConfigFile = Path("ray_config.yaml"), *, model_dir: ModelDir = None, port: Port = None, profile: Profile = None) -> None:
-    """Check the configuration and the model, then hand over to `serve run`.
+    """Check the configuration and the model, then serve until Ctrl-C or SIGTERM.
 
     Where RAY_ADDRESS names a cluster, it is deployed there, and the cluster's own profile holds.
     """
     settings = read(path)
     bundle = served_bundle(settings if model_dir is None else settings.model_copy(update={"model_dir": model_dir}))
     typer.echo(f"serving {bundle.version} as {path} says", err=True)
-    command = serve_command()
-    profiled = {} if "RAY_ADDRESS" in os.environ else of_one_machine(profile)
+    profiled = {} if "RAY_ADDRESS" in os.environ else _alone(profile)
     config = path if model_dir is None and port is None else _written(changed(read_document(path), model_dir, port))
-    os.execve(command, [command, "run", str(config)], {**profiled, **os.environ})  # noqa: S606 - the same command a user would type
+    os.execve(sys.executable, run_command(config), {**profiled, **os.environ})  # noqa: S606 - one process serves, and gets the signals
+
+
+def _alone(profile: ProfileName | None) -> dict[str, str]:
+    """The environment of a cluster of its own. The claim on its block of ports outlives this program's `execve`."""
+    block = free_block()
+    for file in ports.descriptors(block):
+        os.set_inheritable(file, True)
+    return of_one_machine(block, profile)
 
 
 def changed(document: dict[str, Any], model_dir: Path | None, port: int | None) -> dict[str, Any]:
@@ -42,6 +51,11 @@ def changed(document: dict[str, Any], model_dir: Path | None, port: int | None) 
     listens = {} if port is None else {"port": port}
     http = {**(document.get("http_options") or {}), **listens}
     return {**document, "http_options": http, "applications": [{**first, "args": {**(first.get("args") or {}), **model}}, *others]}
+
+
+def run_command(config: Path, *address: str) -> list[str]:
+    """What serves a file, in this environment's Python; an address may be followed by LATER."""
+    return [sys.executable, "-m", "deployments.cli.run", str(config), *address]
 
 
 def serve_command() -> str:
@@ -54,7 +68,7 @@ def serve_command() -> str:
 
 
 def _written(document: dict[str, Any]) -> Path:
-    """In a file that Serve reads while it starts; this process ends with that of `serve run`, so nobody is left to remove it."""
+    """In a file that Serve reads while it starts; this process ends with that of `serve run`, so no process is left to remove it."""
     with tempfile.NamedTemporaryFile("w", prefix="genrec-", suffix=".yaml", delete=False) as file:
         yaml.safe_dump(document, file, sort_keys=False)
     return Path(file.name)

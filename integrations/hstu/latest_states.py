@@ -19,8 +19,8 @@ def latest_states(  # noqa: PLR0917 - a batch's own columns
     """L2-normalised states (B, C, D) after each user's last `count` events, oldest first; who has fewer has the first one repeated."""
     index_BC = (lengths_B.unsqueeze(1) - count + torch.arange(count, device=lengths_B.device)).clamp(min=0)
     if not isinstance(model, HSTU):
-        return rows(model(items_BL, times_BL, next_times_BL), index_BC)
-    rows_L = torch.arange(items_BL.shape[1], device=items_BL.device)
+        return rows(model(items_BL, times_BL, next_times_BL), index_BC, model.config.dim)
+    rows_L = torch.arange(times_BL.shape[1], device=times_BL.device)
     x = model.embed(items_BL, rows_L)
     *below, top = cast("list[HSTULayer]", list(model.layers))
     attended = causal(model.config, times_BL, next_times_BL) if below else []
@@ -32,12 +32,12 @@ def latest_states(  # noqa: PLR0917 - a batch's own columns
 
 def latest_rows(layer: HSTULayer, x_BLD: Tensor, index_BC: Tensor, attended: Attended) -> Tensor:
     """The layer's output (B, C, D) at these rows of each user, the only ones that ask."""
-    x_BCD = rows(x_BLD, index_BC)
+    x_BCD = rows(x_BLD, index_BC, layer.config.dim)
     kt, v = layer.keys(x_BLD)
     u, q = layer.queries(x_BCD)
     return layer.gate(x_BCD, u, layer.attend(q, kt, v, layer.bias(attended)))
 
 
-def rows(x_BLD: Tensor, index_BC: Tensor) -> Tensor:
-    """Rows `index_BC` of each user, (B, C, D)."""
-    return x_BLD.gather(1, index_BC.unsqueeze(2).expand(-1, -1, x_BLD.shape[2]))
+def rows(x_BLD: Tensor, index_BC: Tensor, dim: int) -> Tensor:
+    """Rows `index_BC` of each user, (B, C, D); `dim` is D, since the exporter takes a tensor's own size for one that varies."""
+    return x_BLD.gather(1, index_BC.unsqueeze(2).expand(-1, -1, dim))

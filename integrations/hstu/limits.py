@@ -38,7 +38,7 @@ def blocks_worth(config: HSTUConfig, users: int, length: int) -> int:
 
 def block_ends(length: int, count: int) -> list[int]:
     """0 and the row after the last one of each block."""
-    return [length * block // count for block in range(count + 1)]
+    return [0, *(length * block // count for block in range(1, count)), length]
 
 
 def _recorded(model: ModelRecord, name: str) -> int:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.limits import block_ends, blocks_worth, row_blocks
-from integrations.hstu.sequence_model import SequenceModel, unit
+from integrations.hstu.sequence_model import SequenceModel, heads_apart, heads_joined, unit
 
 _MASKED = -1e4
 _EPSILON = 1e-6
@@ -72,7 +72,7 @@ class Attended:
 def causal(config: HSTUConfig, times_BL: Tensor, next_times_BL: Tensor) -> list[Attended]:
     """Rows that look at themselves and at what stands before them, in blocks of rows that have the keys up to their last row."""
     users, length = times_BL.shape
-    exporting = torch.compiler.is_exporting()
+    exporting = torch.onnx.is_in_onnx_export()
     ends = block_ends(length, row_blocks(config.max_history) if exporting else blocks_worth(config, users, length))
     rows_L = torch.arange(length, device=times_BL.device)
     return [
@@ -106,12 +106,12 @@ class HSTULayer(nn.Module):
     def project(self, x_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """U (B, L, H*W), V (B, H, L, W), Q (B, H, L, K) and K^T (B, H, K, L)."""
         u, v, q, k = torch.split(F.silu(self._normed(x_BLD) @ self.uvqk), self.widths, dim=-1)
-        return u, self._by_head(v), self._by_head(q), self._by_head(k).transpose(2, 3)
+        return u, self._values(v), self._by_head(q), self._by_head(k).transpose(2, 3)
 
     def keys(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
         """K^T (B, H, K, L) and V (B, H, L, W) of rows that ask nothing themselves."""
         v, k = self._projections(x_BLD, 1, 3)
-        return self._by_head(k).transpose(2, 3), self._by_head(v)
+        return self._by_head(k).transpose(2, 3), self._values(v)
 
     def queries(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
         """U (B, L, H*W) and Q (B, H, L, K) of rows that nobody looks at."""
@@ -133,6 +133,8 @@ class HSTULayer(nn.Module):
 
     def attend_causally(self, q: Tensor, kt: Tensor, v: Tensor, blocks: Sequence[Attended]) -> Tensor:
         """(B, H, L, W): what rows see of themselves and of those before them."""
+        if len(blocks) == 1:
+            return self.attend(q, kt, v, self.bias(blocks[0]))
         ends = [block.buckets.shape[2] for block in blocks]
         starts = [0, *ends[:-1]]
         return torch.cat(
@@ -145,8 +147,8 @@ class HSTULayer(nn.Module):
 
     def gate(self, x_BLD: Tensor, u: Tensor, attention_BHLW: Tensor) -> Tensor:
         """The layer's output (B, L, D) from what its rows attended to."""
-        mixed = attention_BHLW.transpose(1, 2).flatten(2)
-        gated = u * F.layer_norm(mixed, (mixed.shape[-1],), eps=_EPSILON)
+        mixed = heads_joined(attention_BHLW, self.output.in_features)
+        gated = u * F.layer_norm(mixed, (self.output.in_features,), eps=_EPSILON)
         out: Tensor = self.output(F.dropout(gated, self.config.dropout, self.training))
         return out + x_BLD
 
@@ -167,8 +169,12 @@ class HSTULayer(nn.Module):
         return [F.silu(normed @ self.uvqk[:, ends[part] - self.widths[part] : ends[part]]) for part in parts]  # a Split is not folded
 
     def _by_head(self, x_BLD: Tensor) -> Tensor:
-        """(B, H, L, D / H)."""
-        return torch.unflatten(x_BLD, -1, (self.config.heads, -1)).transpose(1, 2)
+        """Q or K (B, H, L, K)."""
+        return heads_apart(x_BLD, self.config.heads, self.config.attention_dim)
+
+    def _values(self, x_BLD: Tensor) -> Tensor:
+        """V (B, H, L, W)."""
+        return heads_apart(x_BLD, self.config.heads, self.config.linear_dim)
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,7 +44,8 @@ DECODER_SIZES = {"hidden": 64, "layers": 2, "heads": 2, "feedforward": 128, "pro
 def make_generative_bundle(root: Path, *, items: int = 200, seed: int = 0, sizes: tuple[int, ...] = (8, 8), **decoder: int) -> Bundle:
     """As `make_bundle`, with random semantic IDs and a random decoder whose probabilities are far from uniform.
 
-    `sizes` are the codes of every level but the last, which tells apart what shares the rest; `decoder` overrides DECODER_SIZES.
+    `sizes` are the codes of every level but the last, which tells apart what shares the rest; `decoder` overrides DECODER_SIZES, and the
+    vocabulary, which may be larger than the semantic IDs need: decoders of the same sizes and seed have the same weights.
     """
     return _add_decoder(make_bundle(root, items=items, seed=seed), seed, sizes, decoder)
 
@@ -60,7 +61,7 @@ def make_complete_bundle(root: Path, *, items: int = 200, seed: int = 0, max_his
 def _add_decoder(bundle: Bundle, seed: int, sizes: tuple[int, ...], decoder: dict[str, int]) -> Bundle:
     """The next version of the bundle, with a decoder."""
     ids = random_semantic_ids(len(bundle.catalogue), sizes, seed)
-    config = DecoderConfig(vocabulary=ids.vocabulary, levels=ids.levels, state_dim=16, **{**DECODER_SIZES, **decoder})
+    config = DecoderConfig(levels=ids.levels, state_dim=16, **{"vocabulary": ids.vocabulary, **DECODER_SIZES, **decoder})
     torch.manual_seed(seed)
     model = SemanticIdDecoder(config, ids, bundle.item_vectors)
     with torch.no_grad():

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from cluster.ranking import Task
 from cluster.values import Action, UserSequence
 from integrations.hstu.config import RankerConfig
-from integrations.hstu.model import Attended, HSTULayer, Past, among_new, lookup, time_buckets
+from integrations.hstu.model import Attended, HSTULayer, Past, among_new, time_buckets
 from integrations.hstu.ranker_inputs import event_columns, training_batch
 from integrations.hstu.sequence_model import unit
 
@@ -104,7 +104,7 @@ class HSTURanker(nn.Module):
 
     def rank(self, candidates_BM: Tensor, times_BP: Tensor, kt: Sequence[Tensor], v: Sequence[Tensor]) -> Tensor:
         """Predictions (B, M, T) of candidates after P events with these times, relative to the moment, and K^T and V layer by layer."""
-        position_1 = torch.full((1,), times_BP.shape[1], device=times_BP.device)
+        position_1 = torch.full((1,), times_BP.shape[1], dtype=torch.int64, device=times_BP.device)
         every = self._before(position_1, times_BP.new_zeros(times_BP.shape[0], 1), times_BP)
         y = self._asked(candidates_BM, position_1)
         for index, layer in enumerate(self._layers):
@@ -175,6 +175,7 @@ def candidates_through(layer: HSTULayer, y_BMD: Tensor, kt: Tensor, v: Tensor, b
     `bias` is (B, M, P), or (B, 1, P) where it is the same for all.
     """
     u, own_v, q, own_kt = layer.project(y_BMD)
-    itself = lookup(layer.position_weights, torch.tensor([layer.config.max_length - 1], device=y_BMD.device)) + layer.time_weights[:1]
+    nearest = layer.config.max_length - 1
+    itself = layer.position_weights[nearest : nearest + 1] + layer.time_weights[:1]
     own = F.silu((q * own_kt.transpose(2, 3)).sum(dim=-1, keepdim=True) + itself) / layer.config.max_length * own_v
     return layer.gate(y_BMD, u, layer.attend(q, kt, v, bias) + own)

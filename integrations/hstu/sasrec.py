@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from integrations.hstu.config import SASRecConfig
-from integrations.hstu.sequence_model import SequenceModel
+from integrations.hstu.sequence_model import SequenceModel, heads_apart, heads_joined
 
 _EPSILON = 1e-8
 
@@ -42,11 +42,11 @@ class SASRecLayer(nn.Module):
         return x_BLD + self._drop(self.contract(hidden))
 
     def attend(self, queries_BLD: Tensor, x_BLD: Tensor) -> Tensor:
-        heads = (self.config.heads, -1)
-        q, k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in (self.query(queries_BLD), self.key(x_BLD), self.value(x_BLD)))
+        heads, width = self.config.heads, self.config.dim // self.config.heads
+        q, k, v = (heads_apart(part, heads, width) for part in (self.query(queries_BLD), self.key(x_BLD), self.value(x_BLD)))
         dropout = self.config.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        out: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.output(heads_joined(mixed, self.config.dim))
         return out
 
     def _drop(self, x: Tensor) -> Tensor:

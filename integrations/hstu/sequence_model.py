@@ -23,6 +23,17 @@ def unit(x: Tensor) -> Tensor:
     return x / norms.clamp(min=_SMALLEST_NORM)
 
 
+def heads_apart(x_BLD: Tensor, heads: int, width: int) -> Tensor:
+    """(B, H, L, W) of (B, L, H*W)."""
+    return x_BLD.reshape(*x_BLD.shape[:2], heads, width).transpose(1, 2)
+
+
+def heads_joined(x_BHLW: Tensor, dim: int) -> Tensor:
+    """(B, L, D) of (B, H, L, W); D is H*W."""
+    x_BLHW = x_BHLW.transpose(1, 2)
+    return x_BLHW.reshape(*x_BLHW.shape[:2], dim)
+
+
 class SequenceModel(nn.Module):
     """Embeds a history; a subclass turns the embedded rows into states."""
 

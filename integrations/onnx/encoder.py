@@ -58,6 +58,7 @@ class OnnxRuntimeEncoder(KeepsRows[KeptStates]):
         if not (availability := self.get_availability(bundle)).ok:
             raise BackendUnavailable(availability.reason)
         self._session = open_session(compiled_graph(bundle, "retrieve", self._precision), self._threads)
+        self._inputs = [node.name for node in self._session.get_inputs() if node.name != "top_n"]
         self._outputs = ["state", "nearest", "scores", *(["states"] if bundle.prompt_length else [])]
         self._index = make_index(self._index_name, bundle.item_vectors)
         self._max_history = limits(bundle.manifest.model).max_history
@@ -89,7 +90,7 @@ class OnnxRuntimeEncoder(KeepsRows[KeptStates]):
 
     def _retrieve(self, batch: BehaviourBatch, top_n: int) -> list[FloatArray]:
         """The graph's outputs: state, nearest, scores and, where there is a decoder, the latest states."""
-        given: dict[str, Any] = {name: getattr(batch, name) for name in ("items", "times", "next_times", "lengths")}
+        given: dict[str, Any] = {name: getattr(batch, name) for name in self._inputs}
         outputs: list[FloatArray] = self._session.run(self._outputs, {**given, "top_n": np.array(top_n, np.int64)})
         return outputs
 

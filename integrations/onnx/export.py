@@ -1,9 +1,7 @@
 """PyTorch -> ONNX: the model's graphs with dynamic batch and length, each checked against the model before it is kept."""
 
-import inspect
-import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,14 +9,12 @@ from typing import Any
 
 import onnx
 import torch
-from torch.export import Dim
 
 from cluster.bundle import Artifact, Bundle, Draft
 from cluster.compilation import CompileOptions, CompileStep, Precision
 from cluster.errors import CompileError
 from cluster.values import FloatArray
 from integrations.hstu.config import SequenceConfig
-from integrations.hstu.limits import row_blocks
 from integrations.hstu.user_behavior_schema import BehaviourBatch
 from integrations.hstu.weights import load_model, load_ranker
 from integrations.onnx.files import graph_file
@@ -29,8 +25,11 @@ from integrations.onnx.parity import Run, measure, require_parity
 from integrations.onnx.quality_gate import LEAST, States, compare
 from integrations.onnx.samples import Inputs, samples
 from integrations.onnx.session import open_session
+from integrations.onnx.shapes import constant_shapes
 
 OPSET = 20
+DIMENSIONS = {"B": "batch", "L": "length", "S": "new", "P": "past", "M": "candidates"}
+"""The name in the graph of each dimension that varies; engines have a range for each."""
 
 
 class OnnxCompiler:
@@ -69,47 +68,47 @@ class OnnxCompiler:
 
 
 def export(graph: Graph, config: SequenceConfig, path: Path) -> None:
-    """Write the graph. Raises CompileError with the exporter's own reason."""
-    example = max(samples(graph, config), key=partial(_smallest_dimension, graph))  # the exporter takes sizes of 0 and 1 for constants
-    sizes = {
-        "B": Dim("batch", min=1),
-        "L": Dim("length", min=row_blocks(config.max_history), max=config.max_length),
-        "S": Dim("new", min=1, max=config.max_length),
-        "P": Dim("past", min=0, max=config.max_length),
-        "M": Dim("candidates", min=1),
-    }
-    dynamic = {name: {axis: sizes[d] for axis, d in enumerate(dims) if d} for name, dims in graph.inputs.items()}
+    """Write the graph. Raises CompileError with the exporter's own reason, also where what is traced depends on the example."""
+    example = max(samples(graph, config), key=partial(_smallest_dimension, graph))  # what has a size of 1 would be traced as broadcast
     module = graph.module.eval()
     try:
-        with _quiet():
-            program = torch.onnx.export(
+        with torch.no_grad(), constant_shapes(OPSET), _strict():
+            torch.onnx.export(
                 module,
                 tuple(example.values()),
-                dynamo=True,
-                dynamic_shapes=_by_parameter(module, dynamic),
+                path,
+                dynamo=False,  # tracing takes a fifth of the time of torch.export
                 input_names=list(graph.inputs),
                 output_names=list(graph.outputs),
+                dynamic_axes={
+                    name: {axis: DIMENSIONS[letter] for axis, letter in enumerate(dims) if letter} for name, dims in graph.inputs.items()
+                },
                 opset_version=OPSET,
-                verbose=False,
             )
-            assert program is not None
-            program.save(path)
+        _name_all_inputs(graph, example, path)
     except Exception as error:
-        raise CompileError(f"torch.onnx.export could not express it: {_first_line(error)}") from error
+        raise CompileError(f"torch.onnx.export could not express it: {_first_line(error.__cause__ or error)}") from error
+
+
+def _name_all_inputs(graph: Graph, example: Inputs, path: Path) -> None:
+    """Give the graph at `path` back what the exporter drops, the inputs that no output depends on, as SASRec's times."""
+    model = onnx.load(path)
+    kept = {value.name: value for value in model.graph.input}
+    if kept.keys() == graph.inputs.keys():
+        return
+    for name, dims in graph.inputs.items():
+        shape = [DIMENSIONS[letter] if letter else size for letter, size in zip(dims, example[name].shape, strict=True)]
+        element = onnx.helper.np_dtype_to_tensor_dtype(example[name].numpy().dtype)
+        kept.setdefault(name, onnx.helper.make_tensor_value_info(name, element, shape))
+    del model.graph.input[:]
+    model.graph.input.extend(kept[name] for name in graph.inputs)
+    onnx.save(model, path)
 
 
 def _smallest_dimension(graph: Graph, inputs: Inputs) -> int:
     """Of those that vary."""
     sizes = (zip(dims, inputs[name].shape, strict=True) for name, dims in graph.inputs.items())
     return min((size for dims in sizes for letter, size in dims if letter), default=0)
-
-
-def _by_parameter(module: torch.nn.Module, dynamic: Mapping[str, Any]) -> dict[str, Any]:
-    """The dimensions of each input by the parameter that takes it: what no parameter is named after, `*args` take."""
-    parameters = inspect.signature(module.forward).parameters
-    named = {name: dynamic[name] for name in parameters if name in dynamic}
-    rest = tuple(dims for name, dims in dynamic.items() if name not in parameters)
-    return {name: named.get(name, rest) for name in parameters if name in named or rest}
 
 
 def narrow(directory: Path, graph: Graph, precision: Precision, path: Path) -> None:
@@ -171,20 +170,15 @@ def _precisions(graph: Graph, options: CompileOptions) -> list[Precision]:
     return ["fp32", *([coarse] if coarse in options.precisions else [])]
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the exporter's remarks about itself: its deprecated internals, axis names used twice, packages it would also support."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-            warnings.filterwarnings("ignore", message=".*axis name.*", category=UserWarning)
-            yield
-    finally:
-        log.setLevel(level)
+def _strict() -> Iterator[None]:
+    """A number or a branch that the tracer would take from the example for a constant is an error; that tracing is deprecated, none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)  # type: ignore[attr-defined]
+        warnings.filterwarnings("ignore", message="You are using the legacy TorchScript-based ONNX export", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", module=r"torch\.onnx\.", category=DeprecationWarning)  # of its own parts
+        yield

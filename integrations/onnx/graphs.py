@@ -101,11 +101,8 @@ class Retrieve(Encode):
         self, items: Tensor, times: Tensor, next_times: Tensor, lengths: Tensor, top_n: Tensor
     ) -> tuple[Tensor, ...]:
         state, *latest = super().forward(items, times, next_times, lengths)
-        catalogue_size = self.vectors.shape[1]
-        count = cast("int", top_n.clamp(max=catalogue_size).item())  # int() would fix it to the example's
-        torch._check(count >= 1)  # type: ignore[no-untyped-call]  # noqa: SLF001 - the documented way to tell the exporter a bound
-        torch._check(count <= catalogue_size)  # type: ignore[no-untyped-call]  # noqa: SLF001
-        scores, nearest = torch.topk(state @ self.vectors, count, dim=1)
+        count = top_n.clamp(max=self.vectors.shape[1])  # a number would be the example's in the graph
+        scores, nearest = torch.topk(state @ self.vectors, cast("int", count), dim=1)
         return state, nearest + 1, scores, *latest
 
 
@@ -126,9 +123,9 @@ class Append(nn.Module):
         past_lengths: Tensor,
         *past: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        layers = self.model.config.layers
+        layers, dim = self.model.config.layers, self.model.config.dim
         states, kt, v = self.model.append(items, times, next_times, past_times, past_lengths, past[:layers], past[layers:])
-        return rows(states, lengths.unsqueeze(1) - 1).squeeze(1), states, kt, v
+        return rows(states, lengths.unsqueeze(1) - 1, dim)[:, 0], states, kt, v
 
 
 class RankAppend(nn.Module):
@@ -145,7 +142,7 @@ class RankAppend(nn.Module):
         items, actions, ratings, times = (column.unsqueeze(0) for column in (items, actions, ratings, times))
         past_times = past[0].unsqueeze(0) if past else None
         kt, v = self.model.append(items, actions, ratings, times, past_times, *_by_layer(past[1:]))
-        return kt.squeeze(1), v.squeeze(1)
+        return kt[:, 0], v[:, 0]
 
 
 class Rank(nn.Module):
@@ -156,7 +153,7 @@ class Rank(nn.Module):
         self.model = ranker
 
     def forward(self, candidates: Tensor, past_times: Tensor, *past: Tensor) -> Tensor:
-        return self.model.rank(candidates.unsqueeze(0), past_times.unsqueeze(0), *_by_layer(past)).squeeze(0)
+        return self.model.rank(candidates.unsqueeze(0), past_times.unsqueeze(0), *_by_layer(past))[0]
 
 
 def _by_layer(past: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -25,7 +25,6 @@ GRAPH = "encode"
 _USERS = 8
 _LENGTHS = 8
 """Shapes are padded to multiples of 8 users (1, 2, 4 below that) and of an eighth of the longest history (powers of two below that)."""
-_INPUTS = ("items", "times", "next_times", "lengths")
 
 
 class OpenVinoEncoder:
@@ -93,7 +92,7 @@ class OpenVinoEncoder:
         """The graph's outputs, of padding too: OpenVINO compiles for every shape it meets, so few shapes are shown to it."""
         users, events = batch.items.shape
         shape = _bucket(users, _USERS), min(self._max_history, _bucket(events, max(1, self._max_history // _LENGTHS)))
-        outputs: Mapping[str, FloatArray] = engine({name: _padded(getattr(batch, name), shape) for name in _INPUTS})
+        outputs: Mapping[str, FloatArray] = engine({node.any_name: _padded(getattr(batch, node.any_name), shape) for node in engine.inputs})
         return outputs
 
 

@@ -23,7 +23,6 @@ from cluster.values import Availability
 from integrations.redis.entries import from_bytes, to_bytes
 from integrations.redis.scripts import DROP, EPOCH, ERASE, LEASE, PUT, RELEASE
 
-PREFIX = "genrec:"
 CONNECTIONS = 64
 PROBE_WITHIN_S = 1.0
 FIRST_POLL_S, LONGEST_POLL_S = 0.004, 0.05
@@ -34,7 +33,7 @@ logger = logging.getLogger(__name__)
 class RedisCache:
     """A Shard. Belongs to one event loop. Hits, misses and insertions are counted by this client, entries and bytes by the server."""
 
-    def __init__(self, url: str, prefix: str = PREFIX) -> None:
+    def __init__(self, url: str, prefix: str) -> None:
         """Connects with the first call. Raises BackendUnavailable where the package is missing or the URL is none of Redis's."""
         if not (availability := _installed()).ok:
             raise BackendUnavailable(availability.reason)
@@ -60,10 +59,10 @@ class RedisCache:
         return Availability.yes()
 
     @classmethod
-    async def connect(cls, settings: CacheSettings) -> ShardedCache:
-        """The shared cache at `redis_url`; a server that is not there yet is a miss until it is. Raises as __init__ does."""
+    async def connect(cls, settings: CacheSettings, application: str) -> ShardedCache:
+        """An application's cache at `redis_url`; a server that is not there yet is a miss until it is. Raises as __init__ does."""
         url = settings.redis_url or "redis://127.0.0.1:6379/0"
-        shared = ShardedCache({"redis": cls(url)}, SharedSettings(deadline_s=settings.l2_deadline_ms / 1000))
+        shared = ShardedCache({"redis": cls(url, prefix_of(application))}, SharedSettings(deadline_s=settings.l2_deadline_ms / 1000))
         if not (availability := await asyncio.to_thread(cls.get_availability, url)).ok:
             logger.warning("%s; until then, all of its keys are misses", availability.reason)
         return shared
@@ -161,6 +160,11 @@ class RedisCache:
         self._counts[outcome] += 1
         self._counts["stale_hits"] += entry is not None and entry.freshness(time.time()) == "stale"
         self._lookups.setdefault(key.namespace, Counter())[outcome] += 1
+
+
+def prefix_of(application: str) -> str:
+    """What the keys of a Serve application begin with, and no other's do."""
+    return f"{quote(application, safe='')}:"
 
 
 def _installed() -> Availability:

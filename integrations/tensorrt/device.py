@@ -11,8 +11,9 @@ def gpu_architecture() -> str:
         raise BackendUnavailable("torch, which holds the engine's buffers, is not installed; run: pip install 'genrec[gpu]'")
     import torch  # noqa: PLC0415 - seconds, spent only once the cheaper questions are answered
 
+    from integrations.hstu.kernels.gpu import without_gpu  # noqa: PLC0415 - imports torch
+
     if not torch.cuda.is_available():
-        built = f"torch {torch.__version__} was built without CUDA" if torch.version.cuda is None else "torch.cuda.is_available() is False"
-        raise BackendUnavailable(f"no NVIDIA GPU with a driver is usable here ({built}); check nvidia-smi, or serve with another backend")
+        raise BackendUnavailable(without_gpu())
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"

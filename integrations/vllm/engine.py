@@ -30,7 +30,7 @@ class Engine:
     """A started engine. Everything may be called from any thread, `generate` only within what is given to `submit`."""
 
     def __init__(self, decoder: Path, settings: EngineSettings) -> None:
-        """Starts it: 10 to 20 seconds. Raises BackendUnavailable where it does not start, and leaves no process behind."""
+        """Starts it: some 15 seconds of a core. Raises BackendUnavailable where it does not start, and leaves no process behind."""
         self._async_llm = load("vllm.v1.engine.async_llm").AsyncLLM
         self._dead_error = load("vllm.v1.engine.exceptions").EngineDeadError
         self._words, self._statistics, self._ids = Words(), Statistics(), count()

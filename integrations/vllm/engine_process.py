@@ -19,7 +19,16 @@ class HostBoundExecutor(_uniproc.UniProcExecutor):  # type: ignore[misc]  # the 
 
     def _init_executor(self) -> None:
         threading.Thread(target=_end_with_host, name="end-with-host", daemon=True).start()
+        if self.vllm_config.model_config.enforce_eager:
+            _compile_nothing()
         super()._init_executor()
+
+
+def _compile_nothing() -> None:
+    """Some small functions of vLLM's are compiled even so, at the first request: on CPUs as much work as the rest of the start."""
+    import torch  # noqa: PLC0415 - vllm has loaded it by now
+
+    torch.compiler.set_stance("force_eager")
 
 
 def _end_with_host() -> None:

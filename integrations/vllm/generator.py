@@ -4,18 +4,20 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from math import ceil, exp
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from cluster.bundle import Bundle
+from cluster.bundle import DECODER, Bundle
 from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded, UnknownChoice
 from cluster.trie import Trie, TrieView
 from cluster.values import Availability, Generated, GenerateRequest, UserState
 from integrations.vllm import library
 from integrations.vllm.beam import Ask, BestSoFar, Found, Path, Question, search, together
 from integrations.vllm.requests import BLOCK, EngineSettings
+from integrations.vllm.sharing import Lease, SharedEngines
 
 if TYPE_CHECKING:
     import torch
@@ -23,27 +25,32 @@ if TYPE_CHECKING:
     from integrations.decoder.config import DecoderConfig
     from integrations.vllm.engine import Engine
 
+AUTO = "auto"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROBABILITY_TOLERANCE = 0.05
 T = TypeVar("T")
 FORGET_WITHIN_S = 5.0
+ENGINES: "SharedEngines[Engine]" = SharedEngines()
+"""Of this process, by what stands in the decoder's files and how vLLM was asked to run it."""
 NO_QUEUE = {"running": 0.0, "waiting": 0.0, "kv_cache_usage": 0.0, "prefix_cache_queries": 0.0, "prefix_cache_hits": 0.0}
 
 
 class VllmGenerator:
-    """Beam search over vLLM, in a process of its own. Its options stand in ray_config.yaml under generator.options.vllm:
+    """Beam search over vLLM, in a process of its own, which generators with the same decoder and options share.
 
-    `dtype`: float32, bfloat16 or float16. `kv_cache_bytes`: the memory that holds what was computed of prompts. `max_num_seqs`: requests
-    computed together, of which a user makes up to `beam` at a time. `compile`: through torch.compile, which makes the start half a minute
-    longer. `gpu_memory_share`: how much of a GPU's memory must be free at the start, 0 to 1. `patience_s`: how long a request without a
-    deadline may take before the engine counts as stuck.
+    Its options stand in ray_config.yaml under generator.options.vllm:
+
+    `dtype`: float32, bfloat16, float16, or auto: bfloat16 on a GPU that multiplies it, else float32. `kv_cache_bytes`: the memory that
+    holds what was computed of prompts. `max_num_seqs`: requests computed together, of which a user makes up to `beam` at a time. `compile`:
+    through torch.compile, which makes the start half a minute longer. `gpu_memory_share`: how much of a GPU's memory must be free at the
+    start, 0 to 1. `patience_s`: how long a request without a deadline may take before the engine counts as stuck.
 
     `ainfer`, `astream`, `alive` and `queue` may be called from any thread and event loop, many at a time.
     """
 
     def __init__(
         self,
-        dtype: str = "float32",
+        dtype: str = AUTO,
         kv_cache_bytes: int = 256 * 2**20,
         max_num_seqs: int = 256,
         compile: bool = False,  # noqa: A002 - the name of the option
@@ -51,11 +58,20 @@ class VllmGenerator:
         gpu_memory_share: float = 0.3,
         patience_s: float = 60.0,
     ) -> None:
-        if dtype not in BYTES:
-            raise UnknownChoice("dtype of vllm", dtype, BYTES)
-        self._dtype, self._kv_cache_bytes, self._max_num_seqs = dtype, kv_cache_bytes, max_num_seqs
+        if dtype not in {AUTO, *BYTES}:
+            raise UnknownChoice("dtype of vllm", dtype, (AUTO, *BYTES))
+        self._asked_dtype, self._kv_cache_bytes, self._max_num_seqs = dtype, kv_cache_bytes, max_num_seqs
         self._compile, self._gpu_memory_share, self._patience_s = compile, gpu_memory_share, patience_s
-        self._engine: Engine | None = None
+        self._lease: Lease[Engine] | None = None
+
+    @cached_property
+    def _dtype(self) -> str:
+        """As asked; float32 is computed as TF32 on a GPU, or refused there by vLLM."""
+        import torch  # noqa: PLC0415 - a process that only reads options need not pay for it
+
+        if self._asked_dtype != AUTO:
+            return self._asked_dtype
+        return "bfloat16" if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0) else "float32"
 
     def get_availability(self, bundle: Bundle) -> Availability:
         if problem := library.obstacle():
@@ -74,7 +90,10 @@ class VllmGenerator:
         return Availability.yes()
 
     def load(self, bundle: Bundle) -> None:
-        """Start the engine and let it answer once. Raises BackendUnavailable, BackendFailed; nothing is left behind then."""
+        """Start the engine, or take over one that computes the same, and let it answer once.
+
+        Raises BackendUnavailable, BackendFailed; nothing is left behind then.
+        """
         if not (availability := self.get_availability(bundle)).ok:
             raise BackendUnavailable(availability.reason)
         self.close()
@@ -88,10 +107,12 @@ class VllmGenerator:
         self._trie, self._version, self._torch = Trie.of(bundle.semantic_ids), bundle.version, torch
         rows = config.prompt_length + config.levels
         settings = EngineSettings(self._dtype, self._kv_cache_bytes, self._max_num_seqs, self._compile, self._gpu_memory_share, rows)
-        self._engine = Engine(verified_decoder(bundle), settings)
+        decoder = verified_decoder(bundle)
+        self._lease = lease = ENGINES.take((_digests(bundle), settings), lambda: Engine(decoder, settings))
         try:
-            self._try_out(self._engine, config)
+            self._try_out(lease.engine, config)
         except BaseException:
+            lease.condemn()
             self.close()
             raise
 
@@ -146,19 +167,21 @@ class VllmGenerator:
 
     def alive(self) -> bool:
         """Whether it is loaded and its engine's process lives."""
-        return self._engine is not None and self._engine.alive()
+        return self._lease is not None and self._lease.alive()
 
     def queue(self) -> dict[str, float]:
         """`running`, `waiting`: requests to the engine, of which a user makes one a path and level; `kv_cache_usage`: 0 to 1;
-        `prefix_cache_queries`, `prefix_cache_hits`: rows of prompts that were looked up, and found, since the start.
+        `prefix_cache_queries`, `prefix_cache_hits`: rows of prompts that were looked up, and found, since the start. Of those that share an
+        engine, one tells them: the one that has had it for longest.
         """
-        return self._engine.queue() if self._engine else dict(NO_QUEUE)
+        lease = self._lease
+        return lease.engine.queue() if lease and lease.first else dict(NO_QUEUE)
 
     def forget_everything(self) -> int:
         """Drop what is computed of all prompts: whose it is is not known, nor how much it is, hence 0. Raises BackendFailed."""
-        if self._engine is not None:
+        if (engine := self._engine) is not None:
             try:
-                self._run(asyncio.wait_for(self._engine.forget(), FORGET_WITHIN_S))
+                self._run(asyncio.wait_for(engine.forget(), FORGET_WITHIN_S))
             except TimeoutError:
                 raise BackendFailed(f"vLLM did not drop its prefix cache within {FORGET_WITHIN_S:g} s") from None
         return 0
@@ -169,9 +192,9 @@ class VllmGenerator:
         return {"asked_rows": figures["prefix_cache_queries"], "hit_rows": figures["prefix_cache_hits"]}
 
     def close(self) -> None:
-        engine, self._engine = self._engine, None
-        if engine:
-            engine.close()
+        lease, self._lease = self._lease, None
+        if lease:
+            lease.release()
 
     async def _answer(self, request: GenerateRequest, found: Found | None = None) -> Generated:
         if problem := self.declines(request):
@@ -220,11 +243,16 @@ class VllmGenerator:
                 raise BackendFailed(f"vllm gave no answer within {left:g} s (patience_s)") from None
             raise DeadlineExceeded(f"vllm had no answer at the deadline, {left:.3f} s after it began") from None
 
+    @property
+    def _engine(self) -> "Engine | None":
+        lease = self._lease
+        return lease.engine if lease else None
+
     def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        if self._engine is None:
+        if (engine := self._engine) is None:
             work.close()
             raise BackendFailed("vllm is not loaded")
-        return self._engine.submit(work)
+        return engine.submit(work)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future = self._submit(work)
@@ -244,3 +272,8 @@ class VllmGenerator:
     def _generated(self, paths: Sequence[Path]) -> Generated:
         items = self._trie.items[np.array([path.node for path in paths], np.int64)]
         return Generated(items, np.array([path.score for path in paths], np.float32))
+
+
+def _digests(bundle: Bundle) -> tuple[str, ...]:
+    """Of the decoder's files, by which it is the same in another version."""
+    return tuple(record.sha256 for file, record in sorted(bundle.manifest.files.items()) if file.startswith(f"{DECODER}/"))

@@ -10,10 +10,11 @@ import pytest
 from cluster.bundle import Bundle, BundleStore
 from cluster.compilation import CompileOptions
 from cluster.config import read_document
-from pipelines.compile import compile_bundle
 from tests.bundles import make_generative_bundle
 from tests.chaos.rows import Row, recorded
-from tests.integration.conftest import ROOT
+from tests.clusters import SharedCluster
+from tests.compiled import compiled
+from tests.documents import ROOT
 
 Recorder = Callable[[Row], AbstractContextManager[Row]]
 
@@ -34,13 +35,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("run", range(metafunc.config.getoption("--chaos-runs", 1)))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever stands in this directory and starts a cluster takes minutes."""
-    for item in items:
-        if item.path.is_relative_to(Path(__file__).parent) and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(900))
-
-
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> Recorder:
     """Use as ``with record(Row(fault, must, run)) as row``."""
@@ -56,9 +50,9 @@ def long(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="session")
-def profile(request: pytest.FixtureRequest) -> str | None:
-    chosen: str | None = request.config.getoption("--chaos-profile", None)
-    return chosen
+def cluster(request: pytest.FixtureRequest, fast: SharedCluster, default: SharedCluster) -> SharedCluster:
+    """What is broken; neither starts before something is deployed to it."""
+    return default if request.config.getoption("--chaos-profile", None) == "default" else fast
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +68,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return
     root = tmp_path_factory.mktemp("chaos") / "tiny"
     make_generative_bundle(root)
-    yield compile_bundle(BundleStore(root), CompileOptions(targets=()), only=["onnx"])
+    yield compiled(root, CompileOptions(targets=()), only=["onnx"])
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,6 @@
 """A cluster to break: a model behind a real Serve with so many replicas of each deployment, its processes, its log, load on it."""
 
-import os
-import secrets
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,23 +9,15 @@ from typing import Any
 
 import httpx
 import psutil
-import yaml
 
 from benchmarks.load import Load, Phase, Plan, Results, run
 from benchmarks.load_bodies import bodies as requests
-from cluster.config import read_document
-from cluster.profile import ProfileName
-from deployments.cli.local_serve import LocalServe
-from deployments.cli.serve import serve_command
-from tests.integration.conftest import ROOT
-from tests.ports import free_port
+from tests.clusters import Application, SharedCluster, fixed
 from tests.waiting import eventually
 
 DEPLOYMENTS = ("gateway", "encoder", "generator")
 """What is broken; there is a ranker too, one replica, of which nothing is asked."""
-CPUS = 0.05
-"""What Ray counts for a replica: nothing here may wait for a core that Ray thinks is taken."""
-REPLICA, CACHE_ACTOR, CONTROLLER = "ServeReplica:genrec:", "CacheActor", "ServeController"
+REPLICA, CACHE_ACTOR, CONTROLLER = "ServeReplica:", "CacheActor", "ServeController"
 PROXIES = ("haproxy", "ProxyActor", "HAProxyManager")
 WARM_UP_S = 3.0
 START_WITHIN_S = 240.0
@@ -36,13 +25,11 @@ START_WITHIN_S = 240.0
 
 @dataclass
 class Served:
-    """A cluster that runs. `log` is what its processes print."""
+    """An application that runs on a shared cluster."""
 
     url: str
     model_dir: Path
-    serving: LocalServe
-    log: Path
-    document: dict[str, Any]
+    serving: Application
     bodies: tuple[str, ...] = ()
     capacities: dict[str, float] = field(default_factory=dict)
 
@@ -58,7 +45,7 @@ class Served:
         return sorted(found, key=lambda process: process.pid)
 
     def replicas(self, deployment: str) -> list[psutil.Process]:
-        return self.processes(REPLICA + deployment)
+        return self.processes(f"{REPLICA}{self.serving.name}:{deployment}")
 
     def proxy(self) -> psutil.Process:
         """The process that holds the port: HAProxy, or Serve's own."""
@@ -95,26 +82,16 @@ class Served:
         """Open-loop load, examined, Poisson arrivals; `options` are those of a Plan."""
         return Load(Plan(self.url, phases, bodies or self.bodies, **{"arrivals": "poisson", "examine": True, "timeout_s": 15.0, **options}))
 
-    # operation
-
-    def deploy(self, document: Mapping[str, Any]) -> None:
-        """`serve deploy` this configuration to the cluster as it runs."""
-        path = self.log.with_name(f"deploy-{secrets.token_hex(4)}.yaml")
-        path.write_text(yaml.safe_dump(dict(document), sort_keys=False))
-        command = [serve_command(), "deploy", str(path), "--address", self.serving.dashboard]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-        assert done.returncode == 0, done.stderr
-
 
 @contextmanager
 def served(
+    cluster: SharedCluster,
     directory: Path,
     model_dir: Path,
     args: Mapping[str, Any],
     *,
     replicas: int | Mapping[str, int] = 1,
     deployments: Mapping[str, Mapping[str, Any]] | None = None,
-    profile: ProfileName | None = None,
     body: Mapping[str, Any] | None = None,
 ) -> Iterator[Served]:
     """ray_config.yaml with `args` over its own and so many replicas, no autoscaling, serving a copy of the model.
@@ -123,52 +100,11 @@ def served(
     """
     copied = directory / "models" / model_dir.name
     shutil.copytree(model_dir, copied, ignore=shutil.ignore_patterns("events.db*"))
-    config, log = directory / "chaos.yaml", directory / "serve.log"
-    config.write_text(yaml.safe_dump(fixed(replicas, deployments or {}), sort_keys=False))
-    changes = {"model_dir": str(copied), **args}
-    serving = LocalServe(config, changes, port=free_port(), log=log, profile=profile)
-    with environment(), serving as url:
-        document = read_document(log.with_suffix(".yaml"))
-        one = Served(url, copied, serving, log, document, requests(copied, **{"cache": "bypass", **(body or {})}))
-        wanted = {entry["name"]: entry["num_replicas"] for entry in document["applications"][0]["deployments"]}
+    with cluster.application(fixed(replicas, deployments), {"model_dir": str(copied), **args}) as serving:
+        one = Served(serving.url, copied, serving, requests(copied, **{"cache": "bypass", **(body or {})}))
+        wanted = {entry["name"]: entry["num_replicas"] for entry in serving.entry["deployments"]}
         eventually(lambda: all(len(one.running(name)) == wanted[name] for name in DEPLOYMENTS), "every replica runs", START_WITHIN_S, 1)
         yield one
-
-
-@contextmanager
-def environment() -> Iterator[None]:
-    """One core a process, every line of the log, a token for `serve deploy`, modules of the tests in reach."""
-    changes = {
-        "OMP_NUM_THREADS": "1",
-        "RAY_DEDUP_LOGS": "0",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
-    }
-    before = {name: os.environ.get(name) for name in (*changes, "RAY_ADDRESS")}
-    os.environ.update(changes)
-    os.environ.pop("RAY_ADDRESS", None)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
-def fixed(replicas: int | Mapping[str, int], deployments: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The shipped configuration with a fixed number of replicas of each deployment."""
-    document = read_document(ROOT / "ray_config.yaml")
-    for deployment in document["applications"][0]["deployments"]:
-        name = deployment["name"]
-        if name != "switchboard":
-            deployment.pop("autoscaling_config", None)
-            wanted = dict.fromkeys(DEPLOYMENTS, replicas) if isinstance(replicas, int) else replicas
-            deployment["num_replicas"] = wanted.get(name, 1)
-            deployment["ray_actor_options"] = {"num_cpus": CPUS}
-        deployment.update(deployments.get(name, {}))
-    return document
 
 
 def seconds_until(holds: Callable[[], Any], within_s: float) -> float:

@@ -13,7 +13,9 @@ import pytest
 from cluster.bundle import WEIGHTS, BundleStore
 from tests.chaos.rows import Row
 from tests.chaos.served import Served, served
-from tests.integration.conftest import ROOT, behaviours
+from tests.clusters import SharedCluster
+from tests.documents import ROOT
+from tests.integration.conftest import behaviours
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
@@ -46,7 +48,7 @@ def reasons(answer: httpx.Response) -> str:
 
 
 @pytest.fixture(scope="module")
-def damaged(compiled_hstu, profile, tmp_path_factory) -> Iterator[Served]:
+def damaged(compiled_hstu, cluster: SharedCluster, tmp_path_factory) -> Iterator[Served]:
     """Version 1: the model; 2: with engines, one of them altered; 3: one whose weights were cut off, and current. Version 2 serves."""
     root = tmp_path_factory.mktemp("damaged") / compiled_hstu.path.parent.name
     shutil.copytree(compiled_hstu.path.parent, root)
@@ -59,8 +61,8 @@ def damaged(compiled_hstu, profile, tmp_path_factory) -> Iterator[Served]:
     graph.write_bytes(bytes(byte ^ 1 for byte in graph.read_bytes()))
     events = {"events": {"url": f"sqlite:///{root.parent}/events/events.db"}}
     (root.parent / "events").mkdir()
-    with served(tmp_path_factory.mktemp("served"), root, {**ARGS, **events}, profile=profile) as cluster:
-        yield cluster
+    with served(cluster, tmp_path_factory.mktemp("served"), root, {**ARGS, **events}) as serving:
+        yield serving
 
 
 def cut(path: Path) -> None:
@@ -71,7 +73,7 @@ def cut(path: Path) -> None:
 def test_a_version_that_was_cut_off_is_passed_over_and_a_corrupt_engine_gives_way_to_the_next(damaged: Served, record, run: int):
     with record(Row("corrupt or truncated artifact", MUST, run)) as row:
         answer = damaged.ask(**HISTORY)
-        refused = [line for line in damaged.log.read_text(errors="replace").splitlines() if "a model version was refused" in line]
+        refused = [line for line in damaged.serving.cluster.logs().splitlines() if "a model version was refused" in line]
         row.figures |= {"reasons": reasons(answer), "version": answer.json()["model_version"], "log": refused[:1]}
         row.claim("answered 200", answer.status_code, least=200, most=200)
         row.claim("by the last good version", answer.json()["model_version"].endswith("/2"), least=1)

@@ -11,6 +11,7 @@ from benchmarks.load_bodies import bodies as requests
 from tests.chaos.engines import ENCODERS, GENERATORS, counted
 from tests.chaos.rows import Row
 from tests.chaos.served import Served, seconds_until, served
+from tests.clusters import SharedCluster
 from tests.integration.breakable import switch
 from tests.waiting import eventually
 
@@ -27,9 +28,9 @@ STAGE_OF = {"onnxruntime": "encoder", "torch": "encoder", "torch_beam": "generat
 
 
 @pytest.fixture(scope="module")
-def one(model, profile, tmp_path_factory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("stages"), model.path.parent, ARGS, profile=profile) as cluster:
-        yield cluster
+def one(model, cluster: SharedCluster, tmp_path_factory) -> Iterator[Served]:
+    with served(cluster, tmp_path_factory.mktemp("stages"), model.path.parent, ARGS) as serving:
+        yield serving
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from benchmarks.load_bodies import bodies as requests
 from tests.chaos.engines import counted, counter, told
 from tests.chaos.rows import Row
 from tests.chaos.served import Served, served
+from tests.clusters import SharedCluster
 
 pytestmark = pytest.mark.cluster
 BATCH_S = 0.5
@@ -31,9 +32,9 @@ ASKERS = 12
 
 
 @pytest.fixture(scope="module")
-def slow(model, profile, tmp_path_factory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("slow"), model.path.parent, ARGS, profile=profile) as cluster:
-        yield cluster
+def slow(model, cluster: SharedCluster, tmp_path_factory) -> Iterator[Served]:
+    with served(cluster, tmp_path_factory.mktemp("slow"), model.path.parent, ARGS) as serving:
+        yield serving
 
 
 async def ask(cluster: Served, body: str, gone_after_s: float | None = None) -> float:
@@ -41,8 +42,8 @@ async def ask(cluster: Served, body: str, gone_after_s: float | None = None) -> 
     timeout = aiohttp.ClientTimeout(total=gone_after_s or 60)
     try:
         async with (
-            aiohttp.ClientSession(cluster.url, timeout=timeout) as http,
-            http.post("/v1/recommend", data=body, headers={"content-type": "application/json"}) as response,
+            aiohttp.ClientSession(timeout=timeout) as http,
+            http.post(f"{cluster.url}/v1/recommend", data=body, headers={"content-type": "application/json"}) as response,
         ):
             await response.read()
     except TimeoutError:

@@ -13,6 +13,7 @@ from cluster.bundle import BundleStore
 from tests.bundles import make_generative_bundle
 from tests.chaos.rows import Row
 from tests.chaos.served import Served, served
+from tests.clusters import SharedCluster
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos]  # in short: test_rollout.py and test_deploy.py in tests/integration
@@ -40,11 +41,11 @@ def two_versions(root) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def two(root, two_versions, profile, tmp_path_factory) -> Iterator[Served]:
+def two(root, two_versions, cluster: SharedCluster, tmp_path_factory) -> Iterator[Served]:
     """Tests begin with whichever version the one before them left."""
     body = {"strategy": "unified"}
-    with served(tmp_path_factory.mktemp("two"), root, ARGS, replicas=2, profile=profile, body=body) as cluster:
-        yield cluster
+    with served(cluster, tmp_path_factory.mktemp("two"), root, ARGS, replicas=2, body=body) as serving:
+        yield serving
 
 
 def answers_of(cluster: Served) -> set[tuple[str, int, int]]:
@@ -105,11 +106,11 @@ def test_a_configuration_is_changed_without_a_restart_under_load(two: Served, re
         with two.load(Phase("before", rate, 5), Phase("changes", rate, 25)) as load:
             for order in (["second"], ["first", "second"]):
                 time.sleep(max(load.until("changes"), 0.0) or 8.0)
-                document = copy.deepcopy(two.document)
-                encoder = next(one for one in document["applications"][0]["deployments"] if one["name"] == "encoder")
+                entry = copy.deepcopy(two.serving.entry)
+                encoder = next(one for one in entry["deployments"] if one["name"] == "encoder")
                 encoder["user_config"] = {"order": order, "selection": "ordered", "disabled": []}
                 row.mark(load.now, f"order: {', '.join(order)}")
-                two.deploy(document)
+                two.serving.deploy(entry)
             results = load.results()
         row.took(results, stages=results.named("stages"))
         claim_consistent(row, results, known)
@@ -123,14 +124,14 @@ def test_replicas_are_replaced_one_after_the_other_under_load(two: Served, recor
     """`serve deploy` with a setting that makes new replicas of every deployment."""
     with record(Row("rolling update under load", MUST, run)) as row:
         known = answers_of(two)
-        document = copy.deepcopy(two.document)
-        document["applications"][0]["args"]["gateway"] = {**document["applications"][0]["args"]["gateway"], "max_k": 999 - run}
+        entry = copy.deepcopy(two.serving.entry)
+        entry["args"]["gateway"] = {**entry["args"]["gateway"], "max_k": 999 - run}
         before = {name: two.running(name) for name in ("gateway", "encoder", "generator")}
         rate = UPDATE_LOAD * two.capacity()
         with two.load(Phase("before", rate, 5), Phase("update", rate, 60)) as load:
             time.sleep(load.until("update"))
             row.mark(load.now, "serve deploy")
-            two.deploy(document)
+            two.serving.deploy(entry)
             took = eventually(lambda: all(len(two.running(name) - before[name]) == 2 for name in before), "all are new", 120, 0.5)
             row.mark(load.now, "all replicas are new")
             results = load.results()

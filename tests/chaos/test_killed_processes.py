@@ -14,6 +14,7 @@ from benchmarks.load_bodies import bodies as requests
 from tests.chaos.engines import ENCODERS
 from tests.chaos.rows import Row
 from tests.chaos.served import CACHE_ACTOR, CONTROLLER, DEPLOYMENTS, Served, before_and_after, seconds_until, served
+from tests.clusters import SharedCluster
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
@@ -33,9 +34,9 @@ ARGS = {
 
 
 @pytest.fixture(scope="module")
-def two(model, profile, tmp_path_factory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("two"), model.path.parent, ARGS, replicas=2, profile=profile) as cluster:
-        yield cluster
+def two(model, cluster: SharedCluster, tmp_path_factory) -> Iterator[Served]:
+    with served(cluster, tmp_path_factory.mktemp("two"), model.path.parent, ARGS, replicas=2) as serving:
+        yield serving
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,8 @@ def at(rate: float, shape: list[Phase]) -> list[Phase]:
     return [Phase(phase.name, rate, phase.seconds) for phase in shape]
 
 
-@pytest.mark.parametrize("deployment", DEPLOYMENTS)
+# in short: one of them here, gateways in integration/
+@pytest.mark.parametrize("deployment", ["encoder", *(pytest.param(one, marks=pytest.mark.chaos) for one in ("gateway", "generator"))])
 def test_no_request_fails_when_a_replica_is_killed(two: Served, deployment: str, record, long: bool, run: int):
     shape, fault_s = phases(long=long)
     rate = load_rate(two, long=long)
@@ -83,6 +85,7 @@ def test_no_request_fails_when_a_replica_is_killed(two: Served, deployment: str,
         row.claim("seconds until the replica was replaced", back, most=15, timing=True)
 
 
+@pytest.mark.chaos  # in short, with gateways, in integration/
 def test_no_request_fails_when_the_cache_actor_is_killed(two: Served, record, long: bool, run: int):
     """Answers are asked for again and again, so that most come out of caches."""
     shape, fault_s = phases(long=long)

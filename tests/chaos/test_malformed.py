@@ -17,6 +17,7 @@ from schemathesis import GenerationMode
 from tests.chaos.engines import ENCODERS
 from tests.chaos.rows import Row
 from tests.chaos.served import DEPLOYMENTS, Served, served
+from tests.clusters import SharedCluster
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
@@ -35,9 +36,9 @@ FIELDS = (
 
 
 @pytest.fixture(scope="module")
-def one(model, profile, tmp_path_factory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("malformed"), model.path.parent, ARGS, profile=profile) as cluster:
-        yield cluster
+def one(model, cluster: SharedCluster, tmp_path_factory) -> Iterator[Served]:
+    with served(cluster, tmp_path_factory.mktemp("malformed"), model.path.parent, ARGS) as serving:
+        yield serving
 
 
 def test_no_malformed_input_is_answered_with_a_server_error_or_ends_a_process(one: Served, record, long: bool, run: int):

@@ -11,6 +11,7 @@ from benchmarks.load import BoolArray, Phase, Results
 from tests.chaos.engines import counted
 from tests.chaos.rows import Row
 from tests.chaos.served import Served, served
+from tests.clusters import SharedCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos]  # in short: tests/unit/test_edge.py
 REQUEST_S = 0.04
@@ -28,9 +29,9 @@ BODY = {"strategy": "retrieval", "cache": "bypass"}
 
 
 @pytest.fixture(scope="module")
-def paced(model, profile, tmp_path_factory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("paced"), model.path.parent, PACED, profile=profile, body=BODY) as cluster:
-        yield cluster
+def paced(model, cluster: SharedCluster, tmp_path_factory) -> Iterator[Served]:
+    with served(cluster, tmp_path_factory.mktemp("paced"), model.path.parent, PACED, body=BODY) as serving:
+        yield serving
 
 
 def test_ten_times_the_load_is_answered_at_capacity_and_the_rest_is_told_to_come_back(
@@ -72,25 +73,27 @@ def whole(results: Results) -> BoolArray:
     return results.ok & ~results.degraded
 
 
-def test_clients_that_try_again_and_replicas_that_die_do_not_multiply_the_work(model, profile, record, long: bool, run: int, tmp_path):
+def test_clients_that_try_again_and_replicas_that_die_do_not_multiply_the_work(
+    model, cluster: SharedCluster, record, long: bool, run: int, tmp_path
+):
     """One of two encoders dies again and again under its requests, every client tries once more: what the engines are asked, beside
     what was answered. The other one stays, or nothing would be left to try again on."""
     seconds = 30.0 if long else 20.0
     with (
         record(Row("retry storm", "amplification <= 1.2x (retry budget 20 %)", run)) as row,
-        served(tmp_path, model.path.parent, PACED, replicas={"encoder": 2}, profile=profile, body=BODY) as cluster,
+        served(cluster, tmp_path, model.path.parent, PACED, replicas={"encoder": 2}, body=BODY) as serving,
     ):
-        capacity = cluster.capacity(clients=32)
-        before = counted(cluster.model_dir, "paced")
-        with cluster.load(Phase("storm", 0.7 * capacity, seconds), retries=1, retry_pause_s=0.0) as load:
+        capacity = serving.capacity(clients=32)
+        before = counted(serving.model_dir, "paced")
+        with serving.load(Phase("storm", 0.7 * capacity, seconds), retries=1, retry_pause_s=0.0) as load:
             while load.now < seconds:
                 time.sleep(1.0)
-                serving = cluster.running("encoder")
-                if victims := [one for one in cluster.replicas("encoder") if one.pid in serving][1:]:
+                able = serving.running("encoder")
+                if victims := [one for one in serving.replicas("encoder") if one.pid in able][1:]:
                     row.mark(load.now, "kill -9 an encoder")
                     victims[0].kill()
             results = load.results()
-        asked = counted(cluster.model_dir, "paced") - before
+        asked = counted(serving.model_dir, "paced") - before
         row.took(results, engine_requests=asked, capacity_per_s=capacity)
         row.claim("requests the engines were asked / requests answered", asked / max(1, results.ok.sum()), most=1.2)
         row.claim("requests the engines were asked", asked, least=1)

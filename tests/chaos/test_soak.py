@@ -14,6 +14,7 @@ from benchmarks.load import Phase
 from benchmarks.load_bodies import bodies as requests
 from tests.chaos.rows import Row
 from tests.chaos.served import REPLICA, Served, served
+from tests.clusters import SharedCluster
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3 * 3600)]
 ARGS = {"encoder": {"order": ["onnxruntime", "torch"]}, "generator": {"order": ["torch_beam"]}, "cache": {"l1_bytes": 2**22}}
@@ -23,9 +24,9 @@ SETTLED_AFTER = 0.25
 
 
 @pytest.fixture(scope="module")
-def one(model, profile, tmp_path_factory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("soak"), model.path.parent, ARGS, profile=profile) as cluster:
-        yield cluster
+def one(model, cluster: SharedCluster, tmp_path_factory) -> Iterator[Served]:
+    with served(cluster, tmp_path_factory.mktemp("soak"), model.path.parent, ARGS) as serving:
+        yield serving
 
 
 def held(cluster: Served) -> tuple[Counter[str], int]:

@@ -6,6 +6,7 @@ from benchmarks.kill_caches import drive
 from cluster.bundle import BundleStore
 from tests.chaos.rows import Row
 from tests.chaos.served import Served, served
+from tests.clusters import SharedCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos]  # in short: tests/unit/test_http_user_data.py
 ARGS = {"encoder": {"order": ["onnxruntime", "torch"]}, "generator": {"order": ["torch_beam"]}}
@@ -13,10 +14,10 @@ NEVER_S = 1e6
 
 
 @pytest.fixture
-def two_gateways(model, profile, tmp_path) -> Served:
+def two_gateways(model, cluster: SharedCluster, tmp_path) -> Served:
     args = {**ARGS, "events": {"url": f"sqlite:///{tmp_path}/events.db"}}
-    with served(tmp_path, model.path.parent, args, replicas={"gateway": 2}, profile=profile) as cluster:
-        yield cluster
+    with served(cluster, tmp_path, model.path.parent, args, replicas={"gateway": 2}) as serving:
+        yield serving
 
 
 @pytest.mark.timeout(3600)

@@ -3,8 +3,14 @@
 The truth is found without a trie, a cache or a beam: `Oracle` lets transformers score the path of every item in double precision.
 """
 
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -20,11 +26,18 @@ from cluster.stage_rules import generator_rules
 from cluster.trie import Trie
 from cluster.values import GenerateRequest, SamplingOptions, UserState
 from integrations.decoder.files import load_soft_prompt
-from tests.bundles import make_bundle, make_generative_bundle, random_semantic_ids, random_sequence
+from integrations.torch_beam.generator import TorchBeamGenerator
+from integrations.vllm.generator import VllmGenerator
+from tests.bundles import DECODER_SIZES, make_bundle, make_generative_bundle, random_semantic_ids, random_sequence
+from tests.repetitions import times
+from tests.waiting import eventually
 
-ITEMS, WIDTH, LONGEST = 200, 16, 8
+ITEMS, WIDTH, LONGEST = 200, 16, 64
 TOLERANCE = 1e-4
 LOADS_SLOWLY = {"vllm"}
+BLOCK_BYTES = 2 * 32 * DECODER_SIZES["hidden"] * DECODER_SIZES["layers"] * 4
+OPTIONS = {"vllm": {"kv_cache_bytes": 128 * BLOCK_BYTES}}
+"""So much that the longest prompt and all its paths find room, a block of the cache each and two in common, but not those of many users."""
 SHAPES = {"two levels": (24,), "four levels": (4, 4, 4), "a first level of one code": (1, 12), "a second level of one code": (12, 1)}
 RULES = generator_rules(ITEMS)
 
@@ -37,18 +50,45 @@ EVERY = [case(name, (8, 8), "three levels") for name in backends("generator")]
 EVERY_SHAPE = [case(name, sizes, label) for name in backends("generator") for label, sizes in SHAPES.items()]
 
 
+def bundle_of(sizes, directory):
+    """Whatever the shape of its tree, its decoder is the same file by file, so that all share vLLM's engine."""
+    rows = LONGEST + 3
+    return make_generative_bundle(directory / "tiny", items=ITEMS, sizes=sizes, vocabulary=64, prompt_length=rows - len(sizes) - 1)
+
+
+def loaded(name, bundle):
+    """A generator; skips where it cannot be had."""
+    try:
+        generator = resolve(backends("generator")[name])(**OPTIONS.get(name, {}))
+    except ImportError as error:
+        pytest.skip(f"{name}: {error}")
+    if not (availability := generator.get_availability(bundle)).ok:
+        pytest.skip(f"{name}: {availability.reason}")
+    generator.load(bundle)
+    return generator
+
+
+@pytest.fixture(scope="session")
+def vllm_bundle(tmp_path_factory):
+    return bundle_of((8, 8), tmp_path_factory.mktemp("generates"))
+
+
+@pytest.fixture(scope="session")
+def vllm(vllm_bundle):
+    """It holds the engine as long as any test needs one."""
+    generator = loaded("vllm", vllm_bundle)
+    yield generator
+    generator.close()
+
+
 @pytest.fixture(scope="session", params=EVERY)
 def served(request, tmp_path_factory):
     """(a generator that is loaded, its bundle)."""
     name, sizes = request.param
-    try:
-        generator = resolve(backends("generator")[name])()
-    except ImportError as error:
-        pytest.skip(f"{name}: {error}")
-    bundle = make_generative_bundle(tmp_path_factory.mktemp("generates") / "tiny", items=ITEMS, sizes=sizes)
-    if not (availability := generator.get_availability(bundle)).ok:
-        pytest.skip(f"{name}: {availability.reason}")
-    generator.load(bundle)
+    if name in LOADS_SLOWLY:
+        request.getfixturevalue(name)
+    bundle = bundle_of(sizes, tmp_path_factory.mktemp("generates"))
+    generator = loaded(name, bundle)
     yield generator, bundle
     generator.close()
 
@@ -137,7 +177,7 @@ def test_says_that_a_bundle_without_a_decoder_cannot_be_served_and_how_to_make_o
         another.load(bundle)
 
 
-@pytest.mark.parametrize("length", range(1, LONGEST + 1))
+@pytest.mark.parametrize("length", range(1, 9))
 def test_finds_the_items_that_brute_force_finds_for_a_prompt_of_any_length(generator, oracle, length):
     request = asked(length)
     assert_is(generator.infer(request), oracle.answer(request))
@@ -159,8 +199,9 @@ def test_keeps_as_many_paths_as_the_beam_is_wide(generator, oracle, beam):
     assert_is(generator.infer(request), oracle.answer(request))
 
 
-def test_gives_every_item_once_and_probabilities_that_sum_to_one_where_the_beam_cuts_nothing(generator, oracle):
-    request = asked(4, beam=ITEMS, k=ITEMS)
+@pytest.mark.parametrize("length", [1, 4, 31, 32, 33, LONGEST])
+def test_gives_every_item_once_and_probabilities_that_sum_to_one_where_the_beam_cuts_nothing(generator, oracle, length):
+    request = asked(length, beam=ITEMS, k=ITEMS)
     answer = generator.infer(request)
     assert sorted(answer.items.tolist()) == list(range(1, ITEMS + 1))
     assert np.exp(answer.log_probs.astype(np.float64)).sum() == pytest.approx(1, abs=1e-3)
@@ -307,7 +348,7 @@ def test_answers_from_other_threads_than_the_one_that_loaded_it(generator):
 @pytest.mark.timeout(1200)
 def test_names_nothing_invalid_in_thousands_of_random_requests(served, request):
     generator, _ = served
-    asks = random_requests(300 if request.node.callspec.params["served"][0] in LOADS_SLOWLY else 10_000)
+    asks = random_requests(times(300, 100) if request.node.callspec.params["served"][0] in LOADS_SLOWLY else times(10_000, 500))
     asks = [one for one in asks if not declined(generator, one)]
     for start in range(0, len(asks), 50):
         for one, answer in zip(asks[start : start + 50], generator.batch_infer(asks[start : start + 50]), strict=True):
@@ -322,7 +363,7 @@ def random_requests(count):
     for index in range(count):
         blocked = rng.choice(np.arange(1, ITEMS + 1), int(rng.integers(0, ITEMS)), replace=False)
         sampling = SamplingOptions(samples=int(rng.integers(1, 12)), seed=index) if index % 3 == 0 else None
-        length, k, beam = (int(rng.integers(1, most)) for most in (LONGEST + 1, 20, 20))
+        length, k, beam = (int(rng.integers(1, most)) for most in (9, 20, 20))
         requests.append(asked(length, k=k, beam=beam, seed=index, blocked=blocked, sampling=sampling))
     return requests
 
@@ -334,3 +375,172 @@ def test_can_be_closed_twice_and_answers_again_after_it_is_loaded(served):
     generator.close()
     generator.load(bundle)
     assert_same(generator.infer(asked(5)), before)
+
+
+# --- what only vLLM promises: an engine of its own, with a queue and a cache of prompts --------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def torch_beam(vllm_bundle):
+    generator = TorchBeamGenerator()
+    generator.load(vllm_bundle)
+    return generator
+
+
+def long(seed=0, **rest):
+    """A prompt that fills its blocks of the cache."""
+    return asked(LONGEST, seed=seed, **rest)
+
+
+def is_idle(generator):
+    return generator.queue()["running"] + generator.queue()["waiting"] == 0
+
+
+def engine_pid():
+    (process,) = [child for child in multiprocessing.active_children() if child.name == "EngineCore"]
+    return process.pid
+
+
+def rows_found(generator, request):
+    before = generator.queue()["prefix_cache_hits"]
+    answer = generator.infer(request)
+    return answer, generator.queue()["prefix_cache_hits"] - before
+
+
+@pytest.mark.slow
+def test_vllm_computes_a_prompts_whole_blocks_once_and_then_only_the_codes(vllm, vllm_bundle):
+    before = vllm.queue()
+    vllm.infer(long(seed=9, k=ITEMS, beam=ITEMS))
+    after = vllm.queue()
+    looked_up, found = (after[count] - before[count] for count in ("prefix_cache_queries", "prefix_cache_hits"))
+    view = Trie.of(vllm_bundle.semantic_ids).view()
+    questions = [
+        sum(len(view.children(level, node)) > 1 for node in range(nodes))
+        for level, nodes in enumerate((1, *map(len, view.trie.tokens[:-1])))
+    ]
+    assert looked_up == sum(count * (LONGEST + level) for level, count in enumerate(questions))
+    assert looked_up - found == LONGEST + sum(count * level for level, count in enumerate(questions))
+
+
+@pytest.mark.slow
+def test_vllms_users_and_tenants_share_nothing_and_who_returns_finds_their_prompt_again(vllm, torch_beam):
+    one, other = long(seed=1), long(seed=2)
+    answer, within = rows_found(vllm, one)
+    again, returning = rows_found(vllm, one)
+    of_tenant, elsewhere = rows_found(vllm, replace(one, tenant="another"))
+    assert returning > within == elsewhere
+    for given in (answer, again, of_tenant):
+        assert_same(given, torch_beam.infer(one))
+    assert_same(vllm.infer(other), torch_beam.infer(other))
+
+
+@pytest.mark.slow
+async def test_after_vllm_was_told_to_forget_nothing_is_found_again_and_who_waits_meanwhile_is_answered(vllm, torch_beam):
+    one = long(seed=11)
+    _, fresh = await asyncio.to_thread(rows_found, vllm, one)
+    _, returning = await asyncio.to_thread(rows_found, vllm, one)
+    waiting = [asyncio.create_task(vllm.ainfer(long(seed=20 + user))) for user in range(8)]
+    await asyncio.sleep(0)
+    await asyncio.to_thread(vllm.forget_everything)
+    for user, answer in enumerate(await asyncio.gather(*waiting)):
+        assert_same(answer, torch_beam.infer(long(seed=20 + user)))
+    answer, found = await asyncio.to_thread(rows_found, vllm, one)
+    assert found == fresh < returning
+    assert_same(answer, torch_beam.infer(one))
+
+
+@pytest.mark.slow
+async def test_vllm_answers_users_who_ask_at_the_same_time_each_as_if_alone(vllm, torch_beam):
+    requests = [asked(length, seed=seed) for seed, length in enumerate((1, 8, 31, 32, 33, 63, 64, 64, 64, 64, 20, 40))]
+    for request, answer in zip(requests, await asyncio.gather(*map(vllm.ainfer, requests)), strict=True):
+        assert_same(answer, torch_beam.infer(request))
+
+
+@pytest.mark.slow
+async def test_a_stream_of_vllm_gives_the_items_of_the_answer_piece_by_piece(vllm, torch_beam):
+    pieces = [piece async for piece in vllm.astream(long(seed=3))]
+    pairs = {item: score for piece in pieces for item, score in zip(piece.items.tolist(), piece.log_probs.tolist(), strict=True)}
+    assert len(pieces) > 1
+    assert sorted(pairs, key=lambda item: -pairs[item])[:10] == torch_beam.infer(long(seed=3)).items.tolist()
+
+
+@pytest.mark.slow
+def test_a_prompt_with_nan_fails_alone_among_others(vllm, torch_beam):
+    good, bad = long(seed=4), replace(long(seed=5), user=replace(long(seed=5).user, states=np.full((LONGEST, WIDTH), np.nan, np.float32)))
+    with ThreadPoolExecutor(3) as threads:
+        answers = [threads.submit(vllm.infer, request) for request in (good, bad, good)]
+        with pytest.raises(BackendFailed, match="NaN"):
+            answers[1].result()
+        for answer in (answers[0], answers[2]):
+            assert_same(answer.result(), torch_beam.infer(good))
+    assert vllm.alive()
+
+
+@pytest.mark.slow
+def test_nan_out_of_vllm_is_no_answer_and_stays_in_no_cache(vllm, torch_beam, monkeypatch):
+    rows = VllmGenerator._rows
+    with monkeypatch.context() as patch:
+        patch.setattr(VllmGenerator, "_rows", lambda self, user: rows(self, user) * float("nan"))
+        with pytest.raises(BackendFailed):
+            vllm.infer(long(seed=6))
+    assert_same(vllm.infer(long(seed=6)), torch_beam.infer(long(seed=6)))
+
+
+@pytest.mark.slow
+def test_where_vllm_has_no_room_for_all_at_once_everybody_waits_and_is_answered(vllm, torch_beam):
+    requests = [asked(length, seed=seed) for seed, length in enumerate((64, 64, 40, 64, 1, 64, 64, 64, 33, 64, 64, 50, 64, 64))]
+    with watched(lambda: vllm.queue()["waiting"]) as waiting:
+        answers = vllm.batch_infer(requests)
+    assert max(waiting) > 20
+    for request, answer in zip(requests, answers, strict=True):
+        assert_same(answer, torch_beam.infer(request))
+
+
+@contextmanager
+def watched(look):
+    """All that is seen meanwhile."""
+    seen, over = [], threading.Event()
+
+    def watch():
+        while not over.is_set():
+            seen.append(look())
+
+    with ThreadPoolExecutor(1) as watcher:
+        watching = watcher.submit(watch)
+        try:
+            yield seen
+        finally:
+            over.set()
+    watching.result()
+
+
+@pytest.mark.slow
+async def test_who_cancels_or_is_out_of_time_leaves_nothing_behind_in_vllm(vllm, torch_beam):
+    os.kill(engine_pid(), signal.SIGSTOP)
+    try:
+        cancelled = asyncio.ensure_future(vllm.ainfer(long(seed=7)))
+        await asyncio.to_thread(eventually, lambda: not is_idle(vllm), every_s=0.01)
+        cancelled.cancel()
+        with pytest.raises(DeadlineExceeded):
+            await vllm.ainfer(long(seed=8, deadline=time.monotonic() + 0.3))
+        await asyncio.to_thread(eventually, lambda: is_idle(vllm), every_s=0.01)
+    finally:
+        os.kill(engine_pid(), signal.SIGCONT)
+    assert_same(await vllm.ainfer(long(seed=7)), torch_beam.infer(long(seed=7)))
+
+
+@pytest.mark.slow
+def test_a_killed_engine_fails_all_who_wait_at_once_and_whoever_asks_then(vllm):
+    """The last test of this engine. That another takes its place is told by tests/integration/test_generation.py, and tests/chaos too."""
+    os.kill(engine_pid(), signal.SIGSTOP)
+    with ThreadPoolExecutor(8) as threads:
+        waiting = [threads.submit(vllm.infer, long(seed=seed)) for seed in range(8)]
+        eventually(lambda: vllm.queue()["waiting"] + vllm.queue()["running"] >= 8, "they are in the engine")
+        os.kill(engine_pid(), signal.SIGKILL)
+        for one in waiting:
+            with pytest.raises(BackendFailed, match="has died"):
+                one.result(60)
+    assert not vllm.alive()
+    assert is_idle(vllm)
+    with pytest.raises(BackendFailed, match="has died"):
+        vllm.infer(long())

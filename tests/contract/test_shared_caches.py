@@ -18,10 +18,11 @@ from cluster.cache.memory import MemoryCache
 from cluster.cache.shard import CacheShard, Granted, Held
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.config import CacheSettings
+from deployments.stores import open_shared
 from integrations.redis.cache import RedisCache
 from tests.ports import free_port
 
-PATIENT = SharedSettings(deadline_s=5.0, operator_s=10.0)  # what is tested is what it answers, not how soon
+PATIENT = SharedSettings(deadline_s=60.0, operator_s=300.0)  # what is tested is what it answers, not how soon; an actor may start slowly
 ADA = Key("tenant", "ada", "1")
 
 
@@ -35,14 +36,14 @@ def running_redis(directory, port):
         server = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         url = f"redis://127.0.0.1:{port}/0"
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while not (availability := RedisCache.get_availability(url)).ok:
             assert time.monotonic() < until, availability.reason
             time.sleep(0.02)
         yield url
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(120)
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +66,11 @@ async def cache(request):
     if request.param == "memory":
         shared = ShardedCache({f"shard-{index}": CacheShard(MemoryCache()) for index in range(3)}, PATIENT)
     elif request.param == "redis":
-        shared = ShardedCache({"redis": RedisCache(request.getfixturevalue("redis_url"))}, PATIENT)
+        shared = ShardedCache({"redis": RedisCache(request.getfixturevalue("redis_url"), "contract:")}, PATIENT)
     else:
         request.getfixturevalue("ray_cluster")
         shared = await connect(CacheSettings(l2_shards=2, l2_deadline_ms=1000), "contract", PATIENT)
-    erased = await shared.invalidate()
-    assert erased.unconfirmed == ()
+    await eventually(lambda: nothing_is_left(shared))  # a cache actor may take its time to start
     yield shared
     await shared.close()
 
@@ -119,12 +119,12 @@ async def test_gives_back_a_large_value(cache):
     large = entry(bytes(range(256)) * 4000)
     await put(cache, {ADA: large})
     assert (await cache.mget([ADA])).entries == {ADA: large}
-    assert await cache.lease(ADA, "me", 30) == large
+    assert await cache.lease(ADA, "me", 300) == large
 
 
 async def test_replaces_an_entry(cache):
     await put(cache, {ADA: entry(b"old")})
-    granted = await cache.lease(ADA, "me", 30, newer_than=time.time() + 100)
+    granted = await cache.lease(ADA, "me", 300, newer_than=time.time() + 100)
     await cache.mput({ADA: entry(b"new")}, {ADA: granted.epoch})
     assert (await cache.mget([ADA])).entries[ADA].payload == b"new"
 
@@ -156,53 +156,53 @@ async def test_an_entry_is_gone_when_its_time_is_over(cache):
 async def test_a_stale_entry_is_given_unless_a_newer_one_is_asked_for(cache):
     stale = entry(fresh_s=-1, stale_s=300)
     await put(cache, {ADA: stale})
-    assert await cache.lease(ADA, "me", 30) == stale
-    assert isinstance(await cache.lease(ADA, "me", 30, newer_than=time.time()), Granted)
+    assert await cache.lease(ADA, "me", 300) == stale
+    assert isinstance(await cache.lease(ADA, "me", 300, newer_than=time.time()), Granted)
 
 
 async def test_grants_a_lease_to_exactly_one_of_many(cache):
-    answers = await asyncio.gather(*(cache.lease(ADA, f"replica {number}", 30) for number in range(20)))
+    answers = await asyncio.gather(*(cache.lease(ADA, f"replica {number}", 300) for number in range(20)))
     assert sum(isinstance(answer, Granted) for answer in answers) == 1
-    assert all(0 < answer.seconds <= 30 for answer in answers if isinstance(answer, Held))
+    assert all(0 < answer.seconds <= 300 for answer in answers if isinstance(answer, Held))
     assert sum(isinstance(answer, Held) for answer in answers) == 19
 
 
 async def test_grants_a_lease_again_to_who_has_it(cache):
-    assert isinstance(await cache.lease(ADA, "me", 30), Granted)
-    assert isinstance(await cache.lease(ADA, "me", 30), Granted)
+    assert isinstance(await cache.lease(ADA, "me", 300), Granted)
+    assert isinstance(await cache.lease(ADA, "me", 300), Granted)
 
 
 async def test_a_put_ends_the_lease_and_wakes_who_waits(cache):
-    granted = await cache.lease(ADA, "me", 30)
-    waiting = [asyncio.create_task(cache.wait(ADA, 30)) for _ in range(5)]
+    granted = await cache.lease(ADA, "me", 300)
+    waiting = [asyncio.create_task(cache.wait(ADA, 300)) for _ in range(5)]
     await asyncio.sleep(0.05)
     assert not any(task.done() for task in waiting)
     computed = entry(b"computed")
     await cache.mput({ADA: computed}, {ADA: granted.epoch})
     assert await asyncio.gather(*waiting) == [computed] * 5
-    assert isinstance(await cache.lease(ADA, "you", 30, newer_than=time.time() + 1000), Granted)
+    assert isinstance(await cache.lease(ADA, "you", 300, newer_than=time.time() + 1000), Granted)
 
 
 async def test_a_release_wakes_who_waits_and_lets_the_next_compute(cache):
-    await cache.lease(ADA, "me", 30)
-    waiting = asyncio.create_task(cache.wait(ADA, 30))
+    await cache.lease(ADA, "me", 300)
+    waiting = asyncio.create_task(cache.wait(ADA, 300))
     await asyncio.sleep(0.05)
     await cache.release(ADA, "me")
     assert await waiting is None
-    assert isinstance(await cache.lease(ADA, "you", 30), Granted)
+    assert isinstance(await cache.lease(ADA, "you", 300), Granted)
 
 
 async def test_only_the_holder_can_release(cache):
-    await cache.lease(ADA, "me", 30)
+    await cache.lease(ADA, "me", 300)
     await cache.release(ADA, "you")
-    assert isinstance(await cache.lease(ADA, "you", 30), Held)
+    assert isinstance(await cache.lease(ADA, "you", 300), Held)
 
 
 async def test_a_lease_ends_with_its_time(cache):
     await cache.lease(ADA, "dead", 0.1)
-    assert await cache.wait(ADA, 30) is None
+    assert await cache.wait(ADA, 300) is None
     await asyncio.sleep(0.01)
-    assert isinstance(await cache.lease(ADA, "you", 30), Granted)
+    assert isinstance(await cache.lease(ADA, "you", 300), Granted)
 
 
 async def test_waits_no_longer_than_asked_and_not_at_all_for_what_nobody_computes(cache):
@@ -244,8 +244,8 @@ async def test_forgets_the_group_of_nobody_in_particular_alone(cache):
 @pytest.mark.parametrize("scope", [("tenant", "ada"), ("tenant", None), (None, None)])
 async def test_what_began_before_an_erasure_is_not_put_back(cache, scope):
     leased, looked_up = ADA, Key("tenant", "ada", "2")
-    granted = await cache.lease(leased, "me", 30)
-    held = await cache.lease(leased, "you", 30)
+    granted = await cache.lease(leased, "me", 300)
+    held = await cache.lease(leased, "you", 300)
     epochs = (await cache.mget([looked_up])).epochs
     await cache.invalidate(*scope)
     for key, epoch in ((leased, granted.epoch), (leased, held.epoch), (looked_up, epochs[looked_up])):
@@ -254,12 +254,12 @@ async def test_what_began_before_an_erasure_is_not_put_back(cache, scope):
 
 
 async def test_an_erasure_ends_leases_and_what_begins_after_it_is_put(cache):
-    await cache.lease(ADA, "me", 30)
-    waiting = asyncio.create_task(cache.wait(ADA, 30))
+    await cache.lease(ADA, "me", 300)
+    waiting = asyncio.create_task(cache.wait(ADA, 300))
     await asyncio.sleep(0.05)
     await cache.invalidate("tenant", "ada")
     assert await waiting is None
-    granted = await cache.lease(ADA, "you", 30)
+    granted = await cache.lease(ADA, "you", 300)
     assert isinstance(granted, Granted)
     assert await cache.mput({ADA: entry()}, {ADA: granted.epoch}) == frozenset()
     assert await present(cache, ADA) == {ADA}
@@ -267,7 +267,7 @@ async def test_an_erasure_ends_leases_and_what_begins_after_it_is_put(cache):
 
 async def test_an_erasure_of_one_user_does_not_refuse_what_is_computed_for_another(cache):
     bob = Key("tenant", "bob", "1")
-    granted = await cache.lease(bob, "me", 30)
+    granted = await cache.lease(bob, "me", 300)
     await cache.invalidate("tenant", "ada")
     assert await cache.mput({bob: entry()}, {bob: granted.epoch}) == frozenset()
     assert await present(cache, bob) == {bob}
@@ -293,8 +293,8 @@ async def test_all_of_it_went_without_a_failure(cache):
 
 
 async def test_knows_the_entry_of_a_waiter_that_was_cancelled_no_more_and_serves_the_others(cache):
-    granted = await cache.lease(ADA, "me", 30)
-    gone, stays = (asyncio.create_task(cache.wait(ADA, 30)) for _ in range(2))
+    granted = await cache.lease(ADA, "me", 300)
+    gone, stays = (asyncio.create_task(cache.wait(ADA, 300)) for _ in range(2))
     await asyncio.sleep(0.05)
     gone.cancel()
     computed = replace(entry(), cost_ms=99.0)
@@ -307,16 +307,55 @@ async def test_a_redis_that_was_restarted_serves_again_and_refuses_what_began_be
     pytest.importorskip("redis", reason="redis is not installed; run: pip install 'genrec[redis]'")
     port = free_port()
     with running_redis(tmp_path, port) as url:
-        cache = ShardedCache({"redis": RedisCache(url)}, PATIENT)
-        granted = await cache.lease(ADA, "me", 30)
+        cache = ShardedCache({"redis": RedisCache(url, "contract:")}, PATIENT)
+        granted = await cache.lease(ADA, "me", 300)
         for _ in range(20):
             await cache.invalidate("tenant", "bob")
-    assert await cache.lease(ADA, "me", 30) is None
+    assert await cache.lease(ADA, "me", 300) is None
     with running_redis(tmp_path, port):
         assert await cache.mput({ADA: entry()}, {ADA: granted.epoch}) == {ADA}
         assert await put(cache, {ADA: entry()}) == frozenset()
         assert await present(cache, ADA) == {ADA}
         await cache.close()
+
+
+@pytest.mark.parametrize("l2", [pytest.param("actors", marks=pytest.mark.cluster), "redis"])
+async def test_applications_share_nothing_and_one_that_keeps_nothing_leaves_the_others_theirs(l2, request):
+    where = {"redis_url": request.getfixturevalue("redis_url")} if l2 == "redis" else {}
+    if l2 == "actors":
+        request.getfixturevalue("ray_cluster")
+    settings = CacheSettings(l2=l2, l2_deadline_ms=1000, **where)
+    shop, shop_1 = [await open_shared(settings, name) for name in ("shop", "shop-1")]  # one name begins with the other
+
+    async def finds(cache):
+        return await present(cache, ADA) == {ADA}
+
+    async def puts_and_finds(cache):
+        await put(cache, {ADA: entry()})
+        return await finds(cache)
+
+    await eventually(lambda: puts_and_finds(shop))
+    await eventually(lambda: nothing_is_left(shop_1))
+    await eventually(lambda: finds(shop))
+    assert not await finds(shop_1)
+    await eventually(lambda: puts_and_finds(shop_1))
+    await eventually(lambda: nothing_is_left(shop_1))
+    assert await open_shared(settings.model_copy(update={"l2": "off"}), "shop-1") is None
+    await eventually(lambda: finds(shop))
+    for cache in (shop, shop_1):
+        await cache.close()
+
+
+async def nothing_is_left(cache):
+    """Whether every shard confirms that it holds nothing any more."""
+    return (await cache.invalidate()).unconfirmed == ()
+
+
+async def eventually(holds, within_s=300):
+    until = time.monotonic() + within_s
+    while not await holds():
+        assert time.monotonic() < until, f"still not so after {within_s} s"
+        await asyncio.sleep(0.05)
 
 
 async def test_redis_keeps_nothing_for_longer_than_the_entries_live(redis_url):

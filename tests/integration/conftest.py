@@ -11,10 +11,9 @@ from typing import Any
 
 import httpx
 
-from deployments.cli.local_serve import LocalServe
+from tests.clusters import Application
 from tests.waiting import eventually, until_right
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENT = {"deadline_s": 30.0, "generation_deadline_s": 30.0, "admission": {"max_wait_ms": 30_000}}
 """A gateway that has requests wait rather than refuses them, however busy this machine is: who is refused when is told by the tests of the
 edge and of chaos.
@@ -29,7 +28,7 @@ class Live:
 
     url: str
     model_dir: Path
-    serving: LocalServe
+    serving: Application
     logs: Path = Path()
     door: str = ""
 
@@ -45,7 +44,7 @@ class Live:
             assert response.status_code == 200, response.text
             return bool(response.json()["applied"])
 
-        eventually(applied, f"{stage} {name}: {to}", within_s=60)
+        eventually(applied, f"{stage} {name}: {to}")
 
     @contextmanager
     def switched(self, stage: str = "encoder", **positions: str) -> Iterator[None]:
@@ -63,7 +62,7 @@ class Live:
     def backends(self, stage: str = "encoder") -> dict[str, dict[str, Any]]:
         return {backend["name"]: backend for backend in self.stages()[stage]["backends"]}
 
-    def eventually(self, holds: Callable[[Mapping[str, Any]], bool], *, within_s: float = 60, **request: Any) -> Mapping[str, Any]:
+    def eventually(self, holds: Callable[[Mapping[str, Any]], bool], *, within_s: float = 300, **request: Any) -> Mapping[str, Any]:
         """Ask until the answer is as expected; every answer on the way has status 200."""
 
         def ask() -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deployments.cli import local_serve
-from tests.integration.conftest import ROOT
+from tests.documents import ROOT
 from tests.ports import free_port
 
 

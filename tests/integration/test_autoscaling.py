@@ -1,16 +1,16 @@
 """The autoscaling policy in a real Serve controller: replicas come with the load, go when it is over, and come again from none."""
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
+from deployments.cli.local_serve import LocalServe
 from tests.integration.own_application import serving
 from tests.waiting import until_right
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 SLEEPER = {
     "name": "sleeper",
     "max_ongoing_requests": 3,  # so that calls reach a new replica, and the others wait in the handle
@@ -30,9 +30,9 @@ APPLICATION = {"name": "sleeping", "route_prefix": "/", "import_path": "tests.in
 
 
 @pytest.fixture
-def url(tmp_path, monkeypatch) -> Iterator[str]:
+def local(tmp_path, monkeypatch) -> Iterator[LocalServe]:
     with serving(APPLICATION, monkeypatch, tmp_path / "serve.log") as local:
-        yield local.url
+        yield local
 
 
 def replicas(url: str, calls: int, seconds: float) -> set[str]:
@@ -44,14 +44,15 @@ def replicas(url: str, calls: int, seconds: float) -> set[str]:
 
 
 def eventually(url: str, calls: int, seconds: float, serving: int) -> set[str]:
-    return until_right(lambda: replicas(url, calls, seconds), lambda found: len(found) == serving)
+    return until_right(lambda: replicas(url, calls, seconds), lambda found: len(found) == serving, within_s=300)
 
 
-def test_replicas_come_with_the_load_go_when_it_is_over_and_come_again_from_none(url):
+def test_replicas_come_with_the_load_go_when_it_is_over_and_come_again_from_none(local):
+    url = local.url
     first = eventually(url, calls=1, seconds=0, serving=1)
     three = eventually(url, calls=9, seconds=1, serving=3)
     (last,) = eventually(url, calls=2, seconds=0.2, serving=1)
     assert last in first | three
-    time.sleep(25)  # no request for longer than idle_s, and nobody whom one could ask whether it is over
+    until_right(lambda: local.running("sleeper", "sleeping"), lambda running: not running, within_s=300)
     (other,) = replicas(url, calls=1, seconds=0)
     assert other not in {*first, *three}, "the last one is gone, and the first request has started another"

@@ -1,6 +1,7 @@
 """What a newcomer runs first: `genrec demo --once`."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster import ports
 from cluster.errors import DataError
 from deployments.cli.dataset_options import DatasetOptions, open_dataset
 from tests.ports import free_port
@@ -17,7 +19,7 @@ GENREC = Path(sys.executable).with_name("genrec")
 
 def genrec(*arguments: object, within: Path) -> subprocess.CompletedProcess[str]:
     command = [str(GENREC), *(str(argument) for argument in arguments)]
-    return subprocess.run(command, cwd=within, capture_output=True, text=True, check=False, timeout=280)
+    return subprocess.run(command, cwd=within, capture_output=True, text=True, check=False, timeout=1500)
 
 
 @pytest.mark.cluster
@@ -26,9 +28,15 @@ def test_recommends_real_films_and_ends_with_the_answer_as_json(tmp_path: Path):
         open_dataset(DatasetOptions(name="ml-100k"))
     except DataError as error:
         pytest.skip(f"MovieLens-100K cannot be had: {error}")
-    done = genrec("demo", "--once", "--port", free_port(), "--users", 2, within=tmp_path)
+    ports.release(port := free_port())  # the demo claims it
+    done = genrec("demo", "--once", "--port", port, "--users", 2, within=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    answer = json.loads(done.stdout.splitlines()[-1])
+    lines = done.stdout.splitlines()
+    (first,) = (line for line in lines if line.startswith("answer"))
+    assert "encode=torch, generate=" in first, "it waited for no compiler"
+    assert lines.index(first) < min(number for number, line in enumerate(lines) if line.startswith("built"))
+    assert re.search("encode by (tensorrt|onnxruntime) instead of torch", done.stdout)
+    answer = json.loads(lines[-1])
     assert [len(answer["items"]), answer["degraded"]] == [5, False]
     assert [stage["stage"] for stage in answer["stages"]] == ["encode", "generate", "blend"]
     assert answer["stages"][0]["backend"] in ("tensorrt", "onnxruntime")
@@ -36,6 +44,7 @@ def test_recommends_real_films_and_ends_with_the_answer_as_json(tmp_path: Path):
     for item in answer["items"]:
         assert item["attributes"]["year"] in item["title"]
         assert item["title"][:20] in done.stdout
+    assert answer["model_version"] == "ml-100k/2"
     assert (tmp_path / "models/ml-100k/current").read_text().strip() == "2"
 
 

@@ -22,9 +22,10 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster import profile
 from cluster.config import Settings, parse
-from tests.integration.conftest import ROOT
+from deployments.cli.init import filled_in
+from deployments.shipped import LAUNCH
+from tests.documents import ROOT
 
-LAUNCH = ROOT / "cluster" / "launch"
 KUBERNETES = "1.34"
 DOCKERFILES = ["Dockerfile", "Dockerfile.gpu"]
 RAY_UP_FILES = ["ray_up.yaml", "ray_up_on_premise.yaml"]
@@ -216,17 +217,15 @@ def test_a_dockerfile_copies_what_exists_and_installs_extras_that_exist(name: st
     instructions = [(step["instruction"], step["value"]) for step in steps.structure if step["instruction"] != "COMMENT"]
     assert instructions[0][0] == "FROM"
     sources = [source for kind, value in instructions if kind == "COPY" for source in value.split()[:-1]]
-    assert [source for source in sources if not (ROOT / source).exists()] == []
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = {one.removesuffix("*") for one in project["tool"]["setuptools"]["packages"]["find"]["include"]}
-    assert packages <= set(sources), "the wheel would lack a package"
-    assert {"pyproject.toml", project["project"]["readme"]} <= set(sources)
-    extras = re.findall(r'"\.\[([\w,-]+)\]"', " ".join(value for kind, value in instructions if kind == "RUN"))
+    assert sources[0] == "genrec-*.whl"
+    assert [source for source in sources[1:] if not (LAUNCH / source).is_file()] == []
+    extras = re.findall(r'"\$\(ls genrec-\*\.whl\)\[([\w,-]+)\]"', " ".join(value for kind, value in instructions if kind == "RUN"))
     assert extras
-    assert set(",".join(extras).split(",")) <= set(project["project"]["optional-dependencies"])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(",".join(extras).split(",")) <= set(project["optional-dependencies"])
     command = json.loads(dict(instructions)["CMD"])
     assert command[:2] == ["genrec", "serve"]
-    assert (ROOT / Path(command[-1]).relative_to("/app")).is_file()
+    assert str(Path(command[-1]).relative_to("/app")) in sources
     for kind, value in instructions:
         if kind == "RUN":
             subprocess.run(["sh", "-n", "-c", value], check=True)
@@ -235,23 +234,24 @@ def test_a_dockerfile_copies_what_exists_and_installs_extras_that_exist(name: st
 def test_compose_builds_and_mounts_what_exists():
     services = yaml.safe_load((LAUNCH / "compose.yaml").read_text())["services"]
     build = services["genrec"]["build"]
-    context = (LAUNCH / build["context"]).resolve()
-    assert context == ROOT
-    assert (context / build["dockerfile"]).is_file()
-    assert all((LAUNCH / mount.split(":")[0]).exists() for mount in services["genrec"]["volumes"] if mount.split(":")[0].endswith(".yaml"))
+    assert build["context"] == "."
+    assert (LAUNCH / build["dockerfile"]).is_file()
+    mounts = dict(mount.split(":")[:2] for mount in services["genrec"]["volumes"])
+    assert all((LAUNCH / source).is_file() for source in mounts if source.endswith(".yaml"))
+    assert services["genrec"]["command"][-1] == mounts["./one_machine.yaml"]
     assert set(services["genrec"]["depends_on"]) <= set(services)
     assert all("healthcheck" in services[name] for name in services["genrec"]["depends_on"])
-    assert (ROOT / Path(services["genrec"]["command"][-1]).relative_to("/app")).is_file()
 
 
 def test_the_unit_is_one_that_systemd_takes(tmp_path: Path):
-    text = (LAUNCH / "genrec.service").read_text()
+    text = filled_in((LAUNCH / "genrec.service").read_text(), tmp_path)
     unit = configparser.ConfigParser(interpolation=None, strict=False)
     unit.optionxform = str
     unit.read_string(text)
     start = shlex.split(unit["Service"]["ExecStart"])
-    assert start[0].endswith("bin/genrec")
-    assert (ROOT / Path(start[-1]).relative_to(unit["Service"]["WorkingDirectory"])).is_file()
+    assert start[0] == beside("genrec")
+    assert (LAUNCH / start[-1]).is_file()
+    assert unit["Service"]["WorkingDirectory"] == unit["Service"]["ReadWritePaths"] == str(tmp_path)
     if (systemd := shutil.which("systemd-analyze")) is None:
         pytest.skip("systemd-analyze is not on PATH; the unit's sections and paths were checked, its keys were not")
     there = tmp_path / "genrec.service"

@@ -16,11 +16,12 @@ import yaml
 from deployments.cli.local_cluster import LocalCluster
 from deployments.cli.local_serve import is_ready
 from tests.contract.test_shared_caches import running_redis
-from tests.integration.conftest import PATIENT, ROOT, behaviours
+from tests.documents import ROOT
+from tests.integration.conftest import PATIENT, behaviours
 from tests.ports import free_port
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 REQUESTS_PER_S = 10
 RETRY_AFTER_S = 0.3  # by then every proxy has seen that a gateway's connections broke
 HISTORY = {"user_id": "ada", "cache": "bypass", "behaviours": behaviours(3, 14, 15), "request_time": 1_700_100_000}

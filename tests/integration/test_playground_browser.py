@@ -17,14 +17,12 @@ from cluster.bundle import CATALOGUE, BundleStore
 from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue
 from cluster.values import Item
-from deployments.cli.local_serve import LocalServe
 from tests.bundles import make_generative_bundle
-from tests.integration.conftest import ROOT
-from tests.ports import free_port
+from tests.clusters import SharedCluster, fixed
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install '.[dev]')")
 expect = playwright.expect
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 SETTINGS = {
     # tensorrt is absent without a GPU and "mean" stands behind torch: there is something to fall back from and to
@@ -44,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(models: Path) -> Iterator[str]:
+def url(models: Path, fast: SharedCluster) -> Iterator[str]:
     """A small generative model of 200 invented films, one of whose users has events."""
     root = models / "films"
     store, bundle = BundleStore(root), make_generative_bundle(root)
@@ -52,14 +50,10 @@ def url(models: Path) -> Iterator[str]:
         (draft.path / CATALOGUE).unlink(missing_ok=True)  # it may be the older version's own file
         write_catalogue(Catalogue([film(number) for number in range(1, 201)]), draft.path / CATALOGUE)
         draft.compiled_from = None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "examples")]))
-        patch.syspath_prepend(ROOT / "examples")
-        log = root.parent / "serve.log"
-        with LocalServe(ROOT / "ray_config.yaml", {"model_dir": str(root), **SETTINGS}, port=free_port(), log=log) as url:
-            events = [{"user_id": "ada", "item_id": str(item), "action": "like"} for item in (3, 14, 15, 92, 65)]
-            httpx.post(f"{url}/v1/events", json={"events": events}, timeout=30).raise_for_status()
-            yield url
+    with fast.application(fixed(), {"model_dir": str(root), **SETTINGS}) as serving:
+        events = [{"user_id": "ada", "item_id": str(item), "action": "like"} for item in (3, 14, 15, 92, 65)]
+        httpx.post(f"{serving.url}/v1/events", json={"events": events}, timeout=30).raise_for_status()
+        yield serving.url
 
 
 def film(number: int) -> Item:
@@ -89,7 +83,7 @@ def opened(browser, url, **context):
         page, errors = context.new_page(), []
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: message.type == "error" and REFUSED not in message.text and errors.append(message.text))
-        page.goto(url)
+        page.goto(f"{url}/")
         expect(page.locator("#items-a > li[data-item]")).to_have_count(10)
         yield page
         assert errors == []

@@ -27,7 +27,8 @@ from integrations.hstu.encoder import TorchEncoder
 from integrations.torch_beam.generator import TorchBeamGenerator
 from pipelines.recommend import Recommender
 from tests.bundles import make_generative_bundle
-from tests.integration.conftest import PATIENT, ROOT
+from tests.documents import ROOT
+from tests.integration.conftest import PATIENT
 from tests.ports import free_port
 from tests.waiting import until_right
 

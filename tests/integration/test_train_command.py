@@ -1,6 +1,7 @@
 """`genrec train`, `evaluate` and `import meta` from a table or a checkpoint to a published, measured bundle."""
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from tests.hstu_oracle import meta_state
 
 ENCODER = ["--dim", "8", "--max-history", "10", "--batch-users", "16", "--learning-rate", "0.01", "--ranker-epochs", "1"]
 SMALL = [*ENCODER, "--prompt-length", "8", "--decoder-epochs", "2"]
+WHOLE = ["--epochs", 2, "--device", "cpu", *SMALL]
 
 
 app = typer.Typer()
@@ -28,13 +30,31 @@ app.command("evaluate")(evaluate.evaluate)
 app.add_typer(import_.app, name="import")
 
 
-@pytest.fixture
-def table(tmp_path):
+def written_table(directory):
     rng = np.random.default_rng(0)
     rows = [f"u{user},{(user + step) % 12 + 1},{1000 * step + user}" for user in range(40) for step in range(int(rng.integers(4, 15)))]
-    path = tmp_path / "events.csv"
+    path = directory / "events.csv"
     path.write_text("\n".join(["user,item,timestamp", *rows]) + "\n")
     return path
+
+
+@pytest.fixture
+def table(tmp_path):
+    return written_table(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A directory with the table, a model `shop` that was trained on it with WHOLE and these options, once, and its `export`."""
+
+    @cache
+    def trained_with(*options):
+        root = tmp_path_factory.mktemp("trained")
+        where = ["--path", written_table(root), "--model-dir", root / "shop", "--export", root / "export"]
+        genrec("train", "table", *where, *options, *WHOLE)
+        return root
+
+    return trained_with
 
 
 def genrec(*arguments):
@@ -45,9 +65,8 @@ def genrec(*arguments):
     return result.stdout
 
 
-def test_a_table_becomes_a_published_model_whose_quality_evaluate_measures_again(table, tmp_path):
-    model_dir = tmp_path / "shop"
-    genrec("train", "table", "--path", table, "--model-dir", model_dir, "--epochs", 4, "--refit", *SMALL)
+def test_a_table_becomes_a_published_model_whose_quality_evaluate_measures_again(trained):
+    table, model_dir = (trained("--refit") / name for name in ("events.csv", "shop"))
     bundle = BundleStore(model_dir).open()
     assert bundle.manifest.training["users"] == 40
     assert bundle.manifest.training["refit"] is True
@@ -69,13 +88,12 @@ def test_the_same_seed_gives_the_same_weights(table, tmp_path):
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
-def test_an_export_joined_with_its_data_set_is_the_same_model_and_refuses_another(table, tmp_path):
-    genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--epochs", 1, "--export", tmp_path / "export", *SMALL)
-    original = BundleStore(tmp_path / "shop").open()
-    exported = {str(path.relative_to(tmp_path / "export")) for path in (tmp_path / "export").rglob("*") if path.is_file()}
+def test_an_export_joined_with_its_data_set_is_the_same_model_and_refuses_another(trained, table, tmp_path):
+    export, original = trained() / "export", BundleStore(trained() / "shop").open()
+    exported = {str(path.relative_to(export)) for path in export.rglob("*") if path.is_file()}
     assert exported == {"model.json", "weights.safetensors", *OPTIONAL}
-    assert original.manifest.training.keys() - read_pretrained(tmp_path / "export").training.keys() == {"read_as"}, "it names paths"
-    joined = publish_pretrained(tmp_path / "export", choose("dataset", DATASETS, "table")(table), tmp_path / "joined")
+    assert original.manifest.training.keys() - read_pretrained(export).training.keys() == {"read_as"}, "it names paths"
+    joined = publish_pretrained(export, choose("dataset", DATASETS, "table")(table), tmp_path / "joined")
     assert joined.manifest.quality == original.manifest.quality
     for part in ("decoder", "blend", "ranker"):
         assert getattr(joined.manifest, part) == getattr(original.manifest, part) is not None, part
@@ -83,16 +101,16 @@ def test_an_export_joined_with_its_data_set_is_the_same_model_and_refuses_anothe
         assert joined.manifest.files[file] == original.manifest.files[file], file
     table.write_text(table.read_text() + "u1,99,99999\n")
     with pytest.raises(DataError, match="other items"):
-        publish_pretrained(tmp_path / "export", choose("dataset", DATASETS, "table")(table), tmp_path / "joined")
+        publish_pretrained(export, choose("dataset", DATASETS, "table")(table), tmp_path / "joined")
 
 
-def test_training_fits_the_blend_on_validation_and_evaluate_measures_every_strategy_again(table, tmp_path):
-    genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--epochs", 2, *SMALL)
-    manifest = BundleStore(tmp_path / "shop").open().manifest
+def test_training_fits_the_blend_on_validation_and_evaluate_measures_every_strategy_again(trained):
+    table, model_dir = (trained() / name for name in ("events.csv", "shop"))
+    manifest = BundleStore(model_dir).open().manifest
     assert manifest.blend is not None
     assert manifest.blend.fitted_on == "the second-last events of 40 users"
     assert manifest.training["decoder"]["semantic_ids"]["largest_cell"] >= 1
-    measured = json.loads(genrec("evaluate", "table", "--path", table, "--model-dir", tmp_path / "shop", "--json"))["strategies"]
+    measured = json.loads(genrec("evaluate", "table", "--path", table, "--model-dir", model_dir, "--json"))["strategies"]
     assert measured == manifest.blend.quality
     assert set(measured) == {"retrieval", "generative", "unified"}
 
@@ -122,9 +140,8 @@ def test_a_ranker_can_be_left_out_and_added_later(table, tmp_path):
 
 
 @pytest.mark.parametrize("refit", [[], ["--refit"]])
-def test_a_run_interrupted_while_its_decoder_is_trained_goes_on_from_there(table, tmp_path, monkeypatch, refit):
-    options = ["--epochs", 2, "--device", "cpu", *refit, *SMALL]
-    genrec("train", "table", "--path", table, "--model-dir", tmp_path / "whole", *options)
+def test_a_run_interrupted_while_its_decoder_is_trained_goes_on_from_there(trained, table, tmp_path, monkeypatch, refit):
+    options = [*refit, *WHOLE]
     epochs, run_epoch = [], DecoderTrainer.run_epoch
 
     def interrupted(trainer, after_batch=None):
@@ -138,7 +155,7 @@ def test_a_run_interrupted_while_its_decoder_is_trained_goes_on_from_there(table
         with pytest.raises(Interrupted):
             genrec("train", "table", "--path", table, "--model-dir", tmp_path / "parts", *options)
     genrec("train", "table", "--path", table, "--model-dir", tmp_path / "parts", "--resume", *options)
-    whole, parts = (BundleStore(tmp_path / name).open().manifest for name in ("whole", "parts"))
+    whole, parts = (BundleStore(root).open().manifest for root in (trained(*refit) / "shop", tmp_path / "parts"))
     for file in ("weights.safetensors", *OPTIONAL):
         assert whole.files[file] == parts.files[file], file
     assert whole.blend == parts.blend
@@ -155,12 +172,11 @@ def test_a_broken_export_is_refused(tmp_path):
         read_pretrained(tmp_path)
 
 
-def test_evaluate_refuses_a_model_of_another_catalogue(table, tmp_path):
-    genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--epochs", 1, *SMALL)
+def test_evaluate_refuses_a_model_of_another_catalogue(trained, table, tmp_path):
     other = tmp_path / "other.csv"
     other.write_text(table.read_text() + "u1,99,99999\n")
     with pytest.raises(DataError, match="not the same in the same order"):
-        genrec("evaluate", "table", "--path", other, "--model-dir", tmp_path / "shop")
+        genrec("evaluate", "table", "--path", other, "--model-dir", trained() / "shop")
 
 
 def test_resume_without_a_checkpoint_says_so(table, tmp_path):

@@ -16,7 +16,7 @@ from cluster.traffic.user_router import in_order_of
 from tests.integration.own_application import serving
 from tests.waiting import until_right
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 REPLICAS = 3
 HOME = {
     "name": "home",

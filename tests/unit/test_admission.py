@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from cluster.config import AdmissionSettings
 from cluster.traffic.adaptive_limit import AdaptiveLimit
 from cluster.traffic.admission import Admission, Standing
+from tests.repetitions import times
 
 WAITING, RUNNING, REFUSED, LEFT = Standing
 
@@ -213,7 +214,7 @@ class Places(RuleBasedStateMachine):
 
 
 def test_each_request_is_admitted_refused_or_gone_exactly_once_whatever_comes():
-    run_state_machine_as_test(Places, settings=settings(max_examples=150, stateful_step_count=40))
+    run_state_machine_as_test(Places, settings=settings(max_examples=times(150, 30), stateful_step_count=40))
 
 
 @given(st.lists(st.floats(0, 20), max_size=200), st.integers(1, 300))

@@ -19,6 +19,8 @@ from pipelines.stored_history import StoredHistories
 from tests.bundles import make_bundle
 from tests.fake_stages import Descending
 
+pytestmark = pytest.mark.virtual_time
+
 NOW = 1_700_000_000
 SEEN = (Behaviour("1", NOW), Behaviour("2", NOW + 1))
 ASKED = RecommendRequest("ada", SEEN, k=3)
@@ -139,7 +141,7 @@ async def test_an_event_makes_the_users_next_answer_ready(setting, events):
     await setting.answers.recommend(STORED)
     await events.append([Event("ada", SEEN[0])])
     await setting.answers.anticipate("default", "ada")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         while not setting.encoder.asked:  # noqa: ASYNC110 - it is computed in the background
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
@@ -198,7 +200,7 @@ async def test_a_stale_answer_that_is_streamed_is_computed_anew(setting):
     setting.now += 100
     parts = [part async for part in setting.answers.stream(ASKED)]
     assert parts[-1].cache.stale
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         while len(setting.encoder.asked) < 2:  # noqa: ASYNC110 - it is computed in the background
             await asyncio.sleep(0.01)
 
@@ -308,7 +310,7 @@ async def test_a_hurried_answer_is_found_again_by_who_is_in_the_same_hurry(setti
 async def test_a_store_that_is_late_costs_a_hurried_request_its_history_and_not_its_answer(setting, events):
     await events.append([Event("ada", SEEN[0])])
     setting.store.delay = 60
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         answer = await setting.answers.recommend(replace(STORED, deadline_ms=50))
     assert len(answer.items) == 3
     assert answer.degraded
@@ -320,7 +322,7 @@ async def test_who_is_in_a_hurry_does_not_wait_for_a_computation_elsewhere(setti
         await asyncio.sleep(60)
 
     monkeypatch.setattr(setting.cache, "get_or_compute", endless)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         answer = await setting.answers.recommend(replace(ASKED, deadline_ms=30))
     assert (len(answer.items), answer.degraded) == (3, True)
 

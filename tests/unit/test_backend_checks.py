@@ -2,6 +2,8 @@
 
 import json
 import re
+import time
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from cluster.checks.report import Result
 from cluster.checks.suite import check
 from cluster.errors import BundleError, ConfigError, UnknownChoice
 from deployments.cli import backends
+from tests.broken_backends import hanging
 from tests.bundles import make_complete_bundle
 
 BROKEN = [
@@ -22,14 +25,14 @@ BROKEN = [
     ("LacksMethods", "encoder", "has the methods of a backend", "it lacks load, infer, batch_infer, close"),
     ("ProbeRaises", "encoder", "says whether it can serve", "RuntimeError: no driver .*broken_backends.py:"),
     ("ProbeGivesNoReason", "encoder", "says whether it can serve", "says no without a reason"),
-    ("ProbeIsSlow", "encoder", "says so cheaply", "get_availability took 0.3"),
+    ("ProbeIsSlow", "encoder", "says so cheaply", r"get_availability took \d+(\.\d+)? s"),
     (
         "BreaksAtLongHistories",
         "encoder",
         "answers a history longer than the window",
         "position 64 is beyond the table .*broken_backends.py:",
     ),
-    ("Hangs", "encoder", "gives up what is late", "had not ended after 3 s"),
+    ("Hangs", "encoder", "gives up what is late", "had not ended after 60 s"),
     ("SharesMemory", "encoder", "leaves earlier answers as they were", "the state of an answer changed"),
     ("MixesUpTenants", "encoder", "does not mix up users", "asked for nobody and for ada of tenant-a.*off"),
     ("ForgetsNobody", "encoder", "forgets users", "forget erased 1 more when it was called again"),
@@ -44,6 +47,20 @@ BROKEN = [
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
     return make_complete_bundle(tmp_path_factory.mktemp("checked") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def _limit_is_over_once_a_backend_hangs(monkeypatch: pytest.MonkeyPatch):
+    """A check has its minute, however slow this machine is, and the minute of `Hangs` need not be waited for."""
+
+    def waited(futures, limit_s):
+        until = time.monotonic() + limit_s
+        while not (done := wait(futures, 0.05)).done and time.monotonic() < until and not hanging.is_set():
+            pass
+        return done
+
+    hanging.clear()
+    monkeypatch.setattr("cluster.checks.worker.wait", waited)
 
 
 def failures(report):
@@ -68,7 +85,7 @@ def test_what_does_everything_right_passes(backend, stage, bundle):
 
 @pytest.mark.parametrize(("backend", "stage", "name", "reason"), BROKEN, ids=[case[0] for case in BROKEN])
 def test_what_is_wrong_is_found_and_named(backend, stage, name, reason, bundle):
-    report = check(f"tests.broken_backends:{backend}", stage, bundle, limit_s=3)
+    report = check(f"tests.broken_backends:{backend}", stage, bundle)
     (found,) = [outcome for outcome in report.outcomes if outcome.check.startswith(name)]
     assert found.result is Result.FAILED
     assert re.search(reason, found.reason), found.reason
@@ -76,7 +93,7 @@ def test_what_is_wrong_is_found_and_named(backend, stage, name, reason, bundle):
 
 
 def test_after_a_call_that_hangs_nothing_else_is_asked(bundle):
-    outcomes = check("tests.broken_backends:Hangs", "encoder", bundle, limit_s=2).outcomes
+    outcomes = check("tests.broken_backends:Hangs", "encoder", bundle).outcomes
     place = next(index for index, outcome in enumerate(outcomes) if outcome.result is Result.FAILED)
     assert {outcome.reason for outcome in outcomes[place + 1 :]} == {"it is still busy with 'gives up what is late, or answers it'"}
 

@@ -3,12 +3,11 @@
 import asyncio
 from collections import Counter
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve._private.common import ReplicaID, RequestMetadata
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest
 from ray.serve.schema import DeploymentSchema
@@ -16,6 +15,9 @@ from ray.serve.schema import DeploymentSchema
 from cluster.errors import ConfigError
 from cluster.traffic.balancing import filled, least_loaded, weighted
 from deployments.routers import LeastLoadedRouter, RankingRouter, WeightedRouter
+from tests.fakes.routers import ENCODER, Replica, routed, router_of
+
+pytestmark = pytest.mark.virtual_time
 
 LOADS = st.dictionaries(st.text(min_size=1), st.integers(0, 200), max_size=12)
 WEIGHTS = st.dictionaries(st.text(min_size=1), st.floats(0.01, 100), max_size=12)
@@ -63,66 +65,45 @@ def test_what_is_no_weight_counts_as_the_mean_of_the_others(nothing):
     assert filled(["one", "two"], {"one": nothing, "another": 9}) == {"one": 1.0, "two": 1.0}
 
 
-def replica(name: str, stats=None, node: str = "node", zone=None):
-    return SimpleNamespace(
-        replica_id=ReplicaID(name, DeploymentID("encoder")),
-        max_ongoing_requests=100,
-        routing_stats=stats or {},
-        node_id=node,
-        availability_zone=zone,
-    )
-
-
-def router_of(kind: type[RankingRouter], *replicas, **options):
-    """Their queues are known to be empty."""
-    made = kind(deployment_id=DeploymentID("encoder"), handle_source=DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True)
-    made.initialize_state(**options)
-    made._replicas = {one.replica_id: one for one in replicas}
-    made._replicas_list, made._replica_id_set = list(replicas), set(made._replicas)
-    for one in replicas:
-        made.on_new_queue_len_info(one.replica_id, 0)
-    return made
-
-
 def pending() -> PendingRequest:
     return PendingRequest(args=[], kwargs={}, metadata=RequestMetadata(request_id="of-all", internal_request_id="of-all"))
 
 
 async def burst(router: RankingRouter, requests: int) -> Counter[str]:
     """Who got how many of a burst in which none was sent before the last was routed, all made within one HTTP request."""
-    async with asyncio.timeout(10):
-        found = await asyncio.gather(*(router._choose_replica_for_request(pending()) for _ in range(requests)))
-    assert not any(router._unsent.values()), "from here on the cache counts them"
+    async with asyncio.timeout(120):
+        found = await asyncio.gather(*(routed(router, pending()) for _ in range(requests)))
+    assert router.unsent == 0, "from here on the cache counts them"
     return Counter(one.replica_id.unique_id for one in found)
 
 
 async def test_a_burst_is_spread_evenly_by_the_least_loaded():
-    assert await burst(router_of(LeastLoadedRouter, *map(replica, "abc")), 30) == {"a": 10, "b": 10, "c": 10}
+    assert await burst(await router_of(LeastLoadedRouter, *map(Replica, "abc")), 30) == {"a": 10, "b": 10, "c": 10}
 
 
 async def test_who_is_busy_gets_less_of_a_burst():
-    router = router_of(LeastLoadedRouter, *map(replica, "abc"))
-    router.on_new_queue_len_info(ReplicaID("a", DeploymentID("encoder")), 6)
+    router = await router_of(LeastLoadedRouter, *map(Replica, "abc"))
+    router.on_new_queue_len_info(ReplicaID("a", ENCODER), 6)
     assert await burst(router, 30) == {"a": 6, "b": 12, "c": 12}
 
 
 async def test_a_burst_is_shared_by_what_replicas_report():
-    replicas = replica("a", {"weight": 3.0}), replica("b", {"weight": 1.0}), replica("new")
-    assert await burst(router_of(WeightedRouter, *replicas), 36) == {"a": 18, "b": 6, "new": 12}
-    throughput = replica("a", {"throughput": 3.0}), replica("b", {"throughput": 1.0, "weight": 99})
-    assert await burst(router_of(WeightedRouter, *throughput, figure="throughput"), 36) == {"a": 27, "b": 9}
+    replicas = Replica("a", {"weight": 3.0}), Replica("b", {"weight": 1.0}), Replica("new")
+    assert await burst(await router_of(WeightedRouter, *replicas), 36) == {"a": 18, "b": 6, "new": 12}
+    throughput = Replica("a", {"throughput": 3.0}), Replica("b", {"throughput": 1.0, "weight": 99})
+    assert await burst(await router_of(WeightedRouter, *throughput, figure="throughput"), 36) == {"a": 27, "b": 9}
 
 
 async def test_the_weights_of_the_configuration_count_before_those_that_are_reported():
-    replicas = replica("a", {"weight": 9.0}, zone="near"), replica("b", node="big", zone="far"), replica("c", {"weight": 1.0}, zone="else")
-    assert await burst(router_of(WeightedRouter, *replicas, weights={"near": 2, "big": 3}), 36) == {"a": 12, "b": 18, "c": 6}
+    replicas = Replica("a", {"weight": 9.0}, zone="near"), Replica("b", node="big", zone="far"), Replica("c", {"weight": 1.0}, zone="else")
+    assert await burst(await router_of(WeightedRouter, *replicas, weights={"near": 2, "big": 3}), 36) == {"a": 12, "b": 18, "c": 6}
 
 
 async def test_a_replica_that_is_full_passes_the_request_on():
-    full, free = replica("full", {"weight": 1000.0}), replica("free")
-    router = router_of(WeightedRouter, full, free)
+    full, free = Replica("full", {"weight": 1000.0}), Replica("free")
+    router = await router_of(WeightedRouter, full, free)
     full.max_ongoing_requests = 1
-    full.get_queue_len = lambda deadline_s: asyncio.sleep(0, 1)
+    full.queue = 1
     router.on_new_queue_len_info(full.replica_id, 1)
     assert await burst(router, 5) == {"free": 5}
 
@@ -150,15 +131,15 @@ def test_serve_accepts_the_routers_in_its_configuration_and_finds_the_class(name
 
 async def test_a_replica_that_says_nothing_gets_nothing_until_it_answers(monkeypatch: pytest.MonkeyPatch):
     now, again = [10.0], asyncio.Event()
-    monkeypatch.setitem(RankingRouter._heard.__globals__, "monotonic", lambda: now[0])  # Serve's configuration reloads the module
+    monkeypatch.setitem(RankingRouter.choose_replicas.__globals__, "monotonic", lambda: now[0])  # Serve's configuration reloads the module
 
     async def queue_len(*, deadline_s: float) -> int:
         await again.wait()
         return 0
 
-    stopped = replica("stopped")
+    stopped = Replica("stopped")
+    router = await router_of(LeastLoadedRouter, stopped, Replica("well"))
     stopped.get_queue_len = queue_len
-    router = router_of(LeastLoadedRouter, stopped, replica("well"))
     router.on_send_request(stopped.replica_id)
     assert await burst(router, 5) == {"stopped": 2, "well": 3}, "it may still say something"
     now[0] += 1.5
@@ -172,10 +153,10 @@ async def test_a_replica_that_says_nothing_gets_nothing_until_it_answers(monkeyp
 
 async def test_where_all_say_nothing_all_are_tried(monkeypatch: pytest.MonkeyPatch):
     now = [10.0]
-    monkeypatch.setitem(RankingRouter._heard.__globals__, "monotonic", lambda: now[0])  # Serve's configuration reloads the module
-    only = replica("only")
+    monkeypatch.setitem(RankingRouter.choose_replicas.__globals__, "monotonic", lambda: now[0])  # Serve's configuration reloads the module
+    only = Replica("only")
+    router = await router_of(LeastLoadedRouter, only)
     only.get_queue_len = lambda *, deadline_s: asyncio.sleep(deadline_s, 0)
-    router = router_of(LeastLoadedRouter, only)
     router.on_send_request(only.replica_id)
     now[0] += 5
     assert await burst(router, 3) == {"only": 3}

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from cluster.config import BatchingSettings
 from deployments.batching import MicroBatcher, alike
 
+pytestmark = pytest.mark.virtual_time
+
 
 def limits(**changes):
     return BatchingSettings(**{"max_requests": 4, "max_tokens": 100, "max_wait_ms": 20, **changes})

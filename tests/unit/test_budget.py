@@ -10,6 +10,8 @@ from cluster.errors import DeadlineExceeded
 from cluster.traffic.budget import FINISH_S, Budget, each_in_time, in_time, started, unhurried
 from cluster.values import RecommendRequest
 
+pytestmark = pytest.mark.virtual_time
+
 
 def test_a_step_gets_what_is_left_and_at_most_its_own_limit():
     assert Budget(100.0, lambda: 97.0).within(5.0) == 3.0 - FINISH_S

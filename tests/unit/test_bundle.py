@@ -10,7 +10,8 @@ import pytest
 from cluster.bundle import MANIFEST, POPULARITY, REMEMBERED, WEIGHTS, Bundle, BundleStore, ModelRecord
 from cluster.config import Settings
 from cluster.errors import BundleError
-from deployments.app import resolved, served_bundle
+from cluster.served import served_bundle
+from deployments.app import resolved
 from tests.bundles import make_bundle, make_generative_bundle
 
 

@@ -4,13 +4,7 @@ import pytest
 
 from cluster.cache.entry import Entry
 from cluster.cache.hot_keys import HotKeys
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
+from tests.fakes.clock import Clock
 
 
 @pytest.fixture

@@ -10,14 +10,7 @@ from cluster.cache.hit_rate import HitRateWindow
 from cluster.cache.memory import MemoryCache
 from cluster.cache.namespaces import COUNTED_NAMESPACES, OTHERS
 from cluster.cache.policy import POLICIES
-
-
-class Clock:
-    def __init__(self, now=1000.0):
-        self.now = now
-
-    def __call__(self):
-        return self.now
+from tests.fakes.clock import Clock
 
 
 @pytest.fixture

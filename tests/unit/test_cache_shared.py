@@ -21,19 +21,14 @@ from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.errors import ConfigError
 from integrations.redis.cache import RedisCache
 from integrations.redis.entries import from_bytes, to_bytes
+from tests.fakes.clock import Clock
+
+pytestmark = pytest.mark.virtual_time
 
 NODES = [f"genrec-cache-{index}" for index in range(5)]
 KEYS = [Key("tenant", f"user {index % 700}", str(index)) for index in range(5000)]
 ADA = Key("tenant", "ada", "1")
 SETTINGS = SharedSettings(deadline_s=0.02, operator_s=0.05, breaker=BreakerSettings(failures_to_open=3, pause_s=1.0))
-
-
-class Clock:
-    def __init__(self, now=1000.0):
-        self.now = now
-
-    def __call__(self):
-        return self.now
 
 
 class BreakableShard(CacheShard):

@@ -17,19 +17,14 @@ from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.cache.tier_values import Computed, TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.errors import ConfigError
+from tests.fakes.clock import Clock
+
+pytestmark = pytest.mark.virtual_time
 
 ADA = Key("tenant", "ada", "1")
 TEXT = Codec(str.encode, bytes.decode)
 SHARED = SharedSettings(deadline_s=0.02, operator_s=0.05, breaker=BreakerSettings(failures_to_open=3))
 PATIENT = SharedSettings(deadline_s=5.0)
-
-
-class Clock:
-    def __init__(self, now=1_000_000.0):
-        self.now = now
-
-    def __call__(self):
-        return self.now
 
 
 class Work:

@@ -15,6 +15,7 @@ from deployments.app import build
 from deployments.cli import _register, app
 from deployments.cli import serve as serve_module
 from tests.bundles import make_bundle, make_generative_bundle
+from tests.fakes.applications import deployment_of, deployments_of
 
 RAY_CONFIG = Path(__file__).resolve().parents[2] / "ray_config.yaml"
 ONE_MACHINE = RAY_CONFIG.parent / "cluster" / "launch" / "one_machine.yaml"
@@ -91,7 +92,7 @@ def test_ray_config_names_the_deployments_there_are_with_a_decoder_and_without(t
     make(tmp_path / "tiny")
     application = build({"model_dir": str(tmp_path / "tiny")})
     named = {deployment["name"] for deployment in yaml.safe_load(RAY_CONFIG.read_text())["applications"][0]["deployments"]}
-    assert named == _deployments(application)
+    assert named == {one.name for one in deployments_of(application)}
 
 
 @pytest.mark.parametrize("make", [make_bundle, make_generative_bundle])
@@ -101,7 +102,7 @@ def test_colocated_the_stages_are_no_deployments_of_their_own(tmp_path: Path, ma
     assert settings.placement == "colocated"
     application = build({**settings.model_dump(mode="json"), "model_dir": str(tmp_path / "tiny")})
     named = {deployment["name"] for deployment in yaml.safe_load(ONE_MACHINE.read_text())["applications"][0]["deployments"]}
-    assert named == _deployments(application) == {"gateway", "switchboard"}
+    assert named == {one.name for one in deployments_of(application)} == {"gateway", "switchboard"}
 
 
 def test_a_version_is_pinned_only_where_it_is_asked_for(tmp_path: Path):
@@ -135,7 +136,7 @@ def test_every_key_is_described():
 
 def _settings(application):
     """What the gateway is given."""
-    return application._bound_deployment.init_args[0]
+    return deployment_of(application).init_args[0]
 
 
 def _sections(section: type[BaseModel]) -> list[type[BaseModel]]:
@@ -146,15 +147,6 @@ def _sections(section: type[BaseModel]) -> list[type[BaseModel]]:
 def _names(schema) -> set[str]:
     objects = [schema, *schema.get("$defs", {}).values()]
     return {name for one in objects for name in one.get("properties", {})}
-
-
-def _deployments(application) -> set[str]:
-    found, waiting = set(), [application]
-    while waiting:
-        bound = waiting.pop()._bound_deployment
-        found.add(bound.name)
-        waiting += [argument for argument in bound.init_args if hasattr(argument, "_bound_deployment")]
-    return found
 
 
 @pytest.mark.parametrize(
@@ -175,10 +167,10 @@ def test_serve_hands_over_another_model_and_port_than_the_files(tmp_path, monkey
     handed_over = []
     monkeypatch.setattr(serve_module.os, "execve", lambda command, arguments, _: handed_over.append(arguments))
     serve_module.serve(ONE_MACHINE, model_dir=tmp_path / "shop", port=9123)
-    ((_, run, written),) = handed_over
+    ((*_, run, written),) = handed_over
     document, shipped = read_document(Path(written)), read_document(ONE_MACHINE)
     Path(written).unlink()
-    assert run == "run"
+    assert run == "deployments.cli.run"
     assert document["applications"][0]["args"].pop("model_dir") == str(tmp_path / "shop")
     assert document["http_options"].pop("port") == 9123
     shipped["applications"][0]["args"].pop("model_dir")
@@ -193,7 +185,7 @@ def test_serve_runs_the_file_itself_where_nothing_is_changed(tmp_path, monkeypat
     handed_over = []
     monkeypatch.setattr(serve_module.os, "execve", lambda command, arguments, _: handed_over.append(arguments))
     serve_module.serve(config)
-    assert handed_over[0][1:] == ["run", str(config)]
+    assert handed_over[0][1:] == ["-m", "deployments.cli.run", str(config)]
 
 
 @pytest.mark.parametrize(

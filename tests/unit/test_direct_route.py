@@ -14,6 +14,7 @@ from deployments.http.api import create_api
 from deployments.http.callers import CallerHere
 from deployments.http.direct_route import DirectRoute
 from deployments.http.messages import RecommendIn
+from tests.repetitions import times
 from tests.unit.test_http_api import json_values
 
 DIRECT, USUAL = "application/json; charset=utf-8", "application/any+json"
@@ -52,7 +53,7 @@ behaviours = st.lists(
 more = st.dictionaries(st.sampled_from(["k", "tenant", "diversity", "explain", "allowed", "deadline_ms", "x"]), json_values, max_size=2)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=times(150, 30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(user=st.text(max_size=4) | st.integers() | json_values, behaviours=behaviours | json_values, more=more)
 async def test_the_same_is_understood_and_the_same_refused(user, behaviours, more):
     body = json.dumps({"user_id": user, "behaviours": behaviours, **more})

@@ -70,7 +70,7 @@ def test_output_and_quoted_text_are_no_commands():
 @pytest.mark.parametrize("arguments", CHEAP)
 def test_a_command_that_needs_no_model_runs(arguments, tmp_path):
     command, at = [sys.executable, "-c", RUN, *arguments.split()], ROOT if arguments.startswith("config") else tmp_path
-    done = subprocess.run(command, cwd=at, env=_environment(tmp_path), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=at, env=_environment(tmp_path), capture_output=True, text=True, timeout=1200, check=False)
     assert (done.returncode, done.stdout.strip() != "") == (0, True), done.stderr
 
 

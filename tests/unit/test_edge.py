@@ -325,7 +325,7 @@ async def test_over_a_real_connection_a_client_that_hangs_up_ends_the_work(heade
 
 
 async def until(condition):
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - it is uvicorn's doing, which sets no event of ours
             await asyncio.sleep(0.005)
 

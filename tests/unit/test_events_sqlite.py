@@ -176,28 +176,30 @@ class WithoutCheckpoints:
 
 
 def test_a_purge_that_breaks_costs_neither_the_writer_nor_its_patience(writer, caplog):
-    patience = writer.submit(lambda connection: connection.execute("PRAGMA busy_timeout").fetchone()).result(5)
+    patience = writer.submit(lambda connection: connection.execute("PRAGMA busy_timeout").fetchone()).result(120)
     connection, writer._connection = writer._connection, WithoutCheckpoints(writer._connection)
-    assert writer.submit(insert(1), purge=True).result(5) == 1
-    assert writer.submit(insert(2)).result(5) == 1
-    assert writer.submit(lambda _: connection.execute("PRAGMA busy_timeout").fetchone()).result(5) == patience
+    assert writer.submit(insert(1), purge=True).result(120) == 1
+    assert writer.submit(insert(2)).result(120) == 1
+    assert writer.submit(lambda _: connection.execute("PRAGMA busy_timeout").fetchone()).result(120) == patience
     assert "is purged later: no locks available" in caplog.text
     writer._connection = connection
 
 
-async def test_an_erasure_does_not_wait_for_who_reads_and_is_purged_once_they_have_gone(tmp_path):
+async def test_an_erasure_does_not_wait_for_who_reads_and_is_purged_once_they_have_gone(tmp_path, monkeypatch):
+    for module in ("connection", "writer"):
+        monkeypatch.setattr(f"integrations.sqlite.{module}.BUSY_TIMEOUT_S", 3600.0)  # for as long SQLite would wait for the reader
     path = tmp_path / "e.db"
     async with closing_store(f"sqlite:///{path}") as store:
         await store.append([event("marker-item", "marker-user")])
         reader = sqlite3.connect(path)
         reader.execute("BEGIN")
         reader.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        async with asyncio.timeout(2):  # far less than what SQLite would wait for the reader
+        async with asyncio.timeout(120):
             await store.erase("default", "marker-user")
             await store.append([event("other", "other")])
         assert b"marker" in (tmp_path / "e.db-wal").read_bytes()
         reader.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(120):
             while b"marker" in (tmp_path / "e.db-wal").read_bytes():  # noqa: ASYNC110 - it is purged in the background
                 await asyncio.sleep(0.05)
         assert b"marker" not in path.read_bytes()

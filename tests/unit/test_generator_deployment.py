@@ -1,9 +1,10 @@
 """The generator deployment without Ray: what it does between a call and the controller, and when the gateway is ready."""
 
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from time import monotonic
+from time import monotonic, sleep
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,10 +18,12 @@ from cluster.managed_backend import OutOfTime
 from cluster.stage_rules import generator_rules
 from cluster.switchboard import StageStatus
 from cluster.values import GenerateAnswer, Generated, SamplingOptions, SkippedBackend
+from deployments import replica as replica_module
 from deployments.generator import Generator, GeneratorModel, merged
 from deployments.operation import Operation
 from deployments.replica import ModelGone
 from tests.bundles import make_bundle, make_generative_bundle
+from tests.waiting import eventually
 
 
 def generated(*items: int, first: float = -1.0) -> Generated:
@@ -95,6 +98,16 @@ def model_of(bundle, *parts) -> GeneratorModel:
 def held_by(replica: Generator) -> GeneratorModel:
     (model,) = replica._models.models
     return model
+
+
+async def test_a_request_counts_as_load_and_a_warm_up_does_not(replica_of):
+    replica = replica_of(generated(3, 1))
+    model = held_by(replica)
+    model.controller.warm_up = lambda samples: sleep(0.01)
+    await model.warm_up()
+    assert model.busy_s() == 0.0
+    await model.answered(lambda: sleep(0.01))
+    assert model.busy_s() >= 0.01
 
 
 async def test_the_deadline_counts_from_the_arrival_on_this_processs_clock(replica_of):
@@ -247,3 +260,27 @@ async def test_it_is_ready_once_the_first_choice_is_loaded_and_stays_so_while_it
 async def test_a_model_without_a_decoder_waits_for_no_generator():
     assert await ready(Operation(Board(), served), ENCODER)
     assert await ready(Operation(Board(), served), ENCODER, SERVED_BY_TORCH)
+
+
+async def test_a_version_that_loads_for_long_holds_no_other_up(replica_of, bundle):
+    replica, go_on, refreshed = replica_of(generated(1)), threading.Event(), []
+    slow, quick = held_by(replica), model_of(bundle, generated(2))
+    slow.controller.refresh, quick.controller.refresh = lambda: go_on.wait(60), lambda: refreshed.append("quick")
+    replica._models._models[3] = quick
+    refreshing = asyncio.create_task(replica._refresh_forever())
+    try:
+        await asyncio.to_thread(eventually, lambda: len(refreshed) >= 2, "the other version is refreshed again and again")
+    finally:
+        go_on.set()
+        refreshing.cancel()
+
+
+async def test_a_refresh_that_breaks_is_heard_of(replica_of, monkeypatch):
+    def broken():
+        raise ValueError("a bug of ours")
+
+    monkeypatch.setattr(replica_module, "REFRESH_INTERVAL_S", 0.005)
+    replica = replica_of(generated(1))
+    held_by(replica).controller.refresh = broken
+    with pytest.raises(ValueError, match="a bug of ours"):
+        await replica._refresh_forever()

@@ -9,6 +9,8 @@ from cluster.events.guarded import GuardedEventStore
 from cluster.events.store import Event, StoredHistory, open_event_store
 from cluster.values import Behaviour
 
+pytestmark = pytest.mark.virtual_time
+
 
 class Playing:
     """A store that a test makes slow or breaks, and the function that opens it."""

@@ -5,10 +5,10 @@ import math
 import pytest
 
 from cluster.traffic.hedging import ENOUGH, LEAST_S, Durations, Hedge
-from tests.scripted_backends import FakeClock
+from tests.fakes.clock import Clock
 
 
-def answered_in(clock: FakeClock, *durations_s: float) -> Durations:
+def answered_in(clock: Clock, *durations_s: float) -> Durations:
     durations = Durations(clock)
     for duration_s in durations_s:
         durations.answered(duration_s)
@@ -17,17 +17,17 @@ def answered_in(clock: FakeClock, *durations_s: float) -> Durations:
 
 
 def test_the_pace_is_what_most_answers_keep():
-    assert answered_in(FakeClock(), *[0.02] * 97, *[2.0] * 3).p95_s() == pytest.approx(0.02, rel=0.16)
-    assert answered_in(FakeClock(), *[0.02] * 90, *[2.0] * 10).p95_s() == pytest.approx(2.0, rel=0.16)
+    assert answered_in(Clock(), *[0.02] * 97, *[2.0] * 3).p95_s() == pytest.approx(0.02, rel=0.16)
+    assert answered_in(Clock(), *[0.02] * 90, *[2.0] * 10).p95_s() == pytest.approx(2.0, rel=0.16)
 
 
 def test_a_few_answers_say_nothing_and_very_fast_ones_are_not_hurried():
-    assert answered_in(FakeClock(), *[0.02] * (ENOUGH - 1)).p95_s() == math.inf
-    assert answered_in(FakeClock(), *[1e-4] * ENOUGH).p95_s() == LEAST_S
+    assert answered_in(Clock(), *[0.02] * (ENOUGH - 1)).p95_s() == math.inf
+    assert answered_in(Clock(), *[1e-4] * ENOUGH).p95_s() == LEAST_S
 
 
 def test_the_pace_follows_what_changes():
-    clock = FakeClock()
+    clock = Clock()
     durations = answered_in(clock, *[0.02] * ENOUGH)
     clock.advance(31)
     durations.answered(0.5)
@@ -39,7 +39,7 @@ def test_the_pace_follows_what_changes():
 
 
 def test_one_request_in_twenty_is_hedged_at_most_and_none_while_it_is_off():
-    hedge = Hedge(clock=FakeClock())
+    hedge = Hedge(clock=Clock())
     for _ in range(100):
         hedge.request()
     assert sum(hedge.take() for _ in range(100)) == 5

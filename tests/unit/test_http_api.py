@@ -17,6 +17,7 @@ from pipelines.rank import CandidateRanker
 from pipelines.recommend import Recommender
 from pipelines.stored_history import StoredHistories
 from tests.fake_stages import Ascending, bundle_with_ranker
+from tests.repetitions import times
 
 LIMITS = GatewaySettings(max_k=100, max_behaviours=50, max_listed_items=20, max_batch=4, max_body_bytes=20_000)
 
@@ -216,7 +217,7 @@ json_values = st.recursive(
 FIELDS = ["user_id", "behaviours", "k", "request_time", "exclude_seen", "blocked", "allowed", "tenant"]
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=times(200, 40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6))
 async def test_no_input_whatever_is_a_server_error(service, body):
     async with httpx.AsyncClient(transport=httpx.ASGITransport(create_api(service, None, LIMITS)), base_url="http://genrec") as client:

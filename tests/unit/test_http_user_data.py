@@ -245,6 +245,6 @@ async def test_without_an_event_store_events_are_refused_with_the_reason(tmp_pat
 
 
 async def asyncio_until(holds):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         while not holds():  # noqa: ASYNC110 - what is waited for happens in the background
             await asyncio.sleep(0.01)

@@ -18,6 +18,7 @@ from integrations.torch_beam.generator import POLICIES, TorchBeamGenerator
 from integrations.torch_beam.prompts import PAGE_ROWS, row_keys
 from pipelines.generation import prompt as started
 from tests.bundles import make_generative_bundle, random_sequence
+from tests.repetitions import times
 from tests.unit.test_torch_beam import soften
 
 LONGEST = 40
@@ -228,7 +229,7 @@ def test_a_budget_of_a_few_rows_keeps_those_and_one_of_none_is_refused(bundle, w
 turns = st.lists(st.tuples(st.integers(1, LONGEST), st.integers(0, 2), st.booleans()), min_size=1, max_size=4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=times(25, 8), deadline=None)
 @given(st.lists(turns, min_size=1, max_size=5), st.sampled_from([6, 1000]))
 def test_answers_whatever_is_asked_in_whatever_order_as_if_nothing_were_kept(bundle, whole, batches, pages):
     generator = loaded(bundle, prompt_bytes=pages * PAGE_ROWS * ROW_BYTES)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.bundle import BundleStore
 from cluster.compilation import CompileOptions
 from cluster.errors import ConfigError, UnknownChoice
 from cluster.values import EncodeRequest, UserSequence
@@ -20,9 +19,10 @@ from integrations.hstu.stateful import KeptStates
 from integrations.hstu.torch_append import append_run, device_memory
 from integrations.hstu.weights import load_model
 from integrations.onnx.encoder import OnnxRuntimeEncoder
-from pipelines.compile import compile_bundle
 from tests.bundles import make_bundle, make_generative_bundle, random_sequence
+from tests.compiled import compiled
 from tests.conftest import shared_data
+from tests.repetitions import times
 
 ENGINES = {"onnxruntime": OnnxRuntimeEncoder, "torch": TorchEncoder}
 LONGEST = 20
@@ -419,12 +419,12 @@ def long(tmp_path_factory):
     """A small model that takes 200 events, with its ONNX graphs."""
     root = tmp_path_factory.mktemp("long") / "long"
     make_bundle(root, max_history=200, max_length=211)
-    return compile_bundle(BundleStore(root), CompileOptions(precisions=("fp32",)), only=["onnx"])
+    return compiled(root, CompileOptions(precisions=("fp32",)), only=["onnx"])
 
 
 @pytest.mark.slow
-def test_a_thousand_real_histories_split_at_random_are_answered_as_whole_ones(long, loaded, engine, store):
-    sequences = real_histories(1000)
+def test_real_histories_split_at_random_are_answered_as_whole_ones(long, loaded, engine, store):
+    sequences = real_histories(times(1000, 100))
     plain, keeping = loaded(engine, long, state_bytes=0), loaded(engine, long, state_store=store, state_bytes=64 << 20)
     rng = np.random.default_rng(1)
     cuts = [np.sort(rng.integers(1, len(sequence) + 1, 3)) for sequence in sequences]

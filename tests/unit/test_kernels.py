@@ -1,6 +1,7 @@
 """The Triton kernels without a GPU: against their reference in an interpreter, compiled for GPUs that are elsewhere, refused here."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -17,9 +18,11 @@ from integrations.hstu.encoder import doublings
 from integrations.hstu.kernels import encoder as encoder_module
 from integrations.hstu.kernels.buckets import Bucketed
 from integrations.hstu.kernels.encoder import TritonEncoder
+from integrations.hstu.kernels.gpu import usable_gpu
 from integrations.hstu.latest_states import latest_states
 from integrations.hstu.user_behavior_schema import collate
 from integrations.hstu.weights import load_model
+from integrations.tensorrt.device import gpu_architecture
 from tests.bundles import make_bundle, random_sequence
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,11 +44,12 @@ def bundle(tmp_path):
     return make_bundle(tmp_path / "tiny")
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("triton") is None, reason=ABSENT)
-def test_agree_with_the_reference_in_tritons_interpreter():
+def test_agree_with_the_reference_in_tritons_interpreter_and_on_a_gpu(device):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "tests/kernel_cases.py"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    environment = {**os.environ, "TRITON_INTERPRET": "1" if device == "cpu" else "0", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850, check=False)
     assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-5_000:]
 
 
@@ -90,6 +94,19 @@ def test_the_encoder_is_unavailable_without_a_gpu_and_does_not_load(bundle, monk
     assert "no NVIDIA GPU with a driver is usable here" in TritonEncoder().get_availability(bundle).reason
     with pytest.raises(BackendUnavailable, match="no NVIDIA GPU"):
         TritonEncoder().load(bundle)
+
+
+def test_a_driver_that_is_too_old_is_the_reason(monkeypatch):
+    def refuse():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\nPlease update it.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    said = r"usable here \(The NVIDIA driver on your system is too old \(found version 12020\).\); check nvidia-smi"
+    assert re.search(said, usable_gpu("Triton").reason)
+    with pytest.raises(BackendUnavailable, match=said):
+        gpu_architecture()
 
 
 @pytest.mark.usefixtures("_with_triton")

@@ -6,14 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from cluster import ports
 from cluster.errors import ConfigError
 from deployments.cli.local_cluster import STATE_FILE, LocalCluster
-from deployments.cli.node_plan import durable_head, plan_nodes
+from deployments.cli.node_plan import NodePlan, durable_head, plan_nodes
 from deployments.cli.processes import kill_session, session_members
 
 
 def options(command: list[str]) -> dict[str, str]:
     return dict(part.split("=", 1) for part in command if part.startswith("--") and "=" in part)
+
+
+def given_up(plan: NodePlan) -> None:
+    Path(plan.temporary).rmdir()
+    ports.release(plan.block)
 
 
 def test_a_killed_session_takes_processes_along_whose_parent_is_gone():
@@ -37,13 +43,13 @@ def test_each_node_has_ports_of_its_own_and_the_head_no_cpu():
         *(plan.node_environment(index)["RAY_SERVE_WORKER_PROXY_HTTP_PORT"] for index in (1, 2)),
     ]
     assert "RAY_SERVE_WORKER_PROXY_HTTP_PORT" not in plan.node_environment(0)
-    Path(plan.temporary).rmdir()
+    given_up(plan)
 
 
 def test_a_single_node_runs_the_replicas_itself():
     plan = plan_nodes(1, cpus=4, port=None, redis=None, name="default")
     assert options(plan.command(0))["--num-cpus"] == "4"
-    Path(plan.temporary).rmdir()
+    given_up(plan)
 
 
 def test_the_users_own_variables_go_before_a_profile_s_and_another_cluster_is_left_alone(monkeypatch: pytest.MonkeyPatch):
@@ -53,13 +59,13 @@ def test_the_users_own_variables_go_before_a_profile_s_and_another_cluster_is_le
     environment = plan.node_environment(1)
     assert environment["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"] == "7"
     assert "RAY_ADDRESS" not in environment
-    Path(plan.temporary).rmdir()
+    given_up(plan)
 
 
 def test_a_plan_does_not_show_its_token():
     plan = plan_nodes(2, cpus=4, port=None, redis=None, name="default")
     assert plan.environment["RAY_AUTH_TOKEN"] not in repr(plan)
-    Path(plan.temporary).rmdir()
+    given_up(plan)
 
 
 def test_two_clusters_in_one_redis_have_names_of_their_own():

@@ -1,10 +1,8 @@
 """A process's part in a rollout, beside a real fleet board in this process: what it reads, holds, tells and learns."""
 
-import asyncio
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorDiedError
 
 from cluster.bundle import WEIGHTS, BundleStore
 from cluster.errors import BundleError
@@ -14,30 +12,9 @@ from deployments.membership import Membership
 from deployments.shelf import ModelShelf
 from deployments.switchboard import SwitchboardDeployment
 from tests.bundles import make_bundle
+from tests.fakes.handles import Handle
 
 NOW = 1_760_000_000.0
-
-
-class Handle:
-    """On a fleet board in this process; with `board` None nobody answers."""
-
-    deployment_name = "switchboard"
-
-    def __init__(self):
-        self.board, self.told = FleetBoard(now=NOW - 60), []
-
-    def __getattr__(self, method):
-        assert method == "exchange_versions"
-        return SimpleNamespace(remote=self._exchange)
-
-    def _exchange(self, name, presence):
-        response = asyncio.get_running_loop().create_future()
-        self.told.append(presence)
-        if self.board is None:
-            response.set_exception(ActorDiedError())
-        else:
-            response.set_result(self.board.exchange(name, presence, now=NOW))
-        return response
 
 
 @pytest.fixture
@@ -49,8 +26,18 @@ def rollouts(three_versions):
 
 
 @pytest.fixture
-def handle():
-    return Handle()
+def board():
+    return FleetBoard(now=NOW - 60)
+
+
+@pytest.fixture
+def handle(board):
+    return Handle(SimpleNamespace(exchange_versions=board.exchange), now=NOW)
+
+
+def told(handle):
+    """Every presence that was told."""
+    return [presence for _, _, presence in handle.calls]
 
 
 async def made(bundle):
@@ -76,12 +63,12 @@ async def test_who_joins_holds_what_serves_before_it_serves_and_tells_so(handle,
     membership, shelf = member(handle, rollouts)
     await membership.join()
     assert shelf.holds == {1: READY}
-    assert [dict(presence.holds) for presence in handle.told] == [{}, {1: READY}]
+    assert [dict(presence.holds) for presence in told(handle)] == [{}, {1: READY}]
     assert membership.news.ready == {1}
 
 
-async def test_who_joins_in_the_middle_of_a_rollout_holds_what_others_still_answer_with_too(handle, rollouts):
-    handle.board.exchange("gateway/b", Presence("gateway", {}, frozenset({2})), now=NOW)
+async def test_who_joins_in_the_middle_of_a_rollout_holds_what_others_still_answer_with_too(handle, board, rollouts):
+    board.exchange("gateway/b", Presence("gateway", {}, frozenset({2})), now=NOW)
     rollouts.promote(3)
     membership, shelf = member(handle, rollouts)
     await membership.join()
@@ -102,20 +89,20 @@ async def test_one_that_cannot_be_served_is_told_with_the_reason(handle, rollout
     rollouts.promote(2)
     (rollouts.store.root / "2" / WEIGHTS).unlink()
     await settled(membership, shelf)
-    assert "weights.safetensors is missing" in handle.told[-1].holds[2]
+    assert "weights.safetensors is missing" in told(handle)[-1].holds[2]
     assert membership.news.ready == {1}
 
 
-async def test_a_version_on_trial_is_held_beside_the_stable_one_and_figures_are_told_during_the_trial_only(handle, rollouts):
+async def test_a_version_on_trial_is_held_beside_the_stable_one_and_figures_are_told_during_the_trial_only(handle, board, rollouts):
     figures = {2: VersionFigures(requests=5)}
     membership, shelf = member(handle, rollouts, "gateway", uses=lambda: frozenset({1, 2}), figures=lambda: figures)
     await membership.join()
-    assert (handle.told[-1].trial, handle.told[-1].figures, handle.told[-1].uses) == ("", {}, {1, 2})
+    assert (told(handle)[-1].trial, told(handle)[-1].figures, told(handle)[-1].uses) == ("", {}, {1, 2})
     trial = rollouts.promote(2, Trial(version=2, share=0.5)).trial
     await settled(membership, shelf)
     assert shelf.holds == {1: READY, 2: READY}
-    assert (handle.told[-1].trial, handle.told[-1].figures) == (trial.name, figures)
-    assert handle.board.figures(trial) == figures
+    assert (told(handle)[-1].trial, told(handle)[-1].figures) == (trial.name, figures)
+    assert board.figures(trial) == figures
 
 
 async def test_a_pinned_version_is_the_only_one_whatever_is_promoted(handle, rollouts):
@@ -129,7 +116,7 @@ async def test_a_pinned_version_is_the_only_one_whatever_is_promoted(handle, rol
 async def test_while_the_switchboard_is_away_the_rollout_is_followed_all_the_same(handle, rollouts, caplog):
     membership, shelf = member(handle, rollouts)
     await membership.join()
-    news, handle.board = membership.news, None
+    news, handle.replica = membership.news, None
     rollouts.promote(2)
     await settled(membership, shelf)
     assert (shelf.holds, membership.news) == ({1: READY, 2: READY}, news)

@@ -78,6 +78,30 @@ def test_divides_by_the_models_constant_whatever_the_length_of_the_inputs(model,
         assert encode(inputs)["state"] == pytest.approx(last_states(model, *inputs.values()).numpy(), abs=1e-5)
 
 
+@pytest.mark.parametrize(("users", "longest", "length"), [(1, 1, 4), (5, 3, 5), (3, 13, 13), (7, 31, 31)])
+def test_answers_as_the_model_for_sizes_that_it_was_not_traced_with(model, encode, users, longest, length):
+    inputs = history(model.config, users, length, torch.Generator().manual_seed(length), longest=longest)
+    with torch.no_grad():
+        assert encode(inputs)["state"] == pytest.approx(last_states(model, *inputs.values()).numpy(), abs=1e-5)
+
+
+def test_a_graph_takes_all_inputs_though_its_model_may_not_need_them(compiled_sasrec):
+    encode = onnx.load(compiled_sasrec.path / graph_file("encode", "fp32"))
+    taken = {value.name: [size.dim_param for size in value.type.tensor_type.shape.dim] for value in encode.graph.input}
+    history = ["batch", "length"]
+    assert taken == {"items": history, "times": history, "next_times": history, "lengths": ["batch"]}
+
+
+def test_refuses_a_model_that_takes_a_number_from_its_example(model, tmp_path):
+    class Fixed(torch.nn.Module):
+        def forward(self, items, times, next_times, lengths):
+            return items * lengths.max().item()
+
+    graph = Graph("encode", Fixed(), graphs(model)[0].inputs, ("state",))
+    with pytest.raises(CompileError, match="constant in the future"):
+        export(graph, model.config, tmp_path / "graph.onnx")
+
+
 def test_takes_the_time_of_the_request_as_the_last_rows_next_time(encode):
     inputs = history(SimpleNamespace(items=200), 1, 5, torch.Generator().manual_seed(5))
     moved = inputs["next_times"].clone()

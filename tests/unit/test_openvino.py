@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cluster.bundle import Bundle, BundleStore
+from cluster.bundle import Bundle
 from cluster.compilation import CompileOptions
 from cluster.errors import BackendFailed, BackendUnavailable, UnknownChoice
 from cluster.stage_rules import STATE_TOLERANCE
@@ -14,8 +14,8 @@ from cluster.values import EncodeRequest, UserSequence
 from integrations.hstu.encoder import TorchEncoder
 from integrations.onnx.files import graph_file
 from integrations.openvino.encoder import OpenVinoEncoder
-from pipelines.compile import compile_bundle
 from tests.bundles import make_bundle, make_generative_bundle, random_sequence
+from tests.compiled import compiled
 
 FILE = graph_file("encode", "fp32")
 
@@ -136,7 +136,7 @@ def test_takes_times_as_old_as_int32_holds(loaded, reference):
 
 def test_gives_the_latest_states_that_a_decoder_is_prompted_with(loaded, tmp_path):
     make_generative_bundle(tmp_path / "tiny")
-    bundle = compile_bundle(BundleStore(tmp_path / "tiny"), CompileOptions(precisions=("fp32",)), only=["onnx"])
+    bundle = compiled(tmp_path / "tiny", CompileOptions(precisions=("fp32",)), only=["onnx"])
     encoder, eager = loaded(bundle), TorchEncoder()
     eager.load(bundle)
     for length in (1, 3, 20):
@@ -149,7 +149,7 @@ def test_gives_the_latest_states_that_a_decoder_is_prompted_with(loaded, tmp_pat
 
 def test_pads_no_history_beyond_what_the_model_takes(loaded, tmp_path):
     make_bundle(tmp_path / "tiny", max_length=19, max_history=19)
-    bundle = compile_bundle(BundleStore(tmp_path / "tiny"), CompileOptions(precisions=("fp32",)), only=["onnx"])
+    bundle = compiled(tmp_path / "tiny", CompileOptions(precisions=("fp32",)), only=["onnx"])
     encoder, eager = loaded(bundle), TorchEncoder()
     eager.load(bundle)
     for length in (17, 18, 19, 30):
@@ -180,7 +180,13 @@ def test_refuses_what_the_model_does_not_know_before_it_calls_the_engine(loaded,
 def test_shows_openvino_few_shapes_because_it_compiles_for_each(loaded):
     encoder = loaded()
     engine, shapes = encoder._engine, set()
-    encoder._engine = lambda inputs: shapes.add(inputs["items"].shape) or engine(inputs)
+
+    def noted(inputs):
+        shapes.add(inputs["items"].shape)
+        return engine(inputs)
+
+    noted.inputs = engine.inputs
+    encoder._engine = noted
     for length in range(1, 21):
         encoder.infer(EncodeRequest(random_sequence(length), 3))
     assert shapes == {(1, length) for length in range(4, 21, 2)}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import profile
+from cluster import ports, profile
 from cluster.config import Settings
 from cluster.errors import ConfigError
 from cluster.values import Availability
@@ -67,17 +67,28 @@ def test_ray_serve_reads_each_variable(name: str):
 def test_a_cluster_s_ports_are_its_own():
     block = profile.free_block(random.Random(1))
     mine = [profile.apart(block, Path("/d")), *(profile.node_ports(block, node) for node in range(8))]
-    ports = [int(value) for part in mine for name, value in part.items() if name.endswith("PORT")]
-    assert len(set(ports)) == len(ports)
-    assert set(ports) <= set(range(block, block + profile.BLOCK))
+    named = [int(value) for part in mine for name, value in part.items() if name.endswith("PORT")]
+    assert len(set(named)) == len(named)
+    assert set(named) <= set(range(block, block + profile.BLOCK))
+    ports.release(block)
 
 
-def test_a_block_of_ports_is_one_where_nobody_listens():
+def test_a_block_of_ports_is_one_where_nothing_listens():
     first = profile.free_block(random.Random(7))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", first + 17))
         taken.listen()
-        assert profile.free_block(random.Random(7)) != first
+        ports.release(first)
+        second = profile.free_block(random.Random(7))
+    assert second != first
+    ports.release(second)
+
+
+def test_a_block_of_ports_is_given_to_one_cluster_at_a_time():
+    first, second = (profile.free_block(random.Random(7)) for _ in range(2))
+    assert second != first
+    ports.release(first)
+    ports.release(second)
 
 
 @pytest.fixture

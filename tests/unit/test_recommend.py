@@ -11,6 +11,8 @@ from pipelines.recommend import Recommender
 from tests.bundles import make_bundle
 from tests.fake_stages import Descending
 
+pytestmark = pytest.mark.virtual_time
+
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):

@@ -13,57 +13,9 @@ from cluster.values import EncodeRequest
 from deployments.operation import Operation
 from deployments.remote import StageCaller, ask
 from tests.bundles import random_sequence
+from tests.fakes.handles import NEVER, ScriptedHandle
 
-
-class Handle:
-    """Answers each call with the next of `outcomes`: a value, an exception to raise, a list to stream, or None for never."""
-
-    deployment_name = "encoder"
-
-    def __init__(self, *outcomes):
-        self.outcomes, self.responses, self.args = list(outcomes), [], []
-
-    def options(self, *, stream):
-        assert stream
-        return self
-
-    def __getattr__(self, method):
-        return SimpleNamespace(remote=self._remote)
-
-    def _remote(self, *args):
-        self.args.append(args)
-        if self.outcomes and isinstance(self.outcomes[0], list):
-            self.responses.append(Pieces(self.outcomes.pop(0)))
-            return self.responses[-1]
-        response, outcome = asyncio.get_running_loop().create_future(), self.outcomes.pop(0)
-        if isinstance(outcome, Exception):
-            response.set_exception(outcome)
-        elif outcome is not None:
-            response.set_result(outcome)
-        self.responses.append(response)
-        return response
-
-
-class Pieces:
-    """What a stream yields, as with `outcomes`."""
-
-    def __init__(self, pieces):
-        self.pieces, self.cancelled = list(pieces), False
-
-    def __aiter__(self):
-        return self
-
-    async def __anext__(self):
-        if not self.pieces:
-            raise StopAsyncIteration
-        if (piece := self.pieces.pop(0)) is None:
-            await asyncio.sleep(60)
-        if isinstance(piece, Exception):
-            raise piece
-        return piece
-
-    def cancel(self):
-        self.cancelled = True
+pytestmark = pytest.mark.virtual_time
 
 
 def raised(cause: Exception) -> RayTaskError:
@@ -71,24 +23,24 @@ def raised(cause: Exception) -> RayTaskError:
 
 
 async def test_a_replica_that_dies_with_a_call_costs_a_try():
-    assert await ask(Handle(ActorDiedError(), "answer"), "encode", within_s=1, tries=2) == "answer"
+    assert await ask(ScriptedHandle(ActorDiedError(), "answer"), "encode", within_s=1, tries=2) == "answer"
     with pytest.raises(BackendUnavailable, match="no replica of encoder could be reached"):
-        await ask(Handle(ActorDiedError(), ActorDiedError()), "encode", within_s=1, tries=2)
+        await ask(ScriptedHandle(ActorDiedError(), ActorDiedError()), "encode", within_s=1, tries=2)
 
 
 async def test_an_error_of_ours_comes_through_and_another_is_a_broken_backend():
     with pytest.raises(UnknownChoice):
-        await ask(Handle(raised(UnknownChoice("encoder", "trt", ["torch"]))), "encode", within_s=1)
+        await ask(ScriptedHandle(raised(UnknownChoice("encoder", "trt", ["torch"]))), "encode", within_s=1)
     with pytest.raises(BackendFailed, match="ZeroDivisionError"):
-        await ask(Handle(raised(ZeroDivisionError("no"))), "encode", within_s=1)
+        await ask(ScriptedHandle(raised(ZeroDivisionError("no"))), "encode", within_s=1)
 
 
 async def test_a_call_that_nobody_waits_for_any_more_is_cancelled():
-    handle = Handle(None)
+    handle = ScriptedHandle(NEVER)
     with pytest.raises(BackendUnavailable, match=r"no replica of encoder answered within 0\.01 s"):
         await ask(handle, "encode", within_s=0.01)
     assert handle.responses[0].cancelled()
-    handle = Handle(None)
+    handle = ScriptedHandle(NEVER)
     caller = asyncio.create_task(ask(handle, "encode", within_s=10))
     await asyncio.sleep(0.01)
     caller.cancel()
@@ -100,7 +52,7 @@ async def test_a_call_that_nobody_waits_for_any_more_is_cancelled():
 async def test_a_lost_switchboard_stops_no_request_so_what_was_ready_stays_so():
     encoder = StageStatus("encoder", 1, ("encoder=torch",), ())
     bundle = SimpleNamespace(version="tiny/1", manifest=SimpleNamespace(decoder=None, ranker=None))
-    operation = Operation(Handle((), (encoder,), ActorDiedError(), ActorDiedError(), ()), lambda: bundle)
+    operation = Operation(ScriptedHandle((), (encoder,), ActorDiedError(), ActorDiedError(), ()), lambda: bundle)
     assert not (await operation.readiness()).ready, "no replica has reported yet"
     assert (await operation.readiness()).stages[0].detail == "encoder=torch"
     assert (await operation.readiness()).ready, "the switchboard is away"
@@ -112,29 +64,29 @@ BROKEN = "what stands for an error"
 
 
 def caller(*outcomes):
-    handle = Handle(*outcomes)
+    handle = ScriptedHandle(*outcomes)
     return StageCaller(handle, RetryBudget(least_per_s=100)), handle
 
 
 async def test_a_replica_is_told_the_time_that_is_left():
     asking, handle = caller(ActorDiedError(), "answer")
     assert await asking.ask("encode", REQUEST, within_s=1) == "answer"
-    (_, first), (_, second) = handle.args
+    (_, first), (_, second) = handle.calls
     assert second < first <= 1
     assert asking.figures == {"requests": 1, "copies": 1, "hedges": 0, "refused": 0}
 
 
 async def test_a_replica_that_is_stopped_does_not_keep_a_request_waiting_while_another_answers():
-    asking, handle = caller(None, "answer")
+    asking, handle = caller(NEVER, "answer")
     assert await asking.ask("encode", REQUEST, within_s=0.1) == "answer"
     await asyncio.sleep(0)
     assert handle.responses[0].cancelled()
 
 
 async def test_a_copy_is_nobodys_so_that_no_router_brings_it_home_to_the_stopped_replica():
-    asking, handle = caller(None, "answer")
+    asking, handle = caller(NEVER, "answer")
     await asking.ask("encode", REQUEST, within_s=0.1)
-    assert [request.user for request, _ in handle.args] == ["ada", ""]
+    assert [request.user for request, _ in handle.calls] == ["ada", ""]
 
 
 @pytest.mark.parametrize(
@@ -150,14 +102,14 @@ async def test_what_only_computes_is_asked_of_another_replica_and_what_may_break
     else:
         with pytest.raises(BackendFailed):
             await asking.ask("generate", REQUEST, within_s=1, **poor)
-    assert len(handle.args) == 1
+    assert len(handle.calls) == 1
 
 
 async def test_a_request_that_is_wrong_is_wrong_everywhere():
     asking, handle = caller(raised(InvalidRequest("k", "is wrong")), "answer")
     with pytest.raises(InvalidRequest):
         await asking.ask("encode", REQUEST, within_s=1, safe=True)
-    assert len(handle.args) == 1
+    assert len(handle.calls) == 1
 
 
 async def test_where_every_replica_gives_a_poor_answer_that_is_the_answer():
@@ -178,21 +130,21 @@ async def streamed(asking, **more):
 async def test_a_stream_comes_piece_by_piece_and_an_empty_one_ends():
     asking, handle = caller(["a", "b"])
     assert await streamed(asking) == ["a", "b"]
-    assert handle.responses[0].cancelled
+    assert handle.responses[0].cancelled()
     asking, _ = caller([])
     assert await streamed(asking) == []
 
 
-@pytest.mark.parametrize("first", [ActorDiedError(), None], ids=["died", "stopped"])
+@pytest.mark.parametrize("first", [ActorDiedError(), NEVER], ids=["died", "stopped"])
 async def test_a_stream_that_has_not_begun_is_begun_by_another_replica(first):
     asking, handle = caller([first, "never"], ["a", "b"])
     assert await streamed(asking, within_s=0.2) == ["a", "b"]
     await asyncio.sleep(0)
-    assert all(response.cancelled for response in handle.responses)
+    assert all(response.cancelled() for response in handle.responses)
 
 
 async def test_a_stream_that_breaks_off_is_not_begun_again():
     asking, handle = caller(["a", ActorDiedError()], ["a", "b"])
     with pytest.raises(BackendUnavailable):
         await streamed(asking)
-    assert len(handle.args) == 1
+    assert len(handle.calls) == 1

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.traffic.retry_budget import RetryBudget
-from tests.scripted_backends import FakeClock
+from tests.fakes.clock import Clock
 
 
-def storm(budget: RetryBudget, clock: FakeClock, per_s: int, seconds: int, tries: int = 5) -> float:
+def storm(budget: RetryBudget, clock: Clock, per_s: int, seconds: int, tries: int = 5) -> float:
     """Every call fails and is sent again as long as it may be; calls made for each request."""
     calls = 0
     for _ in range(per_s * seconds):
@@ -24,12 +24,12 @@ def storm(budget: RetryBudget, clock: FakeClock, per_s: int, seconds: int, tries
 
 @pytest.mark.parametrize("per_s", [10, 20, 100, 1000])
 def test_a_storm_of_retries_is_a_fifth_more_work_at_most(per_s):
-    clock = FakeClock()
+    clock = Clock()
     assert 1.1 < storm(RetryBudget(clock=clock), clock, per_s, seconds=30) <= 1.2
 
 
 def test_who_asks_seldom_may_try_again_all_the_same():
-    clock = FakeClock()
+    clock = Clock()
     budget = RetryBudget(clock=clock)
     budget.request()
     assert [budget.take() for _ in range(11)] == [True] * 10 + [False]
@@ -39,7 +39,7 @@ def test_who_asks_seldom_may_try_again_all_the_same():
 
 
 def test_what_is_spent_comes_back_when_the_window_has_passed():
-    clock = FakeClock()
+    clock = Clock()
     budget = RetryBudget(least_per_s=0, clock=clock)
     for _ in range(100):
         budget.request()
@@ -53,7 +53,7 @@ def test_what_is_spent_comes_back_when_the_window_has_passed():
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.booleans()), max_size=200))
 def test_in_no_window_there_are_more_than_its_share(events):
-    clock, retried = FakeClock(), []
+    clock, retried = Clock(), []
     budget = RetryBudget(share=0.5, least_per_s=0.2, window_s=10, clock=clock)
     requests = []
     for pause, asks in events:

@@ -14,18 +14,18 @@ from cluster.bundle import WEIGHTS, BundleStore
 from cluster.errors import BundleError
 from cluster.latency import LatencySummary, bucket_of
 from cluster.rollout import FEWEST, REMEMBERED, ROLLOUT, Guard, Rollout, RolloutStore, Trial, VersionFigures, judge, least_share
-from tests.scripted_backends import FakeClock
+from tests.fakes.clock import Clock
 
 USERS = [f"user {number}" for number in range(4000)]
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
-def rollouts(three_versions: Path, clock: FakeClock) -> RolloutStore:
+def rollouts(three_versions: Path, clock: Clock) -> RolloutStore:
     store = BundleStore(three_versions)
     store.promote(1)
     return RolloutStore(store, clock)
@@ -129,7 +129,7 @@ def test_a_promoted_version_is_stable_and_a_rollback_brings_back_what_was_before
     assert (rollouts.rollback("by hand").stable, rollouts.read().stable) == (1, 1)
 
 
-def test_a_trial_leaves_the_stable_version_as_it_is_until_it_ends(rollouts: RolloutStore, clock: FakeClock):
+def test_a_trial_leaves_the_stable_version_as_it_is_until_it_ends(rollouts: RolloutStore, clock: Clock):
     began = rollouts.promote(2, canary())
     assert (began.stable, began.versions, began.trial.began) == (1, (1, 2), clock.now)
     clock.advance(60)
@@ -159,7 +159,7 @@ def test_a_trial_that_became_stable_in_another_way_is_none_any_more(rollouts: Ro
     assert rollouts.read().trial is None
 
 
-def test_exactly_the_trial_that_was_judged_ends(rollouts: RolloutStore, clock: FakeClock):
+def test_exactly_the_trial_that_was_judged_ends(rollouts: RolloutStore, clock: Clock):
     judged = rollouts.promote(2, canary()).trial
     clock.advance(1)
     again = rollouts.promote(2, canary()).trial
@@ -208,7 +208,7 @@ def test_a_wrong_share_or_guard_is_refused():
             Trial.model_validate({"version": 1, "share": 0.1, **wrong})
 
 
-def test_only_the_latest_trials_are_remembered(rollouts: RolloutStore, clock: FakeClock):
+def test_only_the_latest_trials_are_remembered(rollouts: RolloutStore, clock: Clock):
     for version in itertools.islice(itertools.cycle((2, 3)), REMEMBERED + 5):
         clock.advance(1)
         rollouts.promote(version, canary(version))

@@ -73,10 +73,16 @@ def test_a_state_is_as_large_after_a_thousand_tokens_and_a_snapshot_can_be_retur
 
 
 @pytest.fixture(scope="module")
-def generator(bundle, tmp_path_factory):
+def weights(bundle, tmp_path_factory):
+    """A file of random ones."""
     path = tmp_path_factory.mktemp("weights") / "random.safetensors"
     save(random_model(bundle.semantic_ids.vocabulary), bundle, path)
-    loaded = RwkvGenerator(str(path))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def generator(bundle, weights):
+    loaded = RwkvGenerator(weights)
     loaded.load(bundle)
     return loaded
 
@@ -125,7 +131,7 @@ def first(request, count):
     return type(request)(UserState(request.user.states[:count], type(sequence)(*columns, 0)), 10, 20, request.blocked, whose="ada")
 
 
-def test_of_a_history_that_grew_only_the_new_events_are_read(generator, monkeypatch):
+def test_of_a_history_that_grew_only_the_new_events_are_read(generator, bundle, monkeypatch):
     generator.forget_everything()
     whole, steps = asked(8), []
     step = Recurrent.step
@@ -133,16 +139,16 @@ def test_of_a_history_that_grew_only_the_new_events_are_read(generator, monkeypa
     for count, read in ((5, 5), (6, 1), (6, 0), (8, 2), (3, 3)):
         steps.clear()
         answer = generator.infer(first(whole, count))
-        prompt_steps = len(steps) - (generator._ids.levels - 1)  # the rest is the beam's
-        assert prompt_steps == read * generator._ids.levels
+        prompt_steps = len(steps) - (bundle.semantic_ids.levels - 1)  # the rest is the beam's
+        assert prompt_steps == read * bundle.semantic_ids.levels
         fresh = generator.infer(type(whole)(first(whole, count).user, 10, 20, whole.blocked))
         assert answer.items.tolist() == fresh.items.tolist()
     assert generator.kept()["users"] == 1
     assert (generator.forget("default", "ada"), generator.forget("default", "ada")) == (1, 0)
 
 
-def test_of_more_users_than_are_kept_the_one_asked_for_longest_ago_goes(generator, bundle):
-    few = RwkvGenerator(generator._path, keep_users=2)
+def test_of_more_users_than_are_kept_the_one_asked_for_longest_ago_goes(weights, bundle):
+    few = RwkvGenerator(weights, keep_users=2)
     few.load(bundle)
     for user in ("ann", "bob", "ann", "cy"):
         few.infer(asked(3, whose=user))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cluster.errors import BackendFailed, InvalidRequest
 from integrations.torch_beam.sampling import RandomStream, Sampler, SamplingOptions, nucleus_by_sorting, scale
+from tests.repetitions import times
 
 NINF = -np.inf
 needs_numba = pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed (pip install numba)")
@@ -141,7 +142,7 @@ options_of_all_kinds = st.builds(
 
 @both_ways
 @given(logits=small_logits, options=options_of_all_kinds)
-@settings(max_examples=60)
+@settings(max_examples=times(60, 15))
 def test_draws_each_token_of_the_nucleus_and_no_other(way, logits, options):
     drawn = set(draw_many(sampler_of(way), logits, options, 1000).tolist())
     assert drawn == oracle_nucleus(logits, weights_of(way, logits, options), options)
@@ -168,7 +169,7 @@ long_options = st.builds(
 
 @needs_numba
 @given(logits=long_rows(), options=long_options)
-@settings(max_examples=60)
+@settings(max_examples=times(60, 15))
 def test_the_kernels_judge_every_token_as_a_full_sort_does(logits, options):
     pivot = kernels()
     weights, size = weights_of("pivot", logits, options), len(logits)
@@ -183,7 +184,7 @@ def test_the_kernels_judge_every_token_as_a_full_sort_does(logits, options):
 
 
 @given(logits=long_rows(), options=long_options)
-@settings(max_examples=60)
+@settings(max_examples=times(60, 15))
 def test_the_sort_keeps_what_exact_arithmetic_keeps(logits, options):
     masses, order = nucleus_by_sorting(torch.from_numpy(logits)[None], [options])
     assert set(order[masses > 0].tolist()) == oracle_nucleus(logits, weights_of("sort", logits, options), options)
@@ -498,7 +499,7 @@ def test_takes_logits_in_any_layout_and_precision(way):
 
 @needs_numba
 @given(logits=long_rows(), temperature=st.floats(0.2, 5))
-@settings(max_examples=40)
+@settings(max_examples=times(40, 10))
 def test_weights_are_those_of_a_softmax_and_sum_exactly_in_any_order(logits, temperature):
     weights = weights_of("pivot", logits, SamplingOptions(temperature))
     expected = np.exp((logits.astype(np.float64) - logits.max()) / temperature)

@@ -14,14 +14,14 @@ def exporter(monkeypatch):
     """A provider of this test's own; the process's is left as it is."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(tracing, "_TRACER", provider.get_tracer("genrec"))
+    monkeypatch.setattr(tracing, "TRACER", provider.get_tracer("genrec"))
     yield exporter
     provider.shutdown()
 
 
 def begun():
     """What Serve begins for a request."""
-    return tracing._TRACER.start_as_current_span("request")
+    return tracing.TRACER.start_as_current_span("request")
 
 
 def test_where_no_trace_is_recorded_there_is_no_span(exporter):

@@ -1,62 +1,24 @@
 """Where the stages are computed, split or colocated: what a replica gives as a value is raised, and whose business a failure is."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from cluster.config import FlagSettings, Settings
+from cluster.config import FlagSettings
 from cluster.controller import NoBackendAnswered
 from cluster.errors import BackendFailed, BackendUnavailable, DeadlineExceeded
 from cluster.fleet import READY, FleetNews
+from cluster.traffic.hedging import Hedge
 from cluster.values import SkippedBackend
 from deployments.replica import ModelGone
 from deployments.stages import ColocatedStages, SplitStages
+from tests.fakes.handles import NEVER, ScriptedHandle
+
+pytestmark = pytest.mark.virtual_time
 
 NOBODY = NoBackendAnswered("encoder", (SkippedBackend("torch", "broke", failed=True),))
 GONE = ModelGone("this replica holds tiny/1, not tiny/2")
-NEVER = object()
-
-
-class Handle:
-    """Answers each call with the next of `outcomes`: a value, an exception to raise, NEVER, or a list of those to stream."""
-
-    deployment_name = "stage"
-
-    def __init__(self, *outcomes):
-        self.outcomes, self.cancelled = list(outcomes), 0
-
-    def options(self, *, stream):
-        assert stream
-        return self
-
-    def __getattr__(self, method):
-        return SimpleNamespace(remote=self._remote)
-
-    def _remote(self, *args):
-        outcome, response = self.outcomes.pop(0), asyncio.get_running_loop().create_future()
-        if isinstance(outcome, list):
-            return self._Pieces(self, outcome)
-        if isinstance(outcome, ActorDiedError | RayTaskError):
-            response.set_exception(outcome)
-        elif outcome is not NEVER:
-            response.set_result(outcome)
-        return response
-
-    class _Pieces:
-        def __init__(self, handle, pieces):
-            self.handle, self.pieces = handle, iter(pieces)
-
-        async def __anext__(self):
-            for piece in self.pieces:
-                if isinstance(piece, ActorDiedError | RayTaskError):
-                    raise piece
-                return piece if piece is not NEVER else await asyncio.Event().wait()
-            raise StopAsyncIteration
-
-        def cancel(self):
-            self.handle.cancelled += 1
 
 
 async def listed(pieces):
@@ -65,59 +27,59 @@ async def listed(pieces):
 
 @pytest.mark.parametrize("failure", [NOBODY, GONE], ids=["engines broken", "version not held"])
 async def test_an_encoder_that_has_no_answer_is_passed_over_for_one_that_has(failure):
-    handle = Handle(failure, "the state")
-    assert await SplitStages(handle, Handle(), Handle()).encode(None, 5.0) == "the state"
-    handle = Handle(failure, failure, failure)
+    handle = ScriptedHandle(failure, "the state")
+    assert await SplitStages(handle, ScriptedHandle(), ScriptedHandle()).encode(None, 5.0) == "the state"
+    handle = ScriptedHandle(failure, failure, failure)
     with pytest.raises(type(failure)):
-        await SplitStages(handle, Handle(), Handle()).encode(None, 5.0)
+        await SplitStages(handle, ScriptedHandle(), ScriptedHandle()).encode(None, 5.0)
     assert handle.outcomes == []
 
 
 @pytest.mark.parametrize("failure", [NOBODY, GONE], ids=["engines broken", "version not held"])
 async def test_what_a_generator_gives_as_a_value_is_raised_and_not_tried_on_the_next_one(failure):
-    handle = Handle(failure, "the items")
+    handle = ScriptedHandle(failure, "the items")
     with pytest.raises(type(failure)):
-        await SplitStages(Handle(), handle, Handle()).generate(None, 5.0)
+        await SplitStages(ScriptedHandle(), handle, ScriptedHandle()).generate(None, 5.0)
     assert handle.outcomes == ["the items"]
-    handle = Handle([1, failure], ["the items"])
+    handle = ScriptedHandle([1, failure], ["the items"])
     with pytest.raises(type(failure)):
-        await listed(SplitStages(Handle(), handle, Handle()).generate_stream(None, 5.0))
-    assert (handle.outcomes, handle.cancelled) == ([["the items"]], 1)
+        await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).generate_stream(None, 5.0))
+    assert (handle.outcomes, handle.responses[0].was_cancelled) == ([["the items"]], True)
 
 
 async def test_a_stream_whose_replica_dies_is_not_begun_again():
-    handle = Handle([1, ActorDiedError()], [1, 2])
-    with pytest.raises(BackendUnavailable, match="no replica of stage could be reached"):
-        await listed(SplitStages(Handle(), handle, Handle()).generate_stream(None, 5.0))
+    handle = ScriptedHandle([1, ActorDiedError()], [1, 2])
+    with pytest.raises(BackendUnavailable, match="no replica of encoder could be reached"):
+        await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).generate_stream(None, 5.0))
     assert handle.outcomes == [[1, 2]]
 
 
 async def test_what_a_stream_raises_is_an_error_of_ours_and_is_not_tried_on_another_replica():
-    handle = Handle([1, RayTaskError("generate_stream", "the trace", ZeroDivisionError("no"))], [1, 2])
+    handle = ScriptedHandle([1, RayTaskError("generate_stream", "the trace", ZeroDivisionError("no"))], [1, 2])
     with pytest.raises(BackendFailed, match="ZeroDivisionError"):
-        await listed(SplitStages(Handle(), handle, Handle()).generate_stream(None, 5.0))
+        await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).generate_stream(None, 5.0))
     assert handle.outcomes == [[1, 2]]
 
 
 async def test_that_the_time_is_over_is_for_the_pipeline_to_say():
     """A handle answers late or never; the pipeline gives up at its deadline and says so."""
-    whole = SplitStages(Handle(), Handle(*[NEVER] * 3), Handle()).generate(None, 0.01)
-    pieces = SplitStages(Handle(), Handle(*[[NEVER]] * 3), Handle()).generate_stream(None, 0.01)
+    whole = SplitStages(ScriptedHandle(), ScriptedHandle(*[NEVER] * 3), ScriptedHandle()).generate(None, 0.01)
+    pieces = SplitStages(ScriptedHandle(), ScriptedHandle(*[[NEVER]] * 3), ScriptedHandle()).generate_stream(None, 0.01)
     for call in (whole, listed(pieces)):
         with pytest.raises(TimeoutError):  # the test's own, while the call still waits
             await asyncio.wait_for(call, 0.1)
 
 
 async def test_a_stream_that_nobody_reads_any_more_is_cancelled():
-    handle = Handle([1, NEVER])
-    pieces = SplitStages(Handle(), handle, Handle()).generate_stream(None, 5.0)
+    handle = ScriptedHandle([1, NEVER])
+    pieces = SplitStages(ScriptedHandle(), handle, ScriptedHandle()).generate_stream(None, 5.0)
     assert await anext(pieces) == 1
     await pieces.aclose()
-    assert handle.cancelled == 1
+    assert handle.responses[0].was_cancelled
 
 
 async def test_split_a_version_is_ready_once_the_switchboard_says_so_of_everybody():
-    stages = SplitStages(Handle(), Handle(), Handle())
+    stages = SplitStages(ScriptedHandle(), ScriptedHandle(), ScriptedHandle())
     stages.heed(FleetNews(ready=frozenset({1})))
     assert not stages.ready(2)
     stages.heed(FleetNews(ready=frozenset({1, 2})))
@@ -125,10 +87,11 @@ async def test_split_a_version_is_ready_once_the_switchboard_says_so_of_everybod
 
 
 async def test_hedging_follows_its_flag():
-    stages = SplitStages(Handle(), Handle(), Handle())
-    assert not stages._hedge.on
+    stages = SplitStages(ScriptedHandle(), ScriptedHandle(), ScriptedHandle(), hedge := Hedge(on=False))
     await stages.reconfigure({}, FlagSettings(hedge=True))
-    assert stages._hedge.on
+    assert hedge.on
+    await stages.reconfigure({}, FlagSettings())
+    assert not hedge.on
 
 
 class Stage:
@@ -164,9 +127,7 @@ class Stage:
 
 
 def colocated(encoder=None, generator=None, ranker=None):
-    stages = ColocatedStages(Settings(), Handle(), "a")
-    stages._encoder, stages._generator, stages._ranker = encoder or Stage(), generator or Stage(), ranker or Stage(held=(1, 2))
-    return stages
+    return ColocatedStages(encoder or Stage(), generator or Stage(), ranker or Stage(held=(1, 2)))
 
 
 async def test_colocated_an_answer_comes_from_this_process_and_an_error_is_raised():
@@ -190,23 +151,23 @@ async def test_colocated_an_encoder_that_does_not_answer_in_time_is_given_up():
 
 
 async def test_colocated_a_version_is_ready_once_all_stages_here_have_it_whoever_else_does():
-    stages = colocated(Stage(held=(1, 2)), Stage(held=(1,)))
+    stages = colocated(Stage(held=(1, 2)), generator := Stage(held=(1,)))
     stages.heed(FleetNews(ready=frozenset({1, 2, 3})))
     assert [stages.ready(version) for version in (1, 2, 3)] == [True, False, False]
-    stages._generator.holds[2] = "it is being loaded"
+    generator.holds[2] = "it is being loaded"
     assert not stages.ready(2)
-    stages._generator.holds[2] = READY
+    generator.holds[2] = READY
     assert stages.ready(2)
 
 
 async def test_colocated_stages_start_follow_their_own_settings_and_end_with_the_gateway():
-    stages = colocated()
+    stages = colocated(encoder := Stage(), generator := Stage())
     await stages.start()
     await stages.reconfigure({"encoder": {"order": ["torch"]}, "max_k": 5}, FlagSettings())
     await stages.check_health()
     await stages.close()
-    assert stages._encoder.told == ["start", {"order": ["torch"]}, "close"]
-    assert stages._generator.told == ["start", {}, "close"]
+    assert encoder.told == ["start", {"order": ["torch"]}, "close"]
+    assert generator.told == ["start", {}, "close"]
 
 
 async def test_a_gateway_is_unhealthy_where_an_engine_thread_of_its_own_is_stuck():

@@ -1,4 +1,4 @@
-"""The tier of tensors over a store in host memory, with the CPU for a device: the same code, without streams."""
+"""The tier of tensors over a store in host memory, on a GPU or with the CPU for a device: the same code, without streams."""
 
 import numpy as np
 import pytest
@@ -21,11 +21,11 @@ def users(count, rows=12):
 
 
 @pytest.fixture(params=[PagedStates, RadixStates])
-def tier_of(request):
-    made = []
+def tier_of(request, device):
+    made, memory = [], {"allocate": pinned} if device == "cuda" else {}
 
     def make(budget_bytes=12 * 20 * ROW_BYTES, pages=40, **options):
-        made.append(DeviceTier(request.param(pool_of(pages)), "cpu", budget_bytes, **options))
+        made.append(DeviceTier(request.param(pool_of(pages, **memory)), device, budget_bytes, **options))
         return made[-1]
 
     yield make
@@ -39,7 +39,7 @@ def tensors(rows, start=0):
 
 def assert_holds(held, rows):
     for name, array in contents(rows[: held.rows]).items():
-        np.testing.assert_array_equal(held.planes()[name].numpy(), array)
+        np.testing.assert_array_equal(held.planes()[name].cpu().numpy(), array)
 
 
 def remember(tier, owner, rows):

@@ -11,6 +11,7 @@ from integrations.hstu.state.half import widen
 from integrations.hstu.state.lru_list import Link, LruList
 from integrations.hstu.state.pool import PagePool, Plane
 from integrations.hstu.state.rows import common_rows, identities, page_digests
+from tests.repetitions import times
 
 PLANES = {"kt": Plane((2, 1, 3), axis=3), "v": Plane((2, 1, 2), axis=2), "states": Plane((4,), axis=0)}
 
@@ -38,7 +39,7 @@ def assert_rows_equal(found, wanted, start=0, stop=None, **tolerance):
 
 
 @given(rows=st.integers(0, 23), start=st.integers(0, 23), page_rows=st.sampled_from([1, 3, 4, 8]), half=st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=times(80, 20), deadline=None)
 def test_reads_any_part_of_what_was_written_across_scattered_pages(rows, start, page_rows, half):
     start = min(start, rows)
     pool = pool_of(30, page_rows, np.float16 if half else np.float32)
@@ -209,7 +210,7 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=60, deadline=None)
+TestPages.settings = settings(max_examples=times(60, 15), deadline=None)
 
 
 class Name(Link):

@@ -8,6 +8,7 @@ from hypothesis.stateful import invariant, rule
 
 from integrations.hstu.state.radix import RadixStates
 from integrations.hstu.state.store import Owner
+from tests.repetitions import times
 from tests.unit.test_state_stores import ANN, BOB, EVENTS, PAGE_ROWS, Requests, contents, history, kept, pool_of, remember
 
 
@@ -195,5 +196,5 @@ class Trees(Requests):
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
 def test_the_tree_is_sound_after_whatever_was_asked(policy, share_users):
     machine = type("Trees", (Trees,), {"make": staticmethod(lambda pool: RadixStates(pool, policy=policy, share_users=share_users))})
-    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    machine.TestCase.settings = settings(max_examples=times(40, 10), stateful_step_count=40, deadline=None)
     machine.TestCase("runTest").runTest()

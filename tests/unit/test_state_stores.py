@@ -11,6 +11,7 @@ from integrations.hstu.state.pool import PagePool, Plane
 from integrations.hstu.state.radix import RadixStates
 from integrations.hstu.state.rows import identities
 from integrations.hstu.state.store import Owner
+from tests.repetitions import times
 
 PLANES = {"kt": Plane((2, 1, 3), axis=3), "v": Plane((2, 1, 2), axis=2), "states": Plane((4,), axis=0)}
 PAGE_ROWS = 4
@@ -23,9 +24,9 @@ STORES = {
 }
 
 
-def pool_of(pages, planes=PLANES, page_rows=PAGE_ROWS):
+def pool_of(pages, planes=PLANES, page_rows=PAGE_ROWS, **options):
     page_bytes = page_rows * sum(plane.row_bytes for plane in planes.values())
-    return PagePool(planes, budget_bytes=pages * page_bytes, page_rows=page_rows)
+    return PagePool(planes, budget_bytes=pages * page_bytes, page_rows=page_rows, **options)
 
 
 def history(*events):
@@ -93,7 +94,7 @@ def test_the_last_row_is_not_kept_for_another_next_time(store_of):
 def test_no_owner_reads_what_is_anothers_unless_a_namespace_shares_it(store_of):
     store, rows = store_of(20), history(*EVENTS[:11])
     remember(store, ANN, rows)
-    shared = isinstance(store, RadixStates) and store._share_users
+    shared = isinstance(store, RadixStates) and store.share_users
     assert kept(store, BOB, rows) == (8 if shared else 0)
     assert kept(store, Owner("model/other", "ann"), rows) == 0
     assert kept(store, Owner("model2/shop", "ann"), rows) == 0
@@ -287,7 +288,7 @@ class Requests(RuleBasedStateMachine):
     @rule(user=st.sampled_from("abc"))
     def is_forgotten(self, user):
         self.store.forget(Owner("m", user))
-        if not (isinstance(self.store, RadixStates) and self.store._share_users):
+        if not (isinstance(self.store, RadixStates) and self.store.share_users):
             assert kept(self.store, Owner("m", user), self.rows(user)) == 0
 
     @invariant()
@@ -319,5 +320,5 @@ class Requests(RuleBasedStateMachine):
 def test_whatever_is_matched_is_what_was_committed_for_that_beginning(name):
     machine = type("Requests", (Requests,), {"make": staticmethod(STORES[name])})
     case = machine.TestCase
-    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    case.settings = settings(max_examples=times(60, 15), stateful_step_count=40, deadline=None)
     case("runTest").runTest()

@@ -11,6 +11,8 @@ from cluster.values import Behaviour, Generated, Recommendation, RecommendReques
 from pipelines.recommend import Recommender
 from tests.fake_stages import Descending, Naming, bundle_with_decoder
 
+pytestmark = pytest.mark.virtual_time
+
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):

@@ -97,11 +97,11 @@ def test_training_never_sees_the_held_out_events():
     interactions = shoppers()
     _, trainer = trained(interactions, epochs=1)
     last = {int(interactions.timestamps[end - back]) for end in interactions.offsets[1:] for back in (TEST, VALIDATION)}
-    seen = {int(time) for example in trainer._examples(np.random.default_rng(0)) for time in example.history.timestamps}
+    seen = {int(time) for example in trainer.examples(np.random.default_rng(0)) for time in example.history.timestamps}
     assert not last & seen
     assert len(seen | last) == len(interactions)
     again = RankerTrainer(HSTURanker(trainer.ranker.config), interactions, RankerOptions(validate_every=0), device="cpu")
-    assert len({int(t) for example in again._examples(np.random.default_rng(0)) for t in example.history.timestamps} & last) == 120
+    assert len({int(t) for example in again.examples(np.random.default_rng(0)) for t in example.history.timestamps} & last) == 120
 
 
 def test_a_run_is_the_same_each_time():

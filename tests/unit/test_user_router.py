@@ -3,13 +3,12 @@
 import asyncio
 from collections import Counter
 from math import ceil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve._private.common import ReplicaID, RequestMetadata
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest
 from ray.serve.schema import DeploymentSchema
@@ -19,6 +18,9 @@ from cluster.traffic.user_router import capacity, choose, in_order_of, user_key
 from cluster.values import EncodeRequest, GenerateRequest, UserState
 from deployments.user_router import UserAffinityRouter
 from tests.bundles import random_sequence
+from tests.fakes.routers import ENCODER, Replica, replicas_of, routed, router_of
+
+pytestmark = pytest.mark.virtual_time
 
 REPLICAS = st.lists(st.text(min_size=1), min_size=1, max_size=12, unique=True)
 LOADS = st.dictionaries(st.text(min_size=1), st.integers(0, 200), min_size=1, max_size=12)
@@ -105,23 +107,10 @@ def test_a_request_says_whose_it_is():
     assert [user_key(one) for one in (encode_request(""), 5.0, None, "ada")] == [""] * 4
 
 
-def replica(name: str, most: int = 100):
-    return SimpleNamespace(replica_id=ReplicaID(name, DeploymentID("encoder")), max_ongoing_requests=most)
-
-
 @pytest.fixture
 async def router():
     """Three replicas whose queues are known to be empty."""
-    made = UserAffinityRouter(
-        deployment_id=DeploymentID("encoder"), handle_source=DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True
-    )
-    made.initialize_state(bound=1.25, slack=0)
-    replicas = [replica(name) for name in ("one", "two", "three")]
-    made._replicas = {one.replica_id: one for one in replicas}
-    made._replicas_list, made._replica_id_set = replicas, set(made._replicas)
-    for one in replicas:
-        made.on_new_queue_len_info(one.replica_id, 0)
-    return made
+    return await router_of(UserAffinityRouter, *map(Replica, ("one", "two", "three")), bound=1.25, slack=0)
 
 
 def pending(user: str = "", session: str = "", request_id: str = "of-all") -> PendingRequest:
@@ -131,7 +120,7 @@ def pending(user: str = "", session: str = "", request_id: str = "of-all") -> Pe
 
 async def chosen(router: UserAffinityRouter, request: PendingRequest) -> list[str]:
     """In one list, also where several stand side by side."""
-    ranks = await router.choose_replicas(router._replicas_list, request)
+    ranks = await router.choose_replicas(replicas_of(router), request)
     return [one.replica_id.unique_id for rank in ranks for one in rank]
 
 
@@ -143,12 +132,12 @@ async def test_the_user_in_the_request_or_in_the_session_decides_and_the_session
 async def test_a_busy_home_passes_its_user_on(router):
     first, second, _ = in_order_of("default/ada", ["one", "two", "three"])
     for _ in range(10):
-        router.on_send_request(ReplicaID(first, DeploymentID("encoder")))
+        router.on_send_request(ReplicaID(first, ENCODER))
     assert (await chosen(router, pending("ada")))[0] == second
 
 
 async def test_what_is_nobodys_goes_to_the_less_busy_of_two(router):
-    assert {len(await router.choose_replicas(router._replicas_list, pending(request_id=f"{number}"))) for number in range(5)} == {1}
+    assert {len(await router.choose_replicas(replicas_of(router), pending(request_id=f"{number}"))) for number in range(5)} == {1}
     pairs = [tuple(await chosen(router, pending(request_id=f"{number}"))) for number in range(50)]
     assert {len(set(pair)) for pair in pairs} == {2}
     assert {one for pair in pairs for one in pair} == {"one", "two", "three"}
@@ -159,47 +148,47 @@ async def test_many_users_of_one_http_request_all_reach_their_homes(router):
     say how busy it is, so that requests that came later are done sooner.
     """
     router.initialize_state(slack=100)
-    slow = router._replicas_list[0]
+    slow = replicas_of(router)[0]
     router.on_replica_actor_unavailable(slow.replica_id)
-    slow.get_queue_len = lambda deadline_s: asyncio.sleep(0.02, 0)
+    slow.get_queue_len = lambda *, deadline_s: asyncio.sleep(0.02, 0)
     users = [f"user-{number}" for number in range(40)]
-    async with asyncio.timeout(10):
-        found = await asyncio.gather(*(router._choose_replica_for_request(pending(user)) for user in users))
+    async with asyncio.timeout(120):
+        found = await asyncio.gather(*(routed(router, pending(user)) for user in users))
     assert [one.replica_id.unique_id for one in found] == [in_order_of(f"default/{user}", ["one", "two", "three"])[0] for user in users]
 
 
 async def test_a_burst_is_spread_though_nothing_of_it_has_been_sent_when_the_last_is_routed(router):
-    async with asyncio.timeout(10):
-        found = await asyncio.gather(*(router._choose_replica_for_request(pending("ada")) for _ in range(30)))
+    async with asyncio.timeout(120):
+        found = await asyncio.gather(*(routed(router, pending("ada")) for _ in range(30)))
     served = Counter(one.replica_id.unique_id for one in found)
     first, second, third = in_order_of("default/ada", ["one", "two", "three"])
     assert served[first] >= served[second] > served[third] > 0
     assert max(served.values()) <= ceil(1.25 * 30 / 3)
-    assert not any(router._unsent.values()), "from here on the cache counts them"
+    assert router.unsent == 0, "from here on the cache counts them"
 
 
 async def test_who_leaves_just_as_a_replica_is_found_does_not_count_for_ever(router):
-    caller = asyncio.create_task(router._choose_replica_for_request(request := pending("ada")))
+    caller = asyncio.create_task(routed(router, request := pending("ada")))
     while not request.future.done():  # noqa: ASYNC110 - nothing tells when a replica is found
         await asyncio.sleep(0)
-    assert router._unsent.total() == 1
+    assert router.unsent == 1
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
-    assert not any(router._unsent.values())
+    assert router.unsent == 0
 
 
 async def test_a_caller_who_leaves_while_all_are_full_is_not_waited_for(router):
-    for one in router._replicas_list:
+    for one in replicas_of(router):
         one.max_ongoing_requests = 1
-        one.get_queue_len = lambda deadline_s: asyncio.sleep(0, 1)
+        one.queue = 1
         router.on_new_queue_len_info(one.replica_id, 1)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(router._choose_replica_for_request(pending("ada")), 0.05)
-    for one in router._replicas_list:
+        await asyncio.wait_for(routed(router, pending("ada")), 0.05)
+    for one in replicas_of(router):
         one.max_ongoing_requests = 100
-    async with asyncio.timeout(10):
-        found = await router._choose_replica_for_request(pending("bob"))
+    async with asyncio.timeout(120):
+        found = await routed(router, pending("bob"))
     assert found.replica_id.unique_id == in_order_of("default/bob", ["one", "two", "three"])[0]
 
 

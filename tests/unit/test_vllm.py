@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from cluster.bundle import BundleStore
 from cluster.errors import BackendFailed, BackendUnavailable, DeadlineExceeded, UnknownChoice
 from cluster.trie import Trie
 from cluster.values import GenerateRequest, SamplingOptions, UserState
@@ -591,10 +592,11 @@ def test_an_engine_that_breaks_on_the_first_request_is_shut_down_again(scripted,
 
 
 def test_an_engine_that_does_not_start_is_unavailable_and_leaves_no_thread(scripted, bundle):
+    before = set(threading.enumerate())  # an engine that other tests of this process share has a thread too
     scripted.setattr(ScriptedLLM, "start_error", RuntimeError("Engine core initialization failed"))
     with pytest.raises(BackendUnavailable, match="initialization failed"):
         VllmGenerator().load(bundle)
-    assert not [thread for thread in threading.enumerate() if thread.name == "vllm"]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "vllm"]
 
 
 def test_a_cache_too_small_for_one_prompt_is_found_before_any_load(installed, bundle):
@@ -613,8 +615,35 @@ def test_is_unavailable_without_vllm_or_a_decoder_and_cannot_be_loaded_then(inst
     assert "no decoder" in VllmGenerator().get_availability(make_bundle(tmp_path / "retrieves")).reason
 
 
+@pytest.mark.parametrize(
+    ("given", "capability", "dtype"),
+    [
+        ({}, None, "float32"),
+        ({}, (9, 0), "bfloat16"),
+        ({}, (7, 5), "float32"),
+        ({"dtype": "float16"}, (9, 0), "float16"),
+        ({"dtype": "float32"}, (9, 0), "float32"),
+    ],
+)
+def test_a_gpu_computes_in_bfloat16_unless_asked_otherwise(bundle, monkeypatch, given, capability, dtype):
+    torch = pytest.importorskip("torch")
+
+    class Asked(Exception):
+        pass
+
+    def ask(key, start):
+        raise Asked(key[1].dtype)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(library, "obstacle", lambda: "")
+    monkeypatch.setattr(vllm_generator.ENGINES, "take", ask)
+    with pytest.raises(Asked, match=dtype):
+        VllmGenerator(**given).load(bundle)
+
+
 def test_refuses_a_dtype_that_there_is_not():
-    with pytest.raises(UnknownChoice, match="bfloat16, float16, float32"):
+    with pytest.raises(UnknownChoice, match="auto, bfloat16, float16, float32"):
         VllmGenerator(dtype="fp8")
 
 
@@ -629,3 +658,52 @@ def test_the_queue_tells_what_runs_and_waits_and_forgets_what_was_aborted(genera
     llm.unfinished.clear()
     assert generator.queue() == {"running": 0, "waiting": 0, **told, "kv_cache_usage": 0.0}
     assert Statistics().record_sleep_state(1, 0) is None
+
+
+def test_a_version_with_the_same_decoder_takes_over_the_engine_of_the_one_before(generator, llm, bundle):
+    store = BundleStore(bundle.path.parent)
+    with store.recompile(bundle):
+        pass
+    compiled = VllmGenerator(patience_s=30)
+    compiled.load(store.open())
+    assert made == [llm]
+    answer = generator.infer(asked(5))
+    generator.close()
+    assert not llm.is_shut_down
+    llm.asked.clear()
+    assert compiled.infer(asked(5)).items.tolist() == answer.items.tolist()
+    assert {prompt["cache_salt"] for prompt, _ in llm.asked} == {f"default:{store.open().version}:{bundle.semantic_ids.version}"}
+    compiled.close()
+    assert llm.is_shut_down
+
+
+def test_of_those_that_share_an_engine_one_tells_its_queue(generator, llm, bundle):
+    later = VllmGenerator()
+    later.load(bundle)
+    llm.unfinished.update("abc")
+    assert (generator.queue()["waiting"], later.queue()["waiting"]) == (3, 0)
+    generator.close()
+    assert later.queue()["waiting"] == 3
+    llm.unfinished.clear()
+    later.close()
+
+
+def test_other_options_have_an_engine_of_their_own(generator, bundle):
+    other = VllmGenerator("bfloat16")
+    other.load(bundle)
+    assert len(made) == 2
+    other.close()
+    assert made[1].is_shut_down
+    assert not made[0].is_shut_down
+
+
+def test_an_engine_that_breaks_on_the_trial_of_one_version_is_lost_to_all(generator, llm, bundle, scripted):
+    llm.error = RuntimeError("no such kernel")
+    with pytest.raises(BackendFailed, match="no such kernel"):
+        VllmGenerator().load(bundle)
+    assert not generator.alive()
+    assert not llm.is_shut_down, "its other holder may be answering, and ends it"
+    fresh = VllmGenerator()
+    fresh.load(bundle)
+    assert made[-1] is not llm
+    fresh.close()

@@ -22,6 +22,7 @@ from deployments.http.problems import problem_of
 from deployments.zeromq import FrontDoor
 from deployments.zeromq_frames import HEADERS, opened, understood
 from tests.bundles import make_bundle
+from tests.fakes.applications import deployments_of, most_on_a_node
 from tests.ports import free_port
 
 RECOMMEND = b"POST /v1/recommend"
@@ -66,7 +67,7 @@ class Client:
 
     async def heard(self):
         """Request id, status, headers, body."""
-        request_id, status, headers, body = await asyncio.wait_for(self.socket.recv_multipart(), 10)
+        request_id, status, headers, body = await asyncio.wait_for(self.socket.recv_multipart(), 120)
         return request_id, int(status), json.loads(headers), json.loads(body)
 
     async def ask(self, call=RECOMMEND, body=None, headers=None, request_id=b"1"):
@@ -80,15 +81,16 @@ class Client:
 class Opened:
     """A door before an API, and clients of it."""
 
-    def __init__(self, door, service, data, address, edge):
+    def __init__(self, door, service, data, address, edge, exchange):
         self.door, self.service, self.data, self.address, self.clients, self.edge = door, service, data, address, [], edge
+        self.exchange = exchange
 
     def client(self, kind=zmq.DEALER):
         self.clients.append(Client(self.address, kind))
         return self.clients[-1]
 
     async def reached(self, holds):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while not holds(self.door.statistics()):  # noqa: ASYNC110 - it tells nobody when they change
                 await asyncio.sleep(0.005)
 
@@ -106,7 +108,7 @@ async def opened_door(gateway=None, exchanged=None, **settings):
     limits = ZeroMQSettings.model_validate({"address": address, **settings})
     door = FrontDoor(limits, exchanged or through, max_body_bytes=edge.max_body_bytes)
     await door.open()
-    served = Opened(door, service, data, address, api.state.edge)
+    served = Opened(door, service, data, address, api.state.edge, through)
     try:
         yield served
     finally:
@@ -331,7 +333,7 @@ async def test_a_door_that_closes_answers_what_is_under_way_first():
         for name in (b"running", b"waiting"):
             await client.send(name, RECOMMEND, b"", b'{"user_id": "ada"}')
         await served.reached(lambda now: (now.in_flight, now.queued) == (1, 1))
-        closing = asyncio.create_task(served.door.close(within_s=10))
+        closing = asyncio.create_task(served.door.close(within_s=120))
         await asyncio.sleep(0.05)
         served.service.gate.set()
         await closing
@@ -351,7 +353,7 @@ async def test_a_door_that_must_close_tells_those_it_cannot_answer():
 
 async def test_its_address_is_taken_over_once_it_is_free():
     async with opened_door() as served:
-        again = FrontDoor(ZeroMQSettings(address=served.address), served.door._exchange, max_body_bytes=20_000)
+        again = FrontDoor(ZeroMQSettings(address=served.address), served.exchange, max_body_bytes=20_000)
         opening = asyncio.create_task(again.open())
         await asyncio.sleep(0.3)
         assert not opening.done()
@@ -380,9 +382,9 @@ def test_the_application_has_a_door_where_it_is_configured(tmp_path, placement):
     make_bundle(tmp_path / "tiny")
     tree = {"model_dir": str(tmp_path / "tiny"), "placement": placement}
     without, with_it = build(tree), build({**tree, "zeromq": {}})
-    assert "zeromq" not in without._bound_deployment.init_kwargs
-    door = with_it._bound_deployment.init_kwargs["zeromq"]._bound_deployment
-    assert (door.name, door.num_replicas, door._replica_config.max_replicas_per_node) == ("zeromq", 1, 1)
+    assert "zeromq" not in {one.name for one in deployments_of(without)}
+    (door,) = (one for one in deployments_of(with_it) if one.name == "zeromq")
+    assert (door.num_replicas, most_on_a_node(door)) == (1, 1)
 
 
 def test_without_pyzmq_the_configuration_is_refused_with_the_cure(tmp_path, monkeypatch):

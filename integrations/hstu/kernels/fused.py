@@ -43,7 +43,7 @@ class FusedHSTU(HSTU):
         """
         x = self.embed(items_BL, torch.arange(items_BL.shape[1], device=items_BL.device))
         index_BC = (lengths_B.unsqueeze(1) - count + torch.arange(count, device=lengths_B.device)).clamp(min=0)
-        return unit(rows_at(self._encode(x, times_BL, next_times_BL, lengths_B), index_BC))
+        return unit(rows_at(self._encode(x, times_BL, next_times_BL, lengths_B), index_BC, self.config.dim))
 
     def append(  # noqa: PLR0917 - as HSTU's
         self,

@@ -10,9 +10,21 @@ OLDEST = (8, 0)
 
 def usable_gpu(needing: str) -> Availability:
     if not torch.cuda.is_available():
-        built = f"torch {torch.__version__} was built without CUDA" if torch.version.cuda is None else "torch.cuda.is_available() is False"
-        return Availability.no(f"no NVIDIA GPU with a driver is usable here ({built}); check nvidia-smi, or serve with another backend")
+        return Availability.no(without_gpu())
     if (capability := torch.cuda.get_device_capability()) < OLDEST:
         name = torch.cuda.get_device_name()
         return Availability.no(f"{needing} needs compute capability 8.0 and {name} has {capability[0]}.{capability[1]}; serve with torch")
     return Availability.yes()
+
+
+def without_gpu() -> str:
+    """Why torch finds no GPU, in its own words where it has any: a driver may be there and too old."""
+    if torch.version.cuda is None:
+        reason = f"torch {torch.__version__} was built without CUDA"
+    else:
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            reason = "torch.cuda.is_available() is False"
+        except RuntimeError as error:
+            reason, _, _ = str(error).partition("\n")
+    return f"no NVIDIA GPU with a driver is usable here ({reason}); check nvidia-smi, or serve with another backend"

@@ -22,7 +22,7 @@ class RadixStates(PooledStates):
 
     def __init__(self, pool: PagePool, *, policy: str = "lru", share_users: bool = False) -> None:
         super().__init__(pool)
-        self._share_users = share_users
+        self.share_users = share_users
         self._leaves = EvictionHeap(policy)
         self._roots: dict[Owner, RadixNode] = {}
         self._nodes_of: dict[Owner, set[RadixNode]] = {}
@@ -151,7 +151,7 @@ class RadixStates(PooledStates):
         return dropped
 
     def _tree(self, owner: Owner) -> Owner:
-        return Owner(owner.namespace, "") if self._share_users else owner
+        return Owner(owner.namespace, "") if self.share_users else owner
 
     def _prune_tree(self, tree: Owner) -> None:
         root = self._roots.get(tree)

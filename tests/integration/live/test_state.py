@@ -1,16 +1,11 @@
 """What is kept of users, on a real cluster: answers, events, K/V rows; and that it is gone once it is erased."""
 
 from itertools import count
-from pathlib import Path
 
 import httpx
 import pytest
 
-from benchmarks.kill_caches import drive, two_gateways
-from cluster.bundle import BundleStore
-from deployments.cli.local_serve import LocalServe
 from tests.integration.conftest import Live, behaviours
-from tests.ports import free_port
 from tests.waiting import until_right
 
 pytestmark = pytest.mark.cluster
@@ -118,18 +113,3 @@ def test_cached_answers_are_told_by_tier_and_tenant_and_can_be_dropped(live, use
     assert dropped["dropped"] >= 1
     assert dropped["everywhere"]
     assert ask(live, user, behaviours=behaviours(1), tenant="shop")["cache"]["tier"] == "computed"
-
-
-async def test_nothing_fails_and_nobody_meets_another_while_caches_and_gateways_are_killed(compiled_hstu, tmp_path: Path):
-    """The short form of benchmarks/kill_caches.py."""
-    model_dir = compiled_hstu.path.parent
-    items = [item.item_id for item in BundleStore(model_dir).open().catalogue.items]
-    changes = {"model_dir": str(model_dir), "events": {"url": f"sqlite:///{tmp_path}/events.db"}}
-    serving = LocalServe(two_gateways(tmp_path), changes, port=free_port(), log=tmp_path / "serve.log")
-    with serving as url:
-        traffic, lost = await drive(url, serving, items, requests=5000, users=100, concurrency=8, every_s=2)
-    tally = traffic.tally
-    assert (tally.failed, tally.strangers, lost) == ([], [], [])
-    assert tally.killed["cache actor"] >= 1
-    assert tally.killed["gateway"] >= 1
-    assert tally.tiers["l1"] + tally.tiers["l2"] > 0

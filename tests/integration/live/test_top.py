@@ -9,7 +9,7 @@ from deployments.cli import app
 from deployments.cli.top import top
 from tests.integration.conftest import Live, behaviours
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 if not any(command.callback is top for command in app.registered_commands):
     app.command("top")(top)
 

@@ -8,13 +8,13 @@ from collections import Counter
 import httpx
 import pytest
 
+from tests.collector import Collector
 from tests.integration.conftest import Live, behaviours
-from tests.integration.live.collector import Collector
 from tests.waiting import until_right
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 HISTORY = {"behaviours": behaviours(3, 14, 15, 92, 65), "request_time": 1_700_100_000}
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 
 
 def ask(live: Live, *, sampled: bool, **request: object) -> tuple[str, httpx.Response]:
@@ -74,7 +74,7 @@ def test_the_request_id_is_in_the_response_and_in_the_json_log_of_what_took_long
     while not lines:
         assert time.monotonic() < deadline, "no line of the log has the request's id"
         time.sleep(0.2)
-        logs = live.logs.rglob("replica_genrec_gateway_*.log")
+        logs = live.logs.rglob("replica_*_gateway_*.log")
         lines = [json.loads(line) for log in logs for line in log.read_text().splitlines() if f"request-{trace_id}" in line]
     (line,) = lines
     assert line["request_id"] == f"request-{trace_id}"

@@ -2,7 +2,7 @@
 
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from typing import Any, Self
+from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -10,7 +10,7 @@ from tests.ports import free_port
 
 
 class Collector:
-    """Use it as a context; `url` is for OTEL_EXPORTER_OTLP_ENDPOINT."""
+    """`url` is for OTEL_EXPORTER_OTLP_ENDPOINT; it listens between `start` and `stop`."""
 
     def __init__(self) -> None:
         self._spans: list[Any] = []
@@ -26,14 +26,13 @@ class Collector:
             def log_message(self, *_: object) -> None:
                 """Not to the tests' output."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", free_port()), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._handler, self.url = Handler, f"http://127.0.0.1:{free_port()}"
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
+        self._server = ThreadingHTTPServer(("127.0.0.1", int(self.url.rpartition(":")[2])), self._handler)
         Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
         self._server.shutdown()
         self._server.server_close()
 

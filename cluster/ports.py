@@ -1,0 +1,82 @@
+"""Ports of this machine, claimed before anything listens on them: two clusters that start at the same moment do not take each other's.
+
+A port that nothing listens on may be one that another process has chosen and will listen on in a second. So whatever chooses a port locks
+that port's file first, in a directory that all checkouts and users of the machine share. The lock lasts for as long as a process has the
+file open: the one that claimed the port, and each that it starts with `pass_fds=descriptors(port)`. A claimed port that is listened on
+by a process that knows nothing of this is found out by trying.
+"""
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+DIRECTORY = Path("/tmp/genrec-ports")  # noqa: S108 - the one place that is the same for everybody; TMPDIR is not
+_files: dict[int, int] = {}
+"""This process's claims: a port, or the first of a block, and the descriptor of its locked file."""
+
+
+def choose(firsts: Iterable[int], count: int = 1, host: str = "") -> int | None:
+    """The first of these that is free, as are the `count` - 1 ports after it, and that no claim is on; now this process has one on it."""
+    return next((first for first in firsts if first not in _files and claim(first) and _free_or_released(first, count, host)), None)
+
+
+def claim(port: int) -> bool:
+    """Whether the port, or the block that begins with it, is this process's now; until `release`, or until the process ends."""
+    if port in _files:
+        return True
+    try:
+        file = _opened(port)
+    except PermissionError:  # another user is just making it
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return False
+    _files[port] = file
+    return True
+
+
+def release(port: int) -> None:
+    """Give the claim up; processes that inherited it keep it."""
+    with suppress(KeyError):
+        os.close(_files.pop(port))
+
+
+def descriptors(*ports: int) -> list[int]:
+    """What a process that is to share these claims must inherit; none of a port that this process has no claim on."""
+    return [_files[port] for port in ports if port in _files]
+
+
+def is_free(port: int, host: str = "") -> bool:
+    """Whether the port can be listened on now, at `host`, or at every address of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _free_or_released(first: int, count: int, host: str) -> bool:
+    if all(is_free(port, host) for port in range(first, first + count)):
+        return True
+    release(first)
+    return False
+
+
+def _opened(port: int) -> int:
+    """The port's file. It is made without O_CREAT where it exists: Linux may refuse that for another user's file."""
+    with suppress(FileExistsError):
+        DIRECTORY.mkdir()
+        DIRECTORY.chmod(0o1777)
+    path = DIRECTORY / str(port)
+    with suppress(FileExistsError):
+        made = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+        os.fchmod(made, 0o644)  # whatever the umask is
+        os.close(made)
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)

@@ -1,0 +1,84 @@
+"""What the demo asks of the system that is starting: the first whole answer, and the one by the best engines that follow."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from cluster.errors import ConfigError
+from cluster.managed_backend import LOADING
+from deployments.cli.local_serve import LocalServe
+
+ASK_EVERY_S = 1.0
+BEST_WITHIN_S = 900.0
+ENGINES = ("encode", "generate", "rank")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A user's request and what came back."""
+
+    request: Mapping[str, Any]
+    answer: dict[str, Any]
+
+    @property
+    def served_by(self) -> dict[str, str]:
+        """Stage -> backend, of stages that have engines."""
+        return {stage["stage"]: stage["backend"] for stage in self.answer["stages"] if stage["stage"] in ENGINES}
+
+    @property
+    def awaits_an_engine(self) -> bool:
+        """Whether a preferred one did not answer because it is still being loaded."""
+        return any(skipped["reason"] == LOADING for stage in self.answer["stages"] for skipped in stage["fallback_from"])
+
+
+def ask(url: str, request: Mapping[str, Any]) -> Asked:
+    """Computed, whatever is cached. Raises httpx.HTTPError."""
+    response = httpx.post(f"{url}/v1/recommend", json={**request, "cache": "bypass"}, timeout=30)
+    response.raise_for_status()
+    return Asked(request, response.json())
+
+
+def whole(url: str, request: Mapping[str, Any]) -> Asked | None:
+    """None where nothing answers yet, or no whole answer can be given."""
+    try:
+        asked = ask(url, request)
+    except httpx.HTTPError:
+        return None
+    return None if asked.answer["degraded"] else asked
+
+
+def first_answer(serving: LocalServe, request: Mapping[str, Any]) -> Asked:
+    """As soon as there is a whole one. Raises ConfigError where what serves has ended, or there is none in time."""
+    found: list[Asked] = []
+
+    def answered() -> bool:
+        asked = whole(serving.url, request)
+        found.extend([] if asked is None else [asked])
+        return bool(found)
+
+    serving.wait_until(answered)
+    return found[0]
+
+
+def best_answer(url: str, first: Asked, final_version: Callable[[], str | None], tell: Callable[[Asked, Asked], None]) -> Asked:
+    """The same request's answer by that version of the model, None as long as it is not known, once no engine is waited for.
+
+    `tell(before, now)` where another engine has answered than before. Raises ConfigError where that takes too long.
+    """
+    deadline, before = time.monotonic() + BEST_WITHIN_S, first
+    while True:
+        version = final_version()
+        now = whole(url, first.request)
+        if now is not None:
+            if now.served_by != before.served_by:
+                tell(before, now)
+            if now.answer["model_version"] == version and not now.awaits_an_engine:
+                return now
+            before = now
+        if time.monotonic() > deadline:
+            wanted = f"version {version}" if version else "the compiled version"
+            raise ConfigError(f"{wanted} did not answer by its best engines within {BEST_WITHIN_S:g} s; see {url}/v1/backends")
+        time.sleep(ASK_EVERY_S)

@@ -1,0 +1,51 @@
+"""`genrec init`: the configuration and the launch files of a service, in a directory of its own."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.errors import ConfigError
+from deployments.shipped import LAUNCH
+
+EXAMPLE_MODEL = "models/ml-100k"
+EXAMPLE_HOME = "/opt/genrec"
+NAME = re.compile(r"\w[\w.-]*")
+UNIT_PATH = re.compile(r"[^\s\"'\\$%]+")  # what systemd takes as it stands
+Directory = Annotated[Path, typer.Argument(help="where to write; its name becomes the model's, as in models/shop")]
+
+
+def init(directory: Directory) -> None:
+    """Write ray_config.yaml, one_machine.yaml and the files for systemd, Docker, ray up and Kubernetes, all for one model."""
+    home = directory.resolve()
+    if not NAME.fullmatch(home.name):
+        raise ConfigError(f"{home.name!r} cannot be a model's name; use letters, digits, '.', '_' and '-', as in: genrec init shop")
+    if not UNIT_PATH.fullmatch(str(home)):
+        raise ConfigError(f"{home} has a space, a quote, '$', '%' or a backslash, which a systemd unit cannot name; take another directory")
+    texts = {path.name: filled_in(path.read_text(), home) for path in sorted(LAUNCH.iterdir()) if path.is_file()}
+    write(texts, home)
+    typer.echo(f"wrote {', '.join(texts)}\n\nNext, in {home}:")
+    typer.echo(f"  genrec train table --path events.csv --items items.csv --model-dir models/{home.name}")
+    typer.echo(f"  genrec compile --model-dir models/{home.name}")
+    typer.echo("  genrec serve --config one_machine.yaml")
+
+
+def filled_in(text: str, home: Path) -> str:
+    """A launch file with the paths of this installation in place of its examples."""
+    command = Path(sys.executable).with_name("genrec")
+    filled = text.replace(f"{EXAMPLE_HOME}/.venv/bin/genrec", str(command))
+    return filled.replace(EXAMPLE_HOME, str(home)).replace(EXAMPLE_MODEL, f"models/{home.name}")
+
+
+def write(texts: dict[str, str], home: Path) -> None:
+    """All of them, or none where one is there already. Raises ConfigError."""
+    if there := [name for name in texts if (home / name).exists()]:
+        raise ConfigError(f"{home} already has {', '.join(there)}; nothing was written: move them away, or name another directory")
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (home / name).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{home} cannot be written: {error}; name another directory") from error

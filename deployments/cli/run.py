@@ -1,0 +1,58 @@
+"""What `genrec serve` turns into: `serve run` of a file, which ends in order by SIGTERM as by Ctrl-C.
+
+python -m deployments.cli.run FILE [ADDRESS [later]]
+
+later: Ray and Serve start at once, and FILE is served, as it then is, when a line comes on standard input: what takes its time to start
+need not wait for what is to be served.
+
+`serve run` alone ends its replicas and proxies at a KeyboardInterrupt only: at SIGTERM, by which systemd, Docker and supervisors stop a
+process, they are killed with Ray. And SIGINT is ignored by what a script starts in the background.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import ray
+import yaml
+from ray.serve._private import api
+from ray.serve._private.constants import SERVE_NAMESPACE
+from ray.serve.config import gRPCOptions
+from ray.serve.schema import ServeDeploySchema
+from ray.serve.scripts import cli
+
+PROXY_WITHIN_S = 300
+"""Serve gives its first proxy a minute, which is less than processes take to start on a machine with much else to do."""
+
+
+def main(config: str, address: str | None = None, later: str = "") -> None:
+    """Serve the file on the cluster at `address`; without one on that of RAY_ADDRESS, or on one that is started here."""
+    _end_in_order_by(signal.SIGINT, signal.SIGTERM)
+    ray.init(address=address or os.environ.get("RAY_ADDRESS"), namespace=SERVE_NAMESPACE)
+    vars(api).update(HTTP_PROXY_TIMEOUT=PROXY_WITHIN_S)
+    _end_in_order_by(signal.SIGTERM)  # Ray has set a handler of its own
+    if later:
+        _start(ServeDeploySchema.model_validate(yaml.safe_load(Path(config).read_text())))
+        if not sys.stdin.readline():
+            sys.exit("what was to be served never came")
+    cli(["run", config])
+
+
+def _start(config: ServeDeploySchema) -> None:
+    """Serve's controller and proxies, as `serve run` does it, which then finds them there."""
+    api.serve_start(
+        http_options=config.http_options.model_dump(),
+        proxy_location=config.proxy_location,
+        grpc_options=gRPCOptions(**config.grpc_options.model_dump()),
+        controller_options=config.controller_options,
+    )
+
+
+def _end_in_order_by(*signals: signal.Signals) -> None:
+    for one in signals:
+        signal.signal(one, signal.default_int_handler)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,62 @@
+"""What NVIDIA's library says of the GPUs that this process may use."""
+
+import logging
+import os
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from cluster import metrics as m
+from cluster.metrics import Meter
+
+logger = logging.getLogger("ray.serve")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class Gpus:
+    """`library`: pynvml, initialised. An error is logged once for as long as it lasts, and asked past: a driver may come back."""
+
+    def __init__(self, library: Any) -> None:
+        self._library, self._failing = library, False
+
+    def show(self, meter: Meter) -> None:
+        try:
+            for gpu, device in self._visible():
+                memory = self._library.nvmlDeviceGetMemoryInfo(device)
+                meter.set(m.GPU_USED, float(memory.used), gpu=gpu)
+                meter.set(m.GPU_MEMORY, float(memory.total), gpu=gpu)
+                meter.set(m.GPU_BUSY, self._library.nvmlDeviceGetUtilizationRates(device).gpu / 100, gpu=gpu)
+        except self._library.NVMLError as error:
+            if not self._failing:
+                logger.warning("the GPUs cannot be watched; they are asked again at each report: %s", error)
+            self._failing = True
+        else:
+            self._failing = False
+
+    def _visible(self) -> Iterator[tuple[str, Any]]:
+        """Number on the node and handle of each GPU that CUDA_VISIBLE_DEVICES names, up to the first that is none; unset, of all."""
+        count = self._library.nvmlDeviceGetCount()
+        named = os.environ.get(VISIBLE)
+        for name in map(str, range(count)) if named is None else map(str.strip, named.split(",")):
+            if name.isdecimal() and int(name) < count:
+                yield name, self._library.nvmlDeviceGetHandleByIndex(int(name))
+            elif name.startswith("GPU-"):
+                device = self._library.nvmlDeviceGetHandleByUUID(name)
+                yield str(self._library.nvmlDeviceGetIndex(device)), device
+            else:
+                return
+
+
+@cache
+def nvml() -> Any | None:
+    """The library where there is one, with the package nvidia-ml-py, and a driver."""
+    try:
+        library = import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        library.nvmlInit()
+    except library.NVMLError:
+        return None
+    return library

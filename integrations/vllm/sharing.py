@@ -1,0 +1,93 @@
+"""The engines of this process, by what they compute: a version of the model takes over the engine of another that has the same decoder.
+
+version 1 ── lease ──► engine ◄── lease ── version 2        an engine ends with its last lease
+
+vLLM starts slowly and takes its memory whole. A version that is only compiled anew decodes as the one before, and needs no engine of its
+own.
+"""
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Generic, Protocol, TypeVar
+
+
+class Startable(Protocol):
+    """What is shared: `Engine`, or a test's."""
+
+    def alive(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+EngineT = TypeVar("EngineT", bound=Startable)
+
+
+class Lease(Generic[EngineT]):
+    """A holder's part in an engine, until `release`; `engine` is started."""
+
+    def __init__(self, share: "_Share[EngineT]", engine: EngineT) -> None:
+        self._share, self.engine = share, engine
+
+    @property
+    def first(self) -> bool:
+        """Whether no other holder has it for longer: of all holders, this one reports what the engine does, so that it counts once."""
+        return self._share.leases[:1] == [self]
+
+    def alive(self) -> bool:
+        return not self._share.condemned and self.engine.alive()
+
+    def condemn(self) -> None:
+        """It does not do its work: its other holders find it lost, and the next one that asks is given another."""
+        self._share.condemned = True
+
+    def release(self) -> None:
+        """Where it is the last, the engine ends. It may be called again."""
+        self._share.release(self)
+
+
+class SharedEngines(Generic[EngineT]):
+    """Everything may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._shares: dict[Hashable, _Share[EngineT]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, key: Hashable, start: Callable[[], EngineT]) -> Lease[EngineT]:
+        """The engine of that key: the one that runs, or that is just being started, or a new one. Raises what `start` raises."""
+        with self._lock:
+            share = self._shares.get(key)
+            if share is None or not share.usable:
+                share = self._shares[key] = _Share()
+        return share.take(start)
+
+
+class _Share(Generic[EngineT]):
+    """One engine and its holders; after its last holder has gone, the next starts another."""
+
+    def __init__(self) -> None:
+        self.leases: list[Lease[EngineT]] = []
+        self.condemned = False
+        self._engine: EngineT | None = None
+        self._changing = threading.Lock()
+
+    @property
+    def usable(self) -> bool:
+        """Also while it is being started."""
+        engine = self._engine
+        return not self.condemned and (engine is None or engine.alive())
+
+    def take(self, start: Callable[[], EngineT]) -> Lease[EngineT]:
+        with self._changing:  # a second holder waits until the first has started it, or tries itself where that failed
+            if self._engine is None:
+                self._engine = start()
+            lease = Lease(self, self._engine)
+            self.leases.append(lease)
+            return lease
+
+    def release(self, lease: Lease[EngineT]) -> None:
+        with self._changing:
+            if lease not in self.leases:
+                return
+            self.leases.remove(lease)
+            ended, self._engine = (None, self._engine) if self.leases else (self._engine, None)
+            if ended is not None:
+                ended.close()

@@ -1,0 +1,83 @@
+"""Handles of deployments, without a cluster: on an object in this process, or on a list of outcomes."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from ray.exceptions import ActorDiedError, RayError
+
+NEVER = object()
+"""The outcome of a call that is not answered."""
+
+
+class Handle:
+    """Calls methods of `replica` with what is `given` beside the call's own arguments. While that is None no replica lives."""
+
+    deployment_name = "switchboard"
+
+    def __init__(self, replica: Any, **given: Any) -> None:
+        self.replica, self.given = replica, given
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(self._call(method, args)))
+
+    async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
+        self.calls.append((method, *args))
+        if self.replica is None:
+            raise ActorDiedError
+        answer = getattr(self.replica, method)(*args, **self.given)
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+
+class ScriptedHandle:
+    """Answers each call with the next of `outcomes`: a value, an exception of Ray's to raise, NEVER, or a list of those to stream."""
+
+    deployment_name = "encoder"
+
+    def __init__(self, *outcomes: Any) -> None:
+        self.outcomes, self.calls, self.responses = list(outcomes), list[tuple[Any, ...]](), list[Any]()
+
+    def options(self, *, stream: bool) -> "ScriptedHandle":
+        assert stream
+        return self
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=self._remote)
+
+    def _remote(self, *args: Any) -> Any:
+        self.calls.append(args)
+        outcome = self.outcomes.pop(0)
+        response = Pieces(outcome) if isinstance(outcome, list) else asyncio.get_running_loop().create_future()
+        self.responses.append(response)
+        if isinstance(outcome, RayError):
+            response.set_exception(outcome)
+        elif outcome is not NEVER and not isinstance(outcome, list):
+            response.set_result(outcome)
+        return response
+
+
+class Pieces:
+    """What a stream yields."""
+
+    def __init__(self, pieces: list[Any]) -> None:
+        self.pieces, self.was_cancelled = list(pieces), False
+
+    def __aiter__(self) -> "Pieces":
+        return self
+
+    async def __anext__(self) -> Any:
+        if not self.pieces:
+            raise StopAsyncIteration
+        if (piece := self.pieces.pop(0)) is NEVER:
+            await asyncio.Event().wait()
+        if isinstance(piece, RayError):
+            raise piece
+        return piece
+
+    def cancel(self) -> None:
+        self.was_cancelled = True
+
+    def cancelled(self) -> bool:
+        """As a future's."""
+        return self.was_cancelled

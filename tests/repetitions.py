@@ -1,0 +1,18 @@
+"""How often tests repeat what is drawn at random: a few times in `make test`, and in full with --thorough, as `make chaos` does it."""
+
+from hypothesis import settings
+
+_thorough = False
+
+
+def times(full: int, few: int) -> int:
+    """`full` with --thorough, else `few`."""
+    return full if _thorough else few
+
+
+def choose(*, thorough: bool) -> None:
+    """To be called before any test is imported; what says nothing else is tried with Hypothesis's 100 examples, or with 25."""
+    global _thorough  # noqa: PLW0603 - decorators ask for it, which are given no fixture
+    _thorough = thorough
+    settings.register_profile("genrec", deadline=None, max_examples=times(100, 25))  # an example's time says more of the machine
+    settings.load_profile("genrec")

@@ -1,0 +1,89 @@
+"""Which tests run together, and which first: `pytest --numprocesses 2` gives the tests of a shared cluster to one process, in one go.
+
+Of what is left each file goes to one process, so that what a file sets up is set up once. Clusters come first, since they take longest; a
+process that has no cluster takes files meanwhile.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests import clusters
+
+CLUSTERS = {
+    "default": (
+        "tests/integration/test_deploy.py",
+        "tests/integration/test_autoscaling.py",
+        "tests/integration/test_user_affinity.py",
+        "tests/integration/test_rollout.py",
+        "tests/integration/test_generation.py",
+    ),
+    "fast": (
+        "tests/integration/live/",
+        "tests/integration/test_playground_browser.py",
+        "tests/integration/test_killed_caches.py",
+        "tests/chaos/test_artifacts_and_disks.py",
+        "tests/chaos/test_cancelled_work.py",
+        "tests/chaos/test_malformed.py",
+        "tests/chaos/test_broken_stages.py",
+        "tests/chaos/test_changes_under_load.py",
+        "tests/chaos/test_overload.py",
+        "tests/chaos/test_tenants.py",
+        "tests/chaos/test_soak.py",
+        "tests/chaos/test_killed_processes.py",  # the last, since it kills what the others lean on
+    ),
+    "nodes": ("tests/integration/test_nodes.py",),
+}
+"""Which files deploy to which cluster, in the order in which they run."""
+ORDER = {path: place for place, path in enumerate(path for paths in CLUSTERS.values() for path in paths)}
+CLUSTER_OF = {path: name for name, paths in CLUSTERS.items() for path in paths}
+
+
+def place_of(nodeid: str) -> int:
+    """Where a test runs among the others; those without a cluster come last, in the order in which they were found."""
+    return ORDER.get(_listed(nodeid), len(ORDER))
+
+
+def group_of(nodeid: str) -> str:
+    """What one process runs in one go: the tests of a cluster, or of a file."""
+    return CLUSTER_OF.get(_listed(nodeid), nodeid.partition("::")[0])
+
+
+def _listed(nodeid: str) -> str:
+    file = nodeid.partition("::")[0]
+    return next((path for path in ORDER if file == path or (path.endswith("/") and file.startswith(path))), "")
+
+
+def needs(item: pytest.Item) -> set[str]:
+    """The clusters that a test asks for."""
+    return {"fast", "default"} & set(getattr(item, "fixturenames", ()))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Clusters first. Raises UsageError where a file asks for a cluster that it is not listed with."""
+    items.sort(key=lambda item: place_of(item.nodeid))
+    for item in filter(needs, items):
+        if group_of(item.nodeid) not in needs(item):
+            raise pytest.UsageError(f"{item.nodeid} deploys to {needs(item)}; list its file with that cluster in tests/scheduling.py")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """End a cluster once its last test is over: it is busy even when it is asked nothing."""
+    yield
+    if nextitem is None or group_of(nextitem.nodeid) != group_of(item.nodeid):
+        clusters.end_all()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """In place of xdist's own: `--dist loadgroup` goes by marks, which the process that gives out the tests does not see."""
+    from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415 - only where it is asked for
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False  # the order of `pytest_collection_modifyitems` is meant
+    return Scheduling(config, log)

@@ -1,0 +1,139 @@
+"""The demo without Ray: what counts as its first answer and as its best, and the compiler that runs beside it."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks import first_answer as benchmark
+from cluster.errors import ConfigError
+from cluster.managed_backend import LOADING
+from deployments.cli import compiling, demo_answers, local_serve
+from deployments.cli.compiling import CompiledBeside
+from deployments.cli.demo_answers import Asked, best_answer, first_answer
+from deployments.cli.local_serve import LocalServe
+from tests.ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUEST = {"user_id": "ada", "k": 3}
+
+
+def answer(encode: str, generate: str, *, version: int = 1, degraded: bool = False, waits_for: str = "") -> dict[str, Any]:
+    skipped = [{"backend": waits_for, "reason": LOADING}] if waits_for else []
+    stages = [
+        {"stage": "encode", "backend": encode, "fallback_from": []},
+        {"stage": "generate", "backend": generate, "fallback_from": skipped},
+        {"stage": "blend", "backend": "blend", "fallback_from": []},
+    ]
+    return {"model_version": f"ml/{version}", "degraded": degraded, "stages": stages}
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch):
+    """Gives these, one a request: answers, status codes and errors."""
+    monkeypatch.setattr(demo_answers, "ASK_EVERY_S", 0.0)
+    asked: list[Any] = []
+
+    def script(*replies: Any) -> list[Any]:
+        left = list(replies)
+
+        def post(url: str, json: Any, timeout: float) -> httpx.Response:
+            asked.append(json)
+            reply = left.pop(0) if len(left) > 1 else left[0]
+            if isinstance(reply, Exception):
+                raise reply
+            request = httpx.Request("POST", url)
+            return httpx.Response(reply, request=request) if isinstance(reply, int) else httpx.Response(200, json=reply, request=request)
+
+        monkeypatch.setattr(demo_answers.httpx, "post", post)
+        return asked
+
+    return script
+
+
+class Serving:
+    """A LocalServe that never waits."""
+
+    url = "http://127.0.0.1:1"
+
+    def wait_until(self, holds) -> None:
+        while not holds():
+            pass
+
+
+def test_the_first_answer_is_the_first_that_lacks_no_stage_computed_whatever_is_cached(says):
+    asked = says(httpx.ConnectError("refused"), 404, 503, answer("popularity", "none", degraded=True), answer("torch", "torch_beam"))
+    first = first_answer(Serving(), REQUEST)
+    assert first.served_by == {"encode": "torch", "generate": "torch_beam"}
+    assert len(asked) == 5
+    assert asked[-1] == {**REQUEST, "cache": "bypass"}
+
+
+def test_the_best_answer_is_the_final_versions_once_no_engine_is_waited_for_and_who_takes_over_is_told(says):
+    says(
+        answer("torch", "torch_beam", waits_for="vllm"),
+        503,
+        answer("torch", "vllm"),
+        answer("onnxruntime", "torch_beam", version=2, waits_for="vllm"),
+        answer("popularity", "none", version=2, degraded=True),
+        answer("onnxruntime", "vllm", version=2),
+    )
+    told: list[tuple[dict[str, str], dict[str, str]]] = []
+    first = Asked(REQUEST, answer("torch", "torch_beam"))
+    best = best_answer("http://127.0.0.1:1", first, lambda: "ml/2", lambda before, now: told.append((before.served_by, now.served_by)))
+    assert (best.answer["model_version"], best.served_by) == ("ml/2", {"encode": "onnxruntime", "generate": "vllm"})
+    assert [now for _, now in told] == [
+        {"encode": "torch", "generate": "vllm"},
+        {"encode": "onnxruntime", "generate": "torch_beam"},
+        {"encode": "onnxruntime", "generate": "vllm"},
+    ]
+
+
+def test_as_long_as_the_final_version_is_not_known_no_answer_is_the_best(says):
+    says(answer("torch", "vllm"))
+    versions = iter([None, None, "ml/1"])
+    best = best_answer("http://127.0.0.1:1", Asked(REQUEST, answer("torch", "vllm")), lambda: next(versions), lambda *_: None)
+    assert best.answer["model_version"] == "ml/1"
+    assert next(versions, "all asked") == "all asked"
+
+
+def test_a_best_answer_that_does_not_come_is_an_error_with_the_place_to_look(says, monkeypatch):
+    monkeypatch.setattr(demo_answers, "BEST_WITHIN_S", 0.0)
+    says(answer("torch", "vllm"))
+    with pytest.raises(ConfigError, match=r"ml/2 did not answer .* see http://127.0.0.1:1/v1/backends"):
+        best_answer("http://127.0.0.1:1", Asked(REQUEST, answer("torch", "vllm")), lambda: "ml/2", lambda *_: None)
+
+
+def test_what_ends_before_it_serves_is_told_with_the_end_of_its_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_serve, "run_command", lambda *_: ["/bin/false"])
+    log = tmp_path / "serve.log"
+    serving = LocalServe(ROOT / "ray_config.yaml", {"model_dir": str(tmp_path / "none yet")}, port=free_port(), log=log)
+    serving.start()
+    with pytest.raises(ConfigError, match=r"the service ended with status 1; the end of .*serve\.log"):
+        serving.wait_until(lambda: False)
+    serving.close()
+    serving.close()
+
+
+def test_everything_else_goes_before_compiling_and_a_model_that_cannot_be_compiled_is_told(tmp_path, monkeypatch, capsys):
+    niced: list[int] = []
+    monkeypatch.setattr(compiling.os, "nice", niced.append)
+    monkeypatch.setattr(compiling.signal, "signal", lambda *_: None)
+    compiling.main(tmp_path / "none")
+    assert niced == [19]
+    assert "nothing was compiled: no version in" in capsys.readouterr().out
+
+
+def test_what_is_being_compiled_ends_with_the_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling, "compile_command", lambda _: ["/bin/sleep", "3600"])
+    with CompiledBeside(tmp_path) as compiled:
+        assert compiled.under_way
+    assert not compiled.under_way
+
+
+def test_the_benchmark_compares_the_medians_with_the_limit_that_is_kinder():
+    slow_machine = "\n".join(benchmark.report([20.0, 21.0, 90.0], [40.0, 41.0, 39.0]))
+    assert "1.9 times" in slow_machine
+    assert "within 42 s" in slow_machine
+    assert "beyond 30 s" in "\n".join(benchmark.report([8.0], [31.0]))

@@ -1,0 +1,100 @@
+"""What is shown of GPUs: those this process may use, for as long as their driver answers and again once it does."""
+# ruff: noqa: N802 - the names are the library's
+
+from types import SimpleNamespace
+
+import pytest
+
+from cluster import metrics as m
+from cluster.metrics import SILENT
+from deployments import gpus, metrics
+from deployments.gpus import VISIBLE, Gpus
+from deployments.metrics import StageRecorder
+from tests.noted import Noted
+
+UUIDS = ("GPU-a", "GPU-b", "GPU-c")
+
+
+class Library:
+    """pynvml, with three GPUs of which each has as many bytes in use as its number says."""
+
+    class NVMLError(Exception):
+        pass
+
+    broken = False
+
+    def nvmlDeviceGetCount(self):
+        if self.broken:
+            raise self.NVMLError("GPU is lost")
+        return len(UUIDS)
+
+    def nvmlDeviceGetHandleByIndex(self, number):
+        return number
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        return UUIDS.index(uuid)
+
+    def nvmlDeviceGetIndex(self, device):
+        return device
+
+    def nvmlDeviceGetMemoryInfo(self, device):
+        return SimpleNamespace(used=device, total=80)
+
+    def nvmlDeviceGetUtilizationRates(self, device):
+        return SimpleNamespace(gpu=50)
+
+
+def used(noted):
+    return {dict(labels)["gpu"]: value for (name, labels), value in noted.values.items() if name == m.GPU_USED.name}
+
+
+@pytest.mark.parametrize(
+    ("named", "shown"),
+    [
+        (None, {"0": 0, "1": 1, "2": 2}),
+        ("2", {"2": 2}),
+        ("2, 0", {"2": 2, "0": 0}),
+        ("GPU-b", {"1": 1}),
+        ("", {}),
+        ("-1", {}),
+        ("1,-1,2", {"1": 1}),
+        ("7", {}),
+    ],
+)
+def test_a_replica_shows_the_gpus_that_it_may_use(monkeypatch, named, shown):
+    monkeypatch.delenv(VISIBLE, raising=False) if named is None else monkeypatch.setenv(VISIBLE, named)
+    noted = Noted()
+    Gpus(Library()).show(noted)
+    assert used(noted) == shown
+    assert noted.values.get(("genrec_gpu_busy_ratio", (("gpu", "1"),)), 0.5) == 0.5
+
+
+def test_an_error_is_said_once_while_it_lasts_and_does_not_end_the_watching(monkeypatch, caplog):
+    monkeypatch.delenv(VISIBLE, raising=False)
+    library, noted = Library(), Noted()
+    watched = Gpus(library)
+    for broken in (True, True, False, True):
+        library.broken = broken
+        watched.show(noted)
+    assert len(used(noted)) == len(UUIDS)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the GPUs cannot be watched; they are asked again at each report: GPU is lost"
+    ] * 2
+
+
+def test_a_stage_shows_gpus_where_it_records_anything_and_the_library_is_there(monkeypatch):
+    for meter, library, shown in ((Noted(), Library(), True), (Noted(), None, False), (SILENT, Library(), False)):
+        monkeypatch.setattr(metrics, "nvml", lambda library=library: library)
+        recorder = StageRecorder("encoder", meter)
+        recorder.show(SimpleNamespace(backends=()), {})
+        assert bool(meter is not SILENT and used(meter)) is shown
+
+
+def test_without_the_package_or_its_driver_no_gpu_is_watched(monkeypatch):
+    def no_driver():
+        raise Library.NVMLError("driver not loaded")
+
+    gpus.nvml.cache_clear()
+    monkeypatch.setattr(gpus, "import_module", lambda name: SimpleNamespace(NVMLError=Library.NVMLError, nvmlInit=no_driver))
+    assert gpus.nvml() is None
+    gpus.nvml.cache_clear()

@@ -1,0 +1,95 @@
+"""`genrec init` writes what a service of one's own is configured and started with."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.config import parse, read
+from cluster.errors import ConfigError
+from deployments.cli.init import EXAMPLE_HOME, EXAMPLE_MODEL, init
+from deployments.shipped import DEMO_MODEL, LAUNCH, RAY_CONFIG
+from tests.documents import ROOT, Command, problem
+
+FILES = {path.name for path in (ROOT / "cluster" / "launch").iterdir()}
+WITHOUT_ENGINES = """
+import sys
+from deployments.cli import main
+sys.argv = ["genrec", "init", sys.argv[1]]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code
+assert not {"torch", "ray"} & set(sys.modules)
+"""
+
+
+def test_every_configuration_serves_the_model_that_the_directory_is_named_after(tmp_path: Path):
+    init(tmp_path / "shop")
+    assert read(tmp_path / "shop/ray_config.yaml").model_dir == Path("models/shop")
+    assert read(tmp_path / "shop/one_machine.yaml").model_dir == Path("models/shop")
+    manifests = yaml.safe_load_all((tmp_path / "shop/kuberay.yaml").read_text())
+    (text,) = [one["spec"]["serveConfigV2"] for one in manifests if one["kind"] == "RayService"]
+    assert parse(yaml.safe_load(text)["applications"][0]["args"]).model_dir == Path("/models/shop")
+
+
+def test_all_files_are_written_without_a_path_of_the_example(tmp_path: Path):
+    init(tmp_path / "shop")
+    texts = {path.name: path.read_text() for path in (tmp_path / "shop").iterdir()}
+    assert texts.keys() == FILES
+    assert "ray_config.yaml" in texts
+    for example in (EXAMPLE_MODEL, EXAMPLE_HOME, "cluster/launch/"):
+        assert [name for name, text in texts.items() if example in text] == []
+
+
+def test_the_example_paths_that_are_filled_in_stand_in_the_files():
+    text = "".join(path.read_text() for path in LAUNCH.iterdir())
+    assert f"{EXAMPLE_HOME}/.venv/bin/genrec" in text
+    assert EXAMPLE_MODEL in text
+
+
+def test_the_commands_that_come_next_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    init(tmp_path / "shop")
+    printed = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line.startswith("  genrec ")]
+    assert [words[1] for words in printed] == ["train", "compile", "serve"]
+    assert [problem(Command(tuple(words[1:]), whole=True)) for words in printed] == ["", "", ""]
+
+
+def test_a_file_that_is_there_is_named_and_nothing_is_written(tmp_path: Path):
+    (tmp_path / "compose.yaml").write_text("mine")
+    with pytest.raises(ConfigError, match=r"already has compose\.yaml; nothing was written: move them away"):
+        init(tmp_path)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("compose.yaml", "mine")]
+
+
+def test_a_directory_with_tables_in_it_gets_the_files_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "events.csv").write_text("")
+    monkeypatch.chdir(tmp_path)
+    init(Path())
+    assert read(Path("one_machine.yaml")).model_dir == Path(f"models/{tmp_path.name}")
+
+
+@pytest.mark.parametrize(("directory", "message"), [("my shop", "'my shop' cannot be a model's name"), ("50%/shop", "cannot name")])
+def test_a_name_that_the_files_cannot_hold_is_refused(directory: str, message: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        init(tmp_path / directory)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"shop cannot be written: .*; name another directory"):
+        init(tmp_path / "file" / "shop")
+
+
+def test_it_loads_neither_torch_nor_ray(tmp_path: Path):
+    done = subprocess.run([sys.executable, "-c", WITHOUT_ENGINES, str(tmp_path / "shop")], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_shipped_files_have_one_source():
+    assert RAY_CONFIG.resolve() == ROOT / "ray_config.yaml"
+    assert DEMO_MODEL.resolve() == ROOT / "examples" / "ml-100k"

@@ -1,0 +1,73 @@
+"""What LocalServe does around what serves, which is a small server here: it writes the file, says when, waits, and ends all of it."""
+
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.serve._private import api
+
+from cluster.errors import BundleError
+from deployments.cli import local_serve
+from deployments.cli.local_serve import LocalServe, is_ready
+from deployments.cli.serve import LATER
+from tests.bundles import make_bundle
+from tests.ports import free_port
+from tests.waiting import eventually
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVER = """
+import http.server, sys, yaml
+port = yaml.safe_load(open(sys.argv[1]))["http_options"]["port"]
+if "later" in sys.argv:
+    print("waits", flush=True)
+    assert sys.stdin.readline()
+    print("serves", yaml.safe_load(open(sys.argv[1]))["applications"][0]["args"]["model_dir"], flush=True)
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", port), Ready).serve_forever()
+"""
+
+
+@pytest.fixture
+def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalServe:
+    monkeypatch.setattr(local_serve, "run_command", lambda file, *rest: [sys.executable, "-c", SERVER, str(file), *rest])
+    changes = {"model_dir": str(tmp_path / "tiny")}
+    return LocalServe(ROOT / "ray_config.yaml", changes, port=free_port(), log=tmp_path / "logs" / "serve.log", profile="default")
+
+
+def test_it_serves_for_as_long_as_the_block_lasts(serving: LocalServe, tmp_path: Path):
+    with pytest.raises(BundleError), serving:
+        pass
+    make_bundle(tmp_path / "tiny")
+    with serving as url:
+        assert is_ready(url)
+        assert serving.pid
+    assert not is_ready(url)
+    written = yaml.safe_load((tmp_path / "logs" / "serve.yaml").read_text())
+    assert written["applications"][0]["args"]["model_dir"] == str(tmp_path / "tiny")
+
+
+def test_what_is_served_later_need_not_be_there_when_it_starts(serving: LocalServe, tmp_path: Path):
+    log = tmp_path / "logs" / "serve.log"
+    serving.start()
+    eventually(lambda: "waits" in log.read_text(), "it is started")
+    with pytest.raises(BundleError):
+        serving.deploy()
+    assert "serves" not in log.read_text()
+    make_bundle(tmp_path / "tiny")
+    serving.deploy()
+    serving.wait_until(lambda: is_ready(serving.url))
+    assert f"serves {tmp_path / 'tiny'}" in log.read_text()
+    serving.close()
+    assert not is_ready(serving.url)
+
+
+def test_serve_can_be_started_with_what_it_is_given():
+    taken = inspect.signature(api.serve_start).parameters
+    assert {"http_options", "proxy_location", "grpc_options", "controller_options"} <= taken.keys()
+    assert LATER == "later"
