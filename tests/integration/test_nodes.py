@@ -19,11 +19,11 @@ from tests.contract.test_shared_caches import running_redis
 from tests.documents import ROOT
 from tests.integration.conftest import PATIENT, behaviours
 from tests.ports import free_port
-from tests.waiting import eventually
+from tests.waiting import eventually, until_right
 
 pytestmark = pytest.mark.cluster
 REQUESTS_PER_S = 10
-RETRY_AFTER_S = 0.3  # by then every proxy has seen that a gateway's connections broke
+RETRY_AFTER_S = 1.0  # by then every proxy has seen that a gateway's connections broke
 HISTORY = {"user_id": "ada", "cache": "bypass", "behaviours": behaviours(3, 14, 15), "request_time": 1_700_100_000}
 
 
@@ -73,6 +73,7 @@ def open_traffic(urls: list[str]) -> Iterator[Tally]:
 
     A proxy that refuses connections is asked no more, as by any load balancer.
     """
+    assert urls
     tally, stop, up = Tally(), Event(), list(urls)
 
     def attempt(url: str) -> str:
@@ -120,43 +121,41 @@ def test_replicas_are_spread_over_the_nodes_and_each_node_s_proxy_answers(cluste
     assert sorted(nodes_of(cluster, "encoder")) == sorted(workers)
     assert sorted(nodes_of(cluster, "gateway")) == sorted(workers)
     assert head not in nodes_of(cluster, "encoder")
-    eventually(lambda: len(cluster.urls) == 3, "three proxies answer", 30)
+    eventually(lambda: len(cluster.urls) == 3, "three proxies answer")
     answers = [httpx.post(f"{url}/v1/recommend", json=HISTORY, timeout=20).json() for url in cluster.urls]
     assert all([item["item_id"] for item in answer["items"]] == [item["item_id"] for item in answers[0]["items"]] for answer in answers)
 
 
 def test_a_killed_node_costs_no_request_and_its_replicas_come_back_elsewhere(cluster: LocalCluster):
-    eventually(lambda: len(cluster.urls) == 3, "three proxies answer", 30)
+    eventually(lambda: len(cluster.urls) == 3, "three proxies answer")
     lost = cluster.nodes[2]
     with open_traffic([node.url for node in cluster.nodes]) as tally:
-        time.sleep(2)
+        eventually(lambda: tally.answered > REQUESTS_PER_S, "all three answer")
         cluster.kill_node(2)
         assert not lost.alive
         for deployment in ("gateway", "encoder"):
             eventually(
                 lambda name=deployment: len(nodes_of(cluster, name)) == 2 and lost.node_id not in nodes_of(cluster, name),
                 f"two replicas of {deployment} on the nodes that are left",
-                60,
             )
-        time.sleep(2)
+        since = tally.answered
+        eventually(lambda: tally.answered > since + 2 * REQUESTS_PER_S, "they answer")
     assert tally.failed == []
-    assert tally.answered > 4 * REQUESTS_PER_S
     assert tally.retried > 0, "the proxy of the killed node went on answering"
 
 
 def test_gateways_serve_on_while_the_head_is_gone_and_it_comes_back_from_redis(cluster: LocalCluster):
     before = {replica["pid"] for replica in cluster.replicas("encoder")}
     assert before
-    workers = [node.url for node in cluster.nodes[1:] if is_ready(node.url)]
+    workers = until_right(lambda: [node.url for node in cluster.nodes[1:] if is_ready(node.url)], bool)
     with open_traffic(workers) as tally:
         cluster.kill_node(0)
         assert cluster.serve_status() == {}
-        time.sleep(5)
-        served_without_a_head = tally.answered
+        with_a_head = tally.answered
+        eventually(lambda: tally.answered > with_a_head + 3 * REQUESTS_PER_S, "requests are answered without a head")
         cluster.restart_head()
-        cluster.wait_until_running(60)
+        cluster.wait_until_running()
     assert tally.failed == []
-    assert served_without_a_head > 2 * REQUESTS_PER_S
     assert {replica["pid"] for replica in cluster.replicas("encoder")} == before, (
         "the controller started new replicas beside those that served"
     )
