@@ -67,11 +67,11 @@ class VllmGenerator:
     @cached_property
     def _dtype(self) -> str:
         """As asked; float32 is computed as TF32 on a GPU, or refused there by vLLM."""
-        import torch  # noqa: PLC0415 - a process that only reads options need not pay for it
-
         if self._asked_dtype != AUTO:
             return self._asked_dtype
-        return "bfloat16" if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0) else "float32"
+        from integrations.hstu.kernels.gpu import usable_gpu  # noqa: PLC0415 - imports torch, which a process that reads options need not do
+
+        return "bfloat16" if usable_gpu("bfloat16").ok else "float32"
 
     def get_availability(self, bundle: Bundle) -> Availability:
         if problem := library.obstacle():

@@ -39,7 +39,7 @@ def test_an_engine_is_loaded_anew_after_it_was_killed_and_one_that_dies_of_a_pro
     record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: int
 ):
     fault, must = "kill -9 vLLM's engine, then a prompt it dies of", "the same answer once it is loaded anew; no process is left"
-    bundle, generator = make_generative_bundle(tmp_path / "tiny"), VllmGenerator(kv_cache_bytes=2**22)
+    bundle, generator = make_generative_bundle(tmp_path / "tiny"), VllmGenerator("float32", kv_cache_bytes=2**22)
     generator.load(bundle)
     with record(Row(fault, must, run)) as row:
         before, killed = generator.infer(asked()), engine_pid()

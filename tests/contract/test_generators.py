@@ -36,8 +36,10 @@ ITEMS, WIDTH, LONGEST = 200, 16, 64
 TOLERANCE = 1e-4
 LOADS_SLOWLY = {"vllm"}
 BLOCK_BYTES = 2 * 32 * DECODER_SIZES["hidden"] * DECODER_SIZES["layers"] * 4
-OPTIONS = {"vllm": {"kv_cache_bytes": 128 * BLOCK_BYTES}}
-"""So much that the longest prompt and all its paths find room, a block of the cache each and two in common, but not those of many users."""
+OPTIONS = {"vllm": {"dtype": "float32", "kv_cache_bytes": 128 * BLOCK_BYTES}}
+"""The type for which TOLERANCE is meant, on a GPU too; and so much memory that the longest prompt and all its paths find room, a block of
+the cache each and two in common, but not those of many users.
+"""
 SHAPES = {"two levels": (24,), "four levels": (4, 4, 4), "a first level of one code": (1, 12), "a second level of one code": (12, 1)}
 RULES = generator_rules(ITEMS)
 

@@ -636,6 +636,7 @@ def test_a_gpu_computes_in_bfloat16_unless_asked_otherwise(bundle, monkeypatch, 
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(library, "obstacle", lambda: "")
     monkeypatch.setattr(vllm_generator.ENGINES, "take", ask)
     with pytest.raises(Asked, match=dtype):

@@ -22,14 +22,12 @@ from integrations.hstu.kernels.attention import (
     attention_backward_queries,
     attention_forward,
 )
+from integrations.hstu.kernels.gpu import OLDEST
 from integrations.hstu.kernels.norm_mul_dropout import norm_mul_dropout_backward, norm_mul_dropout_forward, row_sizes
 from integrations.hstu.kernels.projection import cutlass_compiles, sizes
 from integrations.hstu.kernels.tiles import LAUNCH, head_sizes, smaller
 
 DataType: TypeAlias = Literal["fp32", "fp16", "bf16"]
-OLDEST = 80
-"""The first compute capability with the tensor core instructions and asynchronous copies that Triton compiles to."""
-
 _TABLES = ("position_weights", "time_weights", "position_gradient", "time_gradient", "parts")
 _TYPES = {
     **dict.fromkeys(_TABLES, "*fp32"),
@@ -79,8 +77,9 @@ def _gemm_silu(config: HSTUConfig, targets: Sequence[str], dtype: DataType) -> d
 
 
 def _capability(target: str) -> int:
-    if not (match := re.fullmatch(r"sm_(\d{2,3})", target)) or int(match[1]) < OLDEST:
-        raise CompileError(f"Triton does not compile for {target!r}; name an architecture from sm_{OLDEST} on, as sm_90")
+    if not (match := re.fullmatch(r"sm_(\d{2,3})", target)) or divmod(int(match[1]), 10) < OLDEST:
+        oldest = "".join(map(str, OLDEST))
+        raise CompileError(f"Triton does not compile for {target!r}; name an architecture from sm_{oldest} on, as sm_90")
     return int(match[1])
 
 

@@ -1,19 +1,19 @@
-"""Whether an NVIDIA GPU that the kernels can be compiled for is usable here."""
+"""Whether an NVIDIA GPU is usable here that multiplies bfloat16 and that the kernels can be compiled for."""
 
 import torch
 
 from cluster.values import Availability
 
 OLDEST = (8, 0)
-"""The first compute capability with the tensor core instructions and asynchronous copies that the kernels use."""
+"""The first compute capability with bfloat16, and with the tensor core instructions and asynchronous copies that the kernels use."""
 
 
 def usable_gpu(needing: str) -> Availability:
     if not torch.cuda.is_available():
         return Availability.no(without_gpu())
     if (capability := torch.cuda.get_device_capability()) < OLDEST:
-        name = torch.cuda.get_device_name()
-        return Availability.no(f"{needing} needs compute capability 8.0 and {name} has {capability[0]}.{capability[1]}; serve with torch")
+        name, (oldest, found) = torch.cuda.get_device_name(), (".".join(map(str, one)) for one in (OLDEST, capability))
+        return Availability.no(f"{needing} needs compute capability {oldest} and {name} has {found}; serve with torch")
     return Availability.yes()
 
 
