@@ -119,13 +119,13 @@ class LocalServe:
             return found[1]
         raise ConfigError(f"{self._log} names no dashboard; nothing is served yet")
 
-    def running(self, deployment: str, application: str = APPLICATION) -> set[int]:
+    def running(self, deployment: str) -> set[int]:
         """The processes of a deployment's replicas that Serve gives requests to. A controller that is away raises a TransportError."""
         headers = {"Authorization": f"Bearer {auth_token()}"}
         answer = httpx.get(f"{self.dashboard}/api/serve/applications/", headers=headers, timeout=20.0)
         if answer.status_code != 200:
             raise httpx.ReadError(f"{answer.status_code} {answer.text[:200]}")
-        replicas = answer.json()["applications"][application]["deployments"][deployment]["replicas"]
+        replicas = answer.json()["applications"][APPLICATION]["deployments"][deployment]["replicas"]
         return {replica["pid"] for replica in replicas if replica["state"] == "RUNNING"}
 
     def _start(self, document: Mapping[str, Any], *when: str) -> None:

@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from deployments.cli.local_serve import LocalServe
-from tests.integration.own_application import serving
+from tests.clusters import Application, SharedCluster
 from tests.waiting import until_right
 
 pytestmark = pytest.mark.cluster
@@ -23,16 +22,16 @@ SLEEPER = {
         "downscale_delay_s": 0,
         "look_back_period_s": 1,
         "metrics_interval_s": 0.2,
-        "policy": {"policy_function": "cluster.autoscaling:QueuePolicy", "policy_kwargs": {"down_after_s": 4, "idle_s": 12}},
+        "policy": {"policy_function": "cluster.autoscaling:QueuePolicy", "policy_kwargs": {"down_after_s": 2, "idle_s": 6}},
     },
 }
-APPLICATION = {"name": "sleeping", "route_prefix": "/", "import_path": "tests.integration.autoscaling_app:build", "deployments": [SLEEPER]}
+APPLICATION = {"name": "sleeping", "import_path": "tests.integration.autoscaling_app:build", "deployments": [SLEEPER]}
 
 
 @pytest.fixture
-def local(tmp_path, monkeypatch) -> Iterator[LocalServe]:
-    with serving(APPLICATION, monkeypatch, tmp_path / "serve.log") as local:
-        yield local
+def sleeping(default: SharedCluster) -> Iterator[Application]:
+    with default.application({"applications": [APPLICATION]}) as served:
+        yield served
 
 
 def replicas(url: str, calls: int, seconds: float) -> set[str]:
@@ -47,12 +46,12 @@ def eventually(url: str, calls: int, seconds: float, serving: int) -> set[str]:
     return until_right(lambda: replicas(url, calls, seconds), lambda found: len(found) == serving, within_s=300)
 
 
-def test_replicas_come_with_the_load_go_when_it_is_over_and_come_again_from_none(local):
-    url = local.url
+def test_replicas_come_with_the_load_go_when_it_is_over_and_come_again_from_none(sleeping: Application):
+    url = sleeping.url
     first = eventually(url, calls=1, seconds=0, serving=1)
     three = eventually(url, calls=9, seconds=1, serving=3)
     (last,) = eventually(url, calls=2, seconds=0.2, serving=1)
     assert last in first | three
-    until_right(lambda: local.running("sleeper", "sleeping"), lambda running: not running, within_s=300)
+    until_right(lambda: sleeping.running("sleeper"), lambda running: not running, within_s=300)
     (other,) = replicas(url, calls=1, seconds=0)
     assert other not in {*first, *three}, "the last one is gone, and the first request has started another"

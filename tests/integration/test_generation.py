@@ -15,12 +15,11 @@ import httpx
 import numpy as np
 import pytest
 
-from deployments.cli.local_serve import LocalServe
 from integrations.vllm import library
 from tests.bundles import make_generative_bundle
+from tests.clusters import SharedCluster, fixed
 from tests.documents import ROOT
 from tests.integration.conftest import PATIENT, Live, behaviours
-from tests.ports import free_port
 from tests.waiting import until_right
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -59,17 +58,12 @@ def descendants(process: int) -> set[int]:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generative]:
+def served(default: SharedCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generative]:
     """A small decoder behind a real Serve; ready means that vLLM is loaded, where it is installed."""
     model_dir = tmp_path_factory.mktemp("generative") / "tiny"
     make_generative_bundle(model_dir)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setenv("OMP_NUM_THREADS", "1")
-        log = model_dir.parent / "serve.log"
-        serve = LocalServe(ROOT / "ray_config.yaml", {"model_dir": str(model_dir), **SETTINGS}, port=free_port(), log=log)
-        with serve as url:
-            yield Generative(url, model_dir, serve)
+    with default.application(fixed(), {"model_dir": str(model_dir), **SETTINGS}) as serving:
+        yield Generative(serving.url, model_dir, serving)
 
 
 @pytest.fixture

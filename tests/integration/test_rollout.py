@@ -5,9 +5,7 @@ versions, or of another one than it names, is noticed.
 """
 
 import asyncio
-import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,19 +15,17 @@ from typing import Any, Self
 import httpx
 import numpy as np
 import pytest
-import yaml
 
 from cluster.bundle import WEIGHTS, Bundle, BundleStore
 from cluster.rollout import Guard, RolloutStore, Trial
 from cluster.values import Behaviour, EncodeAnswer, EncodeRequest, GenerateAnswer, GenerateRequest, RecommendRequest, StageReport
-from deployments.cli.local_serve import LocalServe
 from integrations.hstu.encoder import TorchEncoder
 from integrations.torch_beam.generator import TorchBeamGenerator
 from pipelines.recommend import Recommender
 from tests.bundles import make_generative_bundle
+from tests.clusters import SharedCluster, fixed
 from tests.documents import ROOT
 from tests.integration.conftest import PATIENT
-from tests.ports import free_port
 from tests.waiting import until_right
 
 pytestmark = pytest.mark.cluster
@@ -77,7 +73,7 @@ class Live:
         told = httpx.get(f"{self.url}/v1/models", timeout=30).json()
         return {**told, "versions": {one["version"]: one for one in told["versions"]}}
 
-    def until(self, holds: Callable[[dict[str, Any]], object], within_s: float = 60.0) -> dict[str, Any]:
+    def until(self, holds: Callable[[dict[str, Any]], object], within_s: float = 300.0) -> dict[str, Any]:
         """What /v1/models tells once it is as expected."""
         return until_right(self.models, holds, within_s, every_s=0.2)
 
@@ -115,6 +111,10 @@ class Traffic:
 
     def versions(self, last: int = 0) -> set[str]:
         return {answer["model_version"] for answer in self.answers[-last:]}
+
+    def until_all_from(self, version: int) -> None:
+        """Wait until the last second's answers are of one version."""
+        until_right(lambda: self.versions(last=PER_SECOND), lambda seen: seen == {f"tiny/{version}"})
 
     def _drive(self) -> None:
         with httpx.Client(timeout=30) as client, ThreadPoolExecutor(16) as threads:
@@ -170,33 +170,28 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 
 @pytest.fixture(scope="module")
-def live(request: pytest.FixtureRequest, published: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def live(request: pytest.FixtureRequest, published: Any, default: SharedCluster) -> Iterator[Live]:
     """Version 1 served, each stage in a deployment of its own or all in the gateway; tests leave it so."""
     root, expected = published
-    config = CONFIGS[request.param]
-    args = yaml.safe_load(config.read_text())["applications"][0]["args"]
+    document = fixed(config=CONFIGS[request.param])
+    args = document["applications"][0]["args"]
     engines = {name: {**(args.get(name) or {}), **changes} for name, changes in SETTINGS.items()}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", ""))
-        log = tmp_path_factory.mktemp(request.param) / "serve.log"
-        with LocalServe(config, {"model_dir": str(root), **engines}, port=free_port(), log=log) as url:
-            served = Live(url, RolloutStore(BundleStore(root)), expected)
-            served.until(served.serves(1))
-            yield served
+    with default.application(document, {"model_dir": str(root), **engines}) as serving:
+        served = Live(serving.url, RolloutStore(BundleStore(root)), expected)
+        served.until(served.serves(1))
+        yield served
 
 
 @everywhere
 def test_a_promotion_and_its_rollback_fail_no_request_and_mix_no_versions(live: Live):
     with Traffic(live) as traffic:
+        traffic.until_all_from(1)
         live.rollouts.promote(2)
         live.until(live.serves(2))
-        time.sleep(2)
-        assert traffic.versions() == {"tiny/1", "tiny/2"}
-        assert traffic.versions(last=PER_SECOND) == {"tiny/2"}
+        traffic.until_all_from(2)
         live.rollouts.rollback("by hand")
         told = live.until(live.serves(1))
-        time.sleep(2)
-        assert traffic.versions(last=PER_SECOND) == {"tiny/1"}
+        traffic.until_all_from(1)
     assert told["model_version"] == "tiny/1"
 
 
@@ -209,7 +204,8 @@ def test_a_version_that_is_corrupt_never_serves_and_the_cluster_says_why(live: L
     with Traffic(live) as traffic:
         live.rollouts.store.promote(corrupt)  # as a damage that comes to light only where it serves: `promote` would refuse it
         told = live.until(lambda told: corrupt in told["versions"] and told["versions"][corrupt]["obstacles"])
-        time.sleep(2)
+        answered = len(traffic.answers)
+        until_right(lambda: len(traffic.answers), lambda number: number > answered + 2 * PER_SECOND)
         assert live.serves(1)(live.models())
         live.rollouts.rollback("it is corrupt")
     assert "it is cut off or was altered" in told["versions"][corrupt]["obstacles"][0]
@@ -228,8 +224,7 @@ def test_a_canary_that_goes_badly_is_rolled_back_by_itself(live: Live, fault: st
         (live.rollouts.store.root / str(bad) / fault).touch()
         told = live.until(lambda told: told["ended"] and told["ended"][-1]["version"] == bad)
         live.until(live.serves(1))
-        time.sleep(2)
-        assert traffic.versions(last=PER_SECOND) == {"tiny/1"}
+        traffic.until_all_from(1)
     assert told["ended"][-1]["outcome"] == "rolled back"
     assert reason in told["ended"][-1]["reason"]
     ended = live.rollouts.read()

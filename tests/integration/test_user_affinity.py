@@ -3,7 +3,6 @@
 Beside them, a deployment for each of the other routers: the least loaded, and the one that is soonest done.
 """
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ import httpx
 import pytest
 
 from cluster.traffic.user_router import in_order_of
-from tests.integration.own_application import serving
-from tests.waiting import until_right
+from tests.clusters import SharedCluster
+from tests.waiting import eventually, until_right
 
 pytestmark = pytest.mark.cluster
 REPLICAS = 3
@@ -42,7 +41,6 @@ LEAST, HEAVY = (
 DOOR = {"name": "door", "max_ongoing_requests": 100, "ray_actor_options": {"num_cpus": 0.1}}
 APPLICATION = {
     "name": "affinity",
-    "route_prefix": "/",
     "import_path": "tests.integration.user_affinity_app:build",
     "deployments": [HOME, LEAST, HEAVY, DOOR],
 }
@@ -56,7 +54,14 @@ class Homes:
         given = {"users": users, "calls": calls, "at_once": at_once, "by": by, **order}
         response = httpx.post(self.url, json=given, timeout=120)
         assert response.status_code == 200, response.text
-        return response.json()
+        found: dict[str, list[str]] = response.json()
+        assert [one for replicas in found.values() for one in replicas if one.startswith("failed")] == []
+        return found
+
+    def settled(self, users: list[str], calls: int = 1, **order: Any) -> dict[str, str]:
+        """The home of each user, once it serves all their calls: a replica that says too late how busy it is is passed over."""
+        served = until_right(lambda: self.served(users, calls, **order), lambda found: all(len(set(one)) == 1 for one in found.values()))
+        return {user: one for user, (one, *_) in served.items()}
 
     def remembered(self, users: list[str]) -> list[str]:
         return httpx.post(self.url, json={"remember": users}, timeout=120).json()
@@ -76,13 +81,11 @@ class Homes:
 
 
 @pytest.fixture(scope="module")
-def homes(tmp_path_factory) -> Iterator[Homes]:
-    directory = tmp_path_factory.mktemp("served")
-    application = {**APPLICATION, "args": {"model_dir": str(directory)}}
-    with pytest.MonkeyPatch.context() as patch, serving(application, patch, directory / "serve.log") as local:
-        homes, deadline = Homes(local.url), time.monotonic() + 60
-        while len({replica for (replica,) in homes.served([f"early-{number}" for number in range(50)]).values()}) < REPLICAS:
-            assert time.monotonic() < deadline, "not all replicas take requests"
+def homes(default: SharedCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Homes]:
+    users = [f"early-{number}" for number in range(50)]
+    with default.application({"applications": [APPLICATION]}, {"model_dir": str(tmp_path_factory.mktemp("served"))}) as served:
+        homes = Homes(served.url)
+        eventually(lambda: len({replica for (replica,) in homes.served(users).values()}) == REPLICAS, "all replicas take requests")
         yield homes
 
 
@@ -102,13 +105,11 @@ def test_requests_go_to_the_least_loaded_or_by_weights_that_replicas_report(home
 
 def test_every_user_has_a_home_of_bounded_load_is_erased_there_and_moves_when_it_dies(homes):
     users = [f"user-{number}" for number in range(200)]
-    served = homes.served(users, calls=5)
-    assert {user: replicas for user, replicas in served.items() if len(set(replicas)) > 1} == {}, "one replica serves all calls of a user"
-    home = {user: replicas[0] for user, replicas in served.items()}
-    replicas = sorted(set(home.values()))
+    replicas = sorted(set(homes.settled(users).values()))
     assert len(replicas) == REPLICAS
-    assert home == {user: in_order_of(f"default/{user}", replicas)[0] for user in users}
-    assert homes.served(users, by="request") == {user: [home[user]] for user in users}, "the request says it too"
+    home = {user: in_order_of(f"default/{user}", replicas)[0] for user in users}
+    until_right(lambda: homes.settled(users, calls=5), lambda found: found == home)
+    until_right(lambda: homes.settled(users, by="request"), lambda found: found == home)
 
     slow = home[users[0]]
     crowd = [user for user in users if home[user] == slow]
@@ -116,7 +117,7 @@ def test_every_user_has_a_home_of_bounded_load_is_erased_there_and_moves_when_it
     passed_on = {user: replica for user, (replica,) in overflow.items() if replica != slow}
     assert 0 < len(passed_on) < len(crowd), "some wait for their busy home, the others go elsewhere"
     assert passed_on == {user: in_order_of(f"default/{user}", replicas)[1] for user in passed_on}, "to the next of their own order"
-    assert homes.served(crowd) == {user: [slow] for user in crowd}, "and come back when it is free"
+    until_right(lambda: homes.settled(crowd), lambda found: set(found.values()) == {slow})
 
     erased = [next(user for user in users if home[user] == replica) for replica in replicas]
     assert homes.remembered(users) == users
@@ -126,6 +127,7 @@ def test_every_user_has_a_home_of_bounded_load_is_erased_there_and_moves_when_it
 
     homes.kill_the_home_of(users[0])
     left = [replica for replica in replicas if replica != slow]
-    assert homes.served(users, calls=2) == {user: [in_order_of(f"default/{user}", left)[0]] * 2 for user in users}, "no call fails"
+    moved = {user: in_order_of(f"default/{user}", left)[0] for user in users}
+    until_right(lambda: homes.settled(users, calls=2), lambda found: found == moved)
     homes.erase(users[5])
     assert users[5] not in homes.remembered(users), "a replica that is gone is waited for, but not for ever"
