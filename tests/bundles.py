@@ -20,6 +20,7 @@ from integrations.hstu.sequence_model import SequenceModel
 __all__ = [
     "CONFIGS",
     "DECODER_SIZES",
+    "ONE_BUCKET",
     "RANKER_SIZES",
     "last_states",
     "make_bundle",
@@ -29,6 +30,9 @@ __all__ = [
     "random_semantic_ids",
     "random_sequence",
 ]
+
+ONE_BUCKET = (8,)
+"""The batch sizes that `torch_compiled` compiles for in tests: each takes Inductor 17 s of processor time."""
 
 
 def random_sequence(length: int, *, items: int = 200, seed: int = 0) -> UserSequence:

@@ -1,4 +1,4 @@
-"""What several test files need."""
+"""What several test files need. PyTorch is imported where it is used: the process that hands out the tests to others needs none."""
 
 import asyncio
 import os
@@ -7,12 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-import torch
 
 from cluster.bundle import Bundle
 from cluster.compilation import CompileOptions
 from tests import repetitions
-from tests.bundles import make_bundle, make_ranking_bundle
 from tests.clusters import default, fast  # noqa: F401 - fixtures
 from tests.compiled import compiled
 from tests.virtual_time import VirtualLoop
@@ -48,6 +46,8 @@ def shared_data() -> Path:
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> str:
     """Where what also runs on a GPU runs: on the CPU everywhere, and on CUDA where it is."""
+    import torch
+
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU with a driver is usable here")
     return str(request.param)
@@ -55,6 +55,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def _three_versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.bundles import make_bundle
+
     root = tmp_path_factory.mktemp("versions") / "tiny"
     for items in (20, 30, 40):
         make_bundle(root, items=items)
@@ -70,6 +72,8 @@ def three_versions(_three_versions: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def compiled_hstu(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A small HSTU and ranker with all their artifacts, engines for two architectures among them. Copy it before you alter a file."""
+    from tests.bundles import make_ranking_bundle
+
     root = tmp_path_factory.mktemp("compiled") / "tiny-hstu"
     make_ranking_bundle(root)
     return compiled(root, ENGINES)
@@ -78,6 +82,8 @@ def compiled_hstu(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 @pytest.fixture(scope="session")
 def compiled_sasrec(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A small SASRec with all its artifacts."""
+    from tests.bundles import make_bundle
+
     root = tmp_path_factory.mktemp("compiled") / "tiny-sasrec"
     make_bundle(root, family="sasrec")
     return compiled(root, ENGINES)

@@ -1,11 +1,14 @@
 """How often tests repeat what is drawn at random: a few times in `make test`, and in full with --thorough, as `make chaos` does it."""
 
+from typing import TypeVar
+
 from hypothesis import settings
 
+T = TypeVar("T")
 _thorough = False
 
 
-def times(full: int, few: int) -> int:
+def times(full: T, few: T) -> T:
     """`full` with --thorough, else `few`."""
     return full if _thorough else few
 

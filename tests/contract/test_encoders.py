@@ -12,8 +12,10 @@ from cluster.checks.suite import check
 from cluster.protocols import Backend
 from cluster.registry import backends, choose
 from cluster.values import EncodeRequest
+from integrations.hstu.encoder import CompiledTorchEncoder
 from integrations.hstu.weights import load_model
-from tests.bundles import random_sequence
+from tests.bundles import ONE_BUCKET, random_sequence
+from tests.repetitions import times
 
 ITEMS, LONGEST = 200, 20
 TOLERANCE = 1e-4
@@ -23,6 +25,13 @@ CASES = [
     for name in backends("encoder")
     for family in ("hstu", "sasrec")
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_buckets():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompiledTorchEncoder, "batches", times(CompiledTorchEncoder.batches, ONE_BUCKET))
+        yield
 
 
 @pytest.fixture(scope="module", params=CASES)

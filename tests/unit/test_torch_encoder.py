@@ -9,7 +9,7 @@ from cluster.errors import BackendUnavailable
 from cluster.values import EncodeRequest
 from integrations.hstu.encoder import CompiledTorchEncoder, TorchEncoder
 from integrations.hstu.limits import Limits, limits
-from tests.bundles import make_bundle, random_sequence
+from tests.bundles import ONE_BUCKET, make_bundle, random_sequence
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_pads_every_batch_up_to_a_bucket_that_was_compiled(bundle):
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_shape_outside_the_buckets_is_an_error_and_never_runs_eagerly(bundle):
     class OneBucket(CompiledTorchEncoder):
-        batches = (2,)
+        batches = ONE_BUCKET
 
     encoder = OneBucket()
     encoder.load(bundle)
