@@ -18,7 +18,7 @@ async def test_nothing_fails_and_nobody_meets_another_while_caches_and_gateways_
     items = [item.item_id for item in BundleStore(model_dir).open().catalogue.items]
     args = {"model_dir": str(model_dir), "events": {"url": f"sqlite:///{tmp_path}/events.db"}}
     with fast.application(fixed({"gateway": 2}), args) as serving:
-        traffic, lost = await drive(serving.url, serving, items, requests=5000, users=100, concurrency=8, every_s=2)
+        traffic, lost = await drive(serving.url, serving, items, requests=2000, users=100, concurrency=8, every=400)
     tally = traffic.tally
     assert (tally.failed, tally.strangers, lost) == ([], [], [])
     assert tally.killed["cache actor"] >= 1
