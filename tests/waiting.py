@@ -1,5 +1,7 @@
 """Waiting for what a running service comes to, sooner or later."""
 
+import asyncio
+import inspect
 import json
 import time
 from collections.abc import Callable
@@ -29,3 +31,11 @@ def until_right(look: Callable[[], T], right: Callable[[T], object], within_s: f
         assert time.monotonic() < deadline, f"still so after {within_s:g} s: {seen}"
         time.sleep(every_s)
     return seen
+
+
+async def until(holds: Callable[[], Any], what: str = "it holds", within_s: float = 300) -> None:
+    """As `eventually`, beside the event loop; `holds` may be a coroutine function."""
+    deadline = time.monotonic() + within_s
+    while not (await held if inspect.isawaitable(held := holds()) else held):
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
+        await asyncio.sleep(0.001)

@@ -17,6 +17,7 @@ from deployments.http.api import create_api
 from deployments.http.connection import READ_AHEAD
 from deployments.http.event_messages import ErasedOut, EventsOut, HistoryOut, InvalidatedOut
 from deployments.http.messages import BackendsOut, ReadyOut
+from tests.waiting import until
 
 ONE_PLACE = {"max_concurrent": 1, "max_queued": 2, "max_wait_ms": 60_000}
 HASHED = {name: hashlib.sha256(f"genrec_{name}".encode()).hexdigest() for name in ("shop", "any", "boss")}
@@ -322,12 +323,6 @@ async def test_over_a_real_connection_a_client_that_hangs_up_ends_the_work(heade
         await until(lambda: served.edge.statistics().running == 0)
         server.should_exit = True
         await serving
-
-
-async def until(condition):
-    async with asyncio.timeout(120):
-        while not condition():  # noqa: ASYNC110 - it is uvicorn's doing, which sets no event of ours
-            await asyncio.sleep(0.005)
 
 
 # Bodies

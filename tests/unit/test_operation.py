@@ -1,0 +1,44 @@
+"""When a gateway says that it is ready, by what the switchboard shows of the stages."""
+
+from types import SimpleNamespace
+
+from cluster.switchboard import StageStatus
+from deployments.operation import Operation
+from tests.fakes.handles import Handle
+
+ENCODER = StageStatus("encoder", 1, ("encoder=torch",), ())
+SERVED_BY_TORCH = StageStatus("generator", 1, ("generator=torch_beam (vllm: is being loaded)",), (), settled=False)
+SERVED_BY_VLLM = StageStatus("generator", 1, ("generator=vllm",), ())
+
+
+class Rig:
+    """An operator's side of a model that has a decoder, or has none, beside a switchboard that shows what a test has it show."""
+
+    def __init__(self, decoder: str | None = None) -> None:
+        self.handle = Handle(None)
+        bundle = SimpleNamespace(version="tiny/1", manifest=SimpleNamespace(decoder=decoder, ranker=None))
+        self.operation = Operation(self.handle, lambda: bundle)
+
+    async def ready(self, *statuses: StageStatus) -> bool:
+        self.handle.replica = SimpleNamespace(status=lambda: statuses)
+        return (await self.operation.readiness()).ready
+
+    async def ready_without_a_switchboard(self) -> bool:
+        self.handle.replica = None
+        return (await self.operation.readiness()).ready
+
+
+async def test_it_is_ready_once_the_first_choice_is_loaded_and_stays_so_while_it_is_loaded_anew():
+    rig = Rig(decoder="fake")
+    assert not await rig.ready(ENCODER)
+    assert not await rig.ready(ENCODER, SERVED_BY_TORCH)
+    assert await rig.ready(ENCODER, SERVED_BY_VLLM)
+    assert await rig.ready(ENCODER, SERVED_BY_TORCH)
+    assert await rig.ready(ENCODER), "retrieved items are the answer while there is no generator"
+    assert await rig.ready_without_a_switchboard(), "a lost switchboard stops no request"
+    assert not await rig.ready(SERVED_BY_VLLM), "without an encoder there is little to answer with"
+
+
+async def test_a_model_without_a_decoder_waits_for_no_generator():
+    assert await Rig().ready(ENCODER)
+    assert await Rig().ready(ENCODER, SERVED_BY_TORCH)
