@@ -2,8 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 
 import torch
@@ -13,6 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # triton heeds it as it is imported, as transformers does: this module is to come first
 
+_KERNEL_ROUNDS, _REP_MS = 5, 20
 INTERPRETED = "Triton runs in its interpreter here, whose speed says nothing"
 
 
@@ -47,24 +49,36 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def kernel_ms(run: Callable[[], object]) -> float:
-    """The median on a GPU, its caches cleared between runs."""
+def kernel_ms(*runs: Callable[[], object]) -> list[float]:
+    """The median of each on a GPU, its caches cleared between calls; they are measured in turns."""
     from triton.testing import do_bench  # noqa: PLC0415 - once it is known whether triton interprets
 
-    return float(do_bench(run, return_mode="median"))
+    return _in_turns([partial(do_bench, run, rep=_REP_MS, return_mode="median") for run in runs], _KERNEL_ROUNDS)
 
 
-def wall_ms(run: Callable[[], object], rounds: int) -> float:
-    """The median of whole calls, the host's part among them, after two that do not count."""
-    taken = []
-    for number in range(rounds + 2):
-        synchronize()
-        began = time.perf_counter()
+def wall_ms(*runs: Callable[[], object], rounds: int) -> list[float]:
+    """The median of each one's whole calls, the host's part among them; they take turns, the first two of each do not count."""
+    for run in (*runs, *runs):
         run()
-        synchronize()
-        if number >= 2:
-            taken.append(time.perf_counter() - began)
-    return median(taken) * 1e3
+    return _in_turns([partial(_call_ms, run) for run in runs], rounds)
+
+
+def _in_turns(timed: Sequence[Callable[[], float]], rounds: int) -> list[float]:
+    """Medians of so many rounds, each begun by another one."""
+    taken: list[list[float]] = [[] for _ in timed]
+    for number in range(rounds):
+        for place in range(len(timed)):
+            at = (number + place) % len(timed)
+            taken[at].append(timed[at]())
+    return [median(one) for one in taken]
+
+
+def _call_ms(run: Callable[[], object]) -> float:
+    synchronize()
+    began = time.perf_counter()
+    run()
+    synchronize()
+    return (time.perf_counter() - began) * 1e3
 
 
 def synchronize() -> None:

@@ -4,7 +4,8 @@
 
 Where there is no GPU it runs on the CPU, the Triton kernels in Triton's interpreter; what needs a GPU is a row that says so. A case that
 crashes, hangs or leaves the device unusable is a row, too, and costs the other cases nothing (guarded.py). The exit status is 1 where a
-case has failed. It needs torch, triton, transformers and pydantic; neither Ray nor ONNX Runtime nor pyarrow.
+case has failed. It needs torch, triton, transformers and pydantic; neither Ray nor ONNX Runtime nor pyarrow. Where compute-sanitizer is on
+the PATH, two kernels run once more and it watches them.
 `--quick`: small sizes, for a CPU. `--only`: the cases whose row holds this text. `--out`: also writes OUT.md and OUT.json.
 """
 
@@ -21,7 +22,6 @@ from pathlib import Path
 from benchmarks.guarded import Group, Row, run
 from benchmarks.reporting import Machine, table
 
-GROUPS = {"kernels": "benchmarks.first_gpu_kernels:cases", "models": "benchmarks.first_gpu_models:cases"}
 COLUMNS = ("case", "sizes", "type", "error", "limit", "ms", "eager ms", "times as fast", "", "note")
 
 
@@ -41,7 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def groups(options: argparse.Namespace) -> list[Group]:
-    return [Group(name, cases, {"quick": options.quick}, options.only) for name, cases in GROUPS.items()]
+    quick = {"quick": options.quick}
+    return [
+        Group("kernels", "benchmarks.first_gpu_kernels:cases", quick, options.only),
+        Group("models", "benchmarks.first_gpu_models:cases", quick, options.only),
+        Group("sanitizer", "benchmarks.first_gpu_sanitizer:cases", {"limit_s": options.limit_s}, options.only),
+    ]
 
 
 def _parser() -> argparse.ArgumentParser:

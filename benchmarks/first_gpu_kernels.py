@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks import first_gpu_states
 from benchmarks.devices import DEVICE, INTERPRETED, described, error_of, kernel_ms, poisoned, worst_error
 from benchmarks.guarded import Case, Finding, Label, NotHere
 from integrations.hstu.config import HSTUConfig
@@ -39,6 +40,7 @@ def cases(*, quick: bool) -> Iterator[Case]:
     for name in ("fp16", "bf16"):
         yield Case(Label("gemm_silu", "6752 x 256 x 1024", name), partial(_gemm_silu, device, name))
     yield Case(Label("time buckets beside their edges", dtype="fp32"), partial(_buckets, device))
+    yield from first_gpu_states.cases(device, quick=quick)
     for sizes in SPEEDS:
         users, length, heads, width = sizes
         for what, speed in (("attention forward, time", _forward_speed), ("attention with gradients, time", _training_speed)):
@@ -123,8 +125,8 @@ def _gemm_silu(device: str, name: str) -> Finding:
         ours = gemm_silu(x, w, kind)
     error = error_of(ours, F.silu(torch.mm(*exact((x, w)))))
     with torch.inference_mode():
-        times = kernel_ms(lambda: gemm_silu(x, w, kind)), kernel_ms(lambda: F.silu(x @ w))
-    return Finding(error, LIMITS[name], *times)
+        ms, eager_ms = kernel_ms(lambda: gemm_silu(x, w, kind), lambda: F.silu(x @ w))
+    return Finding(error, LIMITS[name], ms, eager_ms)
 
 
 def _buckets(device: str) -> Finding:
@@ -138,14 +140,15 @@ def _buckets(device: str) -> Finding:
 
 
 def _forward_speed(device: str, sizes: tuple[int, int, int, int]) -> Finding:
-    ours, eager, ceiling = _contenders(device, sizes)
     with torch.inference_mode():
-        return Finding(ms=kernel_ms(ours), eager_ms=kernel_ms(eager), note=f"causal softmax attention in bf16: {kernel_ms(ceiling):.3f} ms")
+        ms, eager_ms, ceiling_ms = kernel_ms(*_contenders(device, sizes))
+    return Finding(ms=ms, eager_ms=eager_ms, note=f"causal softmax attention in bf16: {ceiling_ms:.3f} ms")
 
 
 def _training_speed(device: str, sizes: tuple[int, int, int, int]) -> Finding:
     ours, eager, _ = _contenders(device, sizes, requires_grad=True)
-    return Finding(ms=kernel_ms(lambda: _backward(ours())), eager_ms=kernel_ms(lambda: _backward(eager())))
+    ms, eager_ms = kernel_ms(lambda: _backward(ours()), lambda: _backward(eager()))
+    return Finding(ms=ms, eager_ms=eager_ms)
 
 
 def _backward(out: Tensor) -> None:

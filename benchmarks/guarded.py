@@ -90,6 +90,14 @@ def run(groups: Iterable[Group], limit_s: float) -> Iterator[Row]:
         yield from _rows(group, limit_s)
 
 
+def alone(cases: str, options: Mapping[str, Any], label: str) -> Row:
+    """The row of the one case with this label, which runs in this process. Raises ValueError where there is none."""
+    for case in _listed(cases, options):
+        if str(case.label) == label:
+            return _row(case)
+    raise ValueError(f"{cases} has no case {label!r}")
+
+
 def _rows(group: Group, limit_s: float) -> Iterator[Row]:
     labels: Sequence[Label] = [Label(group.name)]
     listed, done = False, 0
@@ -144,15 +152,19 @@ def _send_rows(sending: Connection, group: Group, skip: int) -> None:
     """What a child does."""
     faulthandler.enable()
     try:
-        module, _, function = group.cases.partition(":")
-        made: Iterable[Case] = getattr(import_module(module), function)(**group.options)
-        cases = [case for case in made if group.only in str(case.label)]
+        cases = [case for case in _listed(group.cases, group.options) if group.only in str(case.label)]
     except Exception as error:  # noqa: BLE001 - its row says what it was
         sending.send(_Ended(_said(error)))
         return
     sending.send([case.label for case in cases])
     for case in cases[skip:]:
         sending.send(_row(case))
+
+
+def _listed(cases: str, options: Mapping[str, Any]) -> Iterable[Case]:
+    module, _, function = cases.partition(":")
+    made: Iterable[Case] = getattr(import_module(module), function)(**options)
+    return made
 
 
 def _row(case: Case) -> Row:

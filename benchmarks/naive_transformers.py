@@ -1,5 +1,6 @@
-"""The baseline of generator_latency: Hugging Face's own beam search, one user at a time, as its documentation shows it."""
+"""The baseline of generators: Hugging Face's own beam search, as its documentation shows it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ class NaiveTransformers:
     of our beam: probabilities are renormalised over what is allowed, and no length penalty applies. `blocked` and `among` are ignored.
     """
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, device: str = "cpu") -> None:
         decoder: torch.nn.Module = LlamaForCausalLM.from_pretrained(bundle.path / DECODER)
-        self._lm: Any = decoder.eval()
+        self._lm: Any = decoder.eval().to(device)
+        self._device = device
         self._prompt, self._ids = load_soft_prompt(bundle), bundle.semantic_ids
         self._items = {tuple(path): item for item, path in enumerate(self._ids.tokens.tolist()) if item}
         self._allowed: dict[tuple[int, ...], set[int]] = {}
@@ -26,14 +28,19 @@ class NaiveTransformers:
             for level, token in enumerate(path):
                 self._allowed.setdefault(path[:level], set()).add(token)
 
-    @torch.inference_mode()
     def infer(self, request: GenerateRequest) -> Generated:
-        rows = self._prompt.of([request.user])[0].unsqueeze(0)
+        return self.batch_infer([request])[0]
+
+    @torch.inference_mode()
+    def batch_infer(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
+        """Of requests with prompts of one length that ask for as many items by as wide a beam."""
+        rows = torch.stack(self._prompt.of([request.user for request in requests])).to(self._device)
+        beam, k = requests[0].beam, requests[0].k
         found: Any = self._lm.generate(
             inputs_embeds=rows,
-            attention_mask=torch.ones(rows.shape[:2], dtype=torch.long),
-            num_beams=request.beam,
-            num_return_sequences=request.k,
+            attention_mask=torch.ones(rows.shape[:2], dtype=torch.long, device=self._device),
+            num_beams=beam,
+            num_return_sequences=k,
             max_new_tokens=self._ids.levels,
             do_sample=False,
             length_penalty=0.0,
@@ -43,5 +50,6 @@ class NaiveTransformers:
             return_dict_in_generate=True,
             output_scores=True,
         )
-        items = [self._items[tuple(path)] for path in found.sequences.tolist()]
-        return Generated(np.array(items, np.int32), found.sequences_scores.numpy())
+        items = np.array([self._items[tuple(path)] for path in found.sequences.tolist()], np.int32).reshape(-1, k)
+        scores = found.sequences_scores.cpu().numpy().reshape(-1, k)
+        return [Generated(*answer) for answer in zip(items, scores, strict=True)]

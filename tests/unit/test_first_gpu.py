@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import first_gpu
-from benchmarks.guarded import Group, run
+from benchmarks.first_gpu_sanitizer import PROGRAM, WATCHED, watched
+from benchmarks.guarded import Group, Label, run
 
 ROOT = Path(__file__).resolve().parents[2]
 SPOILT = "tests.spoilt_cases:cases"
@@ -54,6 +55,51 @@ def test_the_exit_status_and_the_table_say_what_failed(monkeypatch, capsys, only
     assert [line.split(" | ")[8] for line in table] == {"holds": ["ok", "ok"], "raises": ["failed"]}.get(only, [])
 
 
+@pytest.fixture
+def sanitizer(tmp_path, monkeypatch):
+    """Puts a program that says this in compute-sanitizer's place; it is given its arguments."""
+
+    def install(script):
+        (tmp_path / PROGRAM).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / PROGRAM).chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        monkeypatch.chdir(ROOT)
+
+    return install
+
+
+def watched_case(name, limit_s=300):
+    return watched("memcheck", SPOILT, {}, Label(name), limit_s)
+
+
+RUNS_IT = "shift 2; \"$@\"; status=$?; echo '========= ERROR SUMMARY: 0 errors'; exit $status"
+FINDS_ERRORS = """echo '========= COMPUTE-SANITIZER'
+echo '========= Invalid __global__ write of size 4 bytes'
+echo '=========     at append_forward+0x60'
+echo '========= ERROR SUMMARY: 3 errors'"""
+
+
+def test_a_case_that_a_sanitizer_watches_is_right_itself_and_without_errors(sanitizer):
+    sanitizer(RUNS_IT)
+    assert watched_case("holds").holds
+    with pytest.raises(RuntimeError, match="status 1: failed largest in out"):
+        watched_case("is off")
+    with pytest.raises(RuntimeError, match="has no case 'unheard of'"):
+        watched_case("unheard of")
+
+
+def test_errors_that_a_sanitizer_finds_are_counted_and_the_first_is_told(sanitizer):
+    sanitizer(FINDS_ERRORS)
+    found = watched_case("holds")
+    assert (found.holds, found.error, found.note) == (False, 3, "Invalid __global__ write of size 4 bytes")
+
+
+def test_a_sanitizer_that_hangs_is_ended_with_all_that_it_started(sanitizer, tmp_path):
+    sanitizer(f"mkfifo {tmp_path / 'held'}; cat {tmp_path / 'held'}")
+    with pytest.raises(subprocess.TimeoutExpired):
+        watched_case("holds", limit_s=1)
+
+
 @pytest.mark.timeout(900)
 def test_the_quick_run_is_green_here_with_what_a_gpu_machine_has(tmp_path):
     pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
@@ -68,5 +114,19 @@ def test_the_quick_run_is_green_here_with_what_a_gpu_machine_has(tmp_path):
     assert (tmp_path / "found.md").read_text().strip() == ended.stdout.strip()
     assert {row["verdict"] for row in rows} <= {"ok", "not run"}
     assert all(row["note"] for row in rows if row["verdict"] == "not run")
+    labels = [Label(**row["label"]) for row in rows]
+    assert all(
+        Label(f"{PROGRAM} {tool}: {one.what}", one.sizes, one.dtype) in labels for one in WATCHED for tool in ("memcheck", "racecheck")
+    )
+    assert set(WATCHED) <= set(labels)
     whats = {row["label"]["what"].partition(",")[0] for row in rows if row["verdict"] == "ok"}
-    assert whats >= {"device", "attention", "append", "norm_mul_dropout", "encoder torch", "encoder triton", "torch_beam"}
+    assert whats >= {
+        "device",
+        "attention",
+        "append",
+        "norm_mul_dropout",
+        "encoder torch",
+        "encoder triton",
+        "torch_beam",
+        "DeviceTier over paged states",
+    }
