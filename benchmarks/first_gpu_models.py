@@ -41,7 +41,7 @@ STATE_LIMIT, LOG_PROB_LIMIT = 1e-4, 1e-4
 TOP = 10
 USERS = (1, 8, 32)
 SIZES: Mapping[str, Sequence[int]] = {"a": USERS, "b": USERS, "c1": USERS, "c": (1,)}
-"""How many users at once ask an encoder of each size."""
+"""How many users ask an encoder of each size at once."""
 KEPT_BYTES = 2 << 30
 
 

@@ -57,15 +57,14 @@ def watched(tool: str, cases: str, options: Mapping[str, Any], label: Label, lim
 
 def _ended(command: Sequence[str], limit_s: float) -> tuple[int, str]:
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else a tensor's neighbours in torch's memory count as its own
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        said, _ = process.communicate(timeout=limit_s)
-    finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=limit_s)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, said
 
 
