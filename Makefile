@@ -42,7 +42,7 @@ check: .venv/dev
 yardstick: .venv/dev
 	@$(BIN)/python -m benchmarks.yardstick
 
-# For the demo all is compiled at once, on all cores, where pip takes one: an answer should not wait for it. Tests compile what they import.
+# pip compiles on one core and compileall on all of them. Left out, every process compiles anew where PYTHONDONTWRITEBYTECODE is set.
 # compileall also meets templates that are no Python, which it reports and passes over.
 .venv/cpu: EXTRAS := cpu
 .venv/dev: EXTRAS := cpu,dev
@@ -50,7 +50,7 @@ yardstick: .venv/dev
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-compile --editable '.[$(EXTRAS)]'
 	$(BIN)/pip install --quiet --no-compile --no-deps $(VLLM)
-	$(if $(filter %/cpu,$@),-$(BIN)/python -m compileall -qq -j 0 .venv/lib)
+	-$(BIN)/python -m compileall -qq -j 0 .venv/lib
 	touch $@
 
 clean:

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import pytest_asyncio
-import ray
 
 from cluster.breaker import BreakerState
 from cluster.cache.actor import connect
@@ -20,7 +19,9 @@ from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.config import CacheSettings
 from deployments.stores import open_shared
 from integrations.redis.cache import RedisCache
+from tests.bare_ray import bare_ray
 from tests.ports import free_port
+from tests.waiting import until
 
 PATIENT = SharedSettings(deadline_s=60.0, operator_s=300.0)  # what is tested is what it answers, not how soon; an actor may start slowly
 ADA = Key("tenant", "ada", "1")
@@ -55,9 +56,8 @@ def redis_url(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ray_cluster():
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with bare_ray(1):
+        yield
 
 
 @pytest_asyncio.fixture(params=["memory", pytest.param("actors", marks=pytest.mark.cluster), "redis"])
@@ -70,7 +70,7 @@ async def cache(request):
     else:
         request.getfixturevalue("ray_cluster")
         shared = await connect(CacheSettings(l2_shards=2, l2_deadline_ms=1000), "contract", PATIENT)
-    await eventually(lambda: nothing_is_left(shared))  # a cache actor may take its time to start
+    await until(lambda: nothing_is_left(shared))  # a cache actor may take its time to start
     yield shared
     await shared.close()
 
@@ -334,14 +334,14 @@ async def test_applications_share_nothing_and_one_that_keeps_nothing_leaves_the_
         await put(cache, {ADA: entry()})
         return await finds(cache)
 
-    await eventually(lambda: puts_and_finds(shop))
-    await eventually(lambda: nothing_is_left(shop_1))
-    await eventually(lambda: finds(shop))
+    await until(lambda: puts_and_finds(shop))
+    await until(lambda: nothing_is_left(shop_1))
+    await until(lambda: finds(shop))
     assert not await finds(shop_1)
-    await eventually(lambda: puts_and_finds(shop_1))
-    await eventually(lambda: nothing_is_left(shop_1))
+    await until(lambda: puts_and_finds(shop_1))
+    await until(lambda: nothing_is_left(shop_1))
     assert await open_shared(settings.model_copy(update={"l2": "off"}), "shop-1") is None
-    await eventually(lambda: finds(shop))
+    await until(lambda: finds(shop))
     for cache in (shop, shop_1):
         await cache.close()
 
@@ -349,13 +349,6 @@ async def test_applications_share_nothing_and_one_that_keeps_nothing_leaves_the_
 async def nothing_is_left(cache):
     """Whether every shard confirms that it holds nothing any more."""
     return (await cache.invalidate()).unconfirmed == ()
-
-
-async def eventually(holds, within_s=300):
-    until = time.monotonic() + within_s
-    while not await holds():
-        assert time.monotonic() < until, f"still not so after {within_s} s"
-        await asyncio.sleep(0.05)
 
 
 async def test_redis_keeps_nothing_for_longer_than_the_entries_live(redis_url):

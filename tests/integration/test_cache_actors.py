@@ -21,9 +21,10 @@ from cluster.cache.tier_values import Computed, TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import CacheSettings
 from cluster.errors import BackendUnavailable
+from tests.bare_ray import bare_ray
 
 pytestmark = pytest.mark.cluster
-NAME, WITHIN_S = "test-cache", 60
+NAME, WITHIN_S = "test-cache", 300
 SETTINGS = CacheSettings(l2_shards=2)
 PATIENT = SharedSettings(deadline_s=5.0, operator_s=10.0, breaker=BreakerSettings(failures_to_open=3, pause_s=0.1, longest_pause_s=0.1))
 PROMPT = SharedSettings(deadline_s=0.05, operator_s=10.0, breaker=BreakerSettings(failures_to_open=3, pause_s=0.1, longest_pause_s=0.1))
@@ -32,9 +33,8 @@ LARGE = bytes(range(256)) * 2000
 
 @pytest.fixture(scope="module")
 def ray_cluster():
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with bare_ray(2):
+        yield
 
 
 @pytest.fixture

@@ -86,13 +86,13 @@ def test_serve_deploy_serves_and_a_new_user_config_changes_engines_without_a_res
     with ray_head(tmp_path) as dashboard:
         config.write_text(yaml.safe_dump(document))
         deploy(config, dashboard)
-        eventually(lambda: is_ready(url), "ready", within_s=90)
+        eventually(lambda: is_ready(url), "ready")
         assert served_by() == "onnxruntime"
-        eventually(lambda: calls_of_onnxruntime() > 0, "the call is counted", within_s=90)
+        eventually(lambda: calls_of_onnxruntime() > 0, "the call is counted")
 
         encoder = next(one for one in document["applications"][0]["deployments"] if one["name"] == "encoder")
         encoder["user_config"] = {"order": ["tensorrt", "torch"], "selection": "ordered", "disabled": []}
         config.write_text(yaml.safe_dump(document))
         deploy(config, dashboard)
-        eventually(lambda: served_by() == "torch", "torch serves", within_s=90)
+        eventually(lambda: served_by() == "torch", "torch serves")
         assert calls_of_onnxruntime() > 0, "a replica that had been restarted would have forgotten them"
