@@ -1,18 +1,22 @@
 """Following the switchboard's erasures: what is done when, what is told when, and what happens while the switchboard is away."""
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+import threading
 
 import pytest
 
-from cluster.config import Settings
+from cluster.config import parse
 from cluster.switchboard import Switchboard
+from cluster.values import EncodeRequest
 from deployments import following
-from deployments.encoder import Encoder, EncoderModel
+from deployments.encoder import Encoder
 from deployments.following import Follower
+from deployments.switchboard import SwitchboardDeployment
+from tests.broken_backends import Sound
+from tests.bundles import random_sequence
 from tests.fakes.clock import Clock
 from tests.fakes.handles import Handle
+from tests.waiting import until
 
 NOW = 1_760_000_000.0
 
@@ -145,32 +149,46 @@ async def test_following_tells_at_once_what_is_done(handle, keeper, monkeypatch)
     assert len(handle.calls) == 2
 
 
-async def test_a_replica_erases_in_its_engine_thread_after_the_batch_that_runs():
+class Keeps(Sound):
+    """Keeps a batch's users at its end, which is when the test says."""
+
+    def __init__(self, kept: set[tuple[str, str]], begun: threading.Event, may_end: threading.Event) -> None:
+        self.kept_users, self.begun, self.may_end = kept, begun, may_end
+
+    def batch_infer(self, requests):
+        users = {(request.tenant, request.user) for request in requests if request.user}
+        if users:
+            self.begun.set()
+            self.may_end.wait(300)
+        self.kept_users |= users
+        return super().batch_infer(requests)
+
+    def forget(self, tenant, user):
+        self.kept_users.discard((tenant, user))
+        return 1
+
+
+async def test_a_replica_erases_in_its_engine_thread_after_the_batch_that_runs(three_versions):
     """The batch keeps what it computes at its end: were the user erased meanwhile, that would stay."""
-    kept: set[tuple[str, str]] = set()
-    ends = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def batch():
-        asyncio.run_coroutine_threadsafe(ends.wait(), loop).result()
-        kept.add(("default", "ada"))
-
-    handle = Handle(Switchboard(now=NOW - 60), now=NOW)
-    replica = Encoder(Settings(), handle, "a")
-    model = object.__new__(EncoderModel)
-    model._thread, model._busy_s, model.bundle = ThreadPoolExecutor(1), 0.0, SimpleNamespace(version="tiny/1")
-    model.controller = SimpleNamespace(forget=lambda tenant, user: kept.discard((tenant, user)), forget_all=kept.clear, close=lambda: None)
-    replica._models._models[1] = model
-    follower = replica._follower
-    await follower.exchange()
-    running = asyncio.create_task(model.in_thread(batch))
-    await asyncio.sleep(0)
-    number = handle.replica.erase("default", "ada", now=NOW)
-    exchanged = asyncio.create_task(follower.exchange())
-    await asyncio.sleep(0.01)
-    ends.set()
-    await running
-    await exchanged
-    assert kept == set()
-    await follower.exchange()
-    assert handle.replica.erased(number, now=NOW)
+    kept, begun, may_end = set(), threading.Event(), threading.Event()
+    options = {"kept": kept, "begun": begun, "may_end": may_end}
+    engine = {"backends": {"torch": f"{__name__}:Keeps"}, "order": ["torch"], "options": {"torch": options}}
+    settings = {"model_dir": str(three_versions), "encoder": engine}
+    clock = Clock(NOW - 60)
+    handle = Handle(switchboard := SwitchboardDeployment({"model_dir": str(three_versions)}, clock))
+    clock.advance(60)  # the switchboard has heard of every replica that lives
+    replica = Encoder(parse(settings), handle, "a")
+    await replica.start()
+    try:
+        asking = asyncio.create_task(replica.encode(EncodeRequest(random_sequence(3, items=20), 5, user="ada"), 300.0))
+        await until(begun.is_set)
+        number, asked = await switchboard.erase("default", "ada"), len(handle.calls)
+        await until(lambda: [call[0] for call in handle.calls[asked:]].count("exchange") >= 2, "the replica knows of the erasure")
+        assert not await switchboard.erased(number)
+        may_end.set()
+        await asking
+        await until(lambda: switchboard.erased(number))
+        assert kept == set()
+    finally:
+        may_end.set()
+        await replica.close()
