@@ -34,14 +34,10 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]  # Ray's
-        self._unsent: Counter[ReplicaID] = Counter()  # given a replica, and not sent yet: in a burst, hundreds before the first is sent
+        # requests that were given a replica and are not sent yet are in no queue, and count all the same: in a burst there are hundreds
+        self._unsent: Counter[ReplicaID] = Counter()
         self._unheard_since: dict[ReplicaID, float] = {}  # of replicas that were sent something, and have not answered to it
         self._asked_at = 0.0
-
-    @property
-    def unsent(self) -> int:
-        """Requests that were given a replica, and are not sent yet: they are in no replica's queue, and count all the same."""
-        return self._unsent.total()
 
     def rank(self, replicas: Mapping[str, RunningReplica], loads: Mapping[str, int], request: PendingRequest) -> list[str] | None:
         """All replicas' names, best first; None leaves the request to the parent's power of two choices. `loads`: requests under way."""

@@ -204,10 +204,6 @@ class Versions:
         for model in self._shelf.models:
             model.answers.forget(tenant, user_id)
 
-    async def settled(self) -> None:
-        """Until what is computed in a trial's shadow at this moment is done, or has failed."""
-        await asyncio.gather(*self._shadows)
-
     async def close(self) -> None:
         for task in self._shadows:
             task.cancel()

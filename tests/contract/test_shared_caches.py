@@ -21,7 +21,7 @@ from deployments.stores import open_shared
 from integrations.redis.cache import RedisCache
 from tests.bare_ray import bare_ray
 from tests.ports import free_port
-from tests.waiting import until
+from tests.waiting import eventually, until
 
 PATIENT = SharedSettings(deadline_s=60.0, operator_s=300.0)  # what is tested is what it answers, not how soon; an actor may start slowly
 ADA = Key("tenant", "ada", "1")
@@ -37,10 +37,7 @@ def running_redis(directory, port):
         server = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         url = f"redis://127.0.0.1:{port}/0"
-        until = time.monotonic() + 120
-        while not (availability := RedisCache.get_availability(url)).ok:
-            assert time.monotonic() < until, availability.reason
-            time.sleep(0.02)
+        eventually(lambda: RedisCache.get_availability(url).ok, "Redis answers", every_s=0.02)
         yield url
     finally:
         server.terminate()
@@ -351,30 +348,34 @@ async def nothing_is_left(cache):
     return (await cache.invalidate()).unconfirmed == ()
 
 
+def server_at(url):
+    """A client of the tests' own."""
+    return pytest.importorskip("redis").Redis.from_url(url)
+
+
 async def test_redis_keeps_nothing_for_longer_than_the_entries_live(redis_url):
-    one = RedisCache(redis_url, prefix="short:")
-    cache = ShardedCache({"redis": one}, PATIENT)
+    cache = ShardedCache({"redis": RedisCache(redis_url, prefix="short:")}, PATIENT)
     await put(cache, {ADA: entry(fresh_s=0.05, stale_s=0.05)})
     await cache.lease(Key("tenant", "ada", "2"), "dead", 0.05)
-    names = [name async for name in one._redis.scan_iter("short:*")]
-    assert [name for name in names if name != b"short:e" and await one._redis.pttl(name) < 0] == []
+    with server_at(redis_url) as server:
+        assert [name for name in server.scan_iter("short:*") if name != b"short:e" and server.pttl(name) < 0] == []
     await cache.close()
 
 
 async def test_redis_names_nobody_who_was_erased(redis_url):
-    one = RedisCache(redis_url, prefix="erased:")
-    cache = ShardedCache({"redis": one}, PATIENT)
+    cache = ShardedCache({"redis": RedisCache(redis_url, prefix="erased:")}, PATIENT)
     await put(cache, {key: entry() for key in (*keys(3), *keys(3, group="bob"))})
     await cache.lease(Key("tenant", "ada", "leased"), "me", 60)
 
-    async def held():
-        names = [name async for name in one._redis.scan_iter("erased:*")]
-        indexes = [name for name in names if await one._redis.type(name) == b"zset"]
-        return b" ".join(names + [member for name in indexes for member in await one._redis.zrange(name, 0, -1)])
+    def held():
+        with server_at(redis_url) as server:
+            names = list(server.scan_iter("erased:*"))
+            indexes = [name for name in names if server.type(name) == b"zset"]
+            return b" ".join(names + [member for name in indexes for member in server.zrange(name, 0, -1)])
 
-    assert b"ada" in await held()
+    assert b"ada" in held()
     await cache.invalidate("tenant", "ada")
-    assert b"ada" not in await held()
-    assert b"bob" in await held()
-    assert b"erased:x:" in await held()
+    assert b"ada" not in held()
+    assert b"bob" in held()
+    assert b"erased:x:" in held()
     await cache.close()

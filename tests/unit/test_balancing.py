@@ -73,7 +73,6 @@ async def burst(router: RankingRouter, requests: int) -> Counter[str]:
     """Who got how many of a burst in which none was sent before the last was routed, all made within one HTTP request."""
     async with asyncio.timeout(120):
         found = await asyncio.gather(*(routed(router, pending()) for _ in range(requests)))
-    assert router.unsent == 0, "from here on the cache counts them"
     return Counter(one.replica_id.unique_id for one in found)
 
 
@@ -84,7 +83,8 @@ async def test_a_burst_is_spread_evenly_by_the_least_loaded():
 async def test_who_is_busy_gets_less_of_a_burst():
     router = await router_of(LeastLoadedRouter, *map(Replica, "abc"))
     router.on_new_queue_len_info(ReplicaID("a", ENCODER), 6)
-    assert await burst(router, 30) == {"a": 6, "b": 12, "c": 12}
+    for _ in range(2):  # once a request is sent, the cache counts it, which is told of none here
+        assert await burst(router, 30) == {"a": 6, "b": 12, "c": 12}
 
 
 async def test_a_burst_is_shared_by_what_replicas_report():

@@ -12,7 +12,7 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.controller import NoBackendAnswered
 from cluster.fleet import FleetNews
-from cluster.rollout import Rollout, Trial
+from cluster.rollout import Rollout, Trial, VersionFigures
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
 from deployments.replica import ModelGone
 from deployments.versions import SHADOWS_AT_ONCE, ServedModel, Versions
@@ -21,6 +21,7 @@ from pipelines.stored_history import StoredHistories
 from tests.bundles import make_bundle
 from tests.fake_stages import Naming, bundle_with_decoder
 from tests.fakes.stages import FakeStages
+from tests.waiting import until
 
 pytestmark = pytest.mark.virtual_time
 
@@ -84,8 +85,9 @@ class Rig:
     def encoder(self, version):
         return self.stages.encoders[f"tiny/{version}"]
 
-    async def shadows(self):
-        await self.versions.settled()
+    async def compared(self, version, times):
+        """Until so many answers were compared with those of this version in their shadow."""
+        await until(lambda: self.versions.figures().get(version, VersionFigures()).overlaps == times)
 
 
 @pytest.fixture
@@ -245,9 +247,9 @@ SHADOW = Trial(version=2, kind="shadow", share=1.0, began=1.0)
 
 async def test_a_shadow_answers_nobody_and_is_compared_with_the_answer(rig):
     rig.learn(1, SHADOW)
-    for user in USERS[:3]:
+    for times, user in enumerate(USERS[:3], 1):
         assert await rig.served_by(user) == 1
-        await rig.shadows()
+        await rig.compared(2, times)
     (asked, *_) = rig.encoder(2).asked
     assert asked.model_version == "tiny/2"
     figures = rig.versions.figures()
@@ -257,7 +259,7 @@ async def test_a_shadow_answers_nobody_and_is_compared_with_the_answer(rig):
 async def test_overlap_is_the_share_of_items_in_common(rig):
     rig.learn(1, SHADOW)
     await rig.ask(allowed=frozenset({"20", "19", "18", "17"}), blocked=frozenset({"1"}))
-    await rig.shadows()
+    await rig.compared(2, 1)
     assert rig.versions.figures()[2].overlap == 1.0
 
 
@@ -267,9 +269,7 @@ async def test_a_shadow_is_not_waited_for_whatever_becomes_of_it(rig, caplog):
     assert await asyncio.wait_for(rig.served_by("a"), 120) == 1
     rig.encoder(2).delay, rig.encoder(2).error = 0, ZeroDivisionError("a bug in the new version")
     assert await rig.served_by("b") == 1
-    async with asyncio.timeout(120):
-        while "the shadow of an answer could not be computed by tiny/2" not in caplog.text:  # noqa: ASYNC110 - nothing tells when it fails
-            await asyncio.sleep(0)
+    await until(lambda: "the shadow of an answer could not be computed by tiny/2" in caplog.text)
     await rig.versions.close()
 
 
@@ -286,9 +286,9 @@ async def test_shadows_are_bounded_and_what_is_beyond_is_answered_all_the_same(r
 async def test_a_shadow_takes_nothing_from_the_cache_and_leaves_nothing_there(three):
     rig = Rig(BundleStore(three), cached=True)
     rig.learn(1, SHADOW)
-    for _ in range(2):
+    for times in (1, 2):
         await rig.ask()
-        await rig.shadows()
+        await rig.compared(2, times)
     assert len(rig.encoder(2).asked) == 2
     rig.learn(2)
     assert (await rig.ask()).cache.tier == "computed"
