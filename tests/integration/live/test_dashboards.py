@@ -20,10 +20,11 @@ from deployments.dashboards.boards import BOARDS
 from deployments.dashboards.build import HERE
 from tests.integration.conftest import Live, behaviours
 from tests.ports import free_port
+from tests.waiting import until_right
 
 pytestmark = pytest.mark.cluster
 RULES = HERE / "alerts.yaml"
-FOUND_WITHIN_S, READY_WITHIN_S = 90.0, 30.0
+FOUND_WITHIN_S, READY_WITHIN_S = 300.0, 300.0
 WATCHED = "watched-by-prometheus"
 WINDOW = "1m"
 """In place of Grafana's own."""
@@ -61,7 +62,7 @@ def prometheus(live: Live, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     ]
     with (folder / "log").open("wb") as log, subprocess.Popen([program, *places], stdout=log, stderr=subprocess.STDOUT) as process:
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
                 wait_until_ready(client, folder / "log")
                 yield client
         finally:
@@ -107,7 +108,7 @@ def ask_everything(live: Live) -> None:
 
 
 def post(live: Live, route: str, **body: object) -> dict[str, list[dict[str, str]]]:
-    response = httpx.post(f"{live.url}/v1/{route}", json=body, timeout=30)
+    response = httpx.post(f"{live.url}/v1/{route}", json=body, timeout=120)
     assert response.is_success, response.text
     answer: dict[str, list[dict[str, str]]] = response.json()
     return answer
@@ -132,8 +133,9 @@ def test_prometheus_computes_every_query_of_dashboards_and_alerts(live, promethe
     ask_everything(live)
     for query in QUERIES:
         result(prometheus, query.replace("$__rate_interval", WINDOW))
-    asked = result(prometheus, 'sum by (route) (ray_genrec_http_requests_total{route="/v1/recommend", status="200"})')
-    assert [series["metric"] for series in asked] == [{"route": "/v1/recommend"}]
+    asked = 'sum by (route) (ray_genrec_http_requests_total{route="/v1/recommend", status="200"})'
+    # a scrape that took longer than a second leaves no series until the next one
+    until_right(lambda: [series["metric"] for series in result(prometheus, asked)], lambda seen: seen == [{"route": "/v1/recommend"}])
 
 
 def test_no_alert_is_awake_where_all_is_well_and_the_rules_are_those_shipped(prometheus):
