@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import random
+from collections import deque
 from math import inf
 
 import hypothesis.strategies as st
@@ -257,6 +258,7 @@ class Sharing:
         self.held, self.capacity, self.random = held, capacity, random.Random(seed)
         self.offered, self.now, self.served = offered, 0.0, 0.0
         self.ends, self.refused, self.answered = [], [], []  # ends: (served when it ends, number, ticket)
+        self.waiting = deque()  # each may wait as long as the others, so that the first to come is the first to expire
         self.number = itertools.count()
 
     def run(self, seconds):
@@ -264,7 +266,9 @@ class Sharing:
         while self.now < seconds:
             running = self.held.running
             end = self.now + (self.ends[0][0] - self.served) * running / self.capacity if self.ends else inf
-            until = min((ticket.until for queue in self.held._queues for ticket in itertools.islice(queue, 1)), default=inf)
+            while self.waiting and self.waiting[0].standing is not WAITING:
+                self.waiting.popleft()
+            until = self.waiting[0].until if self.waiting else inf
             now = min(arrival, end, until)
             self.served += (now - self.now) * self.capacity / max(1, running)
             self.now = now
@@ -277,6 +281,7 @@ class Sharing:
             else:
                 ticket, displaced = self.held.arrive(now, 3 if self.random.random() < 0.9 else 6)
                 self.start([ticket] if ticket.standing is RUNNING else [])
+                self.waiting += [ticket] if ticket.standing is WAITING else []
                 self.refused += [(now, now - one.arrived) for one in (ticket, displaced) if one and one.standing is REFUSED]
                 arrival = now + self.random.expovariate(self.offered)
 

@@ -1,3 +1,4 @@
+import itertools
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from cluster.cache.memory import MemoryCache
 from cluster.cache.namespaces import COUNTED_NAMESPACES, OTHERS
 from cluster.cache.policy import POLICIES
 from tests.fakes.clock import Clock
+from tests.reachable import strings_in
 
 
 @pytest.fixture
@@ -129,7 +131,7 @@ def test_evicted_and_expired_entries_leave_the_index_of_groups(cache, clock):
     clock.now = 2000.0
     assert cache.get(key(2, group="bob")) is None
     assert cache.invalidate("acme", "bob") == 0
-    assert cache._namespaces._held == {}
+    assert strings_in(cache) & {"ann", "bob"} == set()
 
 
 def test_statistics_count_by_namespace(cache):
@@ -184,10 +186,11 @@ def test_a_share_outside_its_range_is_refused(share):
         MemoryCache("lru", 100, namespace_share=share)
 
 
+KEYS = [key(*one) for one in itertools.product(range(6), "AB", "xy")]
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["put", "get", "remove", "invalidate", "wait"]),
-        st.builds(key, st.integers(0, 5), st.sampled_from("AB"), st.sampled_from("xy")),
+        st.sampled_from(KEYS),
         st.integers(1, 15),
     ),
     max_size=80,
@@ -215,18 +218,31 @@ def test_a_cache_gives_the_last_value_or_none_and_its_counts_and_indexes_agree(p
         elif (found := cache.get(at)) is not None:
             assert found.payload == written[at]
             assert clock.now < found.stale_until
-        agree(cache)
-
-
-def agree(cache):
-    counted, entries = cache.statistics(), cache._entries
-    assert counted.used_bytes == sum(one.weight for one in entries.values()) <= 40
-    assert set(cache._policy) == set(entries) == set(cache._pool._keys) == set(cache._namespaces.keys(None, None))
-    assert {one: place for place, one in enumerate(cache._pool._keys)} == cache._pool._places
+        agree(cache, share)
+    for at in KEYS:
+        cache.get(at)  # what has expired is given up
+    counted, left = agree(cache, share), weights_in(cache, KEYS)
+    assert (counted.entries, counted.used_bytes) == (len(left), sum(left.values()))
     for name, of_one in counted.by_namespace.items():
-        own = [one.weight for at, one in entries.items() if at.namespace == name]
+        own = [weight for at, weight in left.items() if at.namespace == name]
         assert (of_one.entries, of_one.used_bytes) == (len(own), sum(own))
-        assert of_one.used_bytes <= cache._namespaces.ceiling
+    assert cache.invalidate() == len(left)
+    assert agree(cache, share).entries == len(cache) == 0
+
+
+def agree(cache, share):
+    """What is counted of a cache of 40 bytes adds up, and is within its bounds."""
+    counted = cache.statistics()
+    of_all = counted.by_namespace.values()
+    assert (counted.entries, counted.used_bytes) == (sum(one.entries for one in of_all), sum(one.used_bytes for one in of_all))
+    assert sum(weights_in(cache, KEYS).values()) <= counted.used_bytes <= 40
+    assert all(one.used_bytes <= share * 40 for one in of_all)
+    return counted
+
+
+def weights_in(cache, keys):
+    """Of those that are there."""
+    return {at: one.weight for at in keys if (one := cache.peek(at)) is not None}
 
 
 def test_threads_share_a_cache():
@@ -252,7 +268,8 @@ def test_threads_share_a_cache():
     assert failures == []
     counted = cache.statistics()
     assert counted.hits + counted.misses == 8000
-    assert counted.used_bytes == sum(one.weight for one in cache._entries.values()) <= 200
+    asked = [key(*one) for one in itertools.product(range(37), "AB", "xyz")]
+    assert counted.used_bytes == sum(weights_in(cache, asked).values()) <= 200
 
 
 def test_statistics_of_several_caches_add_up():

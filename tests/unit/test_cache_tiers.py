@@ -18,6 +18,7 @@ from cluster.cache.tier_values import Computed, TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.errors import ConfigError
 from tests.fakes.clock import Clock
+from tests.reachable import strings_in
 
 pytestmark = pytest.mark.virtual_time
 
@@ -64,14 +65,15 @@ class Cluster:
         self.settings = TierSettings(**{"jitter": 0.0, "wait_s": 5.0, "lease_s": 60.0, **settings})
         self.replicas = [self.replica(shared) for _ in range(replicas)]
 
-    def replica(self, shared=PATIENT, codec=TEXT, l2=True, rng=None):
+    def replica(self, shared=PATIENT, codec=TEXT, l2=True, rng=None, memory=None):
         second = ShardedCache(self.shards, shared) if l2 else None
-        return TieredCache(MemoryCache(clock=self.clock), second, self.settings, codec, clock=self.clock, rng=rng or random.Random(7))
+        memory = MemoryCache(clock=self.clock) if memory is None else memory
+        return TieredCache(memory, second, self.settings, codec, clock=self.clock, rng=rng or random.Random(7))
 
 
 async def settle(cache):
     """Let its background tasks end."""
-    await asyncio.gather(*cache._background._tasks, return_exceptions=True)
+    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
     await cache.flush()
 
 
@@ -383,12 +385,13 @@ async def test_what_is_not_to_be_kept_is_given_to_those_who_wait_and_to_nobody_e
 
 async def test_times_vary_by_the_jitter_so_that_answers_do_not_end_together():
     cluster = Cluster(replicas=0, jitter=0.1, ttl_s=60.0)
-    cache = cluster.replica(l2=False, rng=random.Random(3))
+    memory = MemoryCache(clock=cluster.clock)
+    cache = cluster.replica(l2=False, rng=random.Random(3), memory=memory)
     work = Work()
     keys = [Key("tenant", "ada", str(number)) for number in range(200)]
     for key in keys:
         await cache.get_or_compute(key, work)
-    lasting = [cache._l1.peek(key).fresh_s for key in keys]
+    lasting = [memory.peek(key).fresh_s for key in keys]
     assert 54 <= min(lasting) < 56
     assert 64 < max(lasting) <= 66
 
@@ -562,7 +565,7 @@ async def test_an_erasure_while_it_comes_from_the_shared_cache_keeps_it_out_of_m
     second.forget("tenant", "ada")
     arrived.set()
     await asked
-    assert len(second._l1) == 0
+    assert (await second.statistics()).l1.entries == 0
 
 
 class HangingShard:
@@ -625,44 +628,20 @@ async def test_weighs_in_memory_what_the_objects_take_and_in_the_shared_cache_wh
         assert (statistics.l1.used_bytes, statistics.l2.used_bytes) == (2 * len("answer 1"), len("answer 1"))
 
 
-def strings_in(*things):
-    """All that they hold, as far as they are made of containers and of objects of the cache."""
-    found, met, waiting = set(), set(), list(things)
-    while waiting:
-        thing = waiting.pop()
-        if isinstance(thing, str):
-            found.add(thing)
-        elif id(thing) not in met:
-            met.add(id(thing))
-            waiting += parts_of(thing)
-    return found
-
-
-def parts_of(thing):
-    if isinstance(thing, dict):
-        return [*thing, *thing.values()]
-    if isinstance(thing, list | tuple | set | frozenset):
-        return list(thing)
-    if not type(thing).__module__.startswith("cluster.cache"):
-        return []
-    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(thing, name)]
-    return [getattr(thing, name) for name in slots] + list(getattr(thing, "__dict__", {}).values())
-
-
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 async def test_after_an_erasure_nothing_here_or_in_the_shards_names_the_user_any_more(policy):
     cluster, work = Cluster(replicas=0, shards=1), Work()
     (shard,) = cluster.shards.values()
     shard.memory = MemoryCache(policy, 80, clock=cluster.clock)  # most is evicted, and may be remembered as such
-    cache = cluster.replica()
-    cache._l1 = MemoryCache(policy, 160, clock=cluster.clock)
+    cache = cluster.replica(memory=MemoryCache(policy, 160, clock=cluster.clock))
     for number in range(40):
         await ask(cache, work, Key("tenant", "ada", str(number // 2 % 17)))
     await ask(cache, work, Key("tenant", "bob", "1"))
     work.options = {"keep": False}
     await ask(cache, work, Key("tenant", "ada", "not kept"))
     await ShardedCache(cluster.shards, PATIENT).lease(Key("tenant", "ada", "leased"), "a replica", 60)
-    assert "ada" in strings_in(cache._pauses) & strings_in(cache._hot) & strings_in(shard._leases)
+    assert "ada" in strings_in(cache) & strings_in(shard)
+    assert not cache.refresh(Key("tenant", "ada", "not kept"), work), "that it was not kept is remembered for a while"
     await cache.invalidate("tenant", "ada")
     assert "ada" not in strings_in([cache, shard])
     assert "bob" in strings_in(cache)
@@ -676,7 +655,7 @@ async def test_closing_ends_what_goes_on_in_the_background_and_sends_what_was_co
     first.refresh(Key("tenant", "ada", "2"), work)
     await work.begun.wait()
     await first.close()
-    assert len(first._background) == 0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
     assert not first.refresh(Key("tenant", "ada", "3"), work)
     assert (await second.get(ADA)).value == "answer 1"
 

@@ -16,6 +16,7 @@ from cluster.errors import DeadlineExceeded
 from cluster.values import SkippedBackend
 from tests import scripted_backends
 from tests.scripted_backends import CLOCK, QUEUED_TABLE, RULES, First, Queued, Second
+from tests.waiting import until
 
 BREAKER = BreakerSettings(failures_to_open=3, pause_s=1, growth=2, longest_pause_s=8)
 
@@ -72,19 +73,22 @@ class TestServe:
         assert {one.backend for one in served} == {"queued"}
         assert Queued.most == 20
 
-    async def test_it_neither_waits_for_a_batch_that_runs_nor_for_a_refresh(self, stage):
-        holds, may_end = threading.Event(), threading.Event()
+    async def test_it_neither_waits_for_a_batch_that_runs_nor_for_a_refresh(self, stage, monkeypatch):
+        runs, may_end, working = threading.Event(), threading.Event(), First.batch_infer
 
-        def hold_the_turn():
-            with stage.controller._turn:
-                holds.set()
-                return may_end.wait(10)
+        def held_up(self, requests):
+            runs.set()
+            assert may_end.wait(300)
+            return working(self, requests)
 
-        holding = asyncio.create_task(asyncio.to_thread(hold_the_turn))
-        assert await asyncio.to_thread(holds.wait, 10)
+        monkeypatch.setattr(First, "batch_infer", held_up)
+        batch = asyncio.create_task(asyncio.to_thread(stage.controller.answer_batch, "first", [1]))
+        await until(runs.is_set)
+        refresh = asyncio.create_task(asyncio.to_thread(stage.controller.refresh))
         assert (await stage.serve(4)).answer == 8
+        assert not batch.done()
         may_end.set()
-        assert await holding, "the turn was held all the while"
+        await asyncio.gather(batch, refresh)
 
     async def test_a_request_it_declines_goes_on_and_is_neither_a_call_nor_a_failure(self, stage):
         served = await stage.serve(77)
@@ -123,12 +127,12 @@ class TestServe:
         assert [one.backend for one in served] == ["first"] * 10 + ["queued"]
         assert stage.of("queued").breaker is BreakerState.CLOSED
 
-    async def test_a_hiccup_is_retried_on_the_same_engine_unless_there_are_to_be_no_retries(self, stage, monkeypatch):
-        working, hiccups = Queued.batch_infer, iter([True, False, False, True, False, False])
+    @pytest.mark.parametrize(("retries", "server"), [(2, "queued"), (0, "first")])
+    async def test_a_hiccup_is_retried_on_the_same_engine_unless_there_are_to_be_no_retries(self, tmp_path, monkeypatch, retries, server):
+        stage = Stage(tmp_path, retries=retries).start()
+        working, hiccups = Queued.batch_infer, iter([True, False, False])
         monkeypatch.setattr(Queued, "batch_infer", lambda self, requests: 1 / 0 if next(hiccups) else working(self, requests))
-        assert (await stage.serve(4)).backend == "queued"
-        stage.controller._backends["queued"]._retries = 0
-        assert (await stage.serve(4)).backend == "first"
+        assert (await stage.serve(4)).backend == server
 
     async def test_a_hanging_engine_is_not_taken_for_a_sound_one(self, stage, monkeypatch):
         calls = []
@@ -316,9 +320,10 @@ class TestRecovery:
         monkeypatch.setattr(Queued, "ainfer", breaks_late)
         old_calls = [asyncio.create_task(stage.serve(4)) for _ in range(5)]
         await asked.wait()
-        stage.controller._backends["queued"].unload()
+        for missing in ("its package is being replaced", ""):
+            Queued.missing = missing
+            stage.controller.probe()
         monkeypatch.setattr(Queued, "ainfer", working)
-        stage.controller.probe()
         stage.controller.refresh()
         may_break.set()
         assert {served.backend for served in await asyncio.gather(*old_calls)} == {"first"}
