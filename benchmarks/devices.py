@@ -15,7 +15,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # triton heeds it as it is imported, as transformers does: this module is to come first
 
 _KERNEL_ROUNDS, _REP_MS = 5, 20
-INTERPRETED = "Triton runs in its interpreter here, whose speed says nothing"
+INTERPRETED = "Triton runs in its interpreter here; its speed says nothing of a GPU's"
 
 
 def described() -> str:

@@ -6,7 +6,7 @@ Where there is no GPU it runs on the CPU, the Triton kernels in Triton's interpr
 crashes, hangs or leaves the device unusable is a row, too, and costs the other cases nothing (guarded.py). The exit status is 1 where a
 case has failed. It needs torch, triton, transformers and pydantic; neither Ray nor ONNX Runtime nor pyarrow. Where compute-sanitizer is on
 the PATH, two kernels run once more and it watches them.
-`--quick`: small sizes, for a CPU. `--only`: the cases whose row holds this text. `--out`: also writes OUT.md and OUT.json.
+`--quick`: small sizes, for a CPU. `--only`: the cases with this text in their row. `--out`: also writes OUT.md and OUT.json.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def groups(options: argparse.Namespace) -> list[Group]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="small sizes, for a CPU")
-    parser.add_argument("--only", default="", help="the cases whose row holds this text")
+    parser.add_argument("--only", default="", help="the cases with this text in their row")
     parser.add_argument("--limit-s", type=float, default=300.0, help="what one case may take")
     parser.add_argument("--out", type=Path, help="also write OUT.md and OUT.json")
     return parser

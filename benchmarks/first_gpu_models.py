@@ -214,7 +214,7 @@ def _encoder_speed(device: str, name: str, model: str, users: int, rounds: int) 
         ms, eager_ms, kept_ms = wall_ms(*runs, rounds=rounds)
         found = _compared(bundle, off.batch_infer(cold), histories) if users == 1 else Finding()
         keeping.close()
-    return replace(found, ms=ms, eager_ms=eager_ms, note=f"users whose events but one are kept: {kept_ms:.3f} ms")
+    return replace(found, ms=ms, eager_ms=eager_ms, note=f"with all events but the last kept: {kept_ms:.3f} ms")
 
 
 def _replay_speed(device: str, model: str, rounds: int) -> Finding:

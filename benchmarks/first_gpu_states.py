@@ -53,7 +53,7 @@ class _Users:
     events: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
     def next(self, step: int) -> tuple[Owner, Int64Array]:
-        """Who asks in this step, and the rows of that history."""
+        """The user of this step, and the rows of their history."""
         user = f"user {self.rng.integers(USERS)}"
         events = self.events.setdefault(user, [])
         if self.rng.random() < 0.15:

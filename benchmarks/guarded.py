@@ -71,7 +71,7 @@ class Row:
 class Group:
     """`cases`, as `package.module:function`, takes `options` and returns Cases; it is imported in the child process only.
 
-    Of these, the ones whose labels hold the text `only` run.
+    Those with the text `only` in their label run.
     """
 
     name: str

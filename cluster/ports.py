@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-DIRECTORY = Path("/tmp/genrec-ports")  # noqa: S108 - the one place that is the same for everybody; TMPDIR is not
+DIRECTORY = Path("/tmp/genrec-ports")  # noqa: S108 - one place for all users of the machine; TMPDIR is not
 _files: dict[int, int] = {}
 """This process's claims: a port, or the first of a block, and the descriptor of its locked file."""
 

@@ -12,7 +12,6 @@ A test file deploys an application with a model of its own, under a prefix of it
 """
 
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import chdir, contextmanager
 from copy import deepcopy
@@ -158,15 +157,11 @@ class Application:
         self.cluster.put([*(other for other in self.cluster.entries if other["name"] != self.name), dict(entry)])
 
     def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + READY_WITHIN_S
-        while not self._is_ready():
-            assert time.monotonic() < deadline, f"{self.name} was not ready within {READY_WITHIN_S:g} s: {self.cluster.node.serve_status()}"
-            time.sleep(0.3)
+        until_right(self.cluster.node.serve_status, self._is_ready, READY_WITHIN_S, every_s=0.3)
 
-    def _is_ready(self) -> bool:
-        try:
-            status = self._status()
-        except KeyError:
+    def _is_ready(self, told: Mapping[str, Any]) -> bool:
+        status = told.get("applications", {}).get(self.name)
+        if status is None:
             return False
         assert status["status"] != "DEPLOY_FAILED", status["message"][-3000:]
         return status["status"] == "RUNNING" and is_ready(self.url)

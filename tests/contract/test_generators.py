@@ -425,7 +425,7 @@ def test_vllm_computes_a_prompts_whole_blocks_once_and_then_only_the_codes(vllm,
 
 
 @pytest.mark.slow
-def test_vllms_users_and_tenants_share_nothing_and_who_returns_finds_their_prompt_again(vllm, torch_beam):
+def test_vllms_users_and_tenants_share_nothing_and_a_returning_user_finds_the_prompt_again(vllm, torch_beam):
     one, other = long(seed=1), long(seed=2)
     answer, within = rows_found(vllm, one)
     again, returning = rows_found(vllm, one)
@@ -437,7 +437,7 @@ def test_vllms_users_and_tenants_share_nothing_and_who_returns_finds_their_promp
 
 
 @pytest.mark.slow
-async def test_after_vllm_was_told_to_forget_nothing_is_found_again_and_who_waits_meanwhile_is_answered(vllm, torch_beam):
+async def test_after_vllm_was_told_to_forget_nothing_is_found_again_and_waiting_requests_are_answered(vllm, torch_beam):
     one = long(seed=11)
     _, fresh = await asyncio.to_thread(rows_found, vllm, one)
     _, returning = await asyncio.to_thread(rows_found, vllm, one)
@@ -452,7 +452,7 @@ async def test_after_vllm_was_told_to_forget_nothing_is_found_again_and_who_wait
 
 
 @pytest.mark.slow
-async def test_vllm_answers_users_who_ask_at_the_same_time_each_as_if_alone(vllm, torch_beam):
+async def test_vllm_answers_simultaneous_users_each_as_if_alone(vllm, torch_beam):
     requests = [asked(length, seed=seed) for seed, length in enumerate((1, 8, 31, 32, 33, 63, 64, 64, 64, 64, 20, 40))]
     for request, answer in zip(requests, await asyncio.gather(*map(vllm.ainfer, requests)), strict=True):
         assert_same(answer, torch_beam.infer(request))
@@ -489,7 +489,7 @@ def test_nan_out_of_vllm_is_no_answer_and_stays_in_no_cache(vllm, torch_beam, mo
 
 
 @pytest.mark.slow
-def test_where_vllm_has_no_room_for_all_at_once_everybody_waits_and_is_answered(vllm, torch_beam):
+def test_where_vllm_has_no_room_for_all_at_once_requests_wait_and_are_answered(vllm, torch_beam):
     requests = [asked(length, seed=seed) for seed, length in enumerate((64, 64, 40, 64, 1, 64, 64, 64, 33, 64, 64, 50, 64, 64))]
     with watched(lambda: vllm.queue()["waiting"]) as waiting:
         answers = vllm.batch_infer(requests)
@@ -517,7 +517,7 @@ def watched(look):
 
 
 @pytest.mark.slow
-async def test_who_cancels_or_is_out_of_time_leaves_nothing_behind_in_vllm(vllm, torch_beam):
+async def test_a_request_that_is_cancelled_or_out_of_time_leaves_nothing_behind_in_vllm(vllm, torch_beam):
     os.kill(engine_pid(), signal.SIGSTOP)
     try:
         cancelled = asyncio.ensure_future(vllm.ainfer(long(seed=7)))
@@ -532,7 +532,7 @@ async def test_who_cancels_or_is_out_of_time_leaves_nothing_behind_in_vllm(vllm,
 
 
 @pytest.mark.slow
-def test_a_killed_engine_fails_all_who_wait_at_once_and_whoever_asks_then(vllm):
+def test_a_killed_engine_fails_all_waiting_requests_at_once_and_later_ones(vllm):
     """The last test of this engine. That another takes its place is told by tests/integration/test_generation.py, and tests/chaos too."""
     os.kill(engine_pid(), signal.SIGSTOP)
     with ThreadPoolExecutor(8) as threads:

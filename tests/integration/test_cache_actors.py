@@ -22,6 +22,7 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import CacheSettings
 from cluster.errors import BackendUnavailable
 from tests.bare_ray import bare_ray
+from tests.waiting import until
 
 pytestmark = pytest.mark.cluster
 NAME, WITHIN_S = "test-cache", 300
@@ -66,14 +67,6 @@ async def put(cache, entries):
     return await cache.mput(entries, (await cache.mget(list(entries))).epochs)
 
 
-async def eventually(holds):
-    """Ask until it is so."""
-    until = time.monotonic() + WITHIN_S
-    while not await holds():
-        assert time.monotonic() < until, f"still not so after {WITHIN_S} s"
-        await asyncio.sleep(0.05)
-
-
 async def all_serve(cache):
     """Whether each shard takes entries in and gives them back."""
     asked = keys(20, "probe")
@@ -84,7 +77,7 @@ async def all_serve(cache):
 async def serving():
     """The shared cache, of actors that have started: that takes longer than any deadline where the machine is busy."""
     shared = await connect(SETTINGS, NAME, PATIENT)
-    await eventually(lambda: all_serve(shared))
+    await until(lambda: all_serve(shared))
     await shared.invalidate("tenant", "probe")
     await shared.close()
     return await connect(SETTINGS, NAME, PATIENT)  # one that has not seen a failure
@@ -92,7 +85,7 @@ async def serving():
 
 async def test_no_call_fails_while_a_killed_actor_is_away_and_it_serves_again_afterwards(actors):
     shared = await connect(SETTINGS, NAME, PROMPT)
-    await eventually(lambda: all_serve(shared))
+    await until(lambda: all_serve(shared))
     cache = TieredCache(MemoryCache(capacity_bytes=200), shared, TierSettings(), Codec(str.encode, bytes.decode))
     before, over, asked = process_of(f"{NAME}-0"), asyncio.Event(), keys(40)
 
@@ -113,8 +106,8 @@ async def test_no_call_fails_while_a_killed_actor_is_away_and_it_serves_again_af
     try:
         await asyncio.sleep(0.3)
         os.kill(before, signal.SIGKILL)
-        await eventually(lambda: asyncio.to_thread(runs_anew, f"{NAME}-0", before))
-        await eventually(lambda: all_serve(shared))
+        await until(lambda: asyncio.to_thread(runs_anew, f"{NAME}-0", before))
+        await until(lambda: all_serve(shared))
     finally:
         over.set()
     assert min(await asyncio.gather(*clients)) > 0
@@ -125,7 +118,7 @@ async def test_no_call_fails_while_a_killed_actor_is_away_and_it_serves_again_af
 async def test_an_actor_that_was_removed_for_good_is_made_anew(actors):
     shared = await serving()
     remove_all(NAME)
-    await eventually(lambda: all_serve(shared))
+    await until(lambda: all_serve(shared))
     await shared.close()
 
 
@@ -141,7 +134,7 @@ async def test_every_replica_finds_the_same_actors_and_closing_leaves_them_to_th
 async def test_another_capacity_reaches_the_actors_that_are_there(actors):
     for size in (2**20, 2**22):
         shared = await connect(SETTINGS.model_copy(update={"l2_shard_bytes": size}), NAME, PATIENT)
-        await eventually(lambda: has_capacity(shared, dict.fromkeys(shard_names(2, NAME), size)))  # noqa: B023 - awaited in this turn
+        await until(lambda: has_capacity(shared, dict.fromkeys(shard_names(2, NAME), size)))  # noqa: B023 - awaited in this turn
 
 
 async def has_capacity(cache, expected):
@@ -159,13 +152,13 @@ async def test_actors_beyond_the_configured_number_are_ended_with_what_they_hold
     stays = await connect(SETTINGS.model_copy(update={"l2_shards": 1}), f"{NAME}-1", PATIENT)  # its name begins like theirs
     assert await named(*shard_names(3, NAME), f"{NAME}-1-0")
     shared = await connect(SETTINGS.model_copy(update={"l2_shards": 1}), NAME, PATIENT)
-    await eventually(lambda: named(f"{NAME}-0", f"{NAME}-1-0"))
-    await eventually(lambda: all_serve(shared))
+    await until(lambda: named(f"{NAME}-0", f"{NAME}-1-0"))
+    await until(lambda: all_serve(shared))
     remove_all(NAME)
-    await eventually(lambda: named(f"{NAME}-1-0"))
-    await eventually(lambda: all_serve(stays))
+    await until(lambda: named(f"{NAME}-1-0"))
+    await until(lambda: all_serve(stays))
     remove_all(f"{NAME}-1")
-    await eventually(named)
+    await until(named)
     remove_all(NAME)
 
 
@@ -197,7 +190,7 @@ async def test_a_restarted_actor_is_told_the_latest_settings(actors):
     shared = await connect(SETTINGS.model_copy(update={"l2_shard_bytes": 2**22}), NAME, PATIENT)
     os.kill(process_of(f"{NAME}-0"), signal.SIGKILL)
 
-    await eventually(lambda: has_capacity(shared, dict.fromkeys(shard_names(2, NAME), 2**22)))
+    await until(lambda: has_capacity(shared, dict.fromkeys(shard_names(2, NAME), 2**22)))
 
 
 async def test_a_large_value_is_a_miss_once_the_process_that_put_it_is_gone_and_may_be_computed_anew(actors):
@@ -217,7 +210,7 @@ async def test_a_large_value_is_a_miss_once_the_process_that_put_it_is_gone_and_
     async def lost():
         return not (await shared.mget([large])).entries
 
-    await eventually(lost)
+    await until(lost)
     granted = await shared.lease(large, "me", 30)
     assert isinstance(granted, Granted)
     assert await shared.mput({large: entry(LARGE)}, {large: granted.epoch}) == frozenset()

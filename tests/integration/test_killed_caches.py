@@ -11,7 +11,7 @@ from tests.clusters import SharedCluster, fixed
 pytestmark = pytest.mark.cluster
 
 
-async def test_nothing_fails_and_nobody_meets_another_while_caches_and_gateways_are_killed(
+async def test_nothing_fails_and_no_user_meets_another_while_caches_and_gateways_are_killed(
     compiled_hstu: Bundle, fast: SharedCluster, tmp_path: Path
 ):
     model_dir = compiled_hstu.path.parent

@@ -65,7 +65,7 @@ def genrec(*arguments):
     return result.stdout
 
 
-def test_a_table_becomes_a_published_model_whose_quality_evaluate_measures_again(trained):
+def test_a_table_becomes_a_published_model_and_evaluate_measures_its_quality_again(trained):
     table, model_dir = (trained("--refit") / name for name in ("events.csv", "shop"))
     bundle = BundleStore(model_dir).open()
     assert bundle.manifest.training["users"] == 40

@@ -131,7 +131,7 @@ def test_steps_after_one_prefill_in_bfloat16_are_close_to_one_whole_pass_of_tran
     assert answer.log_probs[:BEST] == pytest.approx(expected[:BEST], abs=CLOSE)
 
 
-def test_with_room_for_one_prompt_everybody_waits_and_is_answered(host, bundle):
+def test_with_room_for_one_prompt_requests_wait_and_are_answered(host, bundle):
     requests = [asked(length, seed, k=10, beam=20) for seed, length in enumerate((64, 64, 40, 64, 1, 64))]
     for request, answer in zip(requests, host.run(answered, requests), strict=True):
         assert len(answer.items) == 10

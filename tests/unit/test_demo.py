@@ -70,7 +70,7 @@ def test_the_first_answer_is_the_first_that_lacks_no_stage_computed_whatever_is_
     assert asked[-1] == {**REQUEST, "cache": "bypass"}
 
 
-def test_the_best_answer_is_the_final_versions_once_no_engine_is_waited_for_and_who_takes_over_is_told(says):
+def test_the_best_answer_is_the_final_versions_once_no_engine_is_waited_for_and_the_next_engine_is_told(says):
     says(
         answer("torch", "torch_beam", waits_for="vllm"),
         503,

@@ -185,7 +185,7 @@ def test_a_purge_that_breaks_costs_neither_the_writer_nor_its_patience(writer, c
     writer._connection = connection
 
 
-async def test_an_erasure_does_not_wait_for_who_reads_and_is_purged_once_they_have_gone(tmp_path, monkeypatch):
+async def test_an_erasure_does_not_wait_for_readers_and_is_purged_once_they_have_gone(tmp_path, monkeypatch):
     for module in ("connection", "writer"):
         monkeypatch.setattr(f"integrations.sqlite.{module}.BUSY_TIMEOUT_S", 3600.0)  # for as long SQLite would wait for the reader
     path = tmp_path / "e.db"

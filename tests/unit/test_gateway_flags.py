@@ -74,7 +74,7 @@ Make = Callable[..., Awaitable[Served]]
 
 @pytest.fixture
 async def gateway(store: BundleStore, tmp_path: Any) -> AsyncIterator[Make]:
-    """Makes a gateway of these settings that serves. Its switchboard has heard of everybody."""
+    """Makes a gateway of these settings that serves. Its switchboard has heard of every replica."""
     made: list[Served] = []
 
     async def make(**tree: Any) -> Served:
@@ -112,7 +112,7 @@ class TestFlags:
         assert stages_of(await one.asked(strategy="generative")) == GENERATIVE
         assert stages_of(await (await gateway()).asked()) == UNIFIED
 
-    async def test_whose_version_has_no_decoder_is_not_refused_for_a_flag(self, gateway: Make, store: BundleStore) -> None:
+    async def test_a_version_without_a_decoder_is_not_refused_for_a_flag(self, gateway: Make, store: BundleStore) -> None:
         trial = RolloutStore(store).promote(1, TRIAL).trial
         assert trial
         try:

@@ -64,7 +64,7 @@ async def started(settings: Settings):
 
 
 def wanted(k: int = 3, **more) -> GenerateRequest:
-    """Of a user of whom one state is known."""
+    """The request of a user with one known state."""
     state = np.full((1, 16), 0.25, np.float32)
     return GenerateRequest(UserState(state, random_sequence(1, items=40)), k, beam=4, blocked=np.zeros(0, np.int32), **more)
 
@@ -113,14 +113,14 @@ async def test_a_short_deadline_leaves_most_of_its_time_to_the_engine(bundle):
         assert began < script.asked[0][0].deadline < monotonic() + 0.001
 
 
-async def test_that_nobody_answered_is_a_value(bundle):
+async def test_that_no_engine_answered_is_a_value(bundle):
     script = Script()
     async with started(generating(bundle.path.parent, torch_beam=script)) as replica:
         script.answer = None
         (streamed,) = [part async for part in replica.generate_stream(wanted(), 60.0)]
-        for nobody in (await replica.generate(wanted(), 60.0), streamed):
-            assert isinstance(nobody, NoBackendAnswered)
-            assert [(one.backend, one.failed) for one in nobody.skipped] == [("torch_beam", True)]
+        for unanswered in (await replica.generate(wanted(), 60.0), streamed):
+            assert isinstance(unanswered, NoBackendAnswered)
+            assert [(one.backend, one.failed) for one in unanswered.skipped] == [("torch_beam", True)]
 
 
 async def test_a_stream_ends_with_the_whole_answer(bundle):

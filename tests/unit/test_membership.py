@@ -67,7 +67,7 @@ async def test_who_joins_holds_what_serves_before_it_serves_and_tells_so(handle,
     assert membership.news.ready == {1}
 
 
-async def test_who_joins_in_the_middle_of_a_rollout_holds_what_others_still_answer_with_too(handle, board, rollouts):
+async def test_a_replica_that_joins_in_the_middle_of_a_rollout_holds_what_others_still_answer_with_too(handle, board, rollouts):
     board.exchange("gateway/b", Presence("gateway", {}, frozenset({2})), now=NOW)
     rollouts.promote(3)
     membership, shelf = member(handle, rollouts)
