@@ -67,7 +67,7 @@ class ConcurrentController(FrameworkController[RequestT, AnswerT]):
             self._probe_when_due()
             return self._ask(self._backend(name), requests)
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         """As always; before that, unload what died or broke, so that it is loaded anew."""
         for backend in self._concurrent():
             if not backend.loading and backend.lost():
@@ -75,7 +75,7 @@ class ConcurrentController(FrameworkController[RequestT, AnswerT]):
                     backend.loading = True  # from now on nobody touches it
                 backend.unload()
                 backend.loading = False
-        super().refresh()
+        return super().refresh()
 
     def queues(self) -> dict[str, dict[str, float]]:
         """What the loaded engines say of their queues, by backend."""

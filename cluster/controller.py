@@ -167,18 +167,21 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             self._measure()
             return {name: backend.availability for name, backend in self._backends.items()}
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         """Probe if it is time to, and load every backend of the order that can be loaded: to be called about once a second after `warm_up`.
+        Returns whether an engine was loaded.
 
         Loads then take place beside the calls, which go to another backend meanwhile, and the samples, not a user, try a repaired one.
-        The status stays true while nobody calls.
+        The status stays true while no request comes.
         """
+        loaded = False
         with self._turn:
             self._probe_when_due()
             self._refreshed = bool(self._samples)
         while backend := self._next_to_load():
             try:
                 if backend.load():
+                    loaded = True
                     backend.rehearse(self._samples)
             finally:
                 with self._turn:
@@ -187,6 +190,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
                         backend.unload()
             with self._turn:
                 self._measure()
+        return loaded
 
     def warm_up(self, samples: Sequence[RequestT], ready: int = 2) -> str:
         """Load the first `ready` backends that work and let them answer `samples`; with selection "fastest", load and measure them all.

@@ -7,10 +7,11 @@ index 0 is padding and never an item.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta, Struct
 
 from cluster.errors import InvalidRequest
 
@@ -21,6 +22,10 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 Strategy: TypeAlias = Literal["unified", "retrieval", "generative"]
 CacheUse: TypeAlias = Literal["use", "refresh", "bypass"]
 CacheTier: TypeAlias = Literal["l1", "l2", "joined", "computed"]
+LATEST_TIMESTAMP = 4_102_444_800
+"""Of a request, in seconds: the year 2100."""
+Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+Timestamp: TypeAlias = Annotated[int, Meta(ge=0, le=LATEST_TIMESTAMP)]
 
 
 class Action(StrEnum):
@@ -43,14 +48,16 @@ class Action(StrEnum):
 _ACTION_CODES = {action: code for code, action in enumerate(Action)}
 
 
-@dataclass(frozen=True, slots=True)
-class Behaviour:
-    """One event of a user. `timestamp` is in whole seconds since 1970, UTC; `value` is the rating, price or dwell time, if any."""
+class Behaviour(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """One event of a user. `timestamp` is in whole seconds since 1970, UTC; `value` is the rating, price or dwell time, if any.
 
-    item_id: str
-    timestamp: int
+    A request's JSON is decoded straight into these; the limits in the annotations are checked then, and only then.
+    """
+
+    item_id: Name
+    timestamp: Timestamp
     action: Action = Action.VIEW
-    value: float | None = None
+    value: Annotated[float, Meta(ge=-1e12, le=1e12)] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from dataclasses import replace
 from time import monotonic, perf_counter, process_time
 from typing import Any
 
-from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -32,6 +31,7 @@ from deployments.following import Follower
 from deployments.generator import Generator
 from deployments.http.api import create_api
 from deployments.http.exchange import Answered, Asked, exchange
+from deployments.http.interface import HttpInterface
 from deployments.http.messages import BackendsOut, ReadyOut, SwitchOut
 from deployments.http.models import ModelsOut
 from deployments.http.playground import Offers
@@ -113,7 +113,7 @@ class Gateway:
         self._limits = with_changes(self._settings, "gateway", own, "user_config of the gateway").gateway
         flags = self._limits.flags
         self._data.anticipates = self._settings.events.anticipate and flags.anticipate and flags.cache
-        self.api.state.edge.reconfigure(self._limits)
+        self.api.edge.reconfigure(self._limits)
         await self._stages.reconfigure(of_stages, self._limits.flags)
 
     async def check_health(self) -> None:
@@ -208,7 +208,7 @@ class Gateway:
             await self._membership.follow()
             self._versions.update(self._membership)
             version = self._versions.stable.bundle.manifest.version
-            self._recorder.look(self.api.state.edge.statistics(), self._stages.calls(), version)
+            self._recorder.look(self.api.edge.statistics(), self._stages.calls(), version)
 
     async def _look_at(self, cache: TieredCache[Recommendation]) -> None:
         while True:
@@ -237,7 +237,7 @@ class GatewayDeployment(Gateway):
         super().__init__(tree, switchboard, stages, name=f"gateway/{replica_id}", cache=cache, events=events)
         await self.start()
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> HttpInterface:
         return self.api
 
 

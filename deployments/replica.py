@@ -14,8 +14,10 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.bundle import Bundle, BundleStore
 from cluster.config import Settings, StageSettings
+from cluster.controller import FrameworkController
 from cluster.errors import BackendError, BackendUnavailable
 from cluster.fleet import Role
+from cluster.heap import settle
 from cluster.latency import LatencyRecorder
 from cluster.rollout import RolloutStore
 from cluster.switchboard import Switches
@@ -213,7 +215,7 @@ class StageReplica(Generic[ModelT]):
                 running.pop(model).result()
             for model in self._models.models:
                 if model not in running:
-                    running[model] = asyncio.create_task(asyncio.to_thread(model.controller.refresh))
+                    running[model] = asyncio.create_task(asyncio.to_thread(_refresh, model.controller))
             await asyncio.sleep(REFRESH_INTERVAL_S)
 
     def _show_figures(self) -> None:
@@ -247,3 +249,8 @@ class StageReplica(Generic[ModelT]):
         for name, position in wanted.items():
             (model.controller.disable if position == "off" else model.controller.enable)(name)
         model.controller.prefer(next((name for name, position in wanted.items() if position == "first"), None))
+
+
+def _refresh(controller: FrameworkController[Any, Any]) -> None:
+    if controller.refresh():
+        settle()

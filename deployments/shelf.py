@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from cluster.bundle import Bundle, BundleStore
 from cluster.errors import BundleError, GenrecError
 from cluster.fleet import READY
+from cluster.heap import settle
 
 RETRY_AFTER_S = 10.0
 logger = logging.getLogger("ray.serve")
@@ -102,7 +103,7 @@ class ModelShelf(Generic[Model]):
             await self._discard(self._models.pop(version))
 
     async def _tidy(self, now: float) -> None:
-        wanted = [version for version, at in self._wanted_at.items() if at == now]
+        wanted, held = [version for version, at in self._wanted_at.items() if at == now], set(self._models)
         self._refused = {version: refused for version, refused in self._refused.items() if version in wanted}
         for version in wanted:
             if version not in self._models and not self._refused_lately(version):
@@ -111,6 +112,8 @@ class ModelShelf(Generic[Model]):
             if len(self._models) > 1 and now - self._wanted_at.setdefault(version, now) >= self._keep_s:
                 logger.info("version %d is not needed any more", version)
                 await self._discard(self._models.pop(version))
+        if set(self._models) != held:
+            await asyncio.to_thread(settle)
 
     def _refused_lately(self, version: int) -> bool:
         refused = self._refused.get(version)

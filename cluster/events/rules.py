@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
-from dataclasses import replace
 from hashlib import sha256
+
+from msgspec import structs
 
 from cluster.errors import InvalidRequest
 from cluster.events.store import Batches, Event
@@ -55,7 +56,7 @@ def repeats(events: Sequence[Event]) -> dict[int, int]:
 
 def refuse_other_content(number: int, event: Event, known: Event) -> None:
     """Raises InvalidRequest where an event is not the one its key is known for."""
-    sent = replace(event.behaviour, timestamp=known.behaviour.timestamp) if event.dated_on_arrival else event.behaviour
+    sent = structs.replace(event.behaviour, timestamp=known.behaviour.timestamp) if event.dated_on_arrival else event.behaviour
     if (event.user_id, sent) != (known.user_id, known.behaviour):
         problem = f"{event.idempotency_key!r} is known for another event; send a new event with a new key, and an old one unchanged"
         raise InvalidRequest(f"events[{number}].idempotency_key", problem)

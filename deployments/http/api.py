@@ -1,4 +1,7 @@
-"""The HTTP interface, without Ray: routes over a `Service`, which the gateway provides."""
+"""The HTTP interface, without Ray: routes over a `Service`, which the gateway provides.
+
+POST /v1/recommend stands here twice: as FastAPI has it, for its schema and for bodies that need converting, and without FastAPI.
+"""
 
 import asyncio
 from collections import Counter
@@ -8,9 +11,11 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Annotated, Literal, Protocol
 
+import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Path, Request, Response
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
 
 from cluster.config import GatewaySettings
 from cluster.errors import InvalidRequest
@@ -20,11 +25,11 @@ from cluster.switchboard import Position
 from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest
 from deployments.http import problems, streaming
 from deployments.http.answer_json import Fields, answer_fields, as_json
+from deployments.http.bodies import RecommendBody
 from deployments.http.callers import Caller, CallerHere, operator_of
-from deployments.http.direct_route import DirectRoute
-from deployments.http.edge import Edge, EdgeMiddleware
+from deployments.http.edge import Edge
 from deployments.http.ids import ITEM_PATH
-from deployments.http.measured import MeasuredMiddleware
+from deployments.http.interface import DirectRoute, HttpInterface
 from deployments.http.messages import (
     BackendsOut,
     ItemOut,
@@ -37,7 +42,7 @@ from deployments.http.messages import (
 )
 from deployments.http.models import ModelsOut, model_routes
 from deployments.http.playground import GatewayOut, PlaygroundService, StoredUsers, page_routes, playground_routes
-from deployments.http.ranking import ranking_routes
+from deployments.http.ranking import rank_directly, ranking_routes
 from deployments.http.user_data import UserDataService, user_data_routes
 
 POSITIONS: dict[str, Position] = {"enable": "on", "disable": "off", "first": "first"}
@@ -63,10 +68,10 @@ class Data(UserDataService, StoredUsers, Protocol):
 
 def create_api(
     service: Service, data: Data, settings: GatewaySettings, gateways: Callable[[], int] = lambda: 1, meter: Meter = SILENT
-) -> FastAPI:
+) -> HttpInterface:
     """The API over `service` and `data`; its documentation is at /docs. `gateways`: how many live ones share the tenants' rate limits.
 
-    ``api.state.edge.reconfigure(settings)`` gives it other settings while it serves.
+    ``.edge.reconfigure(settings)`` gives it other settings while it serves.
     """
     edge = Edge(settings, gateways, meter=meter)
 
@@ -78,9 +83,6 @@ def create_api(
     about = "Recommendations from behaviour."
     api = FastAPI(title="genrec", version=version("genrec"), description=about, lifespan=lifespan)
     problems.install(api)
-    api.state.edge = edge
-    api.add_middleware(EdgeMiddleware, edge=edge)
-    api.add_middleware(MeasuredMiddleware, meter=meter)  # the last one added stands outermost
 
     key = Depends(HTTPBearer(auto_error=False, description="an API key, where this service asks for one"))  # the edge checks it
 
@@ -98,13 +100,28 @@ def create_api(
         api.include_router(routes, responses=problems.EVERYWHERE, dependencies=[key, Depends(operator_of)])
     api.include_router(_health(service))
     api.include_router(page_routes(limits))
-    return api
+    direct = {"/v1/recommend": recommend_directly(service, limits), "/v1/rank": rank_directly(service, limits)}
+    return HttpInterface(api, edge, direct, meter)
+
+
+def recommend_directly(service: Service, limits: Callable[[], GatewaySettings]) -> DirectRoute:
+    """POST /v1/recommend without FastAPI."""
+
+    async def answer(message: RecommendBody, caller: Caller, accept: str) -> bytes | ASGIApp:
+        _check_limits(message, limits())
+        tenant = caller.acts_for(message.tenant or None)
+        request = message.to_value(tenant, caller.arrived)
+        if media_type := streaming.wanted(accept):
+            return await streaming.respond(service.stream(request), media_type, "/v1/recommend")
+        return as_json(answer_fields(await service.recommend(request)))
+
+    return DirectRoute(msgspec.json.Decoder(RecommendBody), answer)
 
 
 def _recommendations(service: Service, limits: Callable[[], GatewaySettings]) -> APIRouter:
-    routes, direct = APIRouter(), APIRouter(route_class=DirectRoute)
+    routes = APIRouter()
 
-    @direct.post("/v1/recommend", tags=["recommendations"], response_model=RecommendOut, responses=streaming.RESPONSES)
+    @routes.post("/v1/recommend", tags=["recommendations"], response_model=RecommendOut, responses=streaming.RESPONSES)
     async def recommend(message: RecommendIn, http: Request, caller: CallerHere) -> Response:
         """Recommend items for one user: all at once, or as they are found where `Accept` asks for it."""
         _check_limits(message, limits())
@@ -136,8 +153,7 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings]) ->
             raise HTTPException(404, f"the catalogue has no item {item_id!r}")
         return ItemOut(item_id=found.item_id, title=found.title, attributes=dict(found.attributes))
 
-    direct.include_router(routes)
-    return direct
+    return routes
 
 
 def _operation(service: Service, edge: Edge) -> APIRouter:
@@ -191,7 +207,7 @@ def _give_tenants(messages: Sequence[RecommendIn], caller: Caller) -> None:
     caller.charge(Counter(message.tenant for message in messages))
 
 
-def _check_limits(message: RecommendIn, limits: GatewaySettings, prefix: str = "") -> None:
+def _check_limits(message: RecommendIn | RecommendBody, limits: GatewaySettings, prefix: str = "") -> None:
     for field, count, most in (
         ("k", message.k, limits.max_k),
         ("behaviours", len(message.behaviours or ()), limits.max_behaviours),

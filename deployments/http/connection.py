@@ -1,7 +1,7 @@
-"""One request's connection to its client: reads a little ahead, and ends the work when the client has gone.
+"""One request's connection to its client: its body, its answer, and that the work ends when the client has gone.
 
 Serve's proxy and uvicorn tell of that by `http.disconnect`, once the body has been read. Serve cancels the request by itself then, unless
-the header `x-request-disconnect-disabled` forbids it; this does so in any case, and while the request still waits for its place.
+the header `x-request-disconnect-disabled` forbids it; a Connection does so in any case, and while the request still waits for its place.
 """
 
 import asyncio
@@ -14,39 +14,79 @@ from starlette.types import Message, Receive, Send
 from deployments.http.problems import BodyTooLarge
 
 READ_AHEAD = 64 * 1024
-"""Bytes of a body that are held while nobody reads it; beyond, the client is not watched, and TCP makes it wait."""
+"""Bytes of a body that are held while the request waits for its place; beyond, the client is not watched, and TCP makes it wait."""
+
+
+class ClientLeft(Exception):
+    """The client closed the connection before its request was complete."""
 
 
 class Connection:
-    """Give its `receive` and `send` to the application, and `carry` the application's coroutine."""
+    """Either read the `body`, or give `receive` and `send` to an ASGI application; in both cases `carry` the coroutine that does so.
+
+    `status`: of the response, 0 until it starts. `first_byte_at`: when it started, on `clock`.
+    """
 
     def __init__(self, receive: Receive, send: Send, *, max_bytes: int, clock: Callable[[], float]) -> None:
         self._receive, self._send, self._max_bytes, self._clock = receive, send, max_bytes, clock
-        self._inbox: deque[Message | Exception] = deque()
-        self._news, self._taken = asyncio.Event(), asyncio.Event()
-        self._held = self._received = 0
-        self._body_over = self._responded = self._cancelled = self._left = False
+        self.status = 0
         self.first_byte_at: float | None = None
         self.headers: Callable[[], Sequence[tuple[bytes, bytes]]] = tuple  # further ones of the response, asked for as it starts
+        self._received = 0
+        self._body_over = self._responded = self._cancelled = self._left = False
+        self._task: asyncio.Task[Any] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._inbox: deque[Message | Exception] = deque()
+        self._news, self._taken = asyncio.Event(), asyncio.Event()
+        self._held = 0
 
     async def carry(self, work: Coroutine[Any, Any, None]) -> None:
         """Do the work; return early where the client leaves before its answer is complete."""
-        task = asyncio.current_task()
+        task = self._task = asyncio.current_task()
         assert task is not None
         before = task.cancelling()
-        watcher = asyncio.create_task(self._watch(task))
         try:
             await work
+        except ClientLeft:
+            return
         except asyncio.CancelledError:
-            if not self._cancelled or task.cancelling() - before > 1:  # somebody else wants it to end, too
+            if not self._cancelled or task.cancelling() - before > 1:  # the server ends it, too
                 raise
         finally:
-            watcher.cancel()
+            if self._watcher is not None:
+                self._watcher.cancel()
             if self._cancelled:
                 task.uncancel()
 
+    def watch(self) -> None:
+        """From now on read ahead, and cancel the work when the client leaves."""
+        if self._watcher is None and self._task is not None:
+            self._watcher = asyncio.create_task(self._watch(self._task))
+
+    async def body(self) -> bytes:
+        """All of the request's body; then the client is watched. Raises BodyTooLarge and ClientLeft."""
+        receive = self._receive if self._watcher is None else self.receive
+        parts, more = list[bytes](), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            if self._watcher is None:
+                self._count(message)
+            parts.append(message.get("body", b""))
+            more = message.get("more_body", False)
+        self._body_over = True
+        self.watch()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def read_again(self, body: bytes) -> None:
+        """Have `receive` give the whole body, for an application that reads what `body` has read already."""
+        self._received, self._held = 0, len(body)
+        self._inbox.appendleft({"type": "http.request", "body": body, "more_body": False})
+
     async def receive(self) -> Message:
         """The next message of the client. Raises BodyTooLarge."""
+        self.watch()
         while not self._inbox:
             if self._left:
                 return {"type": "http.disconnect"}
@@ -57,24 +97,33 @@ class Connection:
             raise message
         self._held -= len(message.get("body", b""))
         self._taken.set()
-        self._received += len(message.get("body", b""))
-        if self._received > self._max_bytes:
-            raise BodyTooLarge(self._max_bytes)
+        self._count(message)
         return message
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.first_byte_at = self._clock()
+            self.status, self.first_byte_at = message["status"], self._clock()
             message["headers"] = [*message.get("headers", ()), *self.headers()]
         elif not message.get("more_body", False):
             self._responded = True  # what a server tells after that is the end of the exchange, not a client that left
         await self._send(message)
 
+    async def respond(self, body: bytes, content_type: bytes = b"application/json") -> None:
+        """Send a whole answer, 200."""
+        headers = [(b"content-length", b"%d" % len(body)), (b"content-type", content_type)]
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+    def _count(self, message: Message) -> None:
+        self._received += len(message.get("body", b""))
+        if self._received > self._max_bytes:
+            raise BodyTooLarge(self._max_bytes)
+
     async def _watch(self, task: asyncio.Task[Any]) -> None:
         try:
             while (message := await self._receive())["type"] != "http.disconnect":
                 if self._body_over:
-                    return  # no server sends more; whoever does is not asked again and again
+                    return  # a server that sends more than the body is not asked again and again
                 self._put(message)
                 await self._room()
         except Exception as error:  # noqa: BLE001 - raised where the application reads

@@ -1,21 +1,22 @@
-"""What stands before the routes: an ASGI middleware over pure decisions, none of which reads the body.
+"""What stands before the routes: pure decisions, none of which reads the body.
 
     size ──► key ──► rate ──► place ──► routes ──► tenant and cost, once the body has told them
     413      401     429      503                  403, 429, 503
 
-Whoever is turned away costs microseconds. Who is let in has the time of arrival in `request.state.arrived`: waiting counts against its
-deadline. When the client leaves, the place in the queue is free again, and what runs is cancelled.
+A request that is turned away costs microseconds. One that is let in finds its Caller, and with it the time of its arrival, in
+`request.state.caller`: waiting counts against its deadline. When the client leaves, the place in the queue is free again, and what runs is
+cancelled.
 """
 
 import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from cluster.config import ApiKeySettings, GatewaySettings
 from cluster.metrics import ADMISSION_WAIT, SILENT, Meter
@@ -27,6 +28,7 @@ from deployments.http.callers import Caller, headers_of
 from deployments.http.connection import Connection
 from deployments.http.playground import PATHS
 
+Answer = Callable[[Scope, Connection], Awaitable[None]]
 OPEN = frozenset({"/healthz", "/readyz", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}) | PATHS
 """What everybody may ask at any time; a path that is not here is protected, whether there is a route or not."""
 INTERACTIVE, BATCH = 3, 6
@@ -74,18 +76,21 @@ class Edge:
         held = self._admission
         return EdgeStatistics(held.running, held.waiting, held.places, dict(self._refused))
 
-    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request: by a refusal, or by `app` in its turn."""
+    async def serve(self, answer: Answer, scope: Scope, connection: Connection) -> None:
+        """Answer one HTTP request: by a refusal, or by `answer` in its turn."""
         try:
             caller, ticket = self._let_in(scope)
         except HTTPException as refusal:
-            return await self._refuse(refusal, scope, send)
-        connection = Connection(receive, send, max_bytes=self.settings.max_body_bytes, clock=self._clock)
-        scope["state"] = {**scope.get("state", {}), "caller": caller, "arrived": caller.arrived}
+            return await self._refuse(refusal, scope, connection)
+        scope["state"] = {**scope.get("state", {}), "caller": caller}
         try:
-            await connection.carry(self._in_turn(app, scope, caller, ticket, connection))
+            await connection.carry(self._in_turn(answer, scope, caller, ticket, connection))
         finally:
             self._tell(self._admission.leave(ticket, self._clock(), _first_byte_s(scope, ticket, connection)))
+
+    def connection(self, receive: Receive, send: Send) -> Connection:
+        """A connection on this edge's clock, within its limits."""
+        return Connection(receive, send, max_bytes=self.settings.max_body_bytes, clock=self._clock)
 
     def _let_in(self, scope: Scope) -> tuple[Caller, Ticket]:
         """Raises what refuses the request."""
@@ -113,15 +118,16 @@ class Edge:
         caller.belong = lambda tenant: self._admission.belong(ticket, tenant)
         return ticket
 
-    async def _in_turn(self, app: ASGIApp, scope: Scope, caller: Caller, ticket: Ticket, connection: Connection) -> None:
+    async def _in_turn(self, answer: Answer, scope: Scope, caller: Caller, ticket: Ticket, connection: Connection) -> None:
         if ticket.standing is Standing.WAITING:
+            connection.watch()
             await self._wait(ticket)
         if ticket.standing is Standing.REFUSED:
-            await self._refuse(self._overloaded(), scope, connection.send)
+            await self._refuse(self._overloaded(), scope, connection)
         else:
             self._meter.observe(ADMISSION_WAIT, ticket.started - ticket.arrived)
             connection.headers = lambda: _rate_headers(caller)
-            await app(scope, connection.receive, connection.send)
+            await answer(scope, connection)
             if caller.refused:
                 self._refused[caller.refused] += 1
 
@@ -149,21 +155,9 @@ class Edge:
         detail = f"all {self._admission.places} places are taken and {self._admission.waiting} requests wait; ask again later"
         return problems.overloaded(detail, wait_s=self._admission.wait_s(self._clock()))
 
-    async def _refuse(self, refusal: HTTPException, scope: Scope, send: Send) -> None:
+    async def _refuse(self, refusal: HTTPException, scope: Scope, connection: Connection) -> None:
         self._refused[refusal.status_code] += 1
-        await problems.send(refusal, scope["path"], send)
-
-
-class EdgeMiddleware:
-    """The edge as Starlette wants it."""
-
-    def __init__(self, app: ASGIApp, edge: Edge) -> None:
-        self._app, self._edge = app, edge
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")) in OPEN:
-            return await self._app(scope, receive, send)
-        return await self._edge.serve(self._app, scope, receive, send)
+        await problems.send(refusal, scope["path"], connection.send)
 
 
 def identify(headers: Mapping[bytes, bytes], keys: Sequence[ApiKeySettings]) -> ApiKeySettings | None:

@@ -3,21 +3,13 @@
 import re
 from typing import Annotated, Any, Self
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
-from cluster.values import (
-    Action,
-    Behaviour,
-    CacheTier,
-    CacheUse,
-    Recommendation,
-    RecommendRequest,
-    SamplingOptions,
-    Strategy,
-)
+from cluster.values import LATEST_TIMESTAMP, Action, CacheTier, CacheUse, Recommendation, RecommendRequest, Strategy
 from deployments.http.answer_json import answer_fields
+from deployments.http.bodies import RecommendBody
 
-LATEST_TIMESTAMP = 4_102_444_800  # the year 2100, in seconds
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -58,9 +50,6 @@ class BehaviourIn(Message):
     action: Action = Action.VIEW
     value: float | None = Field(None, allow_inf_nan=False, ge=-1e12, le=1e12, description="a rating, price or dwell time")
 
-    def to_value(self) -> Behaviour:
-        return Behaviour(self.item_id, self.timestamp, self.action, self.value)
-
 
 class SamplingIn(Message):
     """Draw the generated items, instead of searching for the most probable ones."""
@@ -72,9 +61,6 @@ class SamplingIn(Message):
     top_k: int = Field(0, ge=0, le=1_000_000, description="draw each code only from that many, the most probable; 0: from all")
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False, description="draw each code only from the fewest that hold this probability")
     seed: int | None = Field(None, ge=0, le=2**63 - 1, description="the same seed draws the same items; default: others each time")
-
-    def to_value(self) -> SamplingOptions:
-        return SamplingOptions(**self.model_dump())
 
 
 class RecommendIn(Message):
@@ -146,26 +132,8 @@ class RecommendIn(Message):
     )
 
     def to_value(self, arrived: float | None = None) -> RecommendRequest:
-        """`arrived`: when the request came, on this process's monotonic clock; without it, its time has not begun to run."""
-        return RecommendRequest(
-            user_id=self.user_id,
-            behaviours=None if self.behaviours is None else tuple(behaviour.to_value() for behaviour in self.behaviours),
-            k=self.k,
-            request_time=self.request_time,
-            exclude_seen=self.exclude_seen,
-            blocked=frozenset(self.blocked),
-            allowed=None if self.allowed is None else frozenset(self.allowed),
-            tenant=self.tenant,
-            strategy=self.strategy,
-            diversity=self.diversity,
-            freshness=self.freshness,
-            explain=self.explain,
-            deadline_ms=self.deadline_ms,
-            sampling=self.sampling.to_value() if self.sampling else None,
-            cache=self.cache,
-            rank=self.rank,
-            deadline=arrived + self.deadline_ms / 1000 if arrived is not None and self.deadline_ms is not None else None,
-        )
+        """See RecommendBody.to_value."""
+        return msgspec.convert(self.model_dump(exclude_unset=True), RecommendBody).to_value(self.tenant, arrived)
 
 
 class RecommendBatchIn(Message):

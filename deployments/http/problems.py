@@ -94,14 +94,25 @@ def overloaded(detail: str, wait_s: float) -> HTTPException:
     return HTTPException(503, detail, {"Retry-After": str(max(1, ceil(wait_s)))})
 
 
-async def send(error: HTTPException, path: str, send: Send) -> None:
+async def send(error: Exception, path: str, send: Send) -> None:
     """Answer an ASGI request with an error, at the least cost."""
-    errors = [FieldProblem(field=error.field, problem=error.problem)] if isinstance(error, BodyTooLarge) else []
-    body = _of_http_error(error, path, errors).model_dump_json().encode()
-    headers = {"content-type": MEDIA_TYPE, "content-length": str(len(body)), **(error.headers or {})}
+    problem, headers = problem_of(path, error), headers_of(error)
+    body = problem.model_dump_json().encode()
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status_code, "headers": raw})
+    raw += [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": problem.status, "headers": raw})
     await send({"type": "http.response.body", "body": body})
+
+
+def headers_of(error: Exception) -> Mapping[str, str]:
+    """Those of a response that tells this error, beside its type and length."""
+    match error:
+        case HTTPException():
+            return error.headers or {}
+        case BackendUnavailable() | BundleError():
+            return {"Retry-After": "2"}
+        case _:
+            return {}
 
 
 def install(app: FastAPI) -> None:
@@ -125,13 +136,14 @@ def respond(request: Request, status: int, title: str, detail: str, errors: Sequ
 def problem_of(path: str, error: Exception) -> Problem:
     """An error that can no longer be a response of its own, or has to be one elsewhere than in FastAPI."""
     errors: list[FieldProblem] = []
+    if isinstance(error, InvalidRequest | BodyTooLarge):
+        errors = [FieldProblem(field=error.field, problem=error.problem)]
     match error:
         case HTTPException():
-            return _of_http_error(error, path)
+            return _of_http_error(error, path, errors)
         case InvalidRequest():
             title, status, detail = "Invalid request", 422, str(error)
-            errors = [FieldProblem(field=error.field, problem=error.problem)]
-        case BackendError():
+        case BackendError() | BundleError():
             title, status, detail = "Not available now", 503, str(error)
         case _:
             title, status, detail = "Internal error", 500, _told(path, error)
@@ -182,7 +194,7 @@ async def _unknown_choice(request: Request, error: Exception) -> JSONResponse:
 
 async def _unavailable(request: Request, error: Exception) -> JSONResponse:
     response = respond(request, 503, "Not available now", str(error))
-    response.headers["Retry-After"] = "2"
+    response.headers.update(headers_of(error))
     return response
 
 

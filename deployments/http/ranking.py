@@ -3,15 +3,17 @@
 from collections.abc import Callable
 from typing import Protocol, Self
 
-from fastapi import APIRouter, Request, Response
+import msgspec
+from fastapi import APIRouter, Response
 from pydantic import ConfigDict, Field
 
 from cluster.config import GatewaySettings
 from cluster.errors import InvalidRequest
 from cluster.ranking import RankedItem, Ranking, RankingRequest, Task
 from deployments.http.answer_json import Fields, as_json, stage_fields
-from deployments.http.callers import CallerHere
-from deployments.http.direct_route import DirectRoute
+from deployments.http.bodies import RankBody
+from deployments.http.callers import Caller, CallerHere
+from deployments.http.interface import DirectRoute
 from deployments.http.messages import BehaviourIn, ItemId, ItemOut, Message, StageOut, Tenant, Timestamp, UserId
 
 
@@ -50,20 +52,8 @@ class RankIn(Message):
     deadline_ms: float | None = Field(None, gt=0, le=600_000, allow_inf_nan=False, description="time for the whole answer")
 
     def to_value(self, arrived: float | None = None) -> RankingRequest:
-        """`arrived`: when the request came, on this process's monotonic clock. Raises InvalidRequest at weights that mean nothing."""
-        for task, weight in (self.weights or {}).items():
-            if not 0 <= weight <= 1e6:
-                raise InvalidRequest(f"weights.{task}", f"must be a number from 0 to 1000000, not {weight}")
-        return RankingRequest(
-            user_id=self.user_id,
-            candidates=tuple(self.candidates),
-            behaviours=None if self.behaviours is None else tuple(behaviour.to_value() for behaviour in self.behaviours),
-            weights=self.weights,
-            request_time=self.request_time,
-            tenant=self.tenant,
-            deadline_ms=self.deadline_ms,
-            deadline=arrived + self.deadline_ms / 1000 if arrived is not None and self.deadline_ms is not None else None,
-        )
+        """See RankBody.to_value. Raises InvalidRequest."""
+        return msgspec.convert(self.model_dump(exclude_unset=True), RankBody).to_value(self.tenant, arrived)
 
 
 class RankedItemOut(ItemOut):
@@ -88,10 +78,10 @@ class RankOut(Message):
 
 
 def ranking_routes(service: RankingService, limits: Callable[[], GatewaySettings]) -> APIRouter:
-    routes = APIRouter(route_class=DirectRoute)
+    routes = APIRouter()
 
     @routes.post("/v1/rank", tags=["recommendations"], response_model=RankOut)
-    async def rank(message: RankIn, http: Request, caller: CallerHere) -> Response:  # noqa: ARG001 - a direct route has it
+    async def rank(message: RankIn, caller: CallerHere) -> Response:
         """Order given candidates for one user, with a prediction for each of the model's tasks."""
         _check_limits(message, limits())
         message.tenant = caller.named(message.tenant if "tenant" in message.model_fields_set else None)
@@ -100,6 +90,17 @@ def ranking_routes(service: RankingService, limits: Callable[[], GatewaySettings
         return Response(as_json(ranking_fields(answer)), media_type="application/json")
 
     return routes
+
+
+def rank_directly(service: RankingService, limits: Callable[[], GatewaySettings]) -> DirectRoute:
+    """POST /v1/rank without FastAPI."""
+
+    async def answer(message: RankBody, caller: Caller, accept: str) -> bytes:  # noqa: ARG001 - there is no other format
+        _check_limits(message, limits())
+        request = message.to_value(caller.acts_for(message.tenant or None), caller.arrived)
+        return as_json(ranking_fields(await service.rank(request)))
+
+    return DirectRoute(msgspec.json.Decoder(RankBody), answer)
 
 
 def ranking_fields(answer: Ranking) -> Fields:
@@ -125,7 +126,7 @@ def _item_fields(ranked: RankedItem) -> Fields:
     }
 
 
-def _check_limits(message: RankIn, limits: GatewaySettings) -> None:
+def _check_limits(message: RankIn | RankBody, limits: GatewaySettings) -> None:
     counts = {"candidates": (message.candidates, limits.max_candidates), "behaviours": (message.behaviours or (), limits.max_behaviours)}
     for field, (given, most) in counts.items():
         if len(given) > most:

@@ -37,6 +37,8 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 def wanted(accept: str) -> str | None:
     """The format to stream in, where an Accept header prefers one to plain JSON; of those it likes as much, the one it names first."""
+    if accept in ("", *_JSON):
+        return None
     liked = [(quality, name) for quality, name in map(_weighed, accept.split(",")) if quality > 0 and name in (SSE, NDJSON, *_JSON)]
     _, best = max(liked, key=lambda one: (one[0], "*" not in one[1]), default=(0.0, ""))
     return best if best in (SSE, NDJSON) else None

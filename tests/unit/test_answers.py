@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from cluster.cache.memory import MemoryCache
 from cluster.cache.tier_values import TierSettings
@@ -76,7 +77,7 @@ async def test_the_second_answer_is_the_first_and_says_where_it_comes_from(setti
         replace(ASKED, user_id="bob"),
         replace(ASKED, k=4),
         replace(ASKED, behaviours=SEEN[:1]),
-        replace(ASKED, behaviours=(SEEN[0], replace(SEEN[1], timestamp=NOW + 2))),
+        replace(ASKED, behaviours=(SEEN[0], structs.replace(SEEN[1], timestamp=NOW + 2))),
         replace(ASKED, exclude_seen=False),
         replace(ASKED, blocked=frozenset({"9"})),
         replace(ASKED, allowed=frozenset({"9"})),

@@ -1,19 +1,15 @@
-"""A body that is read straight into its message is understood as FastAPI understands it."""
+"""A body that msgspec decodes is understood as FastAPI and pydantic understand it."""
 
 import json
 
 import httpx
 import pytest
-from fastapi import APIRouter, Query, Request, Response
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.config import GatewaySettings
 from cluster.values import Recommendation
 from deployments.http.api import create_api
-from deployments.http.callers import CallerHere
-from deployments.http.direct_route import DirectRoute
-from deployments.http.messages import RecommendIn
 from tests.repetitions import times
 from tests.unit.test_http_api import json_values
 
@@ -94,11 +90,3 @@ async def test_a_body_without_a_media_type_is_refused_as_before():
     status, problem, asked = await understood(b'{"user_id": "u"}', "text/plain")
     assert (status, asked) == (422, None)
     assert problem["errors"]
-
-
-def test_a_route_that_asks_for_more_than_the_direct_way_gives_is_refused():
-    routes = APIRouter(route_class=DirectRoute)
-    with pytest.raises(TypeError, match="depends on nothing else"):
-
-        @routes.post("/v1/x")
-        async def endpoint(message: RecommendIn, http: Request, caller: CallerHere, more: int = Query(1)) -> Response: ...

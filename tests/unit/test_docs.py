@@ -170,7 +170,7 @@ def _leaves(tree, prefix=""):
 
 
 def _interface():
-    return {*create_api(None, None, GatewaySettings()).openapi()["paths"], "/openapi.json", "/docs"}
+    return {*create_api(None, None, GatewaySettings()).fastapi.openapi()["paths"], "/openapi.json", "/docs"}
 
 
 def _is_module(name, beside):

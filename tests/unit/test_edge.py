@@ -88,7 +88,7 @@ class Served:
     def __init__(self, gateways=1, **settings):
         self.service, self.data = Service(), Data()
         self.api = create_api(self.service, self.data, GatewaySettings.model_validate(settings), lambda: gateways)
-        self.edge = self.api.state.edge
+        self.edge = self.api.edge
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.api), base_url="http://genrec")
 
     def ask(self, user_id="u", headers=None, **more):

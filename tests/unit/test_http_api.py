@@ -273,7 +273,7 @@ async def test_an_error_of_ours_is_a_problem_without_a_trace(service, monkeypatc
 
 
 def test_the_openapi_document_describes_every_route_with_an_example():
-    document = create_api(None, None, LIMITS).openapi()
+    document = create_api(None, None, LIMITS).fastapi.openapi()
     assert set(document["paths"]) == {
         "/v1/recommend", "/v1/recommend:batch", "/v1/rank", "/v1/items/{item_id}", "/v1/backends",
         "/v1/backends/{stage}/{name}:{switch}", "/healthz", "/readyz",

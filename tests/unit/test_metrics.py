@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import prometheus_client
@@ -16,6 +15,7 @@ from cluster import metrics as m
 from cluster.breaker import BreakerState
 from cluster.cache.entry import CacheStatistics
 from cluster.cache.tier_values import TierStatistics
+from cluster.config import GatewaySettings
 from cluster.controller import StageSnapshot
 from cluster.errors import ConfigError
 from cluster.events.store import Event
@@ -37,8 +37,8 @@ from deployments.dashboards.alerts import ALERTS
 from deployments.dashboards.boards import BOARDS
 from deployments.dashboards.build import HERE, files
 from deployments.dashboards.expressions import gauge, quantile, rate
-from deployments.http.edge import EdgeStatistics
-from deployments.http.measured import MeasuredMiddleware
+from deployments.http.edge import Edge, EdgeStatistics
+from deployments.http.interface import HttpInterface
 from deployments.metrics import GatewayRecorder, StageRecorder, meter, reason_kind
 from deployments.shown_items import MOST_ITEMS, Followed, ShownItems
 from tests.noted import Noted
@@ -342,18 +342,15 @@ def test_events_are_counted_by_what_was_done(monkeypatch):
 # ---- HTTP
 
 
-@dataclass
-class Refusing:
-    """An edge that turns away whoever has a header, before the routes."""
+class Refusing(Edge):
+    """An edge that turns away a request that has a header, before the routes."""
 
-    app: object
-
-    async def __call__(self, scope, receive, send):
+    async def serve(self, answer, scope, connection):
         if any(name == b"refuse" for name, _ in scope.get("headers", ())):
-            await send({"type": "http.response.start", "status": 503, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
+            await connection.send({"type": "http.response.start", "status": 503, "headers": []})
+            await connection.send({"type": "http.response.body", "body": b""})
         elif not any(name == b"leave" for name, _ in scope.get("headers", ())):
-            await self.app(scope, receive, send)
+            await connection.carry(answer(scope, connection))
 
 
 @pytest.fixture
@@ -373,9 +370,8 @@ def served():
         return "plain"
 
     api.include_router(routes)
-    api.add_middleware(Refusing)
-    api.add_middleware(MeasuredMiddleware, meter=noted)
-    return AsyncClient(transport=ASGITransport(api, raise_app_exceptions=False), base_url="http://here"), noted
+    interface = HttpInterface(api, Refusing(GatewaySettings()), {}, noted)
+    return AsyncClient(transport=ASGITransport(interface, raise_app_exceptions=False), base_url="http://here"), noted
 
 
 async def test_requests_are_labelled_by_their_routes_and_never_by_their_paths(served):

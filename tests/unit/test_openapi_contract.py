@@ -119,7 +119,7 @@ def service(tmp_path_factory):
 
 OPERATIONS = [
     pytest.param(method, path, id=f"{method.upper()} {path}")
-    for path, methods in create_api(None, None, GatewaySettings()).openapi()["paths"].items()
+    for path, methods in create_api(None, None, GatewaySettings()).fastapi.openapi()["paths"].items()
     for method in methods
 ]
 GUARDED = {"api_keys": KEYS, "rate_limits": {"default": {"per_s": 0.001, "burst": 3}}}

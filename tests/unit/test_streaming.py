@@ -136,7 +136,7 @@ def test_the_accept_header_decides(accept, expected):
 
 
 def test_both_formats_are_documented():
-    documented = create_api(None, None, GatewaySettings()).openapi()["paths"]["/v1/recommend"]["post"]["responses"]["200"]
+    documented = create_api(None, None, GatewaySettings()).fastapi.openapi()["paths"]["/v1/recommend"]["post"]["responses"]["200"]
     content = documented["content"]
     assert "Only `answer` is final" in documented["description"]
     assert set(content) == {"application/json", SSE, NDJSON}

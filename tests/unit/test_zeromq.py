@@ -108,7 +108,7 @@ async def opened_door(gateway=None, exchanged=None, **settings):
     limits = ZeroMQSettings.model_validate({"address": address, **settings})
     door = FrontDoor(limits, exchanged or through, max_body_bytes=edge.max_body_bytes)
     await door.open()
-    served = Opened(door, service, data, address, api.state.edge, through)
+    served = Opened(door, service, data, address, api.edge, through)
     try:
         yield served
     finally:

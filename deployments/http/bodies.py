@@ -1,0 +1,110 @@
+"""The bodies of POST /v1/recommend and /v1/rank as msgspec decodes them: the fast twins of messages.RecommendIn and ranking.RankIn.
+
+msgspec is strict where pydantic converts: it refuses 50 as an item id and 1.0 as a timestamp. What a decoder here accepts, pydantic accepts
+with the same meaning; what it refuses goes to pydantic, which converts it or says what is wrong.
+"""
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from cluster.errors import InvalidRequest
+from cluster.ranking import RankingRequest, Task
+from cluster.values import Behaviour, CacheUse, Name, RecommendRequest, SamplingOptions, Strategy, Timestamp
+
+REFUSED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What a decoder raises at a body that it does not accept."""
+Tenant: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+Milliseconds: TypeAlias = Annotated[float, Meta(gt=0, le=600_000)]
+
+
+class SamplingBody(Struct, gc=False, forbid_unknown_fields=True):
+    """As messages.SamplingIn."""
+
+    samples: Annotated[int, Meta(ge=1, le=1024)] = 32
+    temperature: Annotated[float, Meta(ge=0, le=10)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+
+    def to_value(self) -> SamplingOptions:
+        return SamplingOptions(self.temperature, self.top_k, self.top_p, self.seed, self.samples)
+
+
+class RecommendBody(Struct, forbid_unknown_fields=True):
+    """As messages.RecommendIn."""
+
+    user_id: Name
+    behaviours: tuple[Behaviour, ...] | None = None
+    k: Annotated[int, Meta(ge=1)] = 10
+    request_time: Timestamp | None = None
+    exclude_seen: bool = True
+    blocked: list[Name] = []
+    allowed: list[Name] | None = None
+    tenant: Tenant | UnsetType = UNSET
+    strategy: Strategy | None = None
+    diversity: Share = 0.0
+    freshness: Share = 0.0
+    explain: bool = False
+    deadline_ms: Milliseconds | None = None
+    sampling: SamplingBody | None = None
+    cache: CacheUse = "use"
+    rank: bool | None = None
+
+    def to_value(self, tenant: str, arrived: float | None) -> RecommendRequest:
+        """`tenant`: the one that the caller acts for; `arrived`: when the request came, on this process's monotonic clock; without it
+        its time has not begun to run.
+        """
+        return RecommendRequest(
+            user_id=self.user_id,
+            behaviours=self.behaviours,
+            k=self.k,
+            request_time=self.request_time,
+            exclude_seen=self.exclude_seen,
+            blocked=frozenset(self.blocked),
+            allowed=None if self.allowed is None else frozenset(self.allowed),
+            tenant=tenant,
+            strategy=self.strategy,
+            diversity=self.diversity,
+            freshness=self.freshness,
+            explain=self.explain,
+            deadline_ms=self.deadline_ms,
+            sampling=None if self.sampling is None else self.sampling.to_value(),
+            cache=self.cache,
+            rank=self.rank,
+            deadline=_deadline(self.deadline_ms, arrived),
+        )
+
+
+class RankBody(Struct, forbid_unknown_fields=True):
+    """As ranking.RankIn."""
+
+    user_id: Name
+    candidates: Annotated[list[Name], Meta(min_length=1)]
+    behaviours: tuple[Behaviour, ...] | None = None
+    weights: dict[Task, float] | None = None
+    request_time: Timestamp | None = None
+    tenant: Tenant | UnsetType = UNSET
+    deadline_ms: Milliseconds | None = None
+
+    def to_value(self, tenant: str, arrived: float | None) -> RankingRequest:
+        """As RecommendBody's. Raises InvalidRequest at weights that mean nothing."""
+        for task, weight in (self.weights or {}).items():
+            if not 0 <= weight <= 1e6:
+                raise InvalidRequest(f"weights.{task}", f"must be a number from 0 to 1000000, not {weight}")
+        return RankingRequest(
+            user_id=self.user_id,
+            candidates=tuple(self.candidates),
+            behaviours=self.behaviours,
+            weights=self.weights,
+            request_time=self.request_time,
+            tenant=tenant,
+            deadline_ms=self.deadline_ms,
+            deadline=_deadline(self.deadline_ms, arrived),
+        )
+
+
+def _deadline(deadline_ms: float | None, arrived: float | None) -> float | None:
+    return None if deadline_ms is None or arrived is None else arrived + deadline_ms / 1000

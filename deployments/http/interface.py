@@ -1,0 +1,117 @@
+"""The HTTP interface as one ASGI callable.
+
+    request ──► size, key, rate, place (edge.py) ──► POST /v1/recommend, /v1/rank: decoded, answered and sent here
+                                                └──► every other path, and a body that msgspec refuses: FastAPI's routes (api.py)
+
+FastAPI reads the schema of the two direct routes off functions of its own, which answer what comes here in no other way.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cluster.metrics import CLIENTS_GONE, HTTP_DURATION, HTTP_REQUESTS, SILENT, Meter
+from deployments.http import problems
+from deployments.http.bodies import REFUSED
+from deployments.http.callers import Caller
+from deployments.http.connection import ClientLeft, Connection
+from deployments.http.edge import OPEN, Edge
+
+JSON = b"application/json"
+OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class DirectRoute:
+    """A POST whose JSON body `decoder` reads. `answer` is given the message, the caller and the Accept header, and returns the JSON of the
+    answer, or an ASGI application that sends it.
+    """
+
+    decoder: msgspec.json.Decoder[Any]
+    answer: Callable[[Any, Caller, str], Awaitable[bytes | ASGIApp]]
+
+
+class HttpInterface:
+    """`fastapi` has all routes; those in `direct`, by path, are answered without it. `edge` protects all but the open paths."""
+
+    def __init__(self, fastapi: FastAPI, edge: Edge, direct: Mapping[str, DirectRoute], meter: Meter = SILENT) -> None:
+        self.fastapi, self.edge, self._direct, self._meter = fastapi, edge, direct, meter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.fastapi(scope, receive, send)
+        began, connection = perf_counter(), self.edge.connection(receive, send)
+        try:
+            if _path(scope) in OPEN:
+                await self.fastapi(scope, receive, connection.send)
+            else:
+                await self.edge.serve(self._answer, scope, connection)
+        except Exception:
+            connection.status = connection.status or 500  # what answers it stands outside of the application
+            raise
+        finally:
+            self._record(scope, connection.status, perf_counter() - began)
+
+    async def _answer(self, scope: Scope, connection: Connection) -> None:
+        route = self._direct.get(_path(scope))
+        if route is None or scope["method"] != "POST" or not _is_json(scope):
+            await self.fastapi(scope, connection.receive, connection.send)
+            return
+        try:
+            body = await connection.body()
+            try:
+                message = route.decoder.decode(body)
+            except REFUSED:
+                answer: bytes | ASGIApp = self.fastapi
+                connection.read_again(body)
+            else:
+                answer = await route.answer(message, scope["state"]["caller"], _accepted(scope))
+        except ClientLeft:
+            raise
+        except Exception as error:  # noqa: BLE001 - every error is told as a problem
+            await problems.send(error, scope["path"], connection.send)
+            return
+        if isinstance(answer, bytes):
+            await connection.respond(answer)
+        else:
+            await answer(scope, connection.receive, connection.send)
+
+    def _record(self, scope: Scope, status: int, duration_s: float) -> None:
+        """Count and time a request, those too that the edge turns away."""
+        route = self._route(scope)
+        if status:
+            self._meter.add(HTTP_REQUESTS, route=route, status=str(status))
+            self._meter.observe(HTTP_DURATION, duration_s, route=route, outcome=f"{status // 100}xx")
+        else:
+            self._meter.add(CLIENTS_GONE, route=route)
+
+    def _route(self, scope: Scope) -> str:
+        """The route's path as it is written in the code, `/v1/items/{item_id:id}`; a request that was turned away before the routes is
+        looked up among those without parameters.
+        """
+        if (path := getattr(scope.get("route"), "path", None)) is not None:
+            return str(path)
+        asked = _path(scope)
+        return asked if asked in self._direct or any(getattr(route, "path", None) == asked for route in self.fastapi.routes) else OTHER
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def _is_json(scope: Scope) -> bool:
+    for name, value in scope["headers"]:
+        if name == b"content-type":
+            return bool(value == JSON or value.partition(b";")[0].strip().lower() == JSON)
+    return False
+
+
+def _accepted(scope: Scope) -> str:
+    """The Accept headers as one."""
+    return b",".join([value for name, value in scope["headers"] if name == b"accept"]).decode("latin-1")
