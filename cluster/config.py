@@ -40,6 +40,11 @@ class BatchingSettings(Section):
         le=1,
         description="share of a batch that may be padding: requests of other lengths form batches of their own",
     )
+    free_padding: int = Field(
+        128,
+        ge=0,
+        description="padded rows that a batch may hold in any case: one more call of the engine costs more than so many rows",
+    )
     max_wait_ms: float = Field(2.0, ge=0, le=1000, description="how long the first request of a batch waits for company")
 
 

@@ -4,11 +4,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 
 from cluster.errors import DataError
 from cluster.values import Behaviour, FloatArray, Int8Array, Int32Array, Int64Array, Item, UserSequence
+
+_WHEN = attrgetter("timestamp")
 
 
 @dataclass(frozen=True)
@@ -36,17 +39,21 @@ class Catalogue:
 
     def sequence(self, behaviours: Iterable[Behaviour], request_time: int) -> tuple[UserSequence, tuple[str, ...]]:
         """The behaviours with items of this catalogue in the order of time (ties keep their order), and the item ids it does not hold."""
-        ordered = sorted(behaviours, key=lambda behaviour: behaviour.timestamp)
-        found = [(self.index_of(behaviour.item_id), behaviour) for behaviour in ordered]
-        known = [(index, behaviour) for index, behaviour in found if index is not None]
+        ordered = sorted(behaviours, key=_WHEN)
+        indices = [self._index.get(behaviour.item_id) for behaviour in ordered]
+        unknown: tuple[str, ...] = ()
+        if None in indices:
+            unknown = tuple(dict.fromkeys(one.item_id for one, index in zip(ordered, indices, strict=True) if index is None))
+            ordered = [one for one, index in zip(ordered, indices, strict=True) if index is not None]
+            indices = [index for index in indices if index is not None]
         sequence = UserSequence(
-            items=np.array([index for index, _ in known], np.int32),
-            timestamps=np.array([behaviour.timestamp for _, behaviour in known], np.int64),
-            actions=np.array([behaviour.action.code for _, behaviour in known], np.int8),
-            values=np.array([np.nan if behaviour.value is None else behaviour.value for _, behaviour in known], np.float32),
+            items=np.array(indices, np.int32),
+            timestamps=np.array([behaviour.timestamp for behaviour in ordered], np.int64),
+            actions=np.array([behaviour.action.code for behaviour in ordered], np.int8),
+            values=np.array([behaviour.value for behaviour in ordered], np.float32),  # None becomes NaN
             request_time=request_time,
         )
-        return sequence, tuple(dict.fromkeys(behaviour.item_id for index, behaviour in found if index is None))
+        return sequence, unknown
 
     def unknown(self, item_ids: Iterable[str]) -> tuple[str, ...]:
         """Those that the catalogue does not hold, each once."""

@@ -34,6 +34,7 @@ class FleetNews:
     """`ready`: versions that every live replica of every stage can serve; `used`: those that some gateway gives answers of.
 
     `settled`: the board has been there for long enough to have heard of everybody. `generators`: replicas that live; None: not known.
+    `replicas`: stage -> the ids of those that live.
     """
 
     ready: frozenset[int] = frozenset()
@@ -41,6 +42,7 @@ class FleetNews:
     gateways: int = 1
     settled: bool = False
     generators: int | None = None
+    replicas: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,9 @@ class FleetBoard:
         used = frozenset(version for one in live.values() for version in one.uses)
         roles = Counter(one.role for one in live.values())
         settled = now - self._made_at > self._ttl_s
-        return FleetNews(self._ready(live), used, max(1, roles["gateway"]), settled, roles["generator"] if settled else None)
+        replicas = {role: _ids_of(role, live) for role in roles}
+        generators = roles["generator"] if settled else None
+        return FleetNews(self._ready(live), used, max(1, roles["gateway"]), settled, generators, replicas)
 
     def judge(self, rollout: Rollout) -> str:
         """Why the trial has to end by what the gateways have measured, "" where it may go on."""
@@ -116,3 +120,8 @@ class FleetBoard:
     def _live(self, now: float) -> dict[str, Presence]:
         self._present = {name: told for name, told in self._present.items() if now - told[0] <= self._ttl_s}
         return {name: presence for name, (_, presence) in self._present.items()}
+
+
+def _ids_of(role: Role, live: Mapping[str, Presence]) -> tuple[str, ...]:
+    """A process is called by its role and the id of its replica: `encoder/abc`."""
+    return tuple(name.partition("/")[2] for name, one in live.items() if one.role == role)

@@ -7,7 +7,7 @@ index 0 is padding and never an item.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,14 @@ Timestamp: TypeAlias = Annotated[int, Meta(ge=0, le=LATEST_TIMESTAMP)]
 
 
 class Action(StrEnum):
-    """What a user did with an item. The order of the members is their code in arrays and files: append, never reorder."""
+    """What a user did with an item. The order of the members is their `code` in arrays and files: append, never reorder."""
+
+    code: int
+
+    def __new__(cls, word: str) -> Self:
+        member = str.__new__(cls, word)
+        member._value_, member.code = word, len(cls.__members__)
+        return member
 
     VIEW = "view"
     CLICK = "click"
@@ -39,13 +46,6 @@ class Action(StrEnum):
     CART = "cart"
     PURCHASE = "purchase"
     RATING = "rating"
-
-    @property
-    def code(self) -> int:
-        return _ACTION_CODES[self]
-
-
-_ACTION_CODES = {action: code for code, action in enumerate(Action)}
 
 
 class Behaviour(Struct, frozen=True, gc=False, forbid_unknown_fields=True):

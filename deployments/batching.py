@@ -30,20 +30,26 @@ class _Waiting(Generic[Request, Answer]):
 def alike(tokens: Sequence[int], limits: BatchingSettings) -> list[int]:
     """Which of the waiting requests, of `tokens` rows each, go into one batch: positions, ascending. The first is always among them.
 
-    The others are those nearest to it in length, as long as the batch's padded size, longest x number, is within the limits, and the share
-    of it that is padding.
+    The others are those nearest to it in length, as long as the batch's padded size, longest x number, is within the limits, and what of it
+    is padding: `free_padding` rows or, where that is more, the share `max_padding`.
     """
     if not tokens:
         return []
+    if len(tokens) <= limits.max_requests and _fits(max(tokens), len(tokens), sum(tokens), limits):
+        return list(range(len(tokens)))
     chosen, rows, longest = [0], tokens[0], tokens[0]
     for position in sorted(range(1, len(tokens)), key=lambda one: abs(tokens[one] - tokens[0])):
         if len(chosen) == limits.max_requests:
             break
-        padded = max(longest, tokens[position]) * (len(chosen) + 1)
-        if padded <= limits.max_tokens and padded - rows - tokens[position] <= limits.max_padding * padded:
+        if _fits(max(longest, tokens[position]), len(chosen) + 1, rows + tokens[position], limits):
             chosen.append(position)
             rows, longest = rows + tokens[position], max(longest, tokens[position])
     return sorted(chosen)
+
+
+def _fits(longest: int, requests: int, rows: int, limits: BatchingSettings) -> bool:
+    padded = longest * requests
+    return padded <= limits.max_tokens and padded - rows <= max(limits.free_padding, limits.max_padding * padded)
 
 
 class MicroBatcher(Generic[Request, Answer]):
@@ -90,6 +96,8 @@ class MicroBatcher(Generic[Request, Answer]):
 
     async def _company(self) -> None:
         """Wait until a batch is full or its first request has waited long enough."""
+        if not self._limits.max_wait_ms:
+            return
         deadline = self._waiting[0].arrived + self._limits.max_wait_ms / 1000
         while not self._full() and (left := deadline - time.perf_counter()) > 0:
             self._arrival.clear()
@@ -104,6 +112,9 @@ class MicroBatcher(Generic[Request, Answer]):
     def _take(self) -> list[_Waiting[Request, Answer]]:
         self._waiting = [place for place in self._waiting if not place.answer.done()]
         chosen = set(alike([place.tokens for place in self._waiting], self._limits))
+        if len(chosen) == len(self._waiting):
+            taken, self._waiting = self._waiting, []
+            return taken
         taken = [place for position, place in enumerate(self._waiting) if position in chosen]
         self._waiting = [place for position, place in enumerate(self._waiting) if position not in chosen]
         return taken

@@ -4,10 +4,11 @@ gateway         each answer, each event, and twice a second what the edge and th
 stage replica   each batch, and twice a second what its controllers and engines count
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
-from time import time
-from typing import TYPE_CHECKING, Any
+from time import sleep, time
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ray import serve
 from ray.serve import metrics as ray_metrics
@@ -19,7 +20,7 @@ from cluster.cache.tier_values import TierStatistics
 from cluster.controller import StageSnapshot
 from cluster.events.store import Event
 from cluster.managed_backend import OutOfTime
-from cluster.metrics import SILENT, Kind, Meter, Metric, Totals
+from cluster.metrics import METRICS, SILENT, Kind, Meter, Metric, Totals
 from cluster.ranking import Ranking
 from cluster.values import Recommendation, RecommendRequest, SkippedBackend, StageReport
 from deployments.gpus import Gpus, nvml
@@ -43,6 +44,7 @@ KEPT_COUNTERS: Mapping[str, tuple[Metric, Mapping[str, str]]] = {
 }
 """What backends say they keep of users (see cluster.protocols), as metrics; what is not here is told by GET /v1/backends alone."""
 KEPT_GAUGES = {"users": m.STATE_USERS, "used_bytes": m.STATE_BYTES, "buffer_held_bytes": m.BUFFER_BYTES}
+HAND_OVER_EVERY_S = 1.0
 QUEUES = {"waiting": m.QUEUE_WAITING, "running": m.QUEUE_RUNNING, "kv_cache_usage": m.KV_CACHE_USAGE}
 
 
@@ -65,21 +67,52 @@ def _ray_meter() -> "RayMeter":
     return RayMeter()
 
 
+Labels: TypeAlias = tuple[tuple[str, str], ...]
+
+
 class RayMeter:
-    """One for each process. Serve adds the labels `deployment`, `replica` and `application`."""
+    """One for each process; from any thread. Serve adds the labels `deployment`, `replica` and `application`.
+
+    What is noted is added up here, and a thread hands it to Ray every second. Each call into Ray gives the interpreter up, and an event
+    loop that shares it with an engine's thread waits up to milliseconds to have it back.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[tuple[str, Labels], float] = {}
+        self._seen: dict[tuple[str, Labels], list[float]] = {}
         self._made: dict[str, Any] = {}
+        threading.Thread(target=self._hand_over_forever, name="metrics", daemon=True).start()
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
-        if amount > 0:  # Ray raises at 0
-            self._of(metric).inc(amount, tags=labels)
+        key = (metric.name, tuple(labels.items()))
+        with self._lock:
+            self._sums[key] = self._sums.get(key, 0.0) + amount
+
+    def observe(self, metric: Metric, value: float, **labels: str) -> None:
+        key = (metric.name, tuple(labels.items()))
+        with self._lock:
+            self._seen.setdefault(key, []).append(value)
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
         self._of(metric).set(value, tags=labels)
 
-    def observe(self, metric: Metric, value: float, **labels: str) -> None:
-        self._of(metric).observe(value, tags=labels)
+    def hand_over(self) -> None:
+        """Give Ray what was noted since the last time."""
+        with self._lock:
+            (sums, self._sums), (seen, self._seen) = (self._sums, {}), (self._seen, {})
+        for (name, labels), amount in sums.items():
+            if amount > 0:  # Ray raises at 0
+                self._of(METRICS[name]).inc(amount, tags=dict(labels))
+        for (name, labels), values in seen.items():
+            made, tags = self._of(METRICS[name]), dict(labels)
+            for value in values:
+                made.observe(value, tags=tags)
+
+    def _hand_over_forever(self) -> None:
+        while True:
+            sleep(HAND_OVER_EVERY_S)
+            self.hand_over()
 
     def _of(self, metric: Metric) -> Any:
         if metric.name not in self._made:

@@ -21,6 +21,7 @@ from cluster.traffic.attempts import GRACE_S, Attempts, Rules
 from cluster.traffic.hedging import Hedge
 from cluster.traffic.retry_budget import RetryBudget
 from cluster.values import EncodeRequest, GenerateRequest
+from deployments.mailbox import Mailbox
 
 TRIES = 3
 ENDED = object()
@@ -44,11 +45,18 @@ async def ask(handle: DeploymentHandle[Any], method: str, *args: Any, within_s: 
 class StageCaller:
     """Calls one deployment whose methods take (request, within_s): the seconds they may take from then on. One for each handle and process.
 
-    Every error is raised as by `ask`. `hedge` is for methods that only compute.
+    Every error is raised as by `ask`. `hedge` is for methods that only compute. With a `mailbox`, requests that wait go together in one
+    call, and `ask` is for the mailbox's method only.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any], retries: RetryBudget | None = None, hedge: Hedge | None = None) -> None:
-        self._handle, self._rules = handle, Rules(retries or RetryBudget(), hedge)
+    def __init__(
+        self,
+        handle: DeploymentHandle[Any],
+        retries: RetryBudget | None = None,
+        hedge: Hedge | None = None,
+        mailbox: Mailbox | None = None,
+    ) -> None:
+        self._handle, self._rules, self._mailbox = handle, Rules(retries or RetryBudget(), hedge), mailbox
         self.requests = self.copies = 0
 
     @property
@@ -75,7 +83,10 @@ class StageCaller:
 
         async def send(number: int, left_s: float) -> Any:
             self.copies += number > 0
-            return await _once(self._handle, method, (copy_of(request, number), left_s), monotonic() + left_s + GRACE_S)
+            sent = copy_of(request, number)
+            if self._mailbox is not None:
+                return await self._mailbox.send(sent, left_s, left_s + GRACE_S)
+            return await _once(self._handle, method, (sent, left_s), monotonic() + left_s + GRACE_S)
 
         def better(call: asyncio.Task[Any]) -> bool:
             error = call.exception()
@@ -134,7 +145,9 @@ def _died(error: BaseException | None) -> bool:
 
 def _broke(error: BaseException) -> bool:
     """Whether the callee failed at it, for a reason that another replica need not have."""
-    return isinstance(error, RayTaskError) and (isinstance(error.cause, BackendError) or not isinstance(error.cause, GenrecError))
+    if isinstance(error, RayTaskError):
+        return isinstance(error.cause, BackendError) or not isinstance(error.cause, GenrecError)
+    return isinstance(error, BackendError)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ forget erased users
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -15,15 +15,17 @@ from ray.serve.handle import DeploymentHandle
 from cluster.bundle import Bundle, BundleStore
 from cluster.config import Settings, StageSettings
 from cluster.controller import FrameworkController
-from cluster.errors import BackendError, BackendUnavailable
+from cluster.errors import BackendError, BackendFailed, BackendUnavailable, GenrecError
 from cluster.fleet import Role
 from cluster.heap import settle
 from cluster.latency import LatencyRecorder
 from cluster.rollout import RolloutStore
 from cluster.switchboard import Switches
+from cluster.traffic.user_router import Together
 from cluster.traffic.utilisation import Utilisation
 from deployments.following import Follower
 from deployments.logs import join_serves_log
+from deployments.mailbox import Raised
 from deployments.membership import Membership
 from deployments.metrics import StageRecorder, meter
 from deployments.remote import ask
@@ -97,6 +99,19 @@ class StageReplica(Generic[ModelT]):
         """Serve calls it when it stops a replica; so do those whose construction failed."""
         for model in self._models.models if hasattr(self, "_models") else ():
             model.close()
+
+    async def together(self, method: str, requests: Together) -> list[Any]:
+        """What `method` answers to several requests of one gateway, in order: each its own answer, or Raised."""
+        return await asyncio.gather(*(self._member(getattr(self, method), request, within_s) for request, within_s in requests.requests))
+
+    async def _member(self, answer: Callable[[Any, float], Awaitable[Any]], request: object, within_s: float) -> Any:
+        try:
+            return await answer(request, within_s)
+        except GenrecError as error:
+            return Raised(error)
+        except Exception as error:
+            logger.exception("the %s failed in a way it does not know", self.stage)
+            return Raised(BackendFailed(f"the {self.stage} raised {error!r}; its log has the trace"))
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take a new order, selection or list of disabled backends while requests are served; what is not given is as in `args`."""

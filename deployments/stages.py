@@ -15,13 +15,13 @@ from ray.serve.handle import DeploymentHandle
 from cluster.config import FlagSettings
 from cluster.controller import NoBackendAnswered
 from cluster.errors import BackendError, BackendUnavailable
-from cluster.fleet import READY, FleetNews
+from cluster.fleet import READY, FleetNews, Role
 from cluster.ranking import RankAnswer, RankRequest
-from cluster.traffic.budget import in_time
 from cluster.traffic.hedging import Hedge
 from cluster.values import EncodeAnswer, EncodeRequest, GenerateAnswer, Generated, GenerateRequest
 from deployments.encoder import Encoder
 from deployments.generator import Generator
+from deployments.mailbox import Mailbox
 from deployments.ranker import Ranker
 from deployments.remote import StageCaller, ask
 from deployments.replica import ModelGone, StageReplica
@@ -68,7 +68,9 @@ class SplitStages:
         hedge: Hedge | None = None,
     ) -> None:
         self._hedge = hedge or Hedge(on=False)
-        self._encoder, self._generator, self._ranker = StageCaller(encoder, hedge=self._hedge), StageCaller(generator), StageCaller(ranker)
+        self._mailboxes: dict[Role, Mailbox] = {"encoder": Mailbox(encoder, "encode"), "ranker": Mailbox(ranker, "rank")}
+        self._encoder = StageCaller(encoder, hedge=self._hedge, mailbox=self._mailboxes["encoder"])
+        self._generator, self._ranker = StageCaller(generator), StageCaller(ranker, mailbox=self._mailboxes["ranker"])
         self._generators: int | None = None
         self._ready: frozenset[int] = frozenset()
         self._alarm = Alarm(generator)
@@ -97,6 +99,8 @@ class SplitStages:
 
     def heed(self, news: FleetNews) -> None:
         self._generators, self._ready = news.generators, news.ready
+        for stage, mailbox in self._mailboxes.items():
+            mailbox.learn(news.replicas.get(stage, ()))
 
     def ready(self, version: int) -> bool:
         return version in self._ready
@@ -149,7 +153,7 @@ class ColocatedStages:
         self._encoder, self._generator, self._ranker = encoder, generator, ranker
 
     async def encode(self, request: EncodeRequest, within_s: float) -> EncodeAnswer:
-        answer: EncodeAnswer = _raised(await in_time(lambda: self._encoder.encode(request, within_s), within_s))
+        answer: EncodeAnswer = _raised(await self._encoder.encode(request, within_s))
         return answer
 
     async def generate(self, request: GenerateRequest, within_s: float) -> GenerateAnswer:
@@ -157,7 +161,7 @@ class ColocatedStages:
         return answer
 
     async def rank(self, request: RankRequest, within_s: float) -> RankAnswer:
-        answer: RankAnswer = _raised(await in_time(lambda: self._ranker.rank(request, within_s), within_s))
+        answer: RankAnswer = _raised(await self._ranker.rank(request, within_s))
         return answer
 
     @property

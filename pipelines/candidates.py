@@ -34,13 +34,15 @@ class Candidates:
     def served(self) -> bool:
         return self.report.backend != NOBODY
 
-    def at(self, positions: npt.NDArray[Any] | slice) -> "Candidates":
+    def at(self, positions: npt.NDArray[Any] | list[int] | slice) -> "Candidates":
         """The items at these positions, in the order of the positions; or where a mask over all of them is true."""
         return replace(self, items=self.items[positions], scores=self.scores[positions])
 
-    def without(self, excluded: Int32Array) -> "Candidates":
-        """Those that are not `excluded`, which ascend."""
-        return self.at(~held(self.items, excluded))
+    def without(self, excluded: Int32Array, most: int | None = None) -> "Candidates":
+        """Those that are not `excluded`, the first `most` of them."""
+        passed_over = set(excluded.tolist())
+        places = [place for place, item in enumerate(self.items.tolist()) if item not in passed_over]
+        return self.at(places[:most])
 
 
 def held(items: Int32Array, ascending: Int32Array) -> npt.NDArray[np.bool_]:

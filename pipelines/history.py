@@ -30,11 +30,11 @@ def understand(request: RecommendRequest, catalogue: Catalogue) -> Wishes:
     """
     sequence, unknown = catalogue.sequence(request.behaviours or (), _request_time(request))
     listed = catalogue.unknown((*sorted(request.blocked), *sorted(request.allowed or ())))
-    seen = sequence.items if request.exclude_seen else np.empty(0, np.int32)
+    seen = sequence.items.tolist() if request.exclude_seen else ()
     return Wishes(
         sequence=sequence,
-        excluded=np.union1d(seen, _indices(request.blocked, catalogue)),
-        among=None if request.allowed is None else _indices(request.allowed, catalogue),
+        excluded=_ascending({*seen, *_known(request.blocked, catalogue)}),
+        among=None if request.allowed is None else _ascending(_known(request.allowed, catalogue)),
         unknown_items=tuple(dict.fromkeys((*unknown, *listed))),
         user=request.user_id,
         tenant=request.tenant,
@@ -56,6 +56,10 @@ def _request_time(request: RecommendRequest) -> int:
     return request.request_time
 
 
-def _indices(item_ids: Iterable[str], catalogue: Catalogue) -> Int32Array:
-    known = {index for item_id in item_ids if (index := catalogue.index_of(item_id)) is not None}
-    return np.array(sorted(known), np.int32)
+def _known(item_ids: Iterable[str], catalogue: Catalogue) -> set[int]:
+    return {index for item_id in item_ids if (index := catalogue.index_of(item_id)) is not None}
+
+
+def _ascending(indices: set[int]) -> Int32Array:
+    """Not by numpy.unique: it gives the interpreter up, which an engine's thread then takes for longer than sorting a few takes here."""
+    return np.array(sorted(indices), np.int32)

@@ -30,7 +30,7 @@ class Retrieval:
         where no encoder answers in time.
         """
         top_n = min(count + len(wishes.excluded), self._size)
-        return (await self._candidates(wishes, top_n, budget)).without(wishes.excluded).at(slice(count))
+        return (await self._candidates(wishes, top_n, budget)).without(wishes.excluded, count)
 
     async def _candidates(self, wishes: Wishes, top_n: int, budget: Budget) -> Candidates:
         began = time.perf_counter()

@@ -8,12 +8,21 @@ bounded as in consistent hashing with bounded loads (Mirrokni, Thorup and Zadimo
 than ceil(bound x m / n); a user whose home has as many is passed on to the next replica of the user's order, always the same one too.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from math import ceil
 
 from cluster.ranking import RankRequest
 from cluster.values import EncodeRequest, GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Requests of users who have one home, in one call, each with the seconds it may take."""
+
+    requests: tuple[tuple[object, float], ...]
+
 
 BOUND = 1.25
 SLACK = 8
@@ -21,12 +30,20 @@ SLACK = 8
 
 
 def user_key(request: object) -> str:
-    """Whose request it is; "" where it is nobody's in particular, or no request of ours."""
+    """The user of a request, the first one's of several that go together; "" where there is none, and for any other object."""
+    if isinstance(request, Together):
+        return user_key(request.requests[0][0])
     if isinstance(request, EncodeRequest | RankRequest) and request.user:
         return f"{request.tenant}/{request.user}"
     if isinstance(request, GenerateRequest) and request.whose:
         return f"{request.tenant}/{request.whose}"
     return ""
+
+
+def home_of(request: object, replicas: Sequence[str]) -> str:
+    """The replica that its user's requests go to as long as it is not busy; "" for a request without a user, and without replicas."""
+    user = user_key(request)
+    return max(replicas, key=lambda replica: (_weight(user, replica), replica)) if user and replicas else ""
 
 
 def choose(user: str, loads: Mapping[str, int], bound: float = BOUND, slack: int = SLACK) -> list[str]:

@@ -146,7 +146,7 @@ class CompiledTorchEncoder(TorchEncoder):
             self._encode, fullgraph=True, dynamic=False, recompile_limit=len(shapes), isolate_recompiles=True
         )
         for batch, length in shapes:
-            super()._states(_padding(batch, length))
+            self._compiled(_padding(batch, length))
 
     def _states(self, batch: BehaviourBatch) -> FloatArray:
         largest = self.batches[-1]
@@ -159,7 +159,14 @@ class CompiledTorchEncoder(TorchEncoder):
         for name in _INPUTS:
             source, target = getattr(batch, name)[start:stop], getattr(padded, name)
             target[tuple(slice(size) for size in source.shape)] = source
-        return super()._states(padded)[: stop - start]
+        return self._compiled(padded)[: stop - start]
+
+    def _compiled(self, batch: BehaviourBatch) -> FloatArray:
+        """What is compiled holds for one setting of autocast's cache, which each thread has for itself, and other code may have changed."""
+        import torch  # noqa: PLC0415
+
+        torch.set_autocast_cache_enabled(True)
+        return super()._states(batch)
 
 
 def doublings(shortest: int, longest: int) -> list[int]:

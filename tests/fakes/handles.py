@@ -6,6 +6,8 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError
 
+from cluster.traffic.user_router import Together
+
 NEVER = object()
 """The outcome of a call that is not answered."""
 
@@ -31,7 +33,9 @@ class Handle:
 
 
 class ScriptedHandle:
-    """Answers each call with the next of `outcomes`: a value, an exception of Ray's to raise, NEVER, or a list of those to stream."""
+    """Answers each call with the next of `outcomes`: a value, an exception of Ray's to raise, NEVER, or a list of those to stream. A call
+    of several requests has as many outcomes, unless the first is one of the call itself. `calls`: the arguments of each request.
+    """
 
     deployment_name = "encoder"
 
@@ -43,7 +47,16 @@ class ScriptedHandle:
         return self
 
     def __getattr__(self, method: str) -> SimpleNamespace:
-        return SimpleNamespace(remote=self._remote)
+        return SimpleNamespace(remote=self._together if method == "together" else self._remote)
+
+    def _together(self, _: str, together: Together) -> Any:
+        response = self._remote(*together.requests[0])
+        self.calls += together.requests[1:]
+        if response.done() and not response.exception():
+            answers = [response.result(), *(self.outcomes.pop(0) for _ in together.requests[1:])]
+            self.responses[-1] = response = asyncio.get_running_loop().create_future()
+            response.set_result(answers)
+        return response
 
     def _remote(self, *args: Any) -> Any:
         self.calls.append(args)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.virtual_time
 
 
 def limits(**changes):
-    return BatchingSettings(**{"max_requests": 4, "max_tokens": 100, "max_wait_ms": 20, **changes})
+    return BatchingSettings(**{"max_requests": 4, "max_tokens": 100, "max_wait_ms": 20, "free_padding": 0, **changes})
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,13 @@ def test_a_batch_holds_what_is_alike_and_fits_by_number_and_padded_size(tokens, 
 
 def test_where_padding_costs_nothing_length_does_not_matter():
     assert alike([10, 20, 30], limits(max_padding=1.0)) == [0, 1, 2]
+
+
+def test_some_rows_of_padding_cost_less_than_a_call_of_the_engine():
+    tokens = [3, 19, 7, 12]
+    assert alike(tokens, limits()) == [0]
+    assert alike(tokens, limits(free_padding=35)) == [0, 1, 2, 3]  # 4 x 19 rows, 35 of them padding
+    assert alike(tokens, limits(free_padding=34)) == [0, 2, 3]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.floats(0, 0.5))

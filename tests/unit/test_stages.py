@@ -7,7 +7,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.config import FlagSettings
 from cluster.controller import NoBackendAnswered
-from cluster.errors import BackendFailed, BackendUnavailable, DeadlineExceeded
+from cluster.errors import BackendFailed, BackendUnavailable
 from cluster.fleet import READY, FleetNews
 from cluster.traffic.hedging import Hedge
 from cluster.values import SkippedBackend
@@ -143,11 +143,6 @@ async def test_colocated_an_answer_comes_from_this_process_and_an_error_is_raise
         with pytest.raises(type(failure)):
             await listed(colocated(generator=streaming).generate_stream(None, 5.0))
         assert streaming.told == ["stream closed"]
-
-
-async def test_colocated_an_encoder_that_does_not_answer_in_time_is_given_up():
-    with pytest.raises(DeadlineExceeded, match="it was not done within 10 ms"):
-        await colocated(Stage(NEVER)).encode(None, 0.01)
 
 
 async def test_colocated_a_version_is_ready_once_all_stages_here_have_it_whoever_else_does():

@@ -1,0 +1,110 @@
+"""Requests for one deployment that wait at a gateway go to a replica together: one remote call for all of them.
+
+    request -> the replica that is home to its user -> a call with all that wait for this home, at most two on the way
+
+A remote call costs a gateway about a millisecond of Python, whatever it carries. What a member of a call comes to is its own: its answer,
+its error, its time. Only where the call itself fails, as when the replica dies, do all of its members.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.traffic.user_router import Together, home_of
+
+ON_THE_WAY = 2
+"""Calls to one home at a time: one that is computed, and the next one that waits for it there."""
+MOST = 64
+"""Requests in one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """In the place of an answer: what the replica raised over this request."""
+
+    error: Exception
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A request that waits. `until`: when its time is over, on this process's monotonic clock."""
+
+    request: object
+    until: float
+    answer: asyncio.Future[Any]
+
+
+class Mailbox:
+    """Calls `method` of a deployment's StageReplica by its `together`. One for each handle and method; for one event loop."""
+
+    def __init__(self, handle: DeploymentHandle[Any], method: str) -> None:
+        self._handle, self._method = handle, method
+        self._replicas: tuple[str, ...] = ()
+        self._waiting: dict[str, list[_Member]] = {}
+        self._calls: Counter[str] = Counter()
+
+    def learn(self, replicas: Iterable[str]) -> None:
+        """Which replicas live now, by their ids: requests whose users have the same home go together."""
+        self._replicas = tuple(replicas)
+
+    async def send(self, request: object, left_s: float, wait_s: float) -> Any:
+        """The answer to one request, which the replica may take `left_s` for. Raises TimeoutError after `wait_s`, what the replica raised
+        over this request, and what Ray raises where the call fails.
+        """
+        loop = asyncio.get_running_loop()
+        member, home = _Member(request, monotonic() + left_s, loop.create_future()), home_of(request, self._replicas)
+        self._waiting.setdefault(home, []).append(member)
+        if self._calls[home] < ON_THE_WAY:
+            loop.call_soon(self._begin, home)  # with what else arrives in this turn of the loop
+        return await asyncio.wait_for(member.answer, wait_s)
+
+    def _begin(self, home: str) -> None:
+        """Send what waits for this home, unless enough is on the way there."""
+        waiting = [member for member in self._waiting.pop(home, ()) if not member.answer.done()]
+        if not waiting or self._calls[home] >= ON_THE_WAY:
+            if waiting:
+                self._waiting[home] = waiting
+            return
+        members, later = waiting[:MOST], waiting[MOST:]
+        if later:
+            self._waiting[home] = later
+        self._calls[home] += 1
+        call = asyncio.create_task(self._call(members))
+
+        def left(_: object) -> None:
+            if all(member.answer.done() for member in members):
+                call.cancel()
+
+        def ended(_: object) -> None:
+            self._calls[home] -= 1
+            if not self._calls[home]:
+                del self._calls[home]
+            self._begin(home)
+
+        for member in members:
+            member.answer.add_done_callback(left)
+        call.add_done_callback(ended)
+
+    async def _call(self, members: list[_Member]) -> None:
+        now = monotonic()
+        together = Together(tuple((member.request, max(0.0, member.until - now)) for member in members))
+        response: Any = self._handle.together.remote(self._method, together)
+        try:
+            answers = await response
+        except asyncio.CancelledError:
+            response.cancel()  # no member waits for it any more: an overloaded replica need not compute it
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to the members
+            answers = [Raised(error)] * len(members)
+        for member, answer in zip(members, answers, strict=True):
+            if member.answer.done():
+                continue
+            if isinstance(answer, Raised):
+                member.answer.set_exception(answer.error)
+            else:
+                member.answer.set_result(answer)

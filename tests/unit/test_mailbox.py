@@ -1,0 +1,146 @@
+"""Requests that wait for a deployment go together, by their users' homes; each member of a call has an outcome of its own."""
+
+import asyncio
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from cluster.errors import BackendFailed, InvalidRequest
+from cluster.traffic.user_router import home_of, user_key
+from cluster.values import EncodeRequest
+from deployments.mailbox import MOST, Mailbox, Raised
+from tests.bundles import random_sequence
+
+pytestmark = pytest.mark.virtual_time
+
+HISTORY = random_sequence(3)
+REPLICAS = ("a", "b", "c")
+
+
+def of(user):
+    return EncodeRequest(HISTORY, 5, user=user)
+
+
+class Deployment:
+    """Answers each request with its user once `gate` is open; `errors`: by user. Remembers every call, and which were cancelled."""
+
+    def __init__(self):
+        self.calls, self.cancelled, self.errors, self.gate = [], [], {}, asyncio.Event()
+        self.together = SimpleNamespace(remote=lambda method, together: asyncio.ensure_future(self._answers(together)))
+        self.dies = False
+
+    async def _answers(self, together):
+        users = [request.user for request, _ in together.requests]
+        self.calls.append(together)
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(users)
+            raise
+        if self.dies:
+            raise ActorDiedError
+        return [Raised(self.errors[user]) if user in self.errors else user for user in users]
+
+    @property
+    def users(self):
+        return [[request.user for request, _ in together.requests] for together in self.calls]
+
+
+@pytest.fixture
+def deployment():
+    return Deployment()
+
+
+@pytest.fixture
+def mailbox(deployment):
+    return Mailbox(deployment, "encode")
+
+
+def sent(mailbox, *users, wait_s=60.0):
+    return [asyncio.create_task(mailbox.send(of(user), 30.0, wait_s)) for user in users]
+
+
+async def test_requests_of_one_turn_go_together_and_what_comes_meanwhile_in_the_next_calls(deployment, mailbox):
+    first = sent(mailbox, "1", "2")
+    await asyncio.sleep(0.01)
+    second = sent(mailbox, "3")
+    await asyncio.sleep(0.01)
+    third = sent(mailbox, "4", "5", "6")
+    await asyncio.sleep(0.01)
+    assert deployment.users == [["1", "2"], ["3"]], "two calls are on the way"
+    deployment.gate.set()
+    assert await asyncio.gather(*first, *second, *third) == ["1", "2", "3", "4", "5", "6"]
+    assert deployment.users[2:] == [["4", "5", "6"]]
+
+
+async def test_a_call_goes_to_the_replica_that_is_home_to_all_of_its_users(deployment, mailbox):
+    mailbox.learn(REPLICAS)
+    deployment.gate.set()
+    users = [str(number) for number in range(30)]
+    assert await asyncio.gather(*sent(mailbox, *users)) == users
+    assert len(deployment.calls) == len(REPLICAS)
+    for together in deployment.calls:
+        (home,) = {home_of(request, REPLICAS) for request, _ in together.requests}
+        assert home == home_of(together, REPLICAS), "and a router takes it there"
+    assert user_key(deployment.calls[0]) == user_key(deployment.calls[0].requests[0][0])
+
+
+async def test_a_call_carries_no_more_than_it_may(deployment, mailbox):
+    deployment.gate.set()
+    users = [str(number) for number in range(2 * MOST + 1)]
+    assert await asyncio.gather(*sent(mailbox, *users)) == users
+    assert Counter(map(len, deployment.users)) == {MOST: 2, 1: 1}
+
+
+async def test_one_member_s_error_is_no_other_s(deployment, mailbox):
+    deployment.errors = {"2": InvalidRequest("k", "is wrong"), "3": BackendFailed("it broke")}
+    deployment.gate.set()
+    outcomes = await asyncio.gather(*sent(mailbox, "1", "2", "3", "4"), return_exceptions=True)
+    assert outcomes == ["1", deployment.errors["2"], deployment.errors["3"], "4"]
+
+
+async def test_where_the_call_fails_every_member_fails_and_the_next_call_is_made(deployment, mailbox):
+    deployment.dies = True
+    deployment.gate.set()
+    outcomes = await asyncio.gather(*sent(mailbox, "1", "2"), return_exceptions=True)
+    assert [type(one) for one in outcomes] == [ActorDiedError] * 2
+    deployment.dies = False
+    assert await asyncio.gather(*sent(mailbox, "3")) == ["3"]
+
+
+async def test_a_member_that_leaves_takes_no_other_along_and_the_last_one_ends_the_call(deployment, mailbox):
+    leaving, staying = sent(mailbox, "leaving", "staying")
+    await asyncio.sleep(0.01)
+    leaving.cancel()
+    await asyncio.sleep(0.01)
+    assert deployment.cancelled == []
+    staying.cancel()
+    await asyncio.sleep(0.01)
+    assert deployment.cancelled == [["leaving", "staying"]]
+    deployment.gate.set()
+    assert await asyncio.gather(*sent(mailbox, "next")) == ["next"]
+
+
+async def test_a_request_whose_caller_left_while_it_waited_is_not_sent(deployment, mailbox):
+    on_the_way = [*sent(mailbox, "1")]
+    await asyncio.sleep(0.01)
+    on_the_way += sent(mailbox, "2")
+    await asyncio.sleep(0.01)
+    gone, stays = sent(mailbox, "gone", "stays")
+    await asyncio.sleep(0.01)
+    gone.cancel()
+    deployment.gate.set()
+    assert await asyncio.gather(*on_the_way, stays) == ["1", "2", "stays"]
+    assert deployment.users[-1] == ["stays"]
+
+
+async def test_each_member_waits_for_its_own_time_and_is_told_what_is_left_of_it(deployment, mailbox):
+    (patient,) = sent(mailbox, "patient")
+    (hurried,) = sent(mailbox, "hurried", wait_s=0.05)
+    with pytest.raises(TimeoutError):
+        await hurried
+    deployment.gate.set()
+    assert await patient == "patient"
+    assert all(29 < left_s <= 30 for _, left_s in deployment.calls[0].requests)
