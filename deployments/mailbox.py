@@ -1,24 +1,27 @@
 """Requests for one deployment that wait at a gateway go to a replica together: one remote call for all of them.
 
-    request -> the replica that is home to its user -> a call with all that wait for this home, at most two on the way
+    request -> the replica that is home to its user, the version of the model -> a call with all that wait for both, at most two on the way
 
 A remote call costs a gateway about a millisecond of Python, whatever it carries. What a member of a call comes to is its own: its answer,
-its error, its time. Only where the call itself fails, as when the replica dies, do all of its members.
+its error, its time. Only where the call itself fails, as when the replica dies, do all of its members. Versions have calls of their own, so
+that a slow one on trial holds up none of the other's; so do requests that are traced, so that their traces go on at the replica.
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import Iterable
+from contextvars import copy_context
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, TypeAlias
 
 from ray.serve.handle import DeploymentHandle
 
+from cluster import tracing
 from cluster.traffic.user_router import Together, home_of
 
 ON_THE_WAY = 2
-"""Calls to one home at a time: one that is computed, and the next one that waits for it there."""
+"""Calls to one address at a time: one that is computed, and the next one that waits for it there."""
 MOST = 64
 """Requests in one call."""
 
@@ -39,14 +42,19 @@ class _Member:
     answer: asyncio.Future[Any]
 
 
+Address: TypeAlias = tuple[str, str, int]
+"""The home, "" for any replica; the version of the model; the span of a request that is traced, else 0."""
+
+
 class Mailbox:
     """Calls `method` of a deployment's StageReplica by its `together`. One for each handle and method; for one event loop."""
 
     def __init__(self, handle: DeploymentHandle[Any], method: str) -> None:
         self._handle, self._method = handle, method
         self._replicas: tuple[str, ...] = ()
-        self._waiting: dict[str, list[_Member]] = {}
-        self._calls: Counter[str] = Counter()
+        self._waiting: dict[Address, list[_Member]] = {}
+        self._calls: Counter[Address] = Counter()
+        self._context = copy_context()  # of no request: Serve cancels the calls that were made in the context of one that is cancelled
 
     def learn(self, replicas: Iterable[str]) -> None:
         """Which replicas live now, by their ids: requests whose users have the same home go together."""
@@ -57,34 +65,36 @@ class Mailbox:
         over this request, and what Ray raises where the call fails.
         """
         loop = asyncio.get_running_loop()
-        member, home = _Member(request, monotonic() + left_s, loop.create_future()), home_of(request, self._replicas)
-        self._waiting.setdefault(home, []).append(member)
-        if self._calls[home] < ON_THE_WAY:
-            loop.call_soon(self._begin, home)  # with what else arrives in this turn of the loop
+        member = _Member(request, monotonic() + left_s, loop.create_future())
+        traced = tracing.here()
+        to = home_of(request, self._replicas), str(getattr(request, "model_version", "")), traced.span_id if traced else 0
+        self._waiting.setdefault(to, []).append(member)
+        if self._calls[to] < ON_THE_WAY:
+            loop.call_soon(self._begin, to)  # with what else arrives in this turn of the loop
         return await asyncio.wait_for(member.answer, wait_s)
 
-    def _begin(self, home: str) -> None:
-        """Send what waits for this home, unless enough is on the way there."""
-        waiting = [member for member in self._waiting.pop(home, ()) if not member.answer.done()]
-        if not waiting or self._calls[home] >= ON_THE_WAY:
+    def _begin(self, to: Address) -> None:
+        """Send what waits for this address, unless enough is on the way there."""
+        waiting = [member for member in self._waiting.pop(to, ()) if not member.answer.done()]
+        if not waiting or self._calls[to] >= ON_THE_WAY:
             if waiting:
-                self._waiting[home] = waiting
+                self._waiting[to] = waiting
             return
         members, later = waiting[:MOST], waiting[MOST:]
         if later:
-            self._waiting[home] = later
-        self._calls[home] += 1
-        call = asyncio.create_task(self._call(members))
+            self._waiting[to] = later
+        self._calls[to] += 1
+        call = asyncio.create_task(self._call(members), context=None if to[-1] else self._context)
 
         def left(_: object) -> None:
             if all(member.answer.done() for member in members):
                 call.cancel()
 
         def ended(_: object) -> None:
-            self._calls[home] -= 1
-            if not self._calls[home]:
-                del self._calls[home]
-            self._begin(home)
+            self._calls[to] -= 1
+            if not self._calls[to]:
+                del self._calls[to]
+            self._begin(to)
 
         for member in members:
             member.answer.add_done_callback(left)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from contextvars import ContextVar
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +20,8 @@ HISTORY = random_sequence(3)
 REPLICAS = ("a", "b", "c")
 
 
-def of(user):
-    return EncodeRequest(HISTORY, 5, user=user)
+def of(user, version="tiny/1"):
+    return EncodeRequest(HISTORY, 5, user=user, model_version=version)
 
 
 class Deployment:
@@ -85,6 +86,24 @@ async def test_a_call_goes_to_the_replica_that_is_home_to_all_of_its_users(deplo
         (home,) = {home_of(request, REPLICAS) for request, _ in together.requests}
         assert home == home_of(together, REPLICAS), "and a router takes it there"
     assert user_key(deployment.calls[0]) == user_key(deployment.calls[0].requests[0][0])
+
+
+async def test_a_version_holds_up_no_request_of_another(deployment, mailbox):
+    deployment.gate.set()
+    requests = [of("1"), of("2", version="tiny/2"), of("3")]
+    assert await asyncio.gather(*(mailbox.send(request, 30.0, 60.0) for request in requests)) == ["1", "2", "3"]
+    assert deployment.users == [["1", "3"], ["2"]]
+
+
+async def test_a_call_is_made_in_the_context_of_none_of_its_requests(deployment, mailbox):
+    """Serve cancels the calls that were made in the context of a request whose client leaves."""
+    request_id, seen = ContextVar("request_id", default="none"), []
+    answers = deployment.together.remote
+    deployment.together.remote = lambda *call: seen.append(request_id.get()) or answers(*call)
+    request_id.set("the first member's")
+    deployment.gate.set()
+    await asyncio.gather(*sent(mailbox, "1", "2"))
+    assert seen == ["none"]
 
 
 async def test_a_call_carries_no_more_than_it_may(deployment, mailbox):

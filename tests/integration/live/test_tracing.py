@@ -45,7 +45,7 @@ def test_a_trace_leads_from_the_caller_through_the_gateway_and_the_encoder_to_it
     while (above := parents[way[-1]]) != "the caller":
         way.append(above)
     ours = [name for name in way if not name.startswith("route_to_replica")]
-    assert ours == ["batch", "replica_handle_request encoder encode", "encode", "recommend", "replica_handle_request gateway __call__"]
+    assert ours == ["batch", "replica_handle_request encoder together", "encode", "recommend", "replica_handle_request gateway __call__"]
     assert told(found["recommend"])["genrec.degraded"] is False
     assert told(found["encode"])["genrec.backend"] == "onnxruntime"
     assert "fallback_from" in "".join(told(found["encode"]))
