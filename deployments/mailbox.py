@@ -8,7 +8,6 @@ that a slow one on trial holds up none of the other's; so do requests that are t
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterable
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from cluster.traffic.user_router import Together, home_of
 
 ON_THE_WAY = 2
 """Calls to one address at a time: one that is computed, and the next one that waits for it there."""
+PATIENCE_S = 1.0
+"""After which a call holds up no other: its replica may be stopped, which a router finds out by the calls that it is asked to route."""
 MOST = 64
 """Requests in one call."""
 
@@ -53,7 +54,8 @@ class Mailbox:
         self._handle, self._method = handle, method
         self._replicas: tuple[str, ...] = ()
         self._waiting: dict[Address, list[_Member]] = {}
-        self._calls: Counter[Address] = Counter()
+        self._calls: dict[Address, list[float]] = {}  # when those on the way began
+        self._due = set[Address]()  # addresses that `_begin` is about to look at
         self._context = copy_context()  # of no request: Serve cancels the calls that were made in the context of one that is cancelled
 
     def learn(self, replicas: Iterable[str]) -> None:
@@ -69,30 +71,36 @@ class Mailbox:
         traced = tracing.here()
         to = home_of(request, self._replicas), str(getattr(request, "model_version", "")), traced.span_id if traced else 0
         self._waiting.setdefault(to, []).append(member)
-        if self._calls[to] < ON_THE_WAY:
+        if to not in self._due:
+            self._due.add(to)
             loop.call_soon(self._begin, to)  # with what else arrives in this turn of the loop
         return await asyncio.wait_for(member.answer, wait_s)
 
     def _begin(self, to: Address) -> None:
         """Send what waits for this address, unless enough is on the way there."""
-        waiting = [member for member in self._waiting.pop(to, ()) if not member.answer.done()]
-        if not waiting or self._calls[to] >= ON_THE_WAY:
-            if waiting:
-                self._waiting[to] = waiting
+        self._due.discard(to)
+        waiting = self._waiting[to] = [member for member in self._waiting.get(to, ()) if not member.answer.done()]
+        if not waiting:
+            del self._waiting[to]
             return
-        members, later = waiting[:MOST], waiting[MOST:]
-        if later:
-            self._waiting[to] = later
-        self._calls[to] += 1
-        call = asyncio.create_task(self._call(members), context=None if to[-1] else self._context)
+        loop, calls = asyncio.get_running_loop(), self._calls.setdefault(to, [])
+        now = loop.time()
+        lately = [began for began in calls if now - began < PATIENCE_S]
+        if len(lately) >= ON_THE_WAY:
+            self._due.add(to)
+            loop.call_at(lately[0] + PATIENCE_S, self._begin, to)
+            return
+        members, self._waiting[to] = waiting[:MOST], waiting[MOST:]
+        calls.append(now)
+        call = loop.create_task(self._call(members), context=None if to[-1] else self._context)
 
         def left(_: object) -> None:
             if all(member.answer.done() for member in members):
                 call.cancel()
 
         def ended(_: object) -> None:
-            self._calls[to] -= 1
-            if not self._calls[to]:
+            calls.remove(now)
+            if not calls and self._calls.get(to) is calls:
                 del self._calls[to]
             self._begin(to)
 

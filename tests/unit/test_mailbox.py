@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError
 from cluster.errors import BackendFailed, InvalidRequest
 from cluster.traffic.user_router import home_of, user_key
 from cluster.values import EncodeRequest
-from deployments.mailbox import MOST, Mailbox, Raised
+from deployments.mailbox import MOST, PATIENCE_S, Mailbox, Raised
 from tests.bundles import random_sequence
 
 pytestmark = pytest.mark.virtual_time
@@ -93,6 +93,22 @@ async def test_a_version_holds_up_no_request_of_another(deployment, mailbox):
     requests = [of("1"), of("2", version="tiny/2"), of("3")]
     assert await asyncio.gather(*(mailbox.send(request, 30.0, 60.0) for request in requests)) == ["1", "2", "3"]
     assert deployment.users == [["1", "3"], ["2"]]
+
+
+async def test_calls_to_a_replica_that_keeps_silent_hold_up_no_other_for_long(deployment, mailbox):
+    """The router finds out that it is stopped, and takes the next call to another one."""
+    stuck = []
+    for user in ("1", "2", "3"):
+        stuck += sent(mailbox, user)
+        await asyncio.sleep(0.01)
+    assert deployment.users == [["1"], ["2"]]
+    await asyncio.sleep(PATIENCE_S)
+    assert deployment.users == [["1"], ["2"], ["3"]]
+    stuck += sent(mailbox, "4")
+    await asyncio.sleep(0.01)
+    assert deployment.users[3:] == [["4"]]
+    deployment.gate.set()
+    assert await asyncio.gather(*stuck) == ["1", "2", "3", "4"]
 
 
 async def test_a_call_is_made_in_the_context_of_none_of_its_requests(deployment, mailbox):
