@@ -89,7 +89,7 @@ SYSTEMS: dict[str, tuple[str, Start]] = {
     "colocated-default": ("genrec, colocated, default proxy", partial(genrec, profile="default", placement="colocated")),
     "colocated-fast": ("genrec, colocated, fast profile", partial(genrec, profile="fast", placement="colocated")),
 }
-BASELINE = "naive-chain"
+BASELINE = "naive-fastapi"
 
 
 def measure(url: str, asked: tuple[str, ...], bound_ms: float, seed: int) -> Figures:
@@ -157,7 +157,7 @@ def report(found: dict[str, list[Figures]], model_dir: Path, rounds: int, bound_
         f"Retrievals of 10 items, no caches, {rounds} rounds one after the other, medians (least to most).",
         f"The driver, on the same machine, sends when a request is due. Sustained: the largest Poisson rate with p99 <= {bound_ms:g} ms.",
         "",
-        f"{heading}| sustained requests/s | x the naive chain |",
+        f"{heading}| sustained requests/s | x FastAPI's |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, rows in found.items():
