@@ -33,16 +33,19 @@ class Presence:
 class FleetNews:
     """`ready`: versions that every live replica of every stage can serve; `used`: those that some gateway gives answers of.
 
-    `settled`: the board has been there for long enough to have heard of everybody. `generators`: replicas that live; None: not known.
-    `replicas`: stage -> the ids of those that live.
+    `settled`: the board has been there for long enough to have heard from every process. `replicas`: stage -> the ids of those that live.
     """
 
     ready: frozenset[int] = frozenset()
     used: frozenset[int] = frozenset()
     gateways: int = 1
     settled: bool = False
-    generators: int | None = None
     replicas: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def generators(self) -> int | None:
+        """How many live; None while that is not known."""
+        return len(self.replicas.get("generator", ())) if self.settled else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,8 @@ class FleetBoard:
         used = frozenset(version for one in live.values() for version in one.uses)
         roles = Counter(one.role for one in live.values())
         settled = now - self._made_at > self._ttl_s
-        replicas = {role: _ids_of(role, live) for role in roles}
-        generators = roles["generator"] if settled else None
-        return FleetNews(self._ready(live), used, max(1, roles["gateway"]), settled, generators, replicas)
+        replicas: dict[Role, tuple[str, ...]] = {role: _ids_of(role, live) for role in roles if role != "gateway"}
+        return FleetNews(self._ready(live), used, max(1, roles["gateway"]), settled, replicas)
 
     def judge(self, rollout: Rollout) -> str:
         """Why the trial has to end by what the gateways have measured, "" where it may go on."""

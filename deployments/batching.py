@@ -96,10 +96,8 @@ class MicroBatcher(Generic[Request, Answer]):
 
     async def _company(self) -> None:
         """Wait until a batch is full or its first request has waited long enough."""
-        if not self._limits.max_wait_ms:
-            return
         deadline = self._waiting[0].arrived + self._limits.max_wait_ms / 1000
-        while not self._full() and (left := deadline - time.perf_counter()) > 0:
+        while (left := deadline - time.perf_counter()) > 0 and not self._full():
             self._arrival.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):  # `wait_for` would begin a task for it
@@ -112,9 +110,6 @@ class MicroBatcher(Generic[Request, Answer]):
     def _take(self) -> list[_Waiting[Request, Answer]]:
         self._waiting = [place for place in self._waiting if not place.answer.done()]
         chosen = set(alike([place.tokens for place in self._waiting], self._limits))
-        if len(chosen) == len(self._waiting):
-            taken, self._waiting = self._waiting, []
-            return taken
         taken = [place for position, place in enumerate(self._waiting) if position in chosen]
         self._waiting = [place for position, place in enumerate(self._waiting) if position not in chosen]
         return taken

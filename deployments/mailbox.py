@@ -43,15 +43,15 @@ class _Member:
     answer: asyncio.Future[Any]
 
 
-Address: TypeAlias = tuple[str, str, int]
-"""The home, "" for any replica; the version of the model; the span of a request that is traced, else 0."""
+Address: TypeAlias = tuple[str, str, str, int]
+"""The method of the replica; the home, "" for any replica; the version of the model; the span of a request that is traced, else 0."""
 
 
 class Mailbox:
-    """Calls `method` of a deployment's StageReplica by its `together`. One for each handle and method; for one event loop."""
+    """Calls methods of a deployment's StageReplica by its `together`. One for each handle; for one event loop."""
 
-    def __init__(self, handle: DeploymentHandle[Any], method: str) -> None:
-        self._handle, self._method = handle, method
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
         self._replicas: tuple[str, ...] = ()
         self._waiting: dict[Address, list[_Member]] = {}
         self._calls: dict[Address, list[float]] = {}  # when those on the way began
@@ -62,14 +62,15 @@ class Mailbox:
         """Which replicas live now, by their ids: requests whose users have the same home go together."""
         self._replicas = tuple(replicas)
 
-    async def send(self, request: object, left_s: float, wait_s: float) -> Any:
-        """The answer to one request, which the replica may take `left_s` for. Raises TimeoutError after `wait_s`, what the replica raised
+    async def send(self, method: str, request: object, left_s: float, wait_s: float) -> Any:
+        """What `method` answers to one request, which it may take `left_s` for. Raises TimeoutError after `wait_s`, what the replica raised
         over this request, and what Ray raises where the call fails.
         """
         loop = asyncio.get_running_loop()
         member = _Member(request, monotonic() + left_s, loop.create_future())
         traced = tracing.here()
-        to = home_of(request, self._replicas), str(getattr(request, "model_version", "")), traced.span_id if traced else 0
+        version, span = str(getattr(request, "model_version", "")), traced.span_id if traced else 0
+        to = method, home_of(request, self._replicas), version, span
         self._waiting.setdefault(to, []).append(member)
         if to not in self._due:
             self._due.add(to)
@@ -92,7 +93,7 @@ class Mailbox:
             return
         members, self._waiting[to] = waiting[:MOST], waiting[MOST:]
         calls.append(now)
-        call = loop.create_task(self._call(members), context=None if to[-1] else self._context)
+        call = loop.create_task(self._call(to[0], members), context=None if to[-1] else self._context)
 
         def left(_: object) -> None:
             if all(member.answer.done() for member in members):
@@ -108,10 +109,10 @@ class Mailbox:
             member.answer.add_done_callback(left)
         call.add_done_callback(ended)
 
-    async def _call(self, members: list[_Member]) -> None:
+    async def _call(self, method: str, members: list[_Member]) -> None:
         now = monotonic()
         together = Together(tuple((member.request, max(0.0, member.until - now)) for member in members))
-        response: Any = self._handle.together.remote(self._method, together)
+        response: Any = self._handle.together.remote(method, together)
         try:
             answers = await response
         except asyncio.CancelledError:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from time import sleep, time
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.serve import metrics as ray_metrics
@@ -20,7 +20,7 @@ from cluster.cache.tier_values import TierStatistics
 from cluster.controller import StageSnapshot
 from cluster.events.store import Event
 from cluster.managed_backend import OutOfTime
-from cluster.metrics import METRICS, SILENT, Kind, Meter, Metric, Totals
+from cluster.metrics import METRICS, SILENT, Kind, Labels, Meter, Metric, Totals
 from cluster.ranking import Ranking
 from cluster.values import Recommendation, RecommendRequest, SkippedBackend, StageReport
 from deployments.gpus import Gpus, nvml
@@ -65,9 +65,6 @@ def in_a_replica() -> bool:
 @cache
 def _ray_meter() -> "RayMeter":
     return RayMeter()
-
-
-Labels: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class RayMeter:

@@ -46,7 +46,7 @@ class StageCaller:
     """Calls one deployment whose methods take (request, within_s): the seconds they may take from then on. One for each handle and process.
 
     Every error is raised as by `ask`. `hedge` is for methods that only compute. With a `mailbox`, requests that wait go together in one
-    call, and `ask` is for the mailbox's method only.
+    call.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class StageCaller:
             self.copies += number > 0
             sent = copy_of(request, number)
             if self._mailbox is not None:
-                return await self._mailbox.send(sent, left_s, left_s + GRACE_S)
+                return await self._mailbox.send(method, sent, left_s, left_s + GRACE_S)
             return await _once(self._handle, method, (sent, left_s), monotonic() + left_s + GRACE_S)
 
         def better(call: asyncio.Task[Any]) -> bool:

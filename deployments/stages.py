@@ -68,7 +68,7 @@ class SplitStages:
         hedge: Hedge | None = None,
     ) -> None:
         self._hedge = hedge or Hedge(on=False)
-        self._mailboxes: dict[Role, Mailbox] = {"encoder": Mailbox(encoder, "encode"), "ranker": Mailbox(ranker, "rank")}
+        self._mailboxes: dict[Role, Mailbox] = {"encoder": Mailbox(encoder), "ranker": Mailbox(ranker)}
         self._encoder = StageCaller(encoder, hedge=self._hedge, mailbox=self._mailboxes["encoder"])
         self._generator, self._ranker = StageCaller(generator), StageCaller(ranker, mailbox=self._mailboxes["ranker"])
         self._generators: int | None = None

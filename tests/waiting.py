@@ -39,3 +39,9 @@ async def until(holds: Callable[[], Any], what: str = "it holds", within_s: floa
     while not (await held if inspect.isawaitable(held := holds()) else held):
         assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
         await asyncio.sleep(0.001)
+
+
+async def settled() -> None:
+    """Until everything that can happen without time passing has happened."""
+    for _ in range(50):
+        await asyncio.sleep(0)

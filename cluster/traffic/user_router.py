@@ -43,7 +43,7 @@ def user_key(request: object) -> str:
 def home_of(request: object, replicas: Sequence[str]) -> str:
     """The replica that its user's requests go to as long as it is not busy; "" for a request without a user, and without replicas."""
     user = user_key(request)
-    return max(replicas, key=lambda replica: (_weight(user, replica), replica)) if user and replicas else ""
+    return in_order_of(user, replicas)[0] if user and replicas else ""
 
 
 def choose(user: str, loads: Mapping[str, int], bound: float = BOUND, slack: int = SLACK) -> list[str]:

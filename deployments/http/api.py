@@ -15,7 +15,7 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Path, Request, Response
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from cluster.config import GatewaySettings
 from cluster.errors import InvalidRequest
@@ -107,12 +107,13 @@ def create_api(
 def recommend_directly(service: Service, limits: Callable[[], GatewaySettings]) -> DirectRoute:
     """POST /v1/recommend without FastAPI."""
 
-    async def answer(message: RecommendBody, caller: Caller, accept: str) -> bytes | ASGIApp:
+    async def answer(message: RecommendBody, caller: Caller, scope: Scope) -> bytes | ASGIApp:
         _check_limits(message, limits())
         tenant = caller.acts_for(message.tenant or None)
         request = message.to_value(tenant, caller.arrived)
-        if media_type := streaming.wanted(accept):
-            return await streaming.respond(service.stream(request), media_type, "/v1/recommend")
+        accepted = b",".join([value for name, value in scope["headers"] if name == b"accept"]).decode("latin-1")
+        if media_type := streaming.wanted(accepted):
+            return await streaming.respond(service.stream(request), media_type, scope["path"])
         return as_json(answer_fields(await service.recommend(request)))
 
     return DirectRoute(msgspec.json.Decoder(RecommendBody), answer)

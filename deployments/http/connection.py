@@ -108,9 +108,9 @@ class Connection:
             self._responded = True  # what a server tells after that is the end of the exchange, not a client that left
         await self._send(message)
 
-    async def respond(self, body: bytes, content_type: bytes = b"application/json") -> None:
-        """Send a whole answer, 200."""
-        headers = [(b"content-length", b"%d" % len(body)), (b"content-type", content_type)]
+    async def respond(self, body: bytes) -> None:
+        """Send a whole answer in JSON, 200."""
+        headers = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
         await self.send({"type": "http.response.start", "status": 200, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
 

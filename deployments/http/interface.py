@@ -28,12 +28,12 @@ OTHER = "other"
 
 @dataclass(frozen=True, slots=True)
 class DirectRoute:
-    """A POST whose JSON body `decoder` reads. `answer` is given the message, the caller and the Accept header, and returns the JSON of the
+    """A POST whose JSON body `decoder` reads. `answer` is given the message, the caller and the ASGI scope, and returns the JSON of the
     answer, or an ASGI application that sends it.
     """
 
     decoder: msgspec.json.Decoder[Any]
-    answer: Callable[[Any, Caller, str], Awaitable[bytes | ASGIApp]]
+    answer: Callable[[Any, Caller, Scope], Awaitable[bytes | ASGIApp]]
 
 
 class HttpInterface:
@@ -70,7 +70,7 @@ class HttpInterface:
                 answer: bytes | ASGIApp = self.fastapi
                 connection.read_again(body)
             else:
-                answer = await route.answer(message, scope["state"]["caller"], _accepted(scope))
+                answer = await route.answer(message, scope["state"]["caller"], scope)
         except ClientLeft:
             raise
         except Exception as error:  # noqa: BLE001 - every error is told as a problem
@@ -110,8 +110,3 @@ def _is_json(scope: Scope) -> bool:
         if name == b"content-type":
             return bool(value == JSON or value.partition(b";")[0].strip().lower() == JSON)
     return False
-
-
-def _accepted(scope: Scope) -> str:
-    """The Accept headers as one."""
-    return b",".join([value for name, value in scope["headers"] if name == b"accept"]).decode("latin-1")

@@ -6,6 +6,7 @@ from typing import Protocol, Self
 import msgspec
 from fastapi import APIRouter, Response
 from pydantic import ConfigDict, Field
+from starlette.types import Scope
 
 from cluster.config import GatewaySettings
 from cluster.errors import InvalidRequest
@@ -95,7 +96,7 @@ def ranking_routes(service: RankingService, limits: Callable[[], GatewaySettings
 def rank_directly(service: RankingService, limits: Callable[[], GatewaySettings]) -> DirectRoute:
     """POST /v1/rank without FastAPI."""
 
-    async def answer(message: RankBody, caller: Caller, accept: str) -> bytes:  # noqa: ARG001 - there is no other format
+    async def answer(message: RankBody, caller: Caller, _: Scope) -> bytes:
         _check_limits(message, limits())
         request = message.to_value(caller.acts_for(message.tenant or None), caller.arrived)
         return as_json(ranking_fields(await service.rank(request)))

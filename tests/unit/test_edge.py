@@ -17,7 +17,7 @@ from deployments.http.api import create_api
 from deployments.http.connection import READ_AHEAD
 from deployments.http.event_messages import ErasedOut, EventsOut, HistoryOut, InvalidatedOut
 from deployments.http.messages import BackendsOut, ReadyOut
-from tests.waiting import until
+from tests.waiting import settled, until
 
 ONE_PLACE = {"max_concurrent": 1, "max_queued": 2, "max_wait_ms": 60_000}
 HASHED = {name: hashlib.sha256(f"genrec_{name}".encode()).hexdigest() for name in ("shop", "any", "boss")}
@@ -105,12 +105,6 @@ class Served:
     @property
     def users(self):
         return [request.user_id for request in self.service.asked]
-
-
-async def settled():
-    """Until everything that can happen without time passing has happened."""
-    for _ in range(50):
-        await asyncio.sleep(0)
 
 
 class Client:

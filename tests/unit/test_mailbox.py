@@ -13,6 +13,7 @@ from cluster.traffic.user_router import home_of, user_key
 from cluster.values import EncodeRequest
 from deployments.mailbox import MOST, PATIENCE_S, Mailbox, Raised
 from tests.bundles import random_sequence
+from tests.waiting import settled, until
 
 pytestmark = pytest.mark.virtual_time
 
@@ -56,20 +57,20 @@ def deployment():
 
 @pytest.fixture
 def mailbox(deployment):
-    return Mailbox(deployment, "encode")
+    return Mailbox(deployment)
 
 
 def sent(mailbox, *users, wait_s=60.0):
-    return [asyncio.create_task(mailbox.send(of(user), 30.0, wait_s)) for user in users]
+    return [asyncio.create_task(mailbox.send("encode", of(user), 30.0, wait_s)) for user in users]
 
 
 async def test_requests_of_one_turn_go_together_and_what_comes_meanwhile_in_the_next_calls(deployment, mailbox):
     first = sent(mailbox, "1", "2")
-    await asyncio.sleep(0.01)
+    await settled()
     second = sent(mailbox, "3")
-    await asyncio.sleep(0.01)
+    await settled()
     third = sent(mailbox, "4", "5", "6")
-    await asyncio.sleep(0.01)
+    await settled()
     assert deployment.users == [["1", "2"], ["3"]], "two calls are on the way"
     deployment.gate.set()
     assert await asyncio.gather(*first, *second, *third) == ["1", "2", "3", "4", "5", "6"]
@@ -91,7 +92,7 @@ async def test_a_call_goes_to_the_replica_that_is_home_to_all_of_its_users(deplo
 async def test_a_version_holds_up_no_request_of_another(deployment, mailbox):
     deployment.gate.set()
     requests = [of("1"), of("2", version="tiny/2"), of("3")]
-    assert await asyncio.gather(*(mailbox.send(request, 30.0, 60.0) for request in requests)) == ["1", "2", "3"]
+    assert await asyncio.gather(*(mailbox.send("encode", request, 30.0, 60.0) for request in requests)) == ["1", "2", "3"]
     assert deployment.users == [["1", "3"], ["2"]]
 
 
@@ -100,12 +101,12 @@ async def test_calls_to_a_replica_that_keeps_silent_hold_up_no_other_for_long(de
     stuck = []
     for user in ("1", "2", "3"):
         stuck += sent(mailbox, user)
-        await asyncio.sleep(0.01)
+        await settled()
     assert deployment.users == [["1"], ["2"]]
-    await asyncio.sleep(PATIENCE_S)
+    await until(lambda: len(deployment.calls) > 2, f"a third call {PATIENCE_S:g} s later")
     assert deployment.users == [["1"], ["2"], ["3"]]
     stuck += sent(mailbox, "4")
-    await asyncio.sleep(0.01)
+    await settled()
     assert deployment.users[3:] == [["4"]]
     deployment.gate.set()
     assert await asyncio.gather(*stuck) == ["1", "2", "3", "4"]
@@ -147,12 +148,12 @@ async def test_where_the_call_fails_every_member_fails_and_the_next_call_is_made
 
 async def test_a_member_that_leaves_takes_no_other_along_and_the_last_one_ends_the_call(deployment, mailbox):
     leaving, staying = sent(mailbox, "leaving", "staying")
-    await asyncio.sleep(0.01)
+    await settled()
     leaving.cancel()
-    await asyncio.sleep(0.01)
+    await settled()
     assert deployment.cancelled == []
     staying.cancel()
-    await asyncio.sleep(0.01)
+    await settled()
     assert deployment.cancelled == [["leaving", "staying"]]
     deployment.gate.set()
     assert await asyncio.gather(*sent(mailbox, "next")) == ["next"]
@@ -160,11 +161,11 @@ async def test_a_member_that_leaves_takes_no_other_along_and_the_last_one_ends_t
 
 async def test_a_request_whose_caller_left_while_it_waited_is_not_sent(deployment, mailbox):
     on_the_way = [*sent(mailbox, "1")]
-    await asyncio.sleep(0.01)
+    await settled()
     on_the_way += sent(mailbox, "2")
-    await asyncio.sleep(0.01)
+    await settled()
     gone, stays = sent(mailbox, "gone", "stays")
-    await asyncio.sleep(0.01)
+    await settled()
     gone.cancel()
     deployment.gate.set()
     assert await asyncio.gather(*on_the_way, stays) == ["1", "2", "stays"]

@@ -10,6 +10,7 @@ import zmq
 import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
+from zmq.utils.monitor import recv_monitor_message
 
 from cluster.config import GatewaySettings, ZeroMQSettings, parse
 from cluster.errors import BackendUnavailable, ConfigError, InvalidRequest
@@ -184,7 +185,10 @@ async def test_malformed_frames_are_answered_with_a_problem_and_the_next_request
 async def test_a_frame_beyond_all_bounds_costs_its_sender_the_connection_and_nobody_else_anything():
     async with opened_door() as served:
         sender, other = served.client(), served.client()
+        cut = sender.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         await sender.send(b"1", RECOMMEND, b"", b"x" * 200_000)
+        await recv_monitor_message(cut)  # what is sent before the connection is cut is lost with it
+        sender.socket.disable_monitor()
         assert (await other.ask(body={"user_id": "ada"}))[0] == 200
         assert (await sender.ask(body={"user_id": "ada"}, request_id=b"2"))[0] == 200  # ZeroMQ has connected again
         assert served.door.statistics().served == {200: 2}
