@@ -300,17 +300,19 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     def _answer_in_parts(self, requests: Sequence[RequestT], results: Sequence[AnswerT | SkippedBackend]) -> list[AnswerT | SkippedBackend]:
         """Try both halves of a broken batch, the halves of those that break, and so on.
 
-        Finding one bad request among n takes about log2(n) broken calls; `retries` times that many are made, then the rest is given up.
+        Finding one bad request among n takes log2(n) broken calls, rounded up. The search ends with the first broken call beyond `retries`
+        times that many; until then, parts without a bad request are answered.
         """
-        found = list(results)
-        parts, broken_calls_left = _halves(range(len(requests))), self._retries * len(requests).bit_length()
-        while parts and broken_calls_left > 0:
+        found, broken_calls = list(results), 0
+        allowed = self._retries * max(1, (len(requests) - 1).bit_length())
+        parts = _halves(range(len(requests))) if allowed else []
+        while parts and broken_calls <= allowed:
             part = parts.pop()
             answers = self._attempt([requests[index] for index in part])
             for index, answer in zip(part, answers, strict=True):
                 found[index] = answer
             if not _any_answer(answers):
-                broken_calls_left -= 1
+                broken_calls += 1
                 parts += _halves(part) if len(part) > 1 else []
         return found
 

@@ -4,6 +4,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,16 @@ class TestPoison:
         outcomes = controller.call([*range(20)])
         assert by(outcomes) == ["first"] * 13 + ["second"] + ["first"] * 6
         assert [outcome.answer for outcome in outcomes] == [2 * request for request in range(20)]
+
+    @pytest.mark.parametrize("number", [2, 7, 31, 32])
+    def test_the_healthy_ones_beside_two_that_are_poisoned_stay(self, controller, number):
+        controller.warm_up([1])
+        batch = [*range(100, 100 + number)]
+        for pair in combinations(batch, 2):
+            First.poison = frozenset()
+            controller.call([1])
+            First.poison = frozenset(pair)
+            assert by(controller.call(batch)) == ["second" if request in pair else "first" for request in batch]
 
     def test_it_takes_few_calls_to_find(self, controller):
         controller.warm_up([1])
