@@ -33,6 +33,14 @@ def until_right(look: Callable[[], T], right: Callable[[T], object], within_s: f
     return seen
 
 
+def json_of(url: str, within_s: float = 300) -> dict[str, Any]:
+    """The JSON of a GET that is answered with 200, or with 503 while what it asks does not answer in time."""
+    response = until_right(lambda: httpx.get(url, timeout=30), lambda seen: seen.status_code != 503, within_s)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
 async def until(holds: Callable[[], Any], what: str = "it holds", within_s: float = 300) -> None:
     """As `eventually`, beside the event loop; `holds` may be a coroutine function."""
     deadline = time.monotonic() + within_s

@@ -13,7 +13,7 @@ import psutil
 from benchmarks.load import Load, Phase, Plan, Results, run
 from benchmarks.load_bodies import bodies as requests
 from tests.clusters import Application, SharedCluster, fixed
-from tests.waiting import eventually
+from tests.waiting import eventually, json_of
 
 DEPLOYMENTS = ("gateway", "encoder", "generator")
 """What is broken; there is a ranker too, one replica, of which nothing is asked."""
@@ -61,7 +61,7 @@ class Served:
         return httpx.post(f"{self.url}/v1/recommend", json={"user_id": "ada", "cache": "bypass", **request}, timeout=40)
 
     def stages(self) -> dict[str, dict[str, Any]]:
-        return {stage["stage"]: stage for stage in httpx.get(f"{self.url}/v1/backends", timeout=30).json()["stages"]}
+        return {stage["stage"]: stage for stage in json_of(f"{self.url}/v1/backends")["stages"]}
 
     def backend(self, stage: str, name: str) -> dict[str, Any]:
         return next(one for one in self.stages()[stage]["backends"] if one["name"] == name)

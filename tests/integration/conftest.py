@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from tests.clusters import Application
-from tests.waiting import eventually, until_right
+from tests.waiting import eventually, json_of, until_right
 
 PATIENT = {"deadline_s": 30.0, "generation_deadline_s": 30.0, "admission": {"max_wait_ms": 30_000}}
 """A gateway that has requests wait rather than refuses them, however busy this machine is: who is refused when is told by the tests of the
@@ -57,7 +57,7 @@ class Live:
             yield
 
     def stages(self) -> dict[str, dict[str, Any]]:
-        return {stage["stage"]: stage for stage in httpx.get(f"{self.url}/v1/backends", timeout=30).json()["stages"]}
+        return {stage["stage"]: stage for stage in json_of(f"{self.url}/v1/backends")["stages"]}
 
     def backends(self, stage: str = "encoder") -> dict[str, dict[str, Any]]:
         return {backend["name"]: backend for backend in self.stages()[stage]["backends"]}

@@ -19,7 +19,7 @@ from deployments.cli.serve import serve_command
 from tests.documents import ROOT
 from tests.integration.conftest import behaviours
 from tests.ports import free_port
-from tests.waiting import eventually, until_right
+from tests.waiting import eventually, json_of, until_right
 
 pytestmark = pytest.mark.cluster
 
@@ -80,7 +80,7 @@ def test_serve_deploy_serves_and_a_new_user_config_changes_engines_without_a_res
         return response.json()["stages"][-1]["backend"]
 
     def calls_of_onnxruntime() -> int:
-        stage = next(one for one in httpx.get(f"{url}/v1/backends", timeout=30).json()["stages"] if one["stage"] == "encoder")
+        stage = next(one for one in json_of(f"{url}/v1/backends")["stages"] if one["stage"] == "encoder")
         return next(backend["calls"] for backend in stage["backends"] if backend["name"] == "onnxruntime")
 
     with ray_head(tmp_path) as dashboard:

@@ -20,7 +20,7 @@ from tests.bundles import make_generative_bundle
 from tests.clusters import SharedCluster, fixed
 from tests.documents import ROOT
 from tests.integration.conftest import PATIENT, Live, behaviours
-from tests.waiting import until_right
+from tests.waiting import json_of, until_right
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 HISTORY = {"behaviours": behaviours(3, 14, 15, 92, 65), "request_time": 1_700_100_000}
@@ -95,7 +95,7 @@ def test_the_answer_names_vllm_and_blends_what_was_retrieved_and_generated(with_
 
 
 def test_all_stages_are_ready_and_listed(served: Generative):
-    ready = httpx.get(f"{served.url}/readyz", timeout=30).json()
+    ready = json_of(f"{served.url}/readyz")
     assert {stage["stage"]: stage["ready"] for stage in ready["stages"]} == {"encoder": True, "generator": True, "ranker": True}
     assert served.stages().keys() == {"encoder", "generator", "ranker"}
     assert [backend["rank"] for backend in served.backends("generator").values()] == [0, 1]

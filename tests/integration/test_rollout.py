@@ -26,7 +26,7 @@ from tests.bundles import make_generative_bundle
 from tests.clusters import SharedCluster, fixed
 from tests.documents import ROOT
 from tests.integration.conftest import PATIENT
-from tests.waiting import until_right
+from tests.waiting import json_of, until_right
 
 pytestmark = pytest.mark.cluster
 everywhere = pytest.mark.parametrize("live", ["split", "colocated"], indirect=True)
@@ -70,8 +70,8 @@ class Live:
         return {"status": response.status_code, "user": user, **response.json()}
 
     def models(self) -> dict[str, Any]:
-        told = httpx.get(f"{self.url}/v1/models", timeout=30).json()
-        return {**told, "versions": {one["version"]: one for one in told["versions"]}}
+        models = json_of(f"{self.url}/v1/models")
+        return {**models, "versions": {one["version"]: one for one in models["versions"]}}
 
     def until(self, holds: Callable[[dict[str, Any]], object], within_s: float = 300.0) -> dict[str, Any]:
         """What /v1/models tells once it is as expected."""
@@ -206,7 +206,7 @@ def test_a_version_that_is_corrupt_never_serves_and_the_cluster_says_why(live: L
         told = live.until(lambda told: corrupt in told["versions"] and told["versions"][corrupt]["obstacles"])
         answered = len(traffic.answers)
         until_right(lambda: len(traffic.answers), lambda number: number > answered + 2 * PER_SECOND)
-        assert live.serves(1)(live.models())
+        live.until(live.serves(1))
         live.rollouts.rollback("it is corrupt")
     assert "it is cut off or was altered" in told["versions"][corrupt]["obstacles"][0]
     assert not any(told["versions"][corrupt]["holders"].values())

@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.breakable import switch
 from tests.integration.conftest import Live, behaviours
-from tests.waiting import until_right
+from tests.waiting import json_of, until_right
 
 pytestmark = pytest.mark.cluster
 HISTORY = {"behaviours": behaviours(3, 14, 15, 92, 65), "request_time": 1_700_100_000}
@@ -175,7 +175,7 @@ def test_the_interface_documents_itself_with_examples(live: Live):
     assert live.recommend(**{**example, "user_id": "an example from the documentation"}).status_code == 200
     assert "swagger" in httpx.get(f"{live.url}/docs", timeout=30).text.lower()
     assert httpx.get(f"{live.url}/healthz", timeout=30).json() == {"status": "ok"}
-    assert httpx.get(f"{live.url}/readyz", timeout=30).json()["ready"] is True
+    assert json_of(f"{live.url}/readyz")["ready"] is True
     assert httpx.get(f"{live.url}/v1/items/17", timeout=30).json()["title"] == "Item 17"
     assert httpx.get(f"{live.url}/v1/items/none", timeout=30).status_code == 404
 
@@ -183,4 +183,4 @@ def test_the_interface_documents_itself_with_examples(live: Live):
 def test_a_model_without_a_decoder_says_so_and_is_ready(live: Live):
     reasons = {name: backend["reasons"] for name, backend in live.backends("generator").items()}
     assert all("no decoder" in reason for (reason,) in reasons.values()), reasons
-    assert httpx.get(f"{live.url}/readyz", timeout=30).json()["ready"]
+    assert json_of(f"{live.url}/readyz")["ready"]

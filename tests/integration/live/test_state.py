@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.integration.conftest import Live, behaviours
-from tests.waiting import until_right
+from tests.waiting import json_of, until_right
 
 pytestmark = pytest.mark.cluster
 NUMBERS = count()
@@ -39,7 +39,7 @@ def tell(live: Live, user: str, *items: int, **more):
 def states(live: Live) -> dict[str, float]:
     """What the encoders' engines say they keep, added up."""
     total: dict[str, float] = {}
-    for kept in httpx.get(f"{live.url}/v1/cache", timeout=30).json()["user_states"].get("encoder", {}).values():
+    for kept in json_of(f"{live.url}/v1/cache")["user_states"].get("encoder", {}).values():
         for name, figure in kept.items():
             total[name] = total.get(name, 0) + figure
     return total
@@ -106,7 +106,7 @@ def test_users_of_the_same_id_in_two_tenants_never_meet(live, user):
 def test_cached_answers_are_told_by_tier_and_tenant_and_can_be_dropped(live, user):
     ask(live, user, behaviours=behaviours(1), tenant="shop")
     ask(live, user, behaviours=behaviours(1), tenant="shop")
-    caches = httpx.get(f"{live.url}/v1/cache", timeout=30).json()
+    caches = json_of(f"{live.url}/v1/cache")
     assert [tier["tier"] for tier in caches["tiers"]] == ["l1", "l2"]
     assert caches["tiers"][0]["tenants"]["shop"]["hits"] >= 1
     dropped = post(live, "/v1/cache:invalidate", tenant="shop").json()
