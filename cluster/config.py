@@ -12,9 +12,9 @@ from cluster import registry
 from cluster.autoscaling import QueuePolicy
 from cluster.breaker import BreakerSettings
 from cluster.errors import ConfigError
+from cluster.stages import STAGES
 from cluster.traffic import api_keys
 
-STAGES = ("encoder", "generator", "ranker")
 RESTARTS = ("deadline_s", "generation_deadline_s", "ranking_deadline_s", "pool", "rank_pool", "max_behaviours")
 """Of the gateway's settings, those that are read once."""
 

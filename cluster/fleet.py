@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from cluster.rollout import Rollout, Trial, VersionFigures, judge
+from cluster.stages import StageName
 
-Role: TypeAlias = Literal["encoder", "generator", "ranker", "gateway"]
+Role: TypeAlias = StageName | Literal["gateway"]
 READY = ""
 
 

@@ -61,15 +61,6 @@ class Ranked:
     predictions: FloatArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankAnswer:
-    """What the ranker stage returns for one request, and from which version of the model."""
-
-    ranked: Ranked
-    report: StageReport
-    model_version: str
-
-
 @dataclass(frozen=True, slots=True)
 class RankingRequest:
     """What the caller asks for: these `candidates` (item ids) in the order in which this user would want them.

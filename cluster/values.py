@@ -7,7 +7,7 @@ index 0 is padding and never an item.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Generic, Literal, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from cluster.errors import InvalidRequest
 
+ResultT = TypeVar("ResultT")
 Int8Array: TypeAlias = npt.NDArray[np.int8]
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -159,10 +160,10 @@ class StageReport:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EncodeAnswer:
-    """What the encoder stage returns for one request, and from which version of the model: indices mean nothing in another."""
+class StageAnswer(Generic[ResultT]):
+    """What a stage returns for one request, and from which version of the model: indices mean nothing in another."""
 
-    encoded: Encoded
+    result: ResultT
     report: StageReport
     model_version: str
 
@@ -238,15 +239,6 @@ class Generated:
 
     items: Int32Array
     log_probs: FloatArray
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GenerateAnswer:
-    """What the generator stage returns for one request, and from which version of the model."""
-
-    generated: Generated
-    report: StageReport
-    model_version: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.bundle import Bundle
 from cluster.config import Settings, parse
 from cluster.controller import NoBackendAnswered
-from cluster.values import EncodeAnswer, Encoded, EncodeRequest, StageReport
+from cluster.values import Encoded, EncodeRequest, StageAnswer, StageReport
 from deployments.batched_model import BatchedModel
 from deployments.replica import ModelGone, StageReplica
 from deployments.stage_model import sample_history
@@ -29,13 +29,13 @@ class EncoderModel(BatchedModel[EncodeRequest, Encoded]):
         super().__init__(settings, bundle)
         self._longest = limits(bundle.manifest.model).max_history
 
-    async def encode(self, request: EncodeRequest) -> EncodeAnswer | NoBackendAnswered:
+    async def encode(self, request: EncodeRequest) -> StageAnswer[Encoded] | NoBackendAnswered:
         """One user's state and nearest items, or why no engine gave them."""
         served = await self._served(request)
         if isinstance(served, NoBackendAnswered):
             return served
         report = StageReport("encode", served.backend, served.duration_ms, served.fallback_from)
-        return EncodeAnswer(served.answer, report, self.bundle.version)
+        return StageAnswer(served.answer, report, self.bundle.version)
 
     def _tokens(self, request: EncodeRequest) -> int:
         """Behaviours that the engine computes: the model's window of them."""
@@ -53,7 +53,7 @@ class Encoder(StageReplica[EncoderModel]):
     stage = "encoder"
     model_type = EncoderModel
 
-    async def encode(self, request: EncodeRequest, within_s: float) -> EncodeAnswer | NoBackendAnswered | ModelGone:
+    async def encode(self, request: EncodeRequest, within_s: float) -> StageAnswer[Encoded] | NoBackendAnswered | ModelGone:
         """The answer, or why there is none: a value, since for Ray this call did not fail."""
         began = monotonic()
         try:

@@ -22,7 +22,7 @@ from cluster.concurrent_controller import ConcurrentController
 from cluster.config import Settings, parse
 from cluster.controller import NoBackendAnswered, Served
 from cluster.managed_backend import OutOfTime
-from cluster.values import GenerateAnswer, Generated, GenerateRequest, SkippedBackend, StageReport, UserState
+from cluster.values import Generated, GenerateRequest, SkippedBackend, StageAnswer, StageReport, UserState
 from deployments.batching import MicroBatcher
 from deployments.metrics import StageRecorder, meter
 from deployments.replica import ModelGone, StageReplica
@@ -45,11 +45,11 @@ class GeneratorModel(StageModel[Controller]):
         super().__init__(settings, bundle)
         self._batchers: dict[str, MicroBatcher[GenerateRequest, Result]] = {}
 
-    async def generate(self, request: GenerateRequest) -> GenerateAnswer:
+    async def generate(self, request: GenerateRequest) -> StageAnswer[Generated]:
         """The items. Raises NoBackendAnswered."""
         return self._answer(await self.controller.serve(request, self._batched))
 
-    async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[Generated | GenerateAnswer, None]:
+    async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[Generated | StageAnswer[Generated], None]:
         """Items as they are found, the same perhaps twice; lastly the answer. Raises NoBackendAnswered."""
         parts = self.controller.serve_stream(request, self._batched, partial(merged, k=request.k))
         async with aclosing(parts):
@@ -62,9 +62,9 @@ class GeneratorModel(StageModel[Controller]):
         batches = {name: {"waiting": float(batcher.waiting * beam)} for name, batcher in self._batchers.items()}
         return {name: {**batches.get(name, {}), **queues.get(name, {})} for name in {**batches, **queues}}
 
-    def _answer(self, served: Served[Generated]) -> GenerateAnswer:
+    def _answer(self, served: Served[Generated]) -> StageAnswer[Generated]:
         report = StageReport("generate", served.backend, served.duration_ms, served.fallback_from)
-        return GenerateAnswer(served.answer, report, self.bundle.version)
+        return StageAnswer(served.answer, report, self.bundle.version)
 
     async def _batched(self, name: str, request: GenerateRequest) -> Result:
         if name not in self._batchers:
@@ -95,7 +95,7 @@ class Generator(StageReplica[GeneratorModel]):
     stage = "generator"
     model_type = GeneratorModel
 
-    async def generate(self, request: GenerateRequest, within_s: float) -> GenerateAnswer | Failure:
+    async def generate(self, request: GenerateRequest, within_s: float) -> StageAnswer[Generated] | Failure:
         """The items, or why there are none: a value, since for Ray this call did not fail."""
         began = monotonic()
         try:
@@ -107,7 +107,7 @@ class Generator(StageReplica[GeneratorModel]):
 
     async def generate_stream(
         self, request: GenerateRequest, within_s: float
-    ) -> AsyncGenerator[Generated | GenerateAnswer | Failure, None]:
+    ) -> AsyncGenerator[Generated | StageAnswer[Generated] | Failure, None]:
         """Items as they are found, the same perhaps twice; lastly the answer, or why there is none."""
         began = monotonic()
         try:

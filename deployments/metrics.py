@@ -22,6 +22,7 @@ from cluster.events.store import Event
 from cluster.managed_backend import OutOfTime
 from cluster.metrics import METRICS, SILENT, Kind, Labels, Meter, Metric, Totals
 from cluster.ranking import Ranking
+from cluster.stages import StageName
 from cluster.values import Recommendation, RecommendRequest, SkippedBackend, StageReport
 from deployments.gpus import Gpus, nvml
 from deployments.shown_items import Followed, ShownItems
@@ -163,7 +164,7 @@ class GatewayRecorder:
         """What was recommended to a user, a tenant's users or everybody."""
         self._shown.forget(tenant, user_id)
 
-    def look(self, edge: "EdgeStatistics", stages: Mapping[str, Mapping[str, float]], version: int) -> None:
+    def look(self, edge: "EdgeStatistics", stages: Mapping[StageName, Mapping[str, float]], version: int) -> None:
         """Take over what others count: the edge, and the callers of stages."""
         for metric, value in ((m.ADMISSION_RUNNING, edge.running), (m.ADMISSION_WAITING, edge.waiting), (m.ADMISSION_PLACES, edge.places)):
             self._meter.set(metric, value)

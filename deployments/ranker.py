@@ -13,8 +13,8 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.config import parse
 from cluster.controller import NoBackendAnswered
-from cluster.ranking import RankAnswer, Ranked, RankRequest
-from cluster.values import StageReport
+from cluster.ranking import Ranked, RankRequest
+from cluster.values import StageAnswer, StageReport
 from deployments.batched_model import BatchedModel
 from deployments.replica import ModelGone, StageReplica
 from deployments.stage_model import sample_history
@@ -28,13 +28,13 @@ class RankerModel(BatchedModel[RankRequest, Ranked]):
 
     stage = "ranker"
 
-    async def rank(self, request: RankRequest) -> RankAnswer | NoBackendAnswered:
+    async def rank(self, request: RankRequest) -> StageAnswer[Ranked] | NoBackendAnswered:
         """The predictions for one user's candidates, or why no engine made them."""
         served = await self._served(request)
         if isinstance(served, NoBackendAnswered):
             return served
         report = StageReport("rank", served.backend, served.duration_ms, served.fallback_from)
-        return RankAnswer(served.answer, report, self.bundle.version)
+        return StageAnswer(served.answer, report, self.bundle.version)
 
     def _tokens(self, request: RankRequest) -> int:
         """Candidates: of the history, most is kept."""
@@ -53,7 +53,7 @@ class Ranker(StageReplica[RankerModel]):
     stage = "ranker"
     model_type = RankerModel
 
-    async def rank(self, request: RankRequest, within_s: float) -> RankAnswer | NoBackendAnswered | ModelGone:
+    async def rank(self, request: RankRequest, within_s: float) -> StageAnswer[Ranked] | NoBackendAnswered | ModelGone:
         """The predictions, or why there are none: a value, since for Ray this call did not fail."""
         began = monotonic()
         try:

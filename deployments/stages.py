@@ -8,17 +8,17 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import FlagSettings
 from cluster.controller import NoBackendAnswered
 from cluster.errors import BackendError, BackendUnavailable
-from cluster.fleet import READY, FleetNews, Role
-from cluster.ranking import RankAnswer, RankRequest
+from cluster.fleet import READY, FleetNews
+from cluster.stages import GENERATOR, Stage, StageName
 from cluster.traffic.hedging import Hedge
-from cluster.values import EncodeAnswer, EncodeRequest, GenerateAnswer, Generated, GenerateRequest
+from cluster.values import StageAnswer
 from deployments.encoder import Encoder
 from deployments.generator import Generator
 from deployments.mailbox import Mailbox
@@ -27,19 +27,25 @@ from deployments.remote import StageCaller, ask
 from deployments.replica import ModelGone, StageReplica
 
 START_WITHIN_S = 120.0
+RequestT = TypeVar("RequestT")
+ResultT = TypeVar("ResultT")
 logger = logging.getLogger("ray.serve")
 
 
 class Stages(Protocol):
-    """All stages. Every call raises BackendError where there is no answer, ModelGone where only that version has none."""
+    """All stages. `ask` and `stream` raise BackendError where there is no answer, ModelGone where only that version has none."""
 
-    async def encode(self, request: EncodeRequest, within_s: float) -> EncodeAnswer: ...
-    async def generate(self, request: GenerateRequest, within_s: float) -> GenerateAnswer: ...
-    def generate_stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[Generated | GenerateAnswer, None]: ...
+    async def ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> StageAnswer[ResultT]:
+        """The stage's answer to one request, which it may take `within_s` for."""
+        ...
 
-    async def rank(self, request: RankRequest, within_s: float) -> RankAnswer: ...
+    def stream(
+        self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float
+    ) -> AsyncGenerator[ResultT | StageAnswer[ResultT], None]:
+        """Results as the stage finds them, the same perhaps twice; lastly its answer."""
+        ...
 
-    def heed(self, news: FleetNews) -> None:
+    def update(self, news: FleetNews) -> None:
         """Take what is known of the replicas by now."""
         ...
 
@@ -47,8 +53,8 @@ class Stages(Protocol):
         """Whether a request for this version finds it, as far as is known."""
         ...
 
-    def calls(self) -> dict[str, dict[str, float]]:
-        """What was asked of replicas elsewhere, since the start, by stage; see StageCaller.figures."""
+    def calls(self) -> dict[StageName, dict[str, float]]:
+        """Counts of calls to other replicas since the start, by stage; see StageCaller.figures."""
         ...
 
     async def start(self) -> None: ...
@@ -68,36 +74,32 @@ class SplitStages:
         hedge: Hedge | None = None,
     ) -> None:
         self._hedge = hedge or Hedge(on=False)
-        self._mailboxes: dict[Role, Mailbox] = {"encoder": Mailbox(encoder), "ranker": Mailbox(ranker)}
-        self._encoder = StageCaller(encoder, hedge=self._hedge, mailbox=self._mailboxes["encoder"])
-        self._generator, self._ranker = StageCaller(generator), StageCaller(ranker, mailbox=self._mailboxes["ranker"])
+        self._mailboxes: dict[StageName, Mailbox] = {"encoder": Mailbox(encoder), "ranker": Mailbox(ranker)}
+        self._callers: dict[StageName, StageCaller] = {
+            "encoder": StageCaller(encoder, hedge=self._hedge, mailbox=self._mailboxes["encoder"]),
+            "generator": StageCaller(generator),
+            "ranker": StageCaller(ranker, mailbox=self._mailboxes["ranker"]),
+        }
         self._generators: int | None = None
         self._ready: frozenset[int] = frozenset()
-        self._alarm = Alarm(generator)
+        self._scale_up = ScaleUpTrigger(generator)
 
-    async def encode(self, request: EncodeRequest, within_s: float) -> EncodeAnswer:
-        """Where a replica's engines are broken, or it lacks the version, another one may answer."""
-        answer: EncodeAnswer = _raised(await self._encoder.ask("encode", request, within_s=within_s, safe=True, poor=_is_failure))
-        return answer
+    async def ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> StageAnswer[ResultT]:
+        """Where a replica's engines are broken, or it lacks the version, another replica is asked what only computes."""
+        self._wake(stage)
+        caller = self._callers[stage.name]
+        answer = await caller.ask(stage.step, request, within_s=within_s, safe=stage.repeatable, poor=_is_failure)
+        return cast("StageAnswer[ResultT]", _raised(answer))
 
-    async def generate(self, request: GenerateRequest, within_s: float) -> GenerateAnswer:
-        """What broke one replica's engines is not tried on the next."""
-        self._wake()
-        answer: GenerateAnswer = _raised(await self._generator.ask("generate", request, within_s=within_s))
-        return answer
-
-    async def rank(self, request: RankRequest, within_s: float) -> RankAnswer:
-        """As `encode`."""
-        answer: RankAnswer = _raised(await self._ranker.ask("rank", request, within_s=within_s, safe=True, poor=_is_failure))
-        return answer
-
-    async def generate_stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[Generated | GenerateAnswer, None]:
-        self._wake()
-        async with aclosing(self._generator.ask_stream("generate_stream", request, within_s=within_s)) as parts:
+    async def stream(
+        self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float
+    ) -> AsyncGenerator[ResultT | StageAnswer[ResultT], None]:
+        self._wake(stage)
+        async with aclosing(self._callers[stage.name].ask_stream(f"{stage.step}_stream", request, within_s=within_s)) as parts:
             async for part in parts:
                 yield _raised(part)
 
-    def heed(self, news: FleetNews) -> None:
+    def update(self, news: FleetNews) -> None:
         self._generators, self._ready = news.generators, news.ready
         for stage, mailbox in self._mailboxes.items():
             mailbox.learn(news.replicas.get(stage, ()))
@@ -105,13 +107,13 @@ class SplitStages:
     def ready(self, version: int) -> bool:
         return version in self._ready
 
-    def calls(self) -> dict[str, dict[str, float]]:
-        return {"encoder": self._encoder.figures, "generator": self._generator.figures, "ranker": self._ranker.figures}
+    def calls(self) -> dict[StageName, dict[str, float]]:
+        return {stage: caller.figures for stage, caller in self._callers.items()}
 
-    def _wake(self) -> None:
-        """Raises BackendUnavailable at once where no generator runs, rather than have users wait for one to start."""
-        if self._generators == 0:
-            self._alarm.ring()
+    def _wake(self, stage: Stage[Any, Any]) -> None:
+        """Raises BackendUnavailable at once if no generator runs, rather than have users wait for one to start."""
+        if stage is GENERATOR and self._generators == 0:
+            self._scale_up.pull()
             raise BackendUnavailable("no generator runs now; one is being started")
 
     async def start(self) -> None:
@@ -128,18 +130,18 @@ class SplitStages:
         """Serve stops their replicas itself."""
 
 
-class Alarm:
+class ScaleUpTrigger:
     """Has Serve start a replica of a deployment that was scaled to zero, by a call that waits for one."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
-        self._ringing: asyncio.Task[None] | None = None
+        self._starting: asyncio.Task[None] | None = None
 
-    def ring(self) -> None:
-        if self._ringing is None or self._ringing.done():
-            self._ringing = asyncio.create_task(self._ring())
+    def pull(self) -> None:
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(self._start())
 
-    async def _ring(self) -> None:
+    async def _start(self) -> None:
         try:
             await ask(self._handle, "check_health", within_s=START_WITHIN_S)
         except BackendError as error:
@@ -150,54 +152,44 @@ class ColocatedStages:
     """In this process: no call leaves it, and each gateway replica has engines of its own."""
 
     def __init__(self, encoder: Encoder, generator: Generator, ranker: Ranker) -> None:
-        self._encoder, self._generator, self._ranker = encoder, generator, ranker
+        self._replicas: dict[StageName, StageReplica[Any]] = {"encoder": encoder, "generator": generator, "ranker": ranker}
 
-    async def encode(self, request: EncodeRequest, within_s: float) -> EncodeAnswer:
-        answer: EncodeAnswer = _raised(await self._encoder.encode(request, within_s))
-        return answer
+    async def ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> StageAnswer[ResultT]:
+        answer = await getattr(self._replicas[stage.name], stage.step)(request, within_s)
+        return cast("StageAnswer[ResultT]", _raised(answer))
 
-    async def generate(self, request: GenerateRequest, within_s: float) -> GenerateAnswer:
-        answer: GenerateAnswer = _raised(await self._generator.generate(request, within_s))
-        return answer
-
-    async def rank(self, request: RankRequest, within_s: float) -> RankAnswer:
-        answer: RankAnswer = _raised(await self._ranker.rank(request, within_s))
-        return answer
-
-    @property
-    def _stages(self) -> dict[str, StageReplica[Any]]:
-        return {"encoder": self._encoder, "generator": self._generator, "ranker": self._ranker}
-
-    async def generate_stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[Generated | GenerateAnswer, None]:
-        async with aclosing(self._generator.generate_stream(request, within_s)) as parts:
+    async def stream(
+        self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float
+    ) -> AsyncGenerator[ResultT | StageAnswer[ResultT], None]:
+        async with aclosing(getattr(self._replicas[stage.name], f"{stage.step}_stream")(request, within_s)) as parts:
             async for part in parts:
                 yield _raised(part)
 
-    def heed(self, news: FleetNews) -> None:
-        """Nobody else is asked."""
+    def update(self, news: FleetNews) -> None:
+        """No other process is asked."""
 
     def ready(self, version: int) -> bool:
-        return all(stage.holds.get(version) == READY for stage in self._stages.values())
+        return all(replica.holds.get(version) == READY for replica in self._replicas.values())
 
-    def calls(self) -> dict[str, dict[str, float]]:
+    def calls(self) -> dict[StageName, dict[str, float]]:
         return {}  # none leaves this process
 
     async def start(self) -> None:
-        for stage in self._stages.values():
-            await stage.start()
+        for replica in self._replicas.values():
+            await replica.start()
 
     async def reconfigure(self, user_config: dict[str, Any], flags: FlagSettings) -> None:  # noqa: ARG002 - nothing can be hedged here
         """A stage's name in a gateway's user_config holds what stands in that deployment's own where they are split."""
-        for name, stage in self._stages.items():
-            await stage.reconfigure(user_config.get(name, {}))
+        for stage, replica in self._replicas.items():
+            await replica.reconfigure(user_config.get(stage, {}))
 
     async def check_health(self) -> None:
-        for stage in self._stages.values():
-            await stage.check_health()
+        for replica in self._replicas.values():
+            await replica.check_health()
 
     async def close(self) -> None:
-        for stage in self._stages.values():
-            await stage.close()
+        for replica in self._replicas.values():
+            await replica.close()
 
 
 def _is_failure(answer: Any) -> bool:
@@ -205,7 +197,7 @@ def _is_failure(answer: Any) -> bool:
 
 
 def _raised(answer: Any) -> Any:
-    """What a replica gave as a value is raised here where it is an error."""
+    """An error that a replica gave as a value is raised here."""
     if _is_failure(answer):
         raise answer
     return answer

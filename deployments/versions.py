@@ -10,9 +10,10 @@ answers the whole request.
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from time import monotonic, perf_counter
 from typing import TypeVar
 
@@ -21,10 +22,11 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.dataset import Catalogue
 from cluster.latency import LatencyRecorder
-from cluster.ranking import RankAnswer, Ranking, RankingRequest, RankRequest
+from cluster.ranking import Ranking, RankingRequest
 from cluster.rollout import Rollout, VersionFigures
+from cluster.stages import ENCODER, GENERATOR, RANKER, Stage
 from cluster.tracing import say_who_served, span
-from cluster.values import AnswerPart, EncodeAnswer, EncodeRequest, GenerateAnswer, GenerateRequest, Recommendation, RecommendRequest
+from cluster.values import AnswerPart, Recommendation, RecommendRequest, StageAnswer
 from deployments.membership import Membership
 from deployments.replica import ModelGone
 from deployments.shelf import ModelShelf
@@ -35,7 +37,8 @@ from pipelines.recommend import Recommender
 from pipelines.remembered import UsualRequests
 from pipelines.stored_history import StoredHistories
 
-AnswerT = TypeVar("AnswerT", Recommendation, Ranking)
+RequestT = TypeVar("RequestT")
+ResultT = TypeVar("ResultT")
 KEPT_TIMES = 1.2
 """A degraded answer is kept for `negative_ttl_s`, give or take a tenth."""
 SHADOWS_AT_ONCE = 2
@@ -61,10 +64,10 @@ class ServedModel:
         self.generates, edge = bundle.manifest.decoder is not None, settings.gateway
         recommender = Recommender(
             bundle,
-            self._encode,
-            self._generate if self.generates else None,
-            stages.generate_stream if self.generates else None,
-            self._rank,
+            partial(self._ask, ENCODER),
+            partial(self._ask, GENERATOR) if self.generates else None,
+            partial(stages.stream, GENERATOR) if self.generates else None,
+            partial(self._ask, RANKER),
             beam=settings.generator.beam,
             pool=edge.pool,
             rank_pool=edge.rank_pool,
@@ -74,7 +77,12 @@ class ServedModel:
         )
         self.answers = Answers(recommender, histories, cache, bundle.digest, usual)
         self.candidates = CandidateRanker(
-            bundle, histories, self._encode, self._rank, deadline_s=edge.deadline_s, ranking_deadline_s=edge.ranking_deadline_s
+            bundle,
+            histories,
+            partial(self._ask, ENCODER),
+            partial(self._ask, RANKER),
+            deadline_s=edge.deadline_s,
+            ranking_deadline_s=edge.ranking_deadline_s,
         )
 
     @property
@@ -85,31 +93,15 @@ class ServedModel:
         """Whether a replica lacked this version after `since`, or so shortly before that a degraded answer of then may still be kept."""
         return self._gone_at >= since - self._kept_s
 
-    async def _encode(self, request: EncodeRequest, within_s: float) -> EncodeAnswer:
-        with self._noticing(), span("encode", model_version=self.bundle.version, events=len(request.sequence)) as current:
-            answer = await self._stages.encode(replace(request, model_version=self.bundle.version), within_s)
+    async def _ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> StageAnswer[ResultT]:
+        with span(stage.step, model_version=self.bundle.version, **stage.extent(request)) as current:
+            try:
+                answer = await self._stages.ask(stage, request, within_s)
+            except ModelGone:
+                self._gone_at = monotonic()
+                raise
             say_who_served(current, answer.report)
             return answer
-
-    async def _generate(self, request: GenerateRequest, within_s: float) -> GenerateAnswer:
-        with self._noticing(), span("generate", model_version=self.bundle.version, width=request.width) as current:
-            answer = await self._stages.generate(request, within_s)
-            say_who_served(current, answer.report)
-            return answer
-
-    async def _rank(self, request: RankRequest, within_s: float) -> RankAnswer:
-        with self._noticing(), span("rank", model_version=self.bundle.version, candidates=len(request.candidates)) as current:
-            answer = await self._stages.rank(request, within_s)
-            say_who_served(current, answer.report)
-            return answer
-
-    @contextmanager
-    def _noticing(self) -> Iterator[None]:
-        try:
-            yield
-        except ModelGone:
-            self._gone_at = monotonic()
-            raise
 
 
 class VersionRecorder:
@@ -154,13 +146,14 @@ class Versions:
 
     def model_for(self, tenant: str, user_id: str) -> ServedModel:
         """What answers this user."""
-        version = self._rollout.version_for(tenant, user_id)
-        return (self._shelf.get(version) if version == self._tried else None) or self.stable
+        if self._tried is not None and self._rollout.version_for(tenant, user_id) == self._tried:
+            return self._shelf.get(self._tried) or self.stable
+        return self.stable
 
     def update(self, membership: Membership) -> None:
         """Change over to what everybody holds by now."""
         self._rollout, news = membership.rollout, membership.news
-        self._stages.heed(news)
+        self._stages.update(news)
         able = [v for v in self._rollout.versions if self._shelf.get(v) and self._stages.ready(v)]
         if self._rollout.stable in able and news.settled:
             self._serve(self._rollout.stable)
@@ -179,16 +172,23 @@ class Versions:
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """Raises InvalidRequest."""
-        model = self.model_for(request.tenant, request.user_id)
-        answer = await self._by_one_that_is_held(model, lambda one: self._timed(one, request))
+        began = monotonic()
+        for model in self._in_turn(request.tenant, request.user_id):
+            answer = await self._timed(model, request)
+            if not (answer.degraded and model.was_gone(began)):
+                break
         if self._shadowed(request):
             self._in_shadow(request, answer)
         return answer
 
     async def rank(self, request: RankingRequest) -> Ranking:
         """Raises InvalidRequest."""
-        model = self.model_for(request.tenant, request.user_id)
-        return await self._by_one_that_is_held(model, lambda one: one.candidates.rank(request))
+        began = monotonic()
+        for model in self._in_turn(request.tenant, request.user_id):
+            answer = await model.candidates.rank(request)
+            if not (answer.degraded and model.was_gone(began)):
+                break
+        return answer
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         """Stays with its version. How long it took is the reader's doing too, and does not count for a trial."""
@@ -213,16 +213,11 @@ class Versions:
             logger.info("version %d serves%s", version, f" instead of {self._serving}" if self._serving else "")
             self._serving = version
 
-    async def _by_one_that_is_held(self, model: ServedModel, ask: Callable[[ServedModel], Awaitable[AnswerT]]) -> AnswerT:
-        """What `ask` has of this version or, where replicas turn out to lack it, of another one."""
-        began = monotonic()
-        answer = await ask(model)
-        for other in self._shelf.models:
-            if not (answer.degraded and model.was_gone(began)):
-                break
-            if other is not model:
-                model, answer = other, await ask(other)
-        return answer
+    def _in_turn(self, tenant: str, user_id: str) -> Iterator[ServedModel]:
+        """The version that answers this user, then the others: the next one is asked where replicas turn out to lack the one before."""
+        first = self.model_for(tenant, user_id)
+        yield first
+        yield from [other for other in self._shelf.models if other is not first]
 
     async def _timed(self, model: ServedModel, request: RecommendRequest) -> Recommendation:
         began = perf_counter()

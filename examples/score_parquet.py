@@ -23,8 +23,18 @@ import ray
 
 from cluster.bundle import BundleStore
 from cluster.config import parse
-from cluster.ranking import RankAnswer, RankRequest
-from cluster.values import Action, Behaviour, EncodeAnswer, EncodeRequest, GenerateAnswer, GenerateRequest, Recommendation, RecommendRequest
+from cluster.ranking import Ranked, RankRequest
+from cluster.values import (
+    Action,
+    Behaviour,
+    Encoded,
+    EncodeRequest,
+    Generated,
+    GenerateRequest,
+    Recommendation,
+    RecommendRequest,
+    StageAnswer,
+)
 from deployments.encoder import EncoderModel
 from deployments.generator import GeneratorModel
 from deployments.ranker import RankerModel
@@ -68,17 +78,17 @@ class InProcess:
         """Asked all at once, so that each stage joins them into batches."""
         return await asyncio.gather(*(self._recommender.recommend(request) for request in requests))
 
-    async def _encode(self, request: EncodeRequest, within_s: float) -> EncodeAnswer:  # noqa: ARG002 - see WITHIN_S
+    async def _encode(self, request: EncodeRequest, within_s: float) -> StageAnswer[Encoded]:  # noqa: ARG002 - see WITHIN_S
         answer = await self._encoder.encode(request)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    async def _generate(self, request: GenerateRequest, within_s: float) -> GenerateAnswer:  # noqa: ARG002
+    async def _generate(self, request: GenerateRequest, within_s: float) -> StageAnswer[Generated]:  # noqa: ARG002
         assert self._generator is not None
         return await self._generator.generate(request)
 
-    async def _rank(self, request: RankRequest, within_s: float) -> RankAnswer:  # noqa: ARG002
+    async def _rank(self, request: RankRequest, within_s: float) -> StageAnswer[Ranked]:  # noqa: ARG002
         assert self._ranker is not None
         answer = await self._ranker.rank(request)
         if isinstance(answer, Exception):

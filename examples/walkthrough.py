@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from cluster.values import Encoded, StageAnswer
+
 KINDS = ("Comedy", "Western", "Mystery", "Musical")
 folder = tempfile.TemporaryDirectory()
 here, rng = Path(folder.name), np.random.default_rng(7)
@@ -68,14 +70,14 @@ print(f"{bundle.version}: {', '.join(f'{one.kind} {one.graph}' for one in bundle
 from cluster.config import Settings  # noqa: E402
 from cluster.controller import FrameworkController  # noqa: E402
 from cluster.stage_rules import encoder_rules  # noqa: E402
-from cluster.values import EncodeAnswer, EncodeRequest, StageReport  # noqa: E402
+from cluster.values import EncodeRequest, StageReport  # noqa: E402
 
 encoder = FrameworkController.configured(Settings().encoder, bundle, encoder_rules(len(bundle.catalogue)))
 
 
-async def encode(request: EncodeRequest, within_s: float) -> EncodeAnswer:  # noqa: ARG001 - in this process nobody waits for a network
+async def encode(request: EncodeRequest, within_s: float) -> StageAnswer[Encoded]:  # noqa: ARG001 - in this process nobody waits for a network
     served = encoder.call_one(request)
-    return EncodeAnswer(served.answer, StageReport("encode", served.backend, served.duration_ms, served.fallback_from), bundle.version)
+    return StageAnswer(served.answer, StageReport("encode", served.backend, served.duration_ms, served.fallback_from), bundle.version)
 
 
 # %% Recommend to somebody who has watched three westerns, and say why.

@@ -1,34 +1,33 @@
 """The generator's stage of the pipeline: the items a decoder names for the user's state, in time, or why there are none."""
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import TypeAlias
 
 import numpy as np
 
 from cluster.bundle import Bundle
-from cluster.controller import NoBackendAnswered
 from cluster.errors import BackendError, BackendFailed
-from cluster.managed_backend import passed_over
 from cluster.traffic.budget import Budget, each_in_time
 from cluster.values import (
     FloatArray,
-    GenerateAnswer,
     Generated,
     GenerateRequest,
     RecommendRequest,
     SkippedBackend,
+    StageAnswer,
     StageReport,
     UserSequence,
     UserState,
 )
 from cluster.window import default_step, window_start
+from pipelines.asking import Ask, check_version, why_none
 from pipelines.candidates import Candidates, broken
 from pipelines.history import Wishes
 
-Part: TypeAlias = Generated | GenerateAnswer
-Generate: TypeAlias = Callable[[GenerateRequest, float], Awaitable[GenerateAnswer]]
+Part: TypeAlias = Generated | StageAnswer[Generated]
+Generate: TypeAlias = Ask[GenerateRequest, Generated]
 Stream: TypeAlias = Callable[[GenerateRequest, float], AsyncIterator[Part]]
 STAGE = "generate"
 CHOICE = 3
@@ -64,19 +63,17 @@ class Generation:
         started = time.perf_counter()
         skipped: tuple[SkippedBackend, ...] | None = None
         try:
-            asked = self._asked(retrieved, wishes, request)
-            async with aclosing(self._found(asked, budget.within(self._deadline_s), streaming=streaming)) as parts:
+            prompted = self._request(retrieved, wishes, request)
+            async with aclosing(self._found(prompted, budget.within(self._deadline_s), streaming=streaming)) as parts:
                 async for part in parts:
                     yield part
-        except NoBackendAnswered as error:
-            skipped = error.skipped
         except BackendError as error:
-            skipped = (passed_over("generator", error),)
+            skipped = why_none("generator", error)
         if skipped is not None:
             yield Candidates.none(STAGE, skipped, degraded=True, duration_ms=(time.perf_counter() - started) * 1000)
 
     def _obstacle(self, retrieved: Candidates) -> Candidates | None:
-        """What there is instead of items where nobody can be asked for them. It degrades the answer where there is a user to ask about."""
+        """Why no generator can be asked, None if one can. Missing states degrade the answer only if the encoder answered without them."""
         if not self.available:
             return Candidates.none(STAGE, (SkippedBackend("generator", f"{self._version} has no decoder"),), degraded=False)
         if retrieved.states is None:
@@ -84,8 +81,8 @@ class Generation:
             return Candidates.none(STAGE, (SkippedBackend("generator", reason),), degraded=retrieved.report.stage == "encode")
         return None
 
-    def _asked(self, retrieved: Candidates, wishes: Wishes, request: RecommendRequest) -> GenerateRequest:
-        """As many items as the beam is wide. No deadline: whose clock is it?"""
+    def _request(self, retrieved: Candidates, wishes: Wishes, request: RecommendRequest) -> GenerateRequest:
+        """For as many items as the beam is wide. The replica sets the deadline, by its own clock."""
         assert retrieved.states is not None
         width = self._width(request)
         return GenerateRequest(
@@ -106,34 +103,28 @@ class Generation:
         choice = min(CHOICE * request.k, self._pool) if chosen_from else 0
         return min(max(self._beam, request.k, choice), self._size)
 
-    async def _found(self, asked: GenerateRequest, within_s: float, *, streaming: bool) -> AsyncGenerator[Candidates, None]:
+    async def _found(self, request: GenerateRequest, within_s: float, *, streaming: bool) -> AsyncGenerator[Candidates, None]:
         """Raises BackendError, DeadlineExceeded among them."""
-        parts = self._stream(asked, within_s) if streaming and self._stream else self._at_once(asked, within_s)
-        known = asked.blocked
+        parts = self._stream(request, within_s) if streaming and self._stream else self._at_once(request, within_s)
+        known = request.blocked
         async with aclosing(each_in_time(parts, within_s)) as punctual:
             async for part in punctual:
-                generated = self._generated(part)
+                if isinstance(part, StageAnswer):
+                    check_version("generator", part, self._version)
+                generated = part.result if isinstance(part, StageAnswer) else part
                 if streaming:
                     new = ~np.isin(generated.items, known) & (generated.items >= 1) & (generated.items <= self._size)
                     known = np.append(known, generated.items)
                     yield Candidates(generated.items, generated.log_probs, AT_WORK, complete=False).at(new)
-                if isinstance(part, GenerateAnswer):
+                if isinstance(part, StageAnswer):
                     found = Candidates(generated.items, generated.log_probs, part.report, broken(part.report))
-                    yield found.without(asked.blocked)
+                    yield found.without(request.blocked)
                     return
         raise BackendFailed("the generator stopped before its answer was complete")
 
-    async def _at_once(self, asked: GenerateRequest, within_s: float) -> AsyncGenerator[Part, None]:
+    async def _at_once(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[Part, None]:
         assert self._generate is not None
-        yield await self._generate(asked, within_s)
-
-    def _generated(self, part: Part) -> Generated:
-        if isinstance(part, Generated):
-            return part
-        if part.model_version != self._version:
-            here = f"the generator serves {part.model_version}, this gateway {self._version}"
-            raise BackendFailed(f"{here}: a new version is being rolled out")
-        return part.generated
+        yield await self._generate(request, within_s)
 
 
 def prompt(states: FloatArray, sequence: UserSequence, longest: int) -> UserState:

@@ -7,36 +7,35 @@ alone its probability, with weight 1 for `purchase` alone that of a purchase. Ra
 """
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
 from cluster.bundle import Bundle, RankerRecord
-from cluster.controller import NoBackendAnswered
 from cluster.errors import BackendError, InvalidRequest
-from cluster.managed_backend import passed_over
-from cluster.ranking import RankAnswer, RankRequest, Task
-from cluster.traffic.budget import Budget, in_time
-from cluster.values import FloatArray, Int32Array, SkippedBackend
+from cluster.ranking import Ranked, RankRequest, Task
+from cluster.traffic.budget import Budget
+from cluster.values import FloatArray, Int32Array, SkippedBackend, StageAnswer
+from pipelines.asking import Ask, asked, why_none
 from pipelines.candidates import Candidates, broken
 from pipelines.history import Wishes
 
 STAGE = "rank"
-Rank: TypeAlias = Callable[[RankRequest, float], Awaitable[RankAnswer]]
+Rank: TypeAlias = Ask[RankRequest, Ranked]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
-    """Candidates, best first, and what was predicted of each, (C, T); nothing where nobody served the stage."""
+    """Candidates, best first, and what was predicted of each, (C, T); empty if the stage gave no answer."""
 
     candidates: Candidates
     predictions: FloatArray
 
 
 class Scoring:
-    """`rank` is the ranker stage, told how many seconds it may take, `deadline_s` at most; None: there is none."""
+    """`rank` is the ranker stage, None if there is none. It may take `deadline_s` at most."""
 
     def __init__(self, bundle: Bundle, rank: Rank | None, *, deadline_s: float) -> None:
         self._version, self._record, self._deadline_s = bundle.version, bundle.manifest.ranker, deadline_s
@@ -55,29 +54,25 @@ class Scoring:
     async def score(self, items: Int32Array, wishes: Wishes, budget: Budget, weights: Mapping[Task, float] | None = None) -> Scored:
         """These items by what the user would do with them. `weights` as in RankingRequest."""
         if self._rank is None or self._record is None:
-            return self._nobody(SkippedBackend("ranker", f"{self._version} has no ranker"))
-        asked = RankRequest(wishes.sequence, items, wishes.user, wishes.tenant, model_version=self._version)
-        within_s, rank = budget.within(self._deadline_s), self._rank
+            return self._none(SkippedBackend("ranker", f"{self._version} has no ranker"))
+        request = RankRequest(wishes.sequence, items, wishes.user, wishes.tenant, model_version=self._version)
         began = time.perf_counter()
         try:
-            answer = await in_time(lambda: rank(asked, within_s), within_s)
-        except NoBackendAnswered as error:
-            return self._nobody(*error.skipped, began=began)
+            answer = await asked("ranker", self._rank, request, budget.within(self._deadline_s), self._version)
         except BackendError as error:
-            return self._nobody(passed_over("ranker", error), began=began)
-        if answer.model_version != self._version:
-            reason = f"the ranker serves {answer.model_version}, this gateway {self._version}: a new version is being rolled out"
-            return self._nobody(SkippedBackend("ranker", reason, failed=True), began=began)
+            return self._none(*why_none("ranker", error), began=began)
         return self._ordered(items, answer, self._record, weights)
 
-    def _ordered(self, items: Int32Array, answer: RankAnswer, record: RankerRecord, weights: Mapping[Task, float] | None) -> Scored:
-        scores = combined(answer.ranked.predictions, record, record.weights if weights is None else weights)
+    def _ordered(
+        self, items: Int32Array, answer: StageAnswer[Ranked], record: RankerRecord, weights: Mapping[Task, float] | None
+    ) -> Scored:
+        scores = combined(answer.result.predictions, record, record.weights if weights is None else weights)
         order = np.argsort(-scores, kind="stable")
         candidates = Candidates(items[order], scores[order], answer.report, broken(answer.report))
-        return Scored(candidates, answer.ranked.predictions[order])
+        return Scored(candidates, answer.result.predictions[order])
 
-    def _nobody(self, *skipped: SkippedBackend, began: float | None = None) -> Scored:
-        """Degraded where somebody was asked, which `began` then."""
+    def _none(self, *skipped: SkippedBackend, began: float | None = None) -> Scored:
+        """Degraded where the stage was asked, at `began`."""
         took_ms = 0.0 if began is None else (time.perf_counter() - began) * 1000
         return Scored(
             Candidates.none(STAGE, skipped, degraded=began is not None, duration_ms=took_ms), np.empty((0, len(self.tasks)), np.float32)

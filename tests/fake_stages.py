@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from cluster.bundle import BlendRecord, Bundle, BundleStore, DecoderRecord, RankerRecord
-from cluster.ranking import RankAnswer, Ranked, RatingScale, Task
-from cluster.values import EncodeAnswer, Encoded, GenerateAnswer, Generated, StageReport
+from cluster.ranking import Ranked, RatingScale, Task
+from cluster.values import Encoded, Generated, StageAnswer, StageReport
 from tests.bundles import make_bundle
 
 
@@ -39,7 +39,7 @@ class Descending:
         items = ranked[: request.top_n]
         states = np.arange(min(3, len(request.sequence)) * 4, dtype=np.float32).reshape(-1, 4) if self.states else None
         encoded = Encoded(np.ones(4, np.float32), items, (items / len(self.bundle.catalogue)).astype(np.float32), states)
-        return EncodeAnswer(encoded, StageReport("encode", "descending", 1.0, self.skipped), self.version)
+        return StageAnswer(encoded, StageReport("encode", "descending", 1.0, self.skipped), self.version)
 
 
 RANKER = RankerRecord(
@@ -72,7 +72,7 @@ class Ascending:
             raise self.error
         items = request.candidates / len(self.bundle.catalogue)
         predictions = np.stack([1 - items, np.where(request.candidates % 2, 1.0, 5.0), items], axis=1).astype(np.float32)
-        return RankAnswer(Ranked(predictions), StageReport("rank", "ascending", 1.0, self.skipped), self.version)
+        return StageAnswer(Ranked(predictions), StageReport("rank", "ascending", 1.0, self.skipped), self.version)
 
 
 class Naming:
@@ -91,7 +91,7 @@ class Naming:
         await asyncio.sleep(self.delay)
         if self.error:
             raise self.error
-        return GenerateAnswer(self.generated(request), StageReport("generate", "naming", 2.0, self.skipped), self.version)
+        return StageAnswer(self.generated(request), StageReport("generate", "naming", 2.0, self.skipped), self.version)
 
     def generated(self, request):
         items = np.array(self.items, np.int32)

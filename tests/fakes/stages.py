@@ -1,13 +1,14 @@
 """All stages of a gateway, played in this process."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from cluster.bundle import BundleStore
 from cluster.config import FlagSettings
 from cluster.fleet import FleetNews
-from cluster.ranking import RankAnswer, RankRequest
-from cluster.values import EncodeAnswer, EncodeRequest, GenerateAnswer, Generated, GenerateRequest
+from cluster.ranking import RankRequest
+from cluster.stages import Stage
+from cluster.values import EncodeRequest, GenerateRequest, StageAnswer
 from deployments.replica import ModelGone
 from tests.fake_stages import Ascending, Descending, Naming
 
@@ -25,20 +26,15 @@ class FakeStages:
         self.gone, self.able = set[str](), {1, 2, 3}
         self.told: list[tuple[dict[str, Any], FlagSettings]] = []
 
-    async def encode(self, request: EncodeRequest, within_s: float) -> EncodeAnswer:
-        return await self._of(self.encoders, request)(request, within_s)
+    async def ask(self, stage: Stage[Any, Any], request: Any, within_s: float) -> StageAnswer[Any]:
+        answer: StageAnswer[Any] = await self._engine(stage, request)(request, within_s)
+        return answer
 
-    async def generate(self, request: GenerateRequest, within_s: float) -> GenerateAnswer:
-        return await self._of(self.generators, request)(request, within_s)
-
-    async def generate_stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[Generated | GenerateAnswer, None]:
-        async for part in self._of(self.generators, request).stream(request, within_s):
+    async def stream(self, stage: Stage[Any, Any], request: Any, within_s: float) -> AsyncGenerator[Any, None]:
+        async for part in self._engine(stage, request).stream(request, within_s):
             yield part
 
-    async def rank(self, request: RankRequest, within_s: float) -> RankAnswer:
-        return await self._of(self.rankers, request)(request, within_s)
-
-    def heed(self, news: FleetNews) -> None:
+    def update(self, news: FleetNews) -> None:
         self.news = news
 
     def ready(self, version: int) -> bool:
@@ -59,7 +55,8 @@ class FakeStages:
     async def close(self) -> None:
         """It keeps nothing."""
 
-    def _of(self, engines: dict[str, Any], request: EncodeRequest | GenerateRequest | RankRequest) -> Any:
+    def _engine(self, stage: Stage[Any, Any], request: EncodeRequest | GenerateRequest | RankRequest) -> Any:
         if request.model_version in self.gone:
             raise ModelGone(f"not {request.model_version}")
+        engines: Mapping[str, Any] = {"encoder": self.encoders, "generator": self.generators, "ranker": self.rankers}[stage.name]
         return engines[request.model_version]

@@ -18,7 +18,7 @@ import pytest
 
 from cluster.bundle import WEIGHTS, Bundle, BundleStore
 from cluster.rollout import Guard, RolloutStore, Trial
-from cluster.values import Behaviour, EncodeAnswer, EncodeRequest, GenerateAnswer, GenerateRequest, RecommendRequest, StageReport
+from cluster.values import Behaviour, Encoded, EncodeRequest, Generated, GenerateRequest, RecommendRequest, StageAnswer, StageReport
 from integrations.hstu.encoder import TorchEncoder
 from integrations.torch_beam.generator import TorchBeamGenerator
 from pipelines.recommend import Recommender
@@ -145,11 +145,11 @@ async def recommended(bundle: Bundle) -> dict[str, list[str]]:
     encoder.load(bundle)
     generator.load(bundle)
 
-    async def encode(request: EncodeRequest, within_s: float) -> EncodeAnswer:
-        return EncodeAnswer(encoder.infer(request), StageReport("encode", "torch", 0.0), bundle.version)
+    async def encode(request: EncodeRequest, within_s: float) -> StageAnswer[Encoded]:
+        return StageAnswer(encoder.infer(request), StageReport("encode", "torch", 0.0), bundle.version)
 
-    async def generate(request: GenerateRequest, within_s: float) -> GenerateAnswer:
-        return GenerateAnswer(generator.infer(request), StageReport("generate", "torch_beam", 0.0), bundle.version)
+    async def generate(request: GenerateRequest, within_s: float) -> StageAnswer[Generated]:
+        return StageAnswer(generator.infer(request), StageReport("generate", "torch_beam", 0.0), bundle.version)
 
     pipeline = Recommender(bundle, encode, generate)
     answers = [await pipeline.recommend(RecommendRequest(user, history(user), k=K, request_time=NOW)) for user in USERS]

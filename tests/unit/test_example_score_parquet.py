@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from cluster.bundle import BundleStore
-from cluster.values import Action, Behaviour, EncodeAnswer, RecommendRequest, StageReport
+from cluster.values import Action, Behaviour, RecommendRequest, StageAnswer, StageReport
 from integrations.hstu.encoder import TorchEncoder
 from pipelines.recommend import Recommender
 from tests.bundles import make_bundle, make_generative_bundle
@@ -31,7 +31,7 @@ def expected(model_dir, rows, **wishes):
     encoder.load(bundle)
 
     async def encode(request, within_s):
-        return EncodeAnswer(encoder.infer(request), StageReport("encode", "torch", 1.0), bundle.version)
+        return StageAnswer(encoder.infer(request), StageReport("encode", "torch", 1.0), bundle.version)
 
     recommender = Recommender(bundle, encode)
     requests = [RecommendRequest(row["user_id"], tuple(score_parquet.behaviours(row)), **wishes) for row in rows]

@@ -16,7 +16,7 @@ from cluster.controller import NoBackendAnswered
 from cluster.managed_backend import OutOfTime
 from cluster.rollout import RolloutStore, Trial
 from cluster.stage_rules import generator_rules
-from cluster.values import GenerateAnswer, GenerateRequest, SamplingOptions, UserState
+from cluster.values import GenerateRequest, SamplingOptions, StageAnswer, UserState
 from deployments import replica as replica_module
 from deployments.generator import Generator, GeneratorModel, merged
 from deployments.replica import ModelGone
@@ -72,7 +72,7 @@ def wanted(k: int = 3, **more) -> GenerateRequest:
 async def served_by(replica: Generator, version: str = "") -> str:
     """The engine that answers a request; "" where none does."""
     answer = await replica.generate(wanted(model_version=version), 60.0)
-    return answer.report.backend if isinstance(answer, GenerateAnswer) else ""
+    return answer.report.backend if isinstance(answer, StageAnswer) else ""
 
 
 def sizes(script: Script) -> list[list[int]]:
@@ -97,7 +97,7 @@ async def test_the_deadline_counts_from_the_arrival_on_this_processs_clock(bundl
         script.asked.clear()
         began = monotonic()
         answer = await replica.generate(wanted(), 70.0)
-        assert (answer.generated.items.tolist(), answer.report.stage, answer.report.backend) == ([3, 1], "generate", "torch_beam")
+        assert (answer.result.items.tolist(), answer.report.stage, answer.report.backend) == ([3, 1], "generate", "torch_beam")
         assert answer.model_version == "tiny/2"
         ((asked,),) = script.asked
         assert began + 69.9 <= asked.deadline < monotonic() + 70, "a little time is left to say that it is over"
@@ -129,8 +129,8 @@ async def test_a_stream_ends_with_the_whole_answer(bundle):
         await until(lambda: served_by(replica), "the engine is loaded")
         *found, answer = [part async for part in replica.generate_stream(wanted(), 60.0)]
     assert found == list(pieces)
-    assert isinstance(answer, GenerateAnswer)
-    assert answer.generated.items.tolist() == [1, 4]
+    assert isinstance(answer, StageAnswer)
+    assert answer.result.items.tolist() == [1, 4]
 
 
 async def test_requests_that_wait_are_answered_in_one_batch_and_the_late_ones_are_left_out(bundle):
@@ -140,7 +140,7 @@ async def test_requests_that_wait_are_answered_in_one_batch_and_the_late_ones_ar
         asking = ((1, 60.0), (2, -1.0), (3, 60.0))
         first, late, last = await asyncio.gather(*(replica.generate(wanted(k), within_s) for k, within_s in asking))
     assert sizes(script) == [[1, 3]]
-    assert (first.generated.items.tolist(), last.generated.items.tolist()) == ([1], [3])
+    assert (first.result.items.tolist(), last.result.items.tolist()) == ([1], [3])
     assert isinstance(late, NoBackendAnswered)
     (reason,) = late.skipped
     assert isinstance(reason, OutOfTime)
@@ -202,7 +202,7 @@ async def test_a_version_that_is_not_held_is_a_value_and_reaches_no_engine(bundl
     script = Script()
     async with started(generating(bundle.path.parent, torch_beam=script)) as replica:
         answer = await replica.generate(wanted(model_version=bundle.version), 60.0)
-        assert answer.generated.items.tolist() == [3, 1]
+        assert answer.result.items.tolist() == [3, 1]
         script.asked.clear()
         older = wanted(model_version="tiny/1")
         for refused in (await replica.generate(older, 60.0), *[part async for part in replica.generate_stream(older, 60.0)]):
@@ -215,7 +215,7 @@ async def test_each_request_is_computed_by_the_version_it_names(two):
     script = Script(lambda request, bundle: generated(bundle.manifest.version))
     async with started(generating(two, torch_beam=script)) as replica:
         answers = [await replica.generate(wanted(model_version=version), 60.0) for version in ("tiny/4", "tiny/2")]
-    assert [(one.model_version, one.generated.items.tolist()) for one in answers] == [("tiny/4", [4]), ("tiny/2", [2])]
+    assert [(one.model_version, one.result.items.tolist()) for one in answers] == [("tiny/4", [4]), ("tiny/2", [2])]
 
 
 async def test_samples_are_what_a_decoder_takes(bundle):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cluster.config import GatewaySettings
 from cluster.errors import BackendUnavailable, BundleError, UnknownChoice
-from cluster.values import EncodeAnswer, StageReport
+from cluster.values import StageAnswer, StageReport
 from deployments.http.api import create_api
 from deployments.http.messages import BackendsOut, ReadyOut, StageReadyOut, SwitchOut
 from integrations.hstu.encoder import TorchEncoder
@@ -33,7 +33,7 @@ class InProcess:
         self.ranker = CandidateRanker(bundle, histories, self.encode, Ascending(bundle), deadline_s=5.0, ranking_deadline_s=2.0)
 
     async def encode(self, request, within_s):
-        return EncodeAnswer(self.encoder.infer(request), StageReport("encode", "torch", 1.0), self.bundle.version)
+        return StageAnswer(self.encoder.infer(request), StageReport("encode", "torch", 1.0), self.bundle.version)
 
     async def recommend(self, request):
         return await self.recommender.recommend(request)

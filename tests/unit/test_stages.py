@@ -9,6 +9,7 @@ from cluster.config import FlagSettings
 from cluster.controller import NoBackendAnswered
 from cluster.errors import BackendFailed, BackendUnavailable
 from cluster.fleet import READY, FleetNews
+from cluster.stages import ENCODER, GENERATOR, RANKER
 from cluster.traffic.hedging import Hedge
 from cluster.values import SkippedBackend
 from deployments.replica import ModelGone
@@ -28,10 +29,10 @@ async def listed(pieces):
 @pytest.mark.parametrize("failure", [NOBODY, GONE], ids=["engines broken", "version not held"])
 async def test_an_encoder_that_has_no_answer_is_passed_over_for_one_that_has(failure):
     handle = ScriptedHandle(failure, "the state")
-    assert await SplitStages(handle, ScriptedHandle(), ScriptedHandle()).encode(None, 5.0) == "the state"
+    assert await SplitStages(handle, ScriptedHandle(), ScriptedHandle()).ask(ENCODER, None, 5.0) == "the state"
     handle = ScriptedHandle(failure, failure, failure)
     with pytest.raises(type(failure)):
-        await SplitStages(handle, ScriptedHandle(), ScriptedHandle()).encode(None, 5.0)
+        await SplitStages(handle, ScriptedHandle(), ScriptedHandle()).ask(ENCODER, None, 5.0)
     assert handle.outcomes == []
 
 
@@ -39,32 +40,32 @@ async def test_an_encoder_that_has_no_answer_is_passed_over_for_one_that_has(fai
 async def test_what_a_generator_gives_as_a_value_is_raised_and_not_tried_on_the_next_one(failure):
     handle = ScriptedHandle(failure, "the items")
     with pytest.raises(type(failure)):
-        await SplitStages(ScriptedHandle(), handle, ScriptedHandle()).generate(None, 5.0)
+        await SplitStages(ScriptedHandle(), handle, ScriptedHandle()).ask(GENERATOR, None, 5.0)
     assert handle.outcomes == ["the items"]
     handle = ScriptedHandle([1, failure], ["the items"])
     with pytest.raises(type(failure)):
-        await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).generate_stream(None, 5.0))
+        await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).stream(GENERATOR, None, 5.0))
     assert (handle.outcomes, handle.responses[0].was_cancelled) == ([["the items"]], True)
 
 
 async def test_a_stream_whose_replica_dies_is_not_begun_again():
     handle = ScriptedHandle([1, ActorDiedError()], [1, 2])
     with pytest.raises(BackendUnavailable, match="no replica of encoder could be reached"):
-        await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).generate_stream(None, 5.0))
+        await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).stream(GENERATOR, None, 5.0))
     assert handle.outcomes == [[1, 2]]
 
 
 async def test_what_a_stream_raises_is_an_error_of_ours_and_is_not_tried_on_another_replica():
     handle = ScriptedHandle([1, RayTaskError("generate_stream", "the trace", ZeroDivisionError("no"))], [1, 2])
     with pytest.raises(BackendFailed, match="ZeroDivisionError"):
-        await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).generate_stream(None, 5.0))
+        await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).stream(GENERATOR, None, 5.0))
     assert handle.outcomes == [[1, 2]]
 
 
 async def test_that_the_time_is_over_is_for_the_pipeline_to_say():
     """A handle answers late or never; the pipeline gives up at its deadline and says so."""
-    whole = SplitStages(ScriptedHandle(), ScriptedHandle(*[NEVER] * 3), ScriptedHandle()).generate(None, 0.01)
-    pieces = SplitStages(ScriptedHandle(), ScriptedHandle(*[[NEVER]] * 3), ScriptedHandle()).generate_stream(None, 0.01)
+    whole = SplitStages(ScriptedHandle(), ScriptedHandle(*[NEVER] * 3), ScriptedHandle()).ask(GENERATOR, None, 0.01)
+    pieces = SplitStages(ScriptedHandle(), ScriptedHandle(*[[NEVER]] * 3), ScriptedHandle()).stream(GENERATOR, None, 0.01)
     for call in (whole, listed(pieces)):
         with pytest.raises(TimeoutError):  # the test's own, while the call still waits
             await asyncio.wait_for(call, 0.1)
@@ -72,7 +73,7 @@ async def test_that_the_time_is_over_is_for_the_pipeline_to_say():
 
 async def test_a_stream_that_nobody_reads_any_more_is_cancelled():
     handle = ScriptedHandle([1, NEVER])
-    pieces = SplitStages(ScriptedHandle(), handle, ScriptedHandle()).generate_stream(None, 5.0)
+    pieces = SplitStages(ScriptedHandle(), handle, ScriptedHandle()).stream(GENERATOR, None, 5.0)
     assert await anext(pieces) == 1
     await pieces.aclose()
     assert handle.responses[0].was_cancelled
@@ -80,9 +81,9 @@ async def test_a_stream_that_nobody_reads_any_more_is_cancelled():
 
 async def test_split_a_version_is_ready_once_the_switchboard_says_so_of_everybody():
     stages = SplitStages(ScriptedHandle(), ScriptedHandle(), ScriptedHandle())
-    stages.heed(FleetNews(ready=frozenset({1})))
+    stages.update(FleetNews(ready=frozenset({1})))
     assert not stages.ready(2)
-    stages.heed(FleetNews(ready=frozenset({1, 2})))
+    stages.update(FleetNews(ready=frozenset({1, 2})))
     assert stages.ready(2)
 
 
@@ -94,8 +95,8 @@ async def test_hedging_follows_its_flag():
     assert not hedge.on
 
 
-class Stage:
-    """A stage in this process that gives `outcome`, and remembers what it was told. `held`: versions it has."""
+class FakeReplica:
+    """A stage's replica in this process that gives `outcome`, and remembers what it was told. `held`: versions it has."""
 
     def __init__(self, outcome=None, held=(1,)):
         self.outcome, self.told, self.holds = outcome, [], dict.fromkeys(held, READY)
@@ -127,27 +128,27 @@ class Stage:
 
 
 def colocated(encoder=None, generator=None, ranker=None):
-    return ColocatedStages(encoder or Stage(), generator or Stage(), ranker or Stage(held=(1, 2)))
+    return ColocatedStages(encoder or FakeReplica(), generator or FakeReplica(), ranker or FakeReplica(held=(1, 2)))
 
 
 async def test_colocated_an_answer_comes_from_this_process_and_an_error_is_raised():
-    stages = colocated(Stage("the state"), Stage("the items"), Stage("the order"))
-    answers = await stages.encode(None, 5.0), await stages.generate(None, 5.0), await stages.rank(None, 5.0)
+    stages = colocated(FakeReplica("the state"), FakeReplica("the items"), FakeReplica("the order"))
+    answers = await stages.ask(ENCODER, None, 5.0), await stages.ask(GENERATOR, None, 5.0), await stages.ask(RANKER, None, 5.0)
     assert answers == ("the state", "the items", "the order")
     for failure in (NOBODY, GONE):
-        broken = colocated(Stage(failure), Stage(failure), Stage(failure))
-        for call in (broken.encode(None, 5.0), broken.generate(None, 5.0), broken.rank(None, 5.0)):
+        broken = colocated(FakeReplica(failure), FakeReplica(failure), FakeReplica(failure))
+        for call in (broken.ask(ENCODER, None, 5.0), broken.ask(GENERATOR, None, 5.0), broken.ask(RANKER, None, 5.0)):
             with pytest.raises(type(failure)):
                 await call
-        streaming = Stage([1, failure])
+        streaming = FakeReplica([1, failure])
         with pytest.raises(type(failure)):
-            await listed(colocated(generator=streaming).generate_stream(None, 5.0))
+            await listed(colocated(generator=streaming).stream(GENERATOR, None, 5.0))
         assert streaming.told == ["stream closed"]
 
 
 async def test_colocated_a_version_is_ready_once_all_stages_here_have_it_whoever_else_does():
-    stages = colocated(Stage(held=(1, 2)), generator := Stage(held=(1,)))
-    stages.heed(FleetNews(ready=frozenset({1, 2, 3})))
+    stages = colocated(FakeReplica(held=(1, 2)), generator := FakeReplica(held=(1,)))
+    stages.update(FleetNews(ready=frozenset({1, 2, 3})))
     assert [stages.ready(version) for version in (1, 2, 3)] == [True, False, False]
     generator.holds[2] = "it is being loaded"
     assert not stages.ready(2)
@@ -156,7 +157,7 @@ async def test_colocated_a_version_is_ready_once_all_stages_here_have_it_whoever
 
 
 async def test_colocated_stages_start_follow_their_own_settings_and_end_with_the_gateway():
-    stages = colocated(encoder := Stage(), generator := Stage())
+    stages = colocated(encoder := FakeReplica(), generator := FakeReplica())
     await stages.start()
     await stages.reconfigure({"encoder": {"order": ["torch"]}, "max_k": 5}, FlagSettings())
     await stages.check_health()
@@ -167,4 +168,4 @@ async def test_colocated_stages_start_follow_their_own_settings_and_end_with_the
 
 async def test_a_gateway_is_unhealthy_where_an_engine_thread_of_its_own_is_stuck():
     with pytest.raises(TimeoutError, match="stuck"):
-        await colocated(generator=Stage(NEVER)).check_health()
+        await colocated(generator=FakeReplica(NEVER)).check_health()

@@ -99,7 +99,7 @@ async def test_of_an_encoder_that_gives_a_state_for_each_event_the_decoder_is_pr
         async def __call__(self, request, within_s):
             answer = await super().__call__(request, within_s)
             states = np.arange(len(request.sequence) * 4, dtype=np.float32).reshape(-1, 4)
-            return replace(answer, encoded=replace(answer.encoded, states=states))
+            return replace(answer, result=replace(answer.result, states=states))
 
     generator = Naming(bundle, 49)
     await Recommender(bundle, Generous(bundle), generator).recommend(request(*map(str, range(1, 13))))

@@ -1,0 +1,35 @@
+"""How the pipeline asks a stage: in time, for an answer of the pipeline's version of the model."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias, TypeVar
+
+from cluster.controller import NoBackendAnswered
+from cluster.errors import BackendError, BackendFailed
+from cluster.managed_backend import passed_over
+from cluster.stages import StageName
+from cluster.traffic.budget import in_time
+from cluster.values import SkippedBackend, StageAnswer
+
+RequestT = TypeVar("RequestT")
+ResultT = TypeVar("ResultT")
+Ask: TypeAlias = Callable[[RequestT, float], Awaitable[StageAnswer[ResultT]]]
+"""A stage, in this process or across the cluster: given a request, and how many seconds its answer may take."""
+
+
+async def asked(stage: StageName, ask: Ask[RequestT, ResultT], request: RequestT, within_s: float, version: str) -> StageAnswer[ResultT]:
+    """The stage's answer by this version. Raises BackendError, DeadlineExceeded among them, where there is none."""
+    answer = await in_time(lambda: ask(request, within_s), within_s)
+    check_version(stage, answer, version)
+    return answer
+
+
+def check_version(stage: StageName, answer: StageAnswer[Any], version: str) -> None:
+    """Raises BackendFailed at an answer by another version: its indices mean other items."""
+    if answer.model_version != version:
+        here = f"the {stage} serves {answer.model_version}, this gateway {version}"
+        raise BackendFailed(f"{here}: a new version is being rolled out")
+
+
+def why_none(stage: StageName, error: BackendError) -> tuple[SkippedBackend, ...]:
+    """What a report says of a stage that gave no answer: each backend's reason where the stage tells, else the stage's."""
+    return error.skipped if isinstance(error, NoBackendAnswered) else (passed_over(stage, error),)
