@@ -13,6 +13,8 @@ from starlette.types import Message, Receive, Send
 
 from deployments.http.problems import BodyTooLarge
 
+WATCH_AFTER_S = 0.05
+"""How long a request is at work before its client is watched: most answers are sent by then, and a watch costs a task."""
 READ_AHEAD = 64 * 1024
 """Bytes of a body that are held while the request waits for its place; beyond, the client is not watched, and TCP makes it wait."""
 
@@ -36,6 +38,7 @@ class Connection:
         self._body_over = self._responded = self._cancelled = self._left = False
         self._task: asyncio.Task[Any] | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._watch_later: asyncio.TimerHandle | None = None
         self._inbox: deque[Message | Exception] = deque()
         self._news, self._taken = asyncio.Event(), asyncio.Event()
         self._held = 0
@@ -53,6 +56,8 @@ class Connection:
             if not self._cancelled or task.cancelling() - before > 1:  # the server ends it, too
                 raise
         finally:
+            if self._watch_later is not None:
+                self._watch_later.cancel()
             if self._watcher is not None:
                 self._watcher.cancel()
             if self._cancelled:
@@ -64,7 +69,7 @@ class Connection:
             self._watcher = asyncio.create_task(self._watch(self._task))
 
     async def body(self) -> bytes:
-        """All of the request's body; then the client is watched. Raises BodyTooLarge and ClientLeft."""
+        """All of the request's body; `WATCH_AFTER_S` later the client is watched. Raises BodyTooLarge and ClientLeft."""
         receive = self._receive if self._watcher is None else self.receive
         parts, more = list[bytes](), True
         while more:
@@ -76,7 +81,8 @@ class Connection:
             parts.append(message.get("body", b""))
             more = message.get("more_body", False)
         self._body_over = True
-        self.watch()
+        if self._watcher is None:
+            self._watch_later = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self.watch)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_again(self, body: bytes) -> None:
