@@ -1,4 +1,4 @@
-"""Join requests that wait for one engine into batches: alike in length, by number, padded size and waiting time."""
+"""Join requests that wait for one engine into batches of similar length, limited by number, padded size and waiting time."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from cluster.config import BatchingSettings
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 Watch = Callable[[Sequence[int], Sequence[float]], None]
-"""Told of each batch as it starts: its requests' rows, and how many seconds each has waited."""
+"""Called with each batch as it starts: the rows of its requests, and the seconds that each has waited."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,10 +53,10 @@ def _fits(longest: int, requests: int, rows: int, limits: BatchingSettings) -> b
 
 
 class MicroBatcher(Generic[Request, Answer]):
-    """Serve requests several at a time: whoever has waited longest, and with it those of like length.
+    """Serve requests in batches: the one that has waited longest, and those of similar length.
 
-    `run` answers a batch with one answer per request, in order. One batch runs at a time; what arrives meanwhile forms the next one, so
-    that `max_wait_ms` is only ever spent while the engine would idle and few are waiting.
+    `run` answers a batch with one answer per request, in order. One batch runs at a time; requests that arrive meanwhile form the next one,
+    so `max_wait_ms` is spent only while the engine is idle and few requests wait.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class MicroBatcher(Generic[Request, Answer]):
         return await place.answer
 
     async def _work(self) -> None:
-        """Ends with the last request: a worker that waited for ever would outlive the model that it belongs to."""
+        """Ends with the last request, so that no worker outlives its model."""
         while self._waiting:
             await self._company()
             if batch := self._take():

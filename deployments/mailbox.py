@@ -1,10 +1,10 @@
-"""Requests for one deployment that wait at a gateway go to a replica together: one remote call for all of them.
+"""Send requests that wait at a gateway to a replica together, in one remote call.
 
-    request -> the replica that is home to its user, the version of the model -> a call with all that wait for both, at most two on the way
+    request -> address: its user's home replica, the version of the model -> one call with all that wait for it, at most two under way
 
-A remote call costs a gateway about a millisecond of Python, whatever it carries. What a member of a call comes to is its own: its answer,
-its error, its time. Only where the call itself fails, as when the replica dies, do all of its members. Versions have calls of their own, so
-that a slow one on trial holds up none of the other's; so do requests that are traced, so that their traces go on at the replica.
+A remote call costs a gateway about a millisecond of Python, whatever it carries. Each member of a call has its own answer, error and
+deadline; only the failure of the call itself, as when the replica dies, is every member's. Versions do not share calls, so that a slow
+version on trial delays no other. Neither do traced requests, so that each trace continues at the replica.
 """
 
 import asyncio
@@ -20,23 +20,23 @@ from cluster import tracing
 from cluster.traffic.user_router import Together, home_of
 
 ON_THE_WAY = 2
-"""Calls to one address at a time: one that is computed, and the next one that waits for it there."""
+"""Calls to one address at a time: one that is computed, and the next, which waits at the replica."""
 PATIENCE_S = 1.0
-"""After which a call holds up no other: its replica may be stopped, which a router finds out by the calls that it is asked to route."""
+"""A call older than this no longer delays others: its replica may have stopped, which a router learns only from further calls."""
 MOST = 64
 """Requests in one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """In the place of an answer: what the replica raised over this request."""
+    """In place of an answer: the error that the replica raised for this request."""
 
     error: Exception
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A request that waits. `until`: when its time is over, on this process's monotonic clock."""
+    """A waiting request. `until`: its deadline on this process's monotonic clock."""
 
     request: object
     until: float
@@ -44,11 +44,11 @@ class _Member:
 
 
 Address: TypeAlias = tuple[str, str, str, int]
-"""The method of the replica; the home, "" for any replica; the version of the model; the span of a request that is traced, else 0."""
+"""Method; home replica, "" for any; version of the model; span of a traced request, else 0."""
 
 
 class Mailbox:
-    """Calls methods of a deployment's StageReplica by its `together`. One for each handle; for one event loop."""
+    """Calls StageReplica.together of a deployment. One instance for each handle; for one event loop."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
@@ -56,15 +56,15 @@ class Mailbox:
         self._waiting: dict[Address, list[_Member]] = {}
         self._calls: dict[Address, list[float]] = {}  # when those on the way began
         self._due = set[Address]()  # addresses that `_begin` is about to look at
-        self._context = copy_context()  # of no request: Serve cancels the calls that were made in the context of one that is cancelled
+        self._context = copy_context()  # not a request's: Serve cancels calls made in the context of a cancelled request
 
     def learn(self, replicas: Iterable[str]) -> None:
-        """Which replicas live now, by their ids: requests whose users have the same home go together."""
+        """Take the ids of the live replicas, by which users' homes are found."""
         self._replicas = tuple(replicas)
 
     async def send(self, method: str, request: object, left_s: float, wait_s: float) -> Any:
-        """What `method` answers to one request, which it may take `left_s` for. Raises TimeoutError after `wait_s`, what the replica raised
-        over this request, and what Ray raises where the call fails.
+        """The answer of `method` to one request, which has `left_s` seconds at the replica. Raises TimeoutError after `wait_s`, the
+        replica's error for this request, or Ray's error if the call fails.
         """
         loop = asyncio.get_running_loop()
         member = _Member(request, monotonic() + left_s, loop.create_future())
@@ -74,11 +74,11 @@ class Mailbox:
         self._waiting.setdefault(to, []).append(member)
         if to not in self._due:
             self._due.add(to)
-            loop.call_soon(self._begin, to)  # with what else arrives in this turn of the loop
+            loop.call_soon(self._begin, to)  # together with requests that arrive in the same turn of the loop
         return await asyncio.wait_for(member.answer, wait_s)
 
     def _begin(self, to: Address) -> None:
-        """Send what waits for this address, unless enough is on the way there."""
+        """Send what waits for this address, unless `ON_THE_WAY` calls are under way there."""
         self._due.discard(to)
         waiting = self._waiting[to] = [member for member in self._waiting.get(to, ()) if not member.answer.done()]
         if not waiting:
@@ -116,7 +116,7 @@ class Mailbox:
         try:
             answers = await response
         except asyncio.CancelledError:
-            response.cancel()  # no member waits for it any more: an overloaded replica need not compute it
+            response.cancel()  # an overloaded replica need not compute what no member awaits
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to the members
             answers = [Raised(error)] * len(members)

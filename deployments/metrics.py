@@ -142,7 +142,7 @@ class GatewayRecorder:
         self._meter.add(m.ANSWERS, tier=tier, degraded=_said(answer.degraded), model_version=version)
         if duration_s is not None:
             self._meter.observe(m.ANSWER_DURATION, duration_s, tier=tier)
-        if tier in ("none", "computed"):  # the others' stages ran for somebody before
+        if tier in ("none", "computed"):  # the stages of a cached answer ran for an earlier request
             self._stages(answer.stages)
         self._input(request, answer)
         self._meter.add(m.RECOMMENDED, len(items), model_version=version)
@@ -161,7 +161,7 @@ class GatewayRecorder:
             self._meter.add(m.NOT_FOLLOWED, action=done.action.value)
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
-        """What was recommended to a user, a tenant's users or everybody."""
+        """Forget what was recommended to a user, to a tenant's users, or to all."""
         self._shown.forget(tenant, user_id)
 
     def look(self, edge: "EdgeStatistics", stages: Mapping[StageName, Mapping[str, float]], version: int) -> None:

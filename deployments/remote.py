@@ -1,6 +1,6 @@
-"""Call another deployment: its answer, all at once or piece by piece, or an error of ours that says what went wrong.
+"""Call another deployment for one answer or a stream. Every failure is raised as a BackendError.
 
-`ask` is for calls that are few; `StageCaller` for those that every request makes (see cluster.traffic.attempts for when it calls again).
+`ask` is for occasional calls, `StageCaller` for those of every request; cluster.traffic.attempts says when it calls again.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ logger = logging.getLogger("ray.serve")
 
 
 async def ask(handle: DeploymentHandle[Any], method: str, *args: Any, within_s: float, tries: int = 1) -> Any:
-    """What `method` of a replica answers. A replica that dies with the call costs a try; the time is for all tries together.
+    """The answer of `method`. A replica that dies during the call costs a try; `within_s` is for all tries together.
 
-    Raises what the callee raised where that is a GenrecError, BackendFailed where it raised anything else, and BackendUnavailable where
-    no replica could be reached or answered in time.
+    Raises the callee's error if that is a GenrecError, BackendFailed for any other error of the callee, and BackendUnavailable if no
+    replica could be reached or answered in time.
     """
     deadline = monotonic() + within_s
     with _errors_of(handle, method, within_s):
@@ -43,10 +43,9 @@ async def ask(handle: DeploymentHandle[Any], method: str, *args: Any, within_s: 
 
 
 class StageCaller:
-    """Calls one deployment whose methods take (request, within_s): the seconds they may take from then on. One for each handle and process.
+    """Calls one deployment by methods that take (request, within_s), the seconds from the call on. One for each handle and process.
 
-    Every error is raised as by `ask`. `hedge` is for methods that only compute. With a `mailbox`, requests that wait go together in one
-    call.
+    Errors are raised as by `ask`. `hedge` applies to calls that are `safe`. With a `mailbox`, waiting requests share a call.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class StageCaller:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Counts since the start. `copies`: calls beyond the first of each request; `refused`: those that the budget did not grant."""
+        """Counts since the start. `copies`: calls beyond the first of each request; `refused`: copies that the retry budget denied."""
         hedged, refused = self._rules.hedge.sent if self._rules.hedge else 0, self._rules.retries.refused
         return {"requests": self.requests, "copies": self.copies, "hedges": hedged, "refused": refused}
 
@@ -75,10 +74,10 @@ class StageCaller:
         safe: bool = False,
         poor: Callable[[Any], bool] = lambda _: False,
     ) -> Any:
-        """What `method` of the first replica to answer does answer.
+        """The first replica's answer.
 
-        `safe`: it only computes, so that it is hedged, and asked again of another replica where one breaks over it or gives a `poor`
-        answer, such as that its engines are broken. What is not safe is asked again only where a replica died with it, or stalls.
+        A `safe` call only computes: it is hedged, and repeated at another replica after an error or a `poor` answer, such as that all
+        engines are broken. Any other call is repeated only if its replica died or stalls.
         """
 
         async def send(number: int, left_s: float) -> Any:
@@ -97,7 +96,7 @@ class StageCaller:
             return await Attempts(send, better, self._rules, within_s=within_s, tries=tries, hedged=safe).answer()
 
     async def ask_stream(self, method: str, request: object, *, within_s: float, tries: int = TRIES) -> AsyncGenerator[Any, None]:
-        """What `method` yields, as it comes. Until its first piece is there, it is asked again where a replica died with it, or stalls."""
+        """The pieces that `method` yields. The call is repeated if its replica dies or stalls before the first piece."""
         deadline = monotonic() + within_s + GRACE_S
 
         async def send(number: int, left_s: float) -> _Stream:
@@ -121,7 +120,7 @@ class StageCaller:
                     yield piece
                     piece = await _next_piece(stream.pieces, deadline)
             finally:
-                stream.pieces.cancel()  # nobody waits for it any more; after the last piece it does nothing
+                stream.pieces.cancel()  # stops the replica if the reader left early
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ class _Stream:
 
 
 def copy_of(request: object, number: int) -> object:
-    """A copy is nobody's in particular: a router would bring it to its user's home again, which is the replica that does not answer."""
+    """The request; from the second call on without its user, so that affinity does not route it to the replica that did not answer."""
     if number and isinstance(request, EncodeRequest | RankRequest):
         return replace(request, user="")
     if number and isinstance(request, GenerateRequest):
@@ -144,7 +143,7 @@ def _died(error: BaseException | None) -> bool:
 
 
 def _broke(error: BaseException) -> bool:
-    """Whether the callee failed at it, for a reason that another replica need not have."""
+    """Whether the callee failed for a reason that another replica need not share."""
     if isinstance(error, RayTaskError):
         return isinstance(error.cause, BackendError) or not isinstance(error.cause, GenrecError)
     return isinstance(error, BackendError)
@@ -152,7 +151,7 @@ def _broke(error: BaseException) -> bool:
 
 @contextmanager
 def _errors_of(handle: DeploymentHandle[Any], method: str, within_s: float) -> Iterator[None]:
-    """What went wrong in a call, as an error of ours."""
+    """Raise a call's errors as documented at `ask`."""
     try:
         yield
     except RayTaskError as error:
@@ -171,12 +170,12 @@ async def _once(handle: DeploymentHandle[Any], method: str, args: tuple[Any, ...
     try:
         return await asyncio.wait_for(response, max(0.0, deadline - monotonic()))
     except (TimeoutError, asyncio.CancelledError):
-        response.cancel()  # nobody waits for it any more: an overloaded replica need not compute it
+        response.cancel()  # an overloaded replica need not compute an answer that no caller awaits
         raise
 
 
 async def _opened(handle: DeploymentHandle[Any], method: str, args: tuple[Any, ...], deadline: float) -> _Stream:
-    """A stream, once its first piece is there."""
+    """A stream whose first piece has arrived."""
     pieces = getattr(handle.options(stream=True), method).remote(*args)
     try:
         return _Stream(await _next_piece(pieces, deadline), pieces)

@@ -98,8 +98,8 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
     def _fulfill_next_pending_request(self, replica: RunningReplica, request_metadata: Any = None) -> None:
         """Give the replica to the request it was chosen for.
 
-        The parent gives it to whoever has waited longest, whose ranking may be another. RequestRouter looks for the request by its
-        internal_request_id, which all calls made within one HTTP request share, and never finds the second: it waits for ever.
+        The parent gives it to the request that has waited longest, which may rank replicas otherwise. RequestRouter looks for a request by
+        its internal_request_id, which all calls within one HTTP request share, and never finds the second: that waits for ever.
         """
         waiting = (one for one in self._pending_requests_to_fulfill if one.metadata is request_metadata and not one.future.done())
         if (request := next(waiting, None)) is not None:
@@ -122,11 +122,11 @@ class LeastLoadedRouter(RankingRouter):
 
 
 class WeightedRouter(RankingRouter):
-    """A request goes where it is soonest done, judged by the requests under way and the replica's weight.
+    """Routes a request to the replica that finishes it soonest, by the requests under way there and the replica's weight.
 
-    A replica's weight is what `weights` says of its node's id or availability zone, or else what its `record_routing_stats` gives under the
-    name `figure`: how many requests a second it computes while it does, not how many it was given, since who is given few would then be
-    given fewer. A replica without one has the mean of the others.
+    The weight is that of the replica's node id or availability zone in `weights`, else the `figure` of its `record_routing_stats`: requests
+    a second of engine time. (Requests a second of wall time would give a replica with few requests fewer still.) A replica without a
+    weight has the mean of the others.
     """
 
     def initialize_state(self, figure: str = "weight", weights: Mapping[str, float] | None = None, **unknown: Any) -> None:

@@ -18,7 +18,7 @@ class Followed(StrEnum):
 
     YES = "yes"
     NO = "no"
-    NOBODY_KNOWS = "nobody knows"
+    UNKNOWN = "unknown"
 
 
 @dataclass(slots=True)
@@ -55,10 +55,10 @@ class ShownItems:
         """
         shown = self._users.get((tenant, user))
         if shown is None:
-            return Followed.NOBODY_KNOWS, ""
+            return Followed.UNKNOWN, ""
         self._expire(shown, now)
         if not -CLOCKS_DIFFER_S <= timestamp - self._first(shown) <= self._window_s or now - shown.at > self._window_s:
-            return Followed.NOBODY_KNOWS, ""
+            return Followed.UNKNOWN, ""
         version, at = shown.items.get(item, ("", 0.0))
         if not version or not -CLOCKS_DIFFER_S <= timestamp - at <= self._window_s:
             return Followed.NO, ""
@@ -66,7 +66,7 @@ class ShownItems:
         return Followed.YES, version
 
     def forget(self, tenant: str | None = None, user: str | None = None) -> None:
-        """A user of a tenant, a tenant's users, or everybody."""
+        """Forget a user, a tenant's users, or all."""
         for key in [key for key in self._users if tenant in (None, key[0]) and user in (None, key[1])]:
             del self._users[key]
 

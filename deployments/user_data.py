@@ -83,7 +83,7 @@ class UserData:
         return InvalidatedOut(dropped=dropped.dropped, everywhere=everywhere and not dropped.unconfirmed)
 
     async def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
-        """Drop what this replica keeps of a user, a tenant's users or everybody: another one was told, and told the shared cache."""
+        """Drop what this replica keeps of a user, of a tenant's users or of all; the replica that was asked clears the shared cache."""
         self._versions.forget(tenant, user_id)
         self._recorder.forget(tenant, user_id)
         if self._cache:

@@ -18,9 +18,9 @@ from deployments.routers import RankingRouter, refuse
 
 
 class UserAffinityRouter(RankingRouter):
-    """A request goes to its user's home unless that is busy; one that is nobody's, as Serve's power of two choices has it.
+    """Routes a request to its user's home unless that is busy, and a request without a user by Serve's power of two choices.
 
-    Whose it is stands in the request itself, or in the handle's `session_id`, which counts where both are given.
+    The user is the handle's `session_id` if given, else the request's.
     """
 
     def initialize_state(self, bound: float = BOUND, slack: int = SLACK, **unknown: Any) -> None:

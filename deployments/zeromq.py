@@ -120,7 +120,7 @@ class FrontDoor:
 
     async def _bind(self) -> None:
         until = monotonic() + BIND_WITHIN_S
-        while not self._bound(last_try=monotonic() > until):  # noqa: ASYNC110 - nobody tells when it is free
+        while not self._bound(last_try=monotonic() > until):  # noqa: ASYNC110 - nothing signals that it is free
             await asyncio.sleep(BIND_INTERVAL_S)
 
     def _bound(self, *, last_try: bool) -> bool:
@@ -168,7 +168,7 @@ class FrontDoor:
             answered = await self._asked(waiting)
         except asyncio.CancelledError:
             await self._refuse(waiting.envelope, _closed())
-        except Exception as error:  # noqa: BLE001 - nobody else would tell the client
+        except Exception as error:  # noqa: BLE001 - the client gets every error as an answer
             await self._refuse(waiting.envelope, error)
         else:
             self._served[answered.status] += 1
@@ -185,7 +185,7 @@ class FrontDoor:
         return await self._exchange(waiting.asked, left_s)
 
     async def _told(self, headers: Mapping[str, str], left_s: float) -> Answered:
-        """The door's statistics, for those whom a gateway tells its own: it knows the keys of the moment."""
+        """The door's statistics, for callers that a gateway lets see its own: the gateway knows the current keys."""
         gateways = await self._exchange(Asked("GET", "/v1/gateway", headers), left_s)
         body = json.dumps(asdict(self.statistics())).encode()
         return gateways if gateways.status != 200 else Answered(200, {"content-type": "application/json"}, body)

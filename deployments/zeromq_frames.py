@@ -23,7 +23,7 @@ _CALL = re.compile(r"(GET|POST|DELETE) (/[!-~]{0,4095})")
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Whom to answer, and to what: the frames before the call."""
+    """The client to answer and the call's id: the frames before the call."""
 
     before: tuple[bytes, ...]
     request_id: bytes

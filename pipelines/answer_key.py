@@ -16,25 +16,25 @@ _PARAMETERS = {one.name for one in fields(RecommendRequest)} - {"user_id", "tena
 def answer_key(request: RecommendRequest, model_digest: str, history_version: str) -> Key:
     """The key of the answer that this model gives to this request over a history of that version.
 
-    Without a `request_time` of its own a request is as of now: its answer is kept for a while, not for ever. `deadline_ms` is part of it,
-    since who is in a hurry may get less and must not wait for who is not; `cache` is not, nor when a hurried one came.
+    Without a `request_time` a request is as of now, and its answer is cached for a limited time. `deadline_ms` is part of the key: a
+    request with a deadline may get a lesser answer, and must not wait for one without. `cache` and the time of arrival are not part of it.
     """
     return Key(request.tenant, request.user_id, _digest(model_digest, history_version, request))
 
 
 def wishes_key(request: RecommendRequest, model_digest: str) -> Key:
-    """The same for requests of a user that differ in no more than their haste, the history, and what is blocked."""
+    """The same key for all requests of a user that differ only in deadline, history and blocked items."""
     return Key(request.tenant, request.user_id, _digest(model_digest, replace(unhurried(request), blocked=frozenset())))
 
 
 def version_of(behaviours: tuple[Behaviour, ...]) -> str:
-    """The version of a history that came with its request. Never that of a stored one, whose digits are fewer."""
+    """The version of a history that came with its request. It never equals that of a stored history, which has no "sent:" before it."""
     rows = [(behaviour.item_id, behaviour.timestamp, behaviour.action, behaviour.value) for behaviour in behaviours]
     return "sent:" + blake2b(json.dumps(rows).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def cacheable(request: RecommendRequest) -> bool:
-    """Whether asking again would give the same: not where items are drawn anew each time, nor where the caller wants no cache."""
+    """Whether asking again gives the same answer: not if items are sampled without a seed, and not if the caller bypasses the cache."""
     drawn_anew = request.sampling is not None and request.sampling.seed is None and request.sampling.temperature > 0
     return request.cache != "bypass" and not drawn_anew
 

@@ -1,10 +1,10 @@
-"""Answer a request: by a kept answer where there is one, else the recommender over the history that was sent, or is stored.
+"""Answer a request from the cache, or by the recommender over the history that was sent or is stored.
 
-    request -> key: model, history, parameters -> kept answer: l1 | l2 | somebody is computing it
-                                               -> none: stored history -> recommender -> kept
-                                                                       -> no encoder answers: the last good answer, if it is kept
+    request -> key: model, history, parameters -> cached answer: l1 | l2 | joins the request that computes it
+                                               -> none: stored history -> recommender -> cached
+                                                                       -> no encoder answers: the user's last good answer, if cached
 
-A failing cache or event store costs time, never an answer; and of a request that has a deadline, no more time than is left.
+A failing cache or event store costs time, never an answer, and never more time than the request's deadline leaves.
 """
 
 import logging
@@ -34,9 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 class Answers:
-    """Of one version of the model, which `model_digest` tells from every other that shares the cache; `cache` is None where none is wanted.
-
-    `usual` is what users ask for, whichever version answers. For one event loop.
+    """Answers of one version of the model. `model_digest` tells the version apart from others in the same cache; `cache` is None if caching
+    is switched off; `usual` remembers the users' usual requests across versions. For one event loop.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Answers:
         return answer
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
-        """The answer's parts as they are found. A kept answer comes as its stages, its items and itself; a streamed one is not kept."""
+        """The answer's parts as they are found. A cached answer yields its stages, its items and itself; a streamed one is not cached."""
         self._recommender.check(request)
         request = started(request)
         if kept := await self._kept(request, await self._version(request)):
@@ -80,17 +79,17 @@ class Answers:
                     yield one
 
     def expects(self, tenant: str, user_id: str) -> bool:
-        """Whether it is known what the user usually asks for, so that `anticipate` can compute it."""
+        """Whether the user's usual request is known, so that `anticipate` can compute its answer."""
         return self._cache is not None and self._usual.of(tenant, user_id) is not None
 
     async def anticipate(self, tenant: str, user_id: str) -> None:
-        """Compute, in the background, what a user of whom something new is known will ask for next: what they asked for last time."""
+        """Compute the answer to the user's usual request in the background, as after a new event of the user."""
         usual = self._usual.of(tenant, user_id)
         if usual is not None and (version := await self._version(usual)) is not None:
             self._refresh(usual, version)
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
-        """What users usually ask for and were answered last: one user's of a tenant, a tenant's or everybody's."""
+        """Forget usual requests and last good answers: of one user, of all users of `tenant`, or of all tenants."""
         self._usual.forget(tenant, user_id)
         self._last_good.forget(tenant, user_id)
 
@@ -105,7 +104,7 @@ class Answers:
         try:
             within_s = Budget(request.deadline).left_s() + LATE_S
             return await in_time(lambda: self._kept_or_computed(request, version), within_s)
-        except DeadlineExceeded:  # somebody else computes it, and not fast enough
+        except DeadlineExceeded:  # another request computes it, and not fast enough
             return await self._compute(request)
 
     async def _kept_or_computed(self, request: RecommendRequest, version: str) -> Recommendation:
@@ -115,7 +114,7 @@ class Answers:
         return self._given(request, key, found)
 
     async def _kept(self, request: RecommendRequest, version: str | None) -> Recommendation | None:
-        """For who is in a hurry, what is kept for who is not comes first: there is nothing better."""
+        """A cached answer, if there is one. A request with a deadline prefers the answer cached without one, which is never worse."""
         if self._cache is None or version is None or request.cache != "use":
             return None
         for asked in (unhurried(request), request)[: 1 if request.deadline_ms is None else 2]:
@@ -136,13 +135,13 @@ class Answers:
         return await self._best(await self._recommender.recommend(completed.request), completed)
 
     async def _best(self, answer: Recommendation, completed: Completed) -> Recommendation:
-        """The recommender's answer, or the user's last good one where no encoder had a part in it."""
+        """The recommender's answer, or the user's last good one if no encoder contributed to it."""
         answer = _with_history(answer, completed)
         return answer if self._cache is None else await self._last_good.rather_than(answer, completed.request, self._cache)
 
     async def _computed(self, request: RecommendRequest, key: Key) -> Computed[Recommendation]:
-        """Degraded answers are kept for a moment only, and not at all where the caller's own deadline may be the reason, or where the last
-        good one is given, which nothing may take the place of.
+        """The answer and how to cache it. A degraded answer is cached briefly; one degraded by the caller's own deadline, or taken from the
+        cache itself, is not cached.
         """
         answer = await self._compute(request)
         self._last_good.note(request, key, answer)
@@ -151,7 +150,7 @@ class Answers:
         )
 
     async def _version(self, request: RecommendRequest) -> str | None:
-        """Of the history. None where nothing is to be taken from the cache, or where nobody can say."""
+        """The version of the user's history; None if the cache is not to be used, or the event store does not answer."""
         if self._cache is None or not cacheable(request):
             return None
         if request.behaviours is not None:
@@ -166,7 +165,7 @@ class Answers:
         return answer_key(request, self._model_digest, version)
 
     def _given(self, request: RecommendRequest, key: Key, found: Found[Recommendation]) -> Recommendation:
-        """The answer, with where it was. One that another replica computed is news here."""
+        """The answer, with the tier that held it. The user's last good answer is noted if another replica computed it."""
         if found.tier in {"l2", "joined"}:
             self._last_good.note(request, key, found.value)
         return replace(found.value, cache=CacheReport(found.tier, found.age_s, found.stale))
@@ -182,7 +181,7 @@ def _is_cached(answer: Recommendation) -> bool:
 
 
 def _with_history(answer: Recommendation, completed: Completed) -> Recommendation:
-    """The answer, with whoever had the history among its stages."""
+    """The answer, with the event store's report among its stages."""
     if completed.report is None and not completed.degraded:
         return answer
     stages: tuple[StageReport, ...] = (completed.report, *answer.stages) if completed.report else answer.stages
@@ -190,12 +189,12 @@ def _with_history(answer: Recommendation, completed: Completed) -> Recommendatio
 
 
 def encode_answer(answer: Recommendation) -> bytes:
-    """JSON, so that what comes out of a cache can do no harm."""
+    """As JSON: decoding a shared cache's bytes must not run code, as unpickling does."""
     return _RECOMMENDATION.dump_json(answer)
 
 
 def decode_answer(payload: bytes) -> Recommendation:
-    """Raises ValueError where these are not the bytes of an answer."""
+    """Raises ValueError if `payload` is not an encoded answer."""
     try:
         return _RECOMMENDATION.validate_json(payload)
     except ValidationError as error:

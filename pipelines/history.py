@@ -1,4 +1,4 @@
-"""From what a caller says of a user to what an encoder takes."""
+"""Turn a request's behaviours and item ids into the sequence and catalogue indices that the stages take."""
 
 import time
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from cluster.values import Int32Array, RecommendRequest, UserSequence
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wishes:
-    """A request in catalogue indices. `among` is None where any item may be recommended; the others are sorted and unique."""
+    """A request in catalogue indices. `among`: the only items to recommend, None for any. `excluded` and `among` are sorted and unique."""
 
     sequence: UserSequence
     excluded: Int32Array
@@ -24,9 +24,9 @@ class Wishes:
 
 
 def understand(request: RecommendRequest, catalogue: Catalogue) -> Wishes:
-    """Look the request's items up and put its behaviours in the order of time; unknown items are set aside, not refused.
+    """Look up the request's items and sort its behaviours by time. Items that the catalogue lacks are listed as unknown, not refused.
 
-    Raises InvalidRequest where a behaviour lies after the request's own time.
+    Raises InvalidRequest if a behaviour is later than the request's own time.
     """
     sequence, unknown = catalogue.sequence(request.behaviours or (), _request_time(request))
     listed = catalogue.unknown((*sorted(request.blocked), *sorted(request.allowed or ())))
@@ -42,7 +42,7 @@ def understand(request: RecommendRequest, catalogue: Catalogue) -> Wishes:
 
 
 def _request_time(request: RecommendRequest) -> int:
-    """As asked; by default now, or the last behaviour where the caller's clock is ahead of ours."""
+    """The request's time: as given; else now, or the last behaviour's if the caller's clock is ahead of ours."""
     behaviours = request.behaviours or ()
     last = max([behaviour.timestamp for behaviour in behaviours], default=0)
     if request.request_time is None:
@@ -61,5 +61,5 @@ def _known(item_ids: Iterable[str], catalogue: Catalogue) -> set[int]:
 
 
 def _ascending(indices: set[int]) -> Int32Array:
-    """Not by numpy.unique: it gives the interpreter up, which an engine's thread then takes for longer than sorting a few takes here."""
+    """Sorted, without numpy.unique: that releases the interpreter, and an engine's thread then holds it for longer than this sort takes."""
     return np.array(sorted(indices), np.int32)

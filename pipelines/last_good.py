@@ -1,6 +1,6 @@
-"""The last good answer of each user: what there is instead of an answer that no encoder had a part in, as long as it is kept.
+"""The last good answer of each user, given while no encoder answers and the cache still holds it.
 
-generated items -> the encoder's ranking -> the last good answer -> popular items
+Fallbacks in order: generated items -> the encoder's ranking -> the last good answer -> popular items
 """
 
 import time
@@ -19,24 +19,24 @@ CACHED = "cached"
 POPULARITY = "popularity"
 LOOK_UP_S = 0.1
 AT_ONCE_S = 0.001
-"""What a look into this process's memory may take though the time is over."""
+"""Time for a look-up in this process's memory after the request's deadline."""
 
 
 class LastGood(Recent[Key]):
-    """Under which key the last good answer to the same wishes is kept: over an older history, or past its time. One model's answers."""
+    """Request without its history -> the cache key of its last good answer, which may be stale or over an older history. For one model."""
 
     def __init__(self, model_digest: str) -> None:
         super().__init__()
         self._model_digest = model_digest
 
     def note(self, request: RecommendRequest, key: Key, answer: Recommendation) -> None:
-        """A degraded answer never takes the place of a good one."""
+        """Remember this answer's key, unless it is degraded."""
         if not answer.degraded:
             self.put(wishes_key(request, self._model_digest), key)
 
     async def rather_than(self, answer: Recommendation, request: RecommendRequest, cache: TieredCache[Recommendation]) -> Recommendation:
-        """The last good answer, degraded, less what the user has seen since or wants blocked now; `answer` itself where an encoder had a
-        part in it, where nothing better is kept, or where nothing of it is left. There may be fewer items than are asked for.
+        """The last good answer, marked as degraded, without items that the user has seen since or blocks now. `answer` itself if an encoder
+        contributed to it, if no good answer is cached, or if no item of that is left. May hold fewer items than are asked for.
         """
         popular = next((stage for stage in answer.stages if stage.stage == POPULARITY), None)
         if not answer.degraded or popular is None or not cacheable(request):

@@ -30,13 +30,13 @@ from pipelines.scoring import Rank, Scoring
 
 
 class Recommender:
-    """One model version's way from a request to an answer. `encode`, `generate`, `stream` and `rank` are its stages: in this process, or
-    across the cluster; `generate` is None where the model has no decoder, `rank` where it has no ranker.
+    """The pipeline of one version of the model. `encode`, `generate`, `stream` and `rank` ask its stages, in this process or another one;
+    `generate` is None without a decoder, `rank` without a ranker.
 
-    `beam`: how many items are generated at least; `pool`: how many blend, diversity and freshness choose from; `rank_pool`: how many of the
-    best are ranked; `deadline_s`: what the encoder may take before popular items are retrieved, `generation_deadline_s`: what the generator
-    may take before the retrieved items are the answer, `ranking_deadline_s`: the ranker before they stay in the order they are in. Of a
-    request that has a deadline of its own, each gets no more than what is left. Raises BundleError at a damaged blend.
+    `beam`: least number of items to generate. `pool`: items from which blend, diversity and freshness choose. `rank_pool`: items that the
+    ranker orders. `deadline_s`: time of the encoder, after which popular items are retrieved; `generation_deadline_s`: of the generator,
+    after which the retrieved items are the answer; `ranking_deadline_s`: of the ranker, after which the order stays as it is. Each gets no
+    more than a request's own deadline leaves. Raises BundleError if the model's blend is damaged.
     """
 
     def __init__(
@@ -63,25 +63,25 @@ class Recommender:
 
     @property
     def version(self) -> str:
-        """Of the model whose answers these are."""
+        """The version of the model, as ``ml-1m/3``."""
         return self._version
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
-        """The answer to one request. Raises InvalidRequest; never an error because an engine broke."""
+        """The answer to one request. Raises InvalidRequest. A failing engine degrades the answer and raises nothing."""
         *_, answer = [part async for part in self._parts(request, streaming=False)]
         assert isinstance(answer, Recommendation)
         return answer
 
     def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
-        """The same answer as the last part; before it each stage's report, once it has answered, and its items, as they are found.
+        """Each stage's report as soon as it has answered, items as they are found, and lastly the same answer as `recommend`'s.
 
-        Of the retrieved items the first `k` come, best first, unless only generated ones are asked for. No item comes twice from a stage.
-        Only the answer is final: an item that came before need not be in it. InvalidRequest is raised in place of the first part.
+        The first `k` retrieved items come best first, unless the strategy is generative. A stage yields no item twice. Only the answer is
+        final: it need not hold the items before it. InvalidRequest is raised in place of the first part.
         """
         return self._parts(request, streaming=True)
 
     def check(self, request: RecommendRequest) -> tuple[Strategy, bool]:
-        """The strategy, and whether the ranker comes last. Raises InvalidRequest where this model cannot answer so, whoever the user is."""
+        """The strategy, and whether the ranker orders the items. Raises InvalidRequest if this model cannot serve the request's options."""
         return self._strategy(request), self._ranks(request)
 
     async def _parts(self, request: RecommendRequest, *, streaming: bool) -> AsyncGenerator[AnswerPart, None]:
@@ -134,7 +134,7 @@ class Recommender:
         return self._scoring.last_stage if request.rank is None else request.rank
 
     def _pool_for(self, request: RecommendRequest, strategy: Strategy, *, ranks: bool) -> int:
-        """How many items to retrieve: no more than are asked for where nothing chooses among them."""
+        """How many items to retrieve: `k`, or more if a later step chooses among them."""
         if strategy == "unified" or request.diversity or request.freshness or request.explain:
             return max(request.k, self._pool)
         return max(request.k, self._rank_pool) if ranks else request.k
@@ -162,5 +162,5 @@ class Recommender:
 
 
 def _last_served(lists: list[Candidates]) -> Candidates:
-    """The last list that somebody served: ranked, else blended, else generated, else retrieved."""
+    """The list of the last stage that gave one: ranked, else blended, else generated, else retrieved."""
     return [one for one in lists if one.served][-1]

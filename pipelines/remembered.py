@@ -1,4 +1,4 @@
-"""What a gateway remembers of users, beside their answers. It names them, so it can forget one, a tenant's or all."""
+"""What a gateway remembers of each user beside cached answers. It can forget one user, all of a tenant, or all."""
 
 from collections import OrderedDict
 from dataclasses import replace
@@ -12,12 +12,12 @@ from pipelines.answer_key import cacheable
 
 REMEMBERED = 10_000
 REMEMBERED_ITEMS = 100
-"""Items that a remembered request may list: what is remembered is bounded by users, and must be small for each."""
+"""Requests that list more blocked and allowed items than this are not remembered, which bounds the memory of each user."""
 V = TypeVar("V")
 
 
 class Recent(Generic[V]):
-    """Values by keys that name a user; at most `limit`: the one that was not put for longest goes first."""
+    """Values by keys that name a user; at most `limit`, the least recently put is dropped first."""
 
     def __init__(self, limit: int = REMEMBERED) -> None:
         self._limit = limit
@@ -36,16 +36,16 @@ class Recent(Generic[V]):
             self._values.popitem(last=False)
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
-        """One user's of a tenant, a tenant's or everybody's. Takes time in proportion to what is remembered."""
+        """Drop the values of one user, of all users of `tenant`, or of all tenants. Takes time in proportion to `len(self)`."""
         for key in [key for key in self._values if concerns(key, tenant, user_id)]:
             del self._values[key]
 
 
 class UsualRequests(Recent[RecommendRequest]):
-    """What each user asked for last, whichever version of the model answered: several `Answers` share it."""
+    """Each user's last request. The versions of a model share it."""
 
     def note(self, request: RecommendRequest) -> None:
-        """Where it follows from the user alone: then the next event says when to compute it again."""
+        """Remember the request if its answer depends on stored events alone: a new event is then the moment to compute it again."""
         listed = len(request.blocked) + len(request.allowed or ())
         if request.behaviours is None and request.request_time is None and listed <= REMEMBERED_ITEMS and cacheable(request):
             self.put(_of(request.tenant, request.user_id), replace(unhurried(request), cache="use"))

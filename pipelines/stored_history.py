@@ -12,13 +12,13 @@ from cluster.values import RecommendRequest, SkippedBackend, StageReport
 
 STAGE = "history"
 LONGEST_READ_S = 600.0
-"""A store has a limit of its own, and a shorter one; this is for a caller who has none."""
+"""For requests without a deadline. Every store has a shorter limit of its own."""
 SWITCHED_OFF = "events are switched off (events: {enabled: false}); send the user's behaviours with the request"
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A request with the behaviours it is to be answered by; `report` says who had them, None where they came with it."""
+    """A request with its behaviours. `report` names the store that they come from, None if they came with the request."""
 
     request: RecommendRequest
     report: StageReport | None = None
@@ -32,16 +32,14 @@ class StoredHistories:
         self._store, self._limit = store, limit
 
     async def version(self, request: RecommendRequest) -> str:
-        """The version of the user's stored history, "" where nothing is stored. Raises BackendError where nobody can say in time."""
+        """The version of the user's stored history, "" if nothing is stored. Raises BackendError if the store does not answer in time."""
         if self._store is None:
             return ""
         store = self._store
         return await in_time(lambda: store.version(request.tenant, request.user_id), Budget(request.deadline).within(LONGEST_READ_S))
 
     async def complete(self, request: RecommendRequest) -> Completed:
-        """The request as it is to be answered. A store that fails, or is late, degrades the answer, to one for a user of whom nothing is
-        known.
-        """
+        """The request with the user's stored behaviours; without any if the store fails or is late, which degrades the answer."""
         if request.behaviours is not None:
             return Completed(request)
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Who calls, and what they may do: handed to the routes, which know from the message for whom and how much."""
+"""The caller of a request and what it may do. Routes name the tenant and the cost, which only the message tells."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -17,8 +17,8 @@ Belong = Callable[[str], bool]
 
 
 class Caller:
-    """The caller of one request. `key` None: keys are not asked for. `arrived`: on this process's monotonic clock. `refused`: the status by
-    which it was turned away once its message was known, or 0.
+    """The caller of one request. `key`: None if the service has no keys. `arrived`: on this process's monotonic clock. `refused`: the
+    status of a refusal after the message was read, or 0.
     """
 
     def __init__(self, key: ApiKeySettings | None, arrived: float, take: Take) -> None:
@@ -34,7 +34,7 @@ class Caller:
         return None if self.key is None or self.key.admin else self.key.tenant
 
     def acts_for(self, tenant: str | None = None, cost: int = 1) -> str:
-        """The tenant, or the key's own where None is named, once it has been charged. Raises what 403, 429 and 503 answer."""
+        """Charge `cost` to the tenant, by default the key's own, and return it. Raises HTTPException (403, 429, 503)."""
         named = self._allowed(tenant)
         self.pay(named, cost)
         if not self.belong(named):
@@ -43,7 +43,7 @@ class Caller:
         return named
 
     def charge(self, tenants: Counter[str]) -> None:
-        """Act for several tenants at once: tenant -> cost. Raises as `acts_for`; who was charged before stays charged."""
+        """Act for several tenants at once: tenant -> cost. Raises as `acts_for`; tenants charged before that stay charged."""
         for tenant, cost in tenants.items():
             self.acts_for(tenant, cost)
 
@@ -52,7 +52,7 @@ class Caller:
         return tenant or (self.key and self.key.tenant) or "default"
 
     def pay(self, tenant: str, cost: int) -> None:
-        """Take what the request costs beyond what it has paid. Raises what 429 answers, or InvalidRequest where it never could be paid."""
+        """Charge `cost` less what is paid already. Raises HTTPException (429), or InvalidRequest if `cost` exceeds the limit itself."""
         due = cost - self._paid[tenant]
         grant = self._take(tenant, due) if due > 0 else None
         if grant is None:
@@ -66,7 +66,7 @@ class Caller:
         self._paid[tenant] += due
 
     def operate(self) -> None:
-        """Raises what 403 answers, unless the caller may operate the system."""
+        """Raises HTTPException (403) unless the caller may operate the system."""
         if self.key is not None and not self.key.admin:
             raise problems.forbidden(f"the key {self.key.name!r} may not operate the system; use one with admin: true")
 
@@ -83,12 +83,12 @@ def headers_of(grant: Grant) -> dict[str, str]:
 
 
 async def caller_of(http: Request) -> Caller:
-    caller: Caller = http.state.caller  # the edge has put it there; without an edge nobody gets in
+    caller: Caller = http.state.caller  # set by the edge, which every request passes
     return caller
 
 
 async def operator_of(http: Request) -> Caller:
-    """The caller, who may operate the system."""
+    """The caller, if it may operate the system. Raises HTTPException (403)."""
     caller = await caller_of(http)
     caller.operate()
     return caller

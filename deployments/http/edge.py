@@ -1,11 +1,10 @@
-"""What stands before the routes: pure decisions, none of which reads the body.
+"""The checks before the routes; none of them reads the body.
 
-    size ──► key ──► rate ──► place ──► routes ──► tenant and cost, once the body has told them
+    size ──► key ──► rate ──► place ──► routes ──► tenant and cost, which the body names
     413      401     429      503                  403, 429, 503
 
-A request that is turned away costs microseconds. One that is let in finds its Caller, and with it the time of its arrival, in
-`request.state.caller`: waiting counts against its deadline. When the client leaves, the place in the queue is free again, and what runs is
-cancelled.
+A refusal costs microseconds. An admitted request has its Caller in `request.state.caller`, with the time of its arrival: waiting counts
+against its deadline. When the client leaves, the request's place in the queue is freed and its work is cancelled.
 """
 
 import asyncio
@@ -30,15 +29,15 @@ from deployments.http.playground import PATHS
 
 Answer = Callable[[Scope, Connection], Awaitable[None]]
 OPEN = frozenset({"/healthz", "/readyz", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}) | PATHS
-"""What everybody may ask at any time; a path that is not here is protected, whether there is a route or not."""
+"""Paths that need no key and no place. Every other path is protected, whether there is a route or not."""
 INTERACTIVE, BATCH = 3, 6
-"""Urgency where the request does not say: RFC 9218's default, and that of several requests in one call."""
+"""Urgency of a request without a Priority header: RFC 9218's default; lower for a batch."""
 _URGENCY = re.compile(rb"(?:^|,)[ \t]*u=([0-7])[ \t]*(?:[,;]|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeStatistics:
-    """`places`: requests that may run at a time, just now; `refused`: HTTP status -> requests since the start."""
+    """`places`: requests that may run at a time now; `refused`: HTTP status -> requests since the start."""
 
     running: int
     waiting: int
@@ -47,7 +46,7 @@ class EdgeStatistics:
 
 
 class Edge:
-    """The protection of one gateway replica. `gateways` says how many live ones share the tenants' rate limits."""
+    """The protection of one gateway replica. `gateways` gives the number of live ones, which share the tenants' rate limits."""
 
     def __init__(
         self,
@@ -64,7 +63,7 @@ class Edge:
         self._refused: Counter[int] = Counter()
 
     def reconfigure(self, settings: GatewaySettings) -> None:
-        """Go on under other settings. Who runs is let run; who waits, waits no longer than they allow."""
+        """Take new settings. Running requests go on; waiting ones wait no longer than the new settings allow."""
         self.settings = settings
         self._rates.reconfigure(settings.rate_limits)
         now = self._clock()
@@ -77,7 +76,7 @@ class Edge:
         return EdgeStatistics(held.running, held.waiting, held.places, dict(self._refused))
 
     async def serve(self, answer: Answer, scope: Scope, connection: Connection) -> None:
-        """Answer one HTTP request: by a refusal, or by `answer` in its turn."""
+        """Answer one HTTP request: with a refusal, or by `answer` once it has a place."""
         try:
             caller, ticket = self._let_in(scope)
         except HTTPException as refusal:
@@ -93,7 +92,7 @@ class Edge:
         return Connection(receive, send, max_bytes=self.settings.max_body_bytes, clock=self._clock)
 
     def _let_in(self, scope: Scope) -> tuple[Caller, Ticket]:
-        """Raises what refuses the request."""
+        """Raises the HTTPException that refuses the request."""
         headers = {name: value for name, value in scope["headers"] if name in (b"authorization", b"content-length", b"priority")}
         self._check_length(headers)
         caller = Caller(identify(headers, self.settings.api_keys), self._clock(), self._take)
@@ -141,7 +140,7 @@ class Edge:
             del self._turns[ticket]
 
     def _expire_at(self, when: float) -> asyncio.TimerHandle:
-        """By the time that is due, not that of the clock then: a timer may fire a moment early."""
+        """Expire with the time `when`, not the clock's: a timer may fire a moment early."""
         delay_s = max(0.0, when - self._clock())
         return asyncio.get_running_loop().call_later(delay_s, lambda: self._tell(self._admission.expire(when)))
 
@@ -161,7 +160,7 @@ class Edge:
 
 
 def identify(headers: Mapping[bytes, bytes], keys: Sequence[ApiKeySettings]) -> ApiKeySettings | None:
-    """The key that is shown; None where none are asked for. Raises what 401 answers."""
+    """The caller's key; None if the service has no keys. Raises HTTPException (401)."""
     if not keys:
         return None
     scheme, _, presented = headers.get(b"authorization", b"").partition(b" ")
@@ -179,13 +178,13 @@ def _target_s(settings: GatewaySettings) -> float:
 
 
 def urgency(headers: Mapping[bytes, bytes], path: str) -> int:
-    """RFC 9218's `Priority: u=1`; what is no such header is none."""
+    """The urgency of RFC 9218's `Priority: u=1`, 0 to 7; a malformed header counts as none."""
     said = _URGENCY.search(headers.get(b"priority", b""))
     return int(said[1]) if said else BATCH if path.endswith(":batch") else INTERACTIVE
 
 
 def _first_byte_s(scope: Scope, ticket: Ticket, connection: Connection) -> float | None:
-    """How long the answer took, of what should take alike; a batch takes its time, a lookup takes none."""
+    """Seconds until the answer began; None for routes other than /v1/recommend, which take much more or less time."""
     if connection.first_byte_at is None or not scope["path"].endswith("/v1/recommend"):
         return None
     return connection.first_byte_at - ticket.started

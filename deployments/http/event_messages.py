@@ -31,7 +31,7 @@ class EventIn(Message):
     timestamp: Annotated[Timestamp, AfterValidator(_not_in_the_future)] | None = Field(None, description="when; default: as it arrives")
     tenant: Tenant = "default"
     idempotency_key: IdempotencyKey | None = Field(
-        None, description="whoever sends an event again with the same key may be sure that it is stored once; unique within a tenant"
+        None, description="an event sent again with the same key is stored once; unique within a tenant"
     )
 
     def to_value(self, key: str | None) -> Event:
@@ -111,7 +111,7 @@ class ErasedOut(Message):
 
 
 class InvalidateIn(Message):
-    """Whose answers to drop: a user's of a tenant, a tenant's, or everybody's."""
+    """Which cached answers to drop: those of a user, of a tenant, or of all tenants."""
 
     tenant: Tenant | None = None
     user_id: UserId | None = None

@@ -69,7 +69,7 @@ class _Client:
 
     async def receive(self) -> Message:
         if self._body is None:
-            await asyncio.get_running_loop().create_future()  # until whoever asks is cancelled
+            await asyncio.get_running_loop().create_future()  # until this task is cancelled
         body, self._body = self._body, None
         return {"type": "http.request", "body": body, "more_body": False}
 

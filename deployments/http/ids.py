@@ -4,7 +4,7 @@ from starlette.convertors import Convertor, register_url_convertor
 
 
 class _IdConvertor(Convertor[str]):
-    """Starlette's `path` leaves out line breaks, so that a user whose id holds one could not be erased."""
+    """Matches any path, also with line breaks: Starlette's `path` stops there, and a user id with one could not be erased."""
 
     regex = r"[\s\S]*"
 

@@ -64,7 +64,7 @@ class SamplingIn(Message):
 
 
 class RecommendIn(Message):
-    """Who asks, what they did, and what may be recommended."""
+    """A user, the user's behaviours, and what may be recommended."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -101,7 +101,9 @@ class RecommendIn(Message):
     exclude_seen: bool = Field(True, description="leave out the items in `behaviours`")
     blocked: list[ItemId] = Field([], description="items that must not be recommended")
     allowed: list[ItemId] | None = Field(None, description="if given, only these items may be recommended")
-    tenant: Tenant = Field("default", description="whose request it is, where customers share a cluster; it does not change the answer")
+    tenant: Tenant = Field(
+        "default", description="the customer that the request belongs to, if several share a cluster; it does not change the answer"
+    )
     strategy: Strategy | None = Field(
         None,
         description="retrieval: the items nearest to the user's state; generative: those that the decoder names; unified: both lists "
@@ -174,7 +176,7 @@ class ScoredItemOut(ItemOut):
         "worth (rank) or a share of all events (popularity). Orders the items of this answer, unless diversity or freshness reorder them; "
         "not comparable across answers"
     )
-    stage: str = Field(description="whose score it is")
+    stage: str = Field(description="the stage that gave the score")
     explanation: ExplanationOut | None = Field(None, description="given where `explain` asks for it")
 
 
@@ -185,12 +187,12 @@ class SkippedOut(Message):
 
 
 class StageOut(Message):
-    """Who served a stage, and who was passed over."""
+    """The backend that served a stage, and those that were passed over."""
 
     stage: str = Field(
         description="history (a stored one), encode, generate, blend, rank, cached (the user's last good answer) or popularity"
     )
-    backend: str = Field(description="none where nobody served it; fallback_from says why")
+    backend: str = Field(description="`none` if no backend served it; fallback_from says why")
     duration_ms: float
     fallback_from: list[SkippedOut]
 
@@ -200,7 +202,7 @@ class CacheReportOut(Message):
 
     tier: CacheTier = Field(description="l1: this gateway's memory; l2: the cluster's; joined: a computation already under way; computed")
     age_s: float = Field(description="seconds since it was computed")
-    stale: bool = Field(description="past its time; it is being computed anew for the next who asks")
+    stale: bool = Field(description="past its time; it is computed anew for the next request")
 
 
 class RecommendOut(Message):
@@ -251,7 +253,7 @@ class BackendOut(Message):
 class StageOperationOut(Message):
     stage: str
     replicas: int = Field(description="replicas that reported within the last seconds")
-    explanations: list[str] = Field(description="who serves, and why those before it do not")
+    explanations: list[str] = Field(description="the backend that serves, and why those before it do not")
     backends: list[BackendOut]
 
 

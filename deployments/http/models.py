@@ -59,7 +59,7 @@ def model_routes(service: ModelsService) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models() -> ModelsOut:
-        """Versions that serve, who holds them, and what was measured of a trial."""
+        """The versions that serve, how many replicas hold each, and what was measured of a trial."""
         return await service.models()
 
     return routes

@@ -1,7 +1,7 @@
-"""The playground: a page at / for whoever wants to see what this service does, and the look-ups that it needs beside the API.
+"""The playground: a page at / to try this service, and the look-ups that it needs beside the API.
 
 The page is plain HTML, CSS and ES modules from this package's folder `playground`; nothing is built and nothing is fetched from elsewhere.
-It calls the same API as everybody, with the caller's own key.
+The page calls the public API with the key that its user types in.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ def _read() -> Iterator[tuple[str, StaticFile]]:
 
 FILES: Mapping[str, StaticFile] = dict(sorted(_read()))
 PATHS = frozenset(FILES)
-"""What the edge lets everybody have: the page holds nothing, and it is where a key is typed in."""
+"""Paths open to all: the page holds no data, and it is where a key is typed in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class StoredUserOut(Message):
 
 
 class ComposedOut(Message):
-    """Items that have something in common, for a history nobody had."""
+    """Items that have something in common, as an example history."""
 
     name: str
     items: list[ItemOut]
@@ -128,7 +128,7 @@ class GatewayOut(Message):
 
 
 def page_routes(limits: Callable[[], GatewaySettings]) -> APIRouter:
-    """The page and its files, for everybody, while the settings of the moment have a playground."""
+    """The page and its files, open to all while the settings switch the playground on."""
 
     def served_here() -> None:
         if not limits().playground:
@@ -192,7 +192,7 @@ def composed_histories(catalogue: Catalogue, count: int, length: int = LENGTH) -
 
 
 class _Titles:
-    """The index of the catalogue that serves, made once somebody searches it, and again once there is another."""
+    """The search index of the catalogue that serves, built at the first search and again when the catalogue changes."""
 
     def __init__(self, service: PlaygroundService) -> None:
         self._service, self._making = service, asyncio.Lock()

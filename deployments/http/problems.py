@@ -1,4 +1,4 @@
-"""Every error leaves as problem+json (RFC 9457), and says what to do."""
+"""Errors as problem+json (RFC 9457) that say what to do."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class BodyTooLarge(HTTPException):
-    """The body has more bytes than the service reads; an HTTPException, which alone passes through FastAPI's reading of a body."""
+    """The body has more bytes than the service reads. An HTTPException: FastAPI makes any other error of reading a body a 400."""
 
     def __init__(self, max_bytes: int) -> None:
         self.field = "body"
@@ -74,12 +74,12 @@ EVERYWHERE = documented([401, 403, 413, 422, 429, 503])
 
 
 def unauthorized(detail: str, error: str = "") -> HTTPException:
-    """Nobody knows who calls. `error`: a code of RFC 6750."""
+    """The caller's key is missing or unknown. `error`: a code of RFC 6750."""
     return HTTPException(401, detail, {"WWW-Authenticate": 'Bearer realm="genrec"' + (f', error="{error}"' if error else "")})
 
 
 def forbidden(detail: str) -> HTTPException:
-    """It is known who calls, and they may not."""
+    """The caller's key does not allow the call."""
     return HTTPException(403, detail)
 
 
@@ -90,7 +90,7 @@ def too_many(tenant: str, wait_s: float, headers: Mapping[str, str]) -> HTTPExce
 
 
 def overloaded(detail: str, wait_s: float) -> HTTPException:
-    """No place for the request; in `wait_s` seconds there may be one."""
+    """The gateway has no place for the request; one may be free in `wait_s` seconds."""
     return HTTPException(503, detail, {"Retry-After": str(max(1, ceil(wait_s)))})
 
 
@@ -105,7 +105,7 @@ async def send(error: Exception, path: str, send: Send) -> None:
 
 
 def headers_of(error: Exception) -> Mapping[str, str]:
-    """Those of a response that tells this error, beside its type and length."""
+    """The headers of this error's response, beside its type and length."""
     match error:
         case HTTPException():
             return error.headers or {}
@@ -134,7 +134,7 @@ def respond(request: Request, status: int, title: str, detail: str, errors: Sequ
 
 
 def problem_of(path: str, error: Exception) -> Problem:
-    """An error that can no longer be a response of its own, or has to be one elsewhere than in FastAPI."""
+    """An error as a problem, for answers that FastAPI's handlers do not make: direct routes and streams."""
     errors: list[FieldProblem] = []
     if isinstance(error, InvalidRequest | BodyTooLarge):
         errors = [FieldProblem(field=error.field, problem=error.problem)]
@@ -219,6 +219,6 @@ async def _our_fault(request: Request, error: Exception) -> JSONResponse:
 
 
 def _told(path: str, error: Exception) -> str:
-    """What the caller may know of an error of ours; the log gets the rest."""
+    """What a caller is told of an unexpected error; the log gets the trace."""
     _log.error("unexpected error while answering %s", path, exc_info=error)
     return "genrec failed in a way it does not know; the server's log has the trace"

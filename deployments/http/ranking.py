@@ -19,13 +19,13 @@ from deployments.http.messages import BehaviourIn, ItemId, ItemOut, Message, Sta
 
 
 class RankingService(Protocol):
-    """What stands behind the route."""
+    """The gateway, as this route calls it."""
 
     async def rank(self, request: RankingRequest) -> Ranking: ...
 
 
 class RankIn(Message):
-    """Whose order is asked for, and of what."""
+    """A user and the candidates to order for this user."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -49,7 +49,9 @@ class RankIn(Message):
         "what showing the item is worth. Default: as the model's training chose",
     )
     request_time: Timestamp | None = Field(None, description="the moment to rank for; default: now")
-    tenant: Tenant = Field("default", description="whose request it is, where customers share a cluster; it does not change the answer")
+    tenant: Tenant = Field(
+        "default", description="the customer that the request belongs to, if several share a cluster; it does not change the answer"
+    )
     deadline_ms: float | None = Field(None, gt=0, le=600_000, allow_inf_nan=False, description="time for the whole answer")
 
     def to_value(self, arrived: float | None = None) -> RankingRequest:

@@ -1,10 +1,9 @@
-"""An answer as it comes about, over HTTP: server-sent events, or a JSON object a line, as the Accept header asks.
+"""Stream an answer over HTTP as server-sent events or as lines of JSON, as the Accept header asks.
 
     stage, item, item, ..., stage, item, ..., stage, answer
 
-`answer` holds what the plain response would, and it alone is final: an item that came before need not be in it, for better ones may be
-found later. What goes wrong before the first event is a response of its own; after that an `error` event, a problem as in RFC 9457, is the
-last.
+`answer` holds what the plain response does. It alone is final: items before it need not be in it. An error before the first event is a
+plain response; after it, an `error` event with a problem as in RFC 9457 ends the stream.
 """
 
 from collections.abc import AsyncGenerator
@@ -36,7 +35,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def wanted(accept: str) -> str | None:
-    """The format to stream in, where an Accept header prefers one to plain JSON; of those it likes as much, the one it names first."""
+    """The streaming format that an Accept header prefers to plain JSON, None if it prefers none; the first named wins a tie."""
     if accept in ("", *_JSON):
         return None
     liked = [(quality, name) for quality, name in map(_weighed, accept.split(",")) if quality > 0 and name in (SSE, NDJSON, *_JSON)]
@@ -45,13 +44,13 @@ def wanted(accept: str) -> str | None:
 
 
 async def respond(parts: AsyncGenerator[AnswerPart, None], media_type: str, path: str) -> StreamingResponse:
-    """A response that sends `parts` as they come. Raises what stands in place of the first one."""
+    """A response that sends `parts` as they come. Raises what the first of them raises."""
     first = await anext(parts)
     return _EventStream(_sent(parts, first, media_type, path), media_type)
 
 
 class _EventStream(StreamingResponse):
-    """Ends `events` when the caller leaves, so that no engine works on for nobody."""
+    """Closes `events` when the client leaves, so that engines stop."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], media_type: str) -> None:
         super().__init__(events, media_type=media_type, headers=_HEADERS)
@@ -92,7 +91,7 @@ def _as_line(event: str, data: Fields) -> bytes:
 
 
 def _weighed(media_range: str) -> tuple[float, str]:
-    """``text/event-stream;q=0.5`` -> (0.5, "text/event-stream"); 0 where the weight is none."""
+    """``text/event-stream;q=0.5`` -> (0.5, "text/event-stream"); weight 0 if `q` is not a number."""
     name, *parameters = (part.strip().lower() for part in media_range.split(";"))
     weight = next((one.removeprefix("q=") for one in parameters if one.startswith("q=")), "1")
     try:

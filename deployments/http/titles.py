@@ -33,7 +33,7 @@ class TitleIndex:
         self._starts = list(accumulate((len(line) + 1 for line in lines), initial=1))[:-1]  # where each title begins in the text
 
     def find(self, query: str, limit: int) -> list[Item]:
-        """The best `limit` items, those first whose titles begin so; without a query the first of the catalogue."""
+        """The best `limit` items; titles that begin with the query come first. Without a query, the catalogue's first items."""
         wanted = folded(query)
         if not wanted:
             return list(self._catalogue.items[:limit])

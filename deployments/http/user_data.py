@@ -83,7 +83,7 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
 
     @routes.post("/v1/cache:invalidate", tags=["operation"])
     async def invalidate(message: InvalidateIn, _: OperatorHere) -> InvalidatedOut:
-        """Drop a user's kept answers, a tenant's, or everybody's."""
+        """Drop the cached answers of a user, of a tenant, or of all tenants."""
         if message.user_id is not None and message.tenant is None:
             raise InvalidRequest("tenant", "is missing: users of several tenants may have the same id; name the tenant of this user")
         return await data.invalidate(message.tenant, message.user_id)

@@ -301,7 +301,7 @@ def test_an_event_on_a_recommended_item_is_followed_once():
 def test_an_event_that_says_nothing_of_a_recommendation_is_not_counted(tenant, user, timestamp, now):
     shown = ShownItems(window_s=100)
     shown.show("shop", "ada", ["1"], "tiny/1", now=1000)
-    assert shown.follow(tenant, user, "1", timestamp, now)[0] is Followed.NOBODY_KNOWS
+    assert shown.follow(tenant, user, "1", timestamp, now)[0] is Followed.UNKNOWN
 
 
 def test_whoever_goes_on_asking_goes_on_being_counted():
@@ -319,7 +319,7 @@ def test_the_memory_of_what_was_shown_is_bounded_and_forgets_who_is_erased():
     assert len(shown) == 2
     assert shown.follow("shop", "c", "0", 1000, now=1000)[0] is Followed.NO
     shown.forget("shop", "c")
-    assert shown.follow("shop", "c", "100", 1000, now=1000)[0] is Followed.NOBODY_KNOWS
+    assert shown.follow("shop", "c", "100", 1000, now=1000)[0] is Followed.UNKNOWN
     shown.forget()
     assert not len(shown)
 
