@@ -17,7 +17,7 @@ from cluster.config import Settings, StageSettings
 from cluster.controller import FrameworkController
 from cluster.errors import BackendError, BackendFailed, BackendUnavailable, GenrecError
 from cluster.fleet import Role
-from cluster.heap import settle
+from cluster.heap import freeze_loaded
 from cluster.latency import LatencyRecorder
 from cluster.rollout import RolloutStore
 from cluster.switchboard import Switches
@@ -268,4 +268,4 @@ class StageReplica(Generic[ModelT]):
 
 def _refresh(controller: FrameworkController[Any, Any]) -> None:
     if controller.refresh():
-        settle()
+        freeze_loaded()

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from cluster.bundle import Bundle, BundleStore
 from cluster.errors import BundleError, GenrecError
 from cluster.fleet import READY
-from cluster.heap import settle
+from cluster.heap import collect_discarded, freeze_loaded
 
 RETRY_AFTER_S = 10.0
 logger = logging.getLogger("ray.serve")
@@ -112,8 +112,10 @@ class ModelShelf(Generic[Model]):
             if len(self._models) > 1 and now - self._wanted_at.setdefault(version, now) >= self._keep_s:
                 logger.info("version %d is not needed any more", version)
                 await self._discard(self._models.pop(version))
-        if set(self._models) != held:
-            await asyncio.to_thread(settle)
+        if held - set(self._models):
+            await asyncio.to_thread(collect_discarded)
+        elif set(self._models) - held:
+            await asyncio.to_thread(freeze_loaded)
 
     def _refused_lately(self, version: int) -> bool:
         refused = self._refused.get(version)
