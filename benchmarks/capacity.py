@@ -316,8 +316,9 @@ def _notes(figures: dict[str, Any], load: Load, utilisation: float) -> list[str]
             'events in batches (`{"events": [...]}`), or give each group of tenants a cluster and a database of its own.'
         ),
         (
-            "* **The switchboard.** Every replica reports twice a second to one process: thousands of replicas are several clusters, each "
-            "behind its own address, with users shared out by the hash of their id, as the caches and the encoders do it inside a cluster."
+            "* **The switchboard.** Every process reports once in two seconds to one that gathers the reports: thousands of replicas are "
+            "several clusters, each behind its own address, with users shared out by the hash of their id, as the caches and the encoders "
+            "do it inside a cluster."
         ),
         "* **Ray's head** has to be kept by Redis (cluster/launch/kuberay.yaml).",
         "",

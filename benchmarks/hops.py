@@ -18,9 +18,11 @@ import typer
 
 from benchmarks.load_bodies import bodies
 from cluster.config import Settings, parse
+from cluster.stages import STAGES
 from deployments.encoder import Encoder
 from deployments.gateway import Gateway
 from deployments.generator import Generator
+from deployments.heartbeat import Heartbeat
 from deployments.http.exchange import Asked
 from deployments.ranker import Ranker
 from deployments.stages import SplitStages
@@ -79,11 +81,12 @@ class Walk:
 async def walked(settings: Settings, body: bytes) -> Walk:
     """A gateway and its stages in this process, warmed up, and one request's walk through them."""
     board: Any = Handle(SwitchboardDeployment(settings.model_dump(mode="json")))
-    stages = Encoder(settings, board, "encoder"), Generator(settings, board, "generator"), Ranker(settings, board, "ranker")
+    encoder, generator, ranker = (Heartbeat(settings, board, stage) for stage in STAGES)
+    stages = Encoder(settings, encoder), Generator(settings, generator), Ranker(settings, ranker)
     for stage in stages:
         await stage.start()
     handles: list[Any] = [Handle(stage) for stage in stages]
-    gateway = Gateway(settings, board, SplitStages(*handles), name="gateway/hops")
+    gateway = Gateway(settings, board, Heartbeat(settings, board, "hops"), SplitStages(*handles))
     await gateway.start()
     for _ in range(WARM_UP):
         await gateway.exchange(Asked("POST", "/v1/recommend", body=body))

@@ -17,6 +17,8 @@ from cluster.traffic import api_keys
 
 RESTARTS = ("deadline_s", "generation_deadline_s", "ranking_deadline_s", "pool", "rank_pool", "max_behaviours")
 """Of the gateway's settings, those that are read once."""
+GRACE_S = 1.0
+"""How much later than at its deadlines a request may still have an engine compute."""
 
 
 class Section(BaseModel):
@@ -281,6 +283,13 @@ class Settings(Section):
         """Where events are stored; a file by its absolute path."""
         scheme, separator, file = (self.events.url or f"sqlite:///{self.model_dir / 'events.db'}").partition("sqlite:///")
         return f"{separator}{Path(file).absolute()}" if separator else scheme
+
+    @property
+    def longest_request_s(self) -> float:
+        """Seconds after which nothing of a request is computed any more."""
+        edge = self.gateway
+        deadlines_s = self.events.read_deadline_ms / 1e3 + edge.deadline_s + edge.generation_deadline_s + edge.ranking_deadline_s
+        return deadlines_s + GRACE_S
 
     def engines(self, stage: str) -> EngineSettings:
         """The settings of the stage of that name."""

@@ -33,6 +33,10 @@ class Place:
     number: int = 0
 
 
+NO_PLACE = Place()
+"""Of a follower that has just started."""
+
+
 @dataclass(frozen=True, slots=True)
 class News:
     """What to do in order to come to `place`: carry out the erasures, in any order, or forget everything where the track is lost."""
@@ -64,11 +68,15 @@ class ErasureLog:
 
     def since(self, place: Place) -> News:
         """What a follower that has come to `place` has not done yet."""
-        here = Place(self._epoch, self._last)
         if place.epoch != self._epoch or place.number < self._dropped:
-            return News(here, lost_track=True)
+            return News(self.place, lost_track=True)
         missed = takewhile(lambda one: one.number > place.number, reversed(self._kept))
-        return News(here, tuple(missed)[::-1])
+        return News(self.place, tuple(missed)[::-1])
+
+    @property
+    def place(self) -> Place:
+        """The end of the log."""
+        return Place(self._epoch, self._last)
 
     def reached(self, number: int, places: Iterable[Place]) -> bool:
         """Whether those who have come to these places have all carried out the erasure of that number."""

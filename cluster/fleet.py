@@ -76,6 +76,10 @@ class FleetBoard:
             if presence.trial != self._trial:
                 self._trial, self._figures = presence.trial, {}
             self._figures[name] = presence.figures
+        return self.news(now=now)
+
+    def news(self, *, now: float) -> FleetNews:
+        """What every process should know of the others."""
         live = self._live(now)
         used = frozenset(version for one in live.values() for version in one.uses)
         roles = Counter(one.role for one in live.values())

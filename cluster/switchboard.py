@@ -134,7 +134,16 @@ class Switchboard:
     def exchange(self, follower: str, place: Place, *, now: float) -> News:
         """Take how far a follower has come (Place(): it does not know); returns what it has yet to forget."""
         self._places[follower] = now, place
+        return self.erasures_since(place)
+
+    def erasures_since(self, place: Place) -> News:
+        """What a follower that has come to `place` has yet to forget."""
         return self._erasures.since(place)
+
+    @property
+    def place(self) -> Place:
+        """Where a follower stands that has forgotten all that it should."""
+        return self._erasures.place
 
     def erased(self, number: int, *, now: float) -> bool:
         """Whether everybody who is alive and keeps something of users has reported that it is forgotten.

@@ -26,12 +26,15 @@ from deployments.generator import GeneratorDeployment
 from deployments.ranker import RankerDeployment
 from deployments.switchboard import SwitchboardDeployment
 
+MOST_PROCESSES = 10_000
+"""A call of each process waits at the switchboard for orders."""
+
 
 def build(args: dict[str, Any]) -> Application:
     """The application for a configuration tree. Raises ConfigError or BundleError before anything is started."""
     settings = resolved(parse(args))
     tree = settings.model_dump(mode="json")
-    switchboard = serve.deployment(name="switchboard")(SwitchboardDeployment).bind(tree)
+    switchboard = serve.deployment(name="switchboard", max_ongoing_requests=MOST_PROCESSES)(SwitchboardDeployment).bind(tree)
     gateway = serve.deployment(name="gateway", user_config={})(serve.ingress()(GatewayDeployment))
     doors = {} if settings.zeromq is None else {"zeromq": _zeromq(tree)}
     if settings.placement == "colocated":

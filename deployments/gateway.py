@@ -6,7 +6,7 @@ popular, the blend; and what is known of users: kept answers, the event store. T
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from time import monotonic, perf_counter, process_time
@@ -20,15 +20,17 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import Settings, parse, split_changes, with_changes
 from cluster.dataset import Catalogue
 from cluster.events.store import EventStore
+from cluster.fleet import Presence
+from cluster.heartbeat import Orders
 from cluster.ranking import Ranking, RankingRequest
-from cluster.rollout import RolloutStore
+from cluster.rollout import Rollout
 from cluster.switchboard import Position
 from cluster.tracing import say_whence, span
 from cluster.traffic.utilisation import Utilisation
 from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest, Strategy
 from deployments.encoder import Encoder
-from deployments.following import Follower
 from deployments.generator import Generator
+from deployments.heartbeat import Heartbeat
 from deployments.http.api import create_api
 from deployments.http.exchange import Answered, Asked, exchange
 from deployments.http.interface import HttpInterface
@@ -36,15 +38,12 @@ from deployments.http.messages import BackendsOut, ReadyOut, SwitchOut
 from deployments.http.models import ModelsOut
 from deployments.http.playground import Offers
 from deployments.logs import SlowAnswers, join_serves_log
-from deployments.membership import Membership
 from deployments.metrics import GatewayRecorder, meter
 from deployments.operation import Operation
 from deployments.ranker import Ranker
-from deployments.replica import longest_request_s
 from deployments.shelf import ModelShelf
 from deployments.stages import ColocatedStages, SplitStages, Stages
 from deployments.stores import open_cache, open_events
-from deployments.switchboard import REPORT_INTERVAL_S
 from deployments.user_data import UserData
 from deployments.versions import ServedModel, Versions
 from pipelines.remembered import UsualRequests
@@ -55,57 +54,38 @@ CACHE_INTERVAL_S = 5.0
 
 class Gateway:
     """One replica, without what Serve has to do with it: `api` is its door, and its stages are where `stages` says. `start` it before it
-    is asked. `name` tells it from the other gateways.
+    is asked.
     """
 
     def __init__(
         self,
         settings: Settings,
         switchboard: DeploymentHandle[Any],
+        heartbeat: Heartbeat,
         stages: Stages,
         *,
-        name: str,
         cache: TieredCache[Recommendation] | None = None,
         events: EventStore | None = None,
     ) -> None:
         self._settings, self._limits, self._stages, self._cache = settings, settings.gateway, stages, cache
+        self._heartbeat = heartbeat
         self._histories, self._usual = StoredHistories(events, self._limits.max_behaviours), UsualRequests()
 
-        store = BundleStore(settings.model_dir)
-        models = ModelShelf(store, self._make, _discard, keep_s=2 * longest_request_s(settings))
-        self._versions = Versions(models, stages)
-        self._membership = Membership(
-            "gateway",
-            name,
-            switchboard,
-            RolloutStore(store),
-            models,
-            pinned=settings.version,
-            uses=self._versions.uses,
-            figures=self._versions.figures,
-        )
+        self._models = ModelShelf(BundleStore(settings.model_dir), self._make, _discard, keep_s=2 * settings.longest_request_s)
+        self._versions = Versions(self._models, stages)
         self._operation = Operation(switchboard, lambda: self._versions.stable.bundle)
         self._recorder, self._slow = GatewayRecorder(meter()), SlowAnswers()
         self._data = UserData(settings, self._operation, self._versions, cache=cache, events=events, recorder=self._recorder)
-        self._follower = Follower(
-            switchboard,
-            name,
-            on_erasure=self._data.forget,
-            on_lost_track=self._data.forget,
-            again_after_s=longest_request_s(settings),
-        )
-        self.api = create_api(self, self._data, self._limits, gateways=lambda: self._membership.news.gateways, meter=meter())
+        self.api = create_api(self, self._data, self._limits, gateways=lambda: heartbeat.gateways, meter=meter())
         self._utilisation = Utilisation(monotonic(), process_time())
-        self._tasks: list[asyncio.Task[None]] = []
+        self._cache_figures: asyncio.Task[None] | None = None
+        heartbeat.join("gateway", self)
 
     async def start(self) -> None:
         """Returns when requests can be answered. Raises BundleError where no version can be served."""
-        await self._follower.exchange()  # while nothing is kept, there is nothing to forget
-        await asyncio.gather(self._stages.start(), self._membership.join())
-        self._versions.update(self._membership)
-        self._tasks += [asyncio.create_task(work) for work in (self._follower.follow_forever(), self._follow_rollout())]
+        await self._heartbeat.start()
         if self._cache is not None:
-            self._tasks.append(asyncio.create_task(self._look_at(self._cache)))
+            self._cache_figures = asyncio.create_task(self._look_at(self._cache))
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take new limits and flags, and a colocated stage's settings, while requests are served; what is not given is as in `args`."""
@@ -117,10 +97,10 @@ class Gateway:
         await self._stages.reconfigure(of_stages, self._limits.flags)
 
     async def check_health(self) -> None:
-        """Unhealthy where it follows nothing any more: it would keep what it should forget, and serve what is served no longer."""
-        for task in self._tasks:
-            if task.done():
-                task.result()
+        """Unhealthy where a task of its own has ended."""
+        self._heartbeat.check()
+        if self._cache_figures and self._cache_figures.done():
+            self._cache_figures.result()
         await self._stages.check_health()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -129,11 +109,35 @@ class Gateway:
 
     async def close(self) -> None:
         """Let go of what it keeps state in."""
-        for task in self._tasks:
-            task.cancel()
+        self._heartbeat.close()
+        if self._cache_figures:
+            self._cache_figures.cancel()
         await self._versions.close()
         await self._data.close()
         await self._stages.close()
+
+    @property
+    def shelf(self) -> ModelShelf[ServedModel]:
+        """The versions that are held here."""
+        return self._models
+
+    async def load(self, versions: Sequence[int], *, only: bool) -> None:
+        await self._models.fill(versions, only=only)
+
+    def presence(self, rollout: Rollout) -> Presence:
+        trial, uses = rollout.trial, self._versions.uses()
+        return Presence("gateway", self._models.holds, uses, trial.name if trial else "", self._versions.figures() if trial else {})
+
+    def snapshot(self) -> None:
+        """It has no engines of its own."""
+
+    def follow(self, rollout: Rollout, orders: Orders) -> None:
+        if self._models.models:
+            self._versions.update(rollout, orders.fleet)
+            self._recorder.look(self.api.edge.statistics(), self._stages.calls(), self._versions.stable.bundle.manifest.version)
+
+    async def forget(self, tenant: str | None, user: str | None) -> None:
+        await self._data.forget(tenant, user)
 
     async def exchange(self, asked: Asked) -> Answered:
         """An HTTP exchange that came another way: the same edge, routes and messages."""
@@ -202,14 +206,6 @@ class Gateway:
             ServedModel, bundle, self._settings, self._stages, self._histories, cache=self._cache, usual=self._usual
         )
 
-    async def _follow_rollout(self) -> None:
-        while True:
-            await asyncio.sleep(REPORT_INTERVAL_S)
-            await self._membership.follow()
-            self._versions.update(self._membership)
-            version = self._versions.stable.bundle.manifest.version
-            self._recorder.look(self.api.edge.statistics(), self._stages.calls(), version)
-
     async def _look_at(self, cache: TieredCache[Recommendation]) -> None:
         while True:
             self._recorder.look_at_cache(await cache.statistics())
@@ -231,10 +227,10 @@ class GatewayDeployment(Gateway):
     ) -> None:
         join_serves_log()
         tree, context = parse(settings), serve.get_replica_context()
-        replica_id = context.replica_id.unique_id
-        stages = _stages(tree, switchboard, (encoder, generator, ranker), replica_id)
+        heartbeat = Heartbeat(tree, switchboard, context.replica_id.unique_id)
+        stages = _stages(tree, heartbeat, (encoder, generator, ranker))
         cache, events = await open_cache(tree.cache, context.app_name), await open_events(tree)
-        super().__init__(tree, switchboard, stages, name=f"gateway/{replica_id}", cache=cache, events=events)
+        super().__init__(tree, switchboard, heartbeat, stages, cache=cache, events=events)
         await self.start()
 
     def __serve_build_asgi_app__(self) -> HttpInterface:
@@ -243,14 +239,12 @@ class GatewayDeployment(Gateway):
 
 def _stages(
     settings: Settings,
-    switchboard: DeploymentHandle[Any],
+    heartbeat: Heartbeat,
     handles: tuple[DeploymentHandle[Any] | None, DeploymentHandle[Any] | None, DeploymentHandle[Any] | None],
-    replica_id: str,
 ) -> Stages:
     encoder, generator, ranker = handles
     if encoder is None or generator is None or ranker is None:
-        own = settings, switchboard, replica_id
-        return ColocatedStages(Encoder(*own), Generator(*own), Ranker(*own))
+        return ColocatedStages(Encoder(settings, heartbeat), Generator(settings, heartbeat), Ranker(settings, heartbeat))
     return SplitStages(encoder, generator, ranker)
 
 

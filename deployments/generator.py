@@ -24,6 +24,7 @@ from cluster.controller import NoBackendAnswered, Served
 from cluster.managed_backend import OutOfTime
 from cluster.values import Generated, GenerateRequest, SkippedBackend, StageAnswer, StageReport, UserState
 from deployments.batching import MicroBatcher
+from deployments.heartbeat import Heartbeat
 from deployments.metrics import StageRecorder, meter
 from deployments.replica import ModelGone, StageReplica
 from deployments.stage_model import TOO_LATE, StageModel, in_time_only, sample_history
@@ -129,7 +130,8 @@ class GeneratorDeployment(Generator):
     """As a Serve deployment."""
 
     async def __init__(self, settings: dict[str, Any], switchboard: DeploymentHandle[Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        super().__init__(parse(settings), switchboard, serve.get_replica_context().replica_id.unique_id)
+        tree = parse(settings)
+        super().__init__(tree, Heartbeat(tree, switchboard, serve.get_replica_context().replica_id.unique_id))
         await self.start()
 
 

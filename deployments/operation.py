@@ -13,9 +13,9 @@ from cluster.switchboard import Position, StageStatus
 from deployments.http.messages import BackendOut, BackendsOut, ReadyOut, StageOperationOut, StageReadyOut, SwitchOut
 from deployments.http.models import ModelsOut
 from deployments.remote import ask
-from deployments.switchboard import REPORT_INTERVAL_S
 
-APPLY_WITHIN_S = 6 * REPORT_INTERVAL_S
+APPLY_WITHIN_S = 3.0
+FOLLOWED_INTERVAL_S = 0.1
 SWITCHBOARD_DEADLINE_S = 2.0
 
 
@@ -89,7 +89,7 @@ class Operation:
         deadline = monotonic() + APPLY_WITHIN_S
         # what is waited for happens in other processes
         while not (followed := bool(await self._ask(question, number))) and monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(REPORT_INTERVAL_S / 4)
+            await asyncio.sleep(FOLLOWED_INTERVAL_S)
         return followed
 
     async def _ask(self, method: str, *args: Any) -> Any:

@@ -16,6 +16,7 @@ from cluster.controller import NoBackendAnswered
 from cluster.ranking import Ranked, RankRequest
 from cluster.values import StageAnswer, StageReport
 from deployments.batched_model import BatchedModel
+from deployments.heartbeat import Heartbeat
 from deployments.replica import ModelGone, StageReplica
 from deployments.stage_model import sample_history
 
@@ -68,5 +69,6 @@ class RankerDeployment(Ranker):
     """As a Serve deployment."""
 
     async def __init__(self, settings: dict[str, Any], switchboard: DeploymentHandle[Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        super().__init__(parse(settings), switchboard, serve.get_replica_context().replica_id.unique_id)
+        tree = parse(settings)
+        super().__init__(tree, Heartbeat(tree, switchboard, serve.get_replica_context().replica_id.unique_id))
         await self.start()

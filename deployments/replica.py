@@ -1,43 +1,38 @@
 """What the replicas of every stage have in common: the versions that serve, each with its engines, in step with the switchboard.
 
-hold what serves, warmed up -> answer ; beside that, forever: report <-> switches and suspicions, refresh engines, follow the rollout,
-forget erased users
+hold what serves, warmed up -> answer ; beside that, forever: refresh engines, and through the process's heartbeat report how they do, and
+follow switches, suspicions, the rollout and erasures
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from ray.serve.handle import DeploymentHandle
-
 from cluster.bundle import Bundle, BundleStore
 from cluster.config import Settings, StageSettings
-from cluster.controller import FrameworkController
-from cluster.errors import BackendError, BackendFailed, BackendUnavailable, GenrecError
-from cluster.fleet import Role
+from cluster.controller import FrameworkController, StageSnapshot
+from cluster.errors import BackendFailed, BackendUnavailable, GenrecError
+from cluster.fleet import Presence
 from cluster.heap import freeze_loaded
+from cluster.heartbeat import Orders
 from cluster.latency import LatencyRecorder
-from cluster.rollout import RolloutStore
+from cluster.rollout import Rollout
+from cluster.stages import StageName
 from cluster.switchboard import Switches
 from cluster.traffic.user_router import Together
 from cluster.traffic.utilisation import Utilisation
-from deployments.following import Follower
+from deployments.heartbeat import Heartbeat
 from deployments.logs import join_serves_log
 from deployments.mailbox import Raised
-from deployments.membership import Membership
 from deployments.metrics import StageRecorder, meter
-from deployments.remote import ask
 from deployments.shelf import ModelShelf
 from deployments.stage_model import StageModel
-from deployments.switchboard import REPORT_INTERVAL_S
 
 ModelT = TypeVar("ModelT", bound=StageModel[Any])
 REFRESH_INTERVAL_S = 1.0
-REPORT_DEADLINE_S = 5.0
-GRACE_S = 1.0
-"""How much later than at its deadlines a request may still have an engine compute."""
 LATENCY_WINDOW_S = 5.0
 FEWEST_CALLS = 100
 logger = logging.getLogger("ray.serve")
@@ -47,52 +42,37 @@ class ModelGone(BackendUnavailable):
     """The replica does not hold the version that it was asked for; another version has to answer."""
 
 
-def longest_request_s(settings: Settings) -> float:
-    """Seconds after which nothing of a request is computed any more."""
-    edge, read_s = settings.gateway, settings.events.read_deadline_ms / 1e3
-    return read_s + edge.deadline_s + edge.generation_deadline_s + edge.ranking_deadline_s + GRACE_S
-
-
 class StageReplica(Generic[ModelT]):
     """One replica of a stage: a Serve replica's own, or a gateway's that computes the stage itself. `start` it before it is asked."""
 
-    stage: ClassVar[Role]
+    stage: ClassVar[StageName]
     model_type: ClassVar[type[StageModel[Any]]]
 
-    def __init__(self, settings: Settings, switchboard: DeploymentHandle[Any], replica_id: str) -> None:
+    def __init__(self, settings: Settings, heartbeat: Heartbeat) -> None:
         join_serves_log()
-        self._settings, self._switchboard, self._replica_id = settings, switchboard, replica_id
+        self._settings, self._heartbeat = settings, heartbeat
         self._wanted = settings.engines(self.stage).stage()
         self._switches_version = 0
         self._switches: Switches = {}
         self._suspects: frozenset[str] = frozenset()
-        store, name = BundleStore(settings.model_dir), f"{self.stage}/{replica_id}"
-        self._models: ModelShelf[ModelT] = ModelShelf(store, self._make, self._discard, keep_s=2 * longest_request_s(settings))
-        self._membership = Membership(self.stage, name, switchboard, RolloutStore(store), self._models, pinned=settings.version)
-        self._follower = Follower(
-            switchboard,
-            name,
-            on_erasure=lambda tenant, user: self._everywhere(lambda model: model.controller.forget(tenant, user)),
-            on_lost_track=lambda: self._everywhere(lambda model: model.controller.forget_all()),
-            again_after_s=longest_request_s(settings),
-        )
+        store = BundleStore(settings.model_dir)
+        self._models: ModelShelf[ModelT] = ModelShelf(store, self._make, self._discard, keep_s=2 * settings.longest_request_s)
+        self._stable = 1
         self._latency = LatencyRecorder(monotonic(), LATENCY_WINDOW_S)
         self._utilisation = Utilisation(monotonic())
         self._recorder = StageRecorder(self.stage, meter())
         self._calls, self._called_at, self._retired_busy_s = 0, 0.0, 0.0
-        self._tasks: list[asyncio.Task[None]] = []
+        self._refreshing: asyncio.Task[None] | None = None
+        heartbeat.join(self.stage, self)
 
     async def start(self) -> None:
-        """Returns when requests can be answered. Raises BundleError where no version can be served."""
-        await self._ask_for_guidance("guidance", self.stage)  # first, so that what is loaded now is what will be asked
-        await self._follower.exchange()  # while nothing is loaded, there is nothing to forget
-        await self._membership.join()
-        self._run_forever(self._report_forever(), self._refresh_forever())
-        self._run_forever(self._membership.follow_forever(), self._follower.follow_forever())
+        """Returns when requests can be answered, of every role of this process. Raises BundleError where no version can be served."""
+        await self._heartbeat.start()
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._heartbeat.close()
+        if self._refreshing:
+            self._refreshing.cancel()
         await self._models.close()
 
     def __del__(self) -> None:
@@ -124,9 +104,9 @@ class StageReplica(Generic[ModelT]):
         """Unhealthy only where an engine thread is stuck or a task is gone: a broken engine is the controller's business."""
         for model in self._models.models:
             await model.check()
-        for task in self._tasks:
-            if task.done():
-                task.result()
+        self._heartbeat.check()
+        if self._refreshing and self._refreshing.done():
+            self._refreshing.result()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The figures of `cluster.autoscaling`: what waits and how full caches are, over all engines; how busy the replica is, 0 to 1; the
@@ -148,9 +128,40 @@ class StageReplica(Generic[ModelT]):
         return {"weight": float(f"{self._calls / busy:.2g}")} if self._calls >= FEWEST_CALLS and busy else {}
 
     @property
+    def shelf(self) -> ModelShelf[ModelT]:
+        """The versions that are held here."""
+        return self._models
+
+    @property
     def holds(self) -> Mapping[int, str]:
         """Version -> READY, or why it cannot be served here (yet)."""
         return self._models.holds
+
+    async def load(self, versions: Sequence[int], *, only: bool) -> None:
+        await self._models.fill(versions, only=only)
+        self._refreshing = asyncio.create_task(self._refresh_forever())
+
+    def presence(self, _: Rollout) -> Presence:
+        return Presence(self.stage, self.holds)
+
+    def snapshot(self) -> StageSnapshot | None:
+        primary = self._primary()
+        return primary.controller.snapshot() if primary else None
+
+    def follow(self, rollout: Rollout, orders: Orders) -> None:
+        self._stable = rollout.stable
+        self._suspects = orders.suspects.get(self.stage, frozenset())
+        for model in self._models.models:
+            model.controller.suspect(self._suspects)
+        if orders.switches_version != self._switches_version:
+            self._switches_version, self._switches = orders.switches_version, orders.switches
+            for model in self._models.models:
+                self._apply(model)
+        self._show_figures()
+
+    async def forget(self, tenant: str | None, user: str | None) -> None:
+        """In the engine threads: after the batch that runs, so that nothing of a user is kept by it later."""
+        await asyncio.gather(*(model.in_thread(partial(model.controller.forget, tenant, user)) for model in self._models.models))
 
     def _model_for(self, model_version: str) -> ModelT:
         """What answers a request of a gateway that serves this version; "" is whatever is stable. Raises ModelGone."""
@@ -164,7 +175,7 @@ class StageReplica(Generic[ModelT]):
 
     def _primary(self) -> ModelT | None:
         """The model whose engines are reported: the stable version's, while it is held."""
-        return self._models.get(self._membership.rollout.stable) or next(iter(self._models.models), None)
+        return self._models.get(self._stable) or next(iter(self._models.models), None)
 
     def _busy_s(self) -> float:
         return self._retired_busy_s + sum(model.busy_s() for model in self._models.models)
@@ -203,22 +214,6 @@ class StageReplica(Generic[ModelT]):
         self._retired_busy_s += model.busy_s()
         await asyncio.to_thread(model.close)
 
-    async def _everywhere(self, work: Callable[[ModelT], Any]) -> None:
-        """In the engine threads: after the batch that runs, so that nothing of a user is kept by it later."""
-        await asyncio.gather(*(model.in_thread(lambda model=model: work(model)) for model in self._models.models))  # type: ignore[misc]
-
-    def _run_forever(self, *work: Coroutine[Any, Any, None]) -> None:
-        self._tasks += [asyncio.create_task(one) for one in work]
-
-    async def _report_forever(self) -> None:
-        """Push statistics to the switchboard and pull what it knows; while it is away, the last switches stay in force."""
-        while True:
-            if primary := self._primary():
-                following = (self._switches_version, self._switches)
-                await self._ask_for_guidance("report", self.stage, self._replica_id, primary.controller.snapshot(), *following)
-            self._show_figures()
-            await asyncio.sleep(REPORT_INTERVAL_S)
-
     async def _refresh_forever(self) -> None:
         """Probe and load beside the calls, so that the first choice returns, and the status stays true, without traffic too.
 
@@ -241,21 +236,6 @@ class StageReplica(Generic[ModelT]):
             self._recorder.count(model.bundle.version, snapshot)
             if model is primary:
                 self._recorder.show(snapshot, model.figures())
-
-    async def _ask_for_guidance(self, method: str, *args: Any) -> None:
-        try:
-            self._follow(*await ask(self._switchboard, method, *args, within_s=REPORT_DEADLINE_S))
-        except BackendError as error:
-            logger.warning("switches stay as they are: %s", error)
-
-    def _follow(self, version: int, switches: Switches, suspects: frozenset[str]) -> None:
-        self._suspects = suspects
-        for model in self._models.models:
-            model.controller.suspect(suspects)
-        if version != self._switches_version:
-            self._switches_version, self._switches = version, switches
-            for model in self._models.models:
-                self._apply(model)
 
     def _apply(self, model: ModelT) -> None:
         """Follow the switches of this stage; one may name a backend of an earlier configuration, which is not here any more."""

@@ -57,7 +57,6 @@ class Stages(Protocol):
         """Counts of calls to other replicas since the start, by stage; see StageCaller.figures."""
         ...
 
-    async def start(self) -> None: ...
     async def reconfigure(self, user_config: dict[str, Any], flags: FlagSettings) -> None: ...
     async def check_health(self) -> None: ...
     async def close(self) -> None: ...
@@ -116,9 +115,6 @@ class SplitStages:
             self._scale_up.pull()
             raise BackendUnavailable("no generator runs now; one is being started")
 
-    async def start(self) -> None:
-        """Their replicas start themselves."""
-
     async def reconfigure(self, user_config: dict[str, Any], flags: FlagSettings) -> None:  # noqa: ARG002 - it is not for the gateway
         """Serve tells their replicas itself."""
         self._hedge.on = flags.hedge
@@ -173,10 +169,6 @@ class ColocatedStages:
 
     def calls(self) -> dict[StageName, dict[str, float]]:
         return {}  # none leaves this process
-
-    async def start(self) -> None:
-        for replica in self._replicas.values():
-            await replica.start()
 
     async def reconfigure(self, user_config: dict[str, Any], flags: FlagSettings) -> None:  # noqa: ARG002 - nothing can be hedged here
         """A stage's name in a gateway's user_config holds what stands in that deployment's own where they are split."""

@@ -1,30 +1,36 @@
-"""The switchboard as a deployment: one replica, seldom called, whose loss costs nothing but a little delay."""
+"""The switchboard as a deployment: one replica, seldom called; while it is away, processes follow their last orders.
+
+process -> beat(report, the orders it follows) -> new orders, at once or as soon as there are any
+gateway -> set, erase, status, versions        -> what an operator asked for
+"""
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
 from time import time
-from typing import Any, TypeAlias
+from typing import Any
 
 from cluster.bundle import BundleStore
 from cluster.config import parse
-from cluster.controller import StageSnapshot
-from cluster.erasures import News, Place
+from cluster.erasures import News
 from cluster.errors import BundleError
-from cluster.fleet import FleetBoard, FleetNews, FleetStatus, Presence
+from cluster.fleet import FleetBoard, FleetStatus
+from cluster.heartbeat import Orders, Report
 from cluster.rollout import Rollout, RolloutStore
-from cluster.switchboard import Position, StageStatus, Switchboard, Switches
+from cluster.stages import STAGES
+from cluster.switchboard import Position, StageStatus, Switchboard
 
-REPORT_INTERVAL_S = 0.5
-"""How often every replica of a stage reports; a switch is in force everywhere after two reports."""
+REPORT_INTERVAL_S = 2.0
+"""How often a process reports where nothing changes."""
 JUDGE_INTERVAL_S = 1.0
-Guidance: TypeAlias = tuple[int, Switches, frozenset[str]]
-TTL_S = 10 * REPORT_INTERVAL_S
+TTL_S = 3 * REPORT_INTERVAL_S
 logger = logging.getLogger("ray.serve")
 
 
 class SwitchboardDeployment:
-    """Adds the time of day to `Switchboard` and `FleetBoard`, and ends trials that go badly."""
+    """Adds the time of day to `Switchboard` and `FleetBoard`, keeps reports until there are orders, and ends trials that go badly."""
 
     def __init__(self, settings: dict[str, Any], clock: Callable[[], float] = time) -> None:
         self._clock = clock
@@ -32,26 +38,38 @@ class SwitchboardDeployment:
         tree = parse(settings)
         self._rollouts, self._pinned = RolloutStore(BundleStore(tree.model_dir)), tree.version
         self._judged_at = 0.0
+        self._orders = Orders(mark=int(clock() * 1000))
+        self._changed = asyncio.Event()
 
-    async def report(self, stage: str, replica: str, snapshot: StageSnapshot, version: int, switches: Switches) -> Guidance:
-        self._board.report(stage, replica, snapshot, version, switches, now=self._clock())
-        return await self.guidance(stage)
-
-    async def guidance(self, stage: str) -> Guidance:
-        """What a replica should follow: the switches and their version, and which backends broke elsewhere."""
-        return (*self._board.switches(), self._board.suspects(stage, now=self._clock()))
+    async def beat(self, process: str, report: Report, mark: int, wait_s: float) -> Orders:
+        """The orders for a process that follows those of `mark`: at once where they have changed since, else when they do, or after
+        `wait_s`.
+        """
+        now = self._clock()
+        for name, presence in report.presences.items():
+            self._fleet.exchange(name, presence, now=now)
+        for name, snapshot in report.snapshots.items():
+            stage, _, replica_id = name.partition("/")
+            self._board.report(stage, replica_id, snapshot, report.switches_version, report.switches, now=now)
+        self._board.exchange(process, report.place, now=now)
+        await self._judge(presence.trial for presence in report.presences.values())
+        self._refresh_orders()
+        if self._orders.mark == mark:
+            await self._change(wait_s)
+        return replace(self._orders, erasures=self._board.erasures_since(report.place))
 
     async def set(self, stage: str, name: str, position: Position) -> int:
-        return self._board.set(stage, name, position, now=self._clock())
+        version = self._board.set(stage, name, position, now=self._clock())
+        self._refresh_orders()
+        return version
 
     async def applied(self, version: int) -> bool:
         return self._board.applied(version, now=self._clock())
 
     async def erase(self, tenant: str | None, user: str | None) -> int:
-        return self._board.erase(tenant, user, now=self._clock())
-
-    async def exchange(self, follower: str, place: Place) -> News:
-        return self._board.exchange(follower, place, now=self._clock())
+        number = self._board.erase(tenant, user, now=self._clock())
+        self._refresh_orders()
+        return number
 
     async def erased(self, number: int) -> bool:
         return self._board.erased(number, now=self._clock())
@@ -59,19 +77,30 @@ class SwitchboardDeployment:
     async def status(self) -> tuple[StageStatus, ...]:
         return self._board.status(now=self._clock())
 
-    async def exchange_versions(self, name: str, presence: Presence) -> FleetNews:
-        news = self._fleet.exchange(name, presence, now=self._clock())
-        if presence.trial and self._clock() - self._judged_at >= JUDGE_INTERVAL_S:
-            self._judged_at = self._clock()
-            await self._judge()
-        return news
-
     async def versions(self) -> tuple[Rollout, FleetStatus]:
         """Raises BundleError where the rollout cannot be read."""
         rollout = Rollout(stable=self._pinned) if self._pinned else await asyncio.to_thread(self._rollouts.read)
         return rollout, self._fleet.status(rollout, now=self._clock())
 
-    async def _judge(self) -> None:
+    def _refresh_orders(self) -> None:
+        """Orders that differ from the last ones get a mark of their own, and every process that waits for some is answered."""
+        now = self._clock()
+        suspects = {stage: self._board.suspects(stage, now=now) for stage in STAGES}
+        orders = Orders(self._orders.mark, *self._board.switches(), suspects, self._fleet.news(now=now), News(self._board.place))
+        if orders != self._orders:
+            self._orders = replace(orders, mark=self._orders.mark + 1)
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def _change(self, within_s: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), within_s)
+
+    async def _judge(self, trials: Iterable[str]) -> None:
+        """End the trial that a process takes part in, once a second at most, where its figures are too bad."""
+        if not any(trials) or self._clock() - self._judged_at < JUDGE_INTERVAL_S:
+            return
+        self._judged_at = self._clock()
         try:
             rollout = await asyncio.to_thread(self._rollouts.read)
             if rollout.trial and (reason := self._fleet.judge(rollout)):

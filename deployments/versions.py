@@ -21,13 +21,13 @@ from cluster.bundle import Bundle
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.dataset import Catalogue
+from cluster.fleet import FleetNews
 from cluster.latency import LatencyRecorder
 from cluster.ranking import Ranking, RankingRequest
 from cluster.rollout import Rollout, VersionFigures
 from cluster.stages import ENCODER, GENERATOR, RANKER, Stage
 from cluster.tracing import say_who_served, span
 from cluster.values import AnswerPart, Recommendation, RecommendRequest, StageAnswer
-from deployments.membership import Membership
 from deployments.replica import ModelGone
 from deployments.shelf import ModelShelf
 from deployments.stages import Stages
@@ -128,7 +128,7 @@ class VersionRecorder:
 
 
 class Versions:
-    """`shelf` and `membership` are the gateway's; `update` is to be called whenever the membership has learnt something."""
+    """`shelf` holds the gateway's versions; `update` tells which of them should answer."""
 
     def __init__(self, shelf: ModelShelf[ServedModel], stages: Stages) -> None:
         self._shelf, self._stages = shelf, stages
@@ -150,9 +150,9 @@ class Versions:
             return self._shelf.get(self._tried) or self.stable
         return self.stable
 
-    def update(self, membership: Membership) -> None:
-        """Change over to what everybody holds by now."""
-        self._rollout, news = membership.rollout, membership.news
+    def update(self, rollout: Rollout, news: FleetNews) -> None:
+        """Change over to the version that every replica holds by now."""
+        self._rollout = rollout
         self._stages.update(news)
         able = [v for v in self._rollout.versions if self._shelf.get(v) and self._stages.ready(v)]
         if self._rollout.stable in able and news.settled:

@@ -11,10 +11,11 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 
 from cluster.errors import BackendError
+from cluster.heartbeat import Orders, Report
 from cluster.values import EncodeRequest, UserSequence
 from deployments.following import Follower
 from deployments.remote import ask
-from deployments.switchboard import SwitchboardDeployment
+from deployments.switchboard import REPORT_INTERVAL_S, SwitchboardDeployment
 
 NO_HISTORY = UserSequence(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int8), np.zeros(0, np.float32), request_time=0)
 
@@ -25,8 +26,7 @@ class Home:
     def __init__(self, switchboard: DeploymentHandle) -> None:
         self._served: set[str] = set()
         name = serve.get_replica_context().replica_id.unique_id
-        self._follower = Follower(switchboard, name, self._forget, self._forget_everybody, again_after_s=60)
-        self._following = asyncio.create_task(self._follower.follow_forever())
+        self._following = asyncio.create_task(self._follow(switchboard, name))
 
     async def encode(self, request: EncodeRequest | None, slow: str, seconds: float) -> str:
         here = serve.get_replica_context().replica_id.unique_id
@@ -41,11 +41,15 @@ class Home:
     async def die(self) -> None:
         os._exit(1)
 
-    async def _forget(self, tenant: str | None, user: str | None) -> None:
-        self._served.discard(user)
+    async def _follow(self, switchboard: DeploymentHandle, name: str) -> None:
+        follower, orders = Follower(self._forget, again_after_s=60), Orders()
+        while True:
+            since = follower.place
+            orders = await ask(switchboard, "beat", name, Report(place=since), orders.mark, REPORT_INTERVAL_S, within_s=60)
+            await follower.follow(orders.erasures, since)
 
-    async def _forget_everybody(self) -> None:
-        self._served.clear()
+    async def _forget(self, tenant: str | None, user: str | None) -> None:
+        self._served = self._served - {user} if user else set()
 
 
 class Taker:

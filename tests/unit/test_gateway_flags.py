@@ -16,6 +16,7 @@ from cluster.events.store import open_event_store
 from cluster.rollout import ROLLOUT, RolloutStore, Trial
 from cluster.values import Behaviour, Recommendation, RecommendRequest
 from deployments.gateway import Gateway
+from deployments.heartbeat import Heartbeat
 from deployments.switchboard import TTL_S, SwitchboardDeployment
 from pipelines.answers import ANSWER_CODEC
 from tests.fake_stages import Naming, bundle_with_decoder
@@ -85,7 +86,8 @@ async def gateway(store: BundleStore, tmp_path: Any) -> AsyncIterator[Make]:
         stages.generators["tiny/2"] = Naming(store.open(2), 7, 8, 9)
         cache = TieredCache(MemoryCache("s3fifo", 2**20), None, TierSettings(), ANSWER_CODEC)
         events = await open_event_store(f"sqlite:///{tmp_path}/{len(made)}.db")
-        one = Served(Gateway(settings, Handle(board), stages, name="gateway/a", cache=cache, events=events), stages)
+        heartbeat = Heartbeat(settings, handle := Handle(board), "a")
+        one = Served(Gateway(settings, handle, heartbeat, stages, cache=cache, events=events), stages)
         await one.gateway.start()
         made.append(one)
         return one

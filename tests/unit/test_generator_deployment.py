@@ -19,6 +19,7 @@ from cluster.stage_rules import generator_rules
 from cluster.values import GenerateRequest, SamplingOptions, StageAnswer, UserState
 from deployments import replica as replica_module
 from deployments.generator import Generator, GeneratorModel, merged
+from deployments.heartbeat import Heartbeat
 from deployments.replica import ModelGone
 from deployments.switchboard import SwitchboardDeployment
 from tests.bundles import make_generative_bundle, random_sequence
@@ -55,7 +56,7 @@ def two(tmp_path_factory):
 @asynccontextmanager
 async def started(settings: Settings):
     """A replica that has warmed up."""
-    replica = Generator(settings, Handle(SwitchboardDeployment({"model_dir": str(settings.model_dir)})), "a")
+    replica = Generator(settings, Heartbeat(settings, Handle(SwitchboardDeployment({"model_dir": str(settings.model_dir)})), "a"))
     await replica.start()
     try:
         yield replica

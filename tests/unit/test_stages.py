@@ -113,9 +113,6 @@ class FakeReplica:
         finally:
             self.told.append("stream closed")
 
-    async def start(self):
-        self.told.append("start")
-
     async def reconfigure(self, user_config):
         self.told.append(user_config)
 
@@ -158,12 +155,11 @@ async def test_colocated_a_version_is_ready_once_all_stages_here_have_it_whoever
 
 async def test_colocated_stages_start_follow_their_own_settings_and_end_with_the_gateway():
     stages = colocated(encoder := FakeReplica(), generator := FakeReplica())
-    await stages.start()
     await stages.reconfigure({"encoder": {"order": ["torch"]}, "max_k": 5}, FlagSettings())
     await stages.check_health()
     await stages.close()
-    assert encoder.told == ["start", {"order": ["torch"]}, "close"]
-    assert generator.told == ["start", {}, "close"]
+    assert encoder.told == [{"order": ["torch"]}, "close"]
+    assert generator.told == [{}, "close"]
 
 
 async def test_a_gateway_is_unhealthy_where_an_engine_thread_of_its_own_is_stuck():

@@ -69,7 +69,7 @@ class Rig:
 
     def learn(self, stable, trial=None, *, settled=True, used=()):
         news = FleetNews(used=frozenset(used), settled=settled)
-        self.versions.update(SimpleNamespace(rollout=Rollout(stable=stable, trial=trial), news=news))
+        self.versions.update(Rollout(stable=stable, trial=trial), news)
 
     async def ask(self, user="ada", **more):
         return await self.versions.recommend(RecommendRequest(user, HISTORY, k=3, **more))

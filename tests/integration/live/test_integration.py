@@ -73,7 +73,7 @@ def test_each_engine_in_turn_gives_way_to_the_next_and_the_first_choice_returns_
 
 
 def wait_until_shown(live: Live, holds):
-    """What GET /v1/backends says of onnxruntime, as soon as it is so: replicas report twice a second."""
+    """What GET /v1/backends says of onnxruntime, as soon as it is so: breakers are reported at once, counts every two seconds."""
     return until_right(lambda: live.backends()["onnxruntime"], holds)
 
 

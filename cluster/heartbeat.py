@@ -1,0 +1,48 @@
+"""What a process and the switchboard tell each other: a Report every few seconds, and Orders as soon as something changes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.controller import StageSnapshot
+from cluster.erasures import NO_PLACE, News, Place
+from cluster.fleet import FleetNews, Presence
+from cluster.switchboard import Switches
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """`presences` and `snapshots` are those of the process's members, by role and replica id, as ``encoder/abc``.
+
+    `switches_version` and `switches` are the ones that the process follows; `place` is how far it has carried out erasures.
+    """
+
+    presences: Mapping[str, Presence] = field(default_factory=dict)
+    snapshots: Mapping[str, StageSnapshot] = field(default_factory=dict)
+    switches_version: int = 0
+    switches: Switches = field(default_factory=dict)
+    place: Place = NO_PLACE
+
+    @property
+    def urgent(self) -> tuple[Any, ...]:
+        """What other processes act upon: a report in which it differs from the last one is not kept back."""
+        held = {name: (one.holds, one.uses, one.trial) for name, one in self.presences.items()}
+        engines = {
+            name: (snapshot.explanation, snapshot.settled, [(one.name, one.breaker) for one in snapshot.backends])
+            for name, snapshot in self.snapshots.items()
+        }
+        return held, engines, self.switches_version, self.place
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What a process has to follow: the switches, the backends that broke elsewhere by stage, who else holds and uses which version, and
+    what to erase. `mark` tells the state of the switchboard from its earlier ones.
+    """
+
+    mark: int = 0
+    switches_version: int = 0
+    switches: Switches = field(default_factory=dict)
+    suspects: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    fleet: FleetNews = field(default_factory=FleetNews)
+    erasures: News = field(default_factory=lambda: News(NO_PLACE))

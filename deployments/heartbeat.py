@@ -1,0 +1,176 @@
+"""A process's exchange with the switchboard, one call every few seconds for all that runs in the process.
+
+rollout.json, current -> the versions that serve -> members load them
+members -> report: what they hold, how their engines do, which users are forgotten -> switchboard
+switchboard -> orders: switches, suspicions, who else holds which version, erasures -> members
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.bundle import BundleStore
+from cluster.config import Settings
+from cluster.controller import StageSnapshot
+from cluster.erasures import News
+from cluster.errors import BackendError, BundleError
+from cluster.fleet import Presence, Role
+from cluster.heartbeat import Orders, Report
+from cluster.rollout import Rollout, RolloutStore
+from deployments.following import Follower
+from deployments.remote import ask
+from deployments.shelf import ModelShelf
+from deployments.switchboard import REPORT_INTERVAL_S
+
+LOOK_INTERVAL_S = 0.5
+"""How often a process looks whether it has something to tell, and reads the rollout."""
+ANSWER_WITHIN_S = 3.0
+logger = logging.getLogger("ray.serve")
+
+
+class Member(Protocol):
+    """A role of the process: the gateway, or a replica of a stage."""
+
+    @property
+    def shelf(self) -> ModelShelf[Any]:
+        """The versions of the model that it holds."""
+        ...
+
+    async def load(self, versions: Sequence[int], *, only: bool) -> None:
+        """Hold these versions before anything is served, as `ModelShelf.fill`."""
+        ...
+
+    def presence(self, rollout: Rollout) -> Presence:
+        """What other processes have to know of it."""
+        ...
+
+    def snapshot(self) -> StageSnapshot | None:
+        """How its engines do; None where it has none, or has not loaded any yet."""
+        ...
+
+    def follow(self, rollout: Rollout, orders: Orders) -> None:
+        """Act upon what has changed. Called every half second, and as soon as there are new orders; idempotent."""
+        ...
+
+    async def forget(self, tenant: str | None, user: str | None) -> None:
+        """Erase a user, all of the tenant's users where `user` is None, and all users where `tenant` is None too."""
+        ...
+
+
+class Heartbeat:
+    """One for each process. Roles `join`; `start` has them load what serves; from then on they report and follow."""
+
+    def __init__(self, settings: Settings, switchboard: DeploymentHandle[Any], replica_id: str) -> None:
+        self._switchboard, self._process = switchboard, replica_id
+        self._rollouts, self._pinned = RolloutStore(BundleStore(settings.model_dir)), settings.version
+        self._rollout, self._orders = Rollout(stable=settings.version or 1), Orders()
+        self._members: dict[str, Member] = {}
+        self._follower = Follower(self._forget, again_after_s=settings.longest_request_s)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def gateways(self) -> int:
+        """How many gateways live, as far as is known."""
+        return self._orders.fleet.gateways
+
+    def join(self, role: Role, member: Member) -> None:
+        self._members[f"{role}/{self._process}"] = member
+
+    async def start(self) -> None:
+        """Returns once every member holds what serves. Raises BundleError where no version can be served."""
+        await self._read_rollout()
+        await self._tell()  # what is loaded is what will be asked: as it is switched, and versions in use in the middle of a rollout
+        for member in self._members.values():
+            await member.load(self._wanted, only=self._pinned is not None)
+        await self._tell()
+        self._task = asyncio.create_task(self._beat_forever())
+
+    def check(self) -> None:
+        """Raises what ended the heartbeat: a process without one would keep what it should erase, and serve versions of the past."""
+        if self._task is not None and self._task.done():
+            self._task.result()
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    @property
+    def _wanted(self) -> tuple[int, ...]:
+        """The versions that serve, and those that some gateway still gives answers of."""
+        return (*self._rollout.versions, *sorted(self._orders.fleet.used))
+
+    async def _beat_forever(self) -> None:
+        while True:
+            if not await self._tell(wait_s=REPORT_INTERVAL_S):
+                await asyncio.sleep(LOOK_INTERVAL_S)
+            await self._look()
+
+    async def _tell(self, wait_s: float = 0.0) -> bool:
+        """Report, wait for new orders for `wait_s` at most, and follow them; whether the switchboard has answered. The wait ends early
+        where the process has something urgent to report.
+        """
+        report = self._report()
+        call = asyncio.create_task(self._beat(report, wait_s))
+        try:
+            while not (await asyncio.wait({call}, timeout=LOOK_INTERVAL_S))[0]:
+                await self._look()
+                if self._report().urgent != report.urgent:
+                    return True
+            answered = await call
+        finally:
+            call.cancel()
+        if answered:
+            fleet = answered.fleet  # a restarted switchboard has heard of few gateways: each would take too large a share of the rates
+            gateways = fleet.gateways if fleet.settled else max(fleet.gateways, self.gateways)
+            self._orders = replace(answered, fleet=replace(fleet, gateways=gateways))
+            self._follow()
+        await self._follower.follow(answered.erasures if answered else News(report.place), report.place)
+        return answered is not None
+
+    async def _beat(self, report: Report, wait_s: float) -> Orders | None:
+        """The switchboard's orders; None where it does not answer, and the last orders stay in force."""
+        told = self._process, report, self._orders.mark, wait_s
+        try:
+            orders: Orders = await ask(self._switchboard, "beat", *told, within_s=wait_s + ANSWER_WITHIN_S)
+        except BackendError as error:
+            logger.warning("the switchboard does not answer, its last orders stay in force: %s", error)
+            return None
+        return orders
+
+    def _report(self) -> Report:
+        return Report(
+            presences={name: member.presence(self._rollout) for name, member in self._members.items()},
+            snapshots={name: snapshot for name, member in self._members.items() if (snapshot := member.snapshot())},
+            switches_version=self._orders.switches_version,
+            switches=self._orders.switches,
+            place=self._follower.place,
+        )
+
+    async def _look(self) -> None:
+        """Follow the rollout, which needs no switchboard."""
+        if self._task is None:  # members load what serves first
+            return
+        await self._read_rollout()
+        for member in self._members.values():
+            member.shelf.want(self._wanted)
+        self._follow()
+
+    def _follow(self) -> None:
+        for member in self._members.values():
+            member.follow(self._rollout, self._orders)
+
+    async def _read_rollout(self) -> None:
+        """A rollout that cannot be read changes nothing."""
+        if self._pinned is not None:
+            return
+        try:
+            self._rollout = await asyncio.to_thread(self._rollouts.read)
+        except (BundleError, OSError) as error:
+            logger.warning("the rollout stays as it is: %s", error)
+
+    async def _forget(self, tenant: str | None, user: str | None) -> None:
+        await asyncio.gather(*(member.forget(tenant, user) for member in self._members.values()))

@@ -1,0 +1,289 @@
+"""A process's heartbeat, beside a real switchboard in this process: what is read, held, told and followed, and in how many calls."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from cluster.bundle import WEIGHTS, BundleStore
+from cluster.config import parse
+from cluster.controller import StageSnapshot
+from cluster.errors import BundleError
+from cluster.fleet import READY, Presence
+from cluster.heartbeat import Report
+from cluster.rollout import ROLLOUT, RolloutStore, Trial, VersionFigures
+from deployments import heartbeat as module
+from deployments.heartbeat import Heartbeat
+from deployments.shelf import ModelShelf
+from deployments.switchboard import TTL_S, SwitchboardDeployment
+from tests.bundles import make_bundle
+from tests.fakes.clock import Clock
+from tests.fakes.handles import Handle
+from tests.unit.test_switchboard import backend
+from tests.waiting import until
+
+NOW = 1_760_000_000.0
+KEEP_S = 60.0
+
+
+@pytest.fixture
+def rollouts(three_versions):
+    """Version 1 is stable, of 3."""
+    store = BundleStore(three_versions)
+    store.promote(1)
+    return RolloutStore(store)
+
+
+@pytest.fixture
+def clock():
+    return Clock(NOW)
+
+
+@pytest.fixture
+def board(three_versions, clock):
+    """A switchboard that has heard of every process that lives."""
+    made = SwitchboardDeployment({"model_dir": str(three_versions)}, clock)
+    clock.advance(2 * TTL_S)
+    return made
+
+
+@pytest.fixture
+def handle(board):
+    return Handle(board)
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch):
+    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.01)
+
+
+async def made(bundle):
+    return SimpleNamespace(bundle=bundle)
+
+
+async def discarded(model):
+    pass
+
+
+class Member:
+    """A role that holds bundles, and remembers what it was told."""
+
+    def __init__(self, store, role="encoder", uses=(), figures=None):
+        self.role, self.uses, self.figures = role, frozenset(uses), figures or {}
+        self.shelf = ModelShelf(store, made, discarded, keep_s=KEEP_S)
+        self.rollout = self.orders = None
+        self.engines, self.forgotten = [backend()], []
+
+    async def load(self, versions, *, only):
+        await self.shelf.fill(versions, only=only)
+
+    def presence(self, rollout):
+        trial = rollout.trial
+        return Presence(self.role, self.shelf.holds, self.uses, trial.name if trial else "", self.figures if trial else {})
+
+    def snapshot(self):
+        return StageSnapshot(self.role, f"{self.role}=torch", tuple(self.engines)) if self.shelf.models else None
+
+    def follow(self, rollout, orders):
+        self.rollout, self.orders = rollout, orders
+
+    async def forget(self, tenant, user):
+        self.forgotten.append((tenant, user))
+
+    @property
+    def stable(self):
+        return self.rollout.stable
+
+
+@pytest.fixture
+async def process(handle, rollouts):
+    """Makes a process of these members, which have not started; ends its heartbeat with the test."""
+    beating = []
+
+    def make(*members, version=None, name="a"):
+        heartbeat = Heartbeat(parse({"model_dir": str(rollouts.store.root), "version": version}), handle, name)
+        for member in members:
+            heartbeat.join(member.role, member)
+        beating.append(heartbeat)
+        return heartbeat
+
+    yield make
+    for heartbeat in beating:
+        heartbeat.close()
+
+
+def beats(handle):
+    """Every report that was told."""
+    return [report for method, _, report, *_ in handle.calls if method == "beat"]
+
+
+async def test_what_serves_is_held_before_anything_is_served_and_the_switchboard_told_so(process, handle, rollouts):
+    member = Member(rollouts.store)
+    await process(member).start()
+    assert member.shelf.holds == {1: READY}
+    assert [dict(report.presences["encoder/a"].holds) for report in beats(handle)] == [{}, {1: READY}]
+    assert member.orders.fleet.ready == {1}
+
+
+async def test_a_process_that_starts_in_the_middle_of_a_rollout_holds_what_others_still_answer_with_too(process, board, rollouts):
+    await board.beat("b", Report({"gateway/b": Presence("gateway", {}, frozenset({2}))}), 0, 0.0)
+    rollouts.promote(3)
+    member = Member(rollouts.store)
+    await process(member).start()
+    assert member.shelf.holds == {3: READY, 2: READY}
+
+
+async def test_a_promoted_version_is_loaded_and_told_of_once_it_is_there(process, rollouts):
+    member = Member(rollouts.store)
+    await process(member).start()
+    rollouts.promote(2)
+    await until(lambda: member.orders.fleet.ready == {1, 2})
+    assert (member.stable, member.shelf.holds) == (2, {1: READY, 2: READY})
+
+
+async def test_a_version_that_cannot_be_served_is_told_with_the_reason(process, handle, rollouts):
+    member = Member(rollouts.store)
+    await process(member).start()
+    rollouts.promote(2)
+    (rollouts.store.root / "2" / WEIGHTS).unlink()
+    await until(lambda: "weights.safetensors is missing" in beats(handle)[-1].presences["encoder/a"].holds.get(2, ""))
+    assert member.orders.fleet.ready == {1}
+
+
+async def test_a_version_on_trial_is_held_beside_the_stable_one_and_its_figures_are_told_during_the_trial_only(
+    process, handle, board, rollouts
+):
+    figures = {2: VersionFigures(requests=5)}
+    member = Member(rollouts.store, "gateway", uses={1, 2}, figures=figures)
+    await process(member).start()
+    told = beats(handle)[-1].presences["gateway/a"]
+    assert (told.trial, told.figures, told.uses) == ("", {}, {1, 2})
+    trial = rollouts.promote(2, Trial(version=2, share=0.5)).trial
+    await until(lambda: member.shelf.holds == {1: READY, 2: READY})
+    await until(lambda: beats(handle)[-1].presences["gateway/a"].trial == trial.name)
+    _, fleet = await board.versions()
+    assert fleet.figures == figures
+
+
+async def test_a_pinned_version_is_the_only_one_whatever_is_promoted(process, rollouts):
+    pinned, free = Member(rollouts.store), Member(rollouts.store)
+    await process(pinned, version=3).start()
+    await process(free, name="b").start()
+    rollouts.promote(2)
+    await until(lambda: free.stable == 2 and free.shelf.holds[2] == READY)
+    assert (pinned.shelf.holds, pinned.rollout.versions) == ({3: READY}, (3,))
+
+
+async def test_while_the_switchboard_is_away_the_rollout_is_followed_and_the_last_orders_stay(process, handle, board, rollouts, caplog):
+    member = Member(rollouts.store)
+    await process(member).start()
+    await board.set("encoder", "torch", "off")
+    await until(lambda: member.orders.switches)
+    fleet, handle.replica = member.orders.fleet, None
+    rollouts.promote(2)
+    await until(lambda: member.shelf.holds == {1: READY, 2: READY})
+    await until(lambda: "the switchboard does not answer, its last orders stay in force" in caplog.text)
+    assert (member.stable, member.orders.fleet, dict(member.orders.switches)) == (2, fleet, {("encoder", "torch"): "off"})
+
+
+async def test_a_restarted_switchboard_learns_from_the_processes_and_has_their_users_forgotten(process, handle, board, rollouts, clock):
+    member = Member(rollouts.store)
+    await process(member).start()
+    version = await board.set("encoder", "torch", "first")
+    await until(lambda: member.orders.switches_version == version)
+    member.forgotten.clear()
+    handle.replica = restarted = SwitchboardDeployment({"model_dir": str(rollouts.store.root)}, clock)
+    await until(lambda: member.forgotten == [(None, None)])
+    await until(lambda: restarted.applied(version))
+    assert dict(member.orders.switches) == {("encoder", "torch"): "first"}
+
+
+async def test_a_restarted_switchboard_has_heard_of_few_gateways_and_does_not_enlarge_their_share(process, handle, board, rollouts, clock):
+    await board.beat("b", Report({"gateway/b": Presence("gateway", {1: READY})}), 0, 0.0)
+    heartbeat = process(member := Member(rollouts.store, "gateway"))
+    await heartbeat.start()
+    assert heartbeat.gateways == 2
+    handle.replica = SwitchboardDeployment({"model_dir": str(rollouts.store.root)}, clock)
+    asked = len(handle.calls)
+    await until(lambda: len(handle.calls) >= asked + 2)
+    assert (heartbeat.gateways, member.orders.fleet.settled) == (2, False)
+    clock.advance(2 * TTL_S)
+    await until(lambda: heartbeat.gateways == 1)
+
+
+async def test_a_rollout_that_cannot_be_read_stays_as_it_is(process, rollouts, caplog):
+    member = Member(rollouts.store)
+    await process(member).start()
+    (rollouts.store.root / ROLLOUT).write_text("{")
+    await until(lambda: "the rollout stays as it is" in caplog.text)
+    assert (member.stable, member.shelf.holds) == (1, {1: READY})
+    (rollouts.store.root / ROLLOUT).unlink()
+    rollouts.promote(2)
+    await until(lambda: member.stable == 2)
+
+
+async def test_without_any_version_to_serve_starting_is_an_error(process, rollouts):
+    for version in (1, 2, 3):
+        (rollouts.store.root / str(version) / WEIGHTS).unlink()
+    with pytest.raises(BundleError, match=r"no version in .* can be served"):
+        await process(Member(rollouts.store)).start()
+
+
+async def test_a_switch_is_followed_and_confirmed_while_the_process_waits_for_orders(process, handle, board, rollouts, monkeypatch):
+    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 3600)
+    member = Member(rollouts.store)
+    await process(member).start()
+    asked = len(handle.calls)
+    await until(lambda: len(handle.calls) > asked, "a call waits for orders")
+    version = await board.set("encoder", "torch", "off")
+    await until(lambda: board.applied(version))
+    assert dict(member.orders.switches) == {("encoder", "torch"): "off"}
+
+
+async def test_an_erasure_is_carried_out_by_every_member_and_confirmed_once_all_have_done_so(process, board, rollouts):
+    encoder, gateway = Member(rollouts.store), Member(rollouts.store, "gateway")
+    await process(encoder, gateway).start()
+    number = await board.erase("default", "ada")
+    await until(lambda: board.erased(number))
+    assert encoder.forgotten[-1] == gateway.forgotten[-1] == ("default", "ada")
+
+
+async def test_a_breaker_that_opens_is_told_at_once_though_no_orders_change(process, handle, board, rollouts, monkeypatch):
+    monkeypatch.setattr(module, "REPORT_INTERVAL_S", 3600)
+    member = Member(rollouts.store)
+    await process(member).start()
+    member.engines = [backend(breaker="open")]
+    await until(lambda: beats(handle)[-1].snapshots["encoder/a"].backends[0].breaker == "open")
+    assert member.orders.suspects["encoder"] == {"torch"}
+
+
+async def test_an_idle_process_of_all_roles_makes_one_call_an_interval(process, handle, board, rollouts):
+    """Looking every 10 ms, of which there is nothing to tell."""
+    members = [Member(rollouts.store, role) for role in ("gateway", "encoder", "generator", "ranker")]
+    await process(*members).start()
+    await until(lambda: len(handle.calls) >= 3, "the start's two, and one that waits for orders")
+    asked = len(handle.calls)
+    await asyncio.sleep(0.5)
+    assert len(handle.calls) <= asked + 1
+
+
+async def test_a_heartbeat_that_has_ended_is_unhealthy(process, rollouts):
+    member = Member(rollouts.store)
+    heartbeat = process(member)
+    await heartbeat.start()
+    heartbeat.check()
+
+    def follow(rollout, orders):
+        raise RuntimeError("a switch cannot be applied")
+
+    member.follow = follow
+    with pytest.raises(RuntimeError, match="cannot be applied"):
+        await until(heartbeat.check)
+
+
+async def test_where_a_version_is_pinned_it_is_the_one_that_is_told(tmp_path):
+    root = tmp_path / "tiny"
+    for _ in range(2):
+        make_bundle(root)
+    told = [await SwitchboardDeployment({"model_dir": str(root), **pinned}).versions() for pinned in ({}, {"version": 1})]
+    assert [rollout.stable for rollout, _ in told] == [2, 1]
