@@ -145,8 +145,15 @@ class StageReplica(Generic[ModelT]):
         return Presence(self.stage, self.holds)
 
     def snapshot(self) -> StageSnapshot | None:
-        primary = self._primary()
-        return primary.controller.snapshot() if primary else None
+        """How the version that serves does; what every version here does goes to the metrics."""
+        primary, shown = self._primary(), None
+        for model in self._models.models:
+            snapshot = model.controller.snapshot()
+            self._recorder.count(model.bundle.version, snapshot)
+            if model is primary:
+                self._recorder.show(snapshot, model.figures())
+                shown = snapshot
+        return shown
 
     def follow(self, rollout: Rollout, orders: Orders) -> None:
         self._stable = rollout.stable
@@ -157,7 +164,6 @@ class StageReplica(Generic[ModelT]):
             self._switches_version, self._switches = orders.switches_version, orders.switches
             for model in self._models.models:
                 self._apply(model)
-        self._show_figures()
 
     async def forget(self, tenant: str | None, user: str | None) -> None:
         """In the engine threads: after the batch that runs, so that nothing of a user is kept by it later."""
@@ -227,15 +233,6 @@ class StageReplica(Generic[ModelT]):
                 if model not in running:
                     running[model] = asyncio.create_task(asyncio.to_thread(_refresh, model.controller))
             await asyncio.sleep(REFRESH_INTERVAL_S)
-
-    def _show_figures(self) -> None:
-        """As metrics: what every version here does, and how the one that serves stands."""
-        primary = self._primary()
-        for model in self._models.models:
-            snapshot = model.controller.snapshot()
-            self._recorder.count(model.bundle.version, snapshot)
-            if model is primary:
-                self._recorder.show(snapshot, model.figures())
 
     def _apply(self, model: ModelT) -> None:
         """Follow the switches of this stage; one may name a backend of an earlier configuration, which is not here any more."""
