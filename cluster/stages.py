@@ -20,7 +20,7 @@ ResultT = TypeVar("ResultT")
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage(Generic[RequestT, ResultT]):
     """`name`: of the deployment, of its section of the configuration, of its table of backends. `step`: its name in an answer's `stages`
-    and in traces, and the method of a replica. `extent`: how much a request asks for, as attributes of its span. `repeatable`: the stage
+    and in traces. `extent`: how much a request asks for, as attributes of its span. `repeatable`: the stage
     only computes, so the same request may go to two replicas.
     """
 

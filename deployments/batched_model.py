@@ -7,6 +7,7 @@ from cluster.bundle import Bundle
 from cluster.config import Settings
 from cluster.controller import FrameworkController, NoBackendAnswered, Served
 from cluster.managed_backend import OutOfTime
+from cluster.values import StageAnswer
 from deployments.batching import MicroBatcher
 from deployments.metrics import StageRecorder, meter
 from deployments.stage_model import TOO_LATE, Due, StageModel, in_time_only
@@ -28,9 +29,11 @@ class BatchedModel(StageModel[FrameworkController[RequestT, AnswerT]], Generic[R
     def figures(self) -> dict[str, dict[str, float]]:
         return {"batches": {"waiting": float(self._batcher.waiting)}}
 
-    async def _served(self, request: RequestT) -> Served[AnswerT] | NoBackendAnswered:
-        """One request's answer and who gave it, or why no engine did."""
-        return await self._batcher.submit(request)
+    async def answer(self, request: RequestT) -> StageAnswer[AnswerT]:
+        served = await self._batcher.submit(request)
+        if isinstance(served, NoBackendAnswered):
+            raise served
+        return self._answer_of(served)
 
     def _tokens(self, request: RequestT) -> int:
         """How many rows an engine computes for it."""
@@ -39,5 +42,5 @@ class BatchedModel(StageModel[FrameworkController[RequestT, AnswerT]], Generic[R
     async def _run(self, requests: list[RequestT]) -> Sequence[Served[AnswerT] | NoBackendAnswered]:
         waited = OutOfTime(self.stage, TOO_LATE)
         return await in_time_only(
-            requests, lambda timely: self.answered(lambda: self.controller.call(timely)), lambda: NoBackendAnswered(self.stage, (waited,))
+            requests, lambda timely: self.compute(lambda: self.controller.call(timely)), lambda: NoBackendAnswered(self.stage, (waited,))
         )

@@ -1,19 +1,10 @@
 """The encoder stage: batches requests from all gateways and asks the framework controller for their answers."""
 
-from dataclasses import replace
-from time import monotonic
-from typing import Any
-
-from ray import serve
-from ray.serve.handle import DeploymentHandle
-
 from cluster.bundle import Bundle
-from cluster.config import Settings, parse
-from cluster.controller import NoBackendAnswered
-from cluster.values import Encoded, EncodeRequest, StageAnswer, StageReport
+from cluster.config import Settings
+from cluster.values import Encoded, EncodeRequest
 from deployments.batched_model import BatchedModel
-from deployments.heartbeat import Heartbeat
-from deployments.replica import ModelGone, StageReplica
+from deployments.replica import AsDeployment, StageReplica
 from deployments.stage_model import sample_history
 from integrations.hstu.limits import limits
 
@@ -30,14 +21,6 @@ class EncoderModel(BatchedModel[EncodeRequest, Encoded]):
         super().__init__(settings, bundle)
         self._longest = limits(bundle.manifest.model).max_history
 
-    async def encode(self, request: EncodeRequest) -> StageAnswer[Encoded] | NoBackendAnswered:
-        """One user's state and nearest items, or why no engine gave them."""
-        served = await self._served(request)
-        if isinstance(served, NoBackendAnswered):
-            return served
-        report = StageReport("encode", served.backend, served.duration_ms, served.fallback_from)
-        return StageAnswer(served.answer, report, self.bundle.version)
-
     def _tokens(self, request: EncodeRequest) -> int:
         """Behaviours that the engine computes: the model's window of them."""
         return min(len(request.sequence), self._longest)
@@ -49,26 +32,11 @@ class EncoderModel(BatchedModel[EncodeRequest, Encoded]):
 
 
 class Encoder(StageReplica[EncoderModel]):
-    """`encode` is what the gateways call, with the seconds it may take from now on."""
+    """Answers an EncodeRequest with Encoded: a user's state and the nearest items."""
 
     stage = "encoder"
     model_type = EncoderModel
 
-    async def encode(self, request: EncodeRequest, within_s: float) -> StageAnswer[Encoded] | NoBackendAnswered | ModelGone:
-        """The answer, or why there is none: a value, since for Ray this call did not fail."""
-        began = monotonic()
-        try:
-            return await self._model_for(request.model_version).encode(replace(request, deadline=began + within_s))
-        except ModelGone as gone:
-            return gone
-        finally:
-            self._record(began)
 
-
-class EncoderDeployment(Encoder):
-    """As a Serve deployment."""
-
-    async def __init__(self, settings: dict[str, Any], switchboard: DeploymentHandle[Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        tree = parse(settings)
-        super().__init__(tree, Heartbeat(tree, switchboard, serve.get_replica_context().replica_id.unique_id))
-        await self.start()
+class EncoderDeployment(AsDeployment, Encoder):
+    """The encoder as Serve makes it."""

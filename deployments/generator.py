@@ -8,32 +8,25 @@ For a model without a decoder it runs too, and says so: `ray_config.yaml` may no
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
-from time import monotonic
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-from ray import serve
-from ray.serve.handle import DeploymentHandle
 
 from cluster.bundle import Bundle
 from cluster.concurrent_controller import ConcurrentController
-from cluster.config import Settings, parse
-from cluster.controller import NoBackendAnswered, Served
+from cluster.config import Settings
+from cluster.controller import Served
 from cluster.managed_backend import OutOfTime
-from cluster.values import Generated, GenerateRequest, SkippedBackend, StageAnswer, StageReport, UserState
+from cluster.values import Generated, GenerateRequest, SkippedBackend, StageAnswer, UserState
 from deployments.batching import MicroBatcher
-from deployments.heartbeat import Heartbeat
 from deployments.metrics import StageRecorder, meter
-from deployments.replica import ModelGone, StageReplica
+from deployments.replica import AsDeployment, StageReplica
 from deployments.stage_model import TOO_LATE, StageModel, in_time_only, sample_history
 
 Controller: TypeAlias = ConcurrentController[GenerateRequest, Generated]
 Result: TypeAlias = Generated | SkippedBackend
-Failure: TypeAlias = NoBackendAnswered | ModelGone
 WARM_UP_ITEMS = 10
-WAY_BACK_S = 0.05
 
 
 class GeneratorModel(StageModel[Controller]):
@@ -46,26 +39,20 @@ class GeneratorModel(StageModel[Controller]):
         super().__init__(settings, bundle)
         self._batchers: dict[str, MicroBatcher[GenerateRequest, Result]] = {}
 
-    async def generate(self, request: GenerateRequest) -> StageAnswer[Generated]:
-        """The items. Raises NoBackendAnswered."""
-        return self._answer(await self.controller.serve(request, self._batched))
+    async def answer(self, request: GenerateRequest) -> StageAnswer[Generated]:
+        return self._answer_of(await self.controller.serve(request, self._batched))
 
-    async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[Generated | StageAnswer[Generated], None]:
-        """Items as they are found, the same perhaps twice; lastly the answer. Raises NoBackendAnswered."""
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Generated | StageAnswer[Generated], None]:
         parts = self.controller.serve_stream(request, self._batched, partial(merged, k=request.k))
         async with aclosing(parts):
             async for part in parts:
-                yield self._answer(part) if isinstance(part, Served) else part
+                yield self._answer_of(part) if isinstance(part, Served) else part
 
     def figures(self) -> dict[str, dict[str, float]]:
         """What waits and runs, by backend, in paths: a user who waits for a batch counts as a beam's width of them."""
         beam, queues = self._settings.generator.beam, self.controller.queues()
         batches = {name: {"waiting": float(batcher.waiting * beam)} for name, batcher in self._batchers.items()}
         return {name: {**batches.get(name, {}), **queues.get(name, {})} for name in {**batches, **queues}}
-
-    def _answer(self, served: Served[Generated]) -> StageAnswer[Generated]:
-        report = StageReport("generate", served.backend, served.duration_ms, served.fallback_from)
-        return StageAnswer(served.answer, report, self.bundle.version)
 
     async def _batched(self, name: str, request: GenerateRequest) -> Result:
         if name not in self._batchers:
@@ -79,7 +66,7 @@ class GeneratorModel(StageModel[Controller]):
 
     async def _run(self, name: str, requests: list[GenerateRequest]) -> Sequence[Result]:
         return await in_time_only(
-            requests, lambda timely: self.answered(lambda: self.controller.answer_batch(name, timely)), lambda: OutOfTime(name, TOO_LATE)
+            requests, lambda timely: self.compute(lambda: self.controller.answer_batch(name, timely)), lambda: OutOfTime(name, TOO_LATE)
         )
 
     def _samples(self) -> list[GenerateRequest]:
@@ -91,34 +78,10 @@ class GeneratorModel(StageModel[Controller]):
 
 
 class Generator(StageReplica[GeneratorModel]):
-    """`generate` and `generate_stream` are what the gateways call, with the seconds they may take from now on."""
+    """Answers a GenerateRequest with Generated: the items that a decoder names, and how probable they are."""
 
     stage = "generator"
     model_type = GeneratorModel
-
-    async def generate(self, request: GenerateRequest, within_s: float) -> StageAnswer[Generated] | Failure:
-        """The items, or why there are none: a value, since for Ray this call did not fail."""
-        began = monotonic()
-        try:
-            return await self._model_for(request.model_version).generate(_due(request, within_s))
-        except (NoBackendAnswered, ModelGone) as error:
-            return error
-        finally:
-            self._record(began)
-
-    async def generate_stream(
-        self, request: GenerateRequest, within_s: float
-    ) -> AsyncGenerator[Generated | StageAnswer[Generated] | Failure, None]:
-        """Items as they are found, the same perhaps twice; lastly the answer, or why there is none."""
-        began = monotonic()
-        try:
-            async with aclosing(self._model_for(request.model_version).generate_stream(_due(request, within_s))) as parts:
-                async for part in parts:
-                    yield part
-        except (NoBackendAnswered, ModelGone) as error:
-            yield error
-        finally:
-            self._record(began)
 
     async def record_routing_stats(self) -> dict[str, float]:
         """None where an engine has a queue of its own: how long that computes is not seen here."""
@@ -126,13 +89,8 @@ class Generator(StageReplica[GeneratorModel]):
         return {} if queued else await super().record_routing_stats()
 
 
-class GeneratorDeployment(Generator):
-    """As a Serve deployment."""
-
-    async def __init__(self, settings: dict[str, Any], switchboard: DeploymentHandle[Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        tree = parse(settings)
-        super().__init__(tree, Heartbeat(tree, switchboard, serve.get_replica_context().replica_id.unique_id))
-        await self.start()
+class GeneratorDeployment(AsDeployment, Generator):
+    """The generator as Serve makes it."""
 
 
 def merged(pieces: Sequence[Generated], k: int) -> Generated:
@@ -143,11 +101,6 @@ def merged(pieces: Sequence[Generated], k: int) -> Generated:
     _, first = np.unique(items[order], return_index=True)
     best = order[np.sort(first)[:k]]
     return Generated(items[best], log_probs[best])
-
-
-def _due(request: GenerateRequest, within_s: float) -> GenerateRequest:
-    """With a deadline on this process's clock, a little before the caller's, who can then be told why nothing was found."""
-    return replace(request, deadline=monotonic() + within_s - min(WAY_BACK_S, within_s / 10))
 
 
 def _user_of(length: int, items: int, dim: int) -> UserState:

@@ -6,14 +6,19 @@ follow switches, suspicions, the rollout and erasures
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
 from cluster.bundle import Bundle, BundleStore
-from cluster.config import Settings, StageSettings
-from cluster.controller import FrameworkController, StageSnapshot
+from cluster.config import Settings, StageSettings, parse
+from cluster.controller import FrameworkController, NoBackendAnswered, StageSnapshot
 from cluster.errors import BackendFailed, BackendUnavailable, GenrecError
 from cluster.fleet import Presence
 from cluster.heap import freeze_loaded
@@ -24,6 +29,7 @@ from cluster.stages import StageName
 from cluster.switchboard import Switches
 from cluster.traffic.user_router import Together
 from cluster.traffic.utilisation import Utilisation
+from cluster.values import StageAnswer
 from deployments.heartbeat import Heartbeat
 from deployments.logs import join_serves_log
 from deployments.mailbox import Raised
@@ -33,6 +39,7 @@ from deployments.stage_model import StageModel
 
 ModelT = TypeVar("ModelT", bound=StageModel[Any])
 REFRESH_INTERVAL_S = 1.0
+WAY_BACK_S = 0.05
 LATENCY_WINDOW_S = 5.0
 FEWEST_CALLS = 100
 logger = logging.getLogger("ray.serve")
@@ -79,6 +86,30 @@ class StageReplica(Generic[ModelT]):
         """Serve calls it when it stops a replica; so do those whose construction failed."""
         for model in self._models.models if hasattr(self, "_models") else ():
             model.close()
+
+    async def answer(self, request: Any, within_s: float) -> StageAnswer[Any] | NoBackendAnswered | ModelGone:
+        """The answer to one request, which may take `within_s` seconds from now on, or why there is none: a value, since for Ray this call
+        did not fail.
+        """
+        began = monotonic()
+        try:
+            return await self._model_for(request.model_version).answer(_due(request, began, within_s))
+        except (NoBackendAnswered, ModelGone) as error:
+            return error
+        finally:
+            self._record(began)
+
+    async def stream(self, request: Any, within_s: float) -> AsyncGenerator[Any, None]:
+        """Results as the stage finds them, the same perhaps twice; lastly what `answer` gives."""
+        began = monotonic()
+        try:
+            async with aclosing(self._model_for(request.model_version).stream(_due(request, began, within_s))) as parts:
+                async for part in parts:
+                    yield part
+        except (NoBackendAnswered, ModelGone) as error:
+            yield error
+        finally:
+            self._record(began)
 
     async def together(self, method: str, requests: Together) -> list[Any]:
         """What `method` answers to several requests of one gateway, in order: each its own answer, or Raised."""
@@ -241,6 +272,20 @@ class StageReplica(Generic[ModelT]):
         for name, position in wanted.items():
             (model.controller.disable if position == "off" else model.controller.enable)(name)
         model.controller.prefer(next((name for name, position in wanted.items() if position == "first"), None))
+
+
+class AsDeployment:
+    """A StageReplica as Serve makes it, with handles of other deployments; Serve awaits the constructor."""
+
+    async def __init__(self: StageReplica[Any], settings: dict[str, Any], switchboard: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+        tree = parse(settings)
+        StageReplica.__init__(self, tree, Heartbeat(tree, switchboard, serve.get_replica_context().replica_id.unique_id))
+        await self.start()
+
+
+def _due(request: Any, began: float, within_s: float) -> Any:
+    """The request with a deadline on this process's clock, a little before the caller's, which can then be told why there is no answer."""
+    return replace(request, deadline=began + within_s - min(WAY_BACK_S, within_s / 10))
 
 
 def _refresh(controller: FrameworkController[Any, Any]) -> None:

@@ -1,7 +1,7 @@
 """One version of the model on one replica of a stage: its engines behind a framework controller, in a thread of their own."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import compress
 from time import monotonic
@@ -11,9 +11,10 @@ import numpy as np
 
 from cluster.bundle import Bundle
 from cluster.config import Settings, StageSettings
-from cluster.controller import FrameworkController
+from cluster.controller import FrameworkController, Served
 from cluster.stage_rules import RULES
-from cluster.values import UserSequence
+from cluster.stages import STAGES
+from cluster.values import StageAnswer, StageReport, UserSequence
 
 ControllerT = TypeVar("ControllerT", bound=FrameworkController[Any, Any])
 Result = TypeVar("Result")
@@ -35,6 +36,16 @@ class StageModel(Generic[ControllerT]):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._busy_s = 0.0
 
+    async def answer(self, request: Any) -> StageAnswer[Any]:
+        """One request's answer. Raises NoBackendAnswered, which says why there is none."""
+        raise NotImplementedError
+
+    async def stream(self, request: Any) -> AsyncGenerator[Any, None]:
+        """Results as the stage finds them, the same perhaps twice; lastly the answer, which is all that most stages give. Raises
+        NoBackendAnswered.
+        """
+        yield await self.answer(request)
+
     async def warm_up(self) -> str:
         """Load what is to serve and let it answer samples; which engine that is, and why no other."""
         return await self.in_thread(lambda: self.controller.warm_up(self._samples()))
@@ -51,7 +62,7 @@ class StageModel(Generic[ControllerT]):
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def answered(self, work: Callable[[], Result]) -> Result:
+    async def compute(self, work: Callable[[], Result]) -> Result:
         """As `in_thread`, and counted as busy: what is computed for requests, of which more replicas could take some."""
         return await self.in_thread(lambda: self._timed(work))
 
@@ -67,6 +78,10 @@ class StageModel(Generic[ControllerT]):
         """Engines free what they hold; the thread ends after what it is doing."""
         self._thread.shutdown(wait=False)
         self.controller.close()
+
+    def _answer_of(self, served: Served[Any]) -> StageAnswer[Any]:
+        report = StageReport(STAGES[self.stage].step, served.backend, served.duration_ms, served.fallback_from)
+        return StageAnswer(served.answer, report, self.bundle.version)
 
     def _samples(self) -> list[Any]:
         """Requests that no user made, for the warm-up and for trials."""

@@ -79,21 +79,15 @@ class InProcess:
         return await asyncio.gather(*(self._recommender.recommend(request) for request in requests))
 
     async def _encode(self, request: EncodeRequest, within_s: float) -> StageAnswer[Encoded]:  # noqa: ARG002 - see WITHIN_S
-        answer = await self._encoder.encode(request)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return await self._encoder.answer(request)
 
     async def _generate(self, request: GenerateRequest, within_s: float) -> StageAnswer[Generated]:  # noqa: ARG002
         assert self._generator is not None
-        return await self._generator.generate(request)
+        return await self._generator.answer(request)
 
     async def _rank(self, request: RankRequest, within_s: float) -> StageAnswer[Ranked]:  # noqa: ARG002
         assert self._ranker is not None
-        answer = await self._ranker.rank(request)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return await self._ranker.answer(request)
 
 
 class Scorer:

@@ -176,7 +176,7 @@ async def test_a_replica_erases_in_its_engine_thread_after_the_batch_that_runs(t
     replica = Encoder(tree := parse(settings), Heartbeat(tree, handle, "a"))
     await replica.start()
     try:
-        asking = asyncio.create_task(replica.encode(EncodeRequest(random_sequence(3, items=20), 5, user="ada"), 300.0))
+        asking = asyncio.create_task(replica.answer(EncodeRequest(random_sequence(3, items=20), 5, user="ada"), 300.0))
         await until(begun.is_set)
         number, asked = await switchboard.erase("default", "ada"), len(handle.calls)
         await until(lambda: len(handle.calls) > asked, "the replica knows of the erasure")

@@ -72,7 +72,7 @@ def wanted(k: int = 3, **more) -> GenerateRequest:
 
 async def served_by(replica: Generator, version: str = "") -> str:
     """The engine that answers a request; "" where none does."""
-    answer = await replica.generate(wanted(model_version=version), 60.0)
+    answer = await replica.answer(wanted(model_version=version), 60.0)
     return answer.report.backend if isinstance(answer, StageAnswer) else ""
 
 
@@ -88,7 +88,7 @@ async def test_a_request_counts_as_load_and_a_warm_up_does_not(bundle):
 
     async with started(generating(bundle.path.parent, torch_beam=Script(slowly))) as replica:
         assert (await replica.record_autoscaling_stats())["utilisation"] == 0.0
-        await replica.generate(wanted(), 60.0)
+        await replica.answer(wanted(), 60.0)
         assert (await replica.record_autoscaling_stats())["utilisation"] > 0.0
 
 
@@ -97,7 +97,7 @@ async def test_the_deadline_counts_from_the_arrival_on_this_processs_clock(bundl
     async with started(generating(bundle.path.parent, torch_beam=script)) as replica:
         script.asked.clear()
         began = monotonic()
-        answer = await replica.generate(wanted(), 70.0)
+        answer = await replica.answer(wanted(), 70.0)
         assert (answer.result.items.tolist(), answer.report.stage, answer.report.backend) == ([3, 1], "generate", "torch_beam")
         assert answer.model_version == "tiny/2"
         ((asked,),) = script.asked
@@ -110,7 +110,7 @@ async def test_a_short_deadline_leaves_most_of_its_time_to_the_engine(bundle):
         await until(lambda: served_by(replica), "the engine is loaded")
         script.asked.clear()
         began = monotonic()
-        await replica.generate(wanted(), 0.001)
+        await replica.answer(wanted(), 0.001)
         assert began < script.asked[0][0].deadline < monotonic() + 0.001
 
 
@@ -118,8 +118,8 @@ async def test_that_no_engine_answered_is_a_value(bundle):
     script = Script()
     async with started(generating(bundle.path.parent, torch_beam=script)) as replica:
         script.answer = None
-        (streamed,) = [part async for part in replica.generate_stream(wanted(), 60.0)]
-        for unanswered in (await replica.generate(wanted(), 60.0), streamed):
+        (streamed,) = [part async for part in replica.stream(wanted(), 60.0)]
+        for unanswered in (await replica.answer(wanted(), 60.0), streamed):
             assert isinstance(unanswered, NoBackendAnswered)
             assert [(one.backend, one.failed) for one in unanswered.skipped] == [("torch_beam", True)]
 
@@ -128,7 +128,7 @@ async def test_a_stream_ends_with_the_whole_answer(bundle):
     pieces = generated(4, first=-2.0), generated(1)
     async with started(generating(bundle.path.parent, vllm=Script(pieces=pieces))) as replica:
         await until(lambda: served_by(replica), "the engine is loaded")
-        *found, answer = [part async for part in replica.generate_stream(wanted(), 60.0)]
+        *found, answer = [part async for part in replica.stream(wanted(), 60.0)]
     assert found == list(pieces)
     assert isinstance(answer, StageAnswer)
     assert answer.result.items.tolist() == [1, 4]
@@ -139,7 +139,7 @@ async def test_requests_that_wait_are_answered_in_one_batch_and_the_late_ones_ar
     async with started(generating(bundle.path.parent, torch_beam=script)) as replica:
         script.asked.clear()
         asking = ((1, 60.0), (2, -1.0), (3, 60.0))
-        first, late, last = await asyncio.gather(*(replica.generate(wanted(k), within_s) for k, within_s in asking))
+        first, late, last = await asyncio.gather(*(replica.answer(wanted(k), within_s) for k, within_s in asking))
     assert sizes(script) == [[1, 3]]
     assert (first.result.items.tolist(), last.result.items.tolist()) == ([1], [3])
     assert isinstance(late, NoBackendAnswered)
@@ -157,7 +157,7 @@ async def test_a_batch_is_bounded_by_its_requests_paths_too(bundle, wide):
     requests = [wanted(1), wanted(2), replace(wanted(3), **wide), replace(wanted(4), **wide)]
     async with started(settings) as replica:
         script.asked.clear()
-        await asyncio.gather(*(replica.generate(request, 60.0) for request in requests))
+        await asyncio.gather(*(replica.answer(request, 60.0) for request in requests))
     assert sizes(script) == [[1, 2], [3], [4]]
 
 
@@ -178,10 +178,10 @@ async def test_the_autoscaler_is_told_of_all_queues_in_paths(bundle):
 
         await until(lambda: told(5.0), "vllm is loaded")
         batches.answer = held_up
-        asking = [asyncio.create_task(replica.generate(wanted(), 300.0))]
+        asking = [asyncio.create_task(replica.answer(wanted(), 300.0))]
         try:
             await until(entered.is_set, "the engine has begun with the first")
-            asking += [asyncio.create_task(replica.generate(wanted(), 300.0)) for _ in range(2)]
+            asking += [asyncio.create_task(replica.answer(wanted(), 300.0)) for _ in range(2)]
             await until(lambda: told(2 * settings.generator.beam + 5.0), "two wait for a batch, and vllm has a queue of its own")
             assert (await replica.record_autoscaling_stats())["kv_cache_usage"] == 0.25
         finally:
@@ -194,7 +194,7 @@ async def test_what_waits_stands_beside_what_the_engine_says_of_itself(bundle):
     model = GeneratorModel(generating(bundle.path.parent, torch_beam=Script(queue={"logits_cache_hits": 3.0})), bundle)
     await model.warm_up()
     assert model.figures()["torch_beam"] == {"logits_cache_hits": 3.0}
-    await model.generate(wanted())
+    await model.answer(wanted())
     assert model.figures()["torch_beam"] == {"waiting": 0.0, "logits_cache_hits": 3.0}
     model.close()
 
@@ -202,11 +202,11 @@ async def test_what_waits_stands_beside_what_the_engine_says_of_itself(bundle):
 async def test_a_version_that_is_not_held_is_a_value_and_reaches_no_engine(bundle):
     script = Script()
     async with started(generating(bundle.path.parent, torch_beam=script)) as replica:
-        answer = await replica.generate(wanted(model_version=bundle.version), 60.0)
+        answer = await replica.answer(wanted(model_version=bundle.version), 60.0)
         assert answer.result.items.tolist() == [3, 1]
         script.asked.clear()
         older = wanted(model_version="tiny/1")
-        for refused in (await replica.generate(older, 60.0), *[part async for part in replica.generate_stream(older, 60.0)]):
+        for refused in (await replica.answer(older, 60.0), *[part async for part in replica.stream(older, 60.0)]):
             assert isinstance(refused, ModelGone)
             assert str(refused) == "this replica of the generator holds tiny/2, not tiny/1: a version is being rolled out"
     assert script.asked == []
@@ -215,7 +215,7 @@ async def test_a_version_that_is_not_held_is_a_value_and_reaches_no_engine(bundl
 async def test_each_request_is_computed_by_the_version_it_names(two):
     script = Script(lambda request, bundle: generated(bundle.manifest.version))
     async with started(generating(two, torch_beam=script)) as replica:
-        answers = [await replica.generate(wanted(model_version=version), 60.0) for version in ("tiny/4", "tiny/2")]
+        answers = [await replica.answer(wanted(model_version=version), 60.0) for version in ("tiny/4", "tiny/2")]
     assert [(one.model_version, one.result.items.tolist()) for one in answers] == [("tiny/4", [4]), ("tiny/2", [2])]
 
 

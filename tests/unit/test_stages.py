@@ -101,12 +101,10 @@ class FakeReplica:
     def __init__(self, outcome=None, held=(1,)):
         self.outcome, self.told, self.holds = outcome, [], dict.fromkeys(held, READY)
 
-    async def encode(self, request, within_s):
+    async def answer(self, request, within_s):
         return self.outcome if self.outcome is not NEVER else await asyncio.Event().wait()
 
-    generate = rank = encode
-
-    async def generate_stream(self, request, within_s):
+    async def stream(self, request, within_s):
         try:
             for piece in self.outcome:
                 yield piece
