@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from cluster.breaker import BreakerState
 from cluster.errors import DeadlineExceeded
-from cluster.managed_backend import ManagedBackend, OutOfTime, has_failed, reason_of
+from cluster.managed_backend import ManagedBackend
+from cluster.skipped import OutOfTime, has_failed, reason_of
 from cluster.values import SkippedBackend
 
 RequestT = TypeVar("RequestT")

@@ -11,8 +11,9 @@ from contextlib import aclosing
 from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 from cluster.concurrent_backend import ConcurrentBackend
-from cluster.controller import FrameworkController, NoBackendAnswered, Served
-from cluster.managed_backend import ManagedBackend, OutOfTime
+from cluster.controller import FrameworkController, Served
+from cluster.managed_backend import ManagedBackend
+from cluster.skipped import NoBackendAnswered, OutOfTime
 from cluster.values import SkippedBackend
 
 RequestT = TypeVar("RequestT")

@@ -19,8 +19,9 @@ from cluster import registry
 from cluster.breaker import BreakerSettings, BreakerState
 from cluster.bundle import Bundle
 from cluster.config import EngineSettings
-from cluster.errors import BackendFailed, ConfigError, UnknownChoice
-from cluster.managed_backend import BackendSnapshot, ManagedBackend, OutOfTime
+from cluster.errors import ConfigError, UnknownChoice
+from cluster.managed_backend import BackendSnapshot, ManagedBackend
+from cluster.skipped import NoBackendAnswered, OutOfTime, reasons
 from cluster.stage_rules import StageRules
 from cluster.values import Availability, SkippedBackend
 
@@ -39,17 +40,6 @@ class Served(Generic[AnswerT]):
     backend: str
     fallback_from: tuple[SkippedBackend, ...]
     duration_ms: float
-
-
-class NoBackendAnswered(BackendFailed):
-    """Every backend of the stage was passed over or broke on this request; `skipped` says why."""
-
-    def __init__(self, stage: str, skipped: tuple[SkippedBackend, ...]) -> None:
-        self.stage, self.skipped = stage, skipped
-        super().__init__(f"no {stage} could answer ({_reasons(skipped)})")
-
-    def __reduce__(self) -> tuple[type["NoBackendAnswered"], tuple[str, tuple[SkippedBackend, ...]]]:
-        return type(self), (self.stage, self.skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,8 +393,4 @@ def _checked_selection(selection: Selection) -> Selection:
 
 
 def _choice(stage: str, name: str, skipped: Sequence[SkippedBackend]) -> str:
-    return f"{stage}={name}" + (f" ({_reasons(skipped)})" if skipped else "")
-
-
-def _reasons(skipped: Sequence[SkippedBackend]) -> str:
-    return "; ".join(f"{one.backend}: {one.reason}" for one in skipped)
+    return f"{stage}={name}" + (f" ({reasons(skipped)})" if skipped else "")

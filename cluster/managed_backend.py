@@ -13,11 +13,12 @@ from typing import Any, Generic, TypeVar
 
 from cluster.breaker import Breaker, BreakerSettings, BreakerState
 from cluster.bundle import Bundle
-from cluster.errors import BackendError, DeadlineExceeded, GenrecError
+from cluster.errors import DeadlineExceeded
 from cluster.forgetting import forget, kept
 from cluster.latency import LatencyRecorder, LatencySummary
 from cluster.protocols import Backend
 from cluster.registry import resolve
+from cluster.skipped import OutOfTime, has_failed, reason_of
 from cluster.stage_rules import StageRules
 from cluster.values import Availability, SkippedBackend
 
@@ -25,16 +26,6 @@ RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 LOADING = "is being loaded"
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class OutOfTime(SkippedBackend):
-    """The caller's time was over before this backend had answered: no fault of its own, and no time is left to ask the next one."""
-
-
-def passed_over(name: str, error: BackendError) -> SkippedBackend:
-    """Why whoever has this name was done without."""
-    return OutOfTime(name, str(error)) if isinstance(error, DeadlineExceeded) else SkippedBackend(name, str(error), failed=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,16 +341,6 @@ def _all_out_of_time(results: Sequence[object]) -> bool:
     return bool(results) and all(isinstance(result, OutOfTime) for result in results)
 
 
-def has_failed(result: object) -> bool:
-    """Whether it is no answer, and that through the backend's fault."""
-    return isinstance(result, SkippedBackend) and not isinstance(result, OutOfTime)
-
-
 def _halves(part: range) -> list[range]:
     middle = len(part) // 2
     return [half for half in (part[:middle], part[middle:]) if half]
-
-
-def reason_of(error: Exception) -> str:
-    """An error as it stands in a reason: ours speak for themselves."""
-    return f"{error}" if isinstance(error, GenrecError) else f"{type(error).__name__}: {error}"

@@ -5,8 +5,8 @@ from typing import Generic, TypeVar
 
 from cluster.bundle import Bundle
 from cluster.config import Settings
-from cluster.controller import FrameworkController, NoBackendAnswered, Served
-from cluster.managed_backend import OutOfTime
+from cluster.controller import FrameworkController, Served
+from cluster.skipped import NoBackendAnswered, OutOfTime
 from cluster.values import StageAnswer
 from deployments.batching import MicroBatcher
 from deployments.metrics import StageRecorder, meter

@@ -17,7 +17,7 @@ from cluster.bundle import Bundle
 from cluster.concurrent_controller import ConcurrentController
 from cluster.config import Settings
 from cluster.controller import Served
-from cluster.managed_backend import OutOfTime
+from cluster.skipped import OutOfTime
 from cluster.values import Generated, GenerateRequest, SkippedBackend, StageAnswer, UserState
 from deployments.batching import MicroBatcher
 from deployments.metrics import StageRecorder, meter

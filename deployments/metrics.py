@@ -19,9 +19,9 @@ from cluster.breaker import BreakerState
 from cluster.cache.tier_values import TierStatistics
 from cluster.controller import StageSnapshot
 from cluster.events.store import Event
-from cluster.managed_backend import OutOfTime
 from cluster.metrics import METRICS, SILENT, Kind, Labels, Meter, Metric, Totals
 from cluster.ranking import Ranking
+from cluster.skipped import OutOfTime
 from cluster.stages import StageName
 from cluster.values import Recommendation, RecommendRequest, SkippedBackend, StageReport
 from deployments.gpus import Gpus, nvml

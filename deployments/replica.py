@@ -18,13 +18,14 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.bundle import Bundle, BundleStore
 from cluster.config import Settings, StageSettings, parse
-from cluster.controller import FrameworkController, NoBackendAnswered, StageSnapshot
+from cluster.controller import FrameworkController, StageSnapshot
 from cluster.errors import BackendFailed, BackendUnavailable, GenrecError
 from cluster.fleet import Presence
 from cluster.heap import freeze_loaded
 from cluster.heartbeat import Orders
 from cluster.latency import LatencyRecorder
 from cluster.rollout import Rollout
+from cluster.skipped import NoBackendAnswered
 from cluster.stages import StageName
 from cluster.switchboard import Switches
 from cluster.traffic.user_router import Together

@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeVar, cast
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import FlagSettings
-from cluster.controller import NoBackendAnswered
 from cluster.errors import BackendError, BackendUnavailable
 from cluster.fleet import READY, FleetNews
+from cluster.skipped import NoBackendAnswered
 from cluster.stages import GENERATOR, Stage, StageName
 from cluster.traffic.hedging import Hedge
 from cluster.values import StageAnswer

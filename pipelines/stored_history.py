@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from cluster.errors import BackendError
 from cluster.events.store import EventStore
-from cluster.managed_backend import passed_over
+from cluster.skipped import passed_over
 from cluster.tracing import span
 from cluster.traffic.budget import Budget, in_time
 from cluster.values import RecommendRequest, SkippedBackend, StageReport

@@ -22,7 +22,7 @@ from cluster.checks.report import Failed, Outcome, Report, Result, Skipped
 from cluster.checks.subject import Subject
 from cluster.checks.worker import Stuck, Worker
 from cluster.errors import GenrecError, UnknownChoice
-from cluster.managed_backend import reason_of
+from cluster.skipped import reason_of
 from cluster.values import Availability
 
 CASES: Mapping[str, Callable[[Bundle], Cases]] = {"encoder": EncoderCases, "generator": GeneratorCases, "ranker": RankerCases}

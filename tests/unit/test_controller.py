@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from cluster.breaker import BreakerSettings, BreakerState
-from cluster.controller import FrameworkController, NoBackendAnswered, Served
+from cluster.controller import FrameworkController, Served
 from cluster.errors import BackendFailed, ConfigError, UnknownChoice
+from cluster.skipped import NoBackendAnswered
 from cluster.stage_rules import StageRules
 from cluster.values import SkippedBackend
 from tests import scripted_backends

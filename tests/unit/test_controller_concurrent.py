@@ -11,8 +11,9 @@ import pytest
 from cluster import concurrent_backend
 from cluster.breaker import BreakerSettings, BreakerState
 from cluster.concurrent_controller import ConcurrentController
-from cluster.controller import NoBackendAnswered, Served
+from cluster.controller import Served
 from cluster.errors import DeadlineExceeded
+from cluster.skipped import NoBackendAnswered
 from cluster.values import SkippedBackend
 from tests import scripted_backends
 from tests.scripted_backends import CLOCK, QUEUED_TABLE, RULES, First, Queued, Second

@@ -12,9 +12,8 @@ import pytest
 from cluster.bundle import BundleStore
 from cluster.concurrent_controller import ConcurrentController
 from cluster.config import Settings
-from cluster.controller import NoBackendAnswered
-from cluster.managed_backend import OutOfTime
 from cluster.rollout import RolloutStore, Trial
+from cluster.skipped import NoBackendAnswered, OutOfTime
 from cluster.stage_rules import generator_rules
 from cluster.values import GenerateRequest, SamplingOptions, StageAnswer, UserState
 from deployments import replica as replica_module

@@ -20,8 +20,9 @@ from cluster.controller import StageSnapshot
 from cluster.errors import ConfigError
 from cluster.events.store import Event
 from cluster.latency import LatencySummary
-from cluster.managed_backend import BackendSnapshot, OutOfTime
+from cluster.managed_backend import BackendSnapshot
 from cluster.metrics import METRICS, SILENT, Kind, Metric, Totals
+from cluster.skipped import OutOfTime
 from cluster.values import (
     Action,
     Behaviour,

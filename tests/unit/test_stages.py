@@ -6,9 +6,9 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.config import FlagSettings
-from cluster.controller import NoBackendAnswered
 from cluster.errors import BackendFailed, BackendUnavailable
 from cluster.fleet import READY, FleetNews
+from cluster.skipped import NoBackendAnswered
 from cluster.stages import ENCODER, GENERATOR, RANKER
 from cluster.traffic.hedging import Hedge
 from cluster.values import SkippedBackend

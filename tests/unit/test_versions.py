@@ -10,9 +10,9 @@ from cluster.cache.memory import MemoryCache
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
-from cluster.controller import NoBackendAnswered
 from cluster.fleet import FleetNews
 from cluster.rollout import Rollout, Trial, VersionFigures
+from cluster.skipped import NoBackendAnswered
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
 from deployments.replica import ModelGone
 from deployments.versions import SHADOWS_AT_ONCE, ServedModel, Versions

@@ -1,0 +1,43 @@
+"""Why a backend did not answer a request, and the error where none of a stage's did."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cluster.errors import BackendError, BackendFailed, DeadlineExceeded, GenrecError
+from cluster.values import SkippedBackend
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfTime(SkippedBackend):
+    """The caller's time was over before this backend had answered: no fault of its own, and no time is left to ask the next one."""
+
+
+class NoBackendAnswered(BackendFailed):
+    """Every backend of the stage was passed over or broke on this request; `skipped` says why."""
+
+    def __init__(self, stage: str, skipped: tuple[SkippedBackend, ...]) -> None:
+        self.stage, self.skipped = stage, skipped
+        super().__init__(f"no {stage} could answer ({reasons(skipped)})")
+
+    def __reduce__(self) -> tuple[type["NoBackendAnswered"], tuple[str, tuple[SkippedBackend, ...]]]:
+        return type(self), (self.stage, self.skipped)
+
+
+def passed_over(name: str, error: BackendError) -> SkippedBackend:
+    """The reason that an error gives for having passed over the backend, stage or store of that name."""
+    return OutOfTime(name, str(error)) if isinstance(error, DeadlineExceeded) else SkippedBackend(name, str(error), failed=True)
+
+
+def has_failed(result: object) -> bool:
+    """Whether a backend's result is no answer, through the backend's own fault."""
+    return isinstance(result, SkippedBackend) and not isinstance(result, OutOfTime)
+
+
+def reasons(skipped: Iterable[SkippedBackend]) -> str:
+    """As ``tensorrt: no NVIDIA GPU is here; onnxruntime: switched off``."""
+    return "; ".join(f"{one.backend}: {one.reason}" for one in skipped)
+
+
+def reason_of(error: Exception) -> str:
+    """An error as it stands in a reason: genrec's own errors without the name of their class."""
+    return f"{error}" if isinstance(error, GenrecError) else f"{type(error).__name__}: {error}"
