@@ -56,6 +56,8 @@ class StageSettings(Section):
     order: list[str] = Field(min_length=1, description="backends, first choice first")
     selection: Literal["ordered", "fastest"] = Field("ordered", description="ordered: as listed; fastest: as measured at warm-up")
     disabled: list[str] = Field([], description="backends that are switched off")
+    backends: dict[str, str] = Field({}, description="backends of your own: name -> 'module:Class'")
+    options: dict[str, dict[str, Any]] = Field({}, description="keyword arguments of backends' constructors: name -> {argument: value}")
 
     @model_validator(mode="after")
     def _names_are_consistent(self) -> Self:
@@ -65,24 +67,22 @@ class StageSettings(Section):
             raise ValueError(f"disabled names {', '.join(strangers)}, which order ({', '.join(self.order)}) does not")
         return self
 
+    @model_validator(mode="after")
+    def _import_strings_are_well_formed(self) -> Self:
+        if wrong := [text for text in self.backends.values() if not re.fullmatch(r"[\w.]+:\w+", text)]:
+            raise ValueError(f"backends names {wrong[0]!r}, which is not of the form 'module:Class'")
+        return self
+
 
 class EngineSettings(StageSettings):
     """A stage that engines serve."""
 
     stage_name: ClassVar[str]
 
-    backends: dict[str, str] = Field({}, description="backends of your own: name -> 'module:Class'")
-    options: dict[str, dict[str, Any]] = Field({}, description="keyword arguments of backends' constructors: name -> {argument: value}")
     batching: BatchingSettings = BatchingSettings()
     breaker: BreakerSettings = BreakerSettings()
     probe_interval_s: float = Field(5.0, gt=0, description="how often an unavailable backend is looked at again")
     retries: int = Field(2, ge=0, description="effort to find the bad requests of a batch that broke, before the next backend has it whole")
-
-    @model_validator(mode="after")
-    def _import_strings_are_well_formed(self) -> Self:
-        if wrong := [text for text in self.backends.values() if not re.fullmatch(r"[\w.]+:\w+", text)]:
-            raise ValueError(f"backends names {wrong[0]!r}, which is not of the form 'module:Class'")
-        return self
 
     @model_validator(mode="after")
     def _order_is_registered(self) -> Self:
@@ -92,10 +92,6 @@ class EngineSettings(StageSettings):
         if strangers := sorted(set(self.options) - set(known)):
             raise ValueError(f"options names {', '.join(strangers)}, but no such {stage} is registered")
         return self
-
-    def stage(self) -> StageSettings:
-        """The part that can change at run time."""
-        return StageSettings(order=self.order, selection=self.selection, disabled=self.disabled)
 
 
 class EncoderSettings(EngineSettings):

@@ -104,13 +104,10 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     ) -> None:
         self.stage, self._clock, self._probe_interval_s = stage, clock, probe_interval_s
         self._rules, breaker = rules, breaker or BreakerSettings()
-        make, given = partial(self.managed, bundle=bundle, rules=rules, breaker=breaker, retries=retries, clock=clock), options or {}
-        self._backends: dict[str, ManagedBackend[RequestT, AnswerT]] = {
-            name: make(name, path, options=given.get(name)) for name, path in table.items()
-        }
-        self._order, self._selection = self._checked_order(order), _checked_selection(selection)
-        for backend in self._backends.values():
-            backend.suspected = partial(self._is_suspect, backend)
+        self._make = partial(self.managed, bundle=bundle, rules=rules, breaker=breaker, retries=retries, clock=clock)
+        self._backends: dict[str, ManagedBackend[RequestT, AnswerT]] = {}
+        self._backends = self._managed(table, options or {})
+        self._order, self._selection = self._checked_order(order, self._backends), _checked_selection(selection)
         self._suspects: frozenset[str] = frozenset()
         self._first: str | None = None
         self._samples: Sequence[RequestT] = ()
@@ -176,7 +173,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             finally:
                 with self._turn:
                     backend.loading = False
-                    if self._closed:
+                    if self._closed or self._backends.get(backend.name) is not backend:
                         backend.unload()
             with self._turn:
                 self._measure()
@@ -239,16 +236,37 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         order: Sequence[str] | None = None,
         enabled: Mapping[str, bool] | None = None,
         selection: Selection | None = None,
+        table: Mapping[str, str] | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Change what is given and leave the rest; nothing changes where something given is wrong."""
-        new_order = self._order if order is None else self._checked_order(order)
+        """Change what is given and leave the rest; nothing changes where something given is wrong. `options` go with a `table`: a backend
+        with the same import string and options stays as it is, one that is new is loaded by `refresh`, and one that is gone is unloaded.
+        """
+        backends = self._backends if table is None else self._managed(table, options or {})
+        new_order = self._checked_order(self._order if order is None else order, backends)
         new_selection = self._selection if selection is None else _checked_selection(selection)
-        switched = [(self._backend(name), on) for name, on in (enabled or {}).items()]
+        switched = [(self._known(name, backends), on) for name, on in (enabled or {}).items()]
         with self._turn:
+            gone = [one for name, one in self._backends.items() if backends.get(name) is not one]
+            self._backends = {**self._backends, **backends}  # so that the order names none that is not there, before and after
             self._order, self._selection = new_order, new_selection
+            self._backends = backends
             for backend, on in switched:
                 backend.enabled = on
+            for backend in gone:
+                if not backend.loading:
+                    backend.unload()
             self._probed_at = None  # the next call probes
+
+    def follow(self, settings: EngineSettings) -> None:
+        """Reconfigure as the stage's settings are now."""
+        self.reconfigure(
+            order=settings.order,
+            selection=settings.selection,
+            enabled={name: name not in settings.disabled for name in settings.order},
+            table=registry.backends(settings.stage_name, settings.backends),
+            options=settings.options,
+        )
 
     def forget(self, tenant: str | None, user: str | None) -> int:
         """Have every loaded backend erase what it keeps of a user: how many states that were, as they count them.
@@ -306,8 +324,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             ranked.sort(key=lambda backend: float("inf") if (measured := backend.measured_ms) is None else measured)
         if suspects := self._suspects:
             ranked.sort(key=lambda backend: backend.name in suspects and not backend.proven)
-        if first := self._first:
-            ranked = [self._backends[first], *(backend for backend in ranked if backend.name != first)]
+        if first := self._backends.get(self._first or ""):
+            ranked = [first, *(backend for backend in ranked if backend is not first)]
         return ranked
 
     def _is_suspect(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:
@@ -365,14 +383,28 @@ class FrameworkController(Generic[RequestT, AnswerT]):
                 self._serving = served.backend
                 logger.info("%s", _choice(self.stage, served.backend, served.fallback_from))
 
-    def _backend(self, name: str) -> ManagedBackend[RequestT, AnswerT]:
-        if name not in self._backends:
-            raise UnknownChoice(self.stage, name, self._backends)
-        return self._backends[name]
+    def _managed(self, table: Mapping[str, str], options: Mapping[str, Mapping[str, Any]]) -> dict[str, ManagedBackend[RequestT, AnswerT]]:
+        """A backend for each name of the table: the one there is where its import string and options are the same."""
+        backends = {}
+        for name, path in table.items():
+            backend, given = self._backends.get(name), dict(options.get(name, {}))
+            if backend is None or (backend.import_string, backend.options) != (path, given):
+                backend = self._make(name, path, options=given)
+                backend.suspected = partial(self._is_suspect, backend)
+            backends[name] = backend
+        return backends
 
-    def _checked_order(self, order: Sequence[str]) -> tuple[str, ...]:
+    def _backend(self, name: str) -> ManagedBackend[RequestT, AnswerT]:
+        return self._known(name, self._backends)
+
+    def _known(self, name: str, backends: Mapping[str, ManagedBackend[RequestT, AnswerT]]) -> ManagedBackend[RequestT, AnswerT]:
+        if name not in backends:
+            raise UnknownChoice(self.stage, name, backends)
+        return backends[name]
+
+    def _checked_order(self, order: Sequence[str], backends: Mapping[str, ManagedBackend[RequestT, AnswerT]]) -> tuple[str, ...]:
         for name in order:
-            self._backend(name)
+            self._known(name, backends)
         if not order or len(set(order)) != len(order):
             raise ConfigError(f"the order of {self.stage} backends is {list(order)}; name each backend that may serve once, at least one")
         return tuple(order)

@@ -68,7 +68,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         clock: Callable[[], float],
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.name, self.import_string = name, import_string
+        self.name, self.import_string, self.options = name, import_string, dict(options or {})
         self.enabled = True
         self.loading = False  # set by whoever calls `load` beside the calls; until it is unset nobody else touches the engine
         self.availability = Availability.no("not probed yet")
@@ -78,7 +78,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self.breaker = Breaker(breaker)
         self.last_error = ""
         self.calls = self.failures = self.fallbacks = 0
-        self._bundle, self._rules, self._retries, self._clock, self._options = bundle, rules, retries, clock, dict(options or {})
+        self._bundle, self._rules, self._retries, self._clock = bundle, rules, retries, clock
         self._backend: Backend[RequestT, AnswerT] | None = None
         self._loaded, self._counting = False, True
         self._broken_calls = 0  # of the engine, since `answer` was last asked
@@ -219,7 +219,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     def _made(self) -> Backend[RequestT, AnswerT]:
         if self._backend is None:
             importlib.invalidate_caches()  # a package may have been installed since the last probe
-            self._backend = resolve(self.import_string)(**self._options)
+            self._backend = resolve(self.import_string)(**self.options)
         return self._backend
 
     def _answer(self, requests: Sequence[RequestT]) -> list[AnswerT | SkippedBackend]:

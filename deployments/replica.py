@@ -17,7 +17,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.bundle import Bundle, BundleStore
-from cluster.config import Settings, StageSettings, parse
+from cluster.config import Settings, parse, with_changes
 from cluster.controller import FrameworkController, StageSnapshot
 from cluster.errors import BackendFailed, BackendUnavailable, GenrecError
 from cluster.fleet import Presence
@@ -59,7 +59,7 @@ class StageReplica(Generic[ModelT]):
     def __init__(self, settings: Settings, heartbeat: Heartbeat) -> None:
         join_serves_log()
         self._settings, self._heartbeat = settings, heartbeat
-        self._wanted = settings.engines(self.stage).stage()
+        self._wanted = settings.engines(self.stage)
         self._switches_version = 0
         self._switches: Switches = {}
         self._suspects: frozenset[str] = frozenset()
@@ -126,8 +126,11 @@ class StageReplica(Generic[ModelT]):
             return Raised(BackendFailed(f"the {self.stage} raised {error!r}; its log has the trace"))
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Take a new order, selection or list of disabled backends while requests are served; what is not given is as in `args`."""
-        self._wanted = StageSettings.model_validate({**self._settings.engines(self.stage).stage().model_dump(), **user_config})
+        """Take a new order or selection, other backends or options of theirs while requests are served; what is not given is as in `args`.
+        A new backend is loaded beside the calls. Raises ConfigError, and nothing changes.
+        """
+        changed = with_changes(self._settings, self.stage, user_config, f"user_config of the {self.stage}")
+        self._wanted = changed.engines(self.stage)
         for model in self._models.models:
             await model.reconfigure(self._wanted)
             self._apply(model)  # what an operator has switched by hand outlives a deploy

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 import numpy as np
 
 from cluster.bundle import Bundle
-from cluster.config import Settings, StageSettings
+from cluster.config import EngineSettings, Settings
 from cluster.controller import FrameworkController, Served
 from cluster.stage_rules import RULES
 from cluster.stages import STAGES
@@ -50,10 +50,9 @@ class StageModel(Generic[ControllerT]):
         """Load what is to serve and let it answer samples; which engine that is, and why no other."""
         return await self.in_thread(lambda: self.controller.warm_up(self._samples()))
 
-    async def reconfigure(self, wanted: StageSettings) -> None:
-        """Take a new order, selection or list of disabled backends while requests are served."""
-        enabled = {name: name not in wanted.disabled for name in wanted.order}
-        await self.in_thread(lambda: self.controller.reconfigure(order=wanted.order, selection=wanted.selection, enabled=enabled))
+    async def reconfigure(self, wanted: EngineSettings) -> None:
+        """Take a new order or selection, other backends or options of theirs while requests are served."""
+        await self.in_thread(lambda: self.controller.follow(wanted))
 
     async def check(self) -> None:
         """Raises TimeoutError where the engine thread is stuck."""

@@ -515,6 +515,35 @@ class TestReconfigure:
             controller.reconfigure(order=["third"], selection="quickest")
         assert controller.call_one(1).backend == "first"
 
+    def test_a_backend_that_is_added_is_loaded_beside_the_calls_and_the_others_stay_loaded(self, tmp_path):
+        table = {"second": TABLE["second"]}
+        controller = make(tmp_path, table=table, order=["second"])
+        controller.warm_up([1])
+        controller.refresh()
+        controller.reconfigure(table={**table, "new": TABLE["third"]}, order=["new", "second"])
+        assert controller.call_one(1).backend == "second", "calls wait for no load"
+        assert controller.refresh()
+        assert controller.call_one(1).backend == "new"
+        assert Second.log.count("load") == 1
+
+    def test_a_backend_that_is_gone_is_unloaded_and_one_with_other_options_is_loaded_anew(self, tmp_path):
+        controller = make(tmp_path)
+        controller.warm_up([1], ready=3)
+        table = {name: TABLE[name] for name in ("first", "second")}
+        controller.reconfigure(table={**table, "second": TABLE["third"]}, order=["first", "second"])
+        assert (First.log.count("close"), Second.log.count("close"), Third.log.count("close")) == (0, 1, 1)
+        controller.disable("first")
+        assert controller.call_one(1).backend == "second"
+        assert Third.log.count("load") == 2
+        with pytest.raises(UnknownChoice):
+            controller.reconfigure(table=table, order=["third"])
+        assert controller.call_one(1).backend == "second", "what is wrong changes nothing"
+
+    def test_a_backend_that_was_preferred_may_go(self, controller):
+        controller.prefer("third")
+        controller.reconfigure(table={"second": TABLE["second"]}, order=["second"])
+        assert controller.call_one(1).backend == "second"
+
     def test_switching_to_fastest_measures_with_the_samples_of_the_warm_up(self, controller):
         First.seconds, Second.seconds, Third.seconds = 0.3, 0.2, 0.1
         controller.warm_up([1])

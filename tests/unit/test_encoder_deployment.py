@@ -1,0 +1,65 @@
+"""What a replica of the encoder does with a new user_config while it serves."""
+
+import pytest
+
+from cluster.config import parse
+from cluster.errors import ConfigError
+from cluster.values import EncodeRequest
+from deployments.encoder import Encoder
+from deployments.heartbeat import Heartbeat
+from deployments.switchboard import SwitchboardDeployment
+from tests.broken_backends import Sound
+from tests.bundles import random_sequence
+from tests.fakes.handles import Handle
+from tests.waiting import until
+
+
+class Mine(Sound):
+    """A user's own backend."""
+
+
+MINE = {"backends": {"mine": f"{__name__}:Mine"}, "order": ["mine", "torch"]}
+
+
+@pytest.fixture
+async def replica(three_versions):
+    """One that serves by PyTorch."""
+    settings = {"model_dir": str(three_versions), "encoder": {"order": ["torch"]}}
+    made = Encoder(tree := parse(settings), Heartbeat(tree, Handle(SwitchboardDeployment(settings)), "a"))
+    await made.start()
+    yield made
+    await made.close()
+
+
+async def served_by(replica):
+    return (await replica.answer(EncodeRequest(random_sequence(3, items=20), 5), 300.0)).report.backend
+
+
+async def test_a_backend_that_user_config_adds_serves_without_a_restart_and_goes_again(replica):
+    assert await served_by(replica) == "torch"
+    await replica.reconfigure(MINE)
+
+    async def mine_serves():
+        return await served_by(replica) == "mine"
+
+    await until(mine_serves)
+    await replica.reconfigure({})
+    assert await served_by(replica) == "torch"
+    assert [one.name for one in replica.snapshot().backends if one.rank is not None] == ["torch"]
+
+
+async def test_a_user_config_that_names_no_class_or_an_unknown_backend_is_refused_and_changes_nothing(replica):
+    for wrong, said in (
+        ({**MINE, "backends": {"mine": "mine.py"}}, "not of the form 'module:Class'"),
+        ({"order": ["yours"]}, "order names yours, but no such encoder is registered"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            await replica.reconfigure(wrong)
+    assert await served_by(replica) == "torch"
+
+
+async def test_a_backend_that_cannot_be_imported_leaves_the_next_one_to_serve_and_says_why(replica):
+    await replica.reconfigure({"backends": {"mine": "no_such_module:Mine"}, "order": ["mine", "torch"]})
+    assert await served_by(replica) == "torch"
+    mine = next(one for one in replica.snapshot().backends if one.name == "mine")
+    assert "no_such_module:Mine cannot be imported" in mine.reason
