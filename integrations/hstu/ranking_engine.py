@@ -111,12 +111,12 @@ class KeptEvents(KeptRows):
         self.keep_from = options.keep_from
 
     def matched(self, request: RankRequest, identities: Int64Array) -> Any:
-        return self._store.matched(self._owner(request.tenant, request.user), identities)
+        return self.store.matched(self._owner(request.tenant, request.user), identities)
 
     def commit(self, held: Held, identities: Int64Array, new: dict[str, FloatArray]) -> None:
         """Keep the rows after those that were held."""
         if held.rows < len(identities):
-            self._store.commit(held, identities, held.rows, new)
+            self.store.commit(held, identities, held.rows, new)
 
     def give_up(self, request: RankRequest, error: Exception) -> None:
         self._give_up([self._owner(request.tenant, request.user)], error)

@@ -45,17 +45,17 @@ class KeptStates(KeptRows):
         config = HSTUConfig.model_validate(bundle.manifest.model.config)
         store = store or make_store(config, options, with_states=bool(bundle.prompt_length))
         super().__init__(store, bundle.manifest.files[WEIGHTS].sha256, COMPLAINT)
-        self._run, self._keep_from, self._prompt_length = run, options.keep_from, bundle.prompt_length
-        self._inputs, self._row_bytes = AppendInputs(config, pool), model_size(config).kv_bytes_per_event
+        self.run, self._keep_from, self._prompt_length = run, options.keep_from, bundle.prompt_length
+        self.inputs, self._row_bytes = AppendInputs(config, pool), model_size(config).kv_bytes_per_event
 
     def close(self) -> None:
         """Give back what the store holds beside memory."""
-        if isinstance(self._store, DeviceTier):
-            self._store.close()
+        if isinstance(self.store, DeviceTier):
+            self.store.close()
 
     def _forgotten(self, drop: Callable[[], int]) -> int:
         forgotten = super()._forgotten(drop)
-        self._inputs.clear()  # what was read last may be theirs
+        self.inputs.clear()  # what was read last may be theirs
         return forgotten
 
     def answer(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch, index: NearestItems, full: FullPath) -> list[Encoded]:
@@ -90,7 +90,7 @@ class KeptStates(KeptRows):
         with ExitStack() as held:
             users = [self._matched(held, row, requests[row], batch) for row in mine]
             for group in groups(users, self._row_bytes):
-                outputs = self._run(self._inputs.of(group, batch))
+                outputs = self.run(self.inputs.of(group, batch))
                 for column, user in enumerate(group):
                     if (latest := self._kept_and_latest(user, column, outputs)) is not None:
                         states[user.index] = latest
@@ -100,7 +100,7 @@ class KeptStates(KeptRows):
         length = int(batch.lengths[row])
         times = batch.times[row, :length].astype(np.int64) + request.sequence.request_time  # as the model sees them: clipped
         rows = identities(batch.items[row, :length], times)
-        return AppendRequest(row, held.enter_context(self._store.matched(self._owner_of(request), rows)), rows, length)
+        return AppendRequest(row, held.enter_context(self.store.matched(self._owner_of(request), rows)), rows, length)
 
     def _kept_and_latest(self, user: AppendRequest, column: int, outputs: Arrays) -> FloatArray | None:
         """Keep the rows that are final now; the latest states, or None where they are not finite."""
@@ -112,7 +112,7 @@ class KeptStates(KeptRows):
         if final := user.new - 1:
             rows = {"kt": outputs["kt"][:, column, :, :, :final], "v": outputs["v"][:, column, :, :final]}
             states = {"states": new_states[:final]} if self._prompt_length else {}
-            self._store.commit(user.held, user.rows, user.kept, {**rows, **states})
+            self.store.commit(user.held, user.rows, user.kept, {**rows, **states})
         return latest
 
     def _latest(self, user: AppendRequest, new_states: FloatArray) -> FloatArray:

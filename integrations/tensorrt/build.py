@@ -31,7 +31,7 @@ class TensorRTCompiler:
 
     def steps(self, bundle: Bundle, draft: Draft, options: CompileOptions) -> Sequence[CompileStep]:
         here = _architecture_here()
-        library = _builder(here)
+        library = builder_library(here)
         targets = _targets(library, here, options)
         sources = [a for a in draft.artifacts if a.kind == "onnx" and a.graph in GRAPHS and a.precision in options.precisions]
         if not sources:
@@ -93,11 +93,11 @@ def _make(library: Any, bundle: Bundle, draft: Draft, graph: Artifact, target: s
     file = f"tensorrt/{graph.graph}.{graph.precision}.{target}.engine"
     engine = build_engine(library, draft.path / graph.file, profile_ranges(graph.graph, bundle.manifest), target)
     (draft.path / file).write_bytes(engine)
-    parity = _measured(library, bundle, draft.path / file, graph) if target == _architecture_here() else {}
+    parity = measured(library, bundle, draft.path / file, graph) if target == _architecture_here() else {}
     return graph.model_copy(update={"kind": "tensorrt", "file": file, "target": target, "builder": title(library), "parity": parity})
 
 
-def _measured(library: Any, bundle: Bundle, file: Path, graph: Artifact) -> dict[str, float]:
+def measured(library: Any, bundle: Bundle, file: Path, graph: Artifact) -> dict[str, float]:
     try:
         return measure_here(Engine(library, file), bundle, graph)
     except BackendUnavailable as error:
@@ -141,7 +141,7 @@ def _architecture_here() -> str | None:
         return None
 
 
-def _builder(here: str | None) -> Any:
+def builder_library(here: str | None) -> Any:
     """The full library where there is a GPU for it and it loads, else TensorRT for RTX."""
     usable = [name for name in installed() if here or name != FULL]
     if not usable:

@@ -73,7 +73,7 @@ class KeptPrompts(KeptRows):
         """What is kept of each prompt; None where nobody owns it, so that nothing may be."""
         with ExitStack() as stack:
             pairs = zip(owners, keys, strict=True)
-            yield [stack.enter_context(self._store.matched(owner, rows)) if owner else None for owner, rows in pairs]
+            yield [stack.enter_context(self.store.matched(owner, rows)) if owner else None for owner, rows in pairs]
 
     def _prefilled(self, held: Sequence[Held | None], prompts: Sequence[Tensor], spare: int) -> tuple[Tensor, Memory]:
         kept = [one.rows if one else 0 for one in held]
@@ -103,7 +103,7 @@ class KeptPrompts(KeptRows):
         for user, (one, rows) in enumerate(zip(held, keys, strict=True)):
             if one and one.rows < len(rows):
                 new = [layer[user, one.rows : len(rows)].cpu() for layer in memory.layers]
-                self._store.commit(one, rows, one.rows, _arrays(new))
+                self.store.commit(one, rows, one.rows, _arrays(new))
 
     def _owner_of(self, request: GenerateRequest) -> Owner | None:
         return self._owner(request.tenant, request.whose) if request.whose else None

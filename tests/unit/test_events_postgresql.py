@@ -81,11 +81,11 @@ async def test_what_fails_before_its_commit_is_begun_again_once(error, repeatabl
 
 
 async def test_a_lost_connection_is_discarded_with_the_others_and_one_with_a_deadlock_is_not():
-    lost, deadlock = database(None), database(None)
-    await lost.write(Work(LOST), repeatable=True)
-    await deadlock.write(Work(asyncpg.DeadlockDetectedError("d")), repeatable=True)
-    assert (lost._pool.expired, deadlock._pool.expired) == (1, 0)
-    assert (lost._pool.connection.terminated, deadlock._pool.connection.terminated) == (1, 0)
+    pools = ScriptedPool(None), ScriptedPool(None)
+    for pool, error in zip(pools, (LOST, asyncpg.DeadlockDetectedError("d")), strict=True):
+        await Database(pool, "postgresql://host/db").write(Work(error), repeatable=True)
+    assert [pool.expired for pool in pools] == [1, 0]
+    assert [pool.connection.terminated for pool in pools] == [1, 0]
 
 
 async def test_a_read_is_asked_again_where_the_connection_is_lost():

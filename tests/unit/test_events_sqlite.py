@@ -47,7 +47,7 @@ def hold(writer):
 def commits(writer):
     """Statements that the writer ran, as they come."""
     seen = []
-    writer._connection.set_trace_callback(seen.append)
+    writer._connection.set_trace_callback(seen.append)  # noqa: SLF001 - SQLite's own connection tells what it runs
     return seen
 
 
@@ -86,7 +86,7 @@ def test_a_call_that_is_cancelled_while_it_waits_is_not_carried_out(writer):
 
 def test_a_full_disk_fails_every_call_of_the_group_and_the_writer_goes_on_when_there_is_room(writer):
     writer.submit(insert(0)).result(10)
-    writer._connection.execute("PRAGMA max_page_count = 5")
+    writer._connection.execute("PRAGMA max_page_count = 5")  # noqa: SLF001 - SQLite's own connection sets the limit
     going_on = hold(writer)
     futures = [writer.submit(insert("x" * 4000)) for _ in range(9)]
     going_on.set()
@@ -97,7 +97,7 @@ def test_a_full_disk_fails_every_call_of_the_group_and_the_writer_goes_on_when_t
             assert "the disk is full; make room" in str(error)
     assert len(stored) < 9
     assert len(writer.submit(rows).result(10)) == 1 + len(stored)
-    writer._connection.execute("PRAGMA max_page_count = 1000")
+    writer._connection.execute("PRAGMA max_page_count = 1000")  # noqa: SLF001 - SQLite's own connection sets the limit
     assert writer.submit(insert("y" * 4000)).result(10) == 1
 
 
@@ -177,12 +177,12 @@ class WithoutCheckpoints:
 
 def test_a_purge_that_breaks_costs_neither_the_writer_nor_its_patience(writer, caplog):
     patience = writer.submit(lambda connection: connection.execute("PRAGMA busy_timeout").fetchone()).result(120)
-    connection, writer._connection = writer._connection, WithoutCheckpoints(writer._connection)
+    connection, writer._connection = writer._connection, WithoutCheckpoints(writer._connection)  # noqa: SLF001 - the fault is SQLite's
     assert writer.submit(insert(1), purge=True).result(120) == 1
     assert writer.submit(insert(2)).result(120) == 1
     assert writer.submit(lambda _: connection.execute("PRAGMA busy_timeout").fetchone()).result(120) == patience
     assert "is purged later: no locks available" in caplog.text
-    writer._connection = connection
+    writer._connection = connection  # noqa: SLF001 - the fault is SQLite's
 
 
 async def test_an_erasure_does_not_wait_for_readers_and_is_purged_once_they_have_gone(tmp_path, monkeypatch):

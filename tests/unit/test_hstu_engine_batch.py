@@ -45,7 +45,7 @@ class Unreached:
 def test_every_encoder_refuses_them_before_it_calls_its_engine(compiled_hstu, kind, items):
     encoder = kind()
     if kind is TensorRTEncoder:
-        encoder._engine, encoder._max_history, encoder._index = Unreached(), 20, NearestItems(np.zeros((201, 16), np.float32))
+        encoder._engine, encoder._max_history, encoder._index = Unreached(), 20, NearestItems(np.zeros((201, 16), np.float32))  # noqa: SLF001 - no TensorRT engine can be loaded here
     else:
         encoder.load(compiled_hstu)
     with pytest.raises(BackendFailed, match=r"history of 0 events|outside of 1\.\.200"):

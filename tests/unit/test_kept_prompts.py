@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from cluster.errors import BackendUnavailable, ConfigError, UnknownChoice
 from cluster.stage_rules import generator_disagreement
 from cluster.values import GenerateRequest, SamplingOptions, UserSequence, UserState
+from integrations.hstu.state.pool import PagePool
+from integrations.hstu.state.radix import RadixStates
 from integrations.torch_beam.generator import POLICIES, TorchBeamGenerator
+from integrations.torch_beam.llama import Llama
 from integrations.torch_beam.prompts import PAGE_ROWS, row_keys
 from pipelines.generation import prompt as started
 from tests.bundles import make_generative_bundle, random_sequence
@@ -188,8 +191,7 @@ def test_a_batch_of_users_of_whom_more_less_and_nothing_is_kept_answers_as_if_no
 
 
 def test_what_no_row_of_a_prompt_fills_reaches_no_answer(keeping, whole, monkeypatch):
-    llama = keeping._loaded._llama
-    made = llama._memory
+    made = Llama._memory  # noqa: SLF001 - what a row holds before it is written
 
     def full_of_nan(*arguments):
         memory = made(*arguments)
@@ -197,7 +199,7 @@ def test_what_no_row_of_a_prompt_fills_reaches_no_answer(keeping, whole, monkeyp
             layer.fill_(torch.nan)
         return memory
 
-    monkeypatch.setattr(llama, "_memory", full_of_nan)
+    monkeypatch.setattr(Llama, "_memory", full_of_nan)
     for more in (0, 2):
         requests = [asked(length + more, str(length), seed=length) for length in (3, 20, 36)]
         agree(keeping.batch_infer(requests), whole.batch_infer(requests))
@@ -290,17 +292,16 @@ class Broken(Exception):
 @pytest.mark.parametrize("step", ["match", "read", "commit", "release"])
 def test_a_store_that_fails_costs_no_answer_and_is_reported_once(keeping, whole, caplog, monkeypatch, step):
     keeping.infer(asked(10))
-    kept = keeping._loaded._kept
 
     def broken(*_arguments, **_more):
         raise Broken("the store is broken")
 
-    store = kept._store if step != "read" else kept._store.pool
+    breaks = (PagePool, "gather") if step == "read" else (RadixStates, step)
     with monkeypatch.context() as patch:
-        patch.setattr(store, step if step != "read" else "gather", broken)
+        patch.setattr(*breaks, broken)
         with caplog.at_level(logging.ERROR):
             for length in (12, 13):
-                patch.setattr(kept._store, "forget", lambda _owner: 0)  # so that there is something to read the second time
+                patch.setattr(RadixStates, "forget", lambda _store, _owner: 0)  # so that there is something to read the second time
                 agree([keeping.infer(asked(length))], [whole.infer(asked(length))])
     assert [record.message for record in caplog.records] == [
         "kept prompts could not be used; such prompts are computed whole (said once for Broken)"
@@ -310,11 +311,16 @@ def test_a_store_that_fails_costs_no_answer_and_is_reported_once(keeping, whole,
     agree([keeping.infer(asked(14))], [whole.infer(asked(14))])
 
 
-def test_rows_that_are_damaged_are_forgotten_and_the_prompt_is_computed_whole(keeping, whole, caplog):
+def test_rows_that_are_damaged_are_forgotten_and_the_prompt_is_computed_whole(keeping, whole, caplog, monkeypatch):
     keeping.infer(asked(10))
-    pool = keeping._loaded._kept._store.pool
-    pool.view("0", 0)[3] = np.nan
-    with caplog.at_level(logging.CRITICAL):
+    gathered = PagePool.gather
+
+    def damaged(pool, *which):
+        pool.view("0", 0)[3] = np.nan
+        gathered(pool, *which)
+
+    with caplog.at_level(logging.CRITICAL), monkeypatch.context() as patch:
+        patch.setattr(PagePool, "gather", damaged)
         agree([keeping.infer(asked(12))], [whole.infer(asked(12))])
     assert (keeping.kept()["failures"], keeping.kept()["rows"], rows(keeping)) == (1, 0, (22, 0))
     agree([keeping.infer(asked(length)) for length in (13, 14)], [whole.infer(asked(length)) for length in (13, 14)])

@@ -99,11 +99,11 @@ def test_refuses_a_precision_that_it_does_not_have(precision):
 @pytest.mark.parametrize(("granted", "asked", "expected"), [("1", None, 1), ("1,2", None, 1), ("2", 1, 1)])
 def test_runs_in_as_many_threads_as_asked_for_or_as_ray_granted(loaded, monkeypatch, granted, asked, expected):
     monkeypatch.setenv("OMP_NUM_THREADS", granted)
-    assert loaded(threads=asked)._engine.get_property("INFERENCE_NUM_THREADS") == expected
+    assert loaded(threads=asked)._engine.get_property("INFERENCE_NUM_THREADS") == expected  # noqa: SLF001 - OpenVINO's own engine tells its properties
 
 
 def test_computes_in_f32_unless_told_otherwise_even_where_the_cpu_multiplies_bf16(loaded):
-    assert loaded()._engine.get_property("INFERENCE_PRECISION_HINT").to_string() == "f32"
+    assert loaded()._engine.get_property("INFERENCE_PRECISION_HINT").to_string() == "f32"  # noqa: SLF001 - OpenVINO's own engine tells its properties
 
 
 def test_bf16_stays_within_what_counts_as_agreement(loaded, reference):
@@ -168,7 +168,7 @@ def test_an_answer_stays_what_it_is_when_the_next_one_is_computed(loaded):
 @pytest.mark.parametrize("items", [(), (201,), (3, 0)])
 def test_refuses_what_the_model_does_not_know_before_it_calls_the_engine(loaded, items):
     encoder = loaded()
-    encoder._engine = lambda _: pytest.fail("the engine was called")
+    encoder._engine = lambda _: pytest.fail("the engine was called")  # noqa: SLF001 - the engine is not to be called
     count = len(items)
     sequence = UserSequence(
         np.array(items, np.int32), np.arange(count, dtype=np.int64), np.zeros(count, np.int8), np.zeros(count, np.float32), 100
@@ -179,14 +179,14 @@ def test_refuses_what_the_model_does_not_know_before_it_calls_the_engine(loaded,
 
 def test_shows_openvino_few_shapes_because_it_compiles_for_each(loaded):
     encoder = loaded()
-    engine, shapes = encoder._engine, set()
+    engine, shapes = encoder._engine, set()  # noqa: SLF001 - the engine that is called is listened to
 
     def noted(inputs):
         shapes.add(inputs["items"].shape)
         return engine(inputs)
 
     noted.inputs = engine.inputs
-    encoder._engine = noted
+    encoder._engine = noted  # noqa: SLF001 - as above
     for length in range(1, 21):
         encoder.infer(EncodeRequest(random_sequence(length), 3))
     assert shapes == {(1, length) for length in range(4, 21, 2)}

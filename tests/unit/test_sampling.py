@@ -448,7 +448,7 @@ def test_reuses_its_arrays_and_grows_them_to_the_next_power_of_two():
 
     def where(vocabulary, rows=2, top_k=10):
         draw(sampler, np.zeros((rows, vocabulary)), SamplingOptions(top_k=top_k))
-        return {name: array.ctypes.data for name, array in sampler.buffers._held.items()}
+        return {name: array.ctypes.data for name, array in sampler.buffers._held.items()}  # noqa: SLF001 - where its memory lies
 
     first = where(3000)
     assert where(3000) == where(2000, rows=7, top_k=5) == where(7) == first
@@ -468,7 +468,7 @@ def test_is_not_affected_by_what_its_arrays_hold():
 
     fresh, used = Sampler(), Sampler()
     used.draw(torch.randn(3, 9000), MIXED[:3], [RandomStream(0)] * 3)
-    for array in used.buffers._held.values():
+    for array in used.buffers._held.values():  # noqa: SLF001 - its memory is spoilt
         array.view(np.uint8).fill(0x7F)  # huge as integers and floats alike
     assert drawn(used) == drawn(fresh)
 

@@ -178,9 +178,9 @@ def test_prefers_the_precisions_in_the_order_given(compiled_hstu, monkeypatch):
 def test_the_full_library_is_not_used_to_build_without_a_gpu(monkeypatch):
     monkeypatch.setattr(build, "installed", lambda: [FULL])
     with pytest.raises(CompileError, match="no TensorRT builder can work here"):
-        build._builder(None)
+        build.builder_library(None)
     monkeypatch.setattr(build, "installed", lambda: [FULL, RTX])
-    assert build._builder(None).__name__ == RTX
+    assert build.builder_library(None).__name__ == RTX
 
 
 def test_builds_with_rtx_where_the_full_library_does_not_load(monkeypatch):
@@ -191,10 +191,10 @@ def test_builds_with_rtx_where_the_full_library_does_not_load(monkeypatch):
 
     monkeypatch.setattr(build, "installed", lambda: [FULL, RTX])
     monkeypatch.setattr(build, "load_library", load)
-    assert build._builder("sm_89") is rtx
+    assert build.builder_library("sm_89") is rtx
     monkeypatch.setattr(build, "installed", lambda: [FULL])
     with pytest.raises(CompileError, match=r"libnvinfer\.so\.10"):
-        build._builder("sm_89")
+        build.builder_library("sm_89")
 
 
 def test_builds_with_rtx_for_the_gpu_that_is_here_as_well(compiled_hstu, tmp_path, monkeypatch):
@@ -272,7 +272,7 @@ def test_an_engine_that_cannot_start_makes_the_backend_unavailable(compiled_hstu
 def test_an_engine_that_cannot_start_where_it_was_built_fails_its_step(compiled_hstu, monkeypatch):
     graph = next(a for a in compiled_hstu.manifest.artifacts if (a.kind, a.graph, a.precision) == ("onnx", "encode", "fp32"))
     with pytest.raises(CompileError, match="returned nullptr"):
-        build._measured(Faked(Runtime=null_pointer), compiled_hstu, compiled_hstu.path / "tensorrt/encode.fp32.sm_89.engine", graph)
+        build.measured(Faked(Runtime=null_pointer), compiled_hstu, compiled_hstu.path / "tensorrt/encode.fp32.sm_89.engine", graph)
 
 
 class TorchEngine:

@@ -206,8 +206,8 @@ def test_topk_gives_the_same_items_as_pairs(generator, bundle):
 
 
 def test_a_wide_request_is_not_computed_with_narrow_ones_whose_work_it_would_multiply(generator, monkeypatch):
-    engine, groups = generator._loaded, []
-    working = engine._run
+    engine, groups = generator._loaded, []  # noqa: SLF001 - the groups of a batch are seen by the engine alone
+    working = engine._run  # noqa: SLF001 - as above
     monkeypatch.setattr(engine, "_run", lambda jobs, in_time: groups.append([job.request.width for job in jobs]) or working(jobs, in_time))
     wide = [asked(4, k=200, beam=200, seed=9), asked(4, seed=9, sampling=SamplingOptions(samples=1000, seed=1))]
     narrow = [asked(4, beam=10, seed=7), asked(4, beam=12, seed=8)]

@@ -85,5 +85,5 @@ def test_a_shape_outside_the_buckets_is_an_error_and_never_runs_eagerly(bundle):
     assert len(encoder.infer(EncodeRequest(random_sequence(5), 3)).items) == 3
     torch.set_autocast_cache_enabled(True)
     times = torch.zeros(3, 4, dtype=torch.int32)
-    with torch.inference_mode(), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        encoder._encode(torch.ones(3, 4, dtype=torch.long), times, times, torch.ones(3, dtype=torch.long))
+    with torch.inference_mode(), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):  # noqa: SLF001 - PyTorch's name of the error
+        encoder._encode(torch.ones(3, 4, dtype=torch.long), times, times, torch.ones(3, dtype=torch.long))  # noqa: SLF001 - requests cannot have this shape

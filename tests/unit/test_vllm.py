@@ -385,7 +385,7 @@ def test_answers_by_the_rule_of_the_beam(generator, llm, bundle):
     trie = Trie.of(bundle.semantic_ids)
     blocked = np.arange(1, 60, dtype=np.int32)
     request = replace(asked(6), blocked=blocked)
-    (rows,) = generator._soft_prompt.of([request.user])
+    (rows,) = generator._soft_prompt.of([request.user])  # noqa: SLF001 - the prompt's rows, to compute the same without vLLM
 
     class OfPrompt:
         def log_p(self, suffix, allowed):
@@ -454,7 +454,7 @@ def test_at_the_deadline_the_engine_is_relieved_of_the_request(generator, llm):
 
 
 def test_without_a_deadline_a_stuck_engine_counts_as_broken_in_the_end(generator, llm):
-    llm.stuck, generator._patience_s = True, 0.05
+    llm.stuck, generator._patience_s = True, 0.05  # noqa: SLF001 - minutes otherwise
     with pytest.raises(BackendFailed, match="patience_s"):
         generator.infer(asked())
     assert not llm.unfinished

@@ -16,7 +16,7 @@ class KeptRows:
     """
 
     def __init__(self, store: StateStore, model: str, complaint: str) -> None:
-        self._store, self._model, self._complaint = store, model, complaint
+        self.store, self._model, self._complaint = store, model, complaint
         self._failures, self._said = 0, set[str]()
 
     def close(self) -> None:
@@ -24,24 +24,24 @@ class KeptRows:
 
     def forget(self, tenant: str, user: str) -> int:
         """Drop all that is kept of the user: how many rows."""
-        return self._forgotten(lambda: self._store.forget(self._owner(tenant, user)))
+        return self._forgotten(lambda: self.store.forget(self._owner(tenant, user)))
 
     def forget_tenant(self, tenant: str) -> int:
         """The same of all users of a tenant."""
-        return self._forgotten(lambda: self._store.forget_namespace(self._namespace(tenant)))
+        return self._forgotten(lambda: self.store.forget_namespace(self._namespace(tenant)))
 
     def clear(self) -> int:
         """The same of everybody."""
-        return self._forgotten(self._store.clear)
+        return self._forgotten(self.store.clear)
 
     def statistics(self) -> dict[str, float]:
         """The store's statistics, and how often what it holds could not be used (`failures`)."""
-        return {name: float(value) for name, value in (asdict(self._store.statistics()) | {"failures": self._failures}).items()}
+        return {name: float(value) for name, value in (asdict(self.store.statistics()) | {"failures": self._failures}).items()}
 
     def _forgotten(self, drop: Callable[[], int]) -> int:
-        before = self._store.statistics().rows
+        before = self.store.statistics().rows
         drop()
-        return before - self._store.statistics().rows
+        return before - self.store.statistics().rows
 
     def _give_up(self, owners: Iterable[Owner], error: Exception) -> None:
         """Forget the users, since what is kept of them may be the cause; say so once for each kind of error, not with every request."""
@@ -51,7 +51,7 @@ class KeptRows:
             self._said.add(kind)
             _LOG.error("%s (said once for %s)", self._complaint, kind, exc_info=error)
         for owner in owners:
-            self._store.forget(owner)
+            self.store.forget(owner)
 
     def _owner(self, tenant: str, user: str) -> Owner:
         return Owner(self._namespace(tenant), user)
