@@ -58,7 +58,7 @@ class Breaker:
         return Breaker(self.settings)
 
     def failed(self, now: float, *, calls: int = 1, at_once: bool = False) -> "Breaker":
-        """After `calls` broken calls in a row, the last at `now`; `at_once` opens whatever the count (for what need not be seen thrice,
+        """After `calls` broken calls in a row, the last at `now`; `at_once` opens at any count (for what need not be seen thrice,
         as a failed load).
         """
         counted = replace(self, failures=self.failures + calls)

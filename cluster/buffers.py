@@ -1,7 +1,7 @@
 """Host memory that is used again, call after call: large fresh memory may cost page faults, more than the copy that fills it.
 
     pool = BufferPool()
-    items = pool.array("items", (32, 200), np.int64)      # whatever it holds; valid until "items" is asked for again
+    items = pool.array("items", (32, 200), np.int64)      # not cleared; valid until "items" is asked for again
 
 Sizes come in tiers, powers of two, so that batches of all sizes soon find their memory there.
 """

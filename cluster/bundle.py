@@ -433,7 +433,7 @@ class BundleStore:
             except OSError:
                 if not (self.root / str(version)).exists():
                     raise
-                (draft.path / MANIFEST).unlink()  # somebody published this number first: take the next
+                (draft.path / MANIFEST).unlink()  # another process published this number first: take the next
             else:
                 return version
 
@@ -450,7 +450,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that whoever reads it has the old text or the new."""
+    """Write a small file so that readers see the old text or the new."""
     draft = path.with_name(f".{path.name}-{os.getpid()}")
     draft.write_text(text)
     _flush(draft)

@@ -53,7 +53,7 @@ def compile_command(bundle: Bundle, precision: Precision = "fp32") -> str:
 
 
 def why_missing(bundle: Bundle, kind: str, graph: str, precision: Precision = "fp32") -> str:
-    """Why this version has no such artifact: the step, or the whole compiler, that failed, or that nobody ran it; and what to do."""
+    """Why this version has no such artifact: the step, or the whole compiler, that failed, or that none was run; and what to do."""
     step, form = (f"{kind} {graph}", "") if precision == "fp32" else (f"{kind} {graph} {precision}", f" in {precision}")
     failed = next((s for s in bundle.manifest.failed_steps if s.step == kind or f"{s.step} ".startswith(f"{step} ")), None)
     because = f"the step {failed.step!r} failed: {failed.reason}" if failed else f"run: {compile_command(bundle, precision)}"

@@ -20,7 +20,7 @@ AnswerT = TypeVar("AnswerT")
 KNOWN_GOOD_WITHIN_S = 5.0
 """How long an engine may take for a request it answered before, until it counts as broken."""
 LATE_TO_BE_STUCK = 3
-"""After how many calls that nobody could wait for, with no answer between them, an engine is asked such a request: it may be stuck."""
+"""Calls that came too late to be answered, with no answer between them, after which an engine is asked all the same: it may be stuck."""
 
 
 class ConcurrentBackend(ManagedBackend[RequestT, AnswerT]):
@@ -117,7 +117,7 @@ class ConcurrentBackend(ManagedBackend[RequestT, AnswerT]):
                         return
         except (DeadlineExceeded, asyncio.CancelledError) as error:
             yield self._gave_up(error)
-        except Exception as error:  # noqa: BLE001 - whatever an engine raises is a reason to ask the next one
+        except Exception as error:  # noqa: BLE001 - any error of an engine is a reason to ask the next one
             yield self._broke(engine, error)
 
     async def _ask(self, engine: Any, request: RequestT) -> AnswerT | SkippedBackend:
@@ -126,7 +126,7 @@ class ConcurrentBackend(ManagedBackend[RequestT, AnswerT]):
             result = self._checked(request, await engine.ainfer(request))
         except (DeadlineExceeded, asyncio.CancelledError) as error:
             return self._gave_up(error)
-        except Exception as error:  # noqa: BLE001 - whatever an engine raises is a reason to ask the next one
+        except Exception as error:  # noqa: BLE001 - any error of an engine is a reason to ask the next one
             return self._broke(engine, error)
         if not isinstance(result, SkippedBackend):
             self._answered(engine, began)

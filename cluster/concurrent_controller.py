@@ -20,7 +20,7 @@ RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 
 Batched: TypeAlias = Callable[[str, RequestT], Awaitable[AnswerT | SkippedBackend]]
-"""Put a request into the next batch of the backend named so; whoever runs the batch asks `answer_batch` of the controller."""
+"""Puts a request into the next batch for the backend of that name; the code that runs the batch calls the controller's `answer_batch`."""
 
 
 class ConcurrentController(FrameworkController[RequestT, AnswerT]):
@@ -73,7 +73,7 @@ class ConcurrentController(FrameworkController[RequestT, AnswerT]):
         for backend in self._concurrent():
             if not backend.loading and backend.lost():
                 with self._turn:
-                    backend.loading = True  # from now on nobody touches it
+                    backend.loading = True  # from now on no call touches it
                 backend.unload()
                 backend.loading = False
         return super().refresh()

@@ -159,9 +159,9 @@ class RateLimitSettings(Section):
 
 
 class ApiKeySettings(Section):
-    """Who may call. The key itself is kept nowhere: `genrec keys new` prints it once, and this entry."""
+    """A caller's key. The key itself is kept nowhere: `genrec keys new` prints it once, and this entry."""
 
-    name: str = Field(min_length=1, max_length=64, description="whose key it is, for people")
+    name: str = Field(min_length=1, max_length=64, description="the key's owner, for people")
     sha256: str = Field(pattern="^[0-9a-f]{64}$", repr=False, description="SHA-256 of the key, in hexadecimal")
     tenant: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="the only tenant it may act for; default: any")
     admin: bool = Field(False, description="may operate the system: backends, caches, any tenant's histories")
@@ -195,12 +195,12 @@ class GatewaySettings(Section):
     max_events: int = Field(1000, ge=1, description="events one call of /v1/events may carry")
     admission: AdmissionSettings = AdmissionSettings()
     rate_limits: RateLimitSettings = RateLimitSettings()
-    api_keys: list[ApiKeySettings] = Field([], description="who may call; none: everybody may, and operate the system")
+    api_keys: list[ApiKeySettings] = Field([], description="keys of those that may call; none: every caller may, and operate the system")
     flags: FlagSettings = FlagSettings()
     slow_ms: float | None = Field(
-        None, gt=0, description="an answer that takes longer is logged, with who served its stages; default: none is"
+        None, gt=0, description="an answer that takes longer is logged, with the backends of its stages; default: none is"
     )
-    playground: bool = Field(True, description="the page at /, for whoever wants to look; false: nothing is there")
+    playground: bool = Field(True, description="the page at /, to try the system in a browser; false: nothing is there")
 
     @model_validator(mode="after")
     def _keys_are_different(self) -> Self:

@@ -52,7 +52,7 @@ class StageSnapshot:
 
     @property
     def settled(self) -> bool:
-        """Whether the first choice that can run here is loaded or has failed: who serves now will serve until something changes."""
+        """Whether the first choice that can run here is loaded or has failed: what serves now will serve until something changes."""
         able = [one for one in self.backends if one.rank is not None and one.available and one.enabled]
         return not able or able[0].loaded or able[0].breaker is not BreakerState.CLOSED
 
@@ -196,7 +196,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             return self.explain()
 
     def explain(self) -> str:
-        """Who would be asked first now, and why those before it would not be."""
+        """The backend that would be asked first now, and why the ones before it would not be."""
         skipped: list[SkippedBackend] = []
         for backend in self._ranked():
             obstacle = self._obstacle(backend)
@@ -219,7 +219,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         self._backend(name).enabled = False
 
     def prefer(self, name: str | None) -> None:
-        """Ask this backend first, whatever order and selection are, and whether it is in the order or not; None: ask as they are."""
+        """Ask this backend first, before order and selection, also where the order leaves it out; None: follow order and selection."""
         if name is not None:
             self._backend(name)
         self._first = name
@@ -271,7 +271,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     def forget(self, tenant: str | None, user: str | None) -> int:
         """Have every loaded backend erase what it keeps of a user: how many states that were, as they count them.
 
-        With `user` None, of all the tenant's users; with `tenant` None too, of everybody. A batch that `call` runs meanwhile ends first,
+        With `user` None, of all the tenant's users; with `tenant` None too, of all users. A batch that `call` runs meanwhile ends first,
         and what it kept is erased too. A backend that breaks over it is unloaded, and the others still are told.
         """
         with self._turn:

@@ -1,10 +1,10 @@
-"""What is to be forgotten, until everybody who keeps something of users has forgotten it.
+"""The users to erase, until every process that keeps something of users has erased them.
 
     operator -> ErasureLog.add(tenant, user) -> number ; reached(number) once every follower is past it
     follower -> since(the place it has come to) -> News: the erasures since, or: forget everything
 
-A log is held in memory. Its followers tell a new one by its epoch, and whoever comes from another log, or from so far behind that this one
-has dropped what was missed, forgets everything: that may cost time, never an erasure.
+A log is held in memory. Followers recognise a new log by its epoch. A follower of another log, or one so far behind that this log has
+dropped erasures it missed, forgets everything: that may cost time, never an erasure.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ LONGEST = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Erasure:
-    """Forget this user of this tenant; with `user` None all of the tenant's users, with `tenant` None everybody."""
+    """Forget this user of this tenant; with `user` None all of the tenant's users, with `tenant` None all users."""
 
     number: int
     tenant: str | None
@@ -48,7 +48,7 @@ class News:
 
 class ErasureLog:
     """Keeps the last `longest` erasures. `started_at` is in seconds since 1970: numbers count milliseconds since then, so that those of a
-    later log are greater, and a number of an earlier one is reached once everybody has forgotten everything.
+    later log are greater, and a number of an earlier one is reached once every follower has forgotten everything.
     """
 
     def __init__(self, started_at: float = 0.0, longest: int = LONGEST, epoch: str | None = None) -> None:
@@ -59,7 +59,7 @@ class ErasureLog:
     def add(self, tenant: str | None, user: str | None, *, now: float) -> int:
         """The erasure's number. Raises ValueError at a user without a tenant: several tenants may have users of that name."""
         if user is not None and tenant is None:
-            raise ValueError(f"the tenant of user {user!r} is missing; name it, or neither of them to erase everybody")
+            raise ValueError(f"the tenant of user {user!r} is missing; name it, or neither of them to erase all users")
         self._last = max(self._last + 1, int(now * 1000))
         self._kept.append(Erasure(self._last, tenant, user))
         if len(self._kept) > self._longest:
@@ -79,5 +79,5 @@ class ErasureLog:
         return Place(self._epoch, self._last)
 
     def reached(self, number: int, places: Iterable[Place]) -> bool:
-        """Whether those who have come to these places have all carried out the erasure of that number."""
+        """Whether followers at these places have all carried out the erasure of that number."""
         return all(place.epoch == self._epoch and place.number >= number for place in places)

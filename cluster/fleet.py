@@ -1,4 +1,4 @@
-"""Who holds which version of the model: so that a version serves only once every replica of every stage has it.
+"""Which process holds which version of the model: a version serves only once every replica of every stage has it.
 
     replica, gateway -> exchange(what it holds, which versions it gives answers of) -> what is ready everywhere, what is in use anywhere
 
@@ -61,7 +61,7 @@ class FleetStatus:
 
 
 class FleetBoard:
-    """Plain Python, for one thread at a time; whoever is not heard of for `ttl_s` is gone, his figures are not."""
+    """Plain Python, for one thread at a time; a process that is silent for `ttl_s` is gone, its figures are not."""
 
     def __init__(self, ttl_s: float = 5.0, *, now: float = 0.0) -> None:
         self._ttl_s, self._made_at = ttl_s, now
@@ -116,8 +116,8 @@ class FleetBoard:
         )
 
     def _ready(self, live: Mapping[str, Presence]) -> frozenset[int]:
-        """None while there is no encoder: a stage without replicas, as a generator that was scaled to zero, asks nobody to wait for it, nor
-        does a replica that holds nothing yet, since nobody asks it.
+        """None while there is no encoder: a stage without replicas, as a generator that was scaled to zero, holds up no version, nor
+        does a replica that holds nothing yet, since no request goes to it.
         """
         stages = [one for one in live.values() if one.role != "gateway" and READY in one.holds.values()]
         if not any(one.role == "encoder" for one in stages):

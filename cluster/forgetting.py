@@ -9,7 +9,7 @@ FORGETTING = ("forget", "forget_tenant", "forget_everything")
 
 
 def forget(backend: object, tenant: str | None, user: str | None) -> int:
-    """How much it forgot, as it counts: of this user, of all the tenant's where `user` is None, of everybody where `tenant` is None too.
+    """How much it forgot, as it counts: of this user, of all the tenant's where `user` is None, of all users where `tenant` is None too.
 
     Raises BackendFailed where it keeps something, and has no method that is wide enough; else what the method raises.
     """

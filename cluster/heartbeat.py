@@ -36,8 +36,8 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a process has to follow: the switches, the backends that broke elsewhere by stage, who else holds and uses which version, and
-    what to erase. `mark` tells the state of the switchboard from its earlier ones.
+    """What a process has to follow: the switches, the backends that broke elsewhere by stage, which versions others hold and use, and what
+    to erase. `mark` tells the state of the switchboard from its earlier ones.
     """
 
     mark: int = 0

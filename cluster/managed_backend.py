@@ -70,7 +70,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     ) -> None:
         self.name, self.import_string, self.options = name, import_string, dict(options or {})
         self.enabled = True
-        self.loading = False  # set by whoever calls `load` beside the calls; until it is unset nobody else touches the engine
+        self.loading = False  # set by the code that calls `load` beside the calls; until it is unset no other code touches the engine
         self.availability = Availability.no("not probed yet")
         self.exclusion = ""
         self.measured_ms: float | None = None
@@ -148,7 +148,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self._holds = True
         try:
             self._made().load(self._bundle)
-        except Exception as error:  # noqa: BLE001 - whatever an engine raises while loading is a reason to ask the next one
+        except Exception as error:  # noqa: BLE001 - any error of an engine while it loads is a reason to ask the next one
             self._note(f"could not be loaded: {reason_of(error)}", error)
             self._open(at_once=True)
         else:
@@ -252,7 +252,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             answers = self._made().batch_infer(requests)
         except DeadlineExceeded as error:
             return [self._late(error)] * len(requests)
-        except Exception as error:  # noqa: BLE001 - whatever an engine raises is a reason to ask the next one
+        except Exception as error:  # noqa: BLE001 - any error of an engine is a reason to ask the next one
             return [self._note(f"broke: {reason_of(error)}", error)] * len(requests)
         if not isinstance(answers, list | tuple) or len(answers) != len(requests):
             given = f"{len(answers)} answers" if isinstance(answers, list | tuple) else f"a {type(answers).__name__}"

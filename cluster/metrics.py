@@ -1,4 +1,4 @@
-"""Every metric there is: its name, what it counts, by which labels. Whoever records one takes it from here, and so do the dashboards.
+"""Every metric there is: its name, what it counts, by which labels. Code that records one takes it from here, and so do the dashboards.
 
     genrec_<thing>_<unit>        base units; `_total` on counters
     ray_genrec_<thing>_<unit>    as Ray's agent serves it on each node, with more labels: deployment, replica, application, WorkerId ...
@@ -97,13 +97,13 @@ CLIENTS_GONE = _counter("genrec_http_clients_gone_total", "Requests whose client
 ADMISSION_RUNNING = _gauge("genrec_admission_running_requests", "Requests that have a place.")
 ADMISSION_WAITING = _gauge("genrec_admission_waiting_requests", "Requests that wait for a place.")
 ADMISSION_PLACES = _gauge("genrec_admission_limit_places", "Requests that may run at a time, as the adaptive limit has it.")
-ADMISSION_WAIT = _histogram("genrec_admission_wait_seconds", "How long those who got a place had waited for it.", SHORT_SECONDS)
+ADMISSION_WAIT = _histogram("genrec_admission_wait_seconds", "How long requests that got a place had waited for it.", SHORT_SECONDS)
 REFUSALS = _counter("genrec_admission_refusals_total", "Requests turned away, by HTTP status.", "status")
 
 # ---- answers
 ANSWERS = _counter(
     "genrec_answers_total",
-    "Recommendations; tier: l1, l2, joined, computed, or none where nobody looked.",
+    "Recommendations; tier: l1, l2, joined, computed, or none where no cache was looked at.",
     "tier",
     "degraded",
     "model_version",
@@ -150,7 +150,7 @@ STATE_ROWS = _counter("genrec_state_rows_total", "Rows of histories or prompts t
 STATE_ROWS_FOUND = _counter("genrec_state_rows_found_total", "Those of them that were kept.", "stage", "backend")
 STATE_EVICTIONS = _counter("genrec_state_evictions_total", "Users or leaves that made room for others.", "stage", "backend")
 STATE_REJECTIONS = _counter("genrec_state_rejections_total", "States that found no room.", "stage", "backend")
-STATE_USERS = _gauge("genrec_state_kept_users", "Users of whom a backend keeps something.", "stage", "backend")
+STATE_USERS = _gauge("genrec_state_kept_users", "Users that a backend keeps something of.", "stage", "backend")
 STATE_BYTES = _gauge("genrec_state_used_bytes", "What that takes.", "stage", "backend")
 BUFFERS = _counter(
     "genrec_buffer_requests_total",
@@ -175,7 +175,7 @@ CACHE_ENTRIES = _gauge("genrec_cache_kept_entries", "Answers that a tier holds."
 CACHE_BYTES = _gauge("genrec_cache_used_bytes", "What they take.", "tier")
 
 # ---- the model, and how good it is
-MODEL_VERSION = _gauge("genrec_model_version_number", "The version that serves whoever takes part in no trial.")
+MODEL_VERSION = _gauge("genrec_model_version_number", "The version that serves users outside of trials.")
 RECOMMENDED = _counter("genrec_recommended_items_total", "Items in answers.", "model_version")
 FOLLOWED = _counter(
     "genrec_followed_items_total",
@@ -188,7 +188,7 @@ NOT_FOLLOWED = _counter(
 )
 ITEMS_NAMED = _counter("genrec_request_items_total", "Items named in requests' behaviours and lists, each once a request.")
 ITEMS_UNKNOWN = _counter("genrec_request_unknown_items_total", "Those of them that the catalogue does not hold.")
-USERS_UNKNOWN = _counter("genrec_unknown_users_total", "Answers to users of whom nothing is known: no history, or none with a known item.")
+USERS_UNKNOWN = _counter("genrec_unknown_users_total", "Answers to users without a history, or without a known item in it.")
 
 # ---- GPUs, by NVML, of the machine that a stage's replica runs on: several replicas of a machine report the same ones
 GPU_USED = _gauge("genrec_gpu_memory_used_bytes", "Memory in use, by whomever.", "gpu")
@@ -208,7 +208,7 @@ class Meter(Protocol):
 
 
 class Silent:
-    """Keeps nothing: where nobody could scrape it."""
+    """Keeps nothing: for processes that Prometheus does not scrape."""
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None: ...
     def set(self, metric: Metric, value: float, **labels: str) -> None: ...
@@ -227,7 +227,7 @@ class Totals:
         self._last: dict[tuple[str, str, Labels], float] = {}
 
     def count(self, metric: Metric, total: float, *, source: str = "", **labels: str) -> None:
-        """`source`: whose figure it is, where several are counted together."""
+        """`source`: where the figure comes from, where several are counted together."""
         key = (metric.name, source, tuple(sorted(labels.items())))
         before = self._last.get(key, 0.0)
         self._last[key] = total

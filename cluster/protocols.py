@@ -16,7 +16,7 @@ The controller of any stage looks for these, of a backend that keeps something o
 
     forget(tenant, user) -> int           erase what it keeps of a user: how many states, rows or entries that were
     forget_tenant(tenant) -> int          the same of all users of a tenant
-    forget_everything() -> int            the same of everybody
+    forget_everything() -> int            the same of all users
     kept() -> dict[str, float]            what it takes: users, rows, bytes, hits ...; replicas' figures are added up
 
 Of the first three, the narrowest that a backend has is called. Where it has none that is wide enough, or the call raises, the backend is

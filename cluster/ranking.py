@@ -13,7 +13,7 @@ from cluster.values import Behaviour, FloatArray, Int32Array, Item, StageReport,
 
 
 class Task(StrEnum):
-    """What a ranker may predict of a user and an item. All but the first are of a user who has turned to the item.
+    """What a ranker may predict of a user and an item. All but the first are of a user that has turned to the item.
 
     The order of the members is that of a ranker's columns: append, never reorder.
     """

@@ -9,7 +9,7 @@
     promote(4, trial)     4 is tried: on a share of the users (canary, ab), or in the shadow of the stable one's answers
     rollback(reason)      the trial ends, or what was stable before is stable again
 
-Whoever serves reads both files; nothing else has to be told, and no restart forgets it.
+Every process that serves reads both files; no other process has to be told, and no restart forgets it.
 """
 
 import fcntl
@@ -105,7 +105,7 @@ class Rollout(_Record):
         return (self.stable,) if self.trial is None else (self.stable, self.trial.version)
 
     def version_for(self, tenant: str, user: str) -> int:
-        """Whose answers a user gets."""
+        """The version of the answers that a user gets."""
         trial = self.trial
         return trial.version if trial and trial.kind != "shadow" and trial.includes(tenant, user) else self.stable
 

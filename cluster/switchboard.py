@@ -3,7 +3,7 @@
     replica -> report(statistics, the switches it follows) -> the switches it should follow
     operator -> set(stage, name, position) -> version; applied(version) once every live replica follows it
 
-    whoever keeps something of users -> exchange(how far it has come) -> what it should forget
+    process that keeps users' data -> exchange(how far it has come) -> what it should forget
     operator -> erase(tenant, user) -> number; erased(number) once each of them has forgotten it
 
 It keeps nothing on disk: after a restart it adopts the switches of the replicas, which know them, and has all that is kept of users
@@ -128,7 +128,7 @@ class Switchboard:
         return all(report.version >= version for report in self._live(now).values())
 
     def erase(self, tenant: str | None, user: str | None, *, now: float) -> int:
-        """Have a user forgotten everywhere, or all of a tenant, or everybody; the number to pass to `erased`."""
+        """Have a user forgotten everywhere, or all users of a tenant, or all users; the number to pass to `erased`."""
         return self._erasures.add(tenant, user, now=now)
 
     def exchange(self, follower: str, place: Place, *, now: float) -> News:
@@ -146,9 +146,9 @@ class Switchboard:
         return self._erasures.place
 
     def erased(self, number: int, *, now: float) -> bool:
-        """Whether everybody who is alive and keeps something of users has reported that it is forgotten.
+        """Whether every live process that keeps something of users has reported that it is forgotten.
 
-        Not until a switchboard has been there for `ttl_s`: before, it does not know who is alive.
+        Not until a switchboard has been there for `ttl_s`: before, it does not know which processes live.
         """
         if now - self._made_at <= self._ttl_s:
             return False

@@ -63,7 +63,7 @@ class Behaviour(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A catalogue entry; `attributes` are whatever the item table holds beside id and title."""
+    """A catalogue entry; `attributes` are the other columns of the item table."""
 
     item_id: str
     title: str
@@ -108,8 +108,8 @@ class UserSequence:
 class EncodeRequest:
     """Encode one user and retrieve the `top_n` nearest items, out of all of them or only out of `among` (catalogue indices).
 
-    `user` of `tenant` is whose sequence it is: an encoder may keep what it computed for them. "" is nobody in particular.
-    `deadline` is on this process's monotonic clock, in seconds: nobody waits for what is not done by then. `model_version`: whose catalogue
+    The sequence is that of `user` of `tenant`: an encoder may keep what it computed for them. "" is no user in particular.
+    `deadline` is on this process's monotonic clock, in seconds: what is not done by then is given up. `model_version`: of the catalogue
     the indices are of; "" where that is known to be the encoder's.
     """
 
@@ -151,7 +151,7 @@ class SkippedBackend:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """Who served a stage, how long it took, and who was passed over."""
+    """The backend that served a stage, how long it took, and the ones that were passed over."""
 
     stage: str
     backend: str
@@ -211,9 +211,9 @@ class SamplingOptions:
 class GenerateRequest:
     """Generate the `k` most probable items with a beam of that width, out of all items or only `among`, never one of `blocked`.
 
-    `deadline` is on this process's monotonic clock, in seconds: what cannot be done by then is given up. `tenant` and `whose` (its user,
-    "" for nobody in particular) keep cached prompts apart. With `sampling`, items are drawn, and the `k` most probable of those drawn are
-    the answer. `model_version`: whose catalogue the indices are of; "" where that is known to be the generator's.
+    `deadline` is on this process's monotonic clock, in seconds: what cannot be done by then is given up. `tenant` and `user_id` (its user,
+    "" for no user in particular) keep cached prompts apart. With `sampling`, items are drawn, and the `k` most probable of those drawn are
+    the answer. `model_version`: of the catalogue that the indices are of; "" where that is known to be the generator's.
     """
 
     user: UserState
@@ -225,7 +225,7 @@ class GenerateRequest:
     tenant: str = "default"
     sampling: SamplingOptions | None = None
     model_version: str = ""
-    whose: str = ""
+    user_id: str = ""
 
     @property
     def width(self) -> int:
@@ -246,8 +246,8 @@ class RecommendRequest:
     """What the caller asks for: `k` items for a user with these behaviours, as of `request_time` (seconds; default: now).
 
     `behaviours` None means those that are stored of the user; an empty tuple, that there are none.
-    `exclude_seen` leaves out what stands in `behaviours`, `blocked` whatever it names; with `allowed`, nothing else is recommended.
-    `tenant` says whose request it is, where customers share a cluster; it does not change the answer.
+    `exclude_seen` leaves out what stands in `behaviours`, `blocked` the items it names; with `allowed`, nothing else is recommended.
+    `tenant` is the customer, where several share a cluster; it does not change the answer.
     `strategy`: the encoder's nearest items (retrieval), the decoder's most probable ones (generative) or both lists blended (unified);
     None is unified where the model has a decoder and retrieval where it has none. `sampling` draws the generated items.
     `deadline_ms` is the time for the whole answer, and `deadline` the moment when it is over, in seconds on this process's monotonic clock:
@@ -321,7 +321,7 @@ class ScoredItem:
 class CacheReport:
     """Where an answer came from: this gateway's memory (l1), the cluster's (l2), another request's computation that was joined, or its own.
 
-    `age_s`: seconds since it was computed; `stale`: it is past its time, and being computed anew for the next who asks.
+    `age_s`: seconds since it was computed; `stale`: it is past its time, and being computed anew for the next caller.
     """
 
     tier: CacheTier
@@ -336,7 +336,7 @@ class Recommendation:
     `degraded`: an engine that should have served broke and another took its place, or none served the stage: retrieved items instead of
     generated ones, the user's last good answer or popular items instead of retrieved ones.
     `unknown_items`: item ids of the request that the catalogue does not hold; they were left out of account.
-    `cache`: None where nobody looked for a kept answer.
+    `cache`: None where no kept answer was looked for.
     """
 
     user_id: str

@@ -1,7 +1,7 @@
 """Which of a user's events an engine is given: a window whose start moves in steps.
 
 What engines keep of a user is valid only while positions are counted from the same event. A window of exactly the latest events moves
-with every event and would invalidate it for whoever has more than `longest`; a stepped one moves once in `step` events. All engines are
+with every event and would invalidate it beyond `longest` events; a stepped one moves once in `step` events. All engines are
 given the same window, so that no answer depends on what is kept.
 """
 

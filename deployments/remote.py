@@ -134,7 +134,7 @@ def copy_of(request: object, number: int) -> object:
     if number and isinstance(request, EncodeRequest | RankRequest):
         return replace(request, user="")
     if number and isinstance(request, GenerateRequest):
-        return replace(request, whose="")
+        return replace(request, user_id="")
     return request
 
 

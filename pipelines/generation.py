@@ -94,7 +94,7 @@ class Generation:
             tenant=request.tenant,
             sampling=request.sampling,
             model_version=self._version,
-            whose=request.user_id,
+            user_id=request.user_id,
         )
 
     def _width(self, request: RecommendRequest) -> int:

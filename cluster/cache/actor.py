@@ -1,4 +1,4 @@
-"""Cache shards as named Ray actors, which outlive whoever made them.
+"""Cache shards as named Ray actors, which outlive the process that made them.
 
     replica -> ShardedCache -> ActorShard -> (Ray) -> CacheActor, one process each: genrec-cache-0, genrec-cache-1, ...
 
@@ -142,7 +142,7 @@ class ActorShard:
 
 async def connect(settings: CacheSettings, name: str, patience: SharedSettings | None = None) -> ShardedCache:
     """The shared cache of this name; its actors are made where they do not exist, and told the settings where they do. Actors of earlier
-    settings, beyond `l2_shards`, are ended: nobody asks them any more, and no erasure would reach what they hold.
+    settings, beyond `l2_shards`, are ended: no replica asks them any more, and no erasure would reach what they hold.
 
     `patience`: the deadlines, in place of those of the settings. Raises BackendUnavailable where Ray refuses.
     """

@@ -1,4 +1,4 @@
-"""Who may enter a full cache while it hits too rarely.
+"""Which entries a full cache takes in while it hits too rarely.
 
 A flood of keys asked for once (a crawler, a scan, an attack) makes any cache miss. While the hit rate of the latest lookups is below a
 minimum, a full cache takes in no key it has not been asked for before, and evicts what is worth least: frequency x cost / weight.

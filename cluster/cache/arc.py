@@ -18,7 +18,7 @@ class ArcPolicy(WeighedPolicy[KeyT]):
         super().__init__(capacity)
         self._once = WeighedQueue[KeyT]()
         self._again = WeighedQueue[KeyT]()
-        # hashes: who was erased is not to be named by what is remembered of the evicted
+        # hashes: the memory of evicted keys must not name an erased user
         self._once_ghost = WeighedQueue[int]()
         self._again_ghost = WeighedQueue[int]()
         self._target = 0.0

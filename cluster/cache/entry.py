@@ -10,7 +10,7 @@ Freshness: TypeAlias = Literal["fresh", "stale", "expired"]
 class Key(NamedTuple):
     """What an entry is found by, and what it is forgotten by.
 
-    `namespace`: a tenant; `group`: a user of that tenant, "" for nobody in particular; `digest`: of everything else that the answer depends
+    `namespace`: a tenant; `group`: a user of that tenant, "" for no user in particular; `digest`: of all else that the answer depends
     on (model version, version of the history, parameters of the request).
     """
 
@@ -25,7 +25,7 @@ class Entry:
 
     It is fresh before `fresh_until`, from there on stale (it may be served while a new one is computed) and gone from `stale_until` on.
     All times are seconds since 1970 (`time.time()`): entries travel between processes. `fresh_s`: for how many seconds it was to be fresh,
-    0 where nobody said; refreshing ahead of time needs it. `cost_ms`: how long the answer took to compute.
+    0 where that is not known; refreshing ahead of time needs it. `cost_ms`: how long the answer took to compute.
     """
 
     payload: Any

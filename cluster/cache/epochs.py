@@ -1,7 +1,7 @@
 """What was forgotten when, so that nothing computed from before comes back.
 
-Whoever begins to compute an answer notes the epoch; each erasure begins a new one. An answer is taken in only where nothing it belongs to
-was erased since its epoch.
+The computation of an answer notes the epoch as it begins; each erasure begins a new one. An answer is taken in only where nothing that it
+belongs to was erased since its epoch.
 """
 
 from collections import OrderedDict

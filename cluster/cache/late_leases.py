@@ -1,6 +1,6 @@
-"""Leases that were granted to nobody: the answer came after the deadline, or to a caller who was gone by then.
+"""Leases without a holder: the answer came after the deadline, or its caller was gone by then.
 
-The holder does not know that it holds, and whoever else asks would wait for it: such a lease is given back as soon as its answer is there.
+The holder does not know that it holds, and other callers would wait for it: such a lease is given back as soon as its answer is there.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ class LateLeases:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def give_back(self, call: "asyncio.Future[Leased]", release: Release) -> None:
-        """Let the `call` of `lease` go on, and `release` what it may have been granted; nobody waits for that."""
+        """Let the `call` of `lease` go on, and `release` what it may have been granted, in the background."""
         if len(self._tasks) >= self._limit:
             call.cancel()
             return

@@ -42,7 +42,7 @@ class MemoryCache:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Entries held, those included whose time is over but that nobody has asked for since."""
+        """Entries held, with those that are past their time and were not asked for since."""
         return len(self._entries)
 
     def get(self, key: Key) -> Entry | None:
@@ -58,7 +58,7 @@ class MemoryCache:
             return entry
 
     def peek(self, key: Key) -> Entry | None:
-        """As `get`, but as if nobody had looked."""
+        """As `get`, but counts no lookup and changes no order."""
         with self._lock:
             entry = self._entries.get(key)
             return entry if entry and entry.freshness(self._clock()) != "expired" else None

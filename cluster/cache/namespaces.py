@@ -1,4 +1,4 @@
-"""Which entries are whose: an index from namespaces and groups to keys, a ceiling for each namespace, and who looked up how often."""
+"""An index from namespaces and groups to their keys, a ceiling for each namespace, and counts of each namespace's lookups."""
 
 from collections.abc import Iterable
 from itertools import chain

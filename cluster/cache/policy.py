@@ -1,6 +1,6 @@
 """Policies of eviction: in which order keys leave a cache that is full.
 
-A policy knows keys and their weights, neither values nor time. It is not thread-safe: whoever holds it holds the lock. A policy is added by
+A policy knows keys and their weights, neither values nor time. It is not thread-safe: its owner holds the lock. A policy is added by
 a line in `POLICIES`, and its name in `CacheSettings.policy`.
 """
 
@@ -108,7 +108,7 @@ class WeighedPolicy(ABC, Generic[KeyT]):
     def _forget(self, key: KeyT) -> None:
         """Unqueue a key that is there."""
 
-    def _make_room(self, key: KeyT, weight: int) -> list[KeyT]:  # noqa: ARG002 - some policies choose victims by who comes
+    def _make_room(self, key: KeyT, weight: int) -> list[KeyT]:  # noqa: ARG002 - some policies choose victims by the key that comes
         return self._evict_down_to(self.capacity - weight)
 
     def _reweigh(self, key: KeyT, weight: int) -> list[KeyT]:

@@ -12,7 +12,7 @@ from cluster.errors import ConfigError
 
 
 def pick(key: Key, nodes: Sequence[str]) -> str:
-    """The node for `key`, whatever the order of `nodes`. Raises ConfigError where there are none."""
+    """The node for `key`, in any order of `nodes`. Raises ConfigError where there are none."""
     if not nodes:
         raise ConfigError("there are no cache shards to choose from; give the shared cache at least one")
     named = _bytes_of(key)

@@ -68,7 +68,7 @@ def parse_size(size: str, distinct: int) -> int:
 
 
 def read_trace(path: Path) -> list[Hashable]:
-    """The accesses of a trace file, in order; plain or gzipped, whatever its name.
+    """The accesses of a trace file, in order; plain or gzipped, as its content says.
 
     Either one key a line, or JSON lines with `hash_ids` (the Mooncake format, FAST 2025), each of which is one access. Empty lines are
     passed over. Raises DataError with the line.

@@ -34,7 +34,7 @@ class S3FifoPolicy(WeighedPolicy[KeyT]):
         self._hits: dict[KeyT, int] = {}
         self._small = WeighedQueue[KeyT]()
         self._main = WeighedQueue[KeyT]()
-        self._ghost = WeighedQueue[int]()  # hashes: who was erased is not to be named by what is remembered of the evicted
+        self._ghost = WeighedQueue[int]()  # hashes: the memory of evicted keys must not name an erased user
 
     def touch(self, key: KeyT) -> None:
         hits = self._hits[key]
@@ -42,7 +42,7 @@ class S3FifoPolicy(WeighedPolicy[KeyT]):
             self._hits[key] = hits + 1
 
     def _make_room(self, key: KeyT, weight: int) -> list[KeyT]:
-        # Asked first: those who leave now must not drive the key out of the ghost that they join.
+        # Asked first: keys that leave now must not drive the key out of the ghost that they join.
         self._remembered = (known := hash(key)) in self._ghost
         if self._remembered:
             self._ghost.remove(known)

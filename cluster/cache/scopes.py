@@ -14,7 +14,7 @@ def concerns(key: Key, namespace: str | None, group: str | None) -> bool:
 
 
 def scope_digest(namespace: str | None = None, group: str | None = None) -> str:
-    """What an erasure is remembered by, the same in every process: whoever was erased is not to be named by the record of it."""
+    """What an erasure is remembered by, the same in every process: the record of an erasure must not name the user."""
     return blake2b(json.dumps([namespace, group]).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The shared cache as one replica uses it: get an entry or the right to compute it, wait for who computes it, send what was computed."""
+"""The shared cache as one replica uses it: get an entry, or the right to compute it, or wait for it; send what was computed."""
 
 import asyncio
 import itertools
@@ -28,7 +28,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """To compute an entry and put it with this epoch. `holder`: who we are in its lease; "" where another replica has that."""
+    """To compute an entry and put it with this epoch. `holder`: the lease's holder; "" where another replica holds the lease."""
 
     epoch: int
     holder: str
@@ -46,12 +46,12 @@ class SecondTier:
         self._releases: set[asyncio.Task[None]] = set()
 
     async def find(self, key: Key) -> Entry | None:
-        """The entry, decoded; nobody is to compute it."""
+        """The entry, decoded; a miss grants no right to compute it."""
         entry = (await self.shared.mget((key,))).entries.get(key)
         return self._codec.decoded(entry) if entry else None
 
     async def obtain(self, key: Key, newer_than: float) -> Arrived | Right | None:
-        """An entry that is fresh until after `newer_than`, or the right to compute it: with its lease, or beside one who takes too long.
+        """An entry that is fresh until after `newer_than`, or the right to compute it: with its lease, or beside a holder that is too slow.
         None where the shared cache cannot be asked: what is computed then stays here.
         """
         until = _now() + self._settings.wait_s
@@ -68,11 +68,11 @@ class SecondTier:
         return None
 
     def put(self, key: Key, entry: Entry, epoch: int) -> None:
-        """Send it soon; nobody waits for it."""
+        """Send it soon, in the background."""
         self.writes.put(key, entry, epoch)
 
     def release(self, key: Key, right: Right) -> None:
-        """Let the next replica compute it; nobody waits for that."""
+        """Let the next replica compute it, in the background."""
         if not right.holder:
             return
         task = asyncio.get_running_loop().create_task(self.shared.release(key, right.holder))

@@ -1,6 +1,6 @@
-"""One shard of the shared cache: entries, and who computes those that are missing.
+"""One shard of the shared cache: entries, and which caller computes a missing one.
 
-    lease(key) -> the entry, or Granted (compute it, then mput or release), or Held (somebody computes it: wait)
+    lease(key) -> the entry, or Granted (compute it, then mput or release), or Held (another caller computes it: wait)
 
 Its methods never wait, except `wait`, so that on one event loop each is atomic.
 """
@@ -35,7 +35,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Somebody else computes the key, for at most `seconds` more; whoever computes it all the same puts it with this epoch."""
+    """Another caller computes the key, for at most `seconds` more; a caller that computes it all the same puts it with this epoch."""
 
     seconds: float
     epoch: int
@@ -87,7 +87,7 @@ class CacheShard:
         return Granted(self._epochs.now)
 
     async def wait(self, key: Key, within_s: float, newer_than: float = 0.0) -> Entry | None:
-        """The entry as soon as it is put; None once nobody computes it any more, or after `within_s`."""
+        """The entry as soon as it is put; None once no caller computes it any more, or after `within_s`."""
         if (entry := self._newer(key, newer_than, counted=False)) is not None:
             return entry
         if (lease := self._lease(key)) is None:
@@ -119,7 +119,7 @@ class CacheShard:
         return self.memory.statistics()
 
     async def close(self) -> None:
-        """Whoever waits is told that nothing will come."""
+        """Callers that wait are told that nothing will come."""
         for key in list(self._waiting):
             self._settle(key, None)
 

@@ -59,7 +59,7 @@ class ShardHealth:
 
 
 class SharedCache(Protocol):
-    """As Shard, less what fails: `lease` is None where nobody can say, and `mput` returns what it knows to be refused for an erasure.
+    """As Shard, less what fails: `lease` is None where the shard is away, and `mput` returns what it knows to be refused for an erasure.
 
     A lease that is granted after `lease` returned None, or was cancelled, is given back: its holder must be one that no other call names.
     """
@@ -110,7 +110,7 @@ class GuardedShard:
             self._on_trial = False  # also where the caller was cancelled
 
     async def insist(self, call: Callable[[Shard], Awaitable[T]]) -> T | None:
-        """As `ask`, with an operator's patience and whatever the breaker says."""
+        """As `ask`, with an operator's patience, also while the breaker is open."""
         return await self._timed(call, self._settings.operator_s)
 
     def health(self) -> ShardHealth:

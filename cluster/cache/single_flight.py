@@ -1,7 +1,7 @@
-"""Work that several callers wait for, and work that nobody waits for, on one event loop.
+"""Work that several callers wait for, and work in the background, on one event loop.
 
-A flight is a task of its own: a caller that goes away does not take it down while others wait, and its error reaches each of them. With
-the last who waits it ends: nobody would be given what it costs.
+A flight is a task of its own: a caller that goes away does not take it down while others wait, and its error reaches each of them. The
+flight ends with the last caller that waits.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ class Flight(Generic[KeyT, T]):
 
 
 class SingleFlight(Generic[KeyT, T]):
-    """At most one computation of a key at a time; whoever comes later joins it."""
+    """At most one computation of a key at a time; later callers join it."""
 
     def __init__(self) -> None:
         self._flights: dict[KeyT, Flight[KeyT, T]] = {}
@@ -33,14 +33,14 @@ class SingleFlight(Generic[KeyT, T]):
         return self._flights.get(key)
 
     def start(self, key: KeyT, compute: Callable[[], Coroutine[Any, Any, T]], *, waiting: int = 0) -> Flight[KeyT, T]:
-        """A new one, which later callers join. `waiting`: who waits for it already, and goes away never: 1 for background work."""
+        """A new one, which later callers join. `waiting`: how many wait for it already and never go away: 1 for background work."""
         flight = self._flights[key] = Flight(key, asyncio.get_running_loop().create_task(compute()), waiting)
         self._running.add(flight.task)
         flight.task.add_done_callback(lambda done: self._landed(flight, done))
         return flight
 
     async def wait(self, flight: Flight[KeyT, T]) -> T:
-        """Its answer. Where the last who waits is cancelled, so is the flight, and who comes from now on begins another."""
+        """Its answer. Where the last caller that waits is cancelled, so is the flight, and the next caller begins another."""
         flight.waiting += 1
         try:
             return await asyncio.shield(flight.task)
@@ -51,7 +51,7 @@ class SingleFlight(Generic[KeyT, T]):
                 self._drop(flight)
 
     def detach(self, concerned: Callable[[KeyT], bool]) -> None:
-        """Nobody joins these any more; who waits for one still gets its answer."""
+        """No caller joins these any more; those that wait for one still get its answer."""
         for key in [key for key in self._flights if concerned(key)]:
             del self._flights[key]
 
@@ -67,7 +67,7 @@ class SingleFlight(Generic[KeyT, T]):
 
 
 class Background:
-    """Tasks that nobody waits for, at most `limit` at a time; `dropped` counts those there was no room for."""
+    """Tasks in the background, at most `limit` at a time; `dropped` counts those there was no room for."""
 
     def __init__(self, limit: int) -> None:
         self.dropped = 0

@@ -16,7 +16,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Computed(Generic[T_co]):
-    """`negative`: degraded, worth keeping for a moment only. `keep` False: for those who wait for it, and nobody after them."""
+    """`negative`: degraded, worth keeping for a moment only. `keep` False: for the callers that wait for it, and not for later ones."""
 
     value: T_co
     negative: bool = False
@@ -25,7 +25,7 @@ class Computed(Generic[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class Found(Generic[T_co]):
-    """`tier`: where it was; "joined" where somebody, here or in another replica, was computing it. `age_s`: since it was computed."""
+    """`tier`: where it was; "joined" where a caller here or in another replica was computing it. `age_s`: since it was computed."""
 
     value: T_co
     tier: CacheTier
@@ -82,7 +82,7 @@ class TierSettings:
     `ttl_s`: an answer is fresh for so long, and for `stale_s` after that it is served while the next one is computed. `negative_ttl_s`: a
     degraded answer is kept for so long, and a refresh that left nothing to keep is not repeated earlier. `jitter`: times vary by this
     share, so that what was computed together is not computed anew together. `wait_s`: for so long another replica's computation is awaited
-    before it is done here as well; as long as an answer may take without hurting who asked. `lease_s`: after so long a replica that
+    before it is done here as well; as long as an answer may take without hurting the caller. `lease_s`: after so long a replica that
     computes an answer is thought dead. `refresh_ahead`: answers looked up `hot_per_minute` times or more are computed anew when this share
     of their fresh time is left. `max_background`: refreshes at a time; `max_writes`: answers on their way to the shared cache; more are
     dropped.
@@ -134,7 +134,7 @@ class Pauses:
         return self._clock() < self._until.get(key, 0.0)
 
     def forget(self, concerned: Callable[[Key], bool]) -> None:
-        """Whoever was erased is not to be named here. Takes time in proportion to the pauses that last."""
+        """Erased users are not named here any more. Takes time in proportion to the pauses that last."""
         self._drop_ended()
         for key in [key for key in self._until if concerned(key)]:
             del self._until[key]

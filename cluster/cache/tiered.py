@@ -1,9 +1,9 @@
 """Answers out of two tiers: memory of this process (L1), then the cache that all replicas share (L2), then computed, once.
 
-    get_or_compute:  L1 -> join who computes it here -> L2: the entry | the lease to compute it | wait for who holds the lease -> compute
+    get_or_compute:  L1 -> join the computation here -> L2: the entry | the lease to compute it | wait for the lease's holder -> compute
 
 An answer past its time is still served, at once, while one task computes the next; what many ask for is computed ahead of its time.
-Whatever the shared cache does, or fails to do, is no error here.
+A shared cache that fails is no error here.
 """
 
 import logging
@@ -57,7 +57,7 @@ class TieredCache(Generic[T]):
         self._computed = self._joined = self._refreshes = 0
 
     async def get_or_compute(self, key: Key, compute: Compute[T], *, refresh: bool = False) -> Found[T]:
-        """Raises what `compute` raises, to all who wait for it here; nothing is kept then. Computing ends when all of them are cancelled.
+        """Raises what `compute` raises, to all that wait for it here; nothing is kept then. Computing ends when all of them are cancelled.
 
         With `refresh`, nothing that is kept will do; what is being computed at this moment will.
         """
@@ -80,7 +80,7 @@ class TieredCache(Generic[T]):
         return self._taken_over(key, entry, began, "l2") if entry else None
 
     def refresh(self, key: Key, compute: Compute[T]) -> bool:
-        """Compute it in the background, unless somebody does or did, here or in another replica; says whether a task was begun for it."""
+        """Compute it in the background, unless it is computed or was, here or in another replica; says whether a task was begun for it."""
         if self._flights.get(key) is not None or self._pauses.paused(key) or not self._background.has_room():
             return False
         entry = self._l1.peek(key)
@@ -92,7 +92,7 @@ class TieredCache(Generic[T]):
     def forget(self, namespace: str | None = None, group: str | None = None) -> int:
         """Remove from this replica's memory a group, a namespace (group None) or everything; returns how many entries.
 
-        What is being computed of it now will not be kept either, and nobody who asks from now on is given it.
+        What is being computed of it now is not kept either, and no later caller is given it.
         """
         self._epochs.end(namespace, group)
         for kept in (self._flights.detach, self._hot.forget, self._pauses.forget):
@@ -178,7 +178,7 @@ class TieredCache(Generic[T]):
         """In both tiers, and whether it goes to the second."""
         payload = self._codec.encoded(computed.value) if computed.keep else None
         if payload is None or computed.negative:
-            self._pauses.pause(key, self._settings.negative_ttl_s)  # or each who is given a stale one would start the next attempt
+            self._pauses.pause(key, self._settings.negative_ttl_s)  # or each caller that is given a stale one would start the next attempt
         if payload is None or (computed.negative and self._has_better(key)):
             return False
         entry = self._entry(payload, computed.negative, cost_ms)

@@ -55,7 +55,7 @@ class GeneratorCases:
         return {"a request to draw items": self._asked(4, sampling=SamplingOptions(samples=16, seed=3))}
 
     def of(self, request: GenerateRequest, user: str, tenant: str) -> GenerateRequest:
-        return replace(request, whose=user, tenant=tenant)
+        return replace(request, user_id=user, tenant=tenant)
 
     def problem(self, request: GenerateRequest, answer: Generated) -> str:
         allowed = np.arange(1, self._items + 1) if request.among is None else np.unique(request.among)

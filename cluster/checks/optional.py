@@ -63,13 +63,13 @@ def _figures(given: Any, method: str) -> Mapping[str, float]:
 
 
 def does_not_mix_up_users(subject: Subject) -> None:
-    """Whose a request is changes no answer: also not after another user, or the same name at another tenant, had another history."""
+    """A request's user changes no answer: also not after another user, or the same name at another tenant, had another history."""
     nobodys = subject.batch(subject.typical)
     for user, tenant in ((ADA, HERE), (ADA, ELSEWHERE), (BOB, HERE)):
         theirs = {what: subject.cases.of(request, user, tenant) for what, request in subject.typical.items()}
         one_by_one = [subject.infer(request, what) for what, request in theirs.items()]
-        subject.all_same(nobodys, one_by_one, f"asked for nobody and for {user} of {tenant}, who had other histories before")
-        subject.all_same(nobodys, subject.batch(theirs), f"asked for nobody and, in a batch, for {user} of {tenant}")
+        subject.all_same(nobodys, one_by_one, f"asked without a user and for {user} of {tenant}, who had other histories before")
+        subject.all_same(nobodys, subject.batch(theirs), f"asked without a user and, in a batch, for {user} of {tenant}")
 
 
 def forgets_users(subject: Subject) -> None:

@@ -142,7 +142,7 @@ class _Run:
         except Stuck as stuck:
             self._stuck_in = one.name
             return Result.FAILED, f"it {stuck}: it hangs, or is very slow"
-        except Exception as error:  # noqa: BLE001 - whatever a foreign engine raises is what the check found
+        except Exception as error:  # noqa: BLE001 - any error of a foreign engine is what the check found
             return Result.FAILED, f"it raised {_told(error)}"
         return Result.PASSED, ""
 

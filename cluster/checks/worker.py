@@ -38,5 +38,5 @@ class Worker:
             future, function = call
             try:
                 future.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the caller
+            except BaseException as error:  # noqa: BLE001 - every error belongs to the caller
                 future.set_exception(error)

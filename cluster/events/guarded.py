@@ -1,6 +1,6 @@
 """An event store on a request's path: opened when it can be, asked within a time limit, left alone for a while when it keeps failing.
 
-Reading is part of every answer, so it has a limit and a breaker. Writing has neither: who writes is told how it ended, however long that
+Reading is part of every answer, so it has a limit and a breaker. Writing has neither: a writer is told how it ended, however long that
 takes.
 """
 
@@ -18,7 +18,7 @@ BREAKER = BreakerSettings(failures_to_open=3, pause_s=1.0, longest_pause_s=10.0)
 
 
 class GuardedEventStore:
-    """The store at `url`; one that is away now is opened by whoever needs it once it is back. For one event loop.
+    """The store at `url`; one that is away now is opened by the first call after it is back. For one event loop.
 
     `read_within_s` bounds `version`, `history` and `users`. All methods raise as an EventStore's do.
     """
@@ -91,8 +91,8 @@ class GuardedEventStore:
         return BackendUnavailable(problem)
 
     async def _opened(self) -> EventStore:
-        """The store. Who comes while it is being opened waits for the same attempt, which goes on when a caller leaves."""
+        """The store. Calls made while it is being opened wait for the same attempt, which goes on when a caller leaves."""
         if self._opening is None or (self._opening.done() and (self._opening.cancelled() or self._opening.exception())):
             self._opening = asyncio.ensure_future(self._open_store(self._url))
-            self._opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, though everybody may have left
+            self._opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, though all callers may have left
         return await asyncio.shield(self._opening)

@@ -68,7 +68,7 @@ def name_digest(tenant: str, user_id: str) -> bytes:
 
 
 def version_of(identity: str, latest: int | None, erasure: int | None) -> str:
-    """The version of a user whose latest event has this sequence, or who was erased under this number; `identity` is the store's own.
+    """The version of a user whose latest event has this sequence, or that was erased under this number; `identity` is the store's own.
 
     A store made anew counts from 1 again; the identity keeps what was cached from the old one from being taken for the new.
     """

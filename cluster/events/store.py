@@ -1,4 +1,4 @@
-"""Events: what users did, kept so that an answer can be given to a user id alone. One interface, whatever database is behind it.
+"""Events: what users did, kept so that an answer can be given to a user id alone. One interface for every database.
 
 A store is used like this::
 
@@ -19,7 +19,7 @@ from cluster.registry import EVENT_STORES, choose
 from cluster.values import Availability, Behaviour
 
 RECENT_USERS = 1000
-"""How many rows `users` reads at most, whoever asks."""
+"""How many rows `users` reads at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class StoredHistory:
 
 @dataclass(frozen=True, slots=True)
 class StoredUser:
-    """A user of whom events are stored, and how many."""
+    """A user with stored events, and how many."""
 
     user_id: str
     events: int
@@ -117,7 +117,7 @@ class EventStore(Protocol):
         ...
 
     async def load(self, batches: Batches) -> Loaded:
-        """Store many batches, each all or nothing and kept whatever becomes of the next ones; keys make a load restartable."""
+        """Store many batches, each all or nothing and kept even where later ones fail; keys make a load restartable."""
         ...
 
     async def users(self, tenant: str, limit: int) -> list[StoredUser]:

@@ -1,4 +1,4 @@
-"""Who may start, who waits, who is turned away: one gateway replica's places, with time passed in.
+"""Which requests start, wait or are turned away: one gateway replica's places, with time passed in.
 
     arrive ──► RUNNING ──► LEFT           a place is free
        ├─────► WAITING ──► RUNNING        most urgent first, then in the order of arrival
@@ -6,7 +6,7 @@
        │          └──────► LEFT           its client has gone
        └─────► REFUSED                    the queue is full, or so long that its turn would come too late
 
-Who would wait for longer than half of what is allowed is refused on arrival, when that costs nothing and the caller can still go elsewhere:
+A request that would wait longer than half of what is allowed is refused on arrival, while its caller can still go elsewhere:
 an overloaded queue then holds only what will be served. The wait is foretold by Little's law, those ahead x mean duration / places, and
 by how soon one finished after the other since all places were taken, whichever says longer: a mean lags behind a growing load.
 """
@@ -40,7 +40,7 @@ class Standing(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request. `until`: when it has waited long enough; `tenant` None: not known yet, or nobody's."""
+    """One request. `until`: when it has waited long enough; `tenant` None: not known yet, or none."""
 
     urgency: int
     arrived: float
@@ -105,7 +105,7 @@ class Admission:
         return ticket, None
 
     def leave(self, ticket: Ticket, now: float, first_byte_s: float | None = None) -> list[Ticket]:
-        """A request has its answer, or its client has gone; who may start now. Does nothing for who was refused.
+        """A request has its answer, or its client has gone; the tickets that may start now. Does nothing for a refused one.
 
         `first_byte_s`, from start to answer, adapts the limit: not given for what takes its time by nature, as a batch does.
         """
@@ -119,14 +119,14 @@ class Admission:
         return started
 
     def expire(self, now: float) -> list[Ticket]:
-        """Refuse who has waited long enough."""
+        """Refuse tickets that have waited long enough."""
         late = [ticket for queue in self._queues for ticket in _expired(queue, now)]
         for ticket in late:
             self._dequeue(ticket, Standing.REFUSED)
         return late
 
     def belong(self, ticket: Ticket, tenant: str) -> bool:
-        """Whose request a running one is, once that is known; False where the tenant has its share of the places already."""
+        """Note the tenant of a running request, once it is known; False where the tenant has its share of the places already."""
         if ticket.tenant is None and ticket.standing is Standing.RUNNING:
             if self._has_its_share(tenant):
                 return False
@@ -136,7 +136,7 @@ class Admission:
         return True
 
     def reconfigure(self, settings: "AdmissionSettings", target_s: float, now: float) -> list[Ticket]:
-        """Go on under other settings; who may start or is refused by them. Who runs is let run."""
+        """Go on under other settings; the tickets that may start or are refused by them. Running requests go on."""
         if (settings.max_concurrent, target_s) != (self._limit.most, self._limit.target_s):
             self._limit = AdaptiveLimit(settings.max_concurrent, target_s)
         self._settings = settings
@@ -149,7 +149,7 @@ class Admission:
         return started + surplus
 
     def wait_s(self, now: float, urgency: int = URGENCIES[-1]) -> float:
-        """How long one that arrives at `now` would wait, if nobody more urgent came after it."""
+        """How long one that arrives at `now` would wait, if no more urgent one came after it."""
         ahead = sum(map(len, self._queues[: urgency + 1]))
         return (ahead + 1) * max(self._mean_s / self.places, self._full.each_s(now, self.places))
 
@@ -215,7 +215,7 @@ class Admission:
 
 
 def _expired(queue: dict[Ticket, None], now: float) -> Iterator[Ticket]:
-    """From a queue's head: who arrived later may wait until later."""
+    """From a queue's head: later arrivals may wait until later."""
     for ticket in queue:
         if ticket.until > now:
             return

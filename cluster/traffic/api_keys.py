@@ -28,7 +28,7 @@ Entry = TypeVar("Entry", bound=Hashed)
 
 
 def new_key() -> str:
-    """A key that nobody has: 256 random bits."""
+    """A new key: 256 random bits."""
     return PREFIX + token_urlsafe(32)
 
 
@@ -49,5 +49,5 @@ def find(presented: bytes, keys: Sequence[Entry]) -> Entry | None:
 
 
 def masked(text: str) -> str:
-    """The text without the keys in it: somebody may have written one where its hash belongs."""
+    """The text without the keys in it: an operator may have written one where its hash belongs."""
     return _KEY.sub(f"{PREFIX}***", text)

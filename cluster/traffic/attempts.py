@@ -3,10 +3,10 @@
     it died, or failed in a way that another need not    once more, after a short random pause
     it is slower than 95 % of all (`hedge`)              a copy beside it
     it stalls: 8 times slower than that, or half of      a copy beside it: it may be stopped, or busy with something endless,
-    the time is over                                     and nobody can tell that from being slow
+    the time is over                                     which looks the same as being slow
 
 A stalled call is not given up, for what is merely slow would be begun anew with too little time. Every copy is granted by the retry
-budget, hedges by one of their own besides: where all replicas are slow or gone, sending twice helps nobody.
+budget, hedges by one of their own besides: where all replicas are slow or gone, sending twice does not help.
 """
 
 import asyncio

@@ -26,7 +26,7 @@ def started(request: RecommendRequest, clock: Callable[[], float] = monotonic) -
 
 
 def unhurried(request: RecommendRequest) -> RecommendRequest:
-    """The same for whom nobody waits, such as a computation in the background."""
+    """The same request without a deadline, for a computation in the background."""
     return replace(request, deadline_ms=None, deadline=None)
 
 
@@ -56,7 +56,7 @@ async def in_time(work: Callable[[], Awaitable[T]], within_s: float) -> T:
 async def each_in_time(parts: AsyncIterator[T], within_s: float) -> AsyncGenerator[T, None]:
     """What `parts` yields within that many seconds from the first time it is asked. Raises DeadlineExceeded once they are over.
 
-    Only the waiting is under the time limit: a limit around a `yield` would cancel whoever holds what was yielded.
+    Only the waiting is under the time limit: a limit around a `yield` would cancel the caller that holds what was yielded.
     """
     deadline = asyncio.get_running_loop().time() + within_s
     try:

@@ -45,7 +45,7 @@ class Durations:
 class Hedge:
     """For requests that any replica answers the same, and that change nothing. At most `share` of them are sent twice.
 
-    `on` may be set at any time. `sent`: copies, counted by whoever sends them.
+    `on` may be set at any time. `sent`: copies, counted by the code that sends them.
     """
 
     def __init__(self, *, on: bool = True, share: float = SHARE, clock: Callable[[], float] = time.monotonic) -> None:

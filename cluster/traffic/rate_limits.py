@@ -28,7 +28,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The answer to who asks for tokens. `wait_s`: until as many are there, 0 where they were given; `reset_s`: until the bucket is full.
+    """The answer to a request for tokens. `wait_s`: until as many are there, 0 where they were given; `reset_s`: until the bucket is full.
 
     `limit`: tokens a full bucket of this gateway holds; what costs more is never given.
     """

@@ -3,7 +3,7 @@
     user -> the replicas in the user's own order -> the first that is not busy
 
 A replica keeps what it computed for its users, and another one would compute it anew. Replicas are ordered by rendezvous hashing
-(Thaler and Ravishankar, 1998): one that goes moves only its own users, one that comes takes an equal share of everybody else's. Loads are
+(Thaler and Ravishankar, 1998): one that goes moves only its own users, one that comes takes an equal share of all others'. Loads are
 bounded as in consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018): of m requests on n replicas, none has more
 than ceil(bound x m / n); a user whose home has as many is passed on to the next replica of the user's order, always the same one too.
 """
@@ -19,7 +19,7 @@ from cluster.values import EncodeRequest, GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Requests of users who have one home, in one call, each with the seconds it may take."""
+    """Requests of users that have one home, in one call, each with the seconds it may take."""
 
     requests: tuple[tuple[object, float], ...]
 
@@ -35,8 +35,8 @@ def user_key(request: object) -> str:
         return user_key(request.requests[0][0])
     if isinstance(request, EncodeRequest | RankRequest) and request.user:
         return f"{request.tenant}/{request.user}"
-    if isinstance(request, GenerateRequest) and request.whose:
-        return f"{request.tenant}/{request.whose}"
+    if isinstance(request, GenerateRequest) and request.user_id:
+        return f"{request.tenant}/{request.user_id}"
     return ""
 
 

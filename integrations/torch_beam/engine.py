@@ -107,7 +107,7 @@ class BeamEngine:
             raise BackendFailed(f"a prompt has {longest} states; this decoder takes the latest {self._longest_prompt}")
         prompts = self._prompt.of([request.user for request in requests])
         return [
-            Job(request, view, rows, Prompted.of(self._model_hash, request.tenant, rows, request.whose) if self._cache else None)
+            Job(request, view, rows, Prompted.of(self._model_hash, request.tenant, rows, request.user_id) if self._cache else None)
             for request, view, rows in zip(requests, views, prompts, strict=True)
         ]
 

@@ -106,7 +106,7 @@ class KeptPrompts(KeptRows):
                 self.store.commit(one, rows, one.rows, _arrays(new))
 
     def _owner_of(self, request: GenerateRequest) -> Owner | None:
-        return self._owner(request.tenant, request.whose) if request.whose else None
+        return self._owner(request.tenant, request.user_id) if request.user_id else None
 
 
 class KeptContinuations(Continuations):

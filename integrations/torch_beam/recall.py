@@ -21,16 +21,16 @@ from integrations.torch_beam.logits_cache import LogitsCache, Prefix
 
 @dataclass(frozen=True, slots=True)
 class Prompted:
-    """A prompt by its digest: `tenant` and `whose`, its user, keep those apart, `model_hash` versions."""
+    """A prompt by its digest: `tenant` and `user_id`, its user, keep those apart, `model_hash` versions."""
 
     model_hash: str
     digest: bytes
 
     @classmethod
-    def of(cls, model_hash: str, tenant: str, rows_TH: Tensor, whose: str = "") -> "Prompted":
+    def of(cls, model_hash: str, tenant: str, rows_TH: Tensor, user_id: str = "") -> "Prompted":
         rows = np.ascontiguousarray(rows_TH.numpy())
-        who = hashlib.sha256(repr((tenant, whose, rows.shape)).encode()).digest()
-        return cls(model_hash, hashlib.sha256(who + rows.tobytes()).digest())
+        user = hashlib.sha256(repr((tenant, user_id, rows.shape)).encode()).digest()
+        return cls(model_hash, hashlib.sha256(user + rows.tobytes()).digest())
 
     def prefix(self, tokens_WL: Int64Array) -> Prefix:
         """The key of these paths of L codes each."""

@@ -61,9 +61,9 @@ def prompt(length, seed=0, start=0):
     return UserState(states[rows], UserSequence(*columns, request_time=int(history.timestamps[length - 1]) + 86_400))
 
 
-def asked(length, whose="ada", *, seed=0, start=0, **rest):
+def asked(length, user_id="ada", *, seed=0, start=0, **rest):
     rest = {"k": 10, "beam": 20, "blocked": np.empty(0, np.int32), **rest}
-    return GenerateRequest(prompt(length, seed, start), whose=whose, **rest)
+    return GenerateRequest(prompt(length, seed, start), user_id=user_id, **rest)
 
 
 def edited(request, row):
@@ -170,8 +170,8 @@ def test_a_prompt_that_slid_by_one_event_finds_nothing(keeping, whole):
 
 
 def test_nothing_is_read_across_users_or_tenants_and_nothing_is_kept_of_nobody(keeping, whole):
-    for whose, tenant in (("ada", "a"), ("bob", "a"), ("ada", "b"), ("", "a"), ("", "a")):
-        agree([keeping.infer(asked(20, whose, tenant=tenant))], [whole.infer(asked(20, whose, tenant=tenant))])
+    for user, tenant in (("ada", "a"), ("bob", "a"), ("ada", "b"), ("", "a"), ("", "a")):
+        agree([keeping.infer(asked(20, user, tenant=tenant))], [whole.infer(asked(20, user, tenant=tenant))])
         assert rows(keeping) == (20, 0)
     assert keeping.kept()["users"] == 3
 
@@ -269,8 +269,8 @@ def test_bfloat16_keeps_its_own_bits_and_agrees_with_float32_where_the_model_is_
 def test_forgets_one_user_one_tenant_or_everybody(bundle):
     generator = loaded(bundle, cache_bytes=1 << 20)
     everyone = [("ada", "a"), ("bob", "a"), ("cyd", "a"), ("ada", "b"), ("bob", "b")]
-    for place, (whose, tenant) in enumerate(everyone):
-        generator.infer(asked(10 + place, whose, tenant=tenant))
+    for place, (user, tenant) in enumerate(everyone):
+        generator.infer(asked(10 + place, user, tenant=tenant))
     assert generator.kept()["rows"] == 9 + 10 + 11 + 12 + 13
     entries = generator.kept()["logits_entries"]
     assert generator.forget("a", "ada") == 9 + entries, "whose logits they are is not known"

@@ -128,7 +128,7 @@ def test_a_narrow_beam_follows_the_best_paths_only(generator):
 def first(request, count):
     sequence = request.user.sequence
     columns = (column[:count] for column in (sequence.items, sequence.timestamps, sequence.actions, sequence.values))
-    return type(request)(UserState(request.user.states[:count], type(sequence)(*columns, 0)), 10, 20, request.blocked, whose="ada")
+    return type(request)(UserState(request.user.states[:count], type(sequence)(*columns, 0)), 10, 20, request.blocked, user_id="ada")
 
 
 def test_of_a_history_that_grew_only_the_new_events_are_read(generator, bundle, monkeypatch):
@@ -151,7 +151,7 @@ def test_of_more_users_than_are_kept_the_one_asked_for_longest_ago_goes(weights,
     few = RwkvGenerator(weights, keep_users=2)
     few.load(bundle)
     for user in ("ann", "bob", "ann", "cy"):
-        few.infer(asked(3, whose=user))
+        few.infer(asked(3, user_id=user))
     assert few.kept()["users"] == 2
     assert [few.forget("default", user) for user in ("ann", "bob", "cy")] == [1, 0, 1]
 

@@ -101,7 +101,7 @@ def encode_request(user: str, tenant: str = "default") -> EncodeRequest:
 
 def test_a_request_says_whose_it_is():
     state = UserState(np.zeros((1, 4), np.float32), random_sequence(1))
-    generate = GenerateRequest(state, 5, 5, blocked=np.zeros(0, np.int32), tenant="shop", whose="ada")
+    generate = GenerateRequest(state, 5, 5, blocked=np.zeros(0, np.int32), tenant="shop", user_id="ada")
     assert user_key(generate) == user_key(encode_request("ada", "shop")) == "shop/ada"
     assert user_key(encode_request("ada", "shop")) != user_key(encode_request("ada", "other"))
     assert [user_key(one) for one in (encode_request(""), 5.0, None, "ada")] == [""] * 4

@@ -100,14 +100,14 @@ class RwkvGenerator:
         items = request.user.sequence.items
         if (outside := items[(items < 1) | (items > self._ids.items)]).size:
             raise BackendFailed(f"item index {outside[0]} of a prompt is outside of 1..{self._ids.items}, the items of this model")
-        known = self._kept.find(request.tenant, request.whose, items) or self._begun
+        known = self._kept.find(request.tenant, request.user_id, items) or self._begun
         state, logits = known.state, known.logits
         for codes in self._ids.tokens[items[len(known.items) :]]:
             in_time()
             for token in codes:
                 logits, state = model.step(state, np.array([token]))
         read = Read(items.copy(), state, logits)
-        self._kept.keep(request.tenant, request.whose, read)
+        self._kept.keep(request.tenant, request.user_id, read)
         return read
 
 
