@@ -158,7 +158,7 @@ def encoder_of(name: str, encoder: Any, histories: Histories, count: int) -> Con
 
 
 def cold(encoder: Any, histories: Histories) -> Contender:
-    """A user of whom nothing is kept: all rows are encoded and kept, somebody else's are evicted."""
+    """A user without kept rows: all rows are encoded and kept, another user's are evicted."""
     users = iter(range(10**9))
     return Contender("cold", encoder.infer, lambda: histories.ending_anew(1, user=f"cold {next(users)}"))
 
@@ -235,7 +235,7 @@ HEADINGS = {
     ),
     "encoders": (
         "## The whole encoder, ms",
-        "`cold`: a user of whom nothing is kept yet, whose rows are computed, without the shortcut of the last layer, and kept.",
+        "`cold`: a user without kept rows, whose rows are computed, without the shortcut of the last layer, and kept.",
         "| model, events | engine | nothing kept, state off | cold | +1 | +8 | gain at +1 | gain at +8 |",
     ),
     "parts": (

@@ -28,7 +28,7 @@ from cluster.autoscaling import QueuePolicy
 
 MOST_REPLICAS = 20
 DEADLINE_S = 5.0
-"""Of the generator, by default: who has waited so long in the load `rare` is answered without it."""
+"""Of the generator, by default: a request that has waited so long in the load `rare` is answered without it."""
 Curve: TypeAlias = Callable[[float], float]
 
 
@@ -174,7 +174,7 @@ def report(runs: list[Run], command: str, picture: str, skipped: str) -> str:
             "",
             "- Serve's default: delays of 30 and 600 s, metrics each 10 s over 30 s; quick: none up, 60 s down, each 0.5 s over 2 s.",
             "- QueuePolicy: the quick metrics, none of Serve's delays, down_after_s 60. The options below it are added one at a time.",
-            f"- Scale to zero: min_replicas 0, idle_s 60. In the load `rare`, who has waited {DEADLINE_S:g} s gives up.",
+            f"- Scale to zero: min_replicas 0, idle_s 60. In the load `rare`, a request that has waited {DEADLINE_S:g} s gives up.",
             "",
             head,
             "|---|---|---|---|---|---|---|---|---|",

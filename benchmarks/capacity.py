@@ -4,7 +4,7 @@
     python -m benchmarks.capacity plan         # from the figures that are filed; --write makes docs/capacity.md
 
 Processor time, not the clock's, is measured: it hardly depends on what else the machine does, and it adds up. What a role's processes use
-while nobody asks is taken off. Assumptions about users stand in `Load`, prices in `Prices`: give your own as options.
+while no request comes is taken off. Assumptions about users stand in `Load`, prices in `Prices`: give your own as options.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ app = typer.Typer(no_args_is_help=True, help=__doc__)
 
 @dataclass(frozen=True)
 class Load:
-    """Who comes, and what is asked for them."""
+    """How many users come, and what is asked for them."""
 
     users: float = 1e8
     active_daily: float = 0.2
@@ -60,7 +60,7 @@ class Load:
     l2_share: float = 0.30
     history: int = 200
     sessions_h: float = 1.0
-    """Hours for which the state of a user who was active is kept."""
+    """Hours for which the state of an active user is kept."""
 
     def peak_per_s(self, a_day: float) -> float:
         return self.users * self.active_daily * a_day / 86_400 * self.peak

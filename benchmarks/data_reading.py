@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def write_cases(folder: Path, rows: int) -> dict[str, tuple[Callable[[Path], Any], Path]]:
-    """The files, and who reads each."""
+    """The files, and the reader of each."""
     random = np.random.default_rng(0)
     columns = {
         "user": random.integers(1, 20_001, rows),

@@ -53,7 +53,7 @@ TOP = 100
 MIN_ROUNDS = 3
 CHOSEN_BY = 8
 SETTLING_S = 0.05
-"""Before a turn: the threads of a session as it comes go on spinning for a while, and would slow whoever comes next."""
+"""Before a turn: the threads of a session as it comes go on spinning for a while, and would slow the next contender."""
 EAGER, PLAIN = "eager", "plain ONNX Runtime"
 OURS = ("torch", "torch_compiled", "onnxruntime", "openvino")
 GEMM = 1536
@@ -214,7 +214,7 @@ def plain_session(naive: NaiveHSTU, vectors: torch.Tensor, config: HSTUConfig, t
 
 def chosen_by_controller(bundle: Bundle, requests: Sequence[EncodeRequest], threads: int, length: int) -> str:
     table = {**backends("encoder"), "torch_compiled": f"{WholeWindows.__module__}:WholeWindows"}
-    order = [*(name for name in OURS if name != "torch"), "torch"]  # the last one is whom the others must agree with
+    order = [*(name for name in OURS if name != "torch"), "torch"]  # the others must agree with the last one
     rules = encoder_rules(len(bundle.item_vectors) - 1)
     options: dict[str, dict[str, Any]] = {
         "torch": {"state_bytes": 0},

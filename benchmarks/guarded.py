@@ -1,4 +1,4 @@
-"""Cases that may crash, hang or spoil a device: whatever happens to one of them, the others have their rows.
+"""Cases that may crash, hang or spoil a device: the others have their rows when one of them does.
 
 The cases of a group run in a child process that sends a row as each of them ends. A case that fails may leave the device unusable for its
 whole process, as an illegal access does in CUDA: the cases after it get a new process. So do those after one that ended the process or

@@ -3,7 +3,7 @@
     python benchmarks/kill_caches.py --requests 100000                # with the demo's model (run `make demo ONCE=1` before)
 
 Starts Serve on this machine with two gateways. Two tenants have users of the same ids, and every user of each tenant owns four items of the
-catalogue: their events are of these only, so an answer whose explanation names any other item as seen is somebody else's. Requests: what
+catalogue: their events are of these only, so an answer whose explanation names any other item as seen is another user's. Requests: what
 to recommend to a user by what is stored of them, events (each with an idempotency key), histories, and recommendations by a history that is
 sent. Meanwhile every few seconds a cache actor or a gateway is killed. At the end every acknowledged event must be stored, once.
 Writes benchmarks/results/kill_caches_cpu_DATE.md.

@@ -60,10 +60,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who is asked for what. `bodies` are sent in turns.
+    """What is sent. `bodies` are sent in turns.
 
     `retries`: how often a request is sent again that found no server, or was answered 502, 503 or 504, each time after `retry_pause_s`.
-    `examine`: also take down who answered, which costs the driver some microseconds a request.
+    `examine`: also note the backends that answered, which costs the driver some microseconds a request.
     """
 
     url: str
@@ -163,7 +163,7 @@ class Results:
         return self.where(self.ok).percentile_of_all(q)
 
     def percentile_of_all(self, q: float) -> float:
-        """The same, whatever became of them."""
+        """The same, failed ones included."""
         return float(np.percentile(self.latency, q)) * 1e3 if len(self) else float("nan")
 
     def goodput(self, within_s: float = float("inf")) -> float:

@@ -120,7 +120,7 @@ def main(
     if kind == "fastapi":
         uvicorn.run(one_process(model), host="127.0.0.1", port=port, access_log=False)
         return
-    ray.init(address="local", num_cpus=8)  # a replica asks for a core; nobody may wait for one that Ray thinks is taken
+    ray.init(address="local", num_cpus=8)  # a replica asks for a core; none may wait for one that Ray thinks is taken
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(chain(model), blocking=True)
 

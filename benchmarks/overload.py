@@ -3,9 +3,9 @@
     python -m benchmarks.overload                                   # with the demo's model (run `make demo ONCE=1` before)
     python -m benchmarks.overload --times 2 --times 10 --seconds 60
 
-Starts Serve on this machine, measures what 32 callers get who never wait, then sends so many times that, Poisson, each request when it is
+Starts Serve on this machine, measures what 32 callers get that never wait, then sends so many times that, Poisson, each request when it is
 due. The driver shares the processor with the server; `--paced` puts an engine of a known speed in place of the model's, which waits as an
-accelerator's would, so that what is measured is who is let in and who is turned away, not a race for the processor.
+accelerator's would, so that admission is measured, not a race for the processor.
 Writes benchmarks/results/overload_cpu_DATE.md.
 """
 
@@ -55,7 +55,7 @@ def main(
 
 
 def closed(url: str, asked: tuple[str, ...]) -> float:
-    """Requests/s that callers get who never wait."""
+    """Requests/s of callers that never wait."""
     phases = (Phase("warm-up", 0, WARM_UP_S), Phase("measured", 0, CLOSED_S))
     return run(Plan(url, phases, asked, clients=CLIENTS)).phase("measured").throughput()
 

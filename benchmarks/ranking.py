@@ -36,7 +36,7 @@ NAMES = ("a", "b")
 COUNTS = (100, 500, 2048)
 ENGINES: Mapping[str, type[RankerBackend]] = {"onnxruntime": OnnxRuntimeRanker, "openvino": OpenVinoRanker, "torch": TorchRanker}
 SETTLING_S = 0.01
-"""Before a turn: threads of an engine go on spinning for a while, which in a replica of its own would slow nobody."""
+"""Before a turn: threads of an engine go on spinning for a while, which in a replica of its own would slow no other engine."""
 COLUMNS = ("", "candidates", "p50 (ms)", "p99 (ms)")
 LIMIT_MS = 80.0
 """MLPerf's for DLRMv3, p99 at 2,048 candidates."""

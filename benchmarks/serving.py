@@ -118,7 +118,7 @@ def sustained(url: str, asked: tuple[str, ...], closed_per_s: float, bound_ms: f
         results = run(plan)
         within = bool(results.ok.all()) and results.percentile(99) <= bound_ms
         lowest, highest = (rate, highest) if within else (lowest, rate)
-        time.sleep(1.0)  # whatever queued is worked off
+        time.sleep(1.0)  # what queued is worked off
     return lowest
 
 

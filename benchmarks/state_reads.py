@@ -14,7 +14,7 @@ REPEATS = 15
 
 
 def read_seconds(shape: tuple[int, int, int, int], page_rows: int, dtype: npt.DTypeLike) -> tuple[float, int]:
-    """Median seconds to read a user's K and V, whose pages lie scattered in a pool three times as large, and how many bytes that makes."""
+    """Median seconds to read a user's K and V from pages scattered in a pool three times as large, and how many bytes that makes."""
     layers, heads, dim, rows = shape
     planes = {"kt": Plane((layers, heads, dim), 3, dtype), "v": Plane((layers, heads, dim), 2, dtype)}
     count = -(-rows // page_rows)

@@ -1,4 +1,4 @@
-"""Contenders that do the same work in turns, so that whatever else the machine does falls on all of them."""
+"""Contenders that do the same work in turns, so that the machine's other work falls on all of them."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -125,7 +125,7 @@ class MicroBatcher(Generic[Request, Answer]):
             with tracing.joined_span("batch", traces, requests=len(batch), longest=longest):
                 answers = await self._run([place.request for place in batch])
             outcomes = list(zip(batch, answers, strict=True))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to the callers of this batch
+        except Exception as error:  # noqa: BLE001 - every error belongs to the callers of this batch
             for place in batch:
                 if not place.answer.done():
                     place.answer.set_exception(error)

@@ -198,7 +198,7 @@ class Gateway:
             return request
         if flags.strategy == "generative" and not self._versions.model_for(request.tenant, request.user_id).generates:
             return request
-        sampling = None if flags.strategy == "retrieval" else request.sampling  # it draws what nobody generates
+        sampling = None if flags.strategy == "retrieval" else request.sampling  # sampling draws generated items, and none are
         return replace(request, strategy=flags.strategy, sampling=sampling)
 
     async def _make(self, bundle: Bundle) -> ServedModel:

@@ -2,7 +2,7 @@
 
 rollout.json, current -> the versions that serve -> members load them
 members -> report: what they hold, how their engines do, which users are forgotten -> switchboard
-switchboard -> orders: switches, suspicions, who else holds which version, erasures -> members
+switchboard -> orders: switches, suspicions, the versions of other processes, erasures -> members
 """
 
 import asyncio

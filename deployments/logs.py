@@ -29,7 +29,7 @@ def join_serves_log() -> None:
 
 
 class SlowAnswers:
-    """A line for each answer that took long: who served which stage, in what time. Of more than ten a second, the others are counted."""
+    """A line for each answer that took long: each stage's backend and time. Of more than ten a second, the others are counted."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock

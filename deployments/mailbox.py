@@ -2,7 +2,7 @@
 
     request -> address: its user's home replica, the version of the model -> one call with all that wait for it, at most two under way
 
-A remote call costs a gateway about a millisecond of Python, whatever it carries. Each member of a call has its own answer, error and
+A remote call costs a gateway about a millisecond of Python, for one request or many. Each member of a call has its own answer, error and
 deadline; only the failure of the call itself, as when the replica dies, is every member's. Versions do not share calls, so that a slow
 version on trial delays no other. Neither do traced requests, so that each trace continues at the replica.
 """
@@ -118,7 +118,7 @@ class Mailbox:
         except asyncio.CancelledError:
             response.cancel()  # an overloaded replica need not compute what no member awaits
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to the members
+        except Exception as error:  # noqa: BLE001 - every error belongs to the members
             answers = [Raised(error)] * len(members)
         for member, answer in zip(members, answers, strict=True):
             if member.answer.done():

@@ -38,12 +38,12 @@ class Operation:
         return SwitchOut(stage=stage, name=name, enabled=to != "off", first=to == "first", applied=await self._followed("applied", version))
 
     async def forget(self, tenant: str | None, user_id: str | None) -> bool:
-        """Have a user forgotten in every replica, or all of a tenant, or everybody, and wait for it; whether all that live have done so."""
+        """Have a user forgotten in every replica, or all of a tenant, or all users; whether all live processes have done so in time."""
         number: int = await self._ask("erase", tenant, user_id)
         return await self._followed("erased", number)
 
     async def models(self) -> ModelsOut:
-        """Which versions serve, who holds them, and how the trial goes. Raises BundleError where that cannot be read."""
+        """Which versions serve, which processes hold them, and how the trial goes. Raises BundleError where that cannot be read."""
         rollout, fleet = await self._ask("versions")
         return ModelsOut.from_values(self._served().manifest.name, rollout, fleet)
 

@@ -84,7 +84,7 @@ class StageReplica(Generic[ModelT]):
         await self._models.close()
 
     def __del__(self) -> None:
-        """Serve calls it when it stops a replica; so do those whose construction failed."""
+        """Serve calls it when it stops a replica, also one that could not be constructed."""
         for model in self._models.models if hasattr(self, "_models") else ():
             model.close()
 
@@ -205,7 +205,7 @@ class StageReplica(Generic[ModelT]):
         await asyncio.gather(*(model.in_thread(partial(model.controller.forget, tenant, user)) for model in self._models.models))
 
     def _model_for(self, model_version: str) -> ModelT:
-        """What answers a request of a gateway that serves this version; "" is whatever is stable. Raises ModelGone."""
+        """What answers a request of a gateway that serves this version; "" is the stable one. Raises ModelGone."""
         model = self._models.named(model_version) if model_version else self._primary()
         if model is None:
             held = ", ".join(one.bundle.version for one in self._models.models)
@@ -227,7 +227,7 @@ class StageReplica(Generic[ModelT]):
         self._latency.record((now - began) * 1e3, now)
 
     def _recent_p95_ms(self) -> float:
-        """0 where nobody called lately."""
+        """0 where no call came lately."""
         now = monotonic()
         return (self._latency.summary(now).p95_ms or 0.0) if now - self._called_at <= 2 * LATENCY_WINDOW_S else 0.0
 

@@ -1,4 +1,4 @@
-"""The model versions that a process holds: loaded beside the ones that serve, given up once nobody needs them."""
+"""The model versions that a process holds: loaded beside the ones that serve, given up once no gateway needs them."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger("ray.serve")
 
 
 class Versioned(Protocol):
-    """Whatever a process makes of a bundle in order to serve it."""
+    """What a process makes of a bundle in order to serve it."""
 
     @property
     def bundle(self) -> Bundle: ...

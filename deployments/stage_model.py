@@ -108,7 +108,7 @@ AnswerT = TypeVar("AnswerT")
 async def in_time_only(
     requests: Sequence[RequestT], run: Callable[[list[RequestT]], Awaitable[Sequence[AnswerT]]], too_late: Callable[[], AnswerT]
 ) -> Sequence[AnswerT]:
-    """The answers to a batch. `run` is not asked about those for whom it comes too late, since they would cost the others time: they get
+    """The answers to a batch. Requests that are past their deadlines are not given to `run`, as they would cost the others time: they get
     what `too_late` makes.
     """
     now = monotonic()

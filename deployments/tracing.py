@@ -12,7 +12,7 @@ def otlp() -> list[SpanProcessor]:
     They must be set on every node before Ray starts there. Raises ConfigError where the exporter is not installed.
     """
     try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415 - only who traces needs it
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415 - only tracing needs it
     except ImportError as error:
         raise ConfigError("traces need OpenTelemetry's exporter (pip install -e '.[tracing]', on every node)") from error
     return [BatchSpanProcessor(OTLPSpanExporter())]

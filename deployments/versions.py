@@ -1,7 +1,7 @@
-"""Which version of the model answers whom, in one gateway.
+"""Which version of the model answers which user, in one gateway.
 
-    user -> the trial's version, where the user's hash falls to its share and everybody can serve it
-         -> else the stable one, once everybody can serve it ; until then what served before
+    user -> the trial's version, where the user's hash falls to its share and all replicas can serve it
+         -> else the stable one, once all replicas can serve it ; until then what served before
 
 An answer is made of one version from its first stage to its last. Where a replica turns out not to hold that version, another version
 answers the whole request.
@@ -141,7 +141,7 @@ class Versions:
 
     @property
     def stable(self) -> ServedModel:
-        """What serves whoever takes part in no trial."""
+        """The version that serves users outside of trials."""
         return self._shelf.get(self._serving) or self._shelf.models[0]
 
     def model_for(self, tenant: str, user_id: str) -> ServedModel:
@@ -200,7 +200,7 @@ class Versions:
                 yield part
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
-        """What users usually ask for and were last answered: one user's of a tenant, a tenant's or everybody's."""
+        """What users usually ask for and were last answered: one user's of a tenant, a tenant's or all users'."""
         for model in self._shelf.models:
             model.answers.forget(tenant, user_id)
 

@@ -45,7 +45,7 @@ logger = logging.getLogger("ray.serve")
 
 @dataclass(frozen=True, slots=True)
 class DoorStatistics:
-    """`in_flight`: this request among them; `served`: answered by a gateway, whatever it said, by HTTP status; `refused`: by the door
+    """`in_flight`: this request among them; `served`: answered by a gateway, by HTTP status; `refused`: by the door
     itself. Latencies include the wait.
     """
 
@@ -138,7 +138,7 @@ class FrontDoor:
             envelope, rest = opened(await self._socket.recv_multipart())
             try:
                 self._receive(envelope, understood(rest))
-            except Exception as error:  # noqa: BLE001 - whatever was sent, it is answered, and the next one heard
+            except Exception as error:  # noqa: BLE001 - every message is answered, and the next one heard
                 await self._refuse(envelope, error)
 
     def _receive(self, envelope: Envelope, asked: Asked) -> None:

@@ -58,7 +58,7 @@ def _each(kind: type[T]) -> Callable[[Sequence[Mapping[str, Any]]], tuple[T, ...
 
 @dataclass(frozen=True)
 class Stage:
-    """Who served a stage; `fallback_from`: the engines passed over, and why."""
+    """The backend that served a stage; `fallback_from`: the ones passed over, and why."""
 
     stage: str
     backend: str
@@ -394,7 +394,7 @@ class AsyncClient:
     async def stream(
         self, user_id: str, behaviours: Sequence[Behaviour] | None = None, **wishes: Any
     ) -> AsyncGenerator[Stage | Item | Answer, None]:
-        """As `Client.stream`; close it where you leave it early (contextlib.aclosing), so that nobody computes on for you."""
+        """As `Client.stream`; close it where you leave it early (contextlib.aclosing), so that the cluster stops computing."""
         call = stream(user_id, behaviours, **wishes)
         response = await self._send(call, stream=True)
         try:

@@ -1,4 +1,4 @@
-"""Ask a running genrec for recommendations, as a stream: who served each stage, items as they are found, and the answer with its reasons.
+"""Ask a running genrec for recommendations, as a stream: each stage's backend, items as they are found, and the answer with its reasons.
 
 python examples/recommend.py                        # beside `make demo` or `genrec serve`
 python examples/recommend.py http://HOST:8000

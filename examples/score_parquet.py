@@ -41,7 +41,7 @@ from deployments.ranker import RankerModel
 from pipelines.recommend import Recommender
 
 WITHIN_S = 600.0
-"""For a stage: nobody waits for a single answer, so that an engine may take its time before popular items stand in."""
+"""For a stage: no user waits for a single answer, so that an engine may take its time before popular items stand in."""
 SETTINGS = {"generator": {"order": ["torch_beam"]}}
 ANSWERS = pa.schema(
     [("user_id", pa.string()), ("item_ids", pa.list_(pa.string())), ("scores", pa.list_(pa.float32())), ("degraded", pa.bool_())]

@@ -27,7 +27,7 @@ def write(name: str, header: str, rows: Iterable[Iterable[object]]) -> Path:
 
 films = [(str(number), f"{KINDS[number % 4]} no. {number // 4 + 1}") for number in range(48)]
 events = []
-for user in range(240):  # everybody has a favourite kind, and now and then watches something else
+for user in range(240):  # each user has a favourite kind, and now and then watches something else
     watched = [4 * rng.integers(12) + (user % 4 if rng.random() < 0.9 else rng.integers(4)) for _ in range(rng.integers(8, 14))]
     events += [(f"user-{user}", film, 1_700_000_000 + 3600 * hour + user) for hour, film in enumerate(watched)]
 table = write("events.csv", "user_id,item_id,timestamp", events)
@@ -75,12 +75,12 @@ from cluster.values import EncodeRequest, StageReport  # noqa: E402
 encoder = FrameworkController.configured(Settings().encoder, bundle, encoder_rules(len(bundle.catalogue)))
 
 
-async def encode(request: EncodeRequest, within_s: float) -> StageAnswer[Encoded]:  # noqa: ARG001 - in this process nobody waits for a network
+async def encode(request: EncodeRequest, within_s: float) -> StageAnswer[Encoded]:  # noqa: ARG001 - in this process no call waits for a network
     served = encoder.call_one(request)
     return StageAnswer(served.answer, StageReport("encode", served.backend, served.duration_ms, served.fallback_from), bundle.version)
 
 
-# %% Recommend to somebody who has watched three westerns, and say why.
+# %% Recommend to a user who has watched three westerns, and say why.
 from cluster.values import Behaviour, RecommendRequest  # noqa: E402
 from pipelines.recommend import Recommender  # noqa: E402
 

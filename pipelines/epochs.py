@@ -1,4 +1,4 @@
-"""What every training run does, whatever it trains: epochs with a learning-rate schedule, validation, early stop, resume.
+"""What every training run does: epochs with a learning-rate schedule, validation, early stop, resume.
 
 Everything that draws at random takes its numbers from `options.seed` and the epoch, so that a run resumed from a checkpoint is
 bit-equal to one that was never interrupted (on a CPU; a GPU adds up in no fixed order).

@@ -32,7 +32,7 @@ class Seen:
         return cls(first_BV, user_R, place_R.to(torch.int16))
 
     def among_all(self, rows: slice, targets: Tensor) -> Tensor:
-        """Whether items 1..V were seen, (rows, V); a row's target, which somebody may come back to, never counts as seen."""
+        """Whether items 1..V were seen, (rows, V); a row's target, to which the user may come back, never counts as seen."""
         seen = self.first_BV[self.user_R[rows], 1:] <= self.place_R[rows].unsqueeze(1)
         return seen.scatter_(1, targets.unsqueeze(1) - 1, value=False)
 

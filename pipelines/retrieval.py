@@ -24,7 +24,7 @@ class Retrieval:
         self._popularity = Popularity(bundle.popularity)
 
     async def find(self, wishes: Wishes, count: int, budget: Budget) -> Candidates:
-        """The `count` best items that are not excluded, fewer where there are fewer; popularity for a user of whom nothing is known, or
+        """The `count` best items that are not excluded, fewer where there are fewer; popularity for a user without known behaviours, or
         where no encoder answers in time.
         """
         top_n = min(count + len(wishes.excluded), self._size)

@@ -2,7 +2,7 @@
 
     score = p(click) * (w_click + sum over the other tasks of w_task * prediction_task)
 
-The other tasks are predicted of a user who has turned to the item, so that this is what showing it is worth: with weight 1 for `click`
+The other tasks are predicted of a user that has turned to the item, so that this is what showing it is worth: with weight 1 for `click`
 alone its probability, with weight 1 for `purchase` alone that of a purchase. Ratings count by their place on the data's scale, 0 to 1.
 """
 

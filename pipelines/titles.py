@@ -1,4 +1,4 @@
-"""What titles and attributes say of items, as vectors, for clustering beside the encoder's and for items nobody has met yet."""
+"""What titles and attributes say of items, as vectors, for clustering beside the encoder's and for items without events."""
 
 import re
 from collections import Counter

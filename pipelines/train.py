@@ -32,7 +32,8 @@ class TrainOptions(EpochOptions):
     negatives: int = Field(default=128, ge=1, description="items drawn for each event by the sampled loss")
     temperature: float = Field(default=0.05, gt=0)
     seen_as_negatives: bool = Field(
-        default=True, description="without, items a user has seen are no wrong answers: fits catalogues where nobody comes back to an item"
+        default=True,
+        description="without, items a user has seen are no wrong answers: fits catalogues without repeated items",
     )
     window: Window = Field(default="random", description="which part of a history longer than the model's window is trained on")
     compile: bool = Field(default=False, description="torch.compile the layers: a few minutes once, then several times faster")

@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Stage:
-    """What would serve one stage; `explanation` says who and why."""
+    """What would serve one stage; `explanation` says which backend and why."""
 
     stage: str
     explanation: str

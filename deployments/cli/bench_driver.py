@@ -1,4 +1,4 @@
-"""Drives a genrec endpoint: callers who ask again as soon as they are answered, and when each answer, or its first item, was there.
+"""Drives a genrec endpoint: callers that ask again as soon as they are answered, and when each answer, or its first item, was there.
 
 A closed loop: the server sets the pace, and a stall delays what would have come in it instead of being seen by it.
 """
@@ -56,7 +56,7 @@ class Endpoint:
         return replace(seen, first_item_ms=first if seen.answer and seen.answer.items else None)
 
     async def item_ids(self) -> list[str]:
-        """Items that the server recommends to who is new to it. Raises ConfigError where it recommends none."""
+        """Items that the server recommends to a new user. Raises ConfigError where it recommends none."""
         for k in MOST_ITEMS:
             response = await self._sent(json.dumps({"user_id": "bench-new", "behaviours": [], "k": k}).encode())
             answer = _answer(response.content) if response.status_code == 200 else None

@@ -20,7 +20,7 @@ FRESH = ("computed", "none")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A stage of an answer: who served it, for how long."""
+    """A stage of an answer: its backend, and how long it took."""
 
     stage: str
     backend: str

@@ -1,4 +1,4 @@
-"""What the processes of a server on this machine hold in memory. They are found by who listens on its port."""
+"""What the processes of a server on this machine hold in memory. They are found by the process that listens on its port."""
 
 import importlib
 import os
@@ -56,12 +56,12 @@ def _listener(psutil: Any, port: int) -> int | None:
 
 def _resident_bytes(psutil: Any, listener: int) -> Iterator[int]:
     for process in _serving(psutil, listener):
-        with suppress(psutil.Error):  # it ended meanwhile, or is somebody else's
+        with suppress(psutil.Error):  # it ended meanwhile, or is another user's
             yield process.memory_info().rss
 
 
 def _serving(psutil: Any, listener: int) -> list[Any]:
-    """The session of who listens, which Ray's processes and HAProxy stay in; where that is ours too, its tree up to what started us."""
+    """The listener's session, which Ray's processes and HAProxy stay in; where that is ours too, its tree up to what started us."""
     session = os.getsid(listener)
     if session != os.getsid(0):
         return [process for process in psutil.process_iter() if _session_of(process.pid) == session]

@@ -14,7 +14,7 @@ FIRST_EVENT, HOUR_S = 1_700_000_000, 3600
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """So many callers, each of whom asks again as soon as it is answered; `iterations` requests of all together, unless told otherwise."""
+    """So many callers, each of which asks again as soon as it is answered; `iterations` requests of all together, unless told otherwise."""
 
     callers: int
     iterations: int

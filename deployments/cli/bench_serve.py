@@ -22,7 +22,7 @@ SHAPES_TOLD = ", ".join(f"{name} {shape.callers}" for name, shape in SHAPES.item
 
 @dataclass(frozen=True)
 class Plan:
-    """Who is asked, by how many, how often. `items`: of the catalogue, None where the server is to name some."""
+    """The server, the number of callers and of requests. `items`: of the catalogue, None where the server is to name some."""
 
     url: str
     workload: Workload
@@ -53,7 +53,7 @@ def serve(
     warm_up: Annotated[int, typer.Option(help="requests that do not count", min=0)] = 50,
     iterations: Annotated[int | None, typer.Option(help="requests that count (default: the shape's)", min=1)] = None,
     target: Annotated[list[str], typer.Option(help="p99_ms=50,errors=0: limits, with commas; status 1 where one is missed")] = [],  # noqa: B006 - typer copies it
-    users: Annotated[int, typer.Option(help="different users, who are asked for in turns", min=1)] = Workload.users,
+    users: Annotated[int, typer.Option(help="different users, asked for in turns", min=1)] = Workload.users,
     k: Annotated[int, typer.Option(help="items asked for", min=1)] = Workload.k,
     cache: Annotated[str, typer.Option(help="use kept answers, refresh them, or bypass them")] = Workload.cache,
     strategy: Annotated[str | None, typer.Option(help="unified, retrieval or generative (default: the server's)")] = None,
@@ -83,7 +83,7 @@ def measure(plan: Plan) -> Measured:
 
 
 async def _measured(plan: Plan) -> Measured:
-    from deployments.cli import bench_driver as driver  # noqa: PLC0415 - httpx is loaded by who asks a server
+    from deployments.cli import bench_driver as driver  # noqa: PLC0415 - only asking a server needs httpx
 
     async with driver.connect(plan.url, callers=plan.callers, key=plan.key, timeout_s=plan.timeout_s) as client:
         endpoint = driver.Endpoint(client)
@@ -98,7 +98,7 @@ async def _measured(plan: Plan) -> Measured:
 
 def catalogue_items(model_dir: Path) -> list[str]:
     """Raises BundleError where no version of the model is whole."""
-    from cluster.bundle import BundleStore  # noqa: PLC0415 - pyarrow, for who reads a catalogue
+    from cluster.bundle import BundleStore  # noqa: PLC0415 - only reading a catalogue needs pyarrow
 
     bundle, _ = BundleStore(model_dir).open_last_good()
     return [item.item_id for item in bundle.catalogue.items]

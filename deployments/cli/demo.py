@@ -144,7 +144,7 @@ def request_of(dataset: Dataset, user: int, k: int) -> dict[str, Any]:
 
 
 def show(asked: Asked, dataset: Dataset) -> None:
-    """The answer as a table, and under it who served each stage and who was passed over."""
+    """The answer as a table, and under it each stage's backend and the ones that were passed over."""
     answer, watched = asked.answer, asked.request["behaviours"]
     titles = [_title(dataset, behaviour["item_id"]) for behaviour in watched[-SHOWN_HISTORY:]]
     table = Table(title=f"user {answer['user_id']}, {len(watched)} films rated", title_justify="left", caption_justify="left")

@@ -35,7 +35,7 @@ class Asked:
 
 
 def ask(url: str, request: Mapping[str, Any]) -> Asked:
-    """Computed, whatever is cached. Raises httpx.HTTPError."""
+    """Computed, also where an answer is cached. Raises httpx.HTTPError."""
     response = httpx.post(f"{url}/v1/recommend", json={**request, "cache": "bypass"}, timeout=30)
     response.raise_for_status()
     return Asked(request, response.json())

@@ -29,7 +29,7 @@ BATCH = 5_000
 ACTIONS = tuple(Action)
 
 Url = Annotated[str, typer.Option(help="the store: sqlite:///events.db or postgresql://user@host/database")]
-Tenant = Annotated[str, typer.Option(help="whose users they are, where customers share a store")]
+Tenant = Annotated[str, typer.Option(help="the customer of these users, where several share a store")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
@@ -47,7 +47,7 @@ def import_(
 
     With --as-trained the options for columns, actions and units are those of the model's training; without DATASET, so is the data set.
     It may be stopped and started again, and a file that has grown may be imported again: what is stored already is not stored twice.
-    Users who were erased come back if the file still has them.
+    Erased users come back if the file still has them.
     """
     asked = _table_by_path(dataset)
     read = open_dataset(asked if like is None else as_trained(asked, BundleStore(like).open()))
@@ -79,7 +79,7 @@ def erase(user: Annotated[str, typer.Argument(metavar="USER")], url: Url, *, ten
 def batches(dataset: Dataset, tenant: str, size: int = BATCH) -> Iterator[Sequence[Event]]:
     """All events, user by user in the order of time, each with a key made of its content.
 
-    The same event has the same key in whatever file it stands. Of events that are equal in all, the first has always the same key, the
+    The same event has the same key in every file. Of events that are equal in all, the first has always the same key, the
     second another, and so on.
     """
     batch: list[Event] = []

@@ -1,4 +1,4 @@
-"""`genrec keys`: keys for those who call the API."""
+"""`genrec keys`: keys for callers of the API."""
 
 import json
 from typing import Annotated
@@ -8,7 +8,7 @@ import typer
 from cluster.config import parse
 from cluster.traffic import api_keys
 
-app = typer.Typer(no_args_is_help=True, help="Make keys for those who call the API.")
+app = typer.Typer(no_args_is_help=True, help="Make keys for callers of the API.")
 
 
 @app.callback()
@@ -18,7 +18,7 @@ def keys() -> None:
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Option(help="whose key it is")],
+    name: Annotated[str, typer.Option(help="the key's owner, for people")],
     tenant: Annotated[str | None, typer.Option(help="the only tenant it may act for; default: any")] = None,
     *,
     admin: Annotated[bool, typer.Option("--admin", help="it may operate the system, too")] = False,

@@ -201,7 +201,7 @@ class LocalCluster:
         (self.directory / STATE_FILE).unlink(missing_ok=True)
 
     def _start_node(self, index: int) -> None:
-        """Start a node and wait until it has joined; on a busy machine, again: Ray gives a raylet 30 s, whatever it is told."""
+        """Start a node and wait until it has joined; on a busy machine, again: Ray gives a raylet 30 s, and no setting changes that."""
         for tries_left in reversed(range(START_TRIES)):
             child = self._spawn(index)
             node_id = self._wait(partial(self._node_id, index, child), f"node {index} did not join", NODE_WITHIN_S, self._log(index))

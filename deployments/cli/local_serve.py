@@ -76,7 +76,7 @@ class LocalServe:
         """After `start`: have it served as soon as they run."""
         self._write(local_document(self._config, self._changes, self._port))
         if self._process is not None and self._process.stdin is not None:
-            with suppress(BrokenPipeError):  # it has ended; whatever waits for it hears so
+            with suppress(BrokenPipeError):  # it has ended, and what waits for it hears so
                 self._process.stdin.write(b"\n")
                 self._process.stdin.flush()
 

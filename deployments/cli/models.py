@@ -1,6 +1,6 @@
 """`genrec models`: publish, promote and roll back versions of a model, while a cluster serves it.
 
-Whoever serves follows the model's directory: a promoted version is loaded beside the one that serves, and takes over once every replica
+A cluster follows the model's directory: a promoted version is loaded beside the one that serves, and takes over once every replica
 holds it; nothing is restarted and no request fails.
 """
 
@@ -70,7 +70,7 @@ def promote(
         trial = Trial(version=version, kind=kind, share=share or 1.0, guard=guard)
     rollout = RolloutStore(BundleStore(model_dir)).promote(version, trial)
     begun = f"the {trial.kind} of {version} begins, on {trial.share:.1%} of users; " if trial else ""
-    typer.echo(f"{begun}{model_dir.name}/{rollout.stable} is stable; whoever serves it follows within seconds")
+    typer.echo(f"{begun}{model_dir.name}/{rollout.stable} is stable; clusters that serve it follow within seconds")
 
 
 @app.command()
@@ -90,7 +90,7 @@ def status(
     url: Annotated[str, typer.Option(help="a gateway of the cluster")] = "http://127.0.0.1:8000",
     key: Annotated[str | None, typer.Option(envvar="GENREC_API_KEY", help="API key, where the gateway wants one")] = None,
 ) -> None:
-    """What a running cluster says: which version serves, who holds which, how the trial goes."""
+    """What a running cluster says: which version serves, which processes hold it, how the trial goes."""
     try:
         answer = httpx.get(f"{url}/v1/models", timeout=10, headers={"authorization": f"Bearer {key}"} if key else {})
         answer.raise_for_status()

@@ -72,7 +72,7 @@ class Service:
             cure = "give an operator's key as GENREC_API_KEY" if error.response.status_code in (401, 403) else error.response.text[:200]
             raise ConfigError(f"{self.url}{path} answered {error.response.status_code}; {cure}") from error
         except httpx.HTTPError as error:
-            raise ConfigError(f"nobody answers at {self.url} ({error}); give the service's --url") from error
+            raise ConfigError(f"no server answers at {self.url} ({error}); give the service's --url") from error
         except (ValueError, ValidationError) as error:
             raise ConfigError(f"{self.url}{path} is not a genrec of this version") from error
 

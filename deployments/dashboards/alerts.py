@@ -1,4 +1,4 @@
-"""What wakes whom. `python -m deployments.dashboards.build` writes them as Prometheus' rules."""
+"""What wakes an operator. `python -m deployments.dashboards.build` writes them as Prometheus' rules."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -124,7 +124,7 @@ ALERTS = (
         "30m",
         "ticket",
         "Gateways have served different versions of the model for half an hour.",
-        "A promotion does not end: genrec models status says who cannot load the new version, and why.",
+        "A promotion does not end: genrec models status says which processes cannot load the new version, and why.",
     ),
     Alert(
         "GenrecUnknownItems",

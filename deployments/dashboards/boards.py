@@ -61,7 +61,7 @@ OVERVIEW = Board(
                 "Places",
                 "short",
                 {"running": gauge(m.ADMISSION_RUNNING), "waiting": gauge(m.ADMISSION_WAITING), "places": gauge(m.ADMISSION_PLACES)},
-                "The limit adapts to how fast the stages answer; who waits too long is refused.",
+                "The limit adapts to how fast the stages answer; a request that waits too long is refused.",
             ),
             Panel("Wait for a place", "s", _percentiles(m.ADMISSION_WAIT)),
             Panel("Turned away", "reqps", {"{{status}}": rate(m.REFUSALS, "status")}, "503: overload; 429: a tenant's rate; 401: keys."),
@@ -71,7 +71,7 @@ OVERVIEW = Board(
                 "Events on recommended items",
                 "percentunit",
                 {"followed": share(rate(m.FOLLOWED), f"({rate(m.FOLLOWED)} + {rate(m.NOT_FOLLOWED)})")},
-                "Of the events of users whom this gateway had recommended something in the last half hour.",
+                "Of the events of users that had a recommendation of this gateway in the last half hour.",
             ),
             Panel(
                 "Followed, of all items shown",
@@ -80,7 +80,7 @@ OVERVIEW = Board(
                 "Compares model versions. Events that reach another gateway than their recommendations are missing: the level says little.",
             ),
             Panel("Unknown items in requests", "percentunit", {"unknown": share(rate(m.ITEMS_UNKNOWN), rate(m.ITEMS_NAMED))}),
-            Panel("Users of whom nothing is known", "percentunit", {"unknown": share(rate(m.USERS_UNKNOWN), rate(m.ANSWERS))}),
+            Panel("Users without known behaviours", "percentunit", {"unknown": share(rate(m.USERS_UNKNOWN), rate(m.ANSWERS))}),
         ),
     },
 )

@@ -22,7 +22,7 @@ def files() -> dict[str, str]:
 
 
 def dashboard(board: Board) -> dict[str, Any]:
-    """As Grafana imports it; who imports it chooses the data source."""
+    """As Grafana imports it; the data source is chosen on import."""
     panels: list[dict[str, Any]] = []
     for line, (title, row) in enumerate(board.rows.items()):
         top = line * (HEIGHT + 1)

@@ -1,4 +1,4 @@
-"""The paths that hold ids: whatever a shop calls its users and items, slashes and line breaks too."""
+"""The paths that hold ids of users and items: any text, slashes and line breaks too."""
 
 from starlette.convertors import Convertor, register_url_convertor
 

@@ -62,7 +62,7 @@ class RankIn(Message):
 class RankedItemOut(ItemOut):
     score: float = Field(description="orders the items of this answer; what `weights` make of the predictions, where there are any")
     predictions: dict[Task, float] = Field(
-        description="task -> probability, but of `rating` the expected rating; all but `click` are of a user who has turned to the item. "
+        description="task -> probability, but of `rating` the expected rating; all but `click` are of a user that has turned to the item. "
         "Empty where no ranker answered: then the score is a cosine, or a share of all events"
     )
 

@@ -68,7 +68,7 @@ async def _sent(parts: AsyncGenerator[AnswerPart, None], first: AnswerPart, medi
             yield written(*_event(first))
             async for part in parts:
                 yield written(*_event(part))
-        except Exception as error:  # noqa: BLE001 - the status has been sent: whatever it is, the last event says it
+        except Exception as error:  # noqa: BLE001 - the status has been sent: the last event tells the error
             yield written("error", problems.problem_of(path, error).model_dump())
 
 

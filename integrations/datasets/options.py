@@ -15,7 +15,7 @@ SHOWN_BAD_ROWS = 5
 
 
 class TimestampUnit(StrEnum):
-    """The unit of a timestamp that is a number. A timestamp that is not one is read as ISO-8601, whatever the unit."""
+    """The unit of a timestamp that is a number. A timestamp that is not one is read as ISO-8601, with any unit."""
 
     microseconds: int
     per_microsecond: int  # 1 unless the unit is smaller than a microsecond

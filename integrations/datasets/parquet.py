@@ -22,7 +22,7 @@ class ParquetBlock:
     first_row: int
 
     def columns(self, wanted: Sequence[int]) -> list[pa.Array]:
-        """The wanted columns, of whatever type the file gives them."""
+        """The wanted columns, in the types that the file has."""
         return [self.batch.column(number) for number in wanted]
 
     def pieces(self) -> "Iterator[ParquetBlock]":

@@ -43,7 +43,7 @@ class KeepsRows(Generic[KeptT]):
         return self._kept.forget_tenant(tenant) if self._kept else 0
 
     def forget_everything(self) -> int:
-        """The same of everybody."""
+        """The same of all users."""
         self._pool.clear()
         return self._kept.clear() if self._kept else 0
 

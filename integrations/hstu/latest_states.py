@@ -16,7 +16,7 @@ from integrations.hstu.sequence_model import SequenceModel, unit
 def latest_states(  # noqa: PLR0917 - a batch's own columns
     model: SequenceModel, items_BL: Tensor, times_BL: Tensor, next_times_BL: Tensor, lengths_B: Tensor, count: int
 ) -> Tensor:
-    """L2-normalised states (B, C, D) after each user's last `count` events, oldest first; who has fewer has the first one repeated."""
+    """L2-normalised states (B, C, D) after each user's last `count` events, oldest first; of fewer, the first one is repeated."""
     index_BC = (lengths_B.unsqueeze(1) - count + torch.arange(count, device=lengths_B.device)).clamp(min=0)
     if not isinstance(model, HSTU):
         return rows(model(items_BL, times_BL, next_times_BL), index_BC, model.config.dim)

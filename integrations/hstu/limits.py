@@ -25,7 +25,7 @@ def limits(model: ModelRecord) -> Limits:
 def row_blocks(max_history: int) -> int:
     """In how many blocks the rows of a history attend, each to the events up to its last row only: a block sees nothing of what follows it.
 
-    A graph has so many whatever it is given, and each needs a row: what it is given is padded to as many events.
+    A graph always has so many, and each needs a row: its input is padded to as many events.
     """
     return min(8, max(4, max_history // 128)) if max_history >= 8 else 1
 

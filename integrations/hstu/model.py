@@ -1,6 +1,6 @@
 """HSTU, the research variant for retrieval ("Actions Speak Louder than Words", arXiv 2402.17152, section 3).
 
-    A = SiLU(Q K^T + bias) / N, causal          N is the constant `config.max_length`, whatever the length of the batch
+    A = SiLU(Q K^T + bias) / N, causal          N is the constant `config.max_length`, for batches of any length
     y = W_o dropout(U * LayerNorm(A V)) + b + x
 
 The attention has no softmax, hence adds up over blocks of keys: kept keys and values of old events and those of new events are summed
@@ -114,7 +114,7 @@ class HSTULayer(nn.Module):
         return self._by_head(k).transpose(2, 3), self._values(v)
 
     def queries(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
-        """U (B, L, H*W) and Q (B, H, L, K) of rows that nobody looks at."""
+        """U (B, L, H*W) and Q (B, H, L, K) of rows that are never read."""
         u, q = self._projections(x_BLD, 0, 2)
         return u, self._by_head(q)
 

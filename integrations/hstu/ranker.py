@@ -97,7 +97,7 @@ class HSTURanker(nn.Module):
             if index + 1 < len(self._layers):
                 x, kt, v = layer(x, new, Past(old, past_kt[index], past_v[index]) if old else None)
             else:
-                kt, v = layer.keys(x)  # nobody asks for the events' own output
+                kt, v = layer.keys(x)  # the events' own output is not used
             kts.append(kt)
             vs.append(v)
         return torch.stack(kts), torch.stack(vs)

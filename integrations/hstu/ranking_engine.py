@@ -4,7 +4,7 @@
                                                             K^T, V of all n events + candidates, `micro_batch` at a time -> predictions
 
 The engine is two functions, `RunAppend` and `RunRank`: the ONNX graphs or the torch model. Users are computed one after the other: a
-request has candidates enough to fill the engine. Whatever goes wrong with what is kept costs time and no answer.
+request has candidates enough to fill the engine. An error of what is kept costs time and no answer.
 Shapes as in ranker.py, without B.
 """
 

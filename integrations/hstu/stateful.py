@@ -3,7 +3,7 @@
     history -> window -> rows' identities -> store.match -> kept K^T, V -> append (rows kept..n-1) -> store.commit (rows kept..n-2)
                                                                                                    -> latest states -> nearest items
 
-The engine is a function, `RunAppend`: the ONNX graph or the torch model. Whatever goes wrong here costs time and no answer: the request is
+The engine is a function, `RunAppend`: the ONNX graph or the torch model. Any error here costs time and no answer: the request is
 answered by encoding all of its events, as it is without state, and what is kept of its user is dropped.
 """
 

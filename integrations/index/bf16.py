@@ -2,7 +2,7 @@
 
 The scan's scores are wrong by what rounding did (rounding.py bounds it). The best score of each block of items shows, for the price of one
 pass, a score that as many items reach as are asked for; what stays below it by more than the bound is out. So the answer is the exact one,
-whatever the vectors are; the more alike they are, the more is left for the search in fp32.
+for any vectors; the more alike they are, the more is left for the search in fp32.
 
 Shapes: B users, V items, D width, N blocks of S items.
 """

@@ -31,10 +31,10 @@ class OnnxRuntimeEncoder(KeepsRows[KeptStates]):
     """On the CUDA provider where this build of ONNX Runtime has it, else on the CPU.
 
     `threads` a session; the default is what Ray grants the replica. At small sizes several sessions of one thread beat one of several.
-    `index`: see cluster/nearest.py; it searches for users of whom something is kept, the `retrieve` graph does for all others.
+    `index`: see cluster/nearest.py; it searches for users with kept rows, the `retrieve` graph does for all others.
     `precision`: int8 is for CPUs and for models compiled with it (genrec compile --precision fp32,fp16,int8), which their quality allowed.
-    It scales what it multiplies by the largest value of a batch, so a state depends a little on whose histories came with it, and users
-    of whom something is kept are encoded in fp32.
+    It scales what it multiplies by the largest value of a batch, so a state depends a little on the other histories of its batch, and
+    users with kept rows are encoded in fp32.
     `state`: what is kept of users, see StateOptions; the `append` graph then encodes their new events only.
     """
 

@@ -8,7 +8,7 @@
     rank       candidates, past_times, past_kt_0.., past_v_0..                         -> predictions
 
 The last two are of the ranker, and of one user. `next_times` of a user's last event is the time of the request (0), and the attention
-divides by the constant N of the model, whatever the length of the inputs. `states` are the latest C, for a model whose decoder is
+divides by the constant N of the model, for inputs of any length. `states` are the latest C, for a model whose decoder is
 prompted with them; of `append` they are those of all new events, since which of them come to stand among the latest C is known only when
 more are appended.
 Shapes: B users, L events, S new events, P kept events, D width, V items, M candidates, T tasks.

@@ -67,7 +67,7 @@ def _nearest(states_BD: FloatArray, vectors_VD: FloatArray) -> Int64Array:
 def probes(popularity: Int64Array, max_history: int) -> Iterator[BehaviourBatch]:
     """Seeded histories of 32 users: items as often as they were met in training, lengths from one event to `max_history`.
 
-    A bundle holds nobody's history. `popularity` (V + 1,) is the bundle's.
+    A bundle holds no user's history. `popularity` (V + 1,) is the bundle's.
     """
     rng = np.random.default_rng(0)
     share = (popularity[1:] + 1) / (popularity[1:] + 1).sum()

@@ -1,4 +1,4 @@
-"""A pool of connections: transactions that survive a restart of the server, and what PostgreSQL's errors mean for who runs it."""
+"""A pool of connections: transactions that survive a restart of the server, and what PostgreSQL's errors mean for its operator."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -112,7 +112,7 @@ class Database:
     async def write(self, work: Work[T], *, repeatable: bool) -> T:
         """What `work` returns, in one transaction that is on the disk then.
 
-        It is begun again, once, where it was certainly undone; where nobody knows, as the connection was lost during its commit, only if it
+        It is begun again, once, where it was certainly undone; where that is unknown, as the connection broke during its commit, only if it
         is `repeatable`. Raises BackendUnavailable otherwise.
         """
         return await self._twice(lambda commit: self._connected(lambda connection: _transaction(connection, work, commit)), repeatable)

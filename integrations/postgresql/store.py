@@ -11,7 +11,7 @@ from integrations.postgresql import rows
 from integrations.postgresql.database import Database, place
 
 MIGRATIONS = "integrations.postgresql.migrations"
-MIGRATION_LOCK = 0x67656E726563  # "genrec": any number that nobody else locks
+MIGRATION_LOCK = 0x67656E726563  # "genrec": any number that no other program locks
 
 
 class PostgreSQLEventStore:

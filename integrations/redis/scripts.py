@@ -2,11 +2,11 @@
 
 Keys, after a prefix; parts are quoted, so that a ":" only ever separates:
 
-    v:namespace:group:digest   an entry              l:namespace:group:digest   who computes it
+    v:namespace:group:digest   an entry              l:namespace:group:digest   its lease's holder
     g:namespace:group          sorted set: "namespace:group:digest" of the group's entries and leases, by when they end
     n:namespace                the same of all groups              a   sorted set: namespaces, by when their last entry ends
     e                          hash: `now`, the epoch; `floor`, the first one known here
-    x:digest      the epoch that the last erasure of a group, a namespace or everything began; its digest, so that it names nobody
+    x:digest      the epoch that the last erasure of a group, a namespace or everything began; its digest, so that it names no user
 
 An epoch counts erasures, from the microseconds since 1970 at which `e` was first needed: a Redis that lost its data begins above every
 epoch it gave out before. Erasures are remembered for as long as `KEEP_ERASURES_MS`; no computation takes that long.

@@ -110,11 +110,11 @@ class Writer:
             with self._turn.held(), explained(self._path):
                 self._check_file()
                 return self._commit(jobs)
-        except Exception as error:  # noqa: BLE001 - whatever broke, each caller is told and the thread lives on
+        except Exception as error:  # noqa: BLE001 - each caller is told of any error, and the thread lives on
             return [_Outcome(job, error=error) for job in jobs]
 
     def _purge(self) -> None:
-        """Write the log back and empty it, unless somebody still reads from it: then again a little later, and nobody waits for that."""
+        """Write the log back and empty it, unless a reader still uses it: then again a little later, in the background."""
         try:
             with self._turn.held(), explained(self._path):
                 self._connection.execute("PRAGMA busy_timeout = 0")
@@ -122,7 +122,7 @@ class Writer:
                     (busy, *_) = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
                 finally:
                     self._connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000:.0f}")
-        except Exception as error:  # noqa: BLE001 - whatever broke, the thread lives on
+        except Exception as error:  # noqa: BLE001 - the thread outlives any error
             logger.warning("what was erased still stands in the write-ahead log, and is purged later: %s", error)
             return
         self._purge_due = bool(busy)

@@ -36,7 +36,7 @@ def title(library: Any) -> str:
 
 @contextmanager
 def broken_as(error_type: type[GenrecError], doing: str) -> Iterator[None]:
-    """Turns whatever the library raises into an `error_type`: a null pointer within it, as for a lack of memory, is a TypeError here."""
+    """Turns any error of the library into an `error_type`: a null pointer within it, as for a lack of memory, is a TypeError here."""
     try:
         yield
     except GenrecError:

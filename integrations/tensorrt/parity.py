@@ -22,7 +22,7 @@ def measure_here(engine: Engine, bundle: Bundle, artifact: Artifact) -> dict[str
             samples(computation, config),
             model.item_vectors().detach().numpy(),
         )
-    except (RuntimeError, BackendError) as error:  # torch raises RuntimeError for whatever goes wrong on the GPU
+    except (RuntimeError, BackendError) as error:  # torch raises RuntimeError for any error on the GPU
         raise CompileError(f"the engine was built and broke when it ran: {error}") from error
     require_parity(parity, artifact.precision)
     return parity

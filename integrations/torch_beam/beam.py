@@ -38,7 +38,7 @@ class Continues(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paths:
-    """Each user's paths by node and score, (U, W), in the order of their nodes; NO_NODE and -inf fill up a user who has fewer."""
+    """Each user's paths by node and score, (U, W), in the order of their nodes; NO_NODE and -inf fill up those of users with fewer."""
 
     nodes: Int32Array
     scores: FloatArray

@@ -1,6 +1,6 @@
 """A batch of prompts and the paths that continue each: what has been said about every path, computed when it is asked for.
 
-Choosing codes is only noted down. Codes wait until somebody wants to know what follows them, so a choice that leaves nothing to choose
+Choosing codes is only noted down. Codes wait until the search asks what follows them, so a choice that leaves nothing to choose
 costs no pass through the model, and several codes that wait are computed in one.
 
 Shapes: U users, W paths a user, P codes that wait, S codes that are in memory, T prompt rows.

@@ -1,7 +1,7 @@
 """Drawing items instead of searching for them: paths drawn code by code, all users' in one pass a level.
 
 Draws that share a path share its computation. Each request has its own random stream and takes the same number of bits at every level,
-so that a seed draws the same whoever else is in the batch.
+so that a seed draws the same in any batch.
 
 Shapes: U users, W distinct paths a user, C children of a path at most, N draws of all users together.
 """

@@ -58,7 +58,7 @@ class BeamEngine:
         self.trie = Trie.of(self._ids)
 
     def answer(self, requests: Sequence[GenerateRequest], views: Sequence[TrieView]) -> list[Generated]:
-        """In the order asked. Raises BackendFailed at a prompt that no decoder should see, DeadlineExceeded once nobody waits any more."""
+        """In the order asked. Raises BackendFailed at a prompt that no decoder should see, DeadlineExceeded once all deadlines are past."""
         in_time = _waiting([request.deadline for request in requests])
         in_time()
         if other := {view.trie.version for view in views} - {self.trie.version}:
@@ -72,7 +72,7 @@ class BeamEngine:
         return answers
 
     def forget(self, tenant: str, user: str) -> int:
-        """Drop what is kept of the user: how many rows and entries. Whose logits they are is not known: all of them go."""
+        """Drop what is kept of the user: how many rows and entries. Logits are kept without their user: all of them go."""
         return (self._kept.forget(tenant, user) if self._kept else 0) + self._forget_logits()
 
     def forget_tenant(self, tenant: str) -> int:
@@ -80,7 +80,7 @@ class BeamEngine:
         return (self._kept.forget_tenant(tenant) if self._kept else 0) + self._forget_logits()
 
     def forget_everything(self) -> int:
-        """The same of everybody."""
+        """The same of all users."""
         return (self._kept.clear() if self._kept else 0) + self._forget_logits()
 
     def kept(self) -> dict[str, float]:
@@ -142,7 +142,7 @@ def _grouped(values: Sequence[Value], key: Callable[[Value], Kind]) -> Iterator[
 
 
 def _waiting(deadlines: Sequence[float | None]) -> Callable[[], None]:
-    """A check that raises DeadlineExceeded once all deadlines are past; a batch never fails because of one who came late."""
+    """A check that raises DeadlineExceeded once all deadlines are past; a batch never fails because of one late request."""
     given = [deadline for deadline in deadlines if deadline is not None]
     last = max(given) if given and len(given) == len(deadlines) else None
 

@@ -83,12 +83,12 @@ class TorchBeamGenerator:
         return list(zip(found.items.tolist(), found.log_probs.tolist(), strict=True))
 
     def queue(self) -> dict[str, float]:
-        """No queue, which whoever makes the batches has, but how much of what was asked had been asked before; see BeamEngine.figures."""
+        """How much of what was asked had been asked before; see BeamEngine.figures. The queue is that of the batches' maker."""
         engine = self._loaded
         return engine.figures() if engine else {}
 
     def forget(self, tenant: str, user: str) -> int:
-        """Drop the user's prompts, and the logits of all, since whose they are is not known: how many rows and entries that were."""
+        """Drop the user's prompts, and all logits, which are kept without their user: how many rows and entries that were."""
         return self._engine().forget(tenant, user)
 
     def forget_tenant(self, tenant: str) -> int:
@@ -96,7 +96,7 @@ class TorchBeamGenerator:
         return self._engine().forget_tenant(tenant)
 
     def forget_everything(self) -> int:
-        """The same of everybody."""
+        """The same of all users."""
         return self._engine().forget_everything()
 
     def kept(self) -> dict[str, float]:

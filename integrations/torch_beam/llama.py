@@ -164,7 +164,7 @@ class Llama:
         return F.linear(said, self._head[first : first + size]).float()
 
     def memory(self, lengths: Sequence[int], spare: int) -> Memory:
-        """For prompts of these lengths, of which nothing is filled, but zeros at the padding: what nobody looks at must not be NaN."""
+        """For prompts of these lengths, of which nothing is filled, but zeros at the padding: rows that are masked must not be NaN."""
         memory = self._memory(len(lengths), max(lengths), torch.tensor(lengths, device=self.device), spare)
         for layer in memory.layers:
             for user, length in enumerate(lengths):

@@ -11,7 +11,7 @@ at most, since each refusal cuts what is left at a uniformly drawn place. The id
 (https://flashinfer.ai/2025/03/10/sampling.html), which narrow the search with a second pivot too.
 
 Weights are exp((logit - greatest logit) / temperature), rounded to multiples of 2 ** -mass_bits(vocabulary). So every sum of weights
-is exact in float64, whatever its order: the nucleus never depends on vector width or batch. The price: in a vocabulary of 150,000, a
+is exact in float64, in any order: the nucleus never depends on vector width or batch. The price: in a vocabulary of 150,000, a
 token less than 2 ** -36 as probable as the best is never drawn.
 
 Legend: x (V,) logits of a row, -inf for what is forbidden, at least one finite; w (V,) its weights; blocks (V / 512,) sums of weights.

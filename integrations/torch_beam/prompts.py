@@ -4,7 +4,7 @@
 
 A row's key and value depend on the prompt's rows up to it, counted from the first one. So a beginning is valid exactly where what is
 projected to its rows is the same, bit for bit. The last row changes with the time of the request (the state and the pause after it do),
-so it is always computed and never kept. Whatever goes wrong here costs time and no answer: the prompts are computed whole.
+so it is always computed and never kept. Any error here costs time and no answer: the prompts are computed whole.
 """
 
 from collections.abc import Iterator, Sequence
@@ -70,7 +70,7 @@ class KeptPrompts(KeptRows):
 
     @contextmanager
     def _matched(self, owners: Sequence[Owner | None], keys: Sequence[Int64Array]) -> Iterator[list[Held | None]]:
-        """What is kept of each prompt; None where nobody owns it, so that nothing may be."""
+        """What is kept of each prompt; None where it has no user, so that nothing may be kept."""
         with ExitStack() as stack:
             pairs = zip(owners, keys, strict=True)
             yield [stack.enter_context(self.store.matched(owner, rows)) if owner else None for owner, rows in pairs]

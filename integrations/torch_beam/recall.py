@@ -1,7 +1,7 @@
-"""Prompts seen before: whoever asks again gets the logits computed then, without a pass through the model.
+"""Prompts seen before: their logits are kept, and given again without a pass through the model.
 
 What is asked at a level depends on the prompt and on the paths that are still followed, and nothing else; both together are the key.
-A batch is recalled or computed as a whole at each level: one user who is new costs a pass for all, so known and new prompts do not belong
+A batch is recalled or computed as a whole at each level: one new prompt costs a pass for all, so known and new prompts do not belong
 in one batch.
 """
 

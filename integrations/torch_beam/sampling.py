@@ -1,4 +1,4 @@
-"""Draw next tokens: each row of a batch by its own options and its own random stream, whoever its neighbours are.
+"""Draw next tokens: each row of a batch by its own options and its own random stream, in any batch.
 
     sampler = Sampler()
     drawn = sampler.draw(logits_BV, [options] * B, [RandomStream(seed) for seed in seeds])
@@ -33,7 +33,7 @@ TEMPERATURES = (1e-30, 1e30)  # beyond, float32 would make NaN of equal or of fo
 
 
 class RandomStream:
-    """A request's own randomness: each row takes 64 bits, whatever its path, so the n-th draw depends on the seed and n alone."""
+    """A request's own randomness: each row takes 64 bits on every path, so the n-th draw depends on the seed and n alone."""
 
     def __init__(self, seed: int | None) -> None:
         self._source = np.random.Philox(seed)

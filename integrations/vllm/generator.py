@@ -117,7 +117,7 @@ class VllmGenerator:
             raise
 
     def declines(self, request: GenerateRequest) -> str:
-        """Why this backend does not take the request, whatever its state; "" where it does."""
+        """Why this backend never takes the request; "" where it does."""
         return "sampling is served by torch_beam" if request.sampling else ""
 
     def infer(self, request: GenerateRequest) -> Generated:
@@ -128,7 +128,7 @@ class VllmGenerator:
         return self._run(together(self._answer(request) for request in requests))
 
     async def ainfer(self, request: GenerateRequest) -> Generated:
-        """One answer, among whatever else the engine does. Cancelling it ends its requests to the engine."""
+        """One answer, beside the engine's other work. Cancelling it ends its requests to the engine."""
         return await asyncio.wrap_future(self._submit(self._answer(request)))
 
     async def astream(self, request: GenerateRequest) -> AsyncIterator[Generated]:
@@ -178,7 +178,7 @@ class VllmGenerator:
         return lease.engine.queue() if lease and lease.first else dict(NO_QUEUE)
 
     def forget_everything(self) -> int:
-        """Drop what is computed of all prompts: whose it is is not known, nor how much it is, hence 0. Raises BackendFailed."""
+        """Drop what is computed of all prompts, which vLLM keeps without their users; 0, as vLLM counts none. Raises BackendFailed."""
         if (engine := self._engine) is not None:
             try:
                 self._run(asyncio.wait_for(engine.forget(), FORGET_WITHIN_S))
@@ -220,7 +220,7 @@ class VllmGenerator:
         return ask
 
     def _rows(self, user: UserState) -> "torch.Tensor":
-        """The user's soft prompt (T, H). Raises BackendFailed where it is none: a wrong one takes the engine down, for everybody."""
+        """The user's soft prompt (T, H). Raises BackendFailed where it is none: a wrong one takes the engine down for all requests."""
         if len(user) > self._longest:
             raise BackendFailed(f"a prompt has {len(user)} events; this decoder takes {self._longest} at most")
         (rows,) = self._soft_prompt.of([user])

@@ -24,7 +24,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",  # or it asks a name server which address this machine has
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads, as every Ray actor is, may stand still
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or the engines of all replicas share the same cores, whatever OMP_NUM_THREADS says
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or the engines of all replicas share the same cores, also where OMP_NUM_THREADS is set
     "VLLM_ENGINE_READY_TIMEOUT_S": "300",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output belongs to commands that print an answer

@@ -25,7 +25,7 @@ def genrec_models(*arguments):
 
 def test_promote_and_rollback_change_which_version_is_stable(model_dir):
     store = BundleStore(model_dir)
-    assert genrec_models("promote", 1, "--model-dir", model_dir) == (0, "tiny/1 is stable; whoever serves it follows within seconds\n")
+    assert genrec_models("promote", 1, "--model-dir", model_dir) == (0, "tiny/1 is stable; clusters that serve it follow within seconds\n")
     assert store.current() == 1
     assert genrec_models("rollback", "--model-dir", model_dir) == (0, "tiny/3 is stable\n")
     assert store.current() == 3

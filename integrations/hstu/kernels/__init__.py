@@ -1,6 +1,6 @@
 """HSTU's attention, gated normalisation and append as Triton kernels, and its projection as a CUTLASS one, for NVIDIA GPUs.
 
-    rows.py                which rows of a batch are whose
+    rows.py                which rows of a batch belong to which user
     tiles.py               functions on the device, on a tile of rows and keys; sizes of tiles
     attention.py           attention of ragged or padded rows, with gradients
     norm_mul_dropout.py    dropout(U * LayerNorm(A V)), with gradients

@@ -380,9 +380,9 @@ def attention(
     window: int | None = None,
     precision: str = "ieee",
 ) -> Tensor:
-    """What each row of each user attends to, (T, H, W), divided by N; 0 in rows that belong to nobody.
+    """What each row of each user attends to, (T, H, W), divided by N; 0 in rows of no user.
 
-    q and k (T, H, K), v (T, H, W): all users' rows, as `rows` says whose; views of a projection need no copy, as long as the last dimension
+    q and k (T, H, K), v (T, H, W): all users' rows, divided by `rows`; views of a projection need no copy, as long as the last dimension
     is dense. `next_times_T` and `times_T` (T,), int32 seconds. `position_weights` (2N - 1,), from which N is known, and `time_weights`
     (last bucket + 1,), both fp32. `window`: how many keys a row sees, itself the last of them; None: all.
     `precision`: of fp32 products, "ieee", or on tensor cores "tf32x3" or "tf32". Gradients for q, k, v and both tables of weights.

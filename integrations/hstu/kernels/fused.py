@@ -37,7 +37,7 @@ class FusedHSTU(HSTU):
         return self._encode(x_BLD, times_BL, next_times_BL, torch.full((users,), length, device=times_BL.device))
 
     def latest(self, items_BL: Tensor, times_BL: Tensor, next_times_BL: Tensor, lengths_B: Tensor, count: int) -> Tensor:
-        """L2-normalised states (B, count, D) after each user's last events, oldest first; who has fewer has the first one repeated.
+        """L2-normalised states (B, count, D) after each user's last events, oldest first; of fewer, the first one is repeated.
 
         No work is spent on a user's padding. All layers know every row.
         """

@@ -6,7 +6,7 @@ runs on the sums in registers. Copies of 16 bytes that reach beyond a matrix rea
 are multiples of 8. It uses nothing that came after sm_80.
 
 It has been compiled for sm_80 to sm_120, and its PTX agrees with torch's product in an interpreter on a CPU (tests/ptx.py). It has never
-run on a GPU, so nobody knows how fast it is.
+run on a GPU, so its speed is not known.
 """
 
 import math

@@ -27,7 +27,7 @@ def attention(
     *,
     window: int | None = None,
 ) -> Tensor:
-    """(T, H, W): SiLU(Q K^T + bias) V / N of each user's rows among themselves, 0 in rows that belong to nobody."""
+    """(T, H, W): SiLU(Q K^T + bias) V / N of each user's rows among themselves, 0 in rows of no user."""
     out = v_THW.new_zeros(v_THW.shape)
     for start, length in zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True):
         own = slice(start, start + length)

@@ -1,4 +1,4 @@
-"""Which rows of a batch are whose."""
+"""Which rows of a batch belong to which user."""
 
 from dataclasses import dataclass
 from typing import Self

@@ -3,7 +3,7 @@
     match   rows on the device -> nothing to copy;  rows in the host's pages -> read on a side stream, whole pages at a time
     commit  new rows -> behind the user's tensors, at once;  and -> pinned memory -> the host's store, by a thread, once they are there
 
-Within the byte budget the least recently used user that nobody holds makes room; one that finds none is computed with and not kept.
+Within the byte budget the least recently used user that no request holds makes room; one that finds none is computed with and not kept.
 What a GPU reads by itself is pinned: PagedStates(PagePool(planes, budget_bytes=..., allocate=pinned)). torch is imported when used.
 """
 

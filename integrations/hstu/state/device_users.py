@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DeviceUser(Link):
-    """One user's rows: their identities, and a tensor a plane with room for `capacity` of them. In the LRU list while nobody holds it.
+    """One user's rows: their identities, and a tensor a plane with room for `capacity` of them. In the LRU list while no request holds it.
 
     `ready`: the end of the copies that fill the tensors, for a stream to wait for; None where they are filled.
     """
@@ -43,7 +43,7 @@ class DeviceUser(Link):
 
 
 class DeviceUsers:
-    """Users by owner, the least recently used first to go; their rows are fp32 whatever the host's are. Not for two threads at a time."""
+    """Users by owner, the least recently used first to go; their rows are always fp32. Not for two threads at a time."""
 
     def __init__(self, pool: PagePool, device: "torch.device", budget_bytes: int) -> None:
         self.pool, self.planes, self.device, self.budget_bytes = pool, pool.planes, device, budget_bytes

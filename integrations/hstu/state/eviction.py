@@ -17,7 +17,7 @@ PRIORITIES: dict[str, Callable[[RadixNode], Priority]] = {
 
 
 class EvictionHeap:
-    """The leaves that nobody holds, the one with the lowest priority first, in logarithmic time.
+    """The leaves that no request holds, the one with the lowest priority first, in logarithmic time.
 
     A priority only grows, so each node is queued once, with what it was then: one that was used since is queued anew as it is met.
     """

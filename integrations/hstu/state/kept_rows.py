@@ -1,4 +1,4 @@
-"""What engines that keep their users' rows have in common: whose rows they are, how users are forgotten, what happens where that fails."""
+"""What engines that keep their users' rows have in common: the rows' owners, how users are forgotten, what happens where that fails."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -31,7 +31,7 @@ class KeptRows:
         return self._forgotten(lambda: self.store.forget_namespace(self._namespace(tenant)))
 
     def clear(self) -> int:
-        """The same of everybody."""
+        """The same of all users."""
         return self._forgotten(self.store.clear)
 
     def statistics(self) -> dict[str, float]:

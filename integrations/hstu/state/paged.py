@@ -13,7 +13,7 @@ from integrations.hstu.state.store import Owner, Rows
 
 
 class UserPages(Link):
-    """One user's rows: their identities, and the pages they lie in, in order. It stands in the LRU list while nobody holds it."""
+    """One user's rows: their identities, and the pages they lie in, in order. It stands in the LRU list while no request holds it."""
 
     __slots__ = ("dropped", "holders", "identities", "owner", "pages")
 

@@ -69,7 +69,7 @@ class PagePool:
     """Pages within `budget_bytes`, handed out and taken back by number; each is free once as many released it as retained it.
 
     `allocate(shape, dtype)` makes the memory, once and for the whole budget; of `numpy.empty`'s the system backs what was written to.
-    Taking and giving back are safe from any thread; who writes to a page must be alone with the rows that are written.
+    Taking and giving back are safe from any thread; a writer must be alone with the rows that it writes.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """How many pages nobody has."""
+        """How many pages are free."""
         return len(self._free)
 
     @property

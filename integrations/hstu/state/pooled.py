@@ -11,7 +11,7 @@ from integrations.hstu.state.store import Held, Matching, Owner, Rows, StateStat
 
 
 class PooledHeld:
-    """Rows of one history in pages that this holder has retained, so that they stay readable whatever becomes of the owner."""
+    """Rows of one history in pages that this holder has retained, so that they stay readable when the owner is forgotten."""
 
     __slots__ = ("_pool", "anchor", "forgotten", "owner", "pages", "released", "rows")
 
@@ -98,11 +98,11 @@ class PooledStates(Matching, ABC):
         return held
 
     def _everyone(self) -> set[Owner]:
-        """Who has rows or is about to: a cold user that is being encoded holds nothing yet."""
+        """The owners with rows, or about to have some: a cold user that is being encoded holds nothing yet."""
         return self._owners() | self._holds.keys()
 
     def _room(self, count: int) -> list[int]:
-        """So many pages, or as many as there are once everything that nobody holds is evicted."""
+        """So many pages, or as many as there are once everything that no request holds is evicted."""
         while self.pool.free < count and self._evict():
             self._counts["evictions"] += 1
         return self.pool.alloc(min(count, self.pool.free)) or []
@@ -120,7 +120,7 @@ class PooledStates(Matching, ABC):
 
     @abstractmethod
     def _evict(self) -> bool:
-        """Give up one thing that nobody holds. False where there is none."""
+        """Give up one entry that no request holds. False where there is none."""
 
     @abstractmethod
     def _drop(self, owner: Owner) -> int:

@@ -45,11 +45,11 @@ class RadixNode:
         return not (self.locks or self.children or self.tails or self.removed or self.parent is None)
 
     def extendable_by(self, owner: Owner) -> bool:
-        """Whether the owner's pages may become this node's: nobody else's history runs through it, and nothing follows it."""
+        """Whether the owner's pages may become this node's: no other history runs through it, and nothing follows it."""
         return self.parent is not None and self.owners == {owner} and not self.children and not self.tails
 
     def split(self, at: int) -> "RadixNode":
-        """Put its first `at` pages into a new node above it, and return that. Whoever locks this one locks the new one too."""
+        """Put its first `at` pages into a new node above it, and return that. A lock on this node is one on the new node too."""
         assert self.parent is not None
         upper = RadixNode(self.parent, self.digests[:at], self.pages[:at])
         upper.owners, upper.locks = set(self.owners), self.locks
@@ -68,7 +68,7 @@ class RadixNode:
             self.parent.tails[owner] = self
 
     def detach(self) -> None:
-        """Take it out of the tree. It keeps its parent, so that those who still hold it let go of the ancestors as well."""
+        """Take it out of the tree. It keeps its parent, so that its holders let go of the ancestors as well."""
         self.removed = True
         assert self.parent is not None
         if self.digests:

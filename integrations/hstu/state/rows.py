@@ -1,7 +1,7 @@
 """What a row of a user's state is known by, and what a page of rows is.
 
 Row i of a history depends on the events 0..i and on the time of event i + 1 (HSTU's relative time runs from there), so it is final once
-that event is known: n events have n - 1 final rows. Times are absolute: a model's differences of them are the same whatever their origin.
+that event is known: n events have n - 1 final rows. Times are absolute: a model's differences of them do not depend on their origin.
 """
 
 from collections.abc import Iterator

@@ -15,7 +15,7 @@ Rows: TypeAlias = Mapping[str, npt.NDArray[np.floating[Any]]]
 
 
 class Owner(NamedTuple):
-    """Whose rows: `namespace` is of one model and tenant, "{model hash}/{tenant}"; nothing is ever read across owners of different ones."""
+    """Of rows. `namespace` is of one model and tenant, "{model hash}/{tenant}"; nothing is ever read across owners of different ones."""
 
     namespace: str
     user: str
@@ -27,7 +27,7 @@ class StateStatistics:
 
     `hits`, `misses`: matches with and without a kept row; `hit_rows` of `asked_rows` were kept. `evictions`: users (tree: leaves) given up
     for others; `rejected`: commits of which not all found room, or whose beginning was no longer kept; `forgotten`: users forgotten.
-    `used_bytes` counts pages still read by somebody after they were forgotten.
+    `used_bytes` counts pages that are still read after they were forgotten.
     """
 
     users: int
@@ -75,7 +75,7 @@ class StateStore(Protocol):
     def commit(self, held: Held, rows: Int64Array, start: int, new: Rows) -> None:
         """Keep the history `rows`; `new` has rows start..len(rows)-1 of every plane, and start is at most held.rows.
 
-        What does not fit, once all that nobody holds is evicted, is left out from the end; so is all of it when the owner was forgotten
+        What does not fit, once all that no request holds is evicted, is left out from the end; so is all of it when the owner was forgotten
         since the match. Neither is an error. Raises ValueError at arrays that do not have these rows, or at a `held` that was released.
         """
         ...

@@ -36,4 +36,4 @@ def test_what_is_beyond_a_threshold_is_an_alert_and_exit_status_1(live: Live):
 
 def test_a_service_that_is_not_there_is_an_error_with_its_cure():
     answer = CliRunner().invoke(app, ["top", "--url", "http://127.0.0.1:9", "--once"])
-    assert "nobody answers at http://127.0.0.1:9" in str(answer.exception)
+    assert "no server answers at http://127.0.0.1:9" in str(answer.exception)

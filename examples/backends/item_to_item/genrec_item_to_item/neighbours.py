@@ -1,4 +1,4 @@
-"""Each item's neighbours, learnt from who chose what and when.
+"""Each item's neighbours, learnt from what users chose one after the other.
 
     similarity(i, j) = sum over users of both of 2 ** (-|t_i - t_j| / half-life)  /  sqrt(n_i n_j)
 

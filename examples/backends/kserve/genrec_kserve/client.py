@@ -1,4 +1,4 @@
-"""A server of the Open Inference Protocol v2, asked over HTTP; whatever goes wrong is told with the address and the cure."""
+"""A server of the Open Inference Protocol v2, asked over HTTP; an error names the address and the cure."""
 
 import time
 from collections.abc import Iterable

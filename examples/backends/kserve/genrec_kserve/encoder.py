@@ -66,7 +66,7 @@ class KServeEncoder:
         return self.batch_infer([request])[0]
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        """Raises BackendFailed, and DeadlineExceeded once nobody waits any more."""
+        """Raises BackendFailed, and DeadlineExceeded once all deadlines are past."""
         if self._client is None:
             raise BackendUnavailable("kserve has not been loaded, or was closed; call load(bundle)")
         if not requests:
@@ -134,6 +134,6 @@ def _outputs(bundle: Bundle) -> dict[str, tuple[int, ...]]:
 
 
 def _last(requests: Sequence[EncodeRequest]) -> float | None:
-    """When nobody of a batch waits any more, None where somebody does for as long as it takes."""
+    """When the last deadline of a batch is past, None where a request has none."""
     given = [request.deadline for request in requests if request.deadline is not None]
     return max(given) if len(given) == len(requests) else None

@@ -16,7 +16,7 @@ class Read:
 
 
 class KeptStates:
-    """Of the `most` users that were asked for last; 0 keeps nobody. `statistics` may be called from any thread."""
+    """Of the `most` users that were asked for last; 0 keeps none. `statistics` may be called from any thread."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -43,7 +43,7 @@ class KeptStates:
             self._read.popitem(last=False)
 
     def forget(self, tenant: str | None = None, user: str | None = None) -> int:
-        """Of the user, of all the tenant's without one, of everybody without either: how many states."""
+        """Of the user, of all the tenant's without one, of all users without either: how many states."""
         gone = [key for key in self._read if tenant in (None, key[0]) and user in (None, key[1])]
         for key in gone:
             del self._read[key]
