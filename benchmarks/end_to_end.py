@@ -41,7 +41,7 @@ from deployments.cli.local_serve import LocalServe
 from deployments.cli.processes import session_members
 from deployments.http.messages import RecommendIn
 from integrations.onnx.encoder import OnnxRuntimeEncoder
-from pipelines.history import understand
+from pipelines.history import resolve
 from tests.bundles import random_sequence
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -270,8 +270,8 @@ def bodies(window: int, items: int) -> Iterator[str]:
 
 def encode_request(body: str, bundle: Bundle) -> EncodeRequest:
     """What the gateway asks the encoder for it: as many items as are wanted, and as many again as will be left out."""
-    wishes = understand(RecommendIn.model_validate_json(body).to_value(), bundle.catalogue)
-    return EncodeRequest(wishes.sequence, min(ITEMS_WANTED + len(wishes.excluded), len(bundle.catalogue)), user=wishes.user)
+    resolved = resolve(RecommendIn.model_validate_json(body).to_value(), bundle.catalogue)
+    return EncodeRequest(resolved.sequence, min(ITEMS_WANTED + len(resolved.excluded), len(bundle.catalogue)), user=resolved.user)
 
 
 def one_replica_each(config: Path, directory: Path) -> Path:

@@ -23,7 +23,7 @@ from deployments.encoder import Encoder
 from deployments.gateway import Gateway
 from deployments.generator import Generator
 from deployments.heartbeat import Heartbeat
-from deployments.http.exchange import Asked
+from deployments.http.exchange import HttpRequest
 from deployments.ranker import Ranker
 from deployments.stages import SplitStages
 from deployments.switchboard import SwitchboardDeployment
@@ -72,7 +72,7 @@ class Walk:
         await model.in_thread(lambda: sys.setprofile(self))
         sys.setprofile(self)
         self.on = True
-        answered = await asyncio.create_task(gateway.exchange(Asked("POST", "/v1/recommend", body=body)), name=self._request)
+        answered = await asyncio.create_task(gateway.exchange(HttpRequest("POST", "/v1/recommend", body=body)), name=self._request)
         sys.setprofile(None)
         if answered.status != 200:
             raise SystemExit(f"the request was answered {answered.status}: {answered.body!r}")
@@ -89,7 +89,7 @@ async def walked(settings: Settings, body: bytes) -> Walk:
     gateway = Gateway(settings, board, Heartbeat(settings, board, "hops"), SplitStages(*handles))
     await gateway.start()
     for _ in range(WARM_UP):
-        await gateway.exchange(Asked("POST", "/v1/recommend", body=body))
+        await gateway.exchange(HttpRequest("POST", "/v1/recommend", body=body))
     walk = Walk("the request")
     await walk.of(gateway, stages[0], body)
     await gateway.close()

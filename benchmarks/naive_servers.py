@@ -26,7 +26,7 @@ from deployments.http.messages import RecommendIn, RecommendOut
 from integrations.hstu.limits import limits
 from integrations.hstu.user_behavior_schema import collate
 from integrations.hstu.weights import load_model
-from pipelines.history import understand
+from pipelines.history import resolve
 
 State = list[float]
 
@@ -43,7 +43,7 @@ class EagerEncoder:
     def encode(self, request: RecommendRequest) -> tuple[State, float]:
         """The state (D,), and the milliseconds it took."""
         began = time.perf_counter()
-        tensors = collate([understand(request, self._catalogue).sequence], self._longest).tensors()
+        tensors = collate([resolve(request, self._catalogue).sequence], self._longest).tensors()
         with torch.inference_mode():
             states_BLD = self._model(tensors["items"], tensors["times"], tensors["next_times"])
         state: State = states_BLD[0, int(tensors["lengths"][0]) - 1].tolist()
@@ -59,15 +59,15 @@ class Ranker:
 
     def rank(self, request: RecommendRequest, state: State, encode_ms: float) -> dict[str, Any]:
         """The whole answer, as JSON's values."""
-        wishes = understand(request, self._catalogue)
+        resolved = resolve(request, self._catalogue)
         scores = self._vectors @ torch.tensor(state)
         scores[0] = -torch.inf
-        scores[torch.from_numpy(wishes.excluded.astype(np.int64))] = -torch.inf
+        scores[torch.from_numpy(resolved.excluded.astype(np.int64))] = -torch.inf
         best = torch.topk(scores, min(request.k, len(self._catalogue)))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         items = tuple(ScoredItem(self._catalogue[index], score, "encode") for index, score in pairs)
         reports = (StageReport("encode", "eager", encode_ms, ()),)
-        answer = Recommendation(request.user_id, items, reports, self._bundle.version, degraded=False, unknown_items=wishes.unknown_items)
+        answer = Recommendation(request.user_id, items, reports, self._bundle.version, degraded=False, unknown_items=resolved.unknown_items)
         return RecommendOut.from_value(answer).model_dump()
 
 

@@ -28,24 +28,24 @@ from cluster.switchboard import Position
 from cluster.tracing import say_whence, span
 from cluster.traffic.utilisation import Utilisation
 from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest, Strategy
+from deployments.admin_api import AdminApi
 from deployments.encoder import Encoder
 from deployments.generator import Generator
 from deployments.heartbeat import Heartbeat
 from deployments.http.api import create_api
-from deployments.http.exchange import Answered, Asked, exchange
+from deployments.http.exchange import HttpRequest, HttpResponse, exchange
 from deployments.http.interface import HttpInterface
 from deployments.http.messages import BackendsOut, ReadyOut, SwitchOut
 from deployments.http.models import ModelsOut
 from deployments.http.playground import Offers
 from deployments.logs import SlowAnswers, join_serves_log
 from deployments.metrics import GatewayRecorder, meter
-from deployments.operation import Operation
+from deployments.model_cache import ModelCache
 from deployments.ranker import Ranker
-from deployments.shelf import ModelShelf
 from deployments.stages import ColocatedStages, SplitStages, Stages
 from deployments.stores import open_cache, open_events
 from deployments.user_data import UserData
-from deployments.versions import ServedModel, Versions
+from deployments.version_router import ServedModel, VersionRouter
 from pipelines.remembered import UsualRequests
 from pipelines.stored_history import StoredHistories
 
@@ -71,11 +71,11 @@ class Gateway:
         self._heartbeat = heartbeat
         self._histories, self._usual = StoredHistories(events, self._limits.max_behaviours), UsualRequests()
 
-        self._models = ModelShelf(BundleStore(settings.model_dir), self._make, _discard, keep_s=2 * settings.longest_request_s)
-        self._versions = Versions(self._models, stages)
-        self._operation = Operation(switchboard, lambda: self._versions.stable.bundle)
+        self._models = ModelCache(BundleStore(settings.model_dir), self._make, _discard, keep_s=2 * settings.longest_request_s)
+        self._versions = VersionRouter(self._models, stages)
+        self._admin = AdminApi(switchboard, lambda: self._versions.stable.bundle)
         self._recorder, self._slow = GatewayRecorder(meter()), SlowAnswers()
-        self._data = UserData(settings, self._operation, self._versions, cache=cache, events=events, recorder=self._recorder)
+        self._data = UserData(settings, self._admin, self._versions, cache=cache, events=events, recorder=self._recorder)
         self.api = create_api(self, self._data, self._limits, gateways=lambda: heartbeat.gateways, meter=meter())
         self._utilisation = Utilisation(monotonic(), process_time())
         self._cache_figures: asyncio.Task[None] | None = None
@@ -117,7 +117,7 @@ class Gateway:
         await self._stages.close()
 
     @property
-    def shelf(self) -> ModelShelf[ServedModel]:
+    def shelf(self) -> ModelCache[ServedModel]:
         """The versions that are held here."""
         return self._models
 
@@ -139,7 +139,7 @@ class Gateway:
     async def forget(self, tenant: str | None, user: str | None) -> None:
         await self._data.forget(tenant, user)
 
-    async def exchange(self, asked: Asked) -> Answered:
+    async def exchange(self, asked: HttpRequest) -> HttpResponse:
         """An HTTP exchange that came another way: the same edge, routes and messages."""
         return await exchange(self.api, asked)
 
@@ -179,16 +179,16 @@ class Gateway:
         return Offers(self._versions.stable.bundle.version, strategies, ranker=manifest.ranker is not None)
 
     async def backends(self) -> BackendsOut:
-        return await self._operation.backends()
+        return await self._admin.backends()
 
     async def switch(self, stage: str, name: str, to: Position) -> SwitchOut:
-        return await self._operation.switch(stage, name, to)
+        return await self._admin.switch(stage, name, to)
 
     async def readiness(self) -> ReadyOut:
-        return await self._operation.readiness()
+        return await self._admin.readiness()
 
     async def models(self) -> ModelsOut:
-        return await self._operation.models()
+        return await self._admin.models()
 
     def _flagged(self, request: RecommendRequest) -> RecommendRequest:
         """As the flags of the moment have it, where the request leaves it open."""

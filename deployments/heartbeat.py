@@ -21,9 +21,9 @@ from cluster.errors import BackendError, BundleError
 from cluster.fleet import Presence, Role
 from cluster.heartbeat import Orders, Report
 from cluster.rollout import Rollout, RolloutStore
-from deployments.following import Follower
+from deployments.erasure_follower import ErasureFollower
+from deployments.model_cache import ModelCache
 from deployments.remote import ask
-from deployments.shelf import ModelShelf
 from deployments.switchboard import REPORT_INTERVAL_S
 
 LOOK_INTERVAL_S = 0.5
@@ -36,12 +36,12 @@ class Member(Protocol):
     """A role of the process: the gateway, or a replica of a stage."""
 
     @property
-    def shelf(self) -> ModelShelf[Any]:
+    def shelf(self) -> ModelCache[Any]:
         """The versions of the model that it holds."""
         ...
 
     async def load(self, versions: Sequence[int], *, only: bool) -> None:
-        """Hold these versions before anything is served, as `ModelShelf.fill`."""
+        """Hold these versions before anything is served, as `ModelCache.fill`."""
         ...
 
     def presence(self, rollout: Rollout) -> Presence:
@@ -69,7 +69,7 @@ class Heartbeat:
         self._rollouts, self._pinned = RolloutStore(BundleStore(settings.model_dir)), settings.version
         self._rollout, self._orders = Rollout(stable=settings.version or 1), Orders()
         self._members: dict[str, Member] = {}
-        self._follower = Follower(self._forget, again_after_s=settings.longest_request_s)
+        self._follower = ErasureFollower(self._forget, again_after_s=settings.longest_request_s)
         self._task: asyncio.Task[None] | None = None
 
     @property

@@ -35,7 +35,7 @@ from deployments.heartbeat import Heartbeat
 from deployments.logs import join_serves_log
 from deployments.mailbox import Raised
 from deployments.metrics import StageRecorder, meter
-from deployments.shelf import ModelShelf
+from deployments.model_cache import ModelCache
 from deployments.stage_model import StageModel
 
 ModelT = TypeVar("ModelT", bound=StageModel[Any])
@@ -64,7 +64,7 @@ class StageReplica(Generic[ModelT]):
         self._switches: Switches = {}
         self._suspects: frozenset[str] = frozenset()
         store = BundleStore(settings.model_dir)
-        self._models: ModelShelf[ModelT] = ModelShelf(store, self._make, self._discard, keep_s=2 * settings.longest_request_s)
+        self._models: ModelCache[ModelT] = ModelCache(store, self._make, self._discard, keep_s=2 * settings.longest_request_s)
         self._stable = 1
         self._latency = LatencyRecorder(monotonic(), LATENCY_WINDOW_S)
         self._utilisation = Utilisation(monotonic())
@@ -163,7 +163,7 @@ class StageReplica(Generic[ModelT]):
         return {"weight": float(f"{self._calls / busy:.2g}")} if self._calls >= FEWEST_CALLS and busy else {}
 
     @property
-    def shelf(self) -> ModelShelf[ModelT]:
+    def shelf(self) -> ModelCache[ModelT]:
         """The versions that are held here."""
         return self._models
 

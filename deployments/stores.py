@@ -13,7 +13,7 @@ from cluster.config import CacheSettings, Settings
 from cluster.errors import GenrecError
 from cluster.events.guarded import GuardedEventStore
 from cluster.values import Recommendation
-from pipelines.answers import ANSWER_CODEC
+from pipelines.cached_recommender import ANSWER_CODEC
 
 logger = logging.getLogger("ray.serve")
 

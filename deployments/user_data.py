@@ -12,6 +12,7 @@ from cluster.config import Settings
 from cluster.errors import BackendUnavailable
 from cluster.events.store import Event, EventStore, StoredUser
 from cluster.values import Behaviour, Recommendation
+from deployments.admin_api import AdminApi
 from deployments.http.event_messages import (
     CacheOut,
     CacheTierOut,
@@ -23,8 +24,7 @@ from deployments.http.event_messages import (
     TenantCacheOut,
 )
 from deployments.metrics import GatewayRecorder
-from deployments.operation import Operation
-from deployments.versions import Versions
+from deployments.version_router import VersionRouter
 from pipelines.stored_history import SWITCHED_OFF
 
 INSIST_EVERY_S = 2.0
@@ -37,14 +37,14 @@ class UserData:
     def __init__(
         self,
         settings: Settings,
-        operation: Operation,
-        versions: Versions,
+        admin: AdminApi,
+        versions: VersionRouter,
         *,
         cache: TieredCache[Recommendation] | None,
         events: EventStore | None,
         recorder: GatewayRecorder | None = None,
     ) -> None:
-        self._settings, self._operation, self._versions = settings, operation, versions
+        self._settings, self._admin, self._versions = settings, admin, versions
         self._cache, self._events, self._recorder = cache, events, recorder or GatewayRecorder()
         self.anticipates = settings.events.anticipate
         self._anticipated: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -79,7 +79,7 @@ class UserData:
     async def invalidate(self, tenant: str | None, user_id: str | None) -> InvalidatedOut:
         """Here and in the shared cache at once, in every other replica with its next report."""
         dropped = await self._drop(tenant, user_id)
-        everywhere = await self._operation.forget(tenant, user_id)
+        everywhere = await self._admin.forget(tenant, user_id)
         return InvalidatedOut(dropped=dropped.dropped, everywhere=everywhere and not dropped.unconfirmed)
 
     async def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
@@ -115,7 +115,7 @@ class UserData:
     async def _user_states(self) -> dict[str, dict[str, dict[str, float]]]:
         """By stage and backend; empty while the switchboard cannot be reached."""
         try:
-            statuses = await self._operation.statuses()
+            statuses = await self._admin.statuses()
         except BackendUnavailable as error:
             logger.warning("what the engines keep of users is not known now: %s", error)
             return {}

@@ -29,11 +29,11 @@ from cluster.errors import BackendError, ConfigError
 from cluster.latency import LatencyRecorder
 from deployments.http import problems
 from deployments.http.edge import urgency
-from deployments.http.exchange import Answered, Asked
+from deployments.http.exchange import HttpRequest, HttpResponse
 from deployments.remote import ask
 from deployments.zeromq_frames import STATISTICS, Envelope, opened, understood
 
-Exchange = Callable[[Asked, float], Awaitable[Answered]]
+Exchange = Callable[[HttpRequest, float], Awaitable[HttpResponse]]
 BIND_WITHIN_S, BIND_INTERVAL_S = 30.0, 0.2
 """A replica that is replaced lets go of the address only when it has answered what was under way."""
 DRAIN_S, LINGER_MS = 15.0, 1000
@@ -65,7 +65,7 @@ class Waiting:
     number: int
     arrived: float = field(compare=False)
     envelope: Envelope = field(compare=False)
-    asked: Asked = field(compare=False)
+    asked: HttpRequest = field(compare=False)
 
 
 class FrontDoor:
@@ -141,7 +141,7 @@ class FrontDoor:
             except Exception as error:  # noqa: BLE001 - every message is answered, and the next one heard
                 await self._refuse(envelope, error)
 
-    def _receive(self, envelope: Envelope, asked: Asked) -> None:
+    def _receive(self, envelope: Envelope, asked: HttpRequest) -> None:
         """Raises what refuses the request."""
         headers = {name.encode(): value.encode() for name, value in asked.headers.items()}
         waiting = Waiting(urgency(headers, asked.target), next(self._numbers), monotonic(), envelope, asked)
@@ -176,7 +176,7 @@ class FrontDoor:
             self._latency.record((now - waiting.arrived) * 1e3, now)
             await self._send(waiting.envelope, answered)
 
-    async def _asked(self, waiting: Waiting) -> Answered:
+    async def _asked(self, waiting: Waiting) -> HttpResponse:
         left_s = waiting.arrived + self._settings.timeout_s - monotonic()
         if left_s <= 0:
             raise problems.overloaded(f"the request has waited at this door for {self._settings.timeout_s:g} s", wait_s=1)
@@ -184,11 +184,11 @@ class FrontDoor:
             return await self._told(waiting.asked.headers, left_s)
         return await self._exchange(waiting.asked, left_s)
 
-    async def _told(self, headers: Mapping[str, str], left_s: float) -> Answered:
+    async def _told(self, headers: Mapping[str, str], left_s: float) -> HttpResponse:
         """The door's statistics, for callers that a gateway lets see its own: the gateway knows the current keys."""
-        gateways = await self._exchange(Asked("GET", "/v1/gateway", headers), left_s)
+        gateways = await self._exchange(HttpRequest("GET", "/v1/gateway", headers), left_s)
         body = json.dumps(asdict(self.statistics())).encode()
-        return gateways if gateways.status != 200 else Answered(200, {"content-type": "application/json"}, body)
+        return gateways if gateways.status != 200 else HttpResponse(200, {"content-type": "application/json"}, body)
 
     async def _refuse(self, envelope: Envelope, error: Exception) -> None:
         problem = problems.problem_of("zeromq", error)
@@ -196,9 +196,9 @@ class FrontDoor:
         retry = {"retry-after": "2"} if isinstance(error, BackendError) else {}
         headers = (error.headers or {}) if isinstance(error, HTTPException) else retry
         said = {"content-type": problems.MEDIA_TYPE, **{name.lower(): value for name, value in headers.items()}}
-        await self._send(envelope, Answered(problem.status, said, problem.model_dump_json().encode()))
+        await self._send(envelope, HttpResponse(problem.status, said, problem.model_dump_json().encode()))
 
-    async def _send(self, envelope: Envelope, answered: Answered) -> None:
+    async def _send(self, envelope: Envelope, answered: HttpResponse) -> None:
         """A ROUTER drops what is for a client that has left, or reads nothing."""
         await self._socket.send_multipart(envelope.frames(answered))
 
@@ -229,8 +229,8 @@ class ZeroMQDeployment:
         door, self._door = self._door, None
         return door.close() if door else None
 
-    async def _exchange(self, asked: Asked, within_s: float) -> Answered:
+    async def _exchange(self, asked: HttpRequest, within_s: float) -> HttpResponse:
         """Asked again of another gateway only where one died over what only reads."""
         safe = asked.method == "GET" or asked.target in SAFE
-        answered: Answered = await ask(self._gateway, "exchange", asked, within_s=within_s, tries=3 if safe else 1)
+        answered: HttpResponse = await ask(self._gateway, "exchange", asked, within_s=within_s, tries=3 if safe else 1)
         return answered

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.errors import InvalidRequest
-from deployments.http.exchange import Answered, Asked
+from deployments.http.exchange import HttpRequest, HttpResponse
 
 STATISTICS = "statistics"
 MOST_ID_BYTES = 256
@@ -28,7 +28,7 @@ class Envelope:
     before: tuple[bytes, ...]
     request_id: bytes
 
-    def frames(self, answered: Answered) -> list[bytes]:
+    def frames(self, answered: HttpResponse) -> list[bytes]:
         headers = json.dumps(dict(answered.headers)).encode()
         return [*self.before, self.request_id, str(answered.status).encode(), headers, answered.body]
 
@@ -40,19 +40,19 @@ def opened(frames: Sequence[bytes]) -> tuple[Envelope, Sequence[bytes]]:
     return Envelope(tuple(frames[:enveloped]), rest[0][:MOST_ID_BYTES] if rest else b""), rest[1:]
 
 
-def understood(frames: Sequence[bytes]) -> Asked:
+def understood(frames: Sequence[bytes]) -> HttpRequest:
     """The request that stands in the frames behind the request id. Raises InvalidRequest that names the frame."""
     if not 1 <= len(frames) <= 3:
         cure = "send: request id, call, headers, body; the last two may be left out"
         raise InvalidRequest("frames", f"are {len(frames) + 1} (without an envelope); {cure}")
     call, headers, body = [*frames, b"", b""][:3]
     if call == STATISTICS.encode():
-        return Asked(STATISTICS, "", _headers(headers), body)
+        return HttpRequest(STATISTICS, "", _headers(headers), body)
     said = _CALL.fullmatch(call.decode("ascii", "replace"))
     if said is None:
         shown = call[:100].decode("ascii", "backslashreplace")
         raise InvalidRequest("call", f"is {shown!r}; send a method and a path, as `POST /v1/recommend`, or `{STATISTICS}`")
-    return Asked(said[1], said[2], _headers(headers), body)
+    return HttpRequest(said[1], said[2], _headers(headers), body)
 
 
 def _headers(frame: bytes) -> dict[str, str]:

@@ -264,17 +264,17 @@ class Call(Generic[T]):
         return given if self.body is None else {**given, "json": self.body}
 
 
-def recommend(user_id: str, behaviours: Sequence[Behaviour] | None = None, **wishes: Any) -> Call[Answer]:
-    return Call("POST", "/v1/recommend", partial(read, Answer), _about(user_id, behaviours, wishes))
+def recommend(user_id: str, behaviours: Sequence[Behaviour] | None = None, **options: Any) -> Call[Answer]:
+    return Call("POST", "/v1/recommend", partial(read, Answer), _about(user_id, behaviours, options))
 
 
-def stream(user_id: str, behaviours: Sequence[Behaviour] | None = None, **wishes: Any) -> Call["Stage | Item | Answer"]:
+def stream(user_id: str, behaviours: Sequence[Behaviour] | None = None, **options: Any) -> Call["Stage | Item | Answer"]:
     accept = {"accept": "application/x-ndjson"}
-    return Call("POST", "/v1/recommend", _streamed, _about(user_id, behaviours, wishes), headers=accept)
+    return Call("POST", "/v1/recommend", _streamed, _about(user_id, behaviours, options), headers=accept)
 
 
-def rank(user_id: str, candidates: Sequence[str], behaviours: Sequence[Behaviour] | None = None, **wishes: Any) -> Call[Answer]:
-    return Call("POST", "/v1/rank", partial(read, Answer), _about(user_id, behaviours, {"candidates": list(candidates), **wishes}))
+def rank(user_id: str, candidates: Sequence[str], behaviours: Sequence[Behaviour] | None = None, **options: Any) -> Call[Answer]:
+    return Call("POST", "/v1/rank", partial(read, Answer), _about(user_id, behaviours, {"candidates": list(candidates), **options}))
 
 
 def send_events(events: Sequence[Event], *, idempotency_key: str | None = None) -> Call[Stored]:
@@ -292,10 +292,10 @@ def erase(user_id: str) -> Call[Erased]:
     return Call("DELETE", f"/v1/users/{quote(user_id, safe='')}/history", partial(read, Erased))
 
 
-def _about(user_id: str, behaviours: Sequence[Behaviour] | None, wishes: Mapping[str, Any]) -> dict[str, Any]:
+def _about(user_id: str, behaviours: Sequence[Behaviour] | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Without behaviours the service takes what it has stored of the user."""
     done = {} if behaviours is None else {"behaviours": [asdict(one) for one in behaviours]}
-    return {"user_id": user_id, **done, **wishes}
+    return {"user_id": user_id, **done, **options}
 
 
 def _streamed(line: str) -> Stage | Item | Answer:
@@ -320,7 +320,7 @@ def _headers(api_key: str | None) -> dict[str, str]:
 
 
 class Client:
-    """May be shared by threads. `wishes` are further fields of a request: k, strategy, deadline_ms, explain, tenant (see /docs)."""
+    """May be shared by threads. `options` are further fields of a request: k, strategy, deadline_ms, explain, tenant (see /docs)."""
 
     def __init__(self, url: str, *, api_key: str | None = None, retries: Retries | None = None, budget: RetryBudget | None = None) -> None:
         self._http = httpx.Client(base_url=url, headers=_headers(api_key))
@@ -332,18 +332,18 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
-    def recommend(self, user_id: str, behaviours: Sequence[Behaviour] | None = None, **wishes: Any) -> Answer:
-        return self._answer(recommend(user_id, behaviours, **wishes))
+    def recommend(self, user_id: str, behaviours: Sequence[Behaviour] | None = None, **options: Any) -> Answer:
+        return self._answer(recommend(user_id, behaviours, **options))
 
-    def stream(self, user_id: str, behaviours: Sequence[Behaviour] | None = None, **wishes: Any) -> Iterator[Stage | Item | Answer]:
+    def stream(self, user_id: str, behaviours: Sequence[Behaviour] | None = None, **options: Any) -> Iterator[Stage | Item | Answer]:
         """Stages and items as they are found, lastly the answer, which alone is final. It is asked again only until the first is there."""
-        call = stream(user_id, behaviours, **wishes)
+        call = stream(user_id, behaviours, **options)
         with closing(self._send(call, stream=True)) as response:
             for line in response.iter_lines():
                 yield call.read(line)
 
-    def rank(self, user_id: str, candidates: Sequence[str], behaviours: Sequence[Behaviour] | None = None, **wishes: Any) -> Answer:
-        return self._answer(rank(user_id, candidates, behaviours, **wishes))
+    def rank(self, user_id: str, candidates: Sequence[str], behaviours: Sequence[Behaviour] | None = None, **options: Any) -> Answer:
+        return self._answer(rank(user_id, candidates, behaviours, **options))
 
     def send_events(self, events: Sequence[Event], *, idempotency_key: str | None = None) -> Stored:
         return self._answer(send_events(events, idempotency_key=idempotency_key))
@@ -388,14 +388,14 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def recommend(self, user_id: str, behaviours: Sequence[Behaviour] | None = None, **wishes: Any) -> Answer:
-        return await self._answer(recommend(user_id, behaviours, **wishes))
+    async def recommend(self, user_id: str, behaviours: Sequence[Behaviour] | None = None, **options: Any) -> Answer:
+        return await self._answer(recommend(user_id, behaviours, **options))
 
     async def stream(
-        self, user_id: str, behaviours: Sequence[Behaviour] | None = None, **wishes: Any
+        self, user_id: str, behaviours: Sequence[Behaviour] | None = None, **options: Any
     ) -> AsyncGenerator[Stage | Item | Answer, None]:
         """As `Client.stream`; close it where you leave it early (contextlib.aclosing), so that the cluster stops computing."""
-        call = stream(user_id, behaviours, **wishes)
+        call = stream(user_id, behaviours, **options)
         response = await self._send(call, stream=True)
         try:
             async for line in response.aiter_lines():
@@ -403,8 +403,8 @@ class AsyncClient:
         finally:
             await response.aclose()
 
-    async def rank(self, user_id: str, candidates: Sequence[str], behaviours: Sequence[Behaviour] | None = None, **wishes: Any) -> Answer:
-        return await self._answer(rank(user_id, candidates, behaviours, **wishes))
+    async def rank(self, user_id: str, candidates: Sequence[str], behaviours: Sequence[Behaviour] | None = None, **options: Any) -> Answer:
+        return await self._answer(rank(user_id, candidates, behaviours, **options))
 
     async def send_events(self, events: Sequence[Event], *, idempotency_key: str | None = None) -> Stored:
         return await self._answer(send_events(events, idempotency_key=idempotency_key))

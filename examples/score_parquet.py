@@ -93,15 +93,15 @@ class InProcess:
 class Scorer:
     """What each actor runs: a block of users in, their answers out."""
 
-    def __init__(self, model_dir: Path, wishes: dict[str, Any]) -> None:
-        self._wishes, self._model, self._runner = wishes, InProcess(model_dir), asyncio.Runner()
+    def __init__(self, model_dir: Path, options: dict[str, Any]) -> None:
+        self._options, self._model, self._runner = options, InProcess(model_dir), asyncio.Runner()
         self._runner.run(self._model.warm_up())
 
     def __del__(self) -> None:
         self._runner.close()
 
     def __call__(self, users: pa.Table) -> pa.Table:
-        requests = [RecommendRequest(str(row["user_id"]), tuple(behaviours(row)), **self._wishes) for row in users.to_pylist()]
+        requests = [RecommendRequest(str(row["user_id"]), tuple(behaviours(row)), **self._options) for row in users.to_pylist()]
         return table_of(self._runner.run(self._model.recommend(requests)))
 
 
@@ -132,11 +132,11 @@ def history_of(events: pa.Table) -> pa.Table:
     return pa.table({"user_id": [str(events["user_id"][0])], **found})
 
 
-def score(users: str, out: str, model_dir: Path, wishes: dict[str, Any], *, actors: int, cpus: float, partitions: int | None) -> None:
+def score(users: str, out: str, model_dir: Path, options: dict[str, Any], *, actors: int, cpus: float, partitions: int | None) -> None:
     rows = ray.data.read_parquet(users)
     if "item_ids" not in rows.schema().names:
         rows = rows.groupby("user_id", num_partitions=partitions).map_groups(history_of, batch_format="pyarrow")
-    arguments = (model_dir.absolute(), wishes)
+    arguments = (model_dir.absolute(), options)
     compute = ray.data.ActorPoolStrategy(size=actors)
     answers = rows.map_batches(
         Scorer, fn_constructor_args=arguments, batch_format="pyarrow", batch_size=256, compute=compute, num_cpus=cpus
@@ -156,8 +156,8 @@ def main() -> None:
     parser.add_argument("--cpus", type=float, default=1, help="of each actor")
     parser.add_argument("--partitions", type=int, help="users are grouped in; default: Ray Data's, for large files")
     given = parser.parse_args()
-    wishes = {"k": given.k, "strategy": given.strategy, "request_time": given.request_time}
-    score(given.users, given.out, given.model_dir, wishes, actors=given.actors, cpus=given.cpus, partitions=given.partitions)
+    options = {"k": given.k, "strategy": given.strategy, "request_time": given.request_time}
+    score(given.users, given.out, given.model_dir, options, actors=given.actors, cpus=given.cpus, partitions=given.partitions)
 
 
 if __name__ == "__main__":

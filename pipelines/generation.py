@@ -24,7 +24,7 @@ from cluster.values import (
 from cluster.window import default_step, window_start
 from pipelines.asking import Ask, check_version, why_none
 from pipelines.candidates import Candidates, broken
-from pipelines.history import Wishes
+from pipelines.history import ResolvedRequest
 
 Part: TypeAlias = Generated | StageAnswer[Generated]
 Generate: TypeAlias = Ask[GenerateRequest, Generated]
@@ -54,7 +54,7 @@ class Generation:
         return self._generate is not None
 
     async def find(
-        self, retrieved: Candidates, wishes: Wishes, request: RecommendRequest, budget: Budget, *, streaming: bool
+        self, retrieved: Candidates, resolved: ResolvedRequest, request: RecommendRequest, budget: Budget, *, streaming: bool
     ) -> AsyncGenerator[Candidates, None]:
         """Items as they are found, none twice and none that is excluded; lastly the complete list, best first, or why there is none."""
         if obstacle := self._obstacle(retrieved):
@@ -63,7 +63,7 @@ class Generation:
         started = time.perf_counter()
         skipped: tuple[SkippedBackend, ...] | None = None
         try:
-            prompted = self._request(retrieved, wishes, request)
+            prompted = self._request(retrieved, resolved, request)
             async with aclosing(self._found(prompted, budget.within(self._deadline_s), streaming=streaming)) as parts:
                 async for part in parts:
                     yield part
@@ -81,16 +81,16 @@ class Generation:
             return Candidates.none(STAGE, (SkippedBackend("generator", reason),), degraded=retrieved.report.stage == "encode")
         return None
 
-    def _request(self, retrieved: Candidates, wishes: Wishes, request: RecommendRequest) -> GenerateRequest:
+    def _request(self, retrieved: Candidates, resolved: ResolvedRequest, request: RecommendRequest) -> GenerateRequest:
         """For as many items as the beam is wide. The replica sets the deadline, by its own clock."""
         assert retrieved.states is not None
         width = self._width(request)
         return GenerateRequest(
-            prompt(retrieved.states, wishes.sequence, self._prompt_length),
+            prompt(retrieved.states, resolved.sequence, self._prompt_length),
             width,
             width,
-            wishes.excluded,
-            wishes.among,
+            resolved.excluded,
+            resolved.among,
             tenant=request.tenant,
             sampling=request.sampling,
             model_version=self._version,

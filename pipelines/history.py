@@ -12,7 +12,7 @@ from cluster.values import Int32Array, RecommendRequest, UserSequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wishes:
+class ResolvedRequest:
     """A request in catalogue indices. `among`: the only items to recommend, None for any. `excluded` and `among` are sorted and unique."""
 
     sequence: UserSequence
@@ -23,7 +23,7 @@ class Wishes:
     tenant: str = "default"
 
 
-def understand(request: RecommendRequest, catalogue: Catalogue) -> Wishes:
+def resolve(request: RecommendRequest, catalogue: Catalogue) -> ResolvedRequest:
     """Look up the request's items and sort its behaviours by time. Items that the catalogue lacks are listed as unknown, not refused.
 
     Raises InvalidRequest if a behaviour is later than the request's own time.
@@ -31,7 +31,7 @@ def understand(request: RecommendRequest, catalogue: Catalogue) -> Wishes:
     sequence, unknown = catalogue.sequence(request.behaviours or (), _request_time(request))
     listed = catalogue.unknown((*sorted(request.blocked), *sorted(request.allowed or ())))
     seen = sequence.items.tolist() if request.exclude_seen else ()
-    return Wishes(
+    return ResolvedRequest(
         sequence=sequence,
         excluded=_ascending({*seen, *_known(request.blocked, catalogue)}),
         among=None if request.allowed is None else _ascending(_known(request.allowed, catalogue)),

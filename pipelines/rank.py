@@ -11,7 +11,7 @@ from cluster.ranking import RankedItem, Ranking, RankingRequest
 from cluster.traffic.budget import Budget, started
 from cluster.values import RecommendRequest
 from pipelines.candidates import Candidates
-from pipelines.history import Wishes, understand
+from pipelines.history import ResolvedRequest, resolve
 from pipelines.retrieval import Encode, Retrieval
 from pipelines.scoring import Rank, Scored, Scoring, checked_weights
 from pipelines.stored_history import Completed, StoredHistories
@@ -31,16 +31,16 @@ class CandidateRanker:
         """The answer to one request. Raises InvalidRequest; never an error because an engine broke."""
         checked_weights(request.weights, self._scoring.tasks)
         completed = await self._histories.complete(started(_as_recommendation(request)))
-        wishes, budget = understand(completed.request, self._catalogue), Budget(completed.request.deadline)
+        resolved, budget = resolve(completed.request, self._catalogue), Budget(completed.request.deadline)
 
-        assert wishes.among is not None  # the candidates
-        scored = await self._scoring.score(wishes.among, wishes, budget, request.weights)
+        assert resolved.among is not None  # the candidates
+        scored = await self._scoring.score(resolved.among, resolved, budget, request.weights)
         lists = [scored.candidates]
         if not scored.candidates.served:
-            lists.append(await self._retrieval.find(wishes, len(wishes.among), budget))
+            lists.append(await self._retrieval.find(resolved, len(resolved.among), budget))
 
         items = self._with_predictions(scored) if scored.candidates.served else self._titled(lists[-1])
-        return self._answer(request, tuple(items), lists, wishes, completed)
+        return self._answer(request, tuple(items), lists, resolved, completed)
 
     def _with_predictions(self, scored: Scored) -> Iterator[RankedItem]:
         for item, row in zip(self._titled(scored.candidates), scored.predictions.tolist(), strict=True):
@@ -51,12 +51,17 @@ class CandidateRanker:
         return (RankedItem(self._catalogue[index], score) for index, score in pairs)
 
     def _answer(
-        self, request: RankingRequest, items: tuple[RankedItem, ...], lists: list[Candidates], wishes: Wishes, completed: Completed
+        self,
+        request: RankingRequest,
+        items: tuple[RankedItem, ...],
+        lists: list[Candidates],
+        resolved: ResolvedRequest,
+        completed: Completed,
     ) -> Ranking:
         history = (completed.report,) if completed.report else ()
         reports = (*history, *(one.report for one in lists))
         degraded = completed.degraded or any(one.degraded for one in lists)
-        return Ranking(request.user_id, items, reports, self._version, degraded, wishes.unknown_items)
+        return Ranking(request.user_id, items, reports, self._version, degraded, resolved.unknown_items)
 
 
 def _as_recommendation(request: RankingRequest) -> RecommendRequest:

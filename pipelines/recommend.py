@@ -23,7 +23,7 @@ from pipelines.blend import BlendWeights, blend
 from pipelines.candidates import Candidates
 from pipelines.explain import explain, most_similar
 from pipelines.generation import Generate, Generation, Stream
-from pipelines.history import Wishes, understand
+from pipelines.history import ResolvedRequest, resolve
 from pipelines.rerank import recency, rerank
 from pipelines.retrieval import Encode, Retrieval
 from pipelines.scoring import Rank, Scoring
@@ -86,9 +86,9 @@ class Recommender:
 
     async def _parts(self, request: RecommendRequest, *, streaming: bool) -> AsyncGenerator[AnswerPart, None]:
         strategy, ranks = self.check(request)
-        wishes, budget = understand(request, self._catalogue), Budget(started(request).deadline)
+        resolved, budget = resolve(request, self._catalogue), Budget(started(request).deadline)
 
-        retrieved = await self._retrieval.find(wishes, self._pool_for(request, strategy, ranks=ranks), budget)
+        retrieved = await self._retrieval.find(resolved, self._pool_for(request, strategy, ranks=ranks), budget)
         lists = [retrieved]
         yield retrieved.report
         if streaming and strategy != "generative":
@@ -96,7 +96,7 @@ class Recommender:
                 yield item
 
         if strategy != "retrieval":
-            async with aclosing(self._generation.find(retrieved, wishes, request, budget, streaming=streaming)) as found:
+            async with aclosing(self._generation.find(retrieved, resolved, request, budget, streaming=streaming)) as found:
                 async for part in found:
                     for item in () if part.complete else self._titled(part):
                         yield item
@@ -109,13 +109,13 @@ class Recommender:
 
         if ranks:
             best = _last_served(lists).at(slice(max(request.k, self._rank_pool)))
-            lists.append((await self._scoring.score(best.items, wishes, budget)).candidates)
+            lists.append((await self._scoring.score(best.items, resolved, budget)).candidates)
             yield lists[-1].report
 
-        chosen = self._reranked(lists, wishes, request)
+        chosen = self._reranked(lists, resolved, request)
         reports, degraded = tuple(one.report for one in lists), any(one.degraded for one in lists)
-        items = self._explained(chosen, lists, wishes, request) if request.explain else tuple(self._titled(chosen))
-        yield Recommendation(request.user_id, items, reports, self._version, degraded, wishes.unknown_items)
+        items = self._explained(chosen, lists, resolved, request) if request.explain else tuple(self._titled(chosen))
+        yield Recommendation(request.user_id, items, reports, self._version, degraded, resolved.unknown_items)
 
     def _strategy(self, request: RecommendRequest) -> Strategy:
         strategy = request.strategy or ("unified" if self._generation.available else "retrieval")
@@ -139,7 +139,7 @@ class Recommender:
             return max(request.k, self._pool)
         return max(request.k, self._rank_pool) if ranks else request.k
 
-    def _reranked(self, lists: list[Candidates], wishes: Wishes, request: RecommendRequest) -> Candidates:
+    def _reranked(self, lists: list[Candidates], resolved: ResolvedRequest, request: RecommendRequest) -> Candidates:
         return rerank(
             _last_served(lists),
             request.k,
@@ -147,12 +147,14 @@ class Recommender:
             freshness=request.freshness,
             vectors_VD=self._vectors,
             first_seen_V=self._first_seen,
-            now=wishes.sequence.request_time,
+            now=resolved.sequence.request_time,
         )
 
-    def _explained(self, chosen: Candidates, lists: list[Candidates], wishes: Wishes, request: RecommendRequest) -> tuple[ScoredItem, ...]:
-        similar = most_similar(chosen.items, wishes.sequence.items, self._vectors, self._catalogue)
-        fresh = recency(self._first_seen[chosen.items], wishes.sequence.request_time) if request.freshness else None
+    def _explained(
+        self, chosen: Candidates, lists: list[Candidates], resolved: ResolvedRequest, request: RecommendRequest
+    ) -> tuple[ScoredItem, ...]:
+        similar = most_similar(chosen.items, resolved.sequence.items, self._vectors, self._catalogue)
+        fresh = recency(self._first_seen[chosen.items], resolved.sequence.request_time) if request.freshness else None
         reasons = explain(chosen.items, lists, similar, fresh)
         return tuple(replace(item, explanation=reason) for item, reason in zip(self._titled(chosen), reasons, strict=True))
 

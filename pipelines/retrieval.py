@@ -9,7 +9,7 @@ from cluster.traffic.budget import Budget
 from cluster.values import Encoded, EncodeRequest, SkippedBackend, StageReport
 from pipelines.asking import Ask, asked, why_none
 from pipelines.candidates import Candidates, broken
-from pipelines.history import Wishes
+from pipelines.history import ResolvedRequest
 from pipelines.popularity import Popularity
 
 Encode: TypeAlias = Ask[EncodeRequest, Encoded]
@@ -23,28 +23,28 @@ class Retrieval:
         self._version, self._size, self._encode, self._deadline_s = bundle.version, len(bundle.catalogue), encode, deadline_s
         self._popularity = Popularity(bundle.popularity)
 
-    async def find(self, wishes: Wishes, count: int, budget: Budget) -> Candidates:
+    async def find(self, resolved: ResolvedRequest, count: int, budget: Budget) -> Candidates:
         """The `count` best items that are not excluded, fewer where there are fewer; popularity for a user without known behaviours, or
         where no encoder answers in time.
         """
-        top_n = min(count + len(wishes.excluded), self._size)
-        return (await self._candidates(wishes, top_n, budget)).without(wishes.excluded, count)
+        top_n = min(count + len(resolved.excluded), self._size)
+        return (await self._candidates(resolved, top_n, budget)).without(resolved.excluded, count)
 
-    async def _candidates(self, wishes: Wishes, top_n: int, budget: Budget) -> Candidates:
+    async def _candidates(self, resolved: ResolvedRequest, top_n: int, budget: Budget) -> Candidates:
         began = time.perf_counter()
-        if not len(wishes.sequence):
-            return self._popular(wishes, top_n, (SkippedBackend("encoder", NOTHING_KNOWN),), began)
-        request = EncodeRequest(wishes.sequence, top_n, wishes.among, wishes.user, wishes.tenant, model_version=self._version)
+        if not len(resolved.sequence):
+            return self._popular(resolved, top_n, (SkippedBackend("encoder", NOTHING_KNOWN),), began)
+        request = EncodeRequest(resolved.sequence, top_n, resolved.among, resolved.user, resolved.tenant, model_version=self._version)
         try:
             answer = await asked("encoder", self._encode, request, budget.within(self._deadline_s), self._version)
         except BackendError as error:
-            return self._popular(wishes, top_n, why_none("encoder", error), began, degraded=True)
+            return self._popular(resolved, top_n, why_none("encoder", error), began, degraded=True)
         encoded = answer.result
         return Candidates(encoded.items, encoded.scores, answer.report, broken(answer.report), encoded.states)
 
     def _popular(
-        self, wishes: Wishes, top_n: int, skipped: tuple[SkippedBackend, ...], began: float, *, degraded: bool = False
+        self, resolved: ResolvedRequest, top_n: int, skipped: tuple[SkippedBackend, ...], began: float, *, degraded: bool = False
     ) -> Candidates:
-        items, scores = self._popularity.nearest(top_n, wishes.among)
+        items, scores = self._popularity.nearest(top_n, resolved.among)
         report = StageReport("popularity", "popularity", (time.perf_counter() - began) * 1000, skipped)
         return Candidates(items, scores, report, degraded)

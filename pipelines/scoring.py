@@ -20,7 +20,7 @@ from cluster.traffic.budget import Budget
 from cluster.values import FloatArray, Int32Array, SkippedBackend, StageAnswer
 from pipelines.asking import Ask, asked, why_none
 from pipelines.candidates import Candidates, broken
-from pipelines.history import Wishes
+from pipelines.history import ResolvedRequest
 
 STAGE = "rank"
 Rank: TypeAlias = Ask[RankRequest, Ranked]
@@ -51,11 +51,13 @@ class Scoring:
         """Whether it orders recommendations where a request does not say."""
         return bool(self._rank and self._record and self._record.last_stage)
 
-    async def score(self, items: Int32Array, wishes: Wishes, budget: Budget, weights: Mapping[Task, float] | None = None) -> Scored:
+    async def score(
+        self, items: Int32Array, resolved: ResolvedRequest, budget: Budget, weights: Mapping[Task, float] | None = None
+    ) -> Scored:
         """These items by what the user would do with them. `weights` as in RankingRequest."""
         if self._rank is None or self._record is None:
             return self._none(SkippedBackend("ranker", f"{self._version} has no ranker"))
-        request = RankRequest(wishes.sequence, items, wishes.user, wishes.tenant, model_version=self._version)
+        request = RankRequest(resolved.sequence, items, resolved.user, resolved.tenant, model_version=self._version)
         began = time.perf_counter()
         try:
             answer = await asked("ranker", self._rank, request, budget.within(self._deadline_s), self._version)

@@ -96,7 +96,7 @@ def create_api(
         playground_routes(service, data, limits),
     ):
         api.include_router(routes, responses=problems.EVERYWHERE, dependencies=[key])
-    for routes in (_operation(service, edge), model_routes(service)):
+    for routes in (_admin(service, edge), model_routes(service)):
         api.include_router(routes, responses=problems.EVERYWHERE, dependencies=[key, Depends(operator_of)])
     api.include_router(_health(service))
     api.include_router(page_routes(limits))
@@ -157,7 +157,7 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings]) ->
     return routes
 
 
-def _operation(service: Service, edge: Edge) -> APIRouter:
+def _admin(service: Service, edge: Edge) -> APIRouter:
     routes = APIRouter(tags=["operation"])
 
     @routes.get("/v1/gateway")

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class HttpRequest:
     """A request. `target`: the path, quoted as in a URL, and the query, if any; names of headers are in lower case."""
 
     method: str
@@ -20,13 +20,13 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class HttpResponse:
     status: int
     headers: Mapping[str, str]
     body: bytes
 
 
-async def exchange(app: ASGIApp, asked: Asked) -> Answered:
+async def exchange(app: ASGIApp, asked: HttpRequest) -> HttpResponse:
     """What `app` answers, once all of it is there. Raises what `app` raises before it has answered."""
     client = _Client(asked.body)
     try:
@@ -36,10 +36,10 @@ async def exchange(app: ASGIApp, asked: Asked) -> Answered:
             raise  # otherwise it is told to the caller, and has been logged
     if client.status is None:
         raise RuntimeError(f"{asked.method} {asked.target}: the application returned without an answer")
-    return Answered(client.status, client.headers, b"".join(client.parts))
+    return HttpResponse(client.status, client.headers, b"".join(client.parts))
 
 
-def scope_of(asked: Asked) -> dict[str, Any]:
+def scope_of(asked: HttpRequest) -> dict[str, Any]:
     path, _, query = asked.target.partition("?")
     sent = {"content-type": "application/json", **asked.headers, "content-length": str(len(asked.body))}
     return {

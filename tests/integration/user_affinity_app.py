@@ -13,7 +13,7 @@ from starlette.requests import Request
 from cluster.errors import BackendError
 from cluster.heartbeat import Orders, Report
 from cluster.values import EncodeRequest, UserSequence
-from deployments.following import Follower
+from deployments.erasure_follower import ErasureFollower
 from deployments.remote import ask
 from deployments.switchboard import REPORT_INTERVAL_S, SwitchboardDeployment
 
@@ -42,7 +42,7 @@ class Home:
         os._exit(1)
 
     async def _follow(self, switchboard: DeploymentHandle, name: str) -> None:
-        follower, orders = Follower(self._forget, again_after_s=60), Orders()
+        follower, orders = ErasureFollower(self._forget, again_after_s=60), Orders()
         while True:
             since = follower.place
             orders = await ask(switchboard, "beat", name, Report(place=since), orders.mark, REPORT_INTERVAL_S, within_s=60)

@@ -25,7 +25,7 @@ def model_dir(tmp_path_factory):
     return root
 
 
-def expected(model_dir, rows, **wishes):
+def expected(model_dir, rows, **options):
     """By the pipeline over a torch encoder, one after the other."""
     bundle, encoder = BundleStore(model_dir).open(), TorchEncoder()
     encoder.load(bundle)
@@ -34,14 +34,14 @@ def expected(model_dir, rows, **wishes):
         return StageAnswer(encoder.infer(request), StageReport("encode", "torch", 1.0), bundle.version)
 
     recommender = Recommender(bundle, encode)
-    requests = [RecommendRequest(row["user_id"], tuple(score_parquet.behaviours(row)), **wishes) for row in rows]
+    requests = [RecommendRequest(row["user_id"], tuple(score_parquet.behaviours(row)), **options) for row in rows]
     return [asyncio.run(recommender.recommend(request)) for request in requests]
 
 
 def test_each_user_of_a_block_gets_what_the_pipeline_gives_them(model_dir):
-    wishes = {"k": 4, "request_time": NOW}
-    scored = score_parquet.Scorer(model_dir, wishes)(pa.Table.from_pylist(USERS)).to_pylist()
-    answers = expected(model_dir, USERS, **wishes)
+    options = {"k": 4, "request_time": NOW}
+    scored = score_parquet.Scorer(model_dir, options)(pa.Table.from_pylist(USERS)).to_pylist()
+    answers = expected(model_dir, USERS, **options)
     assert [row["user_id"] for row in scored] == [answer.user_id for answer in answers]
     for row, answer in zip(scored, answers, strict=True):
         assert row["item_ids"] == [one.item.item_id for one in answer.items]
@@ -54,8 +54,8 @@ def test_a_decoder_generates_where_it_is_asked_to(tmp_path):
     table = pa.Table.from_pylist(USERS[:3])
     lists = {}
     for strategy in ("retrieval", "generative", "unified"):
-        wishes = {"k": 4, "request_time": NOW, "strategy": strategy}
-        scored = score_parquet.Scorer(tmp_path / "tiny", wishes)(table).to_pylist()
+        options = {"k": 4, "request_time": NOW, "strategy": strategy}
+        scored = score_parquet.Scorer(tmp_path / "tiny", options)(table).to_pylist()
         assert [(len(row["item_ids"]), row["degraded"]) for row in scored] == [(4, False)] * 3
         lists[strategy] = scored[0]["item_ids"]
     assert lists["generative"] != lists["retrieval"]

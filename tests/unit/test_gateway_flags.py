@@ -18,7 +18,7 @@ from cluster.values import Behaviour, Recommendation, RecommendRequest
 from deployments.gateway import Gateway
 from deployments.heartbeat import Heartbeat
 from deployments.switchboard import TTL_S, SwitchboardDeployment
-from pipelines.answers import ANSWER_CODEC
+from pipelines.cached_recommender import ANSWER_CODEC
 from tests.fake_stages import Naming, bundle_with_decoder
 from tests.fakes.clock import Clock
 from tests.fakes.handles import Handle

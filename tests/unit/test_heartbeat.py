@@ -14,7 +14,7 @@ from cluster.heartbeat import Report
 from cluster.rollout import ROLLOUT, RolloutStore, Trial, VersionFigures
 from deployments import heartbeat as module
 from deployments.heartbeat import Heartbeat
-from deployments.shelf import ModelShelf
+from deployments.model_cache import ModelCache
 from deployments.switchboard import TTL_S, SwitchboardDeployment
 from tests.bundles import make_bundle
 from tests.fakes.clock import Clock
@@ -70,7 +70,7 @@ class Member:
 
     def __init__(self, store, role="encoder", uses=(), figures=None):
         self.role, self.uses, self.figures = role, frozenset(uses), figures or {}
-        self.shelf = ModelShelf(store, made, discarded, keep_s=KEEP_S)
+        self.shelf = ModelCache(store, made, discarded, keep_s=KEEP_S)
         self.rollout = self.orders = None
         self.engines, self.forgotten = [backend()], []
 

@@ -15,8 +15,8 @@ from cluster.events.store import open_event_store
 from cluster.switchboard import StageStatus
 from deployments.http.api import create_api
 from deployments.user_data import UserData
-from deployments.versions import Versions
-from pipelines.answers import ANSWER_CODEC, Answers
+from deployments.version_router import VersionRouter
+from pipelines.cached_recommender import ANSWER_CODEC, CachedRecommender
 from pipelines.recommend import Recommender
 from pipelines.stored_history import SWITCHED_OFF, StoredHistories
 from tests.bundles import make_bundle
@@ -42,7 +42,7 @@ class Switchboard:
 def versions_of(bundle, answers):
     """One version that serves everybody."""
     model = SimpleNamespace(bundle=bundle, catalogue=bundle and bundle.catalogue, answers=answers)
-    return Versions(SimpleNamespace(models=(model,), get=lambda version: None), stages=None)
+    return VersionRouter(SimpleNamespace(models=(model,), get=lambda version: None), stages=None)
 
 
 class InProcess:
@@ -62,7 +62,7 @@ async def served(tmp_path):
     bundle, board = make_bundle(tmp_path / "models", items=50), Switchboard()
     encoder, events = Descending(bundle), await open_event_store(f"sqlite:///{tmp_path}/events.db")
     cache = TieredCache(MemoryCache("s3fifo", 2**20), None, TierSettings(), ANSWER_CODEC)
-    answers = Answers(Recommender(bundle, encoder), StoredHistories(events, 100), cache, bundle.digest)
+    answers = CachedRecommender(Recommender(bundle, encoder), StoredHistories(events, 100), cache, bundle.digest)
     settings = parse({"model_dir": str(tmp_path), "events": {"anticipate_after_s": 0}})
     data = UserData(settings, board, versions_of(bundle, answers), cache=cache, events=events)
     transport = httpx.ASGITransport(create_api(InProcess(answers), data, LIMITS))
@@ -225,7 +225,7 @@ async def test_a_user_to_invalidate_needs_a_tenant(client):
 
 async def test_where_events_are_switched_off_an_erasure_reaches_what_is_kept_all_the_same(tmp_path):
     board = Switchboard()
-    answers = Answers(None, StoredHistories(None, 100), None, "")
+    answers = CachedRecommender(None, StoredHistories(None, 100), None, "")
     data = UserData(parse({"model_dir": str(tmp_path)}), board, versions_of(None, answers), cache=None, events=None)
     erased = await data.erase("default", "ada")
     assert (erased.events, erased.everywhere, board.forgotten) == (0, True, [("default", "ada")])
@@ -233,7 +233,7 @@ async def test_where_events_are_switched_off_an_erasure_reaches_what_is_kept_all
 
 async def test_without_an_event_store_events_are_refused_with_the_reason(tmp_path):
     bundle = make_bundle(tmp_path / "models", items=50)
-    answers = Answers(Recommender(bundle, Descending(bundle)), StoredHistories(None, 100), None, bundle.digest)
+    answers = CachedRecommender(Recommender(bundle, Descending(bundle)), StoredHistories(None, 100), None, bundle.digest)
     data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), versions_of(bundle, answers), cache=None, events=None)
     transport = httpx.ASGITransport(create_api(InProcess(answers), data, LIMITS))
     async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:

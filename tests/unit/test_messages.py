@@ -32,9 +32,9 @@ def test_what_is_not_said_has_the_values_own_defaults():
 
 def test_every_wish_reaches_the_pipeline():
     sampling = {"samples": 64, "temperature": 0.8, "top_k": 10, "top_p": 0.9, "seed": 3}
-    wishes = {"strategy": "generative", "diversity": 0.5, "freshness": 0.25, "explain": True, "deadline_ms": 80}
-    request = parsed(**wishes, sampling=sampling)
-    assert {name: getattr(request, name) for name in wishes} == wishes
+    resolved = {"strategy": "generative", "diversity": 0.5, "freshness": 0.25, "explain": True, "deadline_ms": 80}
+    request = parsed(**resolved, sampling=sampling)
+    assert {name: getattr(request, name) for name in resolved} == resolved
     assert request.sampling == SamplingOptions(**sampling)
 
 

@@ -10,7 +10,7 @@ from cluster.errors import BackendFailed, BackendUnavailable, InvalidRequest, Un
 from cluster.switchboard import StageStatus
 from cluster.traffic.retry_budget import RetryBudget
 from cluster.values import EncodeRequest
-from deployments.operation import Operation
+from deployments.admin_api import AdminApi
 from deployments.remote import StageCaller, ask
 from tests.bundles import random_sequence
 from tests.fakes.handles import NEVER, ScriptedHandle
@@ -52,7 +52,7 @@ async def test_a_call_that_nobody_waits_for_any_more_is_cancelled():
 async def test_a_lost_switchboard_stops_no_request_so_what_was_ready_stays_so():
     encoder = StageStatus("encoder", 1, ("encoder=torch",), ())
     bundle = SimpleNamespace(version="tiny/1", manifest=SimpleNamespace(decoder=None, ranker=None))
-    operation = Operation(ScriptedHandle((), (encoder,), ActorDiedError(), ActorDiedError(), ()), lambda: bundle)
+    operation = AdminApi(ScriptedHandle((), (encoder,), ActorDiedError(), ActorDiedError(), ()), lambda: bundle)
     assert not (await operation.readiness()).ready, "no replica has reported yet"
     assert (await operation.readiness()).stages[0].detail == "encoder=torch"
     assert (await operation.readiness()).ready, "the switchboard is away"

@@ -19,7 +19,7 @@ FOLLOWED_INTERVAL_S = 0.1
 SWITCHBOARD_DEADLINE_S = 2.0
 
 
-class Operation:
+class AdminApi:
     """Ask the switchboard; `served` is the model that serves at the time.
 
     Every method raises BackendUnavailable where the switchboard cannot be reached, except `readiness`.

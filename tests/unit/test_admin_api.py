@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from cluster.switchboard import StageStatus
-from deployments.operation import Operation
+from deployments.admin_api import AdminApi
 from tests.fakes.handles import Handle
 
 ENCODER = StageStatus("encoder", 1, ("encoder=torch",), ())
@@ -17,7 +17,7 @@ class Rig:
     def __init__(self, decoder: str | None = None) -> None:
         self.handle = Handle(None)
         bundle = SimpleNamespace(version="tiny/1", manifest=SimpleNamespace(decoder=decoder, ranker=None))
-        self.operation = Operation(self.handle, lambda: bundle)
+        self.operation = AdminApi(self.handle, lambda: bundle)
 
     async def ready(self, *statuses: StageStatus) -> bool:
         self.handle.replica = SimpleNamespace(status=lambda: statuses)

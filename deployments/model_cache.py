@@ -32,7 +32,7 @@ class _Refused:
     at: float
 
 
-class ModelShelf(Generic[Model]):
+class ModelCache(Generic[Model]):
     """`make` turns a verified bundle into what serves it, warmed up; `discard` gives that up, `keep_s` after it was last wanted."""
 
     def __init__(

@@ -13,7 +13,7 @@ from cluster.errors import BackendUnavailable, InvalidRequest
 from cluster.events.store import Event, open_event_store
 from cluster.values import Behaviour, RecommendRequest, SamplingOptions, StageReport
 from pipelines.answer_key import answer_key, cacheable, version_of
-from pipelines.answers import ANSWER_CODEC, Answers
+from pipelines.cached_recommender import ANSWER_CODEC, CachedRecommender
 from pipelines.recommend import Recommender
 from pipelines.remembered import UsualRequests
 from pipelines.stored_history import StoredHistories
@@ -44,7 +44,9 @@ class Setting:
         self.encoder = Descending(self.bundle)
         self.cache = TieredCache(MemoryCache("s3fifo", 2**20, clock=self.clock), None, TierSettings(), ANSWER_CODEC, clock=self.clock)
         self.store = Watched(events) if events else None
-        self.answers = Answers(Recommender(self.bundle, self.encoder), StoredHistories(self.store, 1000), self.cache, self.bundle.digest)
+        self.answers = CachedRecommender(
+            Recommender(self.bundle, self.encoder), StoredHistories(self.store, 1000), self.cache, self.bundle.digest
+        )
 
     def clock(self):
         return self.now
@@ -331,7 +333,7 @@ async def test_who_is_in_a_hurry_does_not_wait_for_a_computation_elsewhere(setti
 async def test_what_users_ask_for_is_known_to_every_version_of_the_model(setting):
     usual = UsualRequests()
     first, second = (
-        Answers(Recommender(setting.bundle, setting.encoder), StoredHistories(None, 10), setting.cache, digest, usual)
+        CachedRecommender(Recommender(setting.bundle, setting.encoder), StoredHistories(None, 10), setting.cache, digest, usual)
         for digest in ("1", "2")
     )
     await first.recommend(STORED)

@@ -11,7 +11,7 @@ from cluster.switchboard import Switchboard
 from cluster.values import EncodeRequest
 from deployments import following
 from deployments.encoder import Encoder
-from deployments.following import Follower
+from deployments.erasure_follower import ErasureFollower
 from deployments.heartbeat import Heartbeat
 from deployments.switchboard import SwitchboardDeployment
 from tests.broken_backends import Sound
@@ -34,7 +34,7 @@ class Keeper:
     def __init__(self, clock):
         self.switchboard = Switchboard(now=NOW - 60)
         self.told, self.error, self.busy = [], None, None
-        self._follower = Follower(self._forget, again_after_s=10, clock=clock)
+        self._follower = ErasureFollower(self._forget, again_after_s=10, clock=clock)
 
     async def exchange(self):
         """As a heartbeat."""

@@ -22,9 +22,9 @@ from cluster.errors import BackendError, DeadlineExceeded
 from cluster.traffic.budget import Budget, in_time, started, unhurried
 from cluster.values import AnswerPart, CacheReport, Recommendation, RecommendRequest, StageReport
 from pipelines.answer_key import answer_key, cacheable, version_of
-from pipelines.last_good import CACHED, LastGood
 from pipelines.recommend import Recommender
 from pipelines.remembered import UsualRequests
+from pipelines.stale_fallback import CACHED, StaleFallback
 from pipelines.stored_history import Completed, StoredHistories
 
 _RECOMMENDATION = TypeAdapter(Recommendation)
@@ -33,7 +33,7 @@ LATE_S = 0.05
 logger = logging.getLogger(__name__)
 
 
-class Answers:
+class CachedRecommender:
     """Answers of one version of the model. `model_digest` tells the version apart from others in the same cache; `cache` is None if caching
     is switched off; `usual` remembers the users' usual requests across versions. For one event loop.
     """
@@ -48,7 +48,7 @@ class Answers:
     ) -> None:
         self._recommender, self._histories, self._cache, self._model_digest = recommender, histories, cache, model_digest
         self._usual = UsualRequests() if usual is None else usual
-        self._last_good = LastGood(model_digest)
+        self._fallback = StaleFallback(model_digest)
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """The answer. Raises InvalidRequest."""
@@ -91,7 +91,7 @@ class Answers:
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
         """Forget usual requests and last good answers: of one user, of all users of `tenant`, or of all tenants."""
         self._usual.forget(tenant, user_id)
-        self._last_good.forget(tenant, user_id)
+        self._fallback.forget(tenant, user_id)
 
     async def _recommend(self, request: RecommendRequest) -> Recommendation:
         version = await self._version(request)
@@ -137,14 +137,14 @@ class Answers:
     async def _best(self, answer: Recommendation, completed: Completed) -> Recommendation:
         """The recommender's answer, or the user's last good one if no encoder contributed to it."""
         answer = _with_history(answer, completed)
-        return answer if self._cache is None else await self._last_good.rather_than(answer, completed.request, self._cache)
+        return answer if self._cache is None else await self._fallback.rather_than(answer, completed.request, self._cache)
 
     async def _computed(self, request: RecommendRequest, key: Key) -> Computed[Recommendation]:
         """The answer and how to cache it. A degraded answer is cached briefly; one degraded by the caller's own deadline, or taken from the
         cache itself, is not cached.
         """
         answer = await self._compute(request)
-        self._last_good.note(request, key, answer)
+        self._fallback.note(request, key, answer)
         return Computed(
             answer, negative=answer.degraded, keep=not answer.degraded or (request.deadline_ms is None and not _is_cached(answer))
         )
@@ -167,7 +167,7 @@ class Answers:
     def _given(self, request: RecommendRequest, key: Key, found: Found[Recommendation]) -> Recommendation:
         """The answer, with the tier that held it. The user's last good answer is noted if another replica computed it."""
         if found.tier in {"l2", "joined"}:
-            self._last_good.note(request, key, found.value)
+            self._fallback.note(request, key, found.value)
         return replace(found.value, cache=CacheReport(found.tier, found.age_s, found.stale))
 
 

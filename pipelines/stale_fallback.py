@@ -22,7 +22,7 @@ AT_ONCE_S = 0.001
 """Time for a look-up in this process's memory after the request's deadline."""
 
 
-class LastGood(Recent[Key]):
+class StaleFallback(Recent[Key]):
     """Request without its history -> the cache key of its last good answer, which may be stale or over an older history. For one model."""
 
     def __init__(self, model_digest: str) -> None:

@@ -15,8 +15,8 @@ from cluster.rollout import Rollout, Trial, VersionFigures
 from cluster.skipped import NoBackendAnswered
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
 from deployments.replica import ModelGone
-from deployments.versions import SHADOWS_AT_ONCE, ServedModel, Versions
-from pipelines.answers import ANSWER_CODEC
+from deployments.version_router import SHADOWS_AT_ONCE, ServedModel, VersionRouter
+from pipelines.cached_recommender import ANSWER_CODEC
 from pipelines.stored_history import StoredHistories
 from tests.bundles import make_bundle
 from tests.fake_stages import Naming, bundle_with_decoder
@@ -61,7 +61,7 @@ class Rig:
         self._cache = TieredCache(MemoryCache("s3fifo", 2**20), None, TierSettings(), ANSWER_CODEC) if cached else None
         for version in (1, 2):
             self.hold(version)
-        self.versions = Versions(self.shelf, self.stages)
+        self.versions = VersionRouter(self.shelf, self.stages)
 
     def hold(self, version):
         bundle = self.store.open(version)

@@ -8,7 +8,7 @@ import pytest
 from cluster.bundle import WEIGHTS, BundleStore
 from cluster.errors import BackendUnavailable, BundleError
 from cluster.fleet import READY
-from deployments.shelf import RETRY_AFTER_S, ModelShelf
+from deployments.model_cache import RETRY_AFTER_S, ModelCache
 from tests.fakes.clock import Clock
 
 KEEP_S = 30.0
@@ -50,7 +50,7 @@ def clock():
 
 @pytest.fixture
 def shelf(store, workshop, clock):
-    return ModelShelf(store, workshop.make, workshop.discard, keep_s=KEEP_S, clock=clock)
+    return ModelCache(store, workshop.make, workshop.discard, keep_s=KEEP_S, clock=clock)
 
 
 def held(shelf):
@@ -145,7 +145,7 @@ async def test_at_the_start_the_last_good_version_takes_the_place_of_a_corrupt_o
     for version in (1, 2):
         (store.root / str(version) / WEIGHTS).unlink()
     with pytest.raises(BundleError, match=r"no version in .* can be served"):
-        await ModelShelf(store, None, None, keep_s=KEEP_S).fill([3])
+        await ModelCache(store, None, None, keep_s=KEEP_S).fill([3])
 
 
 async def test_closing_gives_everything_up(shelf, workshop):

@@ -13,7 +13,7 @@ EVERYBODY = Erasure(0, None, None)
 logger = logging.getLogger("ray.serve")
 
 
-class Follower:
+class ErasureFollower:
     """`forget(tenant, user)` erases a user, all of the tenant's users where `user` is None, and all users where `tenant` is None too; it
     is idempotent. Where it raises, the erasures are tried again with the next news. `place` is how far the process has come.
 

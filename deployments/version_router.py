@@ -28,10 +28,10 @@ from cluster.rollout import Rollout, VersionFigures
 from cluster.stages import ENCODER, GENERATOR, RANKER, Stage
 from cluster.tracing import say_who_served, span
 from cluster.values import AnswerPart, Recommendation, RecommendRequest, StageAnswer
+from deployments.model_cache import ModelCache
 from deployments.replica import ModelGone
-from deployments.shelf import ModelShelf
 from deployments.stages import Stages
-from pipelines.answers import Answers
+from pipelines.cached_recommender import CachedRecommender
 from pipelines.rank import CandidateRanker
 from pipelines.recommend import Recommender
 from pipelines.remembered import UsualRequests
@@ -75,7 +75,7 @@ class ServedModel:
             generation_deadline_s=edge.generation_deadline_s,
             ranking_deadline_s=edge.ranking_deadline_s,
         )
-        self.answers = Answers(recommender, histories, cache, bundle.digest, usual)
+        self.answers = CachedRecommender(recommender, histories, cache, bundle.digest, usual)
         self.candidates = CandidateRanker(
             bundle,
             histories,
@@ -127,10 +127,10 @@ class VersionRecorder:
         return VersionFigures(self._requests, self._degraded, self._latency.summary(monotonic()), self._overlaps, self._overlap)
 
 
-class Versions:
+class VersionRouter:
     """`shelf` holds the gateway's versions; `update` tells which of them should answer."""
 
-    def __init__(self, shelf: ModelShelf[ServedModel], stages: Stages) -> None:
+    def __init__(self, shelf: ModelCache[ServedModel], stages: Stages) -> None:
         self._shelf, self._stages = shelf, stages
         self._serving = 0
         self._rollout = Rollout(stable=1)
