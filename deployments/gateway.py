@@ -117,7 +117,7 @@ class Gateway:
         await self._stages.close()
 
     @property
-    def shelf(self) -> ModelCache[ServedModel]:
+    def model_cache(self) -> ModelCache[ServedModel]:
         """The versions that are held here."""
         return self._models
 

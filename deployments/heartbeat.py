@@ -36,7 +36,7 @@ class Member(Protocol):
     """A role of the process: the gateway, or a replica of a stage."""
 
     @property
-    def shelf(self) -> ModelCache[Any]:
+    def model_cache(self) -> ModelCache[Any]:
         """The versions of the model that it holds."""
         ...
 
@@ -156,7 +156,7 @@ class Heartbeat:
             return
         await self._read_rollout()
         for member in self._members.values():
-            member.shelf.want(self._wanted)
+            member.model_cache.want(self._wanted)
         self._follow()
 
     def _follow(self) -> None:

@@ -163,7 +163,7 @@ class StageReplica(Generic[ModelT]):
         return {"weight": float(f"{self._calls / busy:.2g}")} if self._calls >= FEWEST_CALLS and busy else {}
 
     @property
-    def shelf(self) -> ModelCache[ModelT]:
+    def model_cache(self) -> ModelCache[ModelT]:
         """The versions that are held here."""
         return self._models
 

@@ -128,10 +128,10 @@ class VersionRecorder:
 
 
 class VersionRouter:
-    """`shelf` holds the gateway's versions; `update` tells which of them should answer."""
+    """`model_cache` holds the gateway's versions; `update` tells which of them should answer."""
 
-    def __init__(self, shelf: ModelCache[ServedModel], stages: Stages) -> None:
-        self._shelf, self._stages = shelf, stages
+    def __init__(self, model_cache: ModelCache[ServedModel], stages: Stages) -> None:
+        self._model_cache, self._stages = model_cache, stages
         self._serving = 0
         self._rollout = Rollout(stable=1)
         self._tried: int | None = None
@@ -142,23 +142,24 @@ class VersionRouter:
     @property
     def stable(self) -> ServedModel:
         """The version that serves users outside of trials."""
-        return self._shelf.get(self._serving) or self._shelf.models[0]
+        return self._model_cache.get(self._serving) or self._model_cache.models[0]
 
     def model_for(self, tenant: str, user_id: str) -> ServedModel:
         """What answers this user."""
         if self._tried is not None and self._rollout.version_for(tenant, user_id) == self._tried:
-            return self._shelf.get(self._tried) or self.stable
+            return self._model_cache.get(self._tried) or self.stable
         return self.stable
 
     def update(self, rollout: Rollout, news: FleetNews) -> None:
         """Change over to the version that every replica holds by now."""
         self._rollout = rollout
         self._stages.update(news)
-        able = [v for v in self._rollout.versions if self._shelf.get(v) and self._stages.ready(v)]
+        able = [v for v in self._rollout.versions if self._model_cache.get(v) and self._stages.ready(v)]
         if self._rollout.stable in able and news.settled:
             self._serve(self._rollout.stable)
-        elif self._shelf.get(self._serving) is None:
-            self._serve(next((v for v in (*able, *sorted(news.used)) if self._shelf.get(v)), self._shelf.models[0].bundle.manifest.version))
+        elif self._model_cache.get(self._serving) is None:
+            any_held = self._model_cache.models[0].bundle.manifest.version
+            self._serve(next((v for v in (*able, *sorted(news.used)) if self._model_cache.get(v)), any_held))
         trial = self._rollout.trial
         self._tried = trial.version if trial and trial.version in able and news.settled else None
         if (name := trial.name if trial else "") != self._trial:
@@ -201,7 +202,7 @@ class VersionRouter:
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
         """What users usually ask for and were last answered: one user's of a tenant, a tenant's or all users'."""
-        for model in self._shelf.models:
+        for model in self._model_cache.models:
             model.answers.forget(tenant, user_id)
 
     async def close(self) -> None:
@@ -217,7 +218,7 @@ class VersionRouter:
         """The version that answers this user, then the others: the next one is asked where replicas turn out to lack the one before."""
         first = self.model_for(tenant, user_id)
         yield first
-        yield from [other for other in self._shelf.models if other is not first]
+        yield from [other for other in self._model_cache.models if other is not first]
 
     async def _timed(self, model: ServedModel, request: RecommendRequest) -> Recommendation:
         began = perf_counter()
@@ -235,7 +236,7 @@ class VersionRouter:
         return bool(in_it and trial and trial.includes(request.tenant, request.user_id) and len(self._shadows) < SHADOWS_AT_ONCE)
 
     def _in_shadow(self, request: RecommendRequest, answer: Recommendation) -> None:
-        model = self._shelf.get(self._tried or 0)
+        model = self._model_cache.get(self._tried or 0)
         if model is not None:
             task = asyncio.create_task(self._compare(model, replace(request, cache="bypass", deadline=None), answer))
             self._shadows.add(task)

@@ -22,7 +22,7 @@ def answer_key(request: RecommendRequest, model_digest: str, history_version: st
     return Key(request.tenant, request.user_id, _digest(model_digest, history_version, request))
 
 
-def wishes_key(request: RecommendRequest, model_digest: str) -> Key:
+def request_key(request: RecommendRequest, model_digest: str) -> Key:
     """The same key for all requests of a user that differ only in deadline, history and blocked items."""
     return Key(request.tenant, request.user_id, _digest(model_digest, replace(unhurried(request), blocked=frozenset())))
 

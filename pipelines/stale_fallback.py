@@ -12,7 +12,7 @@ from cluster.cache.tiered import TieredCache
 from cluster.errors import DeadlineExceeded
 from cluster.traffic.budget import Budget, in_time
 from cluster.values import Recommendation, RecommendRequest, ScoredItem, StageReport
-from pipelines.answer_key import cacheable, wishes_key
+from pipelines.answer_key import cacheable, request_key
 from pipelines.remembered import Recent
 
 CACHED = "cached"
@@ -32,7 +32,7 @@ class StaleFallback(Recent[Key]):
     def note(self, request: RecommendRequest, key: Key, answer: Recommendation) -> None:
         """Remember this answer's key, unless it is degraded."""
         if not answer.degraded:
-            self.put(wishes_key(request, self._model_digest), key)
+            self.put(request_key(request, self._model_digest), key)
 
     async def rather_than(self, answer: Recommendation, request: RecommendRequest, cache: TieredCache[Recommendation]) -> Recommendation:
         """The last good answer, marked as degraded, without items that the user has seen since or blocks now. `answer` itself if an encoder
@@ -49,7 +49,7 @@ class StaleFallback(Recent[Key]):
         return replace(found.value, items=items, stages=(*before, report), degraded=True, unknown_items=answer.unknown_items)
 
     async def _kept(self, request: RecommendRequest, cache: TieredCache[Recommendation]) -> Found[Recommendation] | None:
-        if (key := self.get(wishes_key(request, self._model_digest))) is None:
+        if (key := self.get(request_key(request, self._model_digest))) is None:
             return None
         try:
             found = await in_time(lambda: cache.get(key), max(AT_ONCE_S, Budget(request.deadline).within(LOOK_UP_S)))

@@ -248,7 +248,7 @@ async def test_what_is_blocked_now_is_left_out_of_the_last_good_answer(setting, 
 @pytest.mark.parametrize(
     "other", [{"tenant": "other"}, {"user_id": "bob"}, {"k": 4}, {"allowed": frozenset({"7"})}, {"cache": "bypass"}, {"explain": True}]
 )
-async def test_the_last_good_answer_is_for_the_same_user_and_wishes_only(setting, other):
+async def test_the_last_good_answer_is_for_the_same_user_and_options_only(setting, other):
     await setting.answers.recommend(ASKED)
     setting.encoder.error = BackendUnavailable("no encoder")
     answer = await setting.answers.recommend(replace(ASKED, behaviours=SEEN[:1], **other))

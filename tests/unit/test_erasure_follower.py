@@ -9,7 +9,7 @@ from cluster.config import parse
 from cluster.erasures import News
 from cluster.switchboard import Switchboard
 from cluster.values import EncodeRequest
-from deployments import following
+from deployments import erasure_follower
 from deployments.encoder import Encoder
 from deployments.erasure_follower import ErasureFollower
 from deployments.heartbeat import Heartbeat
@@ -131,7 +131,7 @@ async def test_what_cannot_be_forgotten_is_not_told_and_tried_again(keeper, cloc
 
 
 async def test_while_the_engine_is_busy_it_reports_but_does_not_claim(keeper, monkeypatch):
-    monkeypatch.setattr(following, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(erasure_follower, "PATIENCE_S", 0.01)
     keeper.busy = asyncio.Event()
     number = keeper.erase("default", "ada")
     async with asyncio.timeout(60):  # a silent process would count as gone

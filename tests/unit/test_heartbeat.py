@@ -70,19 +70,19 @@ class Member:
 
     def __init__(self, store, role="encoder", uses=(), figures=None):
         self.role, self.uses, self.figures = role, frozenset(uses), figures or {}
-        self.shelf = ModelCache(store, made, discarded, keep_s=KEEP_S)
+        self.model_cache = ModelCache(store, made, discarded, keep_s=KEEP_S)
         self.rollout = self.orders = None
         self.engines, self.forgotten = [backend()], []
 
     async def load(self, versions, *, only):
-        await self.shelf.fill(versions, only=only)
+        await self.model_cache.fill(versions, only=only)
 
     def presence(self, rollout):
         trial = rollout.trial
-        return Presence(self.role, self.shelf.holds, self.uses, trial.name if trial else "", self.figures if trial else {})
+        return Presence(self.role, self.model_cache.holds, self.uses, trial.name if trial else "", self.figures if trial else {})
 
     def snapshot(self):
-        return StageSnapshot(self.role, f"{self.role}=torch", tuple(self.engines)) if self.shelf.models else None
+        return StageSnapshot(self.role, f"{self.role}=torch", tuple(self.engines)) if self.model_cache.models else None
 
     def follow(self, rollout, orders):
         self.rollout, self.orders = rollout, orders
@@ -120,7 +120,7 @@ def beats(handle):
 async def test_what_serves_is_held_before_anything_is_served_and_the_switchboard_told_so(process, handle, rollouts):
     member = Member(rollouts.store)
     await process(member).start()
-    assert member.shelf.holds == {1: READY}
+    assert member.model_cache.holds == {1: READY}
     assert [dict(report.presences["encoder/a"].holds) for report in beats(handle)] == [{}, {1: READY}]
     assert member.orders.fleet.ready == {1}
 
@@ -130,7 +130,7 @@ async def test_a_process_that_starts_in_the_middle_of_a_rollout_holds_what_other
     rollouts.promote(3)
     member = Member(rollouts.store)
     await process(member).start()
-    assert member.shelf.holds == {3: READY, 2: READY}
+    assert member.model_cache.holds == {3: READY, 2: READY}
 
 
 async def test_a_promoted_version_is_loaded_and_told_of_once_it_is_there(process, rollouts):
@@ -138,7 +138,7 @@ async def test_a_promoted_version_is_loaded_and_told_of_once_it_is_there(process
     await process(member).start()
     rollouts.promote(2)
     await until(lambda: member.orders.fleet.ready == {1, 2})
-    assert (member.stable, member.shelf.holds) == (2, {1: READY, 2: READY})
+    assert (member.stable, member.model_cache.holds) == (2, {1: READY, 2: READY})
 
 
 async def test_a_version_that_cannot_be_served_is_told_with_the_reason(process, handle, rollouts):
@@ -159,7 +159,7 @@ async def test_a_version_on_trial_is_held_beside_the_stable_one_and_its_figures_
     told = beats(handle)[-1].presences["gateway/a"]
     assert (told.trial, told.figures, told.uses) == ("", {}, {1, 2})
     trial = rollouts.promote(2, Trial(version=2, share=0.5)).trial
-    await until(lambda: member.shelf.holds == {1: READY, 2: READY})
+    await until(lambda: member.model_cache.holds == {1: READY, 2: READY})
     await until(lambda: beats(handle)[-1].presences["gateway/a"].trial == trial.name)
     _, fleet = await board.versions()
     assert fleet.figures == figures
@@ -170,8 +170,8 @@ async def test_a_pinned_version_is_the_only_one_whatever_is_promoted(process, ro
     await process(pinned, version=3).start()
     await process(free, name="b").start()
     rollouts.promote(2)
-    await until(lambda: free.stable == 2 and free.shelf.holds[2] == READY)
-    assert (pinned.shelf.holds, pinned.rollout.versions) == ({3: READY}, (3,))
+    await until(lambda: free.stable == 2 and free.model_cache.holds[2] == READY)
+    assert (pinned.model_cache.holds, pinned.rollout.versions) == ({3: READY}, (3,))
 
 
 async def test_while_the_switchboard_is_away_the_rollout_is_followed_and_the_last_orders_stay(process, handle, board, rollouts, caplog):
@@ -181,7 +181,7 @@ async def test_while_the_switchboard_is_away_the_rollout_is_followed_and_the_las
     await until(lambda: member.orders.switches)
     fleet, handle.replica = member.orders.fleet, None
     rollouts.promote(2)
-    await until(lambda: member.shelf.holds == {1: READY, 2: READY})
+    await until(lambda: member.model_cache.holds == {1: READY, 2: READY})
     await until(lambda: "the switchboard does not answer, its last orders stay in force" in caplog.text)
     assert (member.stable, member.orders.fleet, dict(member.orders.switches)) == (2, fleet, {("encoder", "torch"): "off"})
 
@@ -216,7 +216,7 @@ async def test_a_rollout_that_cannot_be_read_stays_as_it_is(process, rollouts, c
     await process(member).start()
     (rollouts.store.root / ROLLOUT).write_text("{")
     await until(lambda: "the rollout stays as it is" in caplog.text)
-    assert (member.stable, member.shelf.holds) == (1, {1: READY})
+    assert (member.stable, member.model_cache.holds) == (1, {1: READY})
     (rollouts.store.root / ROLLOUT).unlink()
     rollouts.promote(2)
     await until(lambda: member.stable == 2)

@@ -49,98 +49,99 @@ def clock():
 
 
 @pytest.fixture
-def shelf(store, workshop, clock):
+def model_cache(store, workshop, clock):
     return ModelCache(store, workshop.make, workshop.discard, keep_s=KEEP_S, clock=clock)
 
 
-def held(shelf):
-    return {model.bundle.manifest.version for model in shelf.models}
+def held(model_cache):
+    return {model.bundle.manifest.version for model in model_cache.models}
 
 
-async def want(shelf, *versions):
-    shelf.want(versions)
-    await shelf.settled()
+async def want(model_cache, *versions):
+    model_cache.want(versions)
+    await model_cache.settled()
 
 
-async def test_another_version_is_loaded_beside_the_one_that_serves(shelf, workshop):
-    await shelf.fill([1])
-    assert (shelf.holds, shelf.get(1).bundle.version, shelf.named("tiny/1") is shelf.get(1)) == ({1: READY}, "tiny/1", True)
+async def test_another_version_is_loaded_beside_the_one_that_serves(model_cache, workshop):
+    await model_cache.fill([1])
+    assert (model_cache.holds, model_cache.get(1).bundle.version) == ({1: READY}, "tiny/1")
+    assert model_cache.named("tiny/1") is model_cache.get(1)
     workshop.busy = asyncio.Event()
-    shelf.want([1, 2])
+    model_cache.want([1, 2])
     async with asyncio.timeout(120):
-        while 2 not in shelf.holds:  # noqa: ASYNC110 - nothing tells when it has begun
+        while 2 not in model_cache.holds:  # noqa: ASYNC110 - nothing tells when it has begun
             await asyncio.sleep(0)
-    assert (shelf.holds, shelf.get(2), shelf.named("tiny/2")) == ({1: READY, 2: "it is being loaded"}, None, None)
+    assert (model_cache.holds, model_cache.get(2), model_cache.named("tiny/2")) == ({1: READY, 2: "it is being loaded"}, None, None)
     workshop.busy.set()
-    await shelf.settled()
-    assert (shelf.holds, workshop.made) == ({1: READY, 2: READY}, [1, 2])
+    await model_cache.settled()
+    assert (model_cache.holds, workshop.made) == ({1: READY, 2: READY}, [1, 2])
 
 
-async def test_what_is_held_is_not_loaded_again(shelf, workshop):
-    await shelf.fill([1, 1])
+async def test_what_is_held_is_not_loaded_again(model_cache, workshop):
+    await model_cache.fill([1, 1])
     for _ in range(3):
-        await want(shelf, 1)
+        await want(model_cache, 1)
     assert workshop.made == [1]
 
 
-async def test_a_corrupt_version_is_refused_with_the_reason_and_the_others_go_on_serving(shelf, store, workshop, clock):
-    await shelf.fill([1])
+async def test_a_corrupt_version_is_refused_with_the_reason_and_the_others_go_on_serving(model_cache, store, workshop, clock):
+    await model_cache.fill([1])
     whole = (store.root / "2" / WEIGHTS).read_bytes()
     (store.root / "2" / WEIGHTS).write_bytes(whole[:-1])
-    await want(shelf, 1, 2, 3)
-    assert "it is cut off or was altered" in shelf.holds[2]
-    assert held(shelf) == {1, 3}
+    await want(model_cache, 1, 2, 3)
+    assert "it is cut off or was altered" in model_cache.holds[2]
+    assert held(model_cache) == {1, 3}
     (store.root / "2" / WEIGHTS).write_bytes(whole)
-    await want(shelf, 1, 2, 3)
-    assert held(shelf) == {1, 3}, "it is not read all the time"
+    await want(model_cache, 1, 2, 3)
+    assert held(model_cache) == {1, 3}, "it is not read all the time"
     clock.advance(RETRY_AFTER_S)
-    await want(shelf, 1, 2, 3)
-    assert shelf.holds == {1: READY, 2: READY, 3: READY}
+    await want(model_cache, 1, 2, 3)
+    assert model_cache.holds == {1: READY, 2: READY, 3: READY}
 
 
-async def test_a_version_whose_engines_do_not_load_is_refused_whatever_they_raise(shelf, workshop, caplog):
-    await shelf.fill([1])
+async def test_a_version_whose_engines_do_not_load_is_refused_whatever_they_raise(model_cache, workshop, caplog):
+    await model_cache.fill([1])
     workshop.errors = {2: BackendUnavailable("no engine for sm_90"), 3: ZeroDivisionError("a bug")}
-    await want(shelf, 1, 2, 3)
-    assert shelf.holds[2] == "no engine for sm_90"
-    assert shelf.holds[3].startswith("loading it failed in a way that is not known (ZeroDivisionError('a bug'))")
+    await want(model_cache, 1, 2, 3)
+    assert model_cache.holds[2] == "no engine for sm_90"
+    assert model_cache.holds[3].startswith("loading it failed in a way that is not known (ZeroDivisionError('a bug'))")
     assert "Traceback" in caplog.text
-    assert held(shelf) == {1}
+    assert held(model_cache) == {1}
 
 
-async def test_a_version_is_given_up_some_time_after_it_was_last_wanted_and_not_before(shelf, workshop, clock):
-    await shelf.fill([1, 2])
-    await want(shelf, 1, 2)
+async def test_a_version_is_given_up_some_time_after_it_was_last_wanted_and_not_before(model_cache, workshop, clock):
+    await model_cache.fill([1, 2])
+    await want(model_cache, 1, 2)
     clock.advance(KEEP_S - 1)
-    await want(shelf, 2)
-    assert held(shelf) == {1, 2}
+    await want(model_cache, 2)
+    assert held(model_cache) == {1, 2}
     clock.advance(1)
-    await want(shelf, 2)
-    assert (held(shelf), workshop.discarded) == ({2}, [1])
+    await want(model_cache, 2)
+    assert (held(model_cache), workshop.discarded) == ({2}, [1])
 
 
-async def test_who_is_wanted_again_in_time_stays(shelf, workshop, clock):
-    await shelf.fill([1, 2])
+async def test_who_is_wanted_again_in_time_stays(model_cache, workshop, clock):
+    await model_cache.fill([1, 2])
     for versions in ((1, 2), (2,), (1, 2), (2,)):
-        await want(shelf, *versions)
+        await want(model_cache, *versions)
         clock.advance(KEEP_S - 1)
     assert workshop.discarded == []
 
 
-async def test_the_last_one_is_never_given_up_whatever_is_wanted(shelf, store, clock):
-    await shelf.fill([1])
+async def test_the_last_one_is_never_given_up_whatever_is_wanted(model_cache, store, clock):
+    await model_cache.fill([1])
     (store.root / "2" / WEIGHTS).unlink()
     for _ in range(5):
         clock.advance(KEEP_S)
-        await want(shelf, 2)
-    assert held(shelf) == {1}
+        await want(model_cache, 2)
+    assert held(model_cache) == {1}
 
 
-async def test_at_the_start_the_last_good_version_takes_the_place_of_a_corrupt_one(shelf, store, caplog):
+async def test_at_the_start_the_last_good_version_takes_the_place_of_a_corrupt_one(model_cache, store, caplog):
     (store.root / "3" / WEIGHTS).unlink()
-    await shelf.fill([3])
-    assert held(shelf) == {2}
-    assert "weights.safetensors is missing" in shelf.holds[3]
+    await model_cache.fill([3])
+    assert held(model_cache) == {2}
+    assert "weights.safetensors is missing" in model_cache.holds[3]
     assert "serving tiny/2: " in caplog.text
     for version in (1, 2):
         (store.root / str(version) / WEIGHTS).unlink()
@@ -148,10 +149,10 @@ async def test_at_the_start_the_last_good_version_takes_the_place_of_a_corrupt_o
         await ModelCache(store, None, None, keep_s=KEEP_S).fill([3])
 
 
-async def test_closing_gives_everything_up(shelf, workshop):
-    await shelf.fill([1, 2])
+async def test_closing_gives_everything_up(model_cache, workshop):
+    await model_cache.fill([1, 2])
     workshop.busy = asyncio.Event()
-    shelf.want([1, 2, 3])
+    model_cache.want([1, 2, 3])
     await asyncio.sleep(0)
-    await shelf.close()
-    assert (shelf.models, sorted(workshop.discarded)) == ((), [1, 2])
+    await model_cache.close()
+    assert (model_cache.models, sorted(workshop.discarded)) == ((), [1, 2])

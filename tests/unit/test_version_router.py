@@ -1,4 +1,4 @@
-"""Which version answers whom, in one gateway: the real pipeline over a shelf of versions, with stages that a test controls."""
+"""Which version answers whom, in one gateway: the real pipeline over a model_cache of versions, with stages that a test controls."""
 
 import asyncio
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ HISTORY = (Behaviour("1", 1000),)
 HALF = Trial(version=2, share=0.5, began=1.0)
 
 
-class FakeShelf:
+class FakeModelCache:
     """Holds what a test puts there."""
 
     def __init__(self):
@@ -54,18 +54,18 @@ def three(tmp_path_factory):
 
 
 class Rig:
-    """A gateway's versions, of which the shelf holds 1 and 2."""
+    """A gateway's versions, of which the model_cache holds 1 and 2."""
 
     def __init__(self, store, *, cached=False):
-        self.store, self.stages, self.shelf = store, FakeStages(store), FakeShelf()
+        self.store, self.stages, self.model_cache = store, FakeStages(store), FakeModelCache()
         self._cache = TieredCache(MemoryCache("s3fifo", 2**20), None, TierSettings(), ANSWER_CODEC) if cached else None
         for version in (1, 2):
             self.hold(version)
-        self.versions = VersionRouter(self.shelf, self.stages)
+        self.versions = VersionRouter(self.model_cache, self.stages)
 
     def hold(self, version):
         bundle = self.store.open(version)
-        self.shelf.by_version[version] = ServedModel(bundle, Settings(), self.stages, StoredHistories(None, 100), cache=self._cache)
+        self.model_cache.by_version[version] = ServedModel(bundle, Settings(), self.stages, StoredHistories(None, 100), cache=self._cache)
 
     def learn(self, stable, trial=None, *, settled=True, used=()):
         news = FleetNews(used=frozenset(used), settled=settled)
@@ -194,7 +194,7 @@ async def test_where_the_generator_lacks_the_version_another_answers_too(tmp_pat
     rig = Rig(store)
     rig.stages.generators = {f"tiny/{version}": Naming(store.open(version), 5, 6, 7) for version in (2, 3)}
     rig.hold(3)
-    del rig.shelf.by_version[1]
+    del rig.model_cache.by_version[1]
     rig.learn(3)
     answers = [await rig.ask()]
     rig.stages.generators["tiny/3"] = Naming(store.open(3), error=ModelGone("not tiny/3"))
@@ -303,7 +303,7 @@ async def test_a_stream_is_of_the_version_that_the_user_gets(rig):
 
 async def test_forgetting_reaches_every_version_that_is_held(rig):
     told = []
-    for version, model in rig.shelf.by_version.items():
+    for version, model in rig.model_cache.by_version.items():
         model.answers = SimpleNamespace(forget=lambda tenant, user, version=version: told.append((version, tenant, user)))
     rig.versions.forget("default", "ada")
     assert told == [(1, "default", "ada"), (2, "default", "ada")]
