@@ -1,8 +1,8 @@
 """Which process holds which version of the model: a version serves only once every replica of every stage has it.
 
-    replica, gateway -> exchange(what it holds, which versions it gives answers of) -> what is ready everywhere, what is in use anywhere
+    replica, gateway -> report(what it holds, which versions it gives answers of) -> what is ready everywhere, what is in use anywhere
 
-It keeps nothing on disk, and a restarted one knows everything again after the next exchanges. Times are passed in, in seconds.
+It keeps nothing on disk, and a restarted one knows everything again after the next reports. Times are passed in, in seconds.
 """
 
 from collections import Counter
@@ -69,7 +69,7 @@ class FleetBoard:
         self._figures: dict[str, Mapping[int, VersionFigures]] = {}
         self._trial = ""
 
-    def exchange(self, name: str, presence: Presence, *, now: float) -> FleetNews:
+    def report(self, name: str, presence: Presence, *, now: float) -> FleetNews:
         """Take what a process tells; returns what it should know of the others."""
         self._present[name] = now, presence
         if presence.trial:

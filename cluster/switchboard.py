@@ -3,7 +3,7 @@
     replica -> report(statistics, the switches it follows) -> the switches it should follow
     operator -> set(stage, name, position) -> version; applied(version) once every live replica follows it
 
-    process that keeps users' data -> exchange(how far it has come) -> what it should forget
+    process that keeps users' data -> report_place(how far it has come) -> what it should forget
     operator -> erase(tenant, user) -> number; erased(number) once each of them has forgotten it
 
 It keeps nothing on disk: after a restart it adopts the switches of the replicas, which know them, and has all that is kept of users
@@ -131,7 +131,7 @@ class Switchboard:
         """Have a user forgotten everywhere, or all users of a tenant, or all users; the number to pass to `erased`."""
         return self._erasures.add(tenant, user, now=now)
 
-    def exchange(self, follower: str, place: Place, *, now: float) -> News:
+    def report_place(self, follower: str, place: Place, *, now: float) -> News:
         """Take how far a follower has come (Place(): it does not know); returns what it has yet to forget."""
         self._places[follower] = now, place
         return self.erasures_since(place)

@@ -47,11 +47,11 @@ class SwitchboardDeployment:
         """
         now = self._clock()
         for name, presence in report.presences.items():
-            self._fleet.exchange(name, presence, now=now)
+            self._fleet.report(name, presence, now=now)
         for name, snapshot in report.snapshots.items():
             stage, _, replica_id = name.partition("/")
             self._board.report(stage, replica_id, snapshot, report.switches_version, report.switches, now=now)
-        self._board.exchange(process, report.place, now=now)
+        self._board.report_place(process, report.place, now=now)
         await self._judge(presence.trial for presence in report.presences.values())
         self._refresh_orders()
         if self._orders.mark == mark:

@@ -39,7 +39,7 @@ class Keeper:
     async def exchange(self):
         """As a heartbeat."""
         since = self._follower.place
-        news = self.switchboard.exchange("encoder/a", since, now=NOW) if self.switchboard else News(since)
+        news = self.switchboard.report_place("encoder/a", since, now=NOW) if self.switchboard else News(since)
         await self._follower.follow(news, since)
 
     def erase(self, tenant, user):

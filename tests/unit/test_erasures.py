@@ -26,7 +26,7 @@ class Holder:
         self.place = news.place
 
     def exchange(self, board: Switchboard, now: float = NOW) -> None:
-        self.take(board.exchange(self.name, self.place, now=now))
+        self.take(board.report_place(self.name, self.place, now=now))
 
 
 def started(*names: str, now: float = NOW) -> tuple[Switchboard, list[Holder]]:

@@ -25,41 +25,41 @@ def gateway(*uses: int, trial: str = "", figures: dict[int, VersionFigures] | No
 
 
 def test_a_version_is_ready_once_every_replica_of_every_stage_has_it(board: FleetBoard):
-    assert board.exchange("e1", stage("encoder", 1, 2), now=0).ready == {1, 2}
-    assert board.exchange("g1", stage("generator", 1, v2=LOADING), now=0).ready == {1}
-    assert board.exchange("g1", stage("generator", 1, 2), now=1).ready == {1, 2}
-    assert board.exchange("e2", stage("encoder", 1), now=1).ready == {1}, "a new replica has to load it first"
+    assert board.report("e1", stage("encoder", 1, 2), now=0).ready == {1, 2}
+    assert board.report("g1", stage("generator", 1, v2=LOADING), now=0).ready == {1}
+    assert board.report("g1", stage("generator", 1, 2), now=1).ready == {1, 2}
+    assert board.report("e2", stage("encoder", 1), now=1).ready == {1}, "a new replica has to load it first"
 
 
 def test_a_gateway_is_no_stage_and_without_an_encoder_nothing_is_ready(board: FleetBoard):
-    board.exchange("g1", stage("generator", 1, 2), now=0)
-    assert board.exchange("gw", gateway(1), now=0).ready == frozenset()
-    board.exchange("e1", stage("encoder", 1, 2), now=0)
-    assert board.exchange("gw", gateway(1), now=0).ready == {1, 2}, "the gateway's own shelf is its own business"
+    board.report("g1", stage("generator", 1, 2), now=0)
+    assert board.report("gw", gateway(1), now=0).ready == frozenset()
+    board.report("e1", stage("encoder", 1, 2), now=0)
+    assert board.report("gw", gateway(1), now=0).ready == {1, 2}, "the gateway's own shelf is its own business"
 
 
 def test_a_stage_without_replicas_is_not_waited_for(board: FleetBoard):
-    assert board.exchange("e1", stage("encoder", 1), now=0).ready == {1}
+    assert board.report("e1", stage("encoder", 1), now=0).ready == {1}
 
 
 def test_a_dead_replica_does_not_hold_a_version_up(board: FleetBoard):
-    board.exchange("e1", stage("encoder", 1, v2=LOADING), now=0)
-    assert board.exchange("e2", stage("encoder", 1, 2), now=5.0).ready == {1}
-    assert board.exchange("e2", stage("encoder", 1, 2), now=5.1).ready == {1, 2}
+    board.report("e1", stage("encoder", 1, v2=LOADING), now=0)
+    assert board.report("e2", stage("encoder", 1, 2), now=5.0).ready == {1}
+    assert board.report("e2", stage("encoder", 1, 2), now=5.1).ready == {1, 2}
 
 
 def test_what_any_living_gateway_answers_with_is_used(board: FleetBoard):
-    board.exchange("a", gateway(1), now=0)
-    news = board.exchange("b", gateway(2, 3), now=4)
+    board.report("a", gateway(1), now=0)
+    news = board.report("b", gateway(2, 3), now=4)
     assert (news.used, news.gateways) == ({1, 2, 3}, 2)
-    news = board.exchange("b", gateway(2, 3), now=6)
+    news = board.report("b", gateway(2, 3), now=6)
     assert (news.used, news.gateways) == ({2, 3}, 1)
 
 
 def test_a_board_that_was_just_started_has_not_heard_of_everybody_yet():
     board = FleetBoard(ttl_s=5.0, now=100.0)
-    assert not board.exchange("e1", stage("encoder", 1), now=105.0).settled
-    assert board.exchange("e1", stage("encoder", 1), now=105.1).settled
+    assert not board.report("e1", stage("encoder", 1), now=105.0).settled
+    assert board.report("e1", stage("encoder", 1), now=105.1).settled
     assert not FleetNews().settled
 
 
@@ -68,35 +68,35 @@ def measured(requests: int, degraded: int = 0) -> VersionFigures:
 
 
 def test_figures_are_added_up_over_the_gateways_and_those_of_a_dead_one_still_count(board: FleetBoard):
-    board.exchange("a", gateway(1, 2, trial=TRIAL.name, figures={1: measured(10), 2: measured(5, 1)}), now=0)
-    board.exchange("b", gateway(1, 2, trial=TRIAL.name, figures={2: measured(1)}), now=0)
-    board.exchange("b", gateway(1, 2, trial=TRIAL.name, figures={2: measured(7, 2)}), now=60)
+    board.report("a", gateway(1, 2, trial=TRIAL.name, figures={1: measured(10), 2: measured(5, 1)}), now=0)
+    board.report("b", gateway(1, 2, trial=TRIAL.name, figures={2: measured(1)}), now=0)
+    board.report("b", gateway(1, 2, trial=TRIAL.name, figures={2: measured(7, 2)}), now=60)
     total = board.figures(TRIAL)
     assert {version: (one.requests, one.degraded) for version, one in total.items()} == {1: (10, 0), 2: (12, 3)}
 
 
 def test_figures_of_one_trial_are_not_those_of_the_next(board: FleetBoard):
     next_ = TRIAL.model_copy(update={"began": 2.0})
-    board.exchange("a", gateway(1, trial=TRIAL.name, figures={2: measured(100, 100)}), now=0)
+    board.report("a", gateway(1, trial=TRIAL.name, figures={2: measured(100, 100)}), now=0)
     assert (board.figures(next_), board.judge(Rollout(stable=1, trial=next_))) == ({}, "")
-    board.exchange("a", gateway(1, trial=next_.name, figures={2: measured(1)}), now=1)
+    board.report("a", gateway(1, trial=next_.name, figures={2: measured(1)}), now=1)
     assert (board.figures(TRIAL), board.figures(next_)[2].requests) == ({}, 1)
     assert board.figures(None) == {}
 
 
 def test_the_trial_is_judged_by_what_all_gateways_measured_together(board: FleetBoard):
-    board.exchange("a", gateway(1, trial=TRIAL.name, figures={1: measured(500), 2: measured(15, 15)}), now=0)
+    board.report("a", gateway(1, trial=TRIAL.name, figures={1: measured(500), 2: measured(15, 15)}), now=0)
     assert board.judge(ROLLOUT) == ""
-    board.exchange("b", gateway(1, trial=TRIAL.name, figures={2: measured(15, 15)}), now=0)
+    board.report("b", gateway(1, trial=TRIAL.name, figures={2: measured(15, 15)}), now=0)
     assert board.judge(ROLLOUT).startswith("30 of 30 answers are degraded")
     assert board.judge(Rollout(stable=1)) == ""
 
 
 def test_the_status_says_who_holds_what_and_why_somebody_does_not(board: FleetBoard):
-    board.exchange("e1", stage("encoder", 1, 2), now=0)
-    board.exchange("e2", stage("encoder", 1, v2="it is cut off"), now=0)
-    board.exchange("e3", stage("encoder", 1, v2="it is cut off"), now=0)
-    board.exchange("a", gateway(1, 2, trial=TRIAL.name, figures={2: measured(3)}), now=0)
+    board.report("e1", stage("encoder", 1, 2), now=0)
+    board.report("e2", stage("encoder", 1, v2="it is cut off"), now=0)
+    board.report("e3", stage("encoder", 1, v2="it is cut off"), now=0)
+    board.report("a", gateway(1, 2, trial=TRIAL.name, figures={2: measured(3)}), now=0)
     status = board.status(ROLLOUT, now=1)
     assert status.processes == {"encoder": 3, "gateway": 1}
     assert status.holders == {1: {"encoder": 3, "gateway": 1}, 2: {"encoder": 1, "gateway": 0}}
@@ -110,6 +110,6 @@ def test_a_restarted_board_knows_everything_again_after_the_next_exchanges(board
     told = {"e1": stage("encoder", 1, 2), "a": gateway(1, trial=TRIAL.name, figures={2: measured(3)})}
     restarted = FleetBoard(ttl_s=5.0, now=50.0)
     for name, presence in told.items():
-        board.exchange(name, presence, now=60)
-        restarted.exchange(name, presence, now=60)
+        board.report(name, presence, now=60)
+        restarted.report(name, presence, now=60)
     assert restarted.status(ROLLOUT, now=60) == board.status(ROLLOUT, now=60)
