@@ -5,7 +5,7 @@
 Each case is the code that serves, in turns within every round with a BufferPool and with FreshMemory in its place, which makes an array
 of exactly the size at each call. The sizes are those of the model b of benchmarks.models. The engines are left out: what they would
 answer lies ready. Batches are of users whose lengths are those of a data set's, or else geometric. Each case has a process of its own,
-in whose one engine thread it runs, as in deployments/stage_model.py, so that no case finds the heap that another has left. All is
+in whose one engine thread it runs, as in deployments/replicas/stage_model.py, so that no case finds the heap that another has left. All is
 measured twice: glibc as it comes raises the size from which it maps memory, up to 32 MiB, and so keeps most of what is freed; and with
 that size fixed where it begins, at 128 KiB, so that larger arrays come from the system each time.
 
@@ -34,7 +34,7 @@ from benchmarks.padding import BATCHING_COLUMNS, LIMITS, WAITING, Padding, batch
 from benchmarks.reporting import Machine, dated, table
 from benchmarks.sampling import ROWS, TOP_K, TOP_P, VOCABULARIES, intermediate
 from benchmarks.turns import Contender, FreshMemory, Turn, run_in_turns
-from cluster.buffers import BufferPool
+from cluster.engines.buffers import BufferPool
 from cluster.ranking import RankRequest, Task
 from cluster.values import EncodeRequest, Int64Array, SamplingOptions
 from integrations.hstu.append_inputs import AppendInputs, AppendRequest, groups

@@ -36,10 +36,10 @@ from benchmarks.reporting import Machine, dated
 from cluster.bundle import Bundle
 from cluster.config import read, read_document
 from cluster.values import EncodeRequest
-from deployments.batching import alike
 from deployments.cli.local_serve import LocalServe
 from deployments.cli.processes import session_members
 from deployments.http.messages import RecommendIn
+from deployments.replicas.batching import alike
 from integrations.onnx.encoder import OnnxRuntimeEncoder
 from pipelines.history import resolve
 from tests.bundles import random_sequence

@@ -32,10 +32,10 @@ from benchmarks.models import compiled, described
 from benchmarks.naive_hstu import NaiveHSTU
 from benchmarks.reporting import Machine, dated, table
 from cluster.bundle import Bundle
-from cluster.controller import FrameworkController
+from cluster.engines.controller import FrameworkController
+from cluster.engines.stage_rules import encoder_rules
 from cluster.protocols import Backend
 from cluster.registry import backends
-from cluster.stage_rules import encoder_rules
 from cluster.values import Encoded, EncodeRequest
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.encoder import CompiledTorchEncoder, TorchEncoder

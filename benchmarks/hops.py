@@ -19,14 +19,14 @@ import typer
 from benchmarks.load_bodies import bodies
 from cluster.config import Settings, parse
 from cluster.stages import STAGES
-from deployments.encoder import Encoder
+from deployments.fleet.heartbeat import Heartbeat
+from deployments.fleet.switchboard import SwitchboardDeployment
 from deployments.gateway import Gateway
-from deployments.generator import Generator
-from deployments.heartbeat import Heartbeat
 from deployments.http.exchange import HttpRequest
-from deployments.ranker import Ranker
+from deployments.replicas.encoder import Encoder
+from deployments.replicas.generator import Generator
+from deployments.replicas.ranker import Ranker
 from deployments.stages import SplitStages
-from deployments.switchboard import SwitchboardDeployment
 from tests.fakes.handles import Handle
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ from cluster.errors import DataError
 from cluster.registry import DATASETS, choose
 from cluster.values import Int64Array
 from cluster.window import default_step, window_start
-from deployments.batching import alike
+from deployments.replicas.batching import alike
 
 LIMITS = BatchingSettings()
 WAITING = (32, 128)

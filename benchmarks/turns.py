@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.allocations import minor_faults
-from cluster.buffers import BufferPool
+from cluster.engines.buffers import BufferPool
 
 Turn: TypeAlias = Callable[[int], int]
 """Does what the round of this number asks for, and says how many requests that was."""

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from cluster import registry
 from cluster.autoscaling import QueuePolicy
-from cluster.breaker import BreakerSettings
+from cluster.engines.breaker import BreakerSettings
 from cluster.errors import ConfigError
 from cluster.stages import STAGES
 from cluster.traffic import api_keys

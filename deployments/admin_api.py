@@ -9,10 +9,10 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.bundle import Bundle
 from cluster.errors import BackendUnavailable
-from cluster.switchboard import Position, StageStatus
+from cluster.fleet.switchboard import Position, StageStatus
+from deployments.calls.remote import ask
 from deployments.http.messages import BackendOut, BackendsOut, ReadyOut, StageOperationOut, StageReadyOut, SwitchOut
 from deployments.http.models import ModelsOut
-from deployments.remote import ask
 
 APPLY_WITHIN_S = 3.0
 FOLLOWED_INTERVAL_S = 0.1

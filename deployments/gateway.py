@@ -20,30 +20,30 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import Settings, parse, split_changes, with_changes
 from cluster.dataset import Catalogue
 from cluster.events.store import EventStore
-from cluster.fleet import Presence
-from cluster.heartbeat import Orders
+from cluster.fleet.board import Presence
+from cluster.fleet.heartbeat import Orders
+from cluster.fleet.rollout import Rollout
+from cluster.fleet.switchboard import Position
 from cluster.ranking import Ranking, RankingRequest
-from cluster.rollout import Rollout
-from cluster.switchboard import Position
 from cluster.tracing import say_whence, span
 from cluster.traffic.utilisation import Utilisation
 from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest, Strategy
 from deployments.admin_api import AdminApi
-from deployments.encoder import Encoder
-from deployments.generator import Generator
-from deployments.heartbeat import Heartbeat
+from deployments.fleet.heartbeat import Heartbeat
+from deployments.fleet.model_cache import ModelCache
 from deployments.http.api import create_api
 from deployments.http.exchange import HttpRequest, HttpResponse, exchange
 from deployments.http.interface import HttpInterface
 from deployments.http.messages import BackendsOut, ReadyOut, SwitchOut
 from deployments.http.models import ModelsOut
 from deployments.http.playground import Offers
-from deployments.logs import SlowAnswers, join_serves_log
-from deployments.metrics import GatewayRecorder, meter
-from deployments.model_cache import ModelCache
-from deployments.ranker import Ranker
+from deployments.replicas.encoder import Encoder
+from deployments.replicas.generator import Generator
+from deployments.replicas.ranker import Ranker
 from deployments.stages import ColocatedStages, SplitStages, Stages
 from deployments.stores import open_cache, open_events
+from deployments.telemetry.logs import SlowAnswers, join_serves_log
+from deployments.telemetry.metrics import GatewayRecorder, meter
 from deployments.user_data import UserData
 from deployments.version_router import ServedModel, VersionRouter
 from pipelines.remembered import UsualRequests

@@ -13,18 +13,18 @@ from typing import Any, Protocol, TypeVar, cast
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import FlagSettings
+from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import BackendError, BackendUnavailable
-from cluster.fleet import READY, FleetNews
-from cluster.skipped import NoBackendAnswered
+from cluster.fleet.board import READY, FleetNews
 from cluster.stages import GENERATOR, Stage, StageName
 from cluster.traffic.hedging import Hedge
 from cluster.values import StageAnswer
-from deployments.encoder import Encoder
-from deployments.generator import Generator
-from deployments.mailbox import Mailbox
-from deployments.ranker import Ranker
-from deployments.remote import StageCaller, ask
-from deployments.replica import ModelGone, StageReplica
+from deployments.calls.mailbox import Mailbox
+from deployments.calls.remote import StageCaller, ask
+from deployments.replicas.encoder import Encoder
+from deployments.replicas.generator import Generator
+from deployments.replicas.ranker import Ranker
+from deployments.replicas.replica import ModelGone, StageReplica
 
 START_WITHIN_S = 120.0
 RequestT = TypeVar("RequestT")

@@ -23,7 +23,7 @@ from deployments.http.event_messages import (
     PastEventOut,
     TenantCacheOut,
 )
-from deployments.metrics import GatewayRecorder
+from deployments.telemetry.metrics import GatewayRecorder
 from deployments.version_router import VersionRouter
 from pipelines.stored_history import SWITCHED_OFF
 

@@ -21,15 +21,15 @@ from cluster.bundle import Bundle
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.dataset import Catalogue
-from cluster.fleet import FleetNews
-from cluster.latency import LatencyRecorder
+from cluster.engines.latency import LatencyRecorder
+from cluster.fleet.board import FleetNews
+from cluster.fleet.rollout import Rollout, VersionFigures
 from cluster.ranking import Ranking, RankingRequest
-from cluster.rollout import Rollout, VersionFigures
 from cluster.stages import ENCODER, GENERATOR, RANKER, Stage
 from cluster.tracing import say_who_served, span
 from cluster.values import AnswerPart, Recommendation, RecommendRequest, StageAnswer
-from deployments.model_cache import ModelCache
-from deployments.replica import ModelGone
+from deployments.fleet.model_cache import ModelCache
+from deployments.replicas.replica import ModelGone
 from deployments.stages import Stages
 from pipelines.cached_recommender import CachedRecommender
 from pipelines.rank import CandidateRanker

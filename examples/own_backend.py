@@ -42,8 +42,8 @@ if __name__ == "__main__":  # python examples/own_backend.py models/ml-100k
 
     from cluster import registry
     from cluster.bundle import BundleStore
-    from cluster.controller import FrameworkController
-    from cluster.stage_rules import encoder_rules
+    from cluster.engines.controller import FrameworkController
+    from cluster.engines.stage_rules import encoder_rules
     from cluster.values import UserSequence
 
     bundle = BundleStore(Path(sys.argv[1] if len(sys.argv) > 1 else "models/ml-100k")).open()

@@ -35,9 +35,9 @@ from cluster.values import (
     RecommendRequest,
     StageAnswer,
 )
-from deployments.encoder import EncoderModel
-from deployments.generator import GeneratorModel
-from deployments.ranker import RankerModel
+from deployments.replicas.encoder import EncoderModel
+from deployments.replicas.generator import GeneratorModel
+from deployments.replicas.ranker import RankerModel
 from pipelines.recommend import Recommender
 
 WITHIN_S = 600.0

@@ -68,8 +68,8 @@ print(f"{bundle.version}: {', '.join(f'{one.kind} {one.graph}' for one in bundle
 
 # %% Open it: a framework controller asks the first engine of its order that works here, and says why not the others.
 from cluster.config import Settings  # noqa: E402
-from cluster.controller import FrameworkController  # noqa: E402
-from cluster.stage_rules import encoder_rules  # noqa: E402
+from cluster.engines.controller import FrameworkController  # noqa: E402
+from cluster.engines.stage_rules import encoder_rules  # noqa: E402
 from cluster.values import EncodeRequest, StageReport  # noqa: E402
 
 encoder = FrameworkController.configured(Settings().encoder, bundle, encoder_rules(len(bundle.catalogue)))

@@ -3,8 +3,8 @@
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias, TypeVar
 
+from cluster.engines.skipped import NoBackendAnswered, passed_over
 from cluster.errors import BackendError, BackendFailed
-from cluster.skipped import NoBackendAnswered, passed_over
 from cluster.stages import StageName
 from cluster.traffic.budget import in_time
 from cluster.values import SkippedBackend, StageAnswer

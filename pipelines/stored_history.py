@@ -3,9 +3,9 @@
 import time
 from dataclasses import dataclass, replace
 
+from cluster.engines.skipped import passed_over
 from cluster.errors import BackendError
 from cluster.events.store import EventStore
-from cluster.skipped import passed_over
 from cluster.tracing import span
 from cluster.traffic.budget import Budget, in_time
 from cluster.values import RecommendRequest, SkippedBackend, StageReport

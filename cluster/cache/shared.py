@@ -3,7 +3,7 @@
     SharedCache  what the tiers ask; never raises, never takes longer than its deadline; a failure is a miss
     Shard        what is behind it: an actor, a Redis, a CacheShard in this process; may hang, may raise anything
 
-A shard that fails some times in a row costs nothing until it is tried again (see cluster.breaker).
+A shard that fails some times in a row costs nothing until it is tried again (see cluster.engines.breaker).
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from cluster.breaker import Breaker, BreakerSettings, BreakerState
 from cluster.cache.entry import CacheStatistics, Entry, Key
 from cluster.cache.late_leases import LateLeases
 from cluster.cache.rendezvous import pick
 from cluster.cache.shard import Leased, Lookup
+from cluster.engines.breaker import Breaker, BreakerSettings, BreakerState
 from cluster.errors import ConfigError
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cluster.stage_rules import StageRules
+from cluster.engines.stage_rules import StageRules
 from cluster.values import Action, Int32Array, UserSequence
 
 WINDOW = 50

@@ -7,7 +7,7 @@ import numpy as np
 
 from cluster.bundle import Bundle
 from cluster.checks.cases import history, indices, lengths, naming, some, window
-from cluster.stage_rules import STATE_TOLERANCE, encoder_rules
+from cluster.engines.stage_rules import STATE_TOLERANCE, encoder_rules
 from cluster.values import Encoded, EncodeRequest
 
 

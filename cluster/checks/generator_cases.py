@@ -8,7 +8,7 @@ import numpy as np
 
 from cluster.bundle import Bundle
 from cluster.checks.cases import history, indices, lengths, naming, some
-from cluster.stage_rules import generator_rules
+from cluster.engines.stage_rules import generator_rules
 from cluster.values import Generated, GenerateRequest, SamplingOptions, UserState
 
 BEAM, K, WIDEST = 20, 10, 64

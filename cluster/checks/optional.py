@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.checks.report import Failed, Skipped
 from cluster.checks.subject import Subject
-from cluster.forgetting import FORGETTING
+from cluster.engines.forgetting import FORGETTING
 
 ADA, BOB = "ada", "bob"
 HERE, ELSEWHERE = "tenant-a", "tenant-b"

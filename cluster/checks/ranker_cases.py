@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from cluster.bundle import Bundle
 from cluster.checks.cases import history, indices, lengths, naming, some, window
+from cluster.engines.stage_rules import ranker_rules
 from cluster.ranking import Ranked, RankRequest
-from cluster.stage_rules import ranker_rules
 from cluster.values import Int32Array
 
 

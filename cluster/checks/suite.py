@@ -21,8 +21,8 @@ from cluster.checks.ranker_cases import RankerCases
 from cluster.checks.report import Failed, Outcome, Report, Result, Skipped
 from cluster.checks.subject import Subject
 from cluster.checks.worker import Stuck, Worker
+from cluster.engines.skipped import reason_of
 from cluster.errors import GenrecError, UnknownChoice
-from cluster.skipped import reason_of
 from cluster.values import Availability
 
 CASES: Mapping[str, Callable[[Bundle], Cases]] = {"encoder": EncoderCases, "generator": GeneratorCases, "ranker": RankerCases}

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
 from typing import TypeVar
 
-from cluster.breaker import Breaker, BreakerSettings, BreakerState
+from cluster.engines.breaker import Breaker, BreakerSettings, BreakerState
 from cluster.errors import BackendUnavailable
 from cluster.events.store import Batches, Event, EventStore, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics, open_event_store
 

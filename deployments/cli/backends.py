@@ -13,9 +13,9 @@ from rich.table import Table
 from cluster import registry
 from cluster.bundle import Bundle, BundleStore
 from cluster.config import Settings, read
-from cluster.controller import FrameworkController
+from cluster.engines.controller import FrameworkController
+from cluster.engines.stage_rules import RULES
 from cluster.errors import ConfigError
-from cluster.stage_rules import RULES
 from deployments.cli.backend_checks import check
 
 CONFIG_FILE = Path("ray_config.yaml")

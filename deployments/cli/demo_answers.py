@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 
+from cluster.engines.managed_backend import LOADING
 from cluster.errors import ConfigError
-from cluster.managed_backend import LOADING
 from deployments.cli.local_serve import LocalServe
 
 ASK_EVERY_S = 1.0

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from cluster.bundle import MANIFEST, Bundle, BundleStore
 from cluster.errors import BundleError, ConfigError
-from cluster.rollout import Guard, RolloutStore, Trial, TrialKind
+from cluster.fleet.rollout import Guard, RolloutStore, Trial, TrialKind
 from deployments.cli.as_options import as_options
 
 app = typer.Typer(no_args_is_help=True, help="Versions of a model: publish, promote, try, roll back. A running cluster follows by itself.")

@@ -20,7 +20,7 @@ from deployments.http.event_messages import CacheOut
 from deployments.http.messages import BackendOut, BackendsOut
 from deployments.http.models import ModelsOut
 from deployments.http.playground import GatewayOut
-from deployments.monitor import Alert, Alerts, Look, Thresholds, problems_of, refused_per_s
+from deployments.telemetry.monitor import Alert, Alerts, Look, Thresholds, problems_of, refused_per_s
 
 MessageT = TypeVar("MessageT", bound=BaseModel)
 ASK_WITHIN_S = 10.0

@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Scope
 
 from cluster.config import GatewaySettings
 from cluster.errors import InvalidRequest
+from cluster.fleet.switchboard import Position
 from cluster.metrics import SILENT, Meter
 from cluster.ranking import Ranking, RankingRequest
-from cluster.switchboard import Position
 from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest
 from deployments.http import problems, streaming
 from deployments.http.answer_json import Fields, answer_fields, as_json

@@ -5,8 +5,8 @@ from typing import Protocol
 from fastapi import APIRouter
 from pydantic import Field
 
-from cluster.fleet import FleetStatus
-from cluster.rollout import EndedTrial, Rollout, VersionFigures
+from cluster.fleet.board import FleetStatus
+from cluster.fleet.rollout import EndedTrial, Rollout, VersionFigures
 from deployments.http.messages import Message
 
 

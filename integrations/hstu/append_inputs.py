@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from cluster.buffers import BufferPool
+from cluster.engines.buffers import BufferPool
 from cluster.values import Int64Array
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.state.store import Held

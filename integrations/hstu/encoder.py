@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cluster.buffers import BufferPool
 from cluster.bundle import WEIGHTS, Bundle
+from cluster.engines.buffers import BufferPool
 from cluster.errors import BackendUnavailable, BundleError
 from cluster.nearest import index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cluster.buffers import BufferPool
+from cluster.engines.buffers import BufferPool
 from cluster.errors import BackendFailed
 from cluster.values import Encoded, EncodeRequest, FloatArray
 from cluster.window import default_step

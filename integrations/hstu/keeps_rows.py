@@ -2,7 +2,7 @@
 
 from typing import Generic, TypeVar
 
-from cluster.buffers import BufferPool
+from cluster.engines.buffers import BufferPool
 from integrations.hstu.state.kept_rows import KeptRows
 from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, PolicyName, StateDtype, StateOptions, StoreName
 

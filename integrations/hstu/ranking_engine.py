@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from cluster.buffers import BufferPool
 from cluster.bundle import RANKER, Bundle
+from cluster.engines.buffers import BufferPool
 from cluster.errors import BackendFailed
 from cluster.ranking import Ranked, RankRequest
 from cluster.values import FloatArray, Int64Array

@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from cluster.buffers import BufferPool
 from cluster.bundle import WEIGHTS, Bundle
+from cluster.engines.buffers import BufferPool
 from cluster.nearest import NearestItems
 from cluster.values import Encoded, EncodeRequest, FloatArray
 from integrations.hstu.append_inputs import AppendInputs, AppendRequest, Arrays, groups

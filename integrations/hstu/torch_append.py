@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from cluster.buffers import BufferPool
 from cluster.bundle import Bundle
+from cluster.engines.buffers import BufferPool
 from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.model import HSTU

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cluster.buffers import BufferPool
+from cluster.engines.buffers import BufferPool
 from cluster.values import FloatArray, Int8Array, Int32Array, Int64Array, UserSequence
 from cluster.window import window_start
 

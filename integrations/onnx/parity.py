@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from cluster.compilation import Precision
+from cluster.engines.stage_rules import distance_of_predictions
 from cluster.errors import CompileError
-from cluster.stage_rules import distance_of_predictions
 from cluster.values import FloatArray, Int64Array
 from integrations.onnx.graphs import Graph
 from integrations.onnx.samples import Inputs

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cluster.buffers import BufferPool
+from cluster.engines.buffers import BufferPool
 from cluster.errors import BackendFailed
 from cluster.values import SamplingOptions
 

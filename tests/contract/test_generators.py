@@ -19,10 +19,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from cluster.bundle import DECODER
+from cluster.engines.stage_rules import generator_rules
 from cluster.errors import BackendFailed, BackendUnavailable, DeadlineExceeded
 from cluster.protocols import Backend
 from cluster.registry import backends, resolve
-from cluster.stage_rules import generator_rules
 from cluster.trie import Trie
 from cluster.values import GenerateRequest, SamplingOptions, UserState
 from integrations.decoder.files import load_soft_prompt

@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from cluster.breaker import BreakerState
 from cluster.cache.actor import connect
 from cluster.cache.entry import Entry, Key, merged
 from cluster.cache.memory import MemoryCache
 from cluster.cache.shard import CacheShard, Granted, Held
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.config import CacheSettings
+from cluster.engines.breaker import BreakerState
 from deployments.stores import open_shared
 from integrations.redis.cache import RedisCache
 from tests.bare_ray import bare_ray

@@ -10,7 +10,6 @@ import pytest
 import ray
 from ray.exceptions import RayError
 
-from cluster.breaker import BreakerSettings
 from cluster.cache.actor import NAMESPACE, connect, remove_all, shard_names
 from cluster.cache.codec import Codec
 from cluster.cache.entry import Entry, Key
@@ -20,6 +19,7 @@ from cluster.cache.shared import SharedSettings
 from cluster.cache.tier_values import Computed, TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import CacheSettings
+from cluster.engines.breaker import BreakerSettings
 from cluster.errors import BackendUnavailable
 from tests.bare_ray import bare_ray
 from tests.waiting import until

@@ -10,9 +10,9 @@ import pytest
 
 from cluster import registry
 from cluster.config import parse
-from cluster.controller import FrameworkController
+from cluster.engines.controller import FrameworkController
+from cluster.engines.stage_rules import encoder_rules
 from cluster.errors import ConfigError
-from cluster.stage_rules import encoder_rules
 from cluster.values import EncodeRequest
 from tests.bundles import make_bundle, random_sequence
 
@@ -85,8 +85,8 @@ def test_a_package_registers_a_backend_by_its_entry_point(tmp_path: Path):
             from cluster import registry
             from cluster.bundle import BundleStore
             from cluster.config import parse
-            from cluster.controller import FrameworkController
-            from cluster.stage_rules import encoder_rules
+            from cluster.engines.controller import FrameworkController
+            from cluster.engines.stage_rules import encoder_rules
             from cluster.values import EncodeRequest
             from tests.bundles import random_sequence
 

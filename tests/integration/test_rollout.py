@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from cluster.bundle import WEIGHTS, Bundle, BundleStore
-from cluster.rollout import Guard, RolloutStore, Trial
+from cluster.fleet.rollout import Guard, RolloutStore, Trial
 from cluster.values import Behaviour, Encoded, EncodeRequest, Generated, GenerateRequest, RecommendRequest, StageAnswer, StageReport
 from integrations.hstu.encoder import TorchEncoder
 from integrations.torch_beam.generator import TorchBeamGenerator

@@ -11,11 +11,11 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 
 from cluster.errors import BackendError
-from cluster.heartbeat import Orders, Report
+from cluster.fleet.heartbeat import Orders, Report
 from cluster.values import EncodeRequest, UserSequence
-from deployments.erasure_follower import ErasureFollower
-from deployments.remote import ask
-from deployments.switchboard import REPORT_INTERVAL_S, SwitchboardDeployment
+from deployments.calls.remote import ask
+from deployments.fleet.erasure_follower import ErasureFollower
+from deployments.fleet.switchboard import REPORT_INTERVAL_S, SwitchboardDeployment
 
 NO_HISTORY = UserSequence(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int8), np.zeros(0, np.float32), request_time=0)
 

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from cluster.switchboard import StageStatus
+from cluster.fleet.switchboard import StageStatus
 from deployments.admin_api import AdminApi
 from tests.fakes.handles import Handle
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import BatchingSettings
-from deployments.batching import MicroBatcher, alike
+from deployments.replicas.batching import MicroBatcher, alike
 
 pytestmark = pytest.mark.virtual_time
 

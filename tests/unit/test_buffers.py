@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cluster.buffers import SMALLEST, BufferPool, tier
+from cluster.engines.buffers import SMALLEST, BufferPool, tier
 
 
 @pytest.mark.parametrize(("size", "least"), [(0, SMALLEST), (1, SMALLEST), (64, 64), (65, 128), (1000, 1024), (1024, 1024), (1025, 2048)])

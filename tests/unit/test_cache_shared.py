@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.breaker import BreakerSettings, BreakerState
 from cluster.cache.entry import CacheStatistics, Entry, Key
 from cluster.cache.epochs import Epochs
 from cluster.cache.late_leases import LateLeases
@@ -18,6 +17,7 @@ from cluster.cache.rendezvous import pick
 from cluster.cache.scopes import scope_digest
 from cluster.cache.shard import CacheShard, Granted, Held
 from cluster.cache.shared import ShardedCache, SharedSettings
+from cluster.engines.breaker import BreakerSettings, BreakerState
 from cluster.errors import ConfigError
 from integrations.redis.cache import RedisCache
 from integrations.redis.entries import from_bytes, to_bytes

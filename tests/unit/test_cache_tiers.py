@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.breaker import BreakerSettings
 from cluster.cache.codec import Codec
 from cluster.cache.entry import Key
 from cluster.cache.memory import MemoryCache
@@ -16,6 +15,7 @@ from cluster.cache.shard import CacheShard, Granted, Held
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.cache.tier_values import Computed, TierSettings
 from cluster.cache.tiered import TieredCache
+from cluster.engines.breaker import BreakerSettings
 from cluster.errors import ConfigError
 from tests.fakes.clock import Clock
 from tests.reachable import strings_in

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.breaker import BreakerSettings, BreakerState
-from cluster.controller import FrameworkController, Served
+from cluster.engines.breaker import BreakerSettings, BreakerState
+from cluster.engines.controller import FrameworkController, Served
+from cluster.engines.skipped import NoBackendAnswered
+from cluster.engines.stage_rules import StageRules
 from cluster.errors import BackendFailed, ConfigError, UnknownChoice
-from cluster.skipped import NoBackendAnswered
-from cluster.stage_rules import StageRules
 from cluster.values import SkippedBackend
 from tests import scripted_backends
 from tests.scripted_backends import CLOCK, RULES, TABLE, First, Second, Third
@@ -588,7 +588,7 @@ class TestSnapshot:
         assert problems == []
 
     def test_the_choice_is_logged_when_it_changes(self, controller, caplog):
-        caplog.set_level(logging.INFO, "cluster.controller")
+        caplog.set_level(logging.INFO, "cluster.engines.controller")
         First.missing = "no engine"
         for _ in range(3):
             controller.call_one(1)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster import concurrent_backend
-from cluster.breaker import BreakerSettings, BreakerState
-from cluster.concurrent_controller import ConcurrentController
-from cluster.controller import Served
+from cluster.engines import concurrent_backend
+from cluster.engines.breaker import BreakerSettings, BreakerState
+from cluster.engines.concurrent_controller import ConcurrentController
+from cluster.engines.controller import Served
+from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import DeadlineExceeded
-from cluster.skipped import NoBackendAnswered
 from cluster.values import SkippedBackend
 from tests import scripted_backends
 from tests.scripted_backends import CLOCK, QUEUED_TABLE, RULES, First, Queued, Second

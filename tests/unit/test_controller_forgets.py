@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import pytest
 
-from cluster.breaker import BreakerSettings
-from cluster.concurrent_controller import ConcurrentController
-from cluster.controller import FrameworkController
+from cluster.engines.breaker import BreakerSettings
+from cluster.engines.concurrent_controller import ConcurrentController
+from cluster.engines.controller import FrameworkController
+from cluster.engines.forgetting import forget, kept
 from cluster.errors import BackendFailed
-from cluster.forgetting import forget, kept
-from cluster.switchboard import Switchboard
+from cluster.fleet.switchboard import Switchboard
 from tests import scripted_backends
 from tests.scripted_backends import CLOCK, RULES, First, Queued
 

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from benchmarks import first_answer as benchmark
+from cluster.engines.managed_backend import LOADING
 from cluster.errors import ConfigError
-from cluster.managed_backend import LOADING
 from deployments.cli import compiling, demo_answers, local_serve
 from deployments.cli.compiling import CompiledBeside
 from deployments.cli.demo_answers import Asked, best_answer, first_answer

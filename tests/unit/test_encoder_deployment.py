@@ -5,9 +5,9 @@ import pytest
 from cluster.config import parse
 from cluster.errors import ConfigError
 from cluster.values import EncodeRequest
-from deployments.encoder import Encoder
-from deployments.heartbeat import Heartbeat
-from deployments.switchboard import SwitchboardDeployment
+from deployments.fleet.heartbeat import Heartbeat
+from deployments.fleet.switchboard import SwitchboardDeployment
+from deployments.replicas.encoder import Encoder
 from tests.broken_backends import Sound
 from tests.bundles import random_sequence
 from tests.fakes.handles import Handle

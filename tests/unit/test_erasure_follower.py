@@ -6,14 +6,14 @@ import threading
 import pytest
 
 from cluster.config import parse
-from cluster.erasures import News
-from cluster.switchboard import Switchboard
+from cluster.fleet.erasures import News
+from cluster.fleet.switchboard import Switchboard
 from cluster.values import EncodeRequest
-from deployments import erasure_follower
-from deployments.encoder import Encoder
-from deployments.erasure_follower import ErasureFollower
-from deployments.heartbeat import Heartbeat
-from deployments.switchboard import SwitchboardDeployment
+from deployments.fleet import erasure_follower
+from deployments.fleet.erasure_follower import ErasureFollower
+from deployments.fleet.heartbeat import Heartbeat
+from deployments.fleet.switchboard import SwitchboardDeployment
+from deployments.replicas.encoder import Encoder
 from tests.broken_backends import Sound
 from tests.bundles import random_sequence
 from tests.fakes.clock import Clock

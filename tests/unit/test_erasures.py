@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.erasures import ErasureLog, News, Place
-from cluster.switchboard import Switchboard
+from cluster.fleet.erasures import ErasureLog, News, Place
+from cluster.fleet.switchboard import Switchboard
 
 NOW = 1_760_000_000.0
 

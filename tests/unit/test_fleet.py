@@ -2,9 +2,9 @@
 
 import pytest
 
-from cluster.fleet import READY, FleetBoard, FleetNews, Presence
-from cluster.latency import LatencySummary
-from cluster.rollout import Rollout, Trial, VersionFigures
+from cluster.engines.latency import LatencySummary
+from cluster.fleet.board import READY, FleetBoard, FleetNews, Presence
+from cluster.fleet.rollout import Rollout, Trial, VersionFigures
 
 LOADING = "it is being loaded"
 TRIAL = Trial(version=2, share=0.5, began=1.0)

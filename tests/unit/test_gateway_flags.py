@@ -13,11 +13,11 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import parse
 from cluster.errors import ConfigError
 from cluster.events.store import open_event_store
-from cluster.rollout import ROLLOUT, RolloutStore, Trial
+from cluster.fleet.rollout import ROLLOUT, RolloutStore, Trial
 from cluster.values import Behaviour, Recommendation, RecommendRequest
+from deployments.fleet.heartbeat import Heartbeat
+from deployments.fleet.switchboard import TTL_S, SwitchboardDeployment
 from deployments.gateway import Gateway
-from deployments.heartbeat import Heartbeat
-from deployments.switchboard import TTL_S, SwitchboardDeployment
 from pipelines.cached_recommender import ANSWER_CODEC
 from tests.fake_stages import Naming, bundle_with_decoder
 from tests.fakes.clock import Clock

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from cluster.bundle import BundleStore
-from cluster.concurrent_controller import ConcurrentController
 from cluster.config import Settings
-from cluster.rollout import RolloutStore, Trial
-from cluster.skipped import NoBackendAnswered, OutOfTime
-from cluster.stage_rules import generator_rules
+from cluster.engines.concurrent_controller import ConcurrentController
+from cluster.engines.skipped import NoBackendAnswered, OutOfTime
+from cluster.engines.stage_rules import generator_rules
+from cluster.fleet.rollout import RolloutStore, Trial
 from cluster.values import GenerateRequest, SamplingOptions, StageAnswer, UserState
-from deployments import replica as replica_module
-from deployments.generator import Generator, GeneratorModel, merged
-from deployments.heartbeat import Heartbeat
-from deployments.replica import ModelGone
-from deployments.switchboard import SwitchboardDeployment
+from deployments.fleet.heartbeat import Heartbeat
+from deployments.fleet.switchboard import SwitchboardDeployment
+from deployments.replicas import replica as replica_module
+from deployments.replicas.generator import Generator, GeneratorModel, merged
+from deployments.replicas.replica import ModelGone
 from tests.bundles import make_generative_bundle, random_sequence
 from tests.fakes.engines import Script, generated, generating
 from tests.fakes.handles import Handle

@@ -7,9 +7,9 @@ import pytest
 
 from cluster import metrics as m
 from cluster.metrics import SILENT
-from deployments import gpus, metrics
-from deployments.gpus import VISIBLE, Gpus
-from deployments.metrics import StageRecorder
+from deployments.telemetry import gpus, metrics
+from deployments.telemetry.gpus import VISIBLE, Gpus
+from deployments.telemetry.metrics import StageRecorder
 from tests.noted import Noted
 
 UUIDS = ("GPU-a", "GPU-b", "GPU-c")

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from cluster.heap import collect_discarded, freeze_loaded
+from cluster.engines.heap import collect_discarded, freeze_loaded
 
 
 class Model:

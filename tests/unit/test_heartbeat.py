@@ -6,15 +6,15 @@ import pytest
 
 from cluster.bundle import WEIGHTS, BundleStore
 from cluster.config import parse
-from cluster.controller import StageSnapshot
+from cluster.engines.controller import StageSnapshot
 from cluster.errors import BundleError
-from cluster.fleet import READY, Presence
-from cluster.heartbeat import Report
-from cluster.rollout import ROLLOUT, RolloutStore, Trial, VersionFigures
-from deployments import heartbeat as module
-from deployments.heartbeat import Heartbeat
-from deployments.model_cache import ModelCache
-from deployments.switchboard import TTL_S, SwitchboardDeployment
+from cluster.fleet.board import READY, Presence
+from cluster.fleet.heartbeat import Report
+from cluster.fleet.rollout import ROLLOUT, RolloutStore, Trial, VersionFigures
+from deployments.fleet import heartbeat as module
+from deployments.fleet.heartbeat import Heartbeat
+from deployments.fleet.model_cache import ModelCache
+from deployments.fleet.switchboard import TTL_S, SwitchboardDeployment
 from tests.bundles import make_bundle
 from tests.fakes.clock import Clock
 from tests.fakes.handles import Handle

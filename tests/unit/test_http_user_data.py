@@ -12,7 +12,7 @@ from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import GatewaySettings, parse
 from cluster.events.store import open_event_store
-from cluster.switchboard import StageStatus
+from cluster.fleet.switchboard import StageStatus
 from deployments.http.api import create_api
 from deployments.user_data import UserData
 from deployments.version_router import VersionRouter

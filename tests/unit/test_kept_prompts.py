@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.engines.stage_rules import generator_disagreement
 from cluster.errors import BackendUnavailable, ConfigError, UnknownChoice
-from cluster.stage_rules import generator_disagreement
 from cluster.values import GenerateRequest, SamplingOptions, UserSequence, UserState
 from integrations.hstu.state.pool import PagePool
 from integrations.hstu.state.radix import RadixStates

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.buffers import BufferPool
 from cluster.compilation import CompileOptions
+from cluster.engines.buffers import BufferPool
 from cluster.errors import ConfigError, UnknownChoice
 from cluster.values import EncodeRequest, UserSequence
 from integrations.datasets.movielens import read_ml_1m

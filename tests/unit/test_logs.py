@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from cluster.values import Recommendation, SkippedBackend, StageReport
-from deployments.logs import MOST_PER_S, PACKAGES, SlowAnswers, join_serves_log, logger
+from deployments.telemetry.logs import MOST_PER_S, PACKAGES, SlowAnswers, join_serves_log, logger
 
 STAGES = (
     StageReport("encode", "torch", 6.25, (SkippedBackend("onnxruntime", "boom", failed=True),)),

@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError
 from cluster.errors import BackendFailed, InvalidRequest
 from cluster.traffic.user_router import home_of, user_key
 from cluster.values import EncodeRequest
-from deployments.mailbox import MOST, PATIENCE_S, Mailbox, Raised
+from deployments.calls.mailbox import MOST, PATIENCE_S, Mailbox, Raised
 from tests.bundles import random_sequence
 from tests.waiting import settled, until
 

@@ -12,17 +12,17 @@ from httpx import ASGITransport, AsyncClient
 from starlette.exceptions import HTTPException
 
 from cluster import metrics as m
-from cluster.breaker import BreakerState
 from cluster.cache.entry import CacheStatistics
 from cluster.cache.tier_values import TierStatistics
 from cluster.config import GatewaySettings
-from cluster.controller import StageSnapshot
+from cluster.engines.breaker import BreakerState
+from cluster.engines.controller import StageSnapshot
+from cluster.engines.latency import LatencySummary
+from cluster.engines.managed_backend import BackendSnapshot
+from cluster.engines.skipped import OutOfTime
 from cluster.errors import ConfigError
 from cluster.events.store import Event
-from cluster.latency import LatencySummary
-from cluster.managed_backend import BackendSnapshot
 from cluster.metrics import METRICS, SILENT, Kind, Metric, Totals
-from cluster.skipped import OutOfTime
 from cluster.values import (
     Action,
     Behaviour,
@@ -40,8 +40,8 @@ from deployments.dashboards.build import HERE, files
 from deployments.dashboards.expressions import gauge, quantile, rate
 from deployments.http.edge import Edge, EdgeStatistics
 from deployments.http.interface import HttpInterface
-from deployments.metrics import GatewayRecorder, StageRecorder, meter, reason_kind
 from deployments.shown_items import MOST_ITEMS, Followed, ShownItems
+from deployments.telemetry.metrics import GatewayRecorder, StageRecorder, meter, reason_kind
 from tests.noted import Noted
 
 EVERY = sorted(METRICS.values(), key=lambda metric: metric.name)
@@ -328,7 +328,7 @@ def test_the_memory_of_what_was_shown_is_bounded_and_forgets_who_is_erased():
 def test_events_are_counted_by_what_was_done(monkeypatch):
     noted = Noted()
     recorder = GatewayRecorder(noted)
-    monkeypatch.setattr("deployments.metrics.time", lambda: 1000.0)
+    monkeypatch.setattr("deployments.telemetry.metrics.time", lambda: 1000.0)
     recorder.answered(asked("1"), answer("2", "3"))
     for item in ("2", "2", "7"):
         recorder.happened(Event("ada", Behaviour(item, 1001, Action.CLICK)))

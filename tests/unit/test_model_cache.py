@@ -7,8 +7,8 @@ import pytest
 
 from cluster.bundle import WEIGHTS, BundleStore
 from cluster.errors import BackendUnavailable, BundleError
-from cluster.fleet import READY
-from deployments.model_cache import RETRY_AFTER_S, ModelCache
+from cluster.fleet.board import READY
+from deployments.fleet.model_cache import RETRY_AFTER_S, ModelCache
 from tests.fakes.clock import Clock
 
 KEEP_S = 30.0

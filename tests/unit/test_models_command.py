@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from cluster.bundle import WEIGHTS, BundleStore
 from cluster.errors import BundleError, ConfigError
-from cluster.rollout import RolloutStore
+from cluster.fleet.rollout import RolloutStore
 from deployments.cli import models
 
 

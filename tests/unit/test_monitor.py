@@ -8,7 +8,7 @@ from deployments.http.event_messages import CacheOut
 from deployments.http.messages import BackendsOut
 from deployments.http.models import ModelsOut
 from deployments.http.playground import GatewayOut
-from deployments.monitor import Alerts, Look, Thresholds, problems_of, refused_per_s
+from deployments.telemetry.monitor import Alerts, Look, Thresholds, problems_of, refused_per_s
 
 BACKEND = {
     "name": "torch",

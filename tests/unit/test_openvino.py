@@ -8,8 +8,8 @@ import pytest
 
 from cluster.bundle import Bundle
 from cluster.compilation import CompileOptions
+from cluster.engines.stage_rules import STATE_TOLERANCE
 from cluster.errors import BackendFailed, BackendUnavailable, UnknownChoice
-from cluster.stage_rules import STATE_TOLERANCE
 from cluster.values import EncodeRequest, UserSequence
 from integrations.hstu.encoder import TorchEncoder
 from integrations.onnx.files import graph_file

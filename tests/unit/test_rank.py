@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import BackendFailed, InvalidRequest
 from cluster.ranking import RankingRequest, Task
-from cluster.skipped import NoBackendAnswered
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
 from pipelines.rank import CandidateRanker
 from pipelines.recommend import Recommender

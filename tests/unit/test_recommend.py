@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import BackendFailed, InvalidRequest
-from cluster.skipped import NoBackendAnswered
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
 from pipelines.recommend import Recommender
 from tests.bundles import make_bundle

@@ -7,11 +7,11 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.errors import BackendFailed, BackendUnavailable, InvalidRequest, UnknownChoice
-from cluster.switchboard import StageStatus
+from cluster.fleet.switchboard import StageStatus
 from cluster.traffic.retry_budget import RetryBudget
 from cluster.values import EncodeRequest
 from deployments.admin_api import AdminApi
-from deployments.remote import StageCaller, ask
+from deployments.calls.remote import StageCaller, ask
 from tests.bundles import random_sequence
 from tests.fakes.handles import NEVER, ScriptedHandle
 

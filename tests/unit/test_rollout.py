@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.bundle import WEIGHTS, BundleStore
+from cluster.engines.latency import LatencySummary, bucket_of
 from cluster.errors import BundleError
-from cluster.latency import LatencySummary, bucket_of
-from cluster.rollout import FEWEST, REMEMBERED, ROLLOUT, Guard, Rollout, RolloutStore, Trial, VersionFigures, judge, least_share
+from cluster.fleet.rollout import FEWEST, REMEMBERED, ROLLOUT, Guard, Rollout, RolloutStore, Trial, VersionFigures, judge, least_share
 from tests.fakes.clock import Clock
 
 USERS = [f"user {number}" for number in range(4000)]

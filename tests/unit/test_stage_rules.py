@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cluster.engines.stage_rules import encoder_disagreement, encoder_rules, ranker_disagreement
 from cluster.ranking import Ranked
-from cluster.stage_rules import encoder_disagreement, encoder_rules, ranker_disagreement
 from cluster.values import Encoded, EncodeRequest
 from tests.bundles import random_sequence
 

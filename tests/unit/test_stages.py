@@ -6,13 +6,13 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.config import FlagSettings
+from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import BackendFailed, BackendUnavailable
-from cluster.fleet import READY, FleetNews
-from cluster.skipped import NoBackendAnswered
+from cluster.fleet.board import READY, FleetNews
 from cluster.stages import ENCODER, GENERATOR, RANKER
 from cluster.traffic.hedging import Hedge
 from cluster.values import SkippedBackend
-from deployments.replica import ModelGone
+from deployments.replicas.replica import ModelGone
 from deployments.stages import ColocatedStages, SplitStages
 from tests.fakes.handles import NEVER, ScriptedHandle
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from cluster.bundle import BlendRecord
+from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded, InvalidRequest
-from cluster.skipped import NoBackendAnswered, OutOfTime
 from cluster.values import Behaviour, RecommendRequest, SamplingOptions, SkippedBackend
 from pipelines.recommend import Recommender
 from tests.fake_stages import Descending, Naming, bundle_with_decoder

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.breaker import BreakerSettings, BreakerState
-from cluster.controller import FrameworkController, Served, StageSnapshot
-from cluster.latency import LatencySummary
-from cluster.managed_backend import BackendSnapshot
-from cluster.switchboard import Switchboard
+from cluster.engines.breaker import BreakerSettings, BreakerState
+from cluster.engines.controller import FrameworkController, Served, StageSnapshot
+from cluster.engines.latency import LatencySummary
+from cluster.engines.managed_backend import BackendSnapshot
+from cluster.fleet.switchboard import Switchboard
 from tests import scripted_backends
 from tests.scripted_backends import CLOCK, RULES, TABLE, First, Second, Third
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from cluster.breaker import BreakerState
-from cluster.controller import StageSnapshot
+from cluster.engines.breaker import BreakerState
+from cluster.engines.controller import StageSnapshot
+from cluster.engines.latency import LatencySummary
+from cluster.engines.managed_backend import BackendSnapshot
 from cluster.errors import BackendUnavailable, UnknownChoice
-from cluster.latency import LatencySummary
-from cluster.managed_backend import BackendSnapshot
-from cluster.switchboard import Switchboard
+from cluster.fleet.switchboard import Switchboard
 
 NOW = 1_760_000_000.0
 OFF = {("encoder", "torch"): "off"}

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from cluster.bundle import DECODER, FileRecord
 from cluster.checksums import sha256
+from cluster.engines.stage_rules import generator_disagreement
 from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded, UnknownChoice
 from cluster.semantic_ids import SemanticIds
-from cluster.stage_rules import generator_disagreement
 from cluster.trie import Trie
 from cluster.values import GenerateRequest, SamplingOptions, UserState
 from integrations.torch_beam.beam import Search, best, search

@@ -10,11 +10,11 @@ from cluster.cache.memory import MemoryCache
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
-from cluster.fleet import FleetNews
-from cluster.rollout import Rollout, Trial, VersionFigures
-from cluster.skipped import NoBackendAnswered
+from cluster.engines.skipped import NoBackendAnswered
+from cluster.fleet.board import FleetNews
+from cluster.fleet.rollout import Rollout, Trial, VersionFigures
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
-from deployments.replica import ModelGone
+from deployments.replicas.replica import ModelGone
 from deployments.version_router import SHADOWS_AT_ONCE, ServedModel, VersionRouter
 from pipelines.cached_recommender import ANSWER_CODEC
 from pipelines.stored_history import StoredHistories

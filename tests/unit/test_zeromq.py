@@ -20,8 +20,8 @@ from deployments.http.api import create_api
 from deployments.http.event_messages import EventsOut
 from deployments.http.exchange import exchange
 from deployments.http.problems import problem_of
-from deployments.zeromq import FrontDoor
-from deployments.zeromq_frames import HEADERS, opened, understood
+from deployments.zeromq.door import FrontDoor
+from deployments.zeromq.frames import HEADERS, opened, understood
 from tests.bundles import make_bundle
 from tests.fakes.applications import deployments_of, most_on_a_node
 from tests.ports import free_port

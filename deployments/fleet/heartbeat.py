@@ -15,16 +15,16 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.bundle import BundleStore
 from cluster.config import Settings
-from cluster.controller import StageSnapshot
-from cluster.erasures import News
+from cluster.engines.controller import StageSnapshot
 from cluster.errors import BackendError, BundleError
-from cluster.fleet import Presence, Role
-from cluster.heartbeat import Orders, Report
-from cluster.rollout import Rollout, RolloutStore
-from deployments.erasure_follower import ErasureFollower
-from deployments.model_cache import ModelCache
-from deployments.remote import ask
-from deployments.switchboard import REPORT_INTERVAL_S
+from cluster.fleet.board import Presence, Role
+from cluster.fleet.erasures import News
+from cluster.fleet.heartbeat import Orders, Report
+from cluster.fleet.rollout import Rollout, RolloutStore
+from deployments.calls.remote import ask
+from deployments.fleet.erasure_follower import ErasureFollower
+from deployments.fleet.model_cache import ModelCache
+from deployments.fleet.switchboard import REPORT_INTERVAL_S
 
 LOOK_INTERVAL_S = 0.5
 """How often a process looks whether it has something to tell, and reads the rollout."""

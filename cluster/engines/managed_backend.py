@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from cluster.breaker import Breaker, BreakerSettings, BreakerState
 from cluster.bundle import Bundle
+from cluster.engines.breaker import Breaker, BreakerSettings, BreakerState
+from cluster.engines.forgetting import forget, kept
+from cluster.engines.latency import LatencyRecorder, LatencySummary
+from cluster.engines.skipped import OutOfTime, has_failed, reason_of
+from cluster.engines.stage_rules import StageRules
 from cluster.errors import DeadlineExceeded
-from cluster.forgetting import forget, kept
-from cluster.latency import LatencyRecorder, LatencySummary
 from cluster.protocols import Backend
 from cluster.registry import resolve
-from cluster.skipped import OutOfTime, has_failed, reason_of
-from cluster.stage_rules import StageRules
 from cluster.values import Availability, SkippedBackend
 
 RequestT = TypeVar("RequestT")

@@ -18,25 +18,25 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.bundle import Bundle, BundleStore
 from cluster.config import Settings, parse, with_changes
-from cluster.controller import FrameworkController, StageSnapshot
+from cluster.engines.controller import FrameworkController, StageSnapshot
+from cluster.engines.heap import freeze_loaded
+from cluster.engines.latency import LatencyRecorder
+from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import BackendFailed, BackendUnavailable, GenrecError
-from cluster.fleet import Presence
-from cluster.heap import freeze_loaded
-from cluster.heartbeat import Orders
-from cluster.latency import LatencyRecorder
-from cluster.rollout import Rollout
-from cluster.skipped import NoBackendAnswered
+from cluster.fleet.board import Presence
+from cluster.fleet.heartbeat import Orders
+from cluster.fleet.rollout import Rollout
+from cluster.fleet.switchboard import Switches
 from cluster.stages import StageName
-from cluster.switchboard import Switches
 from cluster.traffic.user_router import Together
 from cluster.traffic.utilisation import Utilisation
 from cluster.values import StageAnswer
-from deployments.heartbeat import Heartbeat
-from deployments.logs import join_serves_log
-from deployments.mailbox import Raised
-from deployments.metrics import StageRecorder, meter
-from deployments.model_cache import ModelCache
-from deployments.stage_model import StageModel
+from deployments.calls.mailbox import Raised
+from deployments.fleet.heartbeat import Heartbeat
+from deployments.fleet.model_cache import ModelCache
+from deployments.replicas.stage_model import StageModel
+from deployments.telemetry.logs import join_serves_log
+from deployments.telemetry.metrics import StageRecorder, meter
 
 ModelT = TypeVar("ModelT", bound=StageModel[Any])
 REFRESH_INTERVAL_S = 1.0

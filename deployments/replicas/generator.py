@@ -14,15 +14,15 @@ from typing import TypeAlias
 import numpy as np
 
 from cluster.bundle import Bundle
-from cluster.concurrent_controller import ConcurrentController
 from cluster.config import Settings
-from cluster.controller import Served
-from cluster.skipped import OutOfTime
+from cluster.engines.concurrent_controller import ConcurrentController
+from cluster.engines.controller import Served
+from cluster.engines.skipped import OutOfTime
 from cluster.values import Generated, GenerateRequest, SkippedBackend, StageAnswer, UserState
-from deployments.batching import MicroBatcher
-from deployments.metrics import StageRecorder, meter
-from deployments.replica import AsDeployment, StageReplica
-from deployments.stage_model import TOO_LATE, StageModel, in_time_only, sample_history
+from deployments.replicas.batching import MicroBatcher
+from deployments.replicas.replica import AsDeployment, StageReplica
+from deployments.replicas.stage_model import TOO_LATE, StageModel, in_time_only, sample_history
+from deployments.telemetry.metrics import StageRecorder, meter
 
 Controller: TypeAlias = ConcurrentController[GenerateRequest, Generated]
 Result: TypeAlias = Generated | SkippedBackend

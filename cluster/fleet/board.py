@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from cluster.rollout import Rollout, Trial, VersionFigures, judge
+from cluster.fleet.rollout import Rollout, Trial, VersionFigures, judge
 from cluster.stages import StageName
 
 Role: TypeAlias = StageName | Literal["gateway"]

@@ -6,9 +6,9 @@ For a model without a ranker it runs too, and says so: `ray_config.yaml` may not
 import numpy as np
 
 from cluster.ranking import Ranked, RankRequest
-from deployments.batched_model import BatchedModel
-from deployments.replica import AsDeployment, StageReplica
-from deployments.stage_model import sample_history
+from deployments.replicas.batched_model import BatchedModel
+from deployments.replicas.replica import AsDeployment, StageReplica
+from deployments.replicas.stage_model import sample_history
 
 WARM_UP_LENGTHS = (0, 20, 200)
 WARM_UP_CANDIDATES = 100

@@ -25,13 +25,13 @@ from ray import serve
 from starlette.exceptions import HTTPException
 
 from cluster.config import ZeroMQSettings, parse
+from cluster.engines.latency import LatencyRecorder
 from cluster.errors import BackendError, ConfigError
-from cluster.latency import LatencyRecorder
+from deployments.calls.remote import ask
 from deployments.http import problems
 from deployments.http.edge import urgency
 from deployments.http.exchange import HttpRequest, HttpResponse
-from deployments.remote import ask
-from deployments.zeromq_frames import STATISTICS, Envelope, opened, understood
+from deployments.zeromq.frames import STATISTICS, Envelope, opened, understood
 
 Exchange = Callable[[HttpRequest, float], Awaitable[HttpResponse]]
 BIND_WITHIN_S, BIND_INTERVAL_S = 30.0, 0.2

@@ -9,10 +9,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from cluster.breaker import BreakerState
+from cluster.engines.breaker import BreakerState
+from cluster.engines.managed_backend import ManagedBackend
+from cluster.engines.skipped import OutOfTime, has_failed, reason_of
 from cluster.errors import DeadlineExceeded
-from cluster.managed_backend import ManagedBackend
-from cluster.skipped import OutOfTime, has_failed, reason_of
 from cluster.values import SkippedBackend
 
 RequestT = TypeVar("RequestT")

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from time import monotonic
 
-from cluster.erasures import Erasure, News, Place
+from cluster.fleet.erasures import Erasure, News, Place
 
 PATIENCE_S = 0.5
 EVERYBODY = Erasure(0, None, None)

@@ -8,9 +8,9 @@ from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
 from cluster.bundle import Bundle, BundleStore
+from cluster.engines.heap import collect_discarded, freeze_loaded
 from cluster.errors import BundleError, GenrecError
-from cluster.fleet import READY
-from cluster.heap import collect_discarded, freeze_loaded
+from cluster.fleet.board import READY
 
 RETRY_AFTER_S = 10.0
 logger = logging.getLogger("ray.serve")

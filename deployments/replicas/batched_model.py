@@ -5,12 +5,12 @@ from typing import Generic, TypeVar
 
 from cluster.bundle import Bundle
 from cluster.config import Settings
-from cluster.controller import FrameworkController, Served
-from cluster.skipped import NoBackendAnswered, OutOfTime
+from cluster.engines.controller import FrameworkController, Served
+from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.values import StageAnswer
-from deployments.batching import MicroBatcher
-from deployments.metrics import StageRecorder, meter
-from deployments.stage_model import TOO_LATE, Due, StageModel, in_time_only
+from deployments.replicas.batching import MicroBatcher
+from deployments.replicas.stage_model import TOO_LATE, Due, StageModel, in_time_only
+from deployments.telemetry.metrics import StageRecorder, meter
 
 RequestT = TypeVar("RequestT", bound=Due)
 AnswerT = TypeVar("AnswerT")

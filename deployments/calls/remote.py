@@ -21,7 +21,7 @@ from cluster.traffic.attempts import GRACE_S, Attempts, Rules
 from cluster.traffic.hedging import Hedge
 from cluster.traffic.retry_budget import RetryBudget
 from cluster.values import EncodeRequest, GenerateRequest
-from deployments.mailbox import Mailbox
+from deployments.calls.mailbox import Mailbox
 
 TRIES = 3
 ENDED = object()

@@ -10,10 +10,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from contextlib import aclosing
 from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
-from cluster.concurrent_backend import ConcurrentBackend
-from cluster.controller import FrameworkController, Served
-from cluster.managed_backend import ManagedBackend
-from cluster.skipped import NoBackendAnswered, OutOfTime
+from cluster.engines.concurrent_backend import ConcurrentBackend
+from cluster.engines.controller import FrameworkController, Served
+from cluster.engines.managed_backend import ManagedBackend
+from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.values import SkippedBackend
 
 RequestT = TypeVar("RequestT")

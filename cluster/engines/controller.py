@@ -16,13 +16,13 @@ from statistics import median
 from typing import Any, ClassVar, Generic, Literal, Self, TypeGuard, TypeVar
 
 from cluster import registry
-from cluster.breaker import BreakerSettings, BreakerState
 from cluster.bundle import Bundle
 from cluster.config import EngineSettings
+from cluster.engines.breaker import BreakerSettings, BreakerState
+from cluster.engines.managed_backend import BackendSnapshot, ManagedBackend
+from cluster.engines.skipped import NoBackendAnswered, OutOfTime, reasons
+from cluster.engines.stage_rules import StageRules
 from cluster.errors import ConfigError, UnknownChoice
-from cluster.managed_backend import BackendSnapshot, ManagedBackend
-from cluster.skipped import NoBackendAnswered, OutOfTime, reasons
-from cluster.stage_rules import StageRules
 from cluster.values import Availability, SkippedBackend
 
 RequestT = TypeVar("RequestT")

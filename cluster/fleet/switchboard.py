@@ -16,12 +16,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from cluster.breaker import BreakerState
-from cluster.controller import StageSnapshot
-from cluster.erasures import ErasureLog, News, Place
+from cluster.engines.breaker import BreakerState
+from cluster.engines.controller import StageSnapshot
+from cluster.engines.latency import LatencySummary, merge
+from cluster.engines.managed_backend import BackendSnapshot
 from cluster.errors import BackendUnavailable, UnknownChoice
-from cluster.latency import LatencySummary, merge
-from cluster.managed_backend import BackendSnapshot
+from cluster.fleet.erasures import ErasureLog, News, Place
 
 Position: TypeAlias = Literal["on", "off", "first"]
 """`first`: on, and asked before all others of its stage."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.controller import StageSnapshot
-from cluster.erasures import NO_PLACE, News, Place
-from cluster.fleet import FleetNews, Presence
-from cluster.switchboard import Switches
+from cluster.engines.controller import StageSnapshot
+from cluster.fleet.board import FleetNews, Presence
+from cluster.fleet.erasures import NO_PLACE, News, Place
+from cluster.fleet.switchboard import Switches
 
 
 @dataclass(frozen=True, slots=True)

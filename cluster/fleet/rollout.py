@@ -24,8 +24,8 @@ from typing import Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cluster.bundle import BundleStore, write_whole
+from cluster.engines.latency import LatencySummary, merge
 from cluster.errors import BundleError
-from cluster.latency import LatencySummary, merge
 
 ROLLOUT = "rollout.json"
 TrialKind: TypeAlias = Literal["canary", "ab", "shadow"]

@@ -3,9 +3,9 @@
 from cluster.bundle import Bundle
 from cluster.config import Settings
 from cluster.values import Encoded, EncodeRequest
-from deployments.batched_model import BatchedModel
-from deployments.replica import AsDeployment, StageReplica
-from deployments.stage_model import sample_history
+from deployments.replicas.batched_model import BatchedModel
+from deployments.replicas.replica import AsDeployment, StageReplica
+from deployments.replicas.stage_model import sample_history
 from integrations.hstu.limits import limits
 
 WARM_UP_LENGTHS = (1, 20, 200)

@@ -11,8 +11,8 @@ import numpy as np
 
 from cluster.bundle import Bundle
 from cluster.config import EngineSettings, Settings
-from cluster.controller import FrameworkController, Served
-from cluster.stage_rules import RULES
+from cluster.engines.controller import FrameworkController, Served
+from cluster.engines.stage_rules import RULES
 from cluster.stages import STAGES
 from cluster.values import StageAnswer, StageReport, UserSequence
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from cluster.bundle import BundleStore
 from cluster.config import parse
-from cluster.erasures import News
 from cluster.errors import BundleError
-from cluster.fleet import FleetBoard, FleetStatus
-from cluster.heartbeat import Orders, Report
-from cluster.rollout import Rollout, RolloutStore
+from cluster.fleet.board import FleetBoard, FleetStatus
+from cluster.fleet.erasures import News
+from cluster.fleet.heartbeat import Orders, Report
+from cluster.fleet.rollout import Rollout, RolloutStore
+from cluster.fleet.switchboard import Position, StageStatus, Switchboard
 from cluster.stages import STAGES
-from cluster.switchboard import Position, StageStatus, Switchboard
 
 REPORT_INTERVAL_S = 2.0
 """How often a process reports where nothing changes."""

@@ -15,17 +15,17 @@ from ray.serve import metrics as ray_metrics
 from ray.serve.exceptions import RayServeException
 
 from cluster import metrics as m
-from cluster.breaker import BreakerState
 from cluster.cache.tier_values import TierStatistics
-from cluster.controller import StageSnapshot
+from cluster.engines.breaker import BreakerState
+from cluster.engines.controller import StageSnapshot
+from cluster.engines.skipped import OutOfTime
 from cluster.events.store import Event
 from cluster.metrics import METRICS, SILENT, Kind, Labels, Meter, Metric, Totals
 from cluster.ranking import Ranking
-from cluster.skipped import OutOfTime
 from cluster.stages import StageName
 from cluster.values import Recommendation, RecommendRequest, SkippedBackend, StageReport
-from deployments.gpus import Gpus, nvml
 from deployments.shown_items import Followed, ShownItems
+from deployments.telemetry.gpus import Gpus, nvml
 
 if TYPE_CHECKING:
     from deployments.http.edge import EdgeStatistics

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from cluster.values import Recommendation, StageReport
-from deployments.metrics import in_a_replica
+from deployments.telemetry.metrics import in_a_replica
 
 PACKAGES = ("cluster", "deployments", "integrations", "pipelines")
 MOST_PER_S = 10

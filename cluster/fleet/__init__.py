@@ -1,0 +1,1 @@
+"""Which processes live, what they hold, follow and erase. Pure decisions: time is passed in."""

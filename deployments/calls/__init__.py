@@ -1,0 +1,1 @@
+"""Calls from a gateway to other processes: one by one, or together."""

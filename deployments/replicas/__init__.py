@@ -1,0 +1,1 @@
+"""Replicas of the encoder, the generator and the ranker: their versions, batches and engine threads."""

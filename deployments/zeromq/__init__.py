@@ -1,0 +1,1 @@
+"""The front door over ZeroMQ."""
