@@ -188,6 +188,9 @@ class GatewaySettings(Section):
     max_body_bytes: int = Field(2**20, ge=1024, description="size of a request's body")
     max_held_bytes: int = Field(256 * 2**20, ge=1024, description="bodies that a gateway holds at a time, in bytes together")
     body_within_s: float = Field(10.0, gt=0, le=600, description="how long a body may take to arrive; then the request is answered 408")
+    request_within_s: float = Field(
+        30.0, gt=0, le=3600, description="time for a request once its body is there; then it ends (408)"
+    )
     deadline_s: float = Field(5.0, gt=0, description="how long the encoder may take before the last good answer, or popularity, is given")
     generation_deadline_s: float = Field(5.0, gt=0, description="how long the generator may take before the retrieved items are the answer")
     ranking_deadline_s: float = Field(2.0, gt=0, description="how long the ranker may take before candidates stay in the order they are in")

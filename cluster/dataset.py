@@ -63,26 +63,29 @@ class Catalogue:
         """Those that the catalogue does not hold, each once."""
         return tuple(item_id for item_id in dict.fromkeys(item_ids) if self.index_of(item_id) is None)
 
-    def json_fields(self, index: int) -> str:
-        """`"item_id":"50","title":"...","attributes":{...}`: the item's fields as they stand in an answer's JSON. It is kept for items
-        that are asked for again.
-        """
-        if (kept := self._json.get(index)) is None:
-            item = self[index]
-            fields = {"item_id": item.item_id, "title": item.title, "attributes": dict(item.attributes)}
-            kept = msgspec.json.encode(fields).decode()[1:-1]
-            if len(self._json) >= JSON_KEPT:
-                self._json.clear()
-            self._json[index] = kept
-        return kept
-
     @cached_property
-    def _json(self) -> dict[int, str]:
-        return {}
+    def beginnings(self) -> "Beginnings":
+        """Catalogue index -> the beginning of the item's JSON in an answer."""
+        return Beginnings(self.items)
 
     @cached_property
     def _index(self) -> Mapping[str, int]:
         return {item.item_id: index for index, item in enumerate(self.items, start=1)}
+
+
+class Beginnings(dict[int, str]):
+    """By catalogue index, `{"item_id":"50","title":"...","attributes":{...},"score":`: made where it is asked for, and kept."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self._items = items
+
+    def __missing__(self, index: int) -> str:
+        item = self._items[index - 1]
+        fields = {"item_id": item.item_id, "title": item.title, "attributes": dict(item.attributes)}
+        begun = self[index] = msgspec.json.encode(fields).decode()[:-1] + ',"score":'
+        if len(self) > JSON_KEPT:
+            del self[next(iter(self))]
+        return begun
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,11 +45,16 @@ class TitledItems(Sequence[ScoredItem]):
     def as_json(self) -> str:
         """A JSON array with the fields of messages.ScoredItemOut for each item; a score that is no finite number is null."""
         if not self._json:
+            said = self.catalogue.beginnings
+            numbers = map(repr, self.scores) if math.isfinite(sum(self.scores)) else map(_number, self.scores)
+            begun = [said[index] + number for index, number in zip(self.indices, numbers, strict=True)]
             end = f',"stage":"{self.stage}","explanation":null}}'
-            numbers = [repr(score) if math.isfinite(score) else "null" for score in self.scores]
-            fields = map(self.catalogue.json_fields, self.indices)
-            self._json = "[" + ",".join([f'{{{field},"score":{number}{end}' for field, number in zip(fields, numbers, strict=True)]) + "]"
+            self._json = f"[{f'{end},'.join(begun)}{end}]" if begun else "[]"
         return self._json
+
+
+def _number(score: float) -> str:
+    return repr(score) if math.isfinite(score) else "null"
 
 
 def item_ids(items: Sequence[ScoredItem]) -> list[str]:

@@ -14,7 +14,8 @@ from typing import Any, Self
 
 from starlette.types import Message, Receive, Send
 
-from deployments.http.problems import BodyTooLarge, BodyTooSlow, overloaded
+from cluster.config import GatewaySettings
+from deployments.http.problems import BodyTooLarge, TooSlow, overloaded
 
 WATCH_AFTER_S = 0.05
 """How long a request is at work before its client is watched: most answers are sent by then, and a watch costs a task."""
@@ -48,7 +49,7 @@ class Connection:
         self.first_byte_at: float | None = None
         self.headers: Callable[[], Sequence[tuple[bytes, bytes]]] = tuple
         self._given = self._responded = self._left = self._late = False
-        self._cancelling = 0
+        self._cancelling, self._within_s = 0, 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -59,7 +60,7 @@ class Connection:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        """Suppresses the end of the work where it is the client's; raises BodyTooSlow where that was the reason."""
+        """Suppresses the end of the work where the client left; raises TooSlow where the time for it was over, and no answer has begun."""
         if self._timer is not None:
             self._timer.cancel()
         if self._watcher is not None:
@@ -72,21 +73,22 @@ class Connection:
         others = task.uncancel() > self._cancelling  # the server ends it, too
         if kind is not asyncio.CancelledError or others:
             return False
-        if self._late:
-            raise BodyTooSlow from None
+        if self._late and not self.status:
+            raise TooSlow from None
         return True
 
-    async def read(self, max_bytes: int, within_s: float, budget: BodyBudget) -> None:
+    async def read(self, limits: GatewaySettings, budget: BodyBudget) -> None:
         """Read the whole body; `held` says what of it was taken from the budget. `WATCH_AFTER_S` later the client is watched.
 
-        Raises BodyTooLarge, ClientLeft and the budget's error; the block raises BodyTooSlow after `within_s`.
+        Raises BodyTooLarge, ClientLeft and the budget's error; the block raises TooSlow after `limits.body_within_s`, and where the answer
+        is not there after `limits.request_within_s`.
         """
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(within_s, self._too_slow)
+        loop, self._within_s = asyncio.get_running_loop(), limits.request_within_s
+        self._timer = loop.call_later(limits.body_within_s, self._too_slow)
         parts, more = list[bytes](), True
         while more:
             message = await self._receive()
-            parts.append(self._part(message, max_bytes, budget))
+            parts.append(self._part(message, limits.max_body_bytes, budget))
             more = message.get("more_body", False)
         self._timer.cancel()
         self._timer = loop.call_later(WATCH_AFTER_S, self.watch)
@@ -133,7 +135,12 @@ class Connection:
         await self._send({"type": "http.response.body", "body": body})
 
     async def _watch(self) -> None:
-        message = await self._receive()
+        try:
+            async with asyncio.timeout(self._within_s):
+                message = await self._receive()
+        except TimeoutError:
+            self._too_slow()
+            return
         if message["type"] == "http.disconnect" and not self._responded and self._task is not None:
             self._left = True
             self._task.cancel()

@@ -88,8 +88,7 @@ class Edge:
                 caller, urgent = self._caller(headers), urgency(headers, scope["path"])
                 if self._admission.full(self._clock(), urgent, caller.tenant):
                     raise self._overloaded()
-                limits = self.settings
-                await connection.read(limits.max_body_bytes, limits.body_within_s, self._bodies)
+                await connection.read(self.settings, self._bodies)
                 await self._with_a_place(answer, scope, connection, caller, urgent)
         except HTTPException as refusal:
             self._refused[refusal.status_code] += 1

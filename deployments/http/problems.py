@@ -21,7 +21,7 @@ _TITLES = {
     403: "Forbidden",
     404: "Not found",
     405: "Method not allowed",
-    408: "Body too slow",
+    408: "Too slow",
     413: "Body too large",
     422: "Invalid request",
     429: "Too many requests",
@@ -31,7 +31,7 @@ _DESCRIPTIONS = {
     401: "An API key is missing, or not known",
     403: "The API key does not allow it",
     404: "There is no such thing",
-    408: "The body did not arrive in time",
+    408: "The body did not arrive, or the answer was not there, in time; the work is cancelled",
     413: "The body has more bytes than this service takes",
     422: "The request cannot be answered as asked",
     429: "The tenant's rate limit is reached; `Retry-After` says for how many seconds",
@@ -59,11 +59,11 @@ class BodyTooLarge(HTTPException):
         return self.detail
 
 
-class BodyTooSlow(HTTPException):
-    """The body was not there in time."""
+class TooSlow(HTTPException):
+    """The body was not there in time, or the answer was not."""
 
     def __init__(self) -> None:
-        super().__init__(408, "the body did not arrive in time; send it at once, and ask again")
+        super().__init__(408, "the body did not arrive, or no answer was there in time; send the body at once, or ask for less")
 
 
 def documented(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:

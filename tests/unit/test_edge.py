@@ -360,6 +360,23 @@ async def test_a_body_that_does_not_arrive_in_time_is_answered_408():
     assert served.edge.statistics().refused == {408: 1}
 
 
+@pytest.mark.virtual_time
+async def test_an_answer_that_takes_too_long_is_408_and_its_work_ends():
+    served = Served(request_within_s=20)
+    client = Client(served)
+    await client.task
+    assert (client.status, served.service.cancelled, client.task.cancelling()) == (408, ["u"], 0)
+    assert served.edge.statistics().running == 0
+
+
+@pytest.mark.virtual_time
+async def test_a_stream_that_takes_too_long_ends():
+    served = Served(request_within_s=20)
+    client = Client(served, headers=[(b"accept", b"text/event-stream")])
+    await client.task
+    assert (client.status, served.service.closed) == (200, ["u"])
+
+
 async def test_beyond_the_bytes_that_a_gateway_holds_the_next_body_is_refused_and_room_comes_back():
     served = Served(max_body_bytes=4096, max_held_bytes=5000)
     first = Client(served, body={"user_id": "first", "blocked": ["x" * 200] * 15})

@@ -118,6 +118,18 @@ def test_a_haproxy_that_takes_over_from_a_living_one_is_told_by_ray_alone(starte
     assert started("nothing yet") == "no gateway"
 
 
+def test_clients_have_10_s_for_their_headers_and_serve_leaves_the_watch_over_them_to_the_gateway(started: Callable[..., str]):
+    written = "frontend http_frontend\n    bind 127.0.0.1:8000\n    mode http\nfrontend other\n    bind 127.0.0.1:1\n"
+    lines = started(written).splitlines()
+    assert lines[2:5] == [
+        "    timeout http-request 10s",
+        "    http-request set-header x-request-disconnect-disabled ?1",
+        "    http-request set-header x-request-timeout-seconds 0",
+    ]
+    assert [line for line in lines if line not in lines[2:5]] == written.splitlines()
+    assert started("\n".join(lines)).splitlines() == lines
+
+
 def test_the_starter_is_told_the_program_itself_also_within_the_profile(with_haproxy, monkeypatch: pytest.MonkeyPatch):
     outside = profile.fast()
     if profile.PROGRAM not in outside:
