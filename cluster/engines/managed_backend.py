@@ -378,11 +378,12 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
 
     def _get_availability(self) -> Availability:
         try:
-            return self._made().backend.get_availability(self._room.bundle)
+            availability: Availability = self._made().backend.get_availability(self._room.bundle)
         except ImportError as error:
             return Availability.no(f"{self.import_string} cannot be imported: {error}")
         except Exception as error:  # noqa: BLE001 - the module, the constructor and the probe are the backend's code
             return Availability.no(f"its probe broke: {reason_of(error)}")
+        return availability
 
     def _made(self) -> Engine[RequestT, AnswerT]:
         if self._engine is None:

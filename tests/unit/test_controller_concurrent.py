@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import aclosing
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from cluster.engines import managed_backend
 from cluster.engines.breaker import BreakerSettings, BreakerState
 from cluster.engines.controller import FrameworkController, Served
-from cluster.engines.room import AskBatch
+from cluster.engines.room import AskBatch, AskOne
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.errors import DeadlineExceeded
 from cluster.values import SkippedBackend
@@ -30,17 +29,18 @@ def _pristine() -> Iterator[None]:
     scripted_backends.reset()
 
 
-async def alone(answer: AskBatch[int, float], request: int) -> float | SkippedBackend:
-    (result,) = await answer([request])
-    return result
+def each_alone(name: str, answer: AskBatch[int, float]) -> AskOne[int, float]:
+    async def ask(request: int) -> float | SkippedBackend:
+        (result,) = await answer([request])
+        return result
+
+    return ask
 
 
 class Stage:
     """What a replica of the generator does: a controller that joins the requests for each backend that takes batches; here, each alone."""
 
-    def __init__(
-        self, directory: Path, *, order=("queued", "first", "second"), retries=2, join=lambda name, answer: partial(alone, answer)
-    ):
+    def __init__(self, directory: Path, *, order=("queued", "first", "second"), retries=2, join=each_alone):
         bundle = scripted_backends.opaque_bundle(directory / "model")
         given = {"breaker": BREAKER, "probe_interval_s": 5.0, "clock": CLOCK, "retries": retries, "join": join}
         self.controller: FrameworkController[int, float] = FrameworkController("doubler", QUEUED_TABLE, order, bundle, RULES, **given)

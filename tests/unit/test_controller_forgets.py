@@ -162,6 +162,24 @@ async def test_an_erasure_waits_for_the_batch_that_runs(controller, monkeypatch)
     assert Keeping.users == {ADA, BOB}
 
 
+@pytest.mark.parametrize("name", ["keeping", "queued"])
+async def test_a_poisoned_request_after_an_erasure_does_not_bring_the_erased_user_back(tmp_path, monkeypatch, name):
+    """What tells a broken engine from a poisoned request is a sample of the warm-up, never an earlier request of a user."""
+    asked, cls = [], {"keeping": Keeping, "queued": QueuedKeeping}[name]
+    working = cls.batch_infer
+    monkeypatch.setattr(cls, "batch_infer", lambda self, requests: (asked.extend(requests), working(self, requests))[1])
+    controller = make(tmp_path, name, "second")
+    await controller.warm_up([1])
+    await controller.refresh()
+    assert (await controller.call_one(4)).backend == name
+    await controller.forget("default", "the user of request 4")
+    asked.clear()
+    monkeypatch.setattr(cls, "poison", frozenset({13}))
+    assert (await controller.call_one(13)).backend == "second"
+    assert 1 in asked, "the engine was asked a sample"
+    assert 4 not in asked
+
+
 async def test_an_engine_with_a_queue_of_its_own_is_told_too(tmp_path):
     controller = make(tmp_path, "queued", "second")
     await controller.warm_up([1])
