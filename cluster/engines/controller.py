@@ -267,7 +267,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             backend.enabled = on
         for backend in gone:
             if not backend.loading:  # else the refresh that loads it unloads it
-                await backend.unload("is no longer configured")
+                await backend.retire()
         self._probed_at = None
         if not self._room.loads_on_demand:
             await self._probe_when_due()
@@ -324,7 +324,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         finally:
             backend.loading = False
         if self._closed or self._backends.get(backend.name) is not backend:
-            await backend.unload("is no longer configured")
+            await backend.retire()
         return loaded
 
     def _ranked(self) -> list[ManagedBackend[RequestT, AnswerT]]:
@@ -371,7 +371,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             backend, given = self._backends.get(name), dict(options.get(name, {}))
             if backend is None or (backend.import_string, backend.options) != (path, given):
                 backend = ManagedBackend(name, path, self._room, given)
-                backend.suspected = partial(self._is_suspect, backend)
+                backend.health.suspected = partial(self._is_suspect, backend)
             backends[name] = backend
         return backends
 

@@ -33,12 +33,15 @@ class Reply(Generic[AnswerT]):
 
 
 class Engine(Generic[RequestT, AnswerT]):
-    """An instance of a backend's class. `nonsense` are the stage's rules."""
+    """An instance of a backend's class. `nonsense` are the stage's rules; `known_good` is a sample that it has answered, never a user's
+    request, which is not kept beyond its answer.
+    """
 
     queued: ClassVar[bool]
 
     def __init__(self, backend: Any, nonsense: Callable[[RequestT, AnswerT], str], clock: Callable[[], float]) -> None:
         self.backend, self._nonsense, self._clock = backend, nonsense, clock
+        self.known_good: RequestT | None = None
         self.late_in_a_row = 0
 
     async def ask(self, requests: Sequence[RequestT], run: Run) -> Reply[AnswerT]:
