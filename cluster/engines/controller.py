@@ -182,14 +182,14 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         Loads then take place beside the calls, which go to another backend meanwhile, and the samples, not a user, try a repaired one.
         The status stays true while no request comes.
         """
-        for backend in list(self._backends.values()):
-            if await backend.lost():
-                await backend.unload()
+        for one in list(self._backends.values()):
+            if await one.lost():
+                await one.unload()
         await self._probe_when_due()
         self._room.loads_on_demand = not self._samples
         loaded = False
-        while backend_to_load := self._next_to_load():
-            loaded = await self._load_beside(backend_to_load) or loaded
+        while backend := self._next_to_load():
+            loaded = await self._load_beside(backend) or loaded
             await self._measure()
         return loaded
 
@@ -290,9 +290,6 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """
         return sum([await backend.forget(tenant, user) for backend in list(self._backends.values())])
 
-    async def forget_all(self) -> int:
-        return await self.forget(None, None)
-
     def kept(self) -> dict[str, dict[str, float]]:
         """What the loaded backends say they keep of users, by backend."""
         return {name: kept for name, backend in self._backends.items() if (kept := backend.kept())}
@@ -316,16 +313,15 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         return next((one for one in self._ranked() if not one.loaded and not one.obstacle()), None)
 
     async def _load_beside(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:
-        """Beside the calls, which do not ask it until it has answered the samples."""
+        """Beside the calls, which do not ask it until it has answered the samples; whether it is loaded then."""
         backend.loading = True
         try:
-            if loaded := await backend.load_beside():
-                await backend.rehearse(self._samples, beside)
+            await backend.rehearse(self._samples, beside)
         finally:
             backend.loading = False
         if self._closed or self._backends.get(backend.name) is not backend:
             await backend.retire()
-        return loaded
+        return backend.loaded
 
     def _ranked(self) -> list[ManagedBackend[RequestT, AnswerT]]:
         """The backends in the order they are asked."""

@@ -48,10 +48,6 @@ class Engine(Generic[RequestT, AnswerT]):
         """The outcome of each request, in order; `run` is the thread for what takes one."""
         raise NotImplementedError
 
-    @property
-    def streams(self) -> bool:
-        return hasattr(self.backend, "astream")
-
     def is_alive(self) -> bool:
         try:
             return self.optional("alive") is not False
@@ -98,6 +94,10 @@ class Queue(Engine[RequestT, AnswerT]):
     """An engine with a queue of its own. `late_in_a_row`: calls given up since its last answer, by their deadline or by their caller."""
 
     queued = True
+
+    @property
+    def streams(self) -> bool:
+        return hasattr(self.backend, "astream")
 
     async def ask(self, requests: Sequence[RequestT], run: Run) -> Reply[AnswerT]:  # noqa: ARG002 - it takes no thread
         began = self._clock()

@@ -83,22 +83,22 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         """For each request an answer, or why there is none, in the order asked."""
         if skipped := self.unfit():
             return [skipped] * len(requests)
-        if self.queued:
-            return await together([self._answer_one(request) for request in requests])
-        if self._room.join:
-            return await together([self._joined(request) for request in requests])
-        return await self._answer_batch(requests)
+        declined = [self._declined(request) for request in requests]
+        asked = [request for request, reason in zip(requests, declined, strict=True) if not reason]
+        answers = iter(await self._answers(asked) if asked else ())
+        return [reason or next(answers) for reason in declined]
 
     async def stream(self, request: RequestT) -> AsyncGenerator[AnswerT | SkippedBackend, None]:
         """What the engine finds as it finds it. Where it breaks, the reason comes last, and it is not asked again."""
-        if skipped := self.unfit() or self._declined(request):
+        engine = self._slot.engine
+        if not isinstance(engine, Queue) or not engine.streams:
+            yield (await self.ask([request]))[0]
+        elif skipped := self.unfit() or self._declined(request):
             yield skipped
-        elif isinstance(engine := self._slot.engine, Queue) and engine.streams:
+        else:
             async with aclosing(self._pieces(engine, request)) as pieces:
                 async for piece in pieces:
                     yield piece
-        else:
-            yield (await self.ask([request]))[0]
 
     async def rehearse(self, samples: Sequence[RequestT], run: Run | None = None) -> Sequence[AnswerT | SkippedBackend]:
         """Load it, and have it answer requests that no user made: no call and no latency is counted."""
@@ -108,16 +108,11 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     async def probe(self) -> None:
         """Ask again whether it can run here. One that was repaired starts afresh: newly loaded, its failures forgotten."""
         async with self._turn:
-            was_available, self.availability = self.availability.ok, await self._slot.get_availability()
+            was_available, self.availability = self.availability.ok, await self._room.thread.run(self._slot.get_availability)
             if was_available and not self.availability.ok:
                 await self._unload(self._room.thread.run)
             if not was_available and self.availability.ok:
                 self.health.answered()
-
-    async def load_beside(self) -> bool:
-        """Make it ready to answer, beside the calls of others; whether it is."""
-        async with self._turn:
-            return await self._load(beside)
 
     async def unload(self) -> None:
         """Free what the engine holds."""
@@ -195,6 +190,13 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         assert self._room.join
         return self._room.join(self.name, self._answer_batch)
 
+    async def _answers(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
+        if self.queued:
+            return await together([self._answer_one(request) for request in requests])
+        if self._room.join:
+            return await together([self._joined(request) for request in requests])
+        return await self._answer_batch(requests)
+
     async def _answer_batch(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
         async with self._turn:
             if skipped := self.unfit():  # what was so when the requests came may have changed while they waited
@@ -206,7 +208,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
 
     async def _answer_one(self, request: RequestT) -> AnswerT | SkippedBackend:
         """By an engine with a queue, beside all that it answers already."""
-        if skipped := self.unfit() or self._declined(request):
+        if skipped := self.unfit():
             return skipped
         self.health.calls += 1
         (result,) = await self._try([request], self._room.thread.run)

@@ -25,9 +25,15 @@ class EngineSlot(Generic[RequestT, AnswerT]):
         self._name, self._import_string, self._options, self._room = name, import_string, options, room
         self._holds = False  # a load was begun, whether or not it ended well: there is something to close
 
-    async def get_availability(self) -> Availability:
-        """Whether the backend can serve here; never raises."""
-        return await self._room.thread.run(self._availability)
+    def get_availability(self) -> Availability:
+        """Whether the backend can serve here; never raises. For a thread: it imports the backend's module."""
+        try:
+            availability: Availability = self._made().backend.get_availability(self._room.bundle)
+        except ImportError as error:
+            return Availability.no(f"{self._import_string} cannot be imported: {error}")
+        except Exception as error:  # noqa: BLE001 - the module, the constructor and the probe are the backend's code
+            return Availability.no(f"its probe broke: {reason_of(error)}")
+        return availability
 
     async def load(self, run: Run) -> None:
         """Make the engine ready to answer. Raises what the backend raises."""
@@ -43,15 +49,6 @@ class EngineSlot(Generic[RequestT, AnswerT]):
         """As `unload`, at once and in this thread."""
         if engine := self._vacated():
             self._close(engine)
-
-    def _availability(self) -> Availability:
-        try:
-            availability: Availability = self._made().backend.get_availability(self._room.bundle)
-        except ImportError as error:
-            return Availability.no(f"{self._import_string} cannot be imported: {error}")
-        except Exception as error:  # noqa: BLE001 - the module, the constructor and the probe are the backend's code
-            return Availability.no(f"its probe broke: {reason_of(error)}")
-        return availability
 
     def _made(self) -> Engine[RequestT, AnswerT]:
         if self.engine is None:

@@ -104,6 +104,15 @@ class TestServe:
         assert served.fallback_from == (SkippedBackend("queued", "does not take odd tenants"),)
         assert (stage.of("queued").calls, stage.of("queued").failures) == (0, 0)
 
+    async def test_an_engine_that_takes_batches_is_given_those_it_does_not_decline(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(First, "declines", lambda self, request: "is odd" if request % 2 else "", raising=False)
+        stage = await Stage(tmp_path, order=("first", "second"), join=None).start()
+        served = await stage.controller.call([1, 2, 3, 4])
+        assert [one.backend for one in served] == ["second", "first", "second", "first"]
+        assert [one.answer for one in served] == [2, 4, 6, 8]
+        assert served[0].fallback_from == (SkippedBackend("first", "is odd"),)
+        assert (First.log, Second.log) == (["batch of 2"], ["batch of 2"])
+
     async def test_one_that_breaks_when_asked_whether_it_declines_is_passed_over(self, stage, monkeypatch):
         monkeypatch.setattr(Queued, "declines", lambda self, request: 1 / 0)
         (skipped,) = (await stage.serve(1)).fallback_from

@@ -125,7 +125,7 @@ async def test_one_that_breaks_over_it_is_unloaded_with_all_it_keeps_and_the_oth
 
 
 async def test_everybody_is_forgotten_by_the_widest_method_or_by_unloading(controller):
-    assert await controller.forget_all() == 1
+    assert await controller.forget(None, None) == 1
     assert (Keeping.users, Clearing.users) == (set(), set())
     assert loaded(controller) == ["clearing", "second"], "one that keeps nothing stays, and one that can clear itself"
 
