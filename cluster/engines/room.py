@@ -41,7 +41,12 @@ class EngineThread:
         self.busy_s = 0.0
 
     async def run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        loop = asyncio.get_running_loop()
+        try:
+            working = loop.run_in_executor(self._pool, work)
+        except RuntimeError:  # it was closed meanwhile, so nothing runs in it: a refresh that is under way ends in another thread
+            working = loop.run_in_executor(None, work)
+        return await working
 
     async def compute(self, work: Callable[[], T]) -> T:
         """As `run`, and counted as busy: what is computed for requests, of which more replicas could take some."""

@@ -602,6 +602,14 @@ class TestSnapshot:
             await controller.call_one(1)
         assert [record.getMessage() for record in caplog.records] == ["doubler=second (first: no engine)"]
 
+    async def test_a_refresh_after_the_controller_was_closed_is_no_error_and_loads_nothing(self, controller):
+        await controller.warm_up([1])
+        controller.close()
+        CLOCK.advance(5)
+        First.log.clear()
+        assert not await controller.refresh()
+        assert First.log == []
+
     async def test_closing_frees_every_loaded_backend(self, controller):
         await controller.warm_up([1], ready=3)
         controller.close()
