@@ -44,7 +44,7 @@ class EngineThread:
         loop = asyncio.get_running_loop()
         try:
             working = loop.run_in_executor(self._pool, work)
-        except RuntimeError:  # it was closed meanwhile, so nothing runs in it: a refresh that is under way ends in another thread
+        except RuntimeError:  # the stage was closed meanwhile: what is under way ends in another thread
             working = loop.run_in_executor(None, work)
         return await working
 

@@ -65,6 +65,16 @@ class TestChoice:
     async def test_answers_come_in_the_order_asked(self, controller):
         assert [served.answer for served in await controller.call([3, 1, 2])] == [6, 2, 4]
 
+    async def test_a_batch_costs_one_walk_over_the_order_and_one_hop_to_the_engine_thread(self, controller, monkeypatch):
+        await controller.warm_up([1])
+        await controller.refresh()
+        First.log.clear()
+        hops, walks, run, ranked = [], [], controller.thread.run, controller._ranked  # noqa: SLF001 - a walk has no door
+        monkeypatch.setattr(controller.thread, "run", lambda work: (hops.append(work), run(work))[1])
+        monkeypatch.setattr(controller, "_ranked", lambda: (walks.append(1), ranked())[1])
+        assert by(await controller.call([*range(16)])) == ["first"] * 16
+        assert (First.log, len(hops), len(walks)) == (["batch of 16"], 1, 1)
+
     async def test_nothing_is_loaded_before_it_is_needed(self, controller):
         assert First.log == []
         await controller.call_one(1)
