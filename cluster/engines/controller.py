@@ -14,8 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from cluster import registry
 from cluster.bundle import Bundle
@@ -24,15 +23,15 @@ from cluster.engines.breaker import BreakerSettings
 from cluster.engines.fastest import Measuring
 from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.room import EngineRoom, EngineThread, Join, beside
+from cluster.engines.roster import Roster, Selection
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime, all_answered, reasons
 from cluster.engines.snapshots import StageSnapshot
 from cluster.engines.stage_rules import StageRules
-from cluster.errors import ConfigError, UnknownChoice
+from cluster.errors import ConfigError
 from cluster.values import Availability, SkippedBackend
 
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
-Selection = Literal["ordered", "fastest"]
 logger = logging.getLogger(__name__)
 
 
@@ -100,12 +99,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     ) -> None:
         self.stage, self._clock, self._probe_interval_s = stage, clock, probe_interval_s
         self._room = EngineRoom(bundle, rules, breaker or BreakerSettings(), retries, clock, join)
-        self._measuring = Measuring(rules, self._ready)
-        self._backends: dict[str, ManagedBackend[RequestT, AnswerT]] = {}
-        self._backends = self._managed(table, options or {})
-        self._order, self._selection = self._checked_order(order, self._backends), _checked_selection(selection)
-        self._suspects: frozenset[str] = frozenset()
-        self._first: str | None = None
+        self._roster = Roster(stage, self._room, table, order, selection=selection, options=options or {})
+        self._measuring = Measuring(rules, self._roster)
         self._samples: Sequence[RequestT] = ()
         self._probed_at: float | None = None
         self._probing = asyncio.Lock()
@@ -124,7 +119,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             await self._probe_when_due()
         outcomes: dict[int, Served[AnswerT]] = {}
         skipped: dict[int, tuple[SkippedBackend, ...]] = dict.fromkeys(range(len(requests)), ())
-        for backend in self._ranked():
+        for backend in self._roster.ranked():
             waiting = [index for index in skipped if index not in outcomes and not _out_of_time(skipped[index])]
             if not waiting:
                 break
@@ -150,7 +145,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         Where a backend breaks midway, all that the next one finds follows: the same may come twice.
         """
         began, skipped = self._clock(), tuple[SkippedBackend, ...]()
-        for backend in self._ranked():
+        for backend in self._roster.ranked():
             pieces, failed = list[AnswerT](), False
             async with aclosing(backend.stream(request)) as results:
                 async for result in results:
@@ -169,11 +164,11 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     async def probe(self) -> dict[str, Availability]:
         """Ask every backend again whether it can run here. Refreshes do so every `probe_interval_s`; without them, calls do."""
         self._probed_at = self._clock()
-        for backend in list(self._backends.values()):
+        for backend in self._roster:
             if not backend.loading:
                 await backend.probe()
         await self._measure()
-        return {name: backend.availability for name, backend in self._backends.items()}
+        return {backend.name: backend.availability for backend in self._roster}
 
     async def refresh(self) -> bool:
         """Unload what died or broke, probe if it is time to, and load every backend of the order that can be loaded: to be called about
@@ -182,7 +177,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         Loads then take place beside the calls, which go to another backend meanwhile, and the samples, not a user, try a repaired one.
         The status stays true while no request comes.
         """
-        for one in list(self._backends.values()):
+        for one in self._roster:
             if await one.lost():
                 await one.unload()
         await self._probe_when_due()
@@ -203,8 +198,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             raise ConfigError(f"the {self.stage} backends cannot be warmed up without sample requests; give at least one")
         self._samples = list(samples)
         await self.probe()
-        ready = len(self._order) if self._selection == "fastest" else ready
-        for backend in self._ranked():
+        ready = len(self._roster.ranked()) if self._roster.selection == "fastest" else ready
+        for backend in self._roster.ranked():
             if ready and not backend.queued and not backend.obstacle():
                 ready -= all_answered(await backend.rehearse(self._samples))
         await self._measure()
@@ -213,7 +208,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     def explain(self) -> str:
         """The backend that would be asked first now, and why the ones before it would not be."""
         skipped: list[SkippedBackend] = []
-        for backend in self._ranked():
+        for backend in self._roster.ranked():
             obstacle = backend.unfit()
             if obstacle is None:
                 return _choice(self.stage, backend.name, skipped)
@@ -221,29 +216,29 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         return _choice(self.stage, "none", skipped)
 
     def snapshot(self) -> StageSnapshot:
-        ranked = self._ranked()
+        ranked = self._roster.ranked()
         asked = tuple(backend.snapshot(rank, backend.unfit()) for rank, backend in enumerate(ranked))
-        left_out = tuple(backend.snapshot(None, backend.obstacle()) for backend in self._backends.values() if backend not in ranked)
+        left_out = tuple(backend.snapshot(None, backend.obstacle()) for backend in self._roster if backend not in ranked)
         return StageSnapshot(self.stage, self.explain(), asked + left_out)
 
     def enable(self, name: str) -> None:
-        self._backend(name).enabled = True
+        self._roster.named(name).enabled = True
 
     def disable(self, name: str) -> None:
         """Stop asking a backend. Disabling the last one is allowed: the pipeline then serves its own last fallback."""
-        self._backend(name).enabled = False
+        self._roster.named(name).enabled = False
 
     def prefer(self, name: str | None) -> None:
         """Ask this backend first, before order and selection, also where the order leaves it out; None: follow order and selection."""
         if name is not None:
-            self._backend(name)
-        self._first = name
+            self._roster.named(name)
+        self._roster.first = name
 
     def suspect(self, names: Collection[str]) -> None:
         """These broke on most of the other replicas: here one failure opens their breakers, and what has not answered a request here yet
         is asked after the others. Nothing of it holds for the last one that could answer. Ends with the next call that leaves them out.
         """
-        self._suspects = frozenset(names)
+        self._roster.suspects = frozenset(names)
 
     async def reconfigure(
         self,
@@ -257,14 +252,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """Change what is given and leave the rest; nothing changes where something given is wrong. `options` go with a `table`: a backend
         with the same import string and options stays as it is, one that is new is loaded by `refresh`, and one that is gone is unloaded.
         """
-        backends = self._backends if table is None else self._managed(table, options or {})
-        new_order = self._checked_order(self._order if order is None else order, backends)
-        new_selection = self._selection if selection is None else _checked_selection(selection)
-        switched = [(self._known(name, backends), on) for name, on in (enabled or {}).items()]
-        gone = [one for name, one in self._backends.items() if backends.get(name) is not one]
-        self._backends, self._order, self._selection = backends, new_order, new_selection
-        for backend, on in switched:
-            backend.enabled = on
+        gone = self._roster.change(order=order, enabled=enabled, selection=selection, table=table, options=options)
         for backend in gone:
             if not backend.loading:  # else the refresh that loads it unloads it
                 await backend.retire()
@@ -288,21 +276,21 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         With `user` None, of all the tenant's users; with `tenant` None too, of all users. A batch that runs meanwhile ends first, and what
         it kept is erased too. A backend that breaks over it is unloaded, and the others still are told.
         """
-        return sum([await backend.forget(tenant, user) for backend in list(self._backends.values())])
+        return sum([await backend.forget(tenant, user) for backend in self._roster])
 
     def kept(self) -> dict[str, dict[str, float]]:
         """What the loaded backends say they keep of users, by backend."""
-        return {name: kept for name, backend in self._backends.items() if (kept := backend.kept())}
+        return {backend.name: kept for backend in self._roster if (kept := backend.kept())}
 
     def queues(self) -> dict[str, dict[str, float]]:
         """What the loaded engines of the order say of their queues, by backend."""
-        return {backend.name: queue for backend in self._ranked() if (queue := backend.queue())}
+        return {backend.name: queue for backend in self._roster.ranked() if (queue := backend.queue())}
 
     def close(self) -> None:
         """Free what the backends hold, after the batch that runs; the one that is just being loaded as soon as it is."""
         self._closed = True
         self.thread.close()
-        for backend in self._backends.values():
+        for backend in self._roster:
             if not backend.loading:
                 backend.close()
 
@@ -310,7 +298,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """The first backend that may be asked and is not loaded."""
         if self._closed or self._room.loads_on_demand:
             return None
-        return next((one for one in self._ranked() if not one.loaded and not one.obstacle()), None)
+        return next((one for one in self._roster.ranked() if not one.loaded and not one.obstacle()), None)
 
     async def _load_beside(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:
         """Beside the calls, which do not ask it until it has answered the samples; whether it is loaded then."""
@@ -319,32 +307,13 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             await backend.rehearse(self._samples, beside)
         finally:
             backend.loading = False
-        if self._closed or self._backends.get(backend.name) is not backend:
+        if self._closed or backend not in self._roster:
             await backend.retire()
         return backend.loaded
 
-    def _ranked(self) -> list[ManagedBackend[RequestT, AnswerT]]:
-        """The backends in the order they are asked."""
-        ranked = [self._backends[name] for name in self._order]
-        if self._selection == "fastest":
-            ranked.sort(key=lambda backend: float("inf") if (measured := backend.measured_ms) is None else measured)
-        if suspects := self._suspects:
-            ranked.sort(key=lambda backend: backend.name in suspects and not backend.proven)
-        if first := self._backends.get(self._first or ""):
-            ranked = [first, *(backend for backend in ranked if backend is not first)]
-        return ranked
-
-    def _is_suspect(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:
-        others = (other for other in self._ranked() if other is not backend)
-        return backend.name in self._suspects and any(other.unfit() is None for other in others)
-
     async def _measure(self) -> None:
-        if self._selection == "fastest" and self._samples:
-            await self._measuring.measure(list(self._backends.values()), self._samples)
-
-    def _ready(self) -> list[ManagedBackend[RequestT, AnswerT]]:
-        """What is loaded and may be asked, as the order has it."""
-        return [backend for name in self._order if (backend := self._backends[name]).loaded and not backend.obstacle()]
+        if self._roster.selection == "fastest" and self._samples:
+            await self._measuring.measure(self._samples)
 
     async def _probe_when_due(self) -> None:
         async with self._probing:
@@ -360,41 +329,9 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             logger.info("%s", _choice(self.stage, backend.name, skipped))
         return Served(answer, backend.name, skipped, (self._clock() - began) * 1e3)
 
-    def _managed(self, table: Mapping[str, str], options: Mapping[str, Mapping[str, Any]]) -> dict[str, ManagedBackend[RequestT, AnswerT]]:
-        """A backend for each name of the table: the one there is where its import string and options are the same."""
-        backends = {}
-        for name, path in table.items():
-            backend, given = self._backends.get(name), dict(options.get(name, {}))
-            if backend is None or (backend.import_string, backend.options) != (path, given):
-                backend = ManagedBackend(name, path, self._room, given)
-                backend.health.suspected = partial(self._is_suspect, backend)
-            backends[name] = backend
-        return backends
-
-    def _backend(self, name: str) -> ManagedBackend[RequestT, AnswerT]:
-        return self._known(name, self._backends)
-
-    def _known(self, name: str, backends: Mapping[str, ManagedBackend[RequestT, AnswerT]]) -> ManagedBackend[RequestT, AnswerT]:
-        if name not in backends:
-            raise UnknownChoice(self.stage, name, backends)
-        return backends[name]
-
-    def _checked_order(self, order: Sequence[str], backends: Mapping[str, ManagedBackend[RequestT, AnswerT]]) -> tuple[str, ...]:
-        for name in order:
-            self._known(name, backends)
-        if not order or len(set(order)) != len(order):
-            raise ConfigError(f"the order of {self.stage} backends is {list(order)}; name each backend that may serve once, at least one")
-        return tuple(order)
-
 
 def _out_of_time(skipped: Sequence[SkippedBackend]) -> bool:
     return bool(skipped) and isinstance(skipped[-1], OutOfTime)
-
-
-def _checked_selection(selection: Selection) -> Selection:
-    if selection not in ("ordered", "fastest"):
-        raise UnknownChoice("selection", selection, ("ordered", "fastest"))
-    return selection
 
 
 def _choice(stage: str, name: str, skipped: Sequence[SkippedBackend]) -> str:

@@ -4,12 +4,13 @@ An excluded one may be fast, but it is not the same model.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from statistics import median
 from typing import Generic, TypeVar
 
 from cluster.engines.managed_backend import ManagedBackend
+from cluster.engines.roster import Roster
 from cluster.engines.skipped import all_answered
 from cluster.engines.stage_rules import StageRules
 
@@ -21,17 +22,16 @@ MEASURED_ROUNDS = 5
 class Measuring(Generic[RequestT, AnswerT]):
     """The reference is the last backend in the order that can answer; where that changes, everything is measured anew."""
 
-    def __init__(self, rules: StageRules[RequestT, AnswerT], ready: Callable[[], list[ManagedBackend[RequestT, AnswerT]]]) -> None:
-        """`ready`: what is loaded and may be asked, as the order has it."""
-        self._rules, self._ready, self._reference, self._turn = rules, ready, "", asyncio.Lock()
+    def __init__(self, rules: StageRules[RequestT, AnswerT], roster: Roster[RequestT, AnswerT]) -> None:
+        self._rules, self._roster, self._reference, self._turn = rules, roster, "", asyncio.Lock()
 
-    async def measure(self, everyone: Sequence[ManagedBackend[RequestT, AnswerT]], samples: Sequence[RequestT]) -> None:
+    async def measure(self, samples: Sequence[RequestT]) -> None:
         """Time what has not been timed."""
         async with self._turn:
-            if (ready := self._ready()) and ready[-1].name != self._reference:
-                for backend in everyone:
+            if (ready := self._roster.ready()) and ready[-1].name != self._reference:
+                for backend in self._roster:
                     backend.measured_ms, backend.exclusion = None, ""
-                ready = self._ready()
+                ready = self._roster.ready()
             if any(backend.measured_ms is None for backend in ready):
                 await self._measure(ready, samples)
 

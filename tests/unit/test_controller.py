@@ -13,6 +13,7 @@ import pytest
 
 from cluster.engines.breaker import BreakerSettings, BreakerState
 from cluster.engines.controller import FrameworkController, Served
+from cluster.engines.roster import Roster
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.stage_rules import StageRules
 from cluster.errors import BackendFailed, ConfigError, UnknownChoice
@@ -69,9 +70,9 @@ class TestChoice:
         await controller.warm_up([1])
         await controller.refresh()
         First.log.clear()
-        hops, walks, run, ranked = [], [], controller.thread.run, controller._ranked  # noqa: SLF001 - a walk has no door
+        hops, walks, run, ranked = [], [], controller.thread.run, Roster.ranked
         monkeypatch.setattr(controller.thread, "run", lambda work: (hops.append(work), run(work))[1])
-        monkeypatch.setattr(controller, "_ranked", lambda: (walks.append(1), ranked())[1])
+        monkeypatch.setattr(Roster, "ranked", lambda roster: (walks.append(1), ranked(roster))[1])
         assert by(await controller.call([*range(16)])) == ["first"] * 16
         assert (First.log, len(hops), len(walks)) == (["batch of 16"], 1, 1)
 
