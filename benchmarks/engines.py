@@ -12,6 +12,7 @@ most CHOSEN_BY of the users. OpenVINO's bf16 is not here: its quality gate may r
 Writes benchmarks/results/engines_DEVICE_DATE.md, .json and .png.
 """
 
+import asyncio
 import json
 import os
 import sys
@@ -223,7 +224,7 @@ def chosen_by_controller(bundle: Bundle, requests: Sequence[EncodeRequest], thre
         "openvino": {"threads": threads},
     }
     controller = FrameworkController("encoder", table, order, bundle, rules, selection="fastest", options=options)
-    controller.warm_up(requests)
+    asyncio.run(controller.warm_up(requests))
     chosen = controller.snapshot().backends[0].name
     controller.close()
     return chosen

@@ -69,7 +69,7 @@ class Walk:
         """Walk with one request."""
         self.loop = asyncio.get_running_loop()
         (model,) = encoder._models.models  # noqa: SLF001 - the profile has to be set in the engine's own thread
-        await model.in_thread(lambda: sys.setprofile(self))
+        await model.controller.thread.run(lambda: sys.setprofile(self))
         sys.setprofile(self)
         self.on = True
         answered = await asyncio.create_task(gateway.exchange(HttpRequest("POST", "/v1/recommend", body=body)), name=self._request)

@@ -4,15 +4,15 @@ A backend is a class whose constructor needs nothing, so that a table of import 
 given under `options` in the configuration.
 It need not inherit from anything here: having the methods is enough.
 
-The controller of a stage that runs an event loop (the generator's) looks for these too; a backend may have any of them:
+The controller looks for these too; a backend may have any of them:
 
-    async ainfer(request) -> answer       many at a time, instead of batch_infer
+    async ainfer(request) -> answer       many at a time on the event loop, instead of batch_infer
     astream(request) -> async iterator    pieces of the answer, each as soon as it is found
     declines(request) -> str              why this one request is not for it; "" where it is
     alive() -> bool                       False once its engine is gone: it is then loaded anew
     queue() -> dict[str, float]           how busy it is, for the autoscaling and for gauges
 
-The controller of any stage looks for these, of a backend that keeps something of users beyond their requests:
+And for these, of a backend that keeps something of users beyond their requests:
 
     forget(tenant, user) -> int           erase what it keeps of a user: how many states, rows or entries that were
     forget_tenant(tenant) -> int          the same of all users of a tenant

@@ -37,6 +37,7 @@ class MeanEncoder:
 
 
 if __name__ == "__main__":  # python examples/own_backend.py models/ml-100k
+    import asyncio
     import sys
     from pathlib import Path
 
@@ -51,7 +52,7 @@ if __name__ == "__main__":  # python examples/own_backend.py models/ml-100k
     controller = FrameworkController("encoder", table, ["mean", "torch"], bundle, encoder_rules(len(bundle.catalogue)))
     liked = np.argsort(-bundle.popularity, kind="stable")[:3].astype(np.int32)
     history = UserSequence(liked, np.arange(3, dtype=np.int64), np.zeros(3, np.int8), np.full(3, np.nan, np.float32), request_time=4)
-    served = controller.call_one(EncodeRequest(history, top_n=5))
+    served = asyncio.run(controller.call_one(EncodeRequest(history, top_n=5)))
     print(controller.explain())
     print("liked:", ", ".join(bundle.catalogue[int(item)].title for item in liked))
     print(f"next, says {served.backend}:", ", ".join(bundle.catalogue[int(item)].title for item in served.answer.items))

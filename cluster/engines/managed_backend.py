@@ -1,174 +1,173 @@
 """One backend under the controller's care: switched on or off, probed, loaded when first needed, called, measured, stopped when it breaks.
 
-Only what a backend's own code raises is caught here (a foreign engine may raise anything); an error of ours passes through.
+Only what a backend's own code raises is caught (a foreign engine may raise anything); an error of ours passes through. All state is changed
+on the event loop; the backend's code runs in the engine thread, a load beside the calls in another one, `ainfer` and `astream` on the loop.
 """
 
-import importlib
-import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from cluster.bundle import Bundle
-from cluster.engines.breaker import Breaker, BreakerSettings, BreakerState
+from cluster.engines.breaker import BreakerState
+from cluster.engines.engine import Engine, Nonsense, Queue, together
 from cluster.engines.forgetting import forget, kept
-from cluster.engines.latency import LatencyRecorder, LatencySummary
-from cluster.engines.skipped import OutOfTime, has_failed, reason_of
-from cluster.engines.stage_rules import StageRules
+from cluster.engines.halving import in_parts
+from cluster.engines.health import Health
+from cluster.engines.room import AskOne, EngineRoom, Run, beside
+from cluster.engines.skipped import OutOfTime, any_answer, has_failed, reason_of
+from cluster.engines.slot import EngineSlot
+from cluster.engines.snapshots import BackendSnapshot
 from cluster.errors import DeadlineExceeded
-from cluster.protocols import Backend
-from cluster.registry import resolve
 from cluster.values import Availability, SkippedBackend
 
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
-LOADING = "is being loaded"
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class BackendSnapshot:
-    """One backend as its replica sees it.
-
-    `calls` counts requests, `failures` those it broke on, `fallbacks` those it answered after a preferred backend was passed over.
-    `rank` is its place in the order (0 is asked first), None where the order leaves it out. `reason` says why it would not be asked now.
-    `kept` is what it says it keeps of users, empty where it says nothing.
-    """
-
-    name: str
-    import_string: str
-    available: bool
-    reason: str
-    enabled: bool
-    rank: int | None
-    loaded: bool
-    breaker: BreakerState
-    last_error: str
-    calls: int
-    failures: int
-    fallbacks: int
-    latency: LatencySummary
-    kept: Mapping[str, float] = field(default_factory=dict)
+SAMPLE_WITHIN_S = 5.0
+"""How long an engine with a queue may take for a sample that it answered before, until it counts as broken."""
+LATE_TO_BE_STUCK = 3
+"""Calls that came too late to be answered, with no answer between them, after which an engine is asked a sample: it may be stuck."""
 
 
 class ManagedBackend(Generic[RequestT, AnswerT]):
-    """`answer` and `probe` belong to one thread at a time; `enabled` may be set and `snapshot` taken from any."""
+    """Batches, probes, loads, unloads and erasures take turns; requests to an engine with a queue of its own wait for none of them."""
 
-    def __init__(
-        self,
-        name: str,
-        import_string: str,
-        *,
-        bundle: Bundle,
-        rules: StageRules[RequestT, AnswerT],
-        breaker: BreakerSettings,
-        retries: int,
-        clock: Callable[[], float],
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.name, self.import_string, self.options = name, import_string, dict(options or {})
+    def __init__(self, name: str, import_string: str, room: EngineRoom[RequestT, AnswerT], options: Mapping[str, Any]) -> None:
+        self.name, self.import_string, self.options = name, import_string, dict(options)
         self.enabled = True
-        self.loading = False  # set by the code that calls `load` beside the calls; until it is unset no other code touches the engine
+        self.loading = False  # a refresh loads it and tries the samples; until it is done no other code touches the engine
         self.availability = Availability.no("not probed yet")
         self.exclusion = ""
         self.measured_ms: float | None = None
-        self.suspected: Callable[[], bool] = lambda: False  # whether one failure is enough to open its breaker
-        self.breaker = Breaker(breaker)
-        self.last_error = ""
-        self.calls = self.failures = self.fallbacks = 0
-        self._bundle, self._rules, self._retries, self._clock = bundle, rules, retries, clock
-        self._backend: Backend[RequestT, AnswerT] | None = None
-        self._loaded, self._counting = False, True
-        self._broken_calls = 0  # of the engine, since `answer` was last asked
-        self._holds = False  # a load was begun, whether or not it ended well: there is something to close
-        self._known_good: RequestT | None = None
-        self._latency, self._latency_lock = LatencyRecorder(clock()), threading.Lock()
+        self.rehearsed_ms = 0.0  # what the engine last took for the samples
+        self.fallbacks = 0
+        self.health = Health(name, room.breaker, room.clock)
+        self._room, self._turn = room, asyncio.Lock()
+        self._slot: EngineSlot[RequestT, AnswerT] = EngineSlot(name, import_string, self.options, room)
 
     @property
     def loaded(self) -> bool:
-        return self._loaded
+        return self._slot.loaded
 
     @property
     def proven(self) -> bool:
         """Whether it has answered a user's request here."""
-        return self.calls > self.failures
+        return self.health.calls > self.health.failures
+
+    @property
+    def queued(self) -> bool:
+        """Whether its engine has a queue of its own; False as long as there is no engine."""
+        return self._slot.engine is not None and self._slot.engine.queued
 
     def obstacle(self) -> SkippedBackend | None:
-        """Why it must not be asked now; None where it may."""
+        """Why it must be neither loaded nor asked now; None where it may."""
         if not self.enabled:
-            return self._skipped("switched off by the operator")
+            return self.health.skipped("switched off by the operator")
         if not self.availability.ok:
-            return self._skipped(self.availability.reason)
+            return self.health.skipped(self.availability.reason)
         if self.loading:
-            return self.unready()
+            return self.health.unready()
         if self.exclusion:
-            return self._skipped(self.exclusion)
-        if self.breaker.state(now := self._clock()) is BreakerState.OPEN:
-            return self._skipped(f"{self.last_error}; next trial in {self.breaker.wait_s(now):.1f} s", failed=True)
-        return None
+            return self.health.skipped(self.exclusion)
+        return self.health.obstacle()
 
-    def unready(self) -> SkippedBackend:
-        """That it waits to be loaded, anew if it broke."""
-        if self.breaker.state(self._clock()) is BreakerState.CLOSED:
-            return self._skipped(LOADING)
-        return self._skipped(f"{self.last_error}; it is being loaded again", failed=True)
+    def unfit(self) -> SkippedBackend | None:
+        """Why a request would not be given to it now: an obstacle, or a load that calls do not wait for."""
+        if obstacle := self.obstacle():
+            return obstacle
+        waits = not self.loaded and (self.queued or not self._room.loads_on_demand)
+        return self.health.unready() if waits or (self.queued and not self.health.closed) else None
 
-    def probe(self) -> Availability:
-        """Ask again whether it can run here. One that was repaired starts afresh: newly loaded, its failures forgotten."""
-        was_available, self.availability = self.availability.ok, self._get_availability()
-        if was_available and not self.availability.ok:
-            self.unload()
-        if not was_available and self.availability.ok:
-            self.breaker = self.breaker.succeeded()
-        return self.availability
+    async def ask(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
+        """For each request an answer, or why there is none, in the order asked."""
+        if skipped := self.unfit():
+            return [skipped] * len(requests)
+        declined = [self._declined(request) for request in requests]
+        asked = [request for request, reason in zip(requests, declined, strict=True) if not reason]
+        answers = iter(await self._answers(asked) if asked else ())
+        return [reason or next(answers) for reason in declined]
 
-    def answer(self, requests: Sequence[RequestT]) -> list[AnswerT | SkippedBackend]:
-        """For each request an answer, or why there is none, in the order asked.
-
-        Where a whole batch breaks, a request that it answered before tells whether the backend is broken or the batch is poisoned; a
-        poisoned batch is halved until the requests at fault stand alone. A poisoned request never counts against the breaker of a backend
-        that answers others; every call of a broken one does, also that by which it is found out.
-        """
-        results = self._answer(requests)
-        self.calls += len(requests)
-        self.failures += sum(has_failed(result) for result in results)
-        return results
-
-    def rehearse(self, samples: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
-        """The same with requests that no user made: neither calls nor latencies are counted."""
-        with self._uncounted():
-            return self._answer(samples)
-
-    def load(self) -> bool:
-        """Make it ready to answer; whether it is. A failed load opens the breaker at once."""
-        if self._loaded:
-            return True
-        self._holds = True
-        try:
-            self._made().load(self._bundle)
-        except Exception as error:  # noqa: BLE001 - any error of an engine while it loads is a reason to ask the next one
-            self._note(f"could not be loaded: {reason_of(error)}", error)
-            self._open(at_once=True)
+    async def stream(self, request: RequestT) -> AsyncGenerator[AnswerT | SkippedBackend, None]:
+        """What the engine finds as it finds it. Where it breaks, the reason comes last, and it is not asked again."""
+        engine = self._slot.engine
+        if not isinstance(engine, Queue) or not engine.streams:
+            yield (await self.ask([request]))[0]
+        elif skipped := self.unfit() or self._declined(request):
+            yield skipped
         else:
-            self._loaded = True
-        return self._loaded
+            async with aclosing(self._pieces(engine, request)) as pieces:
+                async for piece in pieces:
+                    yield piece
 
-    def unload(self) -> None:
-        backend, self._backend = self._backend, None
-        held, self._holds = self._holds, False
-        self._loaded, self._known_good, self.measured_ms, self.exclusion = False, None, None, ""
-        if backend is None or not held:
-            return
-        try:
-            backend.close()
-        except Exception:  # a foreign engine may raise anything, and it is no longer needed
-            logger.warning("backend %s broke while it was closed", self.name, exc_info=True)
+    async def rehearse(self, samples: Sequence[RequestT], run: Run | None = None) -> Sequence[AnswerT | SkippedBackend]:
+        """Load it, and have it answer requests that no user made: no call and no latency is counted."""
+        async with self._turn:
+            return await self._load_and_try(samples, run or self._room.thread.run, rehearsal=True)
+
+    async def probe(self) -> None:
+        """Ask again whether it can run here. One that was repaired starts afresh: newly loaded, its failures forgotten."""
+        async with self._turn:
+            was_available, self.availability = self.availability.ok, await self._room.thread.run(self._slot.get_availability)
+            if was_available and not self.availability.ok:
+                await self._unload(self._room.thread.run)
+            if not was_available and self.availability.ok:
+                self.health.answered()
+
+    async def unload(self) -> None:
+        """Free what the engine holds."""
+        async with self._turn:
+            await self._unload(beside)
+
+    async def retire(self) -> None:
+        """As `unload`, for good: a call that is under way does not load it again."""
+        async with self._turn:
+            self.availability = Availability.no("is no longer configured")
+            await self._unload(beside)
+
+    def close(self) -> None:
+        """As `unload`, at once and in this thread."""
+        self._slot.close()
+
+    async def lost(self) -> bool:
+        """Whether it is loaded and of no use: its engine died, is stuck, or broke until the breaker opened. It is then to be unloaded."""
+        engine = self._slot.engine
+        if engine is None or not self.loaded or self.loading:
+            return False
+        problem = await self._unusable(engine) if self.health.closed else ""
+        if engine is not self._slot.engine:
+            return False
+        if problem:
+            self.health.note(problem)
+            self.health.broke(at_once=True)
+        return bool(problem) or (engine.queued and not self.health.closed)
+
+    async def forget(self, tenant: str | None, user: str | None) -> int:
+        """See cluster.engines.forgetting; in the engine thread, after the batch that runs.
+
+        One that breaks over it is unloaded, and with it goes all that it keeps; it is loaded again as any that is not.
+        """
+        if not self.loaded or self.loading:  # a load starts with nothing
+            return 0
+        async with self._turn:
+            engine = self._slot.engine if self.loaded else None
+            try:
+                return await self._room.thread.run(lambda: forget(engine.backend, tenant, user)) if engine else 0
+            except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything, and what it keeps has to go
+                self.health.note(f"could not forget a user and was unloaded: {reason_of(error)}", error)
+                await self._unload(self._room.thread.run)
+                return 0
+
+    def kept(self) -> dict[str, float]:
+        """What it says it keeps of users; empty where it says nothing."""
+        return self._figures(lambda engine: kept(engine.backend), "asked what it keeps of users")
+
+    def queue(self) -> dict[str, float]:
+        """What the engine says of its queue, such as how many requests wait; empty where it says nothing."""
+        return self._figures(lambda engine: dict(engine.optional("queue") or {}), "asked for its queue")
 
     def snapshot(self, rank: int | None, obstacle: SkippedBackend | None) -> BackendSnapshot:
-        with self._latency_lock:
-            latency = self._latency.summary(self._clock())
+        health = self.health
         return BackendSnapshot(
             self.name,
             self.import_string,
@@ -176,171 +175,185 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             obstacle.reason if obstacle else "",
             self.enabled,
             rank,
-            self._loaded,
-            self.breaker.state(self._clock()),
-            self.last_error,
-            self.calls,
-            self.failures,
+            self.loaded,
+            health.state,
+            health.last_error,
+            health.calls,
+            health.failures,
             self.fallbacks,
-            latency,
+            health.latency(),
             self.kept(),
         )
 
-    def forget(self, tenant: str | None, user: str | None) -> int:
-        """See cluster.forgetting; as `answer`, it belongs to one thread at a time.
+    @cached_property
+    def _joined(self) -> AskOne[RequestT, AnswerT]:
+        assert self._room.join
+        return self._room.join(self.name, self._answer_batch)
 
-        One that breaks over it is unloaded, and with it goes all that it keeps; it is loaded again as any that is not.
-        """
-        if not self._loaded or self.loading:  # a load starts with nothing
-            return 0
-        try:
-            return forget(self._backend, tenant, user)
-        except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything, and what it keeps has to go
-            self._note(f"could not forget a user and was unloaded: {reason_of(error)}", error)
-            self.unload()
-            return 0
+    async def _answers(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
+        if self.queued:
+            return await together([self._answer_one(request) for request in requests])
+        if self._room.join:
+            return await together([self._joined(request) for request in requests])
+        return await self._answer_batch(requests)
 
-    def kept(self) -> dict[str, float]:
-        """What it says it keeps of users; empty where it says nothing."""
-        try:
-            return kept(self._backend) if self._loaded and not self.loading else {}
-        except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything
-            self._note(f"broke when asked what it keeps of users: {reason_of(error)}", error)
-            return {}
-
-    def _get_availability(self) -> Availability:
-        try:
-            return self._made().get_availability(self._bundle)
-        except ImportError as error:
-            return Availability.no(f"{self.import_string} cannot be imported: {error}")
-        except Exception as error:  # noqa: BLE001 - the module, the constructor and the probe are the backend's code
-            return Availability.no(f"its probe broke: {reason_of(error)}")
-
-    def _made(self) -> Backend[RequestT, AnswerT]:
-        if self._backend is None:
-            importlib.invalidate_caches()  # a package may have been installed since the last probe
-            self._backend = resolve(self.import_string)(**self.options)
-        return self._backend
-
-    def _answer(self, requests: Sequence[RequestT]) -> list[AnswerT | SkippedBackend]:
-        on_trial = self.breaker.state(self._clock()) is BreakerState.HALF_OPEN
-        if not self.load():
-            return [self._skipped(self.last_error, failed=True)] * len(requests)
-        self._broken_calls = 0
-        results = self._attempt(requests)
-        if _any_answer(results):
-            self._judge(sound=True)
-            return results
-        if _all_out_of_time(results):  # one may have been late for all: alone, the others are not; none of it speaks against the backend
-            return results if len(requests) == 1 else self._answer_in_parts(requests, results)
-        proven = self._answers_known_good()
-        if proven or (proven is None and not on_trial):
-            results = self._answer_in_parts(requests, results)
-        self._judge(sound=bool(proven) or _any_answer(results))
+    async def _answer_batch(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
+        async with self._turn:
+            if skipped := self.unfit():  # what was so when the requests came may have changed while they waited
+                return [skipped] * len(requests)
+            results = await self._load_and_try(requests, self._room.thread.compute)
+        self.health.calls += len(requests)
+        self.health.failures += sum(map(has_failed, results))
         return results
 
-    def _attempt(self, requests: Sequence[RequestT]) -> list[AnswerT | SkippedBackend]:
-        """One call of the engine, counted where nothing comes of it."""
-        results = self._called(requests)
-        self._broken_calls += all(map(has_failed, results))
-        return results
+    async def _answer_one(self, request: RequestT) -> AnswerT | SkippedBackend:
+        """By an engine with a queue, beside all that it answers already."""
+        if skipped := self.unfit():
+            return skipped
+        self.health.calls += 1
+        (result,) = await self._try([request], self._room.thread.run)
+        self.health.failures += has_failed(result)
+        return result
 
-    def _called(self, requests: Sequence[RequestT]) -> list[AnswerT | SkippedBackend]:
-        """One call of the engine, measured, its answers checked."""
-        began = self._clock()
-        try:
-            answers = self._made().batch_infer(requests)
-        except DeadlineExceeded as error:
-            return [self._late(error)] * len(requests)
-        except Exception as error:  # noqa: BLE001 - any error of an engine is a reason to ask the next one
-            return [self._note(f"broke: {reason_of(error)}", error)] * len(requests)
-        if not isinstance(answers, list | tuple) or len(answers) != len(requests):
-            given = f"{len(answers)} answers" if isinstance(answers, list | tuple) else f"a {type(answers).__name__}"
-            return [self._note(f"returned {given} for {len(requests)} requests")] * len(requests)
-        results = [self._checked(request, answer) for request, answer in zip(requests, answers, strict=True)]
-        self._record(self._clock() - began, requests, results)
-        return results
-
-    def _checked(self, request: RequestT, answer: AnswerT) -> AnswerT | SkippedBackend:
-        if isinstance(answer, DeadlineExceeded):  # what a backend gives for the late ones of a batch
-            return self._late(answer)
-        problem = self._rules.nonsense(request, answer)
-        return self._note(problem) if problem else answer
-
-    def _record(self, duration_s: float, requests: Sequence[RequestT], results: Sequence[AnswerT | SkippedBackend]) -> None:
-        answered = [index for index, result in enumerate(results) if not isinstance(result, SkippedBackend)]
-        if answered:
-            self._known_good = requests[answered[-1]]
-        if answered and self._counting:
-            with self._latency_lock:
-                self._latency.record(duration_s * 1e3, self._clock(), len(answered))
-
-    def _answers_known_good(self) -> bool | None:
-        """Whether it still answers a request that it answered before; None where there is no such request."""
-        with self._uncounted():
-            return None if self._known_good is None else _any_answer(self._attempt([self._known_good]))
-
-    @contextmanager
-    def _uncounted(self) -> Iterator[None]:
-        before, self._counting = self._counting, False
-        try:
-            yield
-        finally:
-            self._counting = before
-
-    def _answer_in_parts(self, requests: Sequence[RequestT], results: Sequence[AnswerT | SkippedBackend]) -> list[AnswerT | SkippedBackend]:
-        """Try both halves of a broken batch, the halves of those that break, and so on.
-
-        Finding one bad request among n takes log2(n) broken calls, rounded up. The search ends with the first broken call beyond `retries`
-        times that many; until then, parts without a bad request are answered.
-        """
-        found, broken_calls = list(results), 0
-        allowed = self._retries * max(1, (len(requests) - 1).bit_length())
-        parts = _halves(range(len(requests))) if allowed else []
-        while parts and broken_calls <= allowed:
-            part = parts.pop()
-            answers = self._attempt([requests[index] for index in part])
-            for index, answer in zip(part, answers, strict=True):
-                found[index] = answer
-            if not _any_answer(answers):
-                broken_calls += 1
-                parts += _halves(part) if len(part) > 1 else []
-        return found
-
-    def _judge(self, *, sound: bool) -> None:
-        if sound:
-            self.breaker = self.breaker.succeeded()
+    async def _pieces(self, engine: Queue[RequestT, AnswerT], request: RequestT) -> AsyncGenerator[AnswerT | SkippedBackend, None]:
+        began, result = self._room.clock(), None
+        self.health.calls += 1
+        async with aclosing(engine.stream(request)) as outcomes:
+            async for outcome in outcomes:
+                result = self._result(engine, outcome)
+                if not isinstance(result, SkippedBackend):
+                    yield result
+        if has_failed(result):
+            self.health.failures += 1
+            answers_sample = await self._answers_sample(engine, self._room.thread.run)
+            self._judge(engine, sound=bool(answers_sample), broken_calls=1 + (answers_sample is False))
+        if isinstance(result, SkippedBackend):
+            yield result
         else:
-            self._open(calls=max(1, self._broken_calls))
+            self.health.record(self._room.clock() - began)
+            self._judge(engine, sound=True)
 
-    def _open(self, *, calls: int = 1, at_once: bool = False) -> None:
-        """Count broken calls; where that opens the breaker, unload, so that the next trial starts from a fresh load."""
-        now = self._clock()
-        self.breaker = self.breaker.failed(now, calls=calls, at_once=at_once or self.suspected())
-        if self.breaker.state(now) is BreakerState.OPEN:
-            self.unload()
+    def _declined(self, request: RequestT) -> SkippedBackend | None:
+        """Why this one request is not for it: neither a call nor a failure."""
+        try:
+            reason = self._slot.engine.optional("declines", request) if self._slot.engine else ""
+        except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything
+            return self.health.note(f"broke when asked whether it declines: {reason_of(error)}", error)
+        return self.health.skipped(str(reason)) if reason else None
 
-    def _note(self, reason: str, error: Exception | None = None) -> SkippedBackend:
-        if reason != self.last_error:
-            logger.warning("backend %s %s", self.name, reason, exc_info=error)
-        self.last_error = reason
-        return self._skipped(reason, failed=True)
+    async def _load_and_try(self, requests: Sequence[RequestT], run: Run, *, rehearsal: bool = False) -> list[AnswerT | SkippedBackend]:
+        """In its turn. Where that opens the breaker, unload, so that the next trial starts from a fresh load."""
+        if not await self._load(run):
+            return [self.health.skipped(self.health.last_error, failed=True)] * len(requests)
+        results = await self._try(requests, run, rehearsal=rehearsal)
+        if self.health.state is BreakerState.OPEN:
+            await self._unload(run)
+        return results
 
-    def _late(self, error: DeadlineExceeded) -> OutOfTime:
-        return OutOfTime(self.name, f"{error}")
+    async def _try(self, requests: Sequence[RequestT], run: Run, *, rehearsal: bool = False) -> list[AnswerT | SkippedBackend]:
+        """Where all of it breaks, a sample that the engine answered before tells whether the engine is broken or the requests are poisoned.
 
-    def _skipped(self, reason: str, *, failed: bool = False) -> SkippedBackend:
-        return SkippedBackend(self.name, reason, failed)
+        A poisoned batch is halved until the requests at fault stand alone. They never count against the breaker of a backend that answers
+        others; every call of a broken one does, also that by which it is found out.
+        """
+        engine, broken_calls = self._slot.engine, 0
+        assert engine is not None
+        on_trial = self.health.state is BreakerState.HALF_OPEN
 
+        async def attempt(part: Sequence[RequestT]) -> list[AnswerT | SkippedBackend]:
+            nonlocal broken_calls
+            results = await self._attempt(engine, part, run, rehearsal=rehearsal)
+            broken_calls += all(map(has_failed, results))
+            return results
 
-def _any_answer(results: Sequence[object]) -> bool:
-    return any(not isinstance(result, SkippedBackend) for result in results)
+        results = await attempt(requests)
+        if any_answer(results):
+            self._judge(engine, sound=True, on_trial=on_trial)
+            return results
+        if all(isinstance(result, OutOfTime) for result in results):  # one may have been late for all: alone, the others are not
+            return results if len(requests) <= 1 else await in_parts(requests, results, attempt, self._room.retries)
+        answers_sample = await self._answers_sample(engine, run)
+        if answers_sample or (answers_sample is None and not on_trial):
+            results = await in_parts(requests, results, attempt, self._room.retries)
+        broken_calls += answers_sample is False
+        self._judge(engine, sound=answers_sample or any_answer(results), on_trial=on_trial, broken_calls=broken_calls)
+        return results
 
+    async def _attempt(
+        self, engine: Engine[RequestT, AnswerT], requests: Sequence[RequestT], run: Run, *, rehearsal: bool
+    ) -> list[AnswerT | SkippedBackend]:
+        """One call of the engine."""
+        reply = await engine.ask(requests, run)
+        results = [self._result(engine, outcome) for outcome in reply.outcomes]
+        answered = [request for request, result in zip(requests, results, strict=True) if not isinstance(result, SkippedBackend)]
+        if answered and rehearsal:
+            engine.known_good, self.rehearsed_ms = answered[-1], reply.duration_s * 1e3
+        elif answered:
+            self.health.record(reply.duration_s, len(answered))
+        return results
 
-def _all_out_of_time(results: Sequence[object]) -> bool:
-    return bool(results) and all(isinstance(result, OutOfTime) for result in results)
+    async def _answers_sample(self, engine: Engine[RequestT, AnswerT], run: Run) -> bool | None:
+        """Whether it still answers a sample that it answered before; None where there is no such sample."""
+        if engine is not self._slot.engine or not engine.is_alive():
+            return False
+        if engine.known_good is None:
+            return None
+        try:
+            async with asyncio.timeout(SAMPLE_WITHIN_S if engine.queued else None):
+                (outcome,) = (await engine.ask([engine.known_good], run)).outcomes
+        except TimeoutError:
+            return False
+        return not isinstance(outcome, Exception)
 
+    async def _unusable(self, engine: Engine[RequestT, AnswerT]) -> str:
+        if not engine.is_alive():
+            return "has lost its engine"
+        if engine.late_in_a_row < LATE_TO_BE_STUCK:
+            return ""
+        engine.late_in_a_row = 0
+        sound = await self._answers_sample(engine, self._room.thread.run)
+        return "" if sound else f"is stuck: it was late again and again, and gave no answer to a sample within {SAMPLE_WITHIN_S:g} s"
 
-def _halves(part: range) -> list[range]:
-    middle = len(part) // 2
-    return [half for half in (part[:middle], part[middle:]) if half]
+    def _judge(self, engine: Engine[RequestT, AnswerT], *, sound: bool, on_trial: bool = False, broken_calls: int = 0) -> None:
+        """Count for or against the breaker, unless another engine has been loaded since. An open one is closed by a trial only."""
+        if engine is not self._slot.engine:
+            return
+        if not sound:
+            self.health.broke(calls=max(1, broken_calls), at_once=not engine.is_alive())
+        elif on_trial or self.health.closed:
+            self.health.answered()
+
+    def _result(self, engine: Engine[RequestT, AnswerT], outcome: AnswerT | Exception) -> AnswerT | SkippedBackend:
+        """The answer, or why there is none; that is noted unless the engine has been replaced under the call, for a reason of its own."""
+        if not isinstance(outcome, Exception):
+            return outcome
+        if isinstance(outcome, DeadlineExceeded):
+            return OutOfTime(self.name, f"{outcome}")
+        nonsense = isinstance(outcome, Nonsense)
+        reason = f"{outcome}" if nonsense else f"broke: {reason_of(outcome)}"
+        if engine is not self._slot.engine:
+            return self.health.skipped(reason, failed=True)
+        return self.health.note(reason, None if nonsense else outcome)
+
+    async def _load(self, run: Run) -> bool:
+        """Whether it is loaded. A failed load opens the breaker at once."""
+        if not self.loaded:
+            try:
+                await self._slot.load(run)
+            except Exception as error:  # noqa: BLE001 - any error of an engine while it loads is a reason to ask the next one
+                self.health.note(f"could not be loaded: {reason_of(error)}", error)
+                self.health.broke(at_once=True)
+                await self._unload(run)
+        return self.loaded
+
+    async def _unload(self, run: Run) -> None:
+        self.measured_ms, self.exclusion = None, ""
+        await self._slot.unload(run)
+
+    def _figures(self, of: Callable[[Engine[RequestT, AnswerT]], dict[str, float]], asked: str) -> dict[str, float]:
+        engine = self._slot.engine
+        try:
+            return of(engine) if engine and self.loaded and not self.loading else {}
+        except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything
+            self.health.note(f"broke when {asked}: {reason_of(error)}", error)
+            return {}

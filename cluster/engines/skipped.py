@@ -1,9 +1,12 @@
 """Why a backend did not answer a request, and the error where none of a stage's did."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeGuard, TypeVar
 
 from cluster.errors import BackendError, BackendFailed, DeadlineExceeded, GenrecError
 from cluster.values import SkippedBackend
+
+AnswerT = TypeVar("AnswerT")
 
 
 class OutOfTime(SkippedBackend, frozen=True):
@@ -29,6 +32,14 @@ def passed_over(name: str, error: BackendError) -> SkippedBackend:
 def has_failed(result: object) -> bool:
     """Whether a backend's result is no answer, through the backend's own fault."""
     return isinstance(result, SkippedBackend) and not isinstance(result, OutOfTime)
+
+
+def any_answer(results: Iterable[object]) -> bool:
+    return any(not isinstance(result, SkippedBackend) for result in results)
+
+
+def all_answered(results: Sequence[AnswerT | SkippedBackend]) -> TypeGuard[Sequence[AnswerT]]:
+    return not any(isinstance(result, SkippedBackend) for result in results)
 
 
 def reasons(skipped: Iterable[SkippedBackend]) -> str:

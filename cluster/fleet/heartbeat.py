@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.engines.controller import StageSnapshot
+from cluster.engines.snapshots import StageSnapshot
 from cluster.fleet.board import FleetNews, Presence
 from cluster.fleet.erasures import NO_PLACE, News, Place
 from cluster.fleet.switchboard import Switches

@@ -17,9 +17,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from cluster.engines.breaker import BreakerState
-from cluster.engines.controller import StageSnapshot
 from cluster.engines.latency import LatencySummary, merge
-from cluster.engines.managed_backend import BackendSnapshot
+from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
 from cluster.errors import BackendUnavailable, UnknownChoice
 from cluster.fleet.erasures import ErasureLog, News, Place
 

@@ -1,5 +1,6 @@
 """`genrec backends`: which engines could serve here, and why the others could not. Needs neither Ray nor, for a first look, a model."""
 
+import asyncio
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ def _bundle(model_dir: Path | None, version: int | None, settings: Settings) -> 
 def _probed(stage: str, settings: Settings, bundle: Bundle) -> Stage:
     rules = RULES[stage](len(bundle.catalogue))
     controller = FrameworkController[Any, Any].configured(settings.engines(stage), bundle, rules)
-    controller.probe()
+    asyncio.run(controller.probe())
     snapshot = controller.snapshot()
     rows = [Row(one.name, one.import_string, one.rank, one.available, one.reason) for one in snapshot.backends]
     return Stage(stage, snapshot.explanation, rows)

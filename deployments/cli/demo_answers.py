@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from cluster.engines.managed_backend import LOADING
+from cluster.engines.health import LOADING
 from cluster.errors import ConfigError
 from deployments.cli.local_serve import LocalServe
 

@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.bundle import BundleStore
 from cluster.config import Settings
-from cluster.engines.controller import StageSnapshot
+from cluster.engines.snapshots import StageSnapshot
 from cluster.errors import BackendError, BundleError
 from cluster.fleet.board import Presence, Role
 from cluster.fleet.erasures import News

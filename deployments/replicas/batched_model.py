@@ -1,25 +1,20 @@
 """A stage whose engines take whole batches: requests from all gateways are joined, and the framework controller answers them together."""
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic
 
 from cluster.bundle import Bundle
 from cluster.config import Settings
-from cluster.engines.controller import FrameworkController, Served
+from cluster.engines.controller import Served
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.values import StageAnswer
 from deployments.replicas.batching import MicroBatcher
-from deployments.replicas.stage_model import TOO_LATE, Due, StageModel, in_time_only
+from deployments.replicas.stage_model import TOO_LATE, AnswerT, RequestT, StageModel, in_time_only
 from deployments.telemetry.metrics import StageRecorder, meter
 
-RequestT = TypeVar("RequestT", bound=Due)
-AnswerT = TypeVar("AnswerT")
 
-
-class BatchedModel(StageModel[FrameworkController[RequestT, AnswerT]], Generic[RequestT, AnswerT]):
+class BatchedModel(StageModel[RequestT, AnswerT], Generic[RequestT, AnswerT]):
     """One version of the model: its batches and its engines."""
-
-    controller_type = FrameworkController
 
     def __init__(self, settings: Settings, bundle: Bundle) -> None:
         super().__init__(settings, bundle)
@@ -27,7 +22,7 @@ class BatchedModel(StageModel[FrameworkController[RequestT, AnswerT]], Generic[R
         self._batcher = MicroBatcher(self._run, batching, tokens=self._tokens, watch=recorder.batch)
 
     def figures(self) -> dict[str, dict[str, float]]:
-        return {"batches": {"waiting": float(self._batcher.waiting)}}
+        return {"batches": {"waiting": float(self._batcher.waiting)}, **super().figures()}
 
     async def answer(self, request: RequestT) -> StageAnswer[AnswerT]:
         served = await self._batcher.submit(request)
@@ -41,6 +36,4 @@ class BatchedModel(StageModel[FrameworkController[RequestT, AnswerT]], Generic[R
 
     async def _run(self, requests: list[RequestT]) -> Sequence[Served[AnswerT] | NoBackendAnswered]:
         waited = OutOfTime(self.stage, TOO_LATE)
-        return await in_time_only(
-            requests, lambda timely: self.compute(lambda: self.controller.call(timely)), lambda: NoBackendAnswered(self.stage, (waited,))
-        )
+        return await in_time_only(requests, self.controller.call, lambda: NoBackendAnswered(self.stage, (waited,)))

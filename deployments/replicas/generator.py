@@ -1,6 +1,6 @@
 """The generator stage: many requests at a time, each through the framework controller's ranked backends.
 
-    request -> engine with a queue of its own (vllm)   awaited in the event loop
+    request -> engine with a queue of its own (vllm)   awaited on the event loop
             -> any other (torch_beam)                  joined into batches, in the engine thread
 
 For a model without a decoder it runs too, and says so: `ray_config.yaml` may not name a deployment that the application lacks.
@@ -9,14 +9,13 @@ For a model without a decoder it runs too, and says so: `ray_config.yaml` may no
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
 
 from cluster.bundle import Bundle
 from cluster.config import Settings
-from cluster.engines.concurrent_controller import ConcurrentController
 from cluster.engines.controller import Served
+from cluster.engines.room import AskBatch, AskOne
 from cluster.engines.skipped import OutOfTime
 from cluster.values import Generated, GenerateRequest, SkippedBackend, StageAnswer, UserState
 from deployments.replicas.batching import MicroBatcher
@@ -24,50 +23,45 @@ from deployments.replicas.replica import AsDeployment, StageReplica
 from deployments.replicas.stage_model import TOO_LATE, StageModel, in_time_only, sample_history
 from deployments.telemetry.metrics import StageRecorder, meter
 
-Controller: TypeAlias = ConcurrentController[GenerateRequest, Generated]
-Result: TypeAlias = Generated | SkippedBackend
 WARM_UP_ITEMS = 10
 
 
-class GeneratorModel(StageModel[Controller]):
+class GeneratorModel(StageModel[GenerateRequest, Generated]):
     """One version of the model: its batches and its engines."""
 
     stage = "generator"
-    controller_type = ConcurrentController
 
     def __init__(self, settings: Settings, bundle: Bundle) -> None:
-        super().__init__(settings, bundle)
-        self._batchers: dict[str, MicroBatcher[GenerateRequest, Result]] = {}
+        self._batchers: dict[str, MicroBatcher[GenerateRequest, Generated | SkippedBackend]] = {}
+        super().__init__(settings, bundle, self._join)
 
     async def answer(self, request: GenerateRequest) -> StageAnswer[Generated]:
-        return self._answer_of(await self.controller.serve(request, self._batched))
+        return self._answer_of(await self.controller.call_one(request))
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Generated | StageAnswer[Generated], None]:
-        parts = self.controller.serve_stream(request, self._batched, partial(merged, k=request.k))
-        async with aclosing(parts):
+        async with aclosing(self.controller.stream(request, partial(merged, k=request.k))) as parts:
             async for part in parts:
                 yield self._answer_of(part) if isinstance(part, Served) else part
 
     def figures(self) -> dict[str, dict[str, float]]:
         """What waits and runs, by backend, in paths: a user who waits for a batch counts as a beam's width of them."""
-        beam, queues = self._settings.generator.beam, self.controller.queues()
+        beam, queues = self._settings.generator.beam, super().figures()
         batches = {name: {"waiting": float(batcher.waiting * beam)} for name, batcher in self._batchers.items()}
         return {name: {**batches.get(name, {}), **queues.get(name, {})} for name in {**batches, **queues}}
 
-    async def _batched(self, name: str, request: GenerateRequest) -> Result:
-        if name not in self._batchers:
-            batching, recorder = self._settings.generator.batching, StageRecorder(self.stage, meter())
-            self._batchers[name] = MicroBatcher(partial(self._run, name), batching, tokens=self._rows, watch=recorder.batch)
-        return await self._batchers[name].submit(request)
+    def _join(self, name: str, answer: AskBatch[GenerateRequest, Generated]) -> AskOne[GenerateRequest, Generated]:
+        """Batches for one backend; a request that is past its deadline is given to none."""
+
+        async def run(requests: list[GenerateRequest]) -> Sequence[Generated | SkippedBackend]:
+            return await in_time_only(requests, answer, lambda: OutOfTime(name, TOO_LATE))
+
+        recorder = StageRecorder(self.stage, meter())
+        batcher = self._batchers[name] = MicroBatcher(run, self._settings.generator.batching, tokens=self._rows, watch=recorder.batch)
+        return batcher.submit
 
     def _rows(self, request: GenerateRequest) -> int:
         """What a request takes up in a batch: its prompt's rows, and those of its paths' codes."""
         return len(request.user) + request.width * (self.bundle.semantic_ids.levels - 1)
-
-    async def _run(self, name: str, requests: list[GenerateRequest]) -> Sequence[Result]:
-        return await in_time_only(
-            requests, lambda timely: self.compute(lambda: self.controller.answer_batch(name, timely)), lambda: OutOfTime(name, TOO_LATE)
-        )
 
     def _samples(self) -> list[GenerateRequest]:
         """Random states before real items: the shortest prompt and the longest."""

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from functools import partial
 from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -18,10 +17,11 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.bundle import Bundle, BundleStore
 from cluster.config import Settings, parse, with_changes
-from cluster.engines.controller import FrameworkController, StageSnapshot
+from cluster.engines.controller import FrameworkController
 from cluster.engines.heap import freeze_loaded
 from cluster.engines.latency import LatencyRecorder
 from cluster.engines.skipped import NoBackendAnswered
+from cluster.engines.snapshots import StageSnapshot
 from cluster.errors import BackendFailed, BackendUnavailable, GenrecError
 from cluster.fleet.board import Presence
 from cluster.fleet.heartbeat import Orders
@@ -38,7 +38,7 @@ from deployments.replicas.stage_model import StageModel
 from deployments.telemetry.logs import join_serves_log
 from deployments.telemetry.metrics import StageRecorder, meter
 
-ModelT = TypeVar("ModelT", bound=StageModel[Any])
+ModelT = TypeVar("ModelT", bound=StageModel[Any, Any])
 REFRESH_INTERVAL_S = 1.0
 WAY_BACK_S = 0.05
 LATENCY_WINDOW_S = 5.0
@@ -54,7 +54,7 @@ class StageReplica(Generic[ModelT]):
     """One replica of a stage: a Serve replica's own, or a gateway's that computes the stage itself. `start` it before it is asked."""
 
     stage: ClassVar[StageName]
-    model_type: ClassVar[type[StageModel[Any]]]
+    model_type: ClassVar[type[StageModel[Any, Any]]]
 
     def __init__(self, settings: Settings, heartbeat: Heartbeat) -> None:
         join_serves_log()
@@ -204,8 +204,8 @@ class StageReplica(Generic[ModelT]):
                 self._apply(model)
 
     async def forget(self, tenant: str | None, user: str | None) -> None:
-        """In the engine threads: after the batch that runs, so that nothing of a user is kept by it later."""
-        await asyncio.gather(*(model.in_thread(partial(model.controller.forget, tenant, user)) for model in self._models.models))
+        """After the batches that run, so that nothing of a user is kept by them later."""
+        await asyncio.gather(*(model.controller.forget(tenant, user) for model in self._models.models))
 
     def _model_for(self, model_version: str) -> ModelT:
         """What answers a request of a gateway that serves this version; "" is the stable one. Raises ModelGone."""
@@ -269,7 +269,7 @@ class StageReplica(Generic[ModelT]):
                 running.pop(model).result()
             for model in self._models.models:
                 if model not in running:
-                    running[model] = asyncio.create_task(asyncio.to_thread(_refresh, model.controller))
+                    running[model] = asyncio.create_task(_refresh(model.controller))
             await asyncio.sleep(REFRESH_INTERVAL_S)
 
     def _apply(self, model: ModelT) -> None:
@@ -295,6 +295,6 @@ def _due(request: Any, began: float, within_s: float) -> Any:
     return replace(request, deadline=began + within_s - min(WAY_BACK_S, within_s / 10))
 
 
-def _refresh(controller: FrameworkController[Any, Any]) -> None:
-    if controller.refresh():
-        freeze_loaded()
+async def _refresh(controller: FrameworkController[Any, Any]) -> None:
+    if await controller.refresh():
+        await asyncio.to_thread(freeze_loaded)

@@ -18,8 +18,8 @@ from ray.serve.exceptions import RayServeException
 from cluster import metrics as m
 from cluster.cache.tier_values import TierStatistics
 from cluster.engines.breaker import BreakerState
-from cluster.engines.controller import StageSnapshot
 from cluster.engines.skipped import OutOfTime
+from cluster.engines.snapshots import StageSnapshot
 from cluster.events.store import Event
 from cluster.metrics import METRICS, SILENT, Kind, Labels, Meter, Metric, Totals
 from cluster.ranking import Ranking

@@ -51,25 +51,25 @@ def test_the_example_is_a_backend_in_under_thirty_lines():
     assert len(rest.split("\nif __name__", maxsplit=1)[0].strip().splitlines()) < 30
 
 
-def test_a_backend_named_in_the_configuration_serves_and_ours_takes_over_when_it_is_switched_off(tmp_path: Path, monkeypatch):
+async def test_a_backend_named_in_the_configuration_serves_and_ours_takes_over_when_it_is_switched_off(tmp_path: Path, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     table = registry.backends("encoder", {"mean": "own_backend:MeanEncoder"})
     bundle = make_bundle(tmp_path / "tiny")
     controller = FrameworkController("encoder", table, ["mean", "torch"], bundle, encoder_rules(len(bundle.catalogue)))
     request = EncodeRequest(random_sequence(12), top_n=10)
-    served = controller.call_one(request)
+    served = await controller.call_one(request)
     assert (served.backend, len(served.answer.items)) == ("mean", 10)
     controller.disable("mean")
-    served = controller.call_one(request)
+    served = await controller.call_one(request)
     assert (served.backend, served.fallback_from[0].backend) == ("torch", "mean")
 
 
-def test_fastest_does_not_choose_it_because_it_is_not_the_same_model(tmp_path: Path, monkeypatch):
+async def test_fastest_does_not_choose_it_because_it_is_not_the_same_model(tmp_path: Path, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     table = registry.backends("encoder", {"mean": "own_backend:MeanEncoder"})
     bundle = make_bundle(tmp_path / "tiny")
     controller = FrameworkController("encoder", table, ["mean", "torch"], bundle, encoder_rules(len(bundle.catalogue)), selection="fastest")
-    explanation = controller.warm_up([EncodeRequest(random_sequence(length), top_n=10) for length in (3, 20)])
+    explanation = await controller.warm_up([EncodeRequest(random_sequence(length), top_n=10) for length in (3, 20)])
     assert explanation.startswith(("encoder=torch", "encoder=none"))
     mean = next(backend for backend in controller.snapshot().backends if backend.name == "mean")
     assert "disagrees with torch: its user state is" in mean.reason
@@ -80,6 +80,7 @@ def test_a_package_registers_a_backend_by_its_entry_point(tmp_path: Path):
     make_bundle(tmp_path / "tiny")
     (tmp_path / "ask.py").write_text(
         textwrap.dedent("""\
+            import asyncio
             import sys
             from pathlib import Path
             from cluster import registry
@@ -94,7 +95,7 @@ def test_a_package_registers_a_backend_by_its_entry_point(tmp_path: Path):
             bundle = BundleStore(Path(sys.argv[1])).open()
             table = registry.backends("encoder")
             controller = FrameworkController("encoder", table, settings.encoder.order, bundle, encoder_rules(len(bundle.catalogue)))
-            served = controller.call_one(EncodeRequest(random_sequence(5), top_n=3))
+            served = asyncio.run(controller.call_one(EncodeRequest(random_sequence(5), top_n=3)))
             print(served.backend, len(served.answer.items), sys.modules["own_backend"].__file__)
             """)
     )

@@ -1,9 +1,11 @@
 """The framework controller: who is asked, who is not and why, and how what broke comes back."""
 
+import asyncio
 import logging
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from itertools import combinations
 from pathlib import Path
 
@@ -11,12 +13,14 @@ import pytest
 
 from cluster.engines.breaker import BreakerSettings, BreakerState
 from cluster.engines.controller import FrameworkController, Served
+from cluster.engines.roster import Roster
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.stage_rules import StageRules
 from cluster.errors import BackendFailed, ConfigError, UnknownChoice
 from cluster.values import SkippedBackend
 from tests import scripted_backends
 from tests.scripted_backends import CLOCK, RULES, TABLE, First, Second, Third
+from tests.waiting import until
 
 ORDER = ("first", "second", "third")
 BREAKER = BreakerSettings(failures_to_open=3, pause_s=1, growth=2, longest_pause_s=8)
@@ -43,55 +47,71 @@ def by(outcomes: list[Served[float] | NoBackendAnswered]) -> list[str]:
     return [outcome.backend if isinstance(outcome, Served) else "error" for outcome in outcomes]
 
 
+def from_a_thread(controller: FrameworkController[int, float]) -> Callable[[list[int]], Future[list[Served[float] | NoBackendAnswered]]]:
+    """Call it on this event loop, from the thread that loads an engine."""
+    loop = asyncio.get_running_loop()
+    return lambda requests: asyncio.run_coroutine_threadsafe(controller.call(requests), loop)
+
+
 def snapshot_of(controller: FrameworkController[int, float], name: str):
     return next(backend for backend in controller.snapshot().backends if backend.name == name)
 
 
 class TestChoice:
-    def test_the_first_in_the_order_answers(self, controller):
-        served = controller.call_one(4)
+    async def test_the_first_in_the_order_answers(self, controller):
+        served = await controller.call_one(4)
         assert (served.answer, served.backend, served.fallback_from) == (8.0, "first", ())
         assert controller.explain() == "doubler=first"
 
-    def test_answers_come_in_the_order_asked(self, controller):
-        assert [served.answer for served in controller.call([3, 1, 2])] == [6, 2, 4]
+    async def test_answers_come_in_the_order_asked(self, controller):
+        assert [served.answer for served in await controller.call([3, 1, 2])] == [6, 2, 4]
 
-    def test_nothing_is_loaded_before_it_is_needed(self, controller):
+    async def test_a_batch_costs_one_walk_over_the_order_and_one_hop_to_the_engine_thread(self, controller, monkeypatch):
+        await controller.warm_up([1])
+        await controller.refresh()
+        First.log.clear()
+        hops, walks, run, ranked = [], [], controller.thread.run, Roster.ranked
+        monkeypatch.setattr(controller.thread, "run", lambda work: (hops.append(work), run(work))[1])
+        monkeypatch.setattr(Roster, "ranked", lambda roster: (walks.append(1), ranked(roster))[1])
+        assert by(await controller.call([*range(16)])) == ["first"] * 16
+        assert (First.log, len(hops), len(walks)) == (["batch of 16"], 1, 1)
+
+    async def test_nothing_is_loaded_before_it_is_needed(self, controller):
         assert First.log == []
-        controller.call_one(1)
+        await controller.call_one(1)
         assert (First.log, Second.log) == (["load", "batch of 1"], [])
 
-    def test_an_unavailable_backend_is_passed_over_with_its_reason(self, controller):
+    async def test_an_unavailable_backend_is_passed_over_with_its_reason(self, controller):
         First.missing = "no engine for sm_90 in models/ml-1m/3; run: genrec compile"
-        served = controller.call_one(4)
+        served = await controller.call_one(4)
         assert (served.backend, served.answer) == ("second", 8)
         assert served.fallback_from == (SkippedBackend("first", First.missing),)
         assert controller.explain() == "doubler=second (first: no engine for sm_90 in models/ml-1m/3; run: genrec compile)"
 
-    def test_a_package_that_is_not_installed_is_a_reason_not_an_error(self, tmp_path):
+    async def test_a_package_that_is_not_installed_is_a_reason_not_an_error(self, tmp_path):
         controller = make(tmp_path, table={**TABLE, "first": "no_such_engine:Encoder"})
-        (skipped,) = controller.call_one(1).fallback_from
+        (skipped,) = (await controller.call_one(1)).fallback_from
         assert skipped.reason == "no_such_engine:Encoder cannot be imported: No module named 'no_such_engine'"
         assert not skipped.failed
 
-    def test_a_probe_that_breaks_is_a_reason(self, controller, monkeypatch):
+    async def test_a_probe_that_breaks_is_a_reason(self, controller, monkeypatch):
         monkeypatch.setattr(First, "get_availability", lambda self, bundle: 1 / 0)
-        assert controller.call_one(1).fallback_from[0].reason == "its probe broke: ZeroDivisionError: division by zero"
+        assert (await controller.call_one(1)).fallback_from[0].reason == "its probe broke: ZeroDivisionError: division by zero"
 
-    def test_a_disabled_backend_is_passed_over_until_it_is_enabled(self, controller):
+    async def test_a_disabled_backend_is_passed_over_until_it_is_enabled(self, controller):
         controller.disable("first")
-        served = controller.call_one(1)
+        served = await controller.call_one(1)
         assert served.fallback_from == (SkippedBackend("first", "switched off by the operator"),)
         controller.enable("first")
-        assert controller.call_one(1).backend == "first"
+        assert (await controller.call_one(1)).backend == "first"
 
-    def test_all_backends_of_the_table_are_probed_also_those_left_out_of_the_order(self, tmp_path):
+    async def test_all_backends_of_the_table_are_probed_also_those_left_out_of_the_order(self, tmp_path):
         Third.missing = "not here"
-        found = make(tmp_path, order=["second"]).probe()
+        found = await make(tmp_path, order=["second"]).probe()
         assert {name: availability.reason for name, availability in found.items()} == {"first": "", "second": "", "third": "not here"}
 
-    def test_an_empty_batch_has_no_answers(self, controller):
-        assert controller.call([]) == []
+    async def test_an_empty_batch_has_no_answers(self, controller):
+        assert await controller.call([]) == []
 
     @pytest.mark.parametrize("order", [[], ["first", "first"]])
     def test_an_order_that_makes_no_sense_is_refused(self, tmp_path, order):
@@ -107,35 +127,35 @@ class TestChoice:
 
 
 class TestFallback:
-    def test_a_broken_call_goes_to_the_next_backend_with_the_reason(self, controller):
+    async def test_a_broken_call_goes_to_the_next_backend_with_the_reason(self, controller):
         First.error = RuntimeError("CUDA error: out of memory")
-        served = controller.call_one(4)
+        served = await controller.call_one(4)
         assert (served.backend, served.answer) == ("second", 8)
         assert served.fallback_from == (SkippedBackend("first", "broke: RuntimeError: CUDA error: out of memory", failed=True),)
 
-    def test_a_failed_load_goes_to_the_next_backend_and_opens_the_breaker_at_once(self, controller):
+    async def test_a_failed_load_goes_to_the_next_backend_and_opens_the_breaker_at_once(self, controller):
         First.load_error = BackendFailed("the engine file is truncated; run: genrec compile")
-        served = controller.call_one(4)
+        served = await controller.call_one(4)
         assert served.fallback_from == (
             SkippedBackend("first", "could not be loaded: the engine file is truncated; run: genrec compile", failed=True),
         )
         assert snapshot_of(controller, "first").breaker is BreakerState.OPEN
 
-    def test_when_all_fail_the_error_holds_every_reason(self, controller):
+    async def test_when_all_fail_the_error_holds_every_reason(self, controller):
         First.missing, Second.error = "not installed", ValueError("bad shape")
         controller.disable("third")
         with pytest.raises(NoBackendAnswered) as caught:
-            controller.call_one(1)
+            await controller.call_one(1)
         reasons = "first: not installed; second: broke: ValueError: bad shape; third: switched off by the operator"
         assert str(caught.value) == f"no doubler could answer ({reasons})"
         assert [one.failed for one in caught.value.skipped] == [False, True, False]
         again = pickle.loads(pickle.dumps(caught.value))
         assert (str(again), again.skipped) == (str(caught.value), caught.value.skipped)
 
-    def test_explains_that_nobody_would_be_asked(self, controller):
+    async def test_explains_that_nobody_would_be_asked(self, controller):
         First.missing = Second.missing = "not installed"
         controller.disable("third")
-        controller.probe()
+        await controller.probe()
         assert controller.explain() == "doubler=none (first: not installed; second: not installed; third: switched off by the operator)"
 
     @pytest.mark.parametrize(
@@ -147,423 +167,422 @@ class TestFallback:
             ([float("nan"), float("nan")], "answered with NaN"),
         ],
     )
-    def test_nonsense_is_not_passed_on_as_an_answer(self, tmp_path, answers, reason):
+    async def test_nonsense_is_not_passed_on_as_an_answer(self, tmp_path, answers, reason):
         First.answers = answers
-        outcomes = make(tmp_path, retries=0).call([1, 2])
+        outcomes = await make(tmp_path, retries=0).call([1, 2])
         assert by(outcomes) == ["second", "second"]
         assert {outcome.fallback_from[0].reason for outcome in outcomes} == {reason}
 
-    def test_only_the_request_answered_with_nan_goes_on(self, controller):
+    async def test_only_the_request_answered_with_nan_goes_on(self, controller):
         First.answers = [2.0, float("nan")]
-        assert by(controller.call([1, 2])) == ["first", "second"]
+        assert by(await controller.call([1, 2])) == ["first", "second"]
 
-    def test_a_bug_of_our_own_is_not_taken_for_a_broken_backend(self, tmp_path):
+    async def test_a_bug_of_our_own_is_not_taken_for_a_broken_backend(self, tmp_path):
         def buggy(request: int, answer: float) -> str:
             raise TypeError("our bug")
 
         with pytest.raises(TypeError, match="our bug"):
-            make(tmp_path, rules=StageRules(buggy, RULES.disagreement)).call_one(1)
+            await make(tmp_path, rules=StageRules(buggy, RULES.disagreement)).call_one(1)
 
-    def test_the_duration_includes_what_the_broken_backend_took(self, controller):
+    async def test_the_duration_includes_what_the_broken_backend_took(self, controller):
         First.error, First.seconds, Second.seconds = RuntimeError("late"), 0.5, 0.25
-        controller.warm_up([1])
-        assert controller.call_one(1).duration_ms >= 750
+        await controller.warm_up([1])
+        assert (await controller.call_one(1)).duration_ms >= 750
 
-    def test_what_broke_is_logged_once_with_its_traceback(self, controller, caplog):
+    async def test_what_broke_is_logged_once_with_its_traceback(self, controller, caplog):
         First.error = RuntimeError("gone")
         for _ in range(2):
-            controller.call_one(1)
+            await controller.call_one(1)
         records = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert [record.getMessage() for record in records] == ["backend first broke: RuntimeError: gone"]
         assert records[0].exc_info[1] is First.error
 
 
 class TestPoison:
-    def test_only_the_poisoned_request_of_a_batch_goes_on(self, controller):
+    async def test_only_the_poisoned_request_of_a_batch_goes_on(self, controller):
         First.poison = frozenset({13})
-        outcomes = controller.call([*range(20)])
+        outcomes = await controller.call([*range(20)])
         assert by(outcomes) == ["first"] * 13 + ["second"] + ["first"] * 6
         assert [outcome.answer for outcome in outcomes] == [2 * request for request in range(20)]
 
     @pytest.mark.parametrize("number", [2, 7, 31, 32])
-    def test_the_healthy_ones_beside_two_that_are_poisoned_stay(self, controller, number):
-        controller.warm_up([1])
+    async def test_the_healthy_ones_beside_two_that_are_poisoned_stay(self, controller, number):
+        await controller.warm_up([1])
         batch = [*range(100, 100 + number)]
         for pair in combinations(batch, 2):
             First.poison = frozenset()
-            controller.call([1])
+            await controller.call([1])
             First.poison = frozenset(pair)
-            assert by(controller.call(batch)) == ["second" if request in pair else "first" for request in batch]
+            assert by(await controller.call(batch)) == ["second" if request in pair else "first" for request in batch]
 
-    def test_it_takes_few_calls_to_find(self, controller):
-        controller.warm_up([1])
+    async def test_it_takes_few_calls_to_find(self, controller):
+        await controller.warm_up([1])
         First.log.clear()
         First.poison = frozenset({13})
-        controller.call([*range(64)])
+        await controller.call([*range(64)])
         assert len(First.log) <= 2 + 2 * 6
 
-    def test_a_request_poisonous_to_all_fails_alone(self, controller):
+    async def test_a_request_poisonous_to_all_fails_alone(self, controller):
         First.poison = Second.poison = Third.poison = frozenset({13})
-        outcomes = controller.call([12, 13, 14])
+        outcomes = await controller.call([12, 13, 14])
         assert by(outcomes) == ["first", "error", "first"]
         assert [skipped.backend for skipped in outcomes[1].skipped] == ["first", "second", "third"]
 
-    def test_a_lone_poisoned_request_again_and_again_does_not_open_the_breaker(self, controller):
-        controller.warm_up([1])
+    async def test_a_lone_poisoned_request_again_and_again_does_not_open_the_breaker(self, controller):
+        await controller.warm_up([1])
         First.poison = frozenset({13})
         for _ in range(10):
-            assert controller.call_one(13).backend == "second"
-        assert controller.call_one(1).backend == "first"
+            assert (await controller.call_one(13)).backend == "second"
+        assert (await controller.call_one(1)).backend == "first"
         assert snapshot_of(controller, "first").breaker is BreakerState.CLOSED
         assert snapshot_of(controller, "first").failures == 10
 
-    def test_a_batch_of_nothing_but_poison_does_not_open_the_breaker_either(self, controller):
-        controller.warm_up([1])
+    async def test_a_batch_of_nothing_but_poison_does_not_open_the_breaker_either(self, controller):
+        await controller.warm_up([1])
         First.poison = frozenset({13, 14})
         for _ in range(10):
-            assert by(controller.call([13, 14, 13])) == ["second"] * 3
+            assert by(await controller.call([13, 14, 13])) == ["second"] * 3
         assert snapshot_of(controller, "first").breaker is BreakerState.CLOSED
 
-    def test_a_batch_too_large_for_the_engine_is_answered_in_parts(self, controller):
+    async def test_a_batch_too_large_for_the_engine_is_answered_in_parts(self, controller):
         First.largest_batch = 5
-        assert by(controller.call([*range(16)])) == ["first"] * 16
+        assert by(await controller.call([*range(16)])) == ["first"] * 16
 
-    def test_a_dead_backend_is_not_asked_for_every_request_of_a_batch(self, controller):
-        controller.warm_up([1])
+    async def test_a_dead_backend_is_not_asked_for_every_request_of_a_batch(self, controller):
+        await controller.warm_up([1])
         First.log.clear()
         First.error = RuntimeError("dead")
-        assert by(controller.call([*range(64)])) == ["second"] * 64
+        assert by(await controller.call([*range(64)])) == ["second"] * 64
         assert First.log == ["batch of 64", "batch of 1"]
 
-    def test_the_search_in_a_dead_backend_never_used_before_is_bounded(self, controller):
+    async def test_the_search_in_a_dead_backend_never_used_before_is_bounded(self, controller):
         First.error = RuntimeError("dead")
-        assert by(controller.call([*range(64)])) == ["second"] * 64
+        assert by(await controller.call([*range(64)])) == ["second"] * 64
         assert sum(entry.startswith("batch") for entry in First.log) <= 1 + 2 * 7
         assert snapshot_of(controller, "first").breaker is BreakerState.OPEN, "so many broken calls in a row"
 
-    def test_with_no_retries_a_broken_batch_goes_on_whole(self, tmp_path):
+    async def test_with_no_retries_a_broken_batch_goes_on_whole(self, tmp_path):
         controller = make(tmp_path, retries=0)
         First.poison = frozenset({13})
-        assert by(controller.call([12, 13])) == ["second", "second"]
+        assert by(await controller.call([12, 13])) == ["second", "second"]
 
-    def test_a_hiccup_is_retried_on_the_same_backend(self, controller, monkeypatch):
-        controller.warm_up([1])
+    async def test_a_hiccup_is_retried_on_the_same_backend(self, controller, monkeypatch):
+        await controller.warm_up([1])
         working = First.batch_infer
         hiccups = iter([True, False, False])
         monkeypatch.setattr(First, "batch_infer", lambda self, requests: 1 / 0 if next(hiccups) else working(self, requests))
-        assert controller.call_one(4).backend == "first"
+        assert (await controller.call_one(4)).backend == "first"
 
 
 class TestRecovery:
-    def break_first(self, controller):
-        controller.warm_up([1])
+    async def break_first(self, controller):
+        await controller.warm_up([1])
         First.error = RuntimeError("dead")
         for _ in range(BREAKER.failures_to_open):
-            controller.call_one(1)
+            await controller.call_one(1)
 
-    def test_after_some_failures_in_a_row_it_is_no_longer_asked(self, controller):
-        self.break_first(controller)
+    async def test_after_some_failures_in_a_row_it_is_no_longer_asked(self, controller):
+        await self.break_first(controller)
         First.log.clear()
         CLOCK.advance(0.25)
-        assert controller.call_one(1).fallback_from == (
+        assert (await controller.call_one(1)).fallback_from == (
             SkippedBackend("first", "broke: RuntimeError: dead; next trial in 0.8 s", failed=True),
         )
         assert First.log == []
 
-    def test_every_broken_call_counts_also_that_by_which_it_is_found_out(self, controller):
-        controller.warm_up([1])
+    async def test_every_broken_call_counts_also_that_by_which_it_is_found_out(self, controller):
+        await controller.warm_up([1])
         First.log.clear()
         First.error = RuntimeError("dead")
         for _ in range(BREAKER.failures_to_open):
-            controller.call([2, 3])
+            await controller.call([2, 3])
         assert First.log == ["batch of 2", "batch of 1", "batch of 2", "batch of 1", "close"]
 
-    def test_broken_calls_on_both_sides_of_an_answer_are_not_in_a_row(self, controller):
-        controller.warm_up([1])
+    async def test_broken_calls_on_both_sides_of_an_answer_are_not_in_a_row(self, controller):
+        await controller.warm_up([1])
         for _ in range(3):
             First.error = RuntimeError("hiccup")
-            assert controller.call_one(1).backend == "second"
+            assert (await controller.call_one(1)).backend == "second"
             First.error = None
-            assert controller.call_one(1).backend == "first"
+            assert (await controller.call_one(1)).backend == "first"
         assert snapshot_of(controller, "first").breaker is BreakerState.CLOSED
 
-    def test_comes_back_by_itself_after_repair_newly_loaded(self, controller):
-        self.break_first(controller)
+    async def test_comes_back_by_itself_after_repair_newly_loaded(self, controller):
+        await self.break_first(controller)
         assert First.log[-1] == "close"
         First.error = None
         CLOCK.advance(1)
         First.log.clear()
-        assert controller.call_one(1).backend == "first"
+        assert (await controller.call_one(1)).backend == "first"
         assert First.log == ["load", "batch of 1"]
         assert snapshot_of(controller, "first").breaker is BreakerState.CLOSED
 
-    def test_a_failed_trial_costs_one_call_and_doubles_the_pause(self, controller):
-        self.break_first(controller)
+    async def test_a_failed_trial_costs_one_call_and_doubles_the_pause(self, controller):
+        await self.break_first(controller)
         CLOCK.advance(1)
         First.log.clear()
-        assert by(controller.call([*range(8)])) == ["second"] * 8
+        assert by(await controller.call([*range(8)])) == ["second"] * 8
         assert First.log == ["load", "batch of 8", "close"]
         assert "next trial in 2.0 s" in snapshot_of(controller, "first").reason
 
-    def test_a_refresh_tries_it_with_the_samples_before_a_user_does(self, controller):
-        self.break_first(controller)
+    async def test_a_refresh_tries_it_with_the_samples_before_a_user_does(self, controller):
+        await self.break_first(controller)
         First.error = None
         First.log.clear()
-        controller.refresh()
+        await controller.refresh()
         assert First.log == [], "not before the pause is over"
         CLOCK.advance(1)
         calls = snapshot_of(controller, "first").calls
-        controller.refresh()
+        await controller.refresh()
         assert First.log == ["load", "batch of 1"]
         assert (snapshot_of(controller, "first").breaker, snapshot_of(controller, "first").calls) == (BreakerState.CLOSED, calls)
-        controller.refresh()
+        await controller.refresh()
         assert First.log == ["load", "batch of 1"], "one that is ready is left alone"
 
-    def test_a_refresh_keeps_the_status_true_without_traffic(self, controller):
-        controller.warm_up([1])
+    async def test_a_refresh_keeps_the_status_true_without_traffic(self, controller):
+        await controller.warm_up([1])
         First.missing = "no engine"
         CLOCK.advance(5)
-        controller.refresh()
+        await controller.refresh()
         assert controller.explain() == "doubler=second (first: no engine)"
 
-    def test_calls_go_to_the_next_one_while_a_refresh_loads_it(self, controller, monkeypatch):
-        self.break_first(controller)
+    async def test_calls_go_to_the_next_one_while_a_refresh_loads_it(self, controller, monkeypatch):
+        await self.break_first(controller)
         First.error = None
         CLOCK.advance(1)
         loading, may_end = threading.Event(), threading.Event()
-        monkeypatch.setattr(First, "load", lambda self, bundle: (loading.set(), may_end.wait(10)))
-        refresh = threading.Thread(target=controller.refresh)
-        refresh.start()
-        assert loading.wait(10)
-        served = controller.call_one(1)
+        monkeypatch.setattr(First, "load", lambda self, bundle: (loading.set(), may_end.wait(300)))
+        refresh = asyncio.create_task(controller.refresh())
+        await until(loading.is_set)
+        served = await controller.call_one(1)
         assert served.backend == "second"
         assert served.fallback_from == (SkippedBackend("first", "broke: RuntimeError: dead; it is being loaded again", failed=True),)
-        controller.probe()
+        await controller.probe()
         may_end.set()
-        refresh.join()
-        assert controller.call_one(1).backend == "first"
+        await refresh
+        assert (await controller.call_one(1)).backend == "first"
 
-    def test_refreshes_load_every_engine_of_the_order_and_a_call_then_never_does(self, controller, monkeypatch):
-        controller.warm_up([1], ready=1)
-        working = Third.load
-        monkeypatch.setattr(Third, "load", lambda self, bundle: by(controller.call([1])) == ["first"] and working(self, bundle))
-        controller.refresh()
+    async def test_refreshes_load_every_engine_of_the_order_and_a_call_then_never_does(self, controller, monkeypatch):
+        await controller.warm_up([1], ready=1)
+        working, call = Third.load, from_a_thread(controller)
+        monkeypatch.setattr(Third, "load", lambda self, bundle: by(call([1]).result(300)) == ["first"] and working(self, bundle))
+        await controller.refresh()
         assert [snapshot_of(controller, name).loaded for name in ORDER] == [True, True, True]
         First.poison = Second.poison = frozenset({13})
-        assert controller.call_one(13).backend == "third", "what two engines break on, the third answers"
+        assert (await controller.call_one(13)).backend == "third", "what two engines break on, the third answers"
 
-    def test_while_nothing_is_loaded_the_reason_says_so(self, controller, monkeypatch):
-        controller.warm_up([1], ready=1)
+    async def test_while_nothing_is_loaded_the_reason_says_so(self, controller, monkeypatch):
+        await controller.warm_up([1], ready=1)
         controller.disable("first")
-        outcomes = []
-        monkeypatch.setattr(Second, "load", lambda self, bundle: outcomes.extend(controller.call([1])))
-        controller.refresh()
+        outcomes, call = [], from_a_thread(controller)
+        monkeypatch.setattr(Second, "load", lambda self, bundle: outcomes.extend(call([1]).result(300)))
+        await controller.refresh()
         assert isinstance(outcomes[0], NoBackendAnswered)
         assert outcomes[0].skipped[1:] == (SkippedBackend("second", "is being loaded"), SkippedBackend("third", "is being loaded"))
 
-    def test_no_user_is_served_by_a_reloaded_backend_before_the_samples_were(self, controller, monkeypatch):
-        self.break_first(controller)
+    async def test_no_user_is_served_by_a_reloaded_backend_before_the_samples_were(self, controller, monkeypatch):
+        await self.break_first(controller)
         First.error = None
         CLOCK.advance(1)
         First.log.clear()
-        waiting = threading.Thread(target=controller.call, args=([7, 7],))
-        monkeypatch.setattr(First, "load", lambda self, bundle: waiting.start())
-        controller.refresh()
-        waiting.join()
+        waiting, call = [], from_a_thread(controller)
+        monkeypatch.setattr(First, "load", lambda self, bundle: waiting.append(call([7, 7])))
+        await controller.refresh()
+        await asyncio.wrap_future(waiting[0])
         assert First.log[0] == "batch of 1", "the sample; the user's two come later, to whomever"
 
-    def test_a_missing_artifact_that_is_restored_is_found_by_the_next_probe(self, controller):
-        controller.call_one(1)
+    async def test_a_missing_artifact_that_is_restored_is_found_by_the_next_probe(self, controller):
+        await controller.call_one(1)
         First.missing = "no engine"
-        assert controller.call_one(1).backend == "first", "probed only every probe_interval_s"
+        assert (await controller.call_one(1)).backend == "first", "probed only every probe_interval_s"
         CLOCK.advance(5)
-        assert controller.call_one(1).backend == "second"
+        assert (await controller.call_one(1)).backend == "second"
         assert First.log[-1] == "close"
         First.missing = ""
         CLOCK.advance(5)
-        assert controller.call_one(1).backend == "first"
+        assert (await controller.call_one(1)).backend == "first"
 
-    def test_a_repaired_backend_does_not_wait_for_its_breaker(self, controller):
+    async def test_a_repaired_backend_does_not_wait_for_its_breaker(self, controller):
         First.load_error = RuntimeError("truncated")
-        controller.call_one(1)
+        await controller.call_one(1)
         First.missing = "no engine"
-        controller.probe()
+        await controller.probe()
         First.missing, First.load_error = "", None
-        controller.probe()
-        assert controller.call_one(1).backend == "first"
+        await controller.probe()
+        assert (await controller.call_one(1)).backend == "first"
 
-    def test_a_package_installed_meanwhile_is_found(self, tmp_path, monkeypatch):
+    async def test_a_package_installed_meanwhile_is_found(self, tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(tmp_path / "site")
         controller = make(tmp_path, table={**TABLE, "late": "late_engine:Engine"}, order=["late", "first"])
-        assert controller.call_one(1).backend == "first"
+        assert (await controller.call_one(1)).backend == "first"
         (tmp_path / "site").mkdir()
         (tmp_path / "site/late_engine.py").write_text("from tests.scripted_backends import Second as Engine\n")
         CLOCK.advance(5)
-        assert controller.call_one(1).backend == "late"
+        assert (await controller.call_one(1)).backend == "late"
 
-    def test_a_backend_that_breaks_while_closing_is_still_replaced(self, controller, monkeypatch, caplog):
+    async def test_a_backend_that_breaks_while_closing_is_still_replaced(self, controller, monkeypatch, caplog):
         monkeypatch.setattr(First, "close", lambda self: 1 / 0)
-        self.break_first(controller)
+        await self.break_first(controller)
         First.error = None
         CLOCK.advance(1)
-        assert controller.call_one(1).backend == "first"
+        assert (await controller.call_one(1)).backend == "first"
         assert "broke while it was closed" in caplog.text
 
 
 class TestWarmUp:
-    def test_loads_the_first_choice_and_its_stand_in(self, controller):
+    async def test_loads_the_first_choice_and_its_stand_in(self, controller):
         Second.missing = "not here"
-        assert controller.warm_up([1, 2]) == "doubler=first"
+        assert await controller.warm_up([1, 2]) == "doubler=first"
         assert (First.log, Second.log, Third.log) == (["load", "batch of 2"], [], ["load", "batch of 2"])
 
-    def test_a_backend_that_breaks_on_the_samples_does_not_count_as_ready(self, controller):
+    async def test_a_backend_that_breaks_on_the_samples_does_not_count_as_ready(self, controller):
         First.error = RuntimeError("dead")
-        controller.warm_up([1], ready=1)
+        await controller.warm_up([1], ready=1)
         assert Second.log == ["load", "batch of 1"]
 
-    def test_is_not_counted_as_calls(self, controller):
-        controller.warm_up([1, 2])
+    async def test_is_not_counted_as_calls(self, controller):
+        await controller.warm_up([1, 2])
         first = snapshot_of(controller, "first")
         assert (first.calls, first.latency.count, first.loaded) == (0, 0, True)
 
-    def test_needs_samples(self, controller):
+    async def test_needs_samples(self, controller):
         with pytest.raises(ConfigError, match="give at least one"):
-            controller.warm_up([])
+            await controller.warm_up([])
 
 
 class TestFastest:
-    def test_the_fastest_that_agrees_with_the_last_is_asked_first(self, tmp_path):
+    async def test_the_fastest_that_agrees_with_the_last_is_asked_first(self, tmp_path):
         First.seconds, Second.seconds, Third.seconds = 0.3, 0.1, 0.2
         controller = make(tmp_path, selection="fastest")
-        assert controller.warm_up([1, 2]) == "doubler=second"
+        assert await controller.warm_up([1, 2]) == "doubler=second"
         assert [backend.name for backend in controller.snapshot().backends] == ["second", "third", "first"]
-        assert controller.call_one(1).backend == "second"
+        assert (await controller.call_one(1)).backend == "second"
 
-    def test_one_that_disagrees_is_excluded_with_the_reason(self, tmp_path):
+    async def test_one_that_disagrees_is_excluded_with_the_reason(self, tmp_path):
         First.seconds, Second.seconds, Third.seconds = 0.3, 0.1, 0.2
         Second.offset = 0.5
         controller = make(tmp_path, selection="fastest")
-        assert controller.warm_up([1, 2]) == "doubler=third (second: disagrees with third: 2.5 is not 2.0)"
+        assert await controller.warm_up([1, 2]) == "doubler=third (second: disagrees with third: 2.5 is not 2.0)"
 
-    def test_without_the_last_the_last_but_one_is_the_reference(self, tmp_path):
+    async def test_without_the_last_the_last_but_one_is_the_reference(self, tmp_path):
         First.seconds, Third.missing, First.offset = 0.1, "not here", 0.5
         controller = make(tmp_path, selection="fastest")
-        controller.warm_up([1])
+        await controller.warm_up([1])
         assert "disagrees with second" in snapshot_of(controller, "first").reason
 
-    def test_one_that_appears_later_is_measured_before_it_is_preferred(self, tmp_path):
+    async def test_one_that_appears_later_is_measured_before_it_is_preferred(self, tmp_path):
         First.seconds, Second.seconds, Third.seconds = 0.1, 0.2, 0.3
         First.missing = "no engine"
         controller = make(tmp_path, selection="fastest")
-        assert controller.warm_up([1]) == "doubler=second (first: no engine)" or controller.call_one(1).backend == "second"
+        assert await controller.warm_up([1]) == "doubler=second (first: no engine)" or (await controller.call_one(1)).backend == "second"
         First.missing = ""
         CLOCK.advance(5)
         First.log.clear()
-        assert controller.call_one(1).backend == "second", "a call never measures"
-        controller.refresh()
-        assert controller.call_one(1).backend == "first"
+        assert (await controller.call_one(1)).backend == "second", "a call never measures"
+        await controller.refresh()
+        assert (await controller.call_one(1)).backend == "first"
 
-    def test_a_new_reference_has_everything_measured_anew(self, tmp_path):
+    async def test_a_new_reference_has_everything_measured_anew(self, tmp_path):
         First.offset, First.seconds, Second.seconds = 0.5, 0.1, 0.2
         Second.missing = Third.missing = "not here"
         controller = make(tmp_path, selection="fastest")
-        assert controller.warm_up([1]).startswith("doubler=first")
+        assert (await controller.warm_up([1])).startswith("doubler=first")
         Second.missing = Third.missing = ""
         CLOCK.advance(5)
-        controller.refresh()
+        await controller.refresh()
         assert "disagrees with third" in snapshot_of(controller, "first").reason
 
-    def test_one_that_breaks_while_it_is_timed_is_not_the_fastest(self, tmp_path, monkeypatch):
+    async def test_one_that_breaks_while_it_is_timed_is_not_the_fastest(self, tmp_path, monkeypatch):
         First.seconds, Second.seconds, Third.seconds = 0.1, 0.2, 0.3
         monkeypatch.setattr(
             First, "batch_infer", lambda self, requests, working=First.batch_infer, left=[2]: left.pop() and working(self, requests)
         )
         controller = make(tmp_path, selection="fastest")
-        controller.warm_up([1])
-        assert controller.call_one(1).backend == "second"
+        await controller.warm_up([1])
+        assert (await controller.call_one(1)).backend == "second"
 
-    def test_measuring_is_not_counted_as_calls(self, tmp_path):
+    async def test_measuring_is_not_counted_as_calls(self, tmp_path):
         controller = make(tmp_path, selection="fastest")
-        controller.warm_up([1])
+        await controller.warm_up([1])
         assert [backend.calls for backend in controller.snapshot().backends] == [0, 0, 0]
 
 
 class TestReconfigure:
-    def test_takes_a_new_order_and_switches(self, controller):
-        controller.call_one(1)
-        controller.reconfigure(order=["third", "second"], enabled={"third": False})
-        assert controller.call_one(1).backend == "second"
+    async def test_takes_a_new_order_and_switches(self, controller):
+        await controller.call_one(1)
+        await controller.reconfigure(order=["third", "second"], enabled={"third": False})
+        assert (await controller.call_one(1)).backend == "second"
         assert snapshot_of(controller, "first").rank is None
 
-    def test_what_is_preferred_is_asked_before_the_order_and_even_where_that_leaves_it_out(self, controller):
-        controller.reconfigure(order=["second"])
+    async def test_what_is_preferred_is_asked_before_the_order_and_even_where_that_leaves_it_out(self, controller):
+        await controller.reconfigure(order=["second"])
         controller.prefer("third")
-        assert controller.call_one(1).backend == "third"
+        assert (await controller.call_one(1)).backend == "third"
         assert [snapshot_of(controller, name).rank for name in ("third", "second", "first")] == [0, 1, None]
         controller.disable("third")
-        served = controller.call_one(1)
+        served = await controller.call_one(1)
         assert (served.backend, [one.backend for one in served.fallback_from]) == ("second", ["third"])
         controller.prefer(None)
         assert snapshot_of(controller, "third").rank is None
         with pytest.raises(UnknownChoice):
             controller.prefer("fourth")
 
-    def test_changes_nothing_where_something_is_wrong(self, controller):
+    async def test_changes_nothing_where_something_is_wrong(self, controller):
         with pytest.raises(UnknownChoice):
-            controller.reconfigure(order=["third"], enabled={"trt": True})
+            await controller.reconfigure(order=["third"], enabled={"trt": True})
         with pytest.raises(UnknownChoice):
-            controller.reconfigure(order=["third"], selection="quickest")
-        assert controller.call_one(1).backend == "first"
+            await controller.reconfigure(order=["third"], selection="quickest")
+        assert (await controller.call_one(1)).backend == "first"
 
-    def test_a_backend_that_is_added_is_loaded_beside_the_calls_and_the_others_stay_loaded(self, tmp_path):
+    async def test_a_backend_that_is_added_is_loaded_beside_the_calls_and_the_others_stay_loaded(self, tmp_path):
         table = {"second": TABLE["second"]}
         controller = make(tmp_path, table=table, order=["second"])
-        controller.warm_up([1])
-        controller.refresh()
-        controller.reconfigure(table={**table, "new": TABLE["third"]}, order=["new", "second"])
-        assert controller.call_one(1).backend == "second", "calls wait for no load"
-        assert controller.refresh()
-        assert controller.call_one(1).backend == "new"
+        await controller.warm_up([1])
+        await controller.refresh()
+        await controller.reconfigure(table={**table, "new": TABLE["third"]}, order=["new", "second"])
+        assert (await controller.call_one(1)).backend == "second", "calls wait for no load"
+        assert await controller.refresh()
+        assert (await controller.call_one(1)).backend == "new"
         assert Second.log.count("load") == 1
 
-    def test_a_backend_that_is_gone_is_unloaded_and_one_with_other_options_is_loaded_anew(self, tmp_path):
+    async def test_a_backend_that_is_gone_is_unloaded_and_one_with_other_options_is_loaded_anew(self, tmp_path):
         controller = make(tmp_path)
-        controller.warm_up([1], ready=3)
+        await controller.warm_up([1], ready=3)
         table = {name: TABLE[name] for name in ("first", "second")}
-        controller.reconfigure(table={**table, "second": TABLE["third"]}, order=["first", "second"])
+        await controller.reconfigure(table={**table, "second": TABLE["third"]}, order=["first", "second"])
         assert (First.log.count("close"), Second.log.count("close"), Third.log.count("close")) == (0, 1, 1)
         controller.disable("first")
-        assert controller.call_one(1).backend == "second"
+        assert (await controller.call_one(1)).backend == "second"
         assert Third.log.count("load") == 2
         with pytest.raises(UnknownChoice):
-            controller.reconfigure(table=table, order=["third"])
-        assert controller.call_one(1).backend == "second", "what is wrong changes nothing"
+            await controller.reconfigure(table=table, order=["third"])
+        assert (await controller.call_one(1)).backend == "second", "what is wrong changes nothing"
 
-    def test_a_backend_that_was_preferred_may_go(self, controller):
+    async def test_a_backend_that_was_preferred_may_go(self, controller):
         controller.prefer("third")
-        controller.reconfigure(table={"second": TABLE["second"]}, order=["second"])
-        assert controller.call_one(1).backend == "second"
+        await controller.reconfigure(table={"second": TABLE["second"]}, order=["second"])
+        assert (await controller.call_one(1)).backend == "second"
 
-    def test_switching_to_fastest_measures_with_the_samples_of_the_warm_up(self, controller):
+    async def test_switching_to_fastest_measures_with_the_samples_of_the_warm_up(self, controller):
         First.seconds, Second.seconds, Third.seconds = 0.3, 0.2, 0.1
-        controller.warm_up([1])
-        controller.reconfigure(selection="fastest")
-        controller.refresh()
-        assert controller.call_one(1).backend == "third"
+        await controller.warm_up([1])
+        await controller.reconfigure(selection="fastest")
+        await controller.refresh()
+        assert (await controller.call_one(1)).backend == "third"
 
 
 class TestSnapshot:
-    def test_counts_calls_failures_and_fallbacks(self, controller):
-        controller.warm_up([1])
+    async def test_counts_calls_failures_and_fallbacks(self, controller):
+        await controller.warm_up([1])
         First.poison, First.seconds = frozenset({13}), 0.02
-        controller.call([1, 2, 13])
+        await controller.call([1, 2, 13])
         first, second, third = controller.snapshot().backends
         assert (first.calls, first.failures, first.fallbacks, first.latency.count) == (3, 1, 0, 2)
         assert (second.calls, second.failures, second.fallbacks) == (1, 0, 1)
         assert (third.calls, third.reason, third.breaker) == (0, "", BreakerState.CLOSED)
         assert 20 <= first.latency.p99_ms <= 24
 
-    def test_can_be_taken_while_another_thread_calls(self, controller):
+    async def test_can_be_taken_while_another_thread_calls(self, controller):
         stop, problems = threading.Event(), []
 
         def look() -> None:
@@ -581,20 +600,28 @@ class TestSnapshot:
             for number in range(300):
                 First.error = RuntimeError("flaky") if number % 3 else None
                 CLOCK.advance(0.5)
-                assert controller.call([1, 2])[0].answer == 2
+                assert (await controller.call([1, 2]))[0].answer == 2
         finally:
             stop.set()
             watcher.join()
         assert problems == []
 
-    def test_the_choice_is_logged_when_it_changes(self, controller, caplog):
+    async def test_the_choice_is_logged_when_it_changes(self, controller, caplog):
         caplog.set_level(logging.INFO, "cluster.engines.controller")
         First.missing = "no engine"
         for _ in range(3):
-            controller.call_one(1)
+            await controller.call_one(1)
         assert [record.getMessage() for record in caplog.records] == ["doubler=second (first: no engine)"]
 
-    def test_closing_frees_every_loaded_backend(self, controller):
-        controller.warm_up([1], ready=3)
+    async def test_a_refresh_after_the_controller_was_closed_is_no_error_and_loads_nothing(self, controller):
+        await controller.warm_up([1])
+        controller.close()
+        CLOCK.advance(5)
+        First.log.clear()
+        assert not await controller.refresh()
+        assert First.log == []
+
+    async def test_closing_frees_every_loaded_backend(self, controller):
+        await controller.warm_up([1], ready=3)
         controller.close()
         assert [cls.log[-1] for cls in (First, Second, Third)] == ["close"] * 3

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from cluster.engines import concurrent_backend
+from cluster.engines import managed_backend
 from cluster.engines.breaker import BreakerSettings, BreakerState
-from cluster.engines.concurrent_controller import ConcurrentController
-from cluster.engines.controller import Served
-from cluster.engines.skipped import NoBackendAnswered
+from cluster.engines.controller import FrameworkController, Served
+from cluster.engines.room import AskBatch, AskOne
+from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.errors import DeadlineExceeded
 from cluster.values import SkippedBackend
 from tests import scripted_backends
 from tests.scripted_backends import CLOCK, QUEUED_TABLE, RULES, First, Queued, Second
-from tests.waiting import until
+from tests.waiting import settled, until
 
 BREAKER = BreakerSettings(failures_to_open=3, pause_s=1, growth=2, longest_pause_s=8)
 
@@ -29,32 +29,36 @@ def _pristine() -> Iterator[None]:
     scripted_backends.reset()
 
 
+def each_alone(name: str, answer: AskBatch[int, float]) -> AskOne[int, float]:
+    async def ask(request: int) -> float | SkippedBackend:
+        (result,) = await answer([request])
+        return result
+
+    return ask
+
+
 class Stage:
-    """What a replica does: a controller, and batches of one for the backends that take batches."""
+    """What a replica of the generator does: a controller that joins the requests for each backend that takes batches; here, each alone."""
 
-    def __init__(self, directory: Path, *, order=("queued", "first", "second"), retries=2):
+    def __init__(self, directory: Path, *, order=("queued", "first", "second"), retries=2, join=each_alone):
         bundle = scripted_backends.opaque_bundle(directory / "model")
-        given = {"breaker": BREAKER, "probe_interval_s": 5.0, "clock": CLOCK, "retries": retries}
-        self.controller: ConcurrentController[int, float] = ConcurrentController("doubler", QUEUED_TABLE, order, bundle, RULES, **given)
+        given = {"breaker": BREAKER, "probe_interval_s": 5.0, "clock": CLOCK, "retries": retries, "join": join}
+        self.controller: FrameworkController[int, float] = FrameworkController("doubler", QUEUED_TABLE, order, bundle, RULES, **given)
 
-    def start(self):
-        self.controller.warm_up([1])
-        self.controller.refresh()
+    async def start(self):
+        await self.controller.warm_up([1])
+        await self.controller.refresh()
         for cls in (Queued, First, Second):
             cls.log.clear()
         Queued.most = 0
         return self
 
-    async def batched(self, name: str, request: int):
-        (result,) = self.controller.answer_batch(name, [request])
-        return result
-
     async def serve(self, request: int) -> Served[float]:
-        return await self.controller.serve(request, self.batched)
+        return await self.controller.call_one(request)
 
     async def stream(self, request: int, found: list | None = None) -> list[float | Served[float]]:
         found = [] if found is None else found
-        async for one in self.controller.serve_stream(request, self.batched, sum):
+        async for one in self.controller.stream(request, sum):
             found.append(one)
         return found
 
@@ -63,8 +67,8 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Stage:
-    return Stage(tmp_path).start()
+async def stage(tmp_path: Path) -> Stage:
+    return await Stage(tmp_path).start()
 
 
 class TestServe:
@@ -83,11 +87,14 @@ class TestServe:
             return working(self, requests)
 
         monkeypatch.setattr(First, "batch_infer", held_up)
-        batch = asyncio.create_task(asyncio.to_thread(stage.controller.answer_batch, "first", [1]))
+        batch = asyncio.create_task(stage.controller.call([77]))
         await until(runs.is_set)
-        refresh = asyncio.create_task(asyncio.to_thread(stage.controller.refresh))
+        CLOCK.advance(5)
+        refresh = asyncio.create_task(stage.controller.refresh())
+        await settled()
         assert (await stage.serve(4)).answer == 8
         assert not batch.done()
+        assert not refresh.done(), "its probes wait for the batch"
         may_end.set()
         await asyncio.gather(batch, refresh)
 
@@ -96,6 +103,15 @@ class TestServe:
         assert (served.backend, served.answer) == ("first", 154)
         assert served.fallback_from == (SkippedBackend("queued", "does not take odd tenants"),)
         assert (stage.of("queued").calls, stage.of("queued").failures) == (0, 0)
+
+    async def test_an_engine_that_takes_batches_is_given_those_it_does_not_decline(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(First, "declines", lambda self, request: "is odd" if request % 2 else "", raising=False)
+        stage = await Stage(tmp_path, order=("first", "second"), join=None).start()
+        served = await stage.controller.call([1, 2, 3, 4])
+        assert [one.backend for one in served] == ["second", "first", "second", "first"]
+        assert [one.answer for one in served] == [2, 4, 6, 8]
+        assert served[0].fallback_from == (SkippedBackend("first", "is odd"),)
+        assert (First.log, Second.log) == (["batch of 2"], ["batch of 2"])
 
     async def test_one_that_breaks_when_asked_whether_it_declines_is_passed_over(self, stage, monkeypatch):
         monkeypatch.setattr(Queued, "declines", lambda self, request: 1 / 0)
@@ -130,7 +146,7 @@ class TestServe:
 
     @pytest.mark.parametrize(("retries", "server"), [(2, "queued"), (0, "first")])
     async def test_a_hiccup_is_retried_on_the_same_engine_unless_there_are_to_be_no_retries(self, tmp_path, monkeypatch, retries, server):
-        stage = Stage(tmp_path, retries=retries).start()
+        stage = await Stage(tmp_path, retries=retries).start()
         working, hiccups = Queued.batch_infer, iter([True, False, False])
         monkeypatch.setattr(Queued, "batch_infer", lambda self, requests: 1 / 0 if next(hiccups) else working(self, requests))
         assert (await stage.serve(4)).backend == server
@@ -144,7 +160,7 @@ class TestServe:
                 await asyncio.Event().wait()
             raise RuntimeError("stuck")
 
-        monkeypatch.setattr(concurrent_backend, "KNOWN_GOOD_WITHIN_S", 0.01)
+        monkeypatch.setattr(managed_backend, "SAMPLE_WITHIN_S", 0.01)
         monkeypatch.setattr(Queued, "ainfer", hang)
         assert (await stage.serve(4)).backend == "first"
         assert calls == [4, 1], "the request, and the sample that shows whether the engine is sound"
@@ -160,7 +176,7 @@ class TestServe:
 class TestDeadline:
     @pytest.mark.parametrize("name", ["queued", "first"])
     async def test_a_late_answer_ends_the_walk_and_counts_against_nobody(self, tmp_path, name):
-        stage = Stage(tmp_path, order=(name, "second")).start()
+        stage = await Stage(tmp_path, order=(name, "second")).start()
         for cls in (Queued, First):
             cls.error = DeadlineExceeded("had 5 ms, and 3 of 4 levels were done")
         for _ in range(10):
@@ -171,7 +187,8 @@ class TestDeadline:
         assert (stage.of(name).breaker, stage.of(name).failures, stage.of(name).calls) == (BreakerState.CLOSED, 0, 10)
         assert Second.log == []
 
-    async def test_a_late_one_in_a_batch_does_not_make_the_others_late(self, stage, monkeypatch):
+    async def test_a_late_one_in_a_batch_does_not_make_the_others_late(self, tmp_path, monkeypatch):
+        stage = await Stage(tmp_path, order=("first", "second"), join=None).start()
         working = First.batch_infer
 
         def late(self, requests):
@@ -180,28 +197,30 @@ class TestDeadline:
             return working(self, requests)
 
         monkeypatch.setattr(First, "batch_infer", late)
-        results = stage.controller.answer_batch("first", [12, 13, 14, 15])
-        assert [results[0], results[2], results[3]] == [24, 28, 30]
-        assert results[1].reason == "13 is late"
+        before, late, *after = await stage.controller.call([12, 13, 14, 15])
+        assert [(served.answer, served.backend) for served in (before, *after)] == [(24, "first"), (28, "first"), (30, "first")]
+        assert late.skipped == (OutOfTime("first", "13 is late"),)
 
-    async def test_a_backend_may_name_the_late_ones_of_a_batch_itself(self, stage):
+    async def test_a_backend_may_name_the_late_ones_of_a_batch_itself(self, tmp_path):
+        stage = await Stage(tmp_path, order=("first", "second"), join=None).start()
         First.answers = [24.0, DeadlineExceeded("13 is late")]
-        good, late = stage.controller.answer_batch("first", [12, 13])
-        assert (good, late.reason, late.failed) == (24, "13 is late", False)
+        good, late = await stage.controller.call([12, 13])
+        assert (good.answer, good.backend, late.skipped) == (24, "first", (OutOfTime("first", "13 is late"),))
+        assert not late.skipped[0].failed
         assert stage.of("first").failures == 0
 
 
 class TestLoading:
     async def test_the_warm_up_waits_for_what_is_quick_and_a_refresh_loads_the_rest_beside_the_calls(self, tmp_path, monkeypatch):
         stage = Stage(tmp_path)
-        stage.controller.warm_up([1])
+        await stage.controller.warm_up([1])
         assert (First.log, Queued.log) == (["load", "batch of 1"], [])
         assert not stage.controller.snapshot().settled
         assert (await stage.serve(4)).fallback_from == (SkippedBackend("queued", "is being loaded"),)
         loading, may_end = threading.Event(), threading.Event()
-        monkeypatch.setattr(Queued, "load", lambda self, bundle: (loading.set(), may_end.wait(10)))
-        refreshing = asyncio.create_task(asyncio.to_thread(stage.controller.refresh))
-        assert await asyncio.to_thread(loading.wait, 10)
+        monkeypatch.setattr(Queued, "load", lambda self, bundle: (loading.set(), may_end.wait(300)))
+        refreshing = asyncio.create_task(stage.controller.refresh())
+        await until(loading.is_set)
         assert (await stage.serve(4)).backend == "first"
         may_end.set()
         await refreshing
@@ -210,20 +229,20 @@ class TestLoading:
 
     async def test_a_first_choice_that_cannot_be_loaded_is_settled_too(self, tmp_path):
         Queued.load_error = RuntimeError("no memory")
-        stage = Stage(tmp_path).start()
+        stage = await Stage(tmp_path).start()
         assert stage.controller.snapshot().settled
         assert stage.controller.explain().startswith("doubler=first (queued: could not be loaded: RuntimeError: no memory; next trial in ")
 
     async def test_nobody_is_served_by_an_engine_that_the_samples_have_not_tried(self, tmp_path, monkeypatch):
         stage, working, seen = Stage(tmp_path), Queued.batch_infer, []
-        stage.controller.warm_up([1])
+        await stage.controller.warm_up([1])
 
         def rehearse(self, requests):
             seen.append(stage.of("queued").reason)
             return working(self, requests)
 
         monkeypatch.setattr(Queued, "batch_infer", rehearse)
-        stage.controller.refresh()
+        await stage.controller.refresh()
         assert seen == ["is being loaded"]
 
 
@@ -233,17 +252,17 @@ class TestRecovery:
         assert (await stage.serve(4)).backend == "first"
         assert stage.of("queued").breaker is BreakerState.OPEN
         assert Queued.log == ["batch of 1"], "the event loop closes no engine"
-        stage.controller.refresh()
+        await stage.controller.refresh()
         assert Queued.log == ["batch of 1", "close"]
         Queued.dead, Queued.error = False, None
         CLOCK.advance(1)
-        stage.controller.refresh()
+        await stage.controller.refresh()
         assert Queued.log[2:] == ["load", "batch of 1"]
         assert (await stage.serve(4)).backend == "queued"
 
     async def test_an_engine_that_dies_while_nobody_calls_is_found_by_the_refresh(self, stage):
         Queued.dead = True
-        stage.controller.refresh()
+        await stage.controller.refresh()
         assert Queued.log == ["close"]
         assert stage.of("queued").reason == "has lost its engine; next trial in 1.0 s"
         (skipped,) = (await stage.serve(4)).fallback_from
@@ -257,7 +276,7 @@ class TestRecovery:
         assert (await stage.serve(4)).fallback_from[0].reason == "broke: RuntimeError: flaky; it is being loaded again"
         Queued.error = None
         Queued.log.clear()
-        stage.controller.refresh()
+        await stage.controller.refresh()
         assert Queued.log == ["close", "load", "batch of 1"]
         assert (await stage.serve(4)).backend == "queued"
 
@@ -284,14 +303,14 @@ class TestRecovery:
                 raise DeadlineExceeded("too late")
             return await (asyncio.Event().wait() if stuck else working(self, request))
 
-        monkeypatch.setattr(concurrent_backend, "KNOWN_GOOD_WITHIN_S", 0.05)
+        monkeypatch.setattr(managed_backend, "SAMPLE_WITHIN_S", 0.05)
         monkeypatch.setattr(Queued, "ainfer", late)
-        for number in range(concurrent_backend.LATE_TO_BE_STUCK):
-            stage.controller.refresh()
+        for number in range(managed_backend.LATE_TO_BE_STUCK):
+            await stage.controller.refresh()
             assert asked == [4] * number, "a late answer or two says nothing"
             with pytest.raises(NoBackendAnswered):
                 await stage.serve(4)
-        await asyncio.to_thread(stage.controller.refresh)
+        await stage.controller.refresh()
         assert asked[-1] == 1
         assert stage.of("queued").breaker is (BreakerState.OPEN if stuck else BreakerState.CLOSED)
         assert stage.of("queued").reason.startswith("is stuck: it was late again and again" if stuck else "")
@@ -301,13 +320,13 @@ class TestRecovery:
         async def stuck(self, request):
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(concurrent_backend, "KNOWN_GOOD_WITHIN_S", 0.05)
+        monkeypatch.setattr(managed_backend, "SAMPLE_WITHIN_S", 0.05)
         monkeypatch.setattr(Queued, "ainfer", stuck)
-        for _ in range(concurrent_backend.LATE_TO_BE_STUCK):
+        for _ in range(managed_backend.LATE_TO_BE_STUCK):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(stage.serve(4), 0.01)
         assert (stage.of("queued").failures, stage.of("queued").reason) == (0, "")
-        await asyncio.to_thread(stage.controller.refresh)
+        await stage.controller.refresh()
         assert (await stage.serve(4)).fallback_from[0].reason.startswith("is stuck")
 
     async def test_a_call_that_ends_after_its_engine_was_replaced_is_not_held_against_the_new_one(self, stage, monkeypatch):
@@ -323,9 +342,9 @@ class TestRecovery:
         await asked.wait()
         for missing in ("its package is being replaced", ""):
             Queued.missing = missing
-            stage.controller.probe()
+            await stage.controller.probe()
         monkeypatch.setattr(Queued, "ainfer", working)
-        stage.controller.refresh()
+        await stage.controller.refresh()
         may_break.set()
         assert {served.backend for served in await asyncio.gather(*old_calls)} == {"first"}
         assert stage.of("queued").last_error == ""
@@ -333,9 +352,9 @@ class TestRecovery:
 
     async def test_what_is_loaded_while_the_controller_closes_is_closed_too(self, tmp_path, monkeypatch):
         stage = Stage(tmp_path, order=("queued",))
-        stage.controller.warm_up([1])
+        await stage.controller.warm_up([1])
         monkeypatch.setattr(Queued, "load", lambda self, bundle: stage.controller.close())
-        stage.controller.refresh()
+        await stage.controller.refresh()
         assert Queued.log[-1] == "close"
 
 
@@ -378,12 +397,12 @@ class TestStream:
                 ended.append(request)
 
         monkeypatch.setattr(Queued, "astream", stream)
-        async with aclosing(stage.controller.serve_stream(4, stage.batched, sum)) as found:
+        async with aclosing(stage.controller.stream(4, sum)) as found:
             assert await anext(found) == 1
         assert ended == [4]
 
 
-def test_queues_are_those_of_the_loaded_engines(tmp_path):
+async def test_queues_are_those_of_the_loaded_engines(tmp_path):
     stage = Stage(tmp_path)
     assert stage.controller.queues() == {}
-    assert stage.start().controller.queues() == {"queued": {"waiting": 3.0}}
+    assert (await stage.start()).controller.queues() == {"queued": {"waiting": 3.0}}

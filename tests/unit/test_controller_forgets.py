@@ -1,5 +1,6 @@
 """Erasure through the framework controller: every loaded backend forgets, or is unloaded; and what they say they keep."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,13 +9,13 @@ from typing import ClassVar
 import pytest
 
 from cluster.engines.breaker import BreakerSettings
-from cluster.engines.concurrent_controller import ConcurrentController
 from cluster.engines.controller import FrameworkController
 from cluster.engines.forgetting import forget, kept
 from cluster.errors import BackendFailed
 from cluster.fleet.switchboard import Switchboard
 from tests import scripted_backends
 from tests.scripted_backends import CLOCK, RULES, First, Queued
+from tests.waiting import settled, until
 
 BREAKER = BreakerSettings(failures_to_open=3, pause_s=1, growth=2, longest_pause_s=8)
 
@@ -87,15 +88,15 @@ def _pristine() -> Iterator[None]:
     scripted_backends.reset()
 
 
-def make(tmp_path: Path, *order: str, kind: type = FrameworkController) -> FrameworkController[int, float]:
+def make(tmp_path: Path, *order: str) -> FrameworkController[int, float]:
     bundle = scripted_backends.opaque_bundle(tmp_path / "model")
-    return kind("doubler", TABLE, order, bundle, RULES, breaker=BREAKER, clock=CLOCK)
+    return FrameworkController("doubler", TABLE, order, bundle, RULES, breaker=BREAKER, clock=CLOCK)
 
 
 @pytest.fixture
-def controller(tmp_path):
+async def controller(tmp_path):
     made = make(tmp_path, "keeping", "clearing", "second")
-    made.warm_up([1], ready=3)
+    await made.warm_up([1], ready=3)
     for cls in (Keeping, Clearing):
         cls.log.clear()
     return made
@@ -105,68 +106,85 @@ def loaded(controller) -> list[str]:
     return [one.name for one in controller.snapshot().backends if one.loaded]
 
 
-def test_every_backend_that_keeps_something_forgets_the_user_and_nobody_else(controller):
-    assert controller.forget(*ADA) == 2
+async def test_every_backend_that_keeps_something_forgets_the_user_and_nobody_else(controller):
+    assert await controller.forget(*ADA) == 2
     assert Keeping.users == Clearing.users == {BOB}
     assert loaded(controller) == ["keeping", "clearing", "second"]
 
 
-def test_one_that_breaks_over_it_is_unloaded_with_all_it_keeps_and_the_others_still_forget(controller, caplog):
+async def test_one_that_breaks_over_it_is_unloaded_with_all_it_keeps_and_the_others_still_forget(controller, caplog):
     Keeping.broken = True
-    assert controller.forget(*ADA) == 1
+    assert await controller.forget(*ADA) == 1
     assert (Keeping.users, Clearing.users) == (set(), {BOB})
     assert loaded(controller) == ["clearing", "second"]
     assert "could not forget a user" in caplog.text
     (broken,) = (one for one in controller.snapshot().backends if one.name == "keeping")
     assert "the store is damaged" in broken.last_error
     Keeping.broken = False
-    assert controller.call_one(4).backend == "keeping", "it is loaded again"
+    assert (await controller.call_one(4)).backend == "keeping", "it is loaded again"
 
 
-def test_everybody_is_forgotten_by_the_widest_method_or_by_unloading(controller):
-    assert controller.forget_all() == 1
+async def test_everybody_is_forgotten_by_the_widest_method_or_by_unloading(controller):
+    assert await controller.forget(None, None) == 1
     assert (Keeping.users, Clearing.users) == (set(), set())
     assert loaded(controller) == ["clearing", "second"], "one that keeps nothing stays, and one that can clear itself"
 
 
-def test_a_tenant_is_forgotten_by_the_narrowest_method_that_is_wide_enough(controller):
-    controller.forget("default", None)
+async def test_a_tenant_is_forgotten_by_the_narrowest_method_that_is_wide_enough(controller):
+    await controller.forget("default", None)
     assert Clearing.log == ["forget default"]
     assert loaded(controller) == ["clearing", "second"]
 
 
-def test_what_is_not_loaded_is_not_told(tmp_path):
+async def test_what_is_not_loaded_is_not_told(tmp_path):
     controller = make(tmp_path, "keeping", "clearing")
-    assert controller.forget(*ADA) == 0
+    assert await controller.forget(*ADA) == 0
     assert (Keeping.users, Keeping.log) == ({ADA, BOB}, [])
 
 
-def test_an_erasure_waits_for_the_batch_that_runs(controller, monkeypatch):
+async def test_an_erasure_waits_for_the_batch_that_runs(controller, monkeypatch):
     runs, may_end = threading.Event(), threading.Event()
 
     def batch_infer(self, requests):
         runs.set()
-        assert may_end.wait(10)
+        assert may_end.wait(300)
         self.users.add(("default", "eve"))
         return [2.0 * request for request in requests]
 
     monkeypatch.setattr(Keeping, "batch_infer", batch_infer)
-    batch = threading.Thread(target=controller.call, args=([4],))
-    batch.start()
-    assert runs.wait(10)
-    erasure = threading.Thread(target=controller.forget, args=("default", "eve"))
-    erasure.start()
+    batch = asyncio.create_task(controller.call([4]))
+    await until(runs.is_set)
+    erasure = asyncio.create_task(controller.forget("default", "eve"))
+    await settled()
+    assert not erasure.done()
     may_end.set()
-    batch.join(10)
-    erasure.join(10)
+    await asyncio.gather(batch, erasure)
     assert Keeping.users == {ADA, BOB}
 
 
-def test_an_engine_with_a_queue_of_its_own_is_told_too(tmp_path):
-    controller = make(tmp_path, "queued", "second", kind=ConcurrentController)
-    controller.warm_up([1])
-    controller.refresh()
-    assert controller.forget(*ADA) == 1
+@pytest.mark.parametrize("name", ["keeping", "queued"])
+async def test_a_poisoned_request_after_an_erasure_does_not_bring_the_erased_user_back(tmp_path, monkeypatch, name):
+    """What tells a broken engine from a poisoned request is a sample of the warm-up, never an earlier request of a user."""
+    asked, cls = [], {"keeping": Keeping, "queued": QueuedKeeping}[name]
+    working = cls.batch_infer
+    monkeypatch.setattr(cls, "batch_infer", lambda self, requests: (asked.extend(requests), working(self, requests))[1])
+    controller = make(tmp_path, name, "second")
+    await controller.warm_up([1])
+    await controller.refresh()
+    assert (await controller.call_one(4)).backend == name
+    await controller.forget("default", "the user of request 4")
+    asked.clear()
+    monkeypatch.setattr(cls, "poison", frozenset({13}))
+    assert (await controller.call_one(13)).backend == "second"
+    assert 1 in asked, "the engine was asked a sample"
+    assert 4 not in asked
+
+
+async def test_an_engine_with_a_queue_of_its_own_is_told_too(tmp_path):
+    controller = make(tmp_path, "queued", "second")
+    await controller.warm_up([1])
+    await controller.refresh()
+    assert await controller.forget(*ADA) == 1
     assert "forget everything" in QueuedKeeping.log, "it has nothing narrower"
 
 
@@ -182,10 +200,10 @@ def test_what_is_kept_is_told_by_backend_and_added_up_over_replicas(controller):
     assert "kept" not in status.as_json()["backends"][0], "the caches show it"
 
 
-def test_one_that_cannot_tell_what_it_keeps_is_no_obstacle(controller):
+async def test_one_that_cannot_tell_what_it_keeps_is_no_obstacle(controller):
     Keeping.broken = True
     assert set(controller.kept()) == {"clearing"}
-    assert controller.call_one(4).backend == "keeping"
+    assert (await controller.call_one(4)).backend == "keeping"
 
 
 def test_what_keeps_something_and_cannot_clear_it_says_so_and_what_keeps_nothing_has_nothing_to_do():

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from benchmarks import first_answer as benchmark
-from cluster.engines.managed_backend import LOADING
+from cluster.engines.health import LOADING
 from cluster.errors import ConfigError
 from deployments.cli import compiling, demo_answers, local_serve
 from deployments.cli.compiling import CompiledBeside

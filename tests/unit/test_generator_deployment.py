@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from cluster.bundle import BundleStore
 from cluster.config import Settings
-from cluster.engines.concurrent_controller import ConcurrentController
+from cluster.engines.controller import FrameworkController
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.engines.stage_rules import generator_rules
 from cluster.fleet.rollout import RolloutStore, Trial
@@ -247,10 +247,10 @@ async def test_a_version_that_loads_for_long_holds_no_other_up(two, monkeypatch)
 
 
 async def test_a_refresh_that_breaks_is_heard_of(bundle, monkeypatch):
-    def broken(controller):
+    async def broken(controller):
         raise ValueError("a bug of ours")
 
-    monkeypatch.setattr(ConcurrentController, "refresh", broken)
+    monkeypatch.setattr(FrameworkController, "refresh", broken)
     monkeypatch.setattr(replica_module, "REFRESH_INTERVAL_S", 0.005)
     async with started(generating(bundle.path.parent, torch_beam=Script())) as replica:
         with pytest.raises(ValueError, match="a bug of ours"):

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.bundle import WEIGHTS, BundleStore
 from cluster.config import parse
-from cluster.engines.controller import StageSnapshot
+from cluster.engines.snapshots import StageSnapshot
 from cluster.errors import BundleError
 from cluster.fleet.board import READY, Presence
 from cluster.fleet.heartbeat import Report

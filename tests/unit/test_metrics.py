@@ -16,10 +16,9 @@ from cluster.cache.entry import CacheStatistics
 from cluster.cache.tier_values import TierStatistics
 from cluster.config import GatewaySettings
 from cluster.engines.breaker import BreakerState
-from cluster.engines.controller import StageSnapshot
 from cluster.engines.latency import LatencySummary
-from cluster.engines.managed_backend import BackendSnapshot
 from cluster.engines.skipped import OutOfTime
+from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
 from cluster.errors import ConfigError
 from cluster.events.store import Event
 from cluster.metrics import METRICS, SILENT, Kind, Metric, Totals

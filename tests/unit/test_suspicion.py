@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from cluster.engines.breaker import BreakerSettings, BreakerState
-from cluster.engines.controller import FrameworkController, Served, StageSnapshot
+from cluster.engines.controller import FrameworkController, Served
 from cluster.engines.latency import LatencySummary
-from cluster.engines.managed_backend import BackendSnapshot
+from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
 from cluster.fleet.switchboard import Switchboard
 from tests import scripted_backends
 from tests.scripted_backends import CLOCK, RULES, TABLE, First, Second, Third
@@ -38,56 +38,56 @@ def breaker_of(controller: FrameworkController[int, float], name: str) -> Breake
     return next(one for one in controller.snapshot().backends if one.name == name).breaker
 
 
-def test_one_failure_of_a_suspect_opens_its_breaker(controller):
-    controller.warm_up([1])
-    assert controller.call_one(1).backend == "first"
+async def test_one_failure_of_a_suspect_opens_its_breaker(controller):
+    await controller.warm_up([1])
+    assert (await controller.call_one(1)).backend == "first"
     controller.suspect({"first"})
     First.error = RuntimeError("out of memory")
-    assert controller.call_one(1).backend == "second"
+    assert (await controller.call_one(1)).backend == "second"
     assert breaker_of(controller, "first") is BreakerState.OPEN
 
 
-def test_without_suspicion_it_takes_as_many_as_configured(controller):
-    controller.warm_up([1])
+async def test_without_suspicion_it_takes_as_many_as_configured(controller):
+    await controller.warm_up([1])
     First.error = RuntimeError("out of memory")
-    controller.call_one(1)
+    await controller.call_one(1)
     assert breaker_of(controller, "first") is BreakerState.CLOSED
 
 
-def test_a_replica_that_has_just_started_does_not_ask_a_suspect_first(controller):
+async def test_a_replica_that_has_just_started_does_not_ask_a_suspect_first(controller):
     controller.suspect({"first"})
-    controller.warm_up([1])
-    assert controller.call_one(1).backend == "second"
+    await controller.warm_up([1])
+    assert (await controller.call_one(1)).backend == "second"
     assert First.log == []
     assert controller.explain() == "doubler=second"
 
 
-def test_one_that_serves_well_here_goes_on_serving_though_it_is_suspected(controller):
-    controller.call_one(1)
+async def test_one_that_serves_well_here_goes_on_serving_though_it_is_suspected(controller):
+    await controller.call_one(1)
     controller.suspect({"first"})
-    assert controller.call_one(1).backend == "first"
+    assert (await controller.call_one(1)).backend == "first"
 
 
-def test_when_the_suspicion_is_over_the_first_choice_is_asked_first_again(controller):
+async def test_when_the_suspicion_is_over_the_first_choice_is_asked_first_again(controller):
     controller.suspect({"first"})
     controller.suspect(())
-    assert controller.call_one(1).backend == "first"
+    assert (await controller.call_one(1)).backend == "first"
 
 
-def test_of_backends_that_are_all_suspected_the_last_one_is_judged_as_ever(controller):
+async def test_of_backends_that_are_all_suspected_the_last_one_is_judged_as_ever(controller):
     controller.suspect(TABLE)
     First.error = Second.error = Third.error = RuntimeError("out of memory")
-    controller.call([1])
+    await controller.call([1])
     states = [breaker_of(controller, name) for name in ("first", "second", "third")]
     assert states == [BreakerState.OPEN, BreakerState.OPEN, BreakerState.CLOSED]
     First.error = Second.error = Third.error = None
-    assert controller.call_one(1).backend == "third"
+    assert (await controller.call_one(1)).backend == "third"
 
 
-def test_a_suspect_is_asked_where_nobody_else_can(controller):
+async def test_a_suspect_is_asked_where_nobody_else_can(controller):
     controller.suspect({"first"})
     Second.missing = Third.missing = "not here"
-    assert controller.call_one(1).backend == "first"
+    assert (await controller.call_one(1)).backend == "first"
 
 
 def reported(breaker: BreakerState = BreakerState.CLOSED, calls: int = 10, failures: int = 0, enabled: bool = True) -> StageSnapshot:
@@ -130,16 +130,16 @@ def test_a_replica_that_is_gone_suspects_nobody():
     assert board.suspects("encoder", now=NOW + 6) == frozenset()
 
 
-def test_replicas_that_report_find_and_lose_a_suspicion_together(tmp_path):
+async def test_replicas_that_report_find_and_lose_a_suspicion_together(tmp_path):
     """Three replicas, of which two break; the third is told, and told again when they are repaired."""
     board, replicas = Switchboard(), [make(tmp_path / name) for name in "abc"]
     for controller in replicas:
-        controller.warm_up([1])
+        await controller.warm_up([1])
     for controller in replicas[:2]:
-        controller.call([1])
+        await controller.call([1])
         First.error = RuntimeError("out of memory")
         for _ in range(3):
-            controller.call([1])
+            await controller.call([1])
         First.error = None
 
     def exchange() -> None:
@@ -149,34 +149,34 @@ def test_replicas_that_report_find_and_lose_a_suspicion_together(tmp_path):
             controller.suspect(board.suspects("doubler", now=CLOCK()))
 
     exchange()
-    assert [controller.call_one(1).backend for controller in replicas] == ["second", "second", "second"]
+    assert [(await controller.call_one(1)).backend for controller in replicas] == ["second", "second", "second"]
     CLOCK.advance(2)
     for controller in replicas[:2]:
-        controller.refresh()
+        await controller.refresh()
     exchange()
-    assert [controller.call_one(1).backend for controller in replicas] == ["first", "first", "first"]
+    assert [(await controller.call_one(1)).backend for controller in replicas] == ["first", "first", "first"]
 
 
-def test_a_backend_that_fails_every_call_opens_soon_is_answered_for_always_and_is_back_soon_after_its_repair(tmp_path):
+async def test_a_backend_that_fails_every_call_opens_soon_is_answered_for_always_and_is_back_soon_after_its_repair(tmp_path):
     """With the settings that are the default: a refresh a second, and a long time broken."""
     controller = make(tmp_path)
-    controller.warm_up([1])
-    controller.call_one(1)
+    await controller.warm_up([1])
+    await controller.call_one(1)
     First.error = First.load_error = RuntimeError("the device is lost")
     broken_calls = 0
     for _ in range(600):
         CLOCK.advance(1)
         before = First.log.count("batch of 1")
-        outcome = controller.call([1])[0]
+        outcome = (await controller.call([1]))[0]
         broken_calls += (First.log.count("batch of 1") - before) > 0
         assert isinstance(outcome, Served)
         assert outcome.backend == "second"
-        controller.refresh()
+        await controller.refresh()
     assert broken_calls <= 5
     assert breaker_of(controller, "first") is not BreakerState.CLOSED
     First.error = First.load_error = None
     repaired = CLOCK()
-    while controller.call_one(1).backend != "first":
+    while (await controller.call_one(1)).backend != "first":
         CLOCK.advance(1)
-        controller.refresh()
+        await controller.refresh()
         assert CLOCK() - repaired <= 30

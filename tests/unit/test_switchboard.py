@@ -5,9 +5,8 @@ import json
 import pytest
 
 from cluster.engines.breaker import BreakerState
-from cluster.engines.controller import StageSnapshot
 from cluster.engines.latency import LatencySummary
-from cluster.engines.managed_backend import BackendSnapshot
+from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
 from cluster.errors import BackendUnavailable, UnknownChoice
 from cluster.fleet.switchboard import Switchboard
 

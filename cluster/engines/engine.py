@@ -1,0 +1,142 @@
+"""How an engine is called: two adapters with one interface.
+
+    Queue     an engine with `ainfer`: request by request on the event loop, many at a time; it may stream
+    Batches   any other: a batch at a time, in a thread
+
+Each request gets its answer, checked by the stage's rules, or the exception that says why there is none.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from cluster.engines.room import Run
+from cluster.errors import DeadlineExceeded
+
+T = TypeVar("T")
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT")
+
+
+class Nonsense(Exception):
+    """An answer that breaks the stage's rules, and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[AnswerT]):
+    """What one call of an engine came to; `duration_s` leaves out the time before the thread was free."""
+
+    outcomes: Sequence[AnswerT | Exception]
+    duration_s: float
+
+
+class Engine(Generic[RequestT, AnswerT]):
+    """An instance of a backend's class. `nonsense` are the stage's rules; `known_good` is a sample that it has answered, never a user's
+    request, which is not kept beyond its answer.
+    """
+
+    queued: ClassVar[bool]
+
+    def __init__(self, backend: Any, nonsense: Callable[[RequestT, AnswerT], str], clock: Callable[[], float]) -> None:
+        self.backend, self._nonsense, self._clock = backend, nonsense, clock
+        self.known_good: RequestT | None = None
+        self.late_in_a_row = 0
+
+    async def ask(self, requests: Sequence[RequestT], run: Run) -> Reply[AnswerT]:
+        """The outcome of each request, in order; `run` is the thread for what takes one."""
+        raise NotImplementedError
+
+    def is_alive(self) -> bool:
+        try:
+            return self.optional("alive") is not False
+        except Exception:  # noqa: BLE001 - an engine that cannot even say so is not
+            return False
+
+    def optional(self, name: str, *args: Any) -> Any:
+        """What a method answers that a backend may have; None where it has not."""
+        method = getattr(self.backend, name, None)
+        return method(*args) if method else None
+
+    def _checked(self, request: RequestT, answer: AnswerT) -> AnswerT | Exception:
+        if isinstance(answer, DeadlineExceeded):  # what a backend gives for the late ones of a batch
+            return answer
+        problem = self._nonsense(request, answer)
+        return Nonsense(problem) if problem else answer
+
+
+class Batches(Engine[RequestT, AnswerT]):
+    """An engine that takes a batch at a time."""
+
+    queued = False
+
+    async def ask(self, requests: Sequence[RequestT], run: Run) -> Reply[AnswerT]:
+        return await run(lambda: self._called(requests))
+
+    def _called(self, requests: Sequence[RequestT]) -> Reply[AnswerT]:
+        began = self._clock()
+        outcomes = self._outcomes(requests)
+        return Reply(outcomes, self._clock() - began)
+
+    def _outcomes(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | Exception]:
+        try:
+            answers = self.backend.batch_infer(requests)
+        except Exception as error:  # noqa: BLE001 - any error of an engine is a reason to ask the next one
+            return [error] * len(requests)
+        if not isinstance(answers, list | tuple) or len(answers) != len(requests):
+            given = f"{len(answers)} answers" if isinstance(answers, list | tuple) else f"a {type(answers).__name__}"
+            return [Nonsense(f"returned {given} for {len(requests)} requests")] * len(requests)
+        return [self._checked(request, answer) for request, answer in zip(requests, answers, strict=True)]
+
+
+class Queue(Engine[RequestT, AnswerT]):
+    """An engine with a queue of its own. `late_in_a_row`: calls given up since its last answer, by their deadline or by their caller."""
+
+    queued = True
+
+    @property
+    def streams(self) -> bool:
+        return hasattr(self.backend, "astream")
+
+    async def ask(self, requests: Sequence[RequestT], run: Run) -> Reply[AnswerT]:  # noqa: ARG002 - it takes no thread
+        began = self._clock()
+        outcomes = await together([self._one(request) for request in requests])
+        return Reply(outcomes, self._clock() - began)
+
+    async def stream(self, request: RequestT) -> AsyncGenerator[AnswerT | Exception, None]:
+        """What the engine finds as it finds it, lastly the exception that ended it, if one did."""
+        try:
+            async with aclosing(self.backend.astream(request)) as pieces:
+                async for piece in pieces:
+                    outcome = self._checked(request, piece)
+                    yield outcome
+                    if isinstance(outcome, Exception):
+                        return
+            self.late_in_a_row = 0
+        except (DeadlineExceeded, asyncio.CancelledError) as error:
+            yield self._late(error)
+        except Exception as error:  # noqa: BLE001 - any error of an engine is a reason to ask the next one
+            yield error
+
+    async def _one(self, request: RequestT) -> AnswerT | Exception:
+        try:
+            answer = await self.backend.ainfer(request)
+        except (DeadlineExceeded, asyncio.CancelledError) as error:
+            return self._late(error)
+        except Exception as error:  # noqa: BLE001 - any error of an engine is a reason to ask the next one
+            return error
+        self.late_in_a_row = 0
+        return self._checked(request, answer)
+
+    def _late(self, error: DeadlineExceeded | asyncio.CancelledError) -> DeadlineExceeded:
+        """The time was over, or the caller has gone, perhaps because it was: raises that one again."""
+        self.late_in_a_row += 1
+        if isinstance(error, DeadlineExceeded):
+            return error
+        raise error
+
+
+async def together(awaited: Sequence[Awaitable[T]]) -> list[T]:
+    """All at the same time, in order; a single one costs no task."""
+    return [await awaited[0]] if len(awaited) == 1 else list(await asyncio.gather(*awaited))

@@ -1,0 +1,69 @@
+"""How a backend does: its breaker, the last thing that was wrong with it, and its figures."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from cluster.engines.breaker import Breaker, BreakerSettings, BreakerState
+from cluster.engines.latency import LatencyRecorder, LatencySummary
+from cluster.values import SkippedBackend
+
+LOADING = "is being loaded"
+logger = logging.getLogger(__name__)
+
+
+class Health:
+    """`calls` counts requests, `failures` those it broke on. `suspected` says whether one failure is enough to open the breaker."""
+
+    def __init__(self, name: str, breaker: BreakerSettings, clock: Callable[[], float]) -> None:
+        self.last_error = ""
+        self.calls = self.failures = 0
+        self.suspected: Callable[[], bool] = lambda: False
+        self._name, self._breaker, self._clock = name, Breaker(breaker), clock
+        self._latency, self._latency_lock = LatencyRecorder(clock()), threading.Lock()
+
+    @property
+    def state(self) -> BreakerState:
+        return self._breaker.state(self._clock())
+
+    @property
+    def closed(self) -> bool:
+        """Whether the breaker lets every call through."""
+        return self.state is BreakerState.CLOSED
+
+    def obstacle(self) -> SkippedBackend | None:
+        """That the breaker lets no call through now."""
+        if self.state is not BreakerState.OPEN:
+            return None
+        return self.skipped(f"{self.last_error}; next trial in {self._breaker.wait_s(self._clock()):.1f} s", failed=True)
+
+    def unready(self) -> SkippedBackend:
+        """That it waits to be loaded, anew if it broke."""
+        return self.skipped(LOADING) if self.closed else self.skipped(f"{self.last_error}; it is being loaded again", failed=True)
+
+    def broke(self, *, calls: int = 1, at_once: bool = False) -> None:
+        """Count so many broken calls in a row; `at_once` they open the breaker."""
+        self._breaker = self._breaker.failed(self._clock(), calls=calls, at_once=at_once or self.suspected())
+
+    def answered(self) -> None:
+        """It is sound: close the breaker, and count from nothing."""
+        self._breaker = self._breaker.succeeded()
+
+    def record(self, duration_s: float, calls: int = 1) -> None:
+        """That so many calls were answered together."""
+        with self._latency_lock:
+            self._latency.record(duration_s * 1e3, self._clock(), calls)
+
+    def latency(self) -> LatencySummary:
+        with self._latency_lock:
+            return self._latency.summary(self._clock())
+
+    def note(self, reason: str, error: Exception | None = None) -> SkippedBackend:
+        """What is wrong with it, logged where it is news."""
+        if reason != self.last_error:
+            logger.warning("backend %s %s", self._name, reason, exc_info=error)
+        self.last_error = reason
+        return self.skipped(reason, failed=True)
+
+    def skipped(self, reason: str, *, failed: bool = False) -> SkippedBackend:
+        return SkippedBackend(self._name, reason, failed)

@@ -1,0 +1,81 @@
+"""What the backends of a stage share: the model, the stage's rules, and one thread in which engines run, one call after another."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+from cluster.bundle import Bundle
+from cluster.engines.breaker import BreakerSettings
+from cluster.engines.stage_rules import StageRules
+from cluster.values import SkippedBackend
+
+T = TypeVar("T")
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT")
+
+AskBatch: TypeAlias = Callable[[list[RequestT]], Awaitable[Sequence[AnswerT | SkippedBackend]]]
+AskOne: TypeAlias = Callable[[RequestT], Awaitable[AnswerT | SkippedBackend]]
+Join: TypeAlias = Callable[[str, AskBatch[RequestT, AnswerT]], AskOne[RequestT, AnswerT]]
+"""(backend's name, what answers a batch) -> what takes one request, and answers it in a batch with others."""
+
+
+class Run(Protocol):
+    """Does work in some thread, and waits for it."""
+
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+async def beside(work: Callable[[], T]) -> T:
+    """In a thread of its own, beside the engine thread."""
+    return await asyncio.to_thread(work)
+
+
+class EngineThread:
+    """`run` does one piece of work after another, so that the event loop stays free and no engine is called twice at a time."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self.busy_s = 0.0
+
+    async def run(self, work: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        try:
+            working = loop.run_in_executor(self._pool, work)
+        except RuntimeError:  # the stage was closed meanwhile: what is under way ends in another thread
+            working = loop.run_in_executor(None, work)
+        return await working
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """As `run`, and counted as busy: what is computed for requests, of which more replicas could take some."""
+        return await self.run(lambda: self._timed(work))
+
+    def close(self) -> None:
+        """Returns when the work that runs has ended."""
+        self._pool.shutdown()
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        began = monotonic()
+        try:
+            return work()
+        finally:
+            self.busy_s += monotonic() - began
+
+
+@dataclass(slots=True, eq=False)
+class EngineRoom(Generic[RequestT, AnswerT]):
+    """`join` puts requests to one backend into batches; None: a batch is what the controller is called with.
+
+    `loads_on_demand`: a call loads the backend it needs, until refreshes do so beside the calls.
+    """
+
+    bundle: Bundle
+    rules: StageRules[RequestT, AnswerT]
+    breaker: BreakerSettings
+    retries: int
+    clock: Callable[[], float]
+    join: Join[RequestT, AnswerT] | None = None
+    loads_on_demand: bool = True
+    thread: EngineThread = field(default_factory=EngineThread)

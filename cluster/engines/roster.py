@@ -1,0 +1,115 @@
+"""The backends of a stage, and the order in which they are asked."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar
+
+from cluster.engines.managed_backend import ManagedBackend
+from cluster.engines.room import EngineRoom
+from cluster.errors import ConfigError, UnknownChoice
+
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT")
+Selection = Literal["ordered", "fastest"]
+
+
+class Roster(Generic[RequestT, AnswerT]):
+    """`first` is asked before all others, also where the order leaves it out; `suspects` after them, until they have answered here.
+
+    Raises UnknownChoice or ConfigError where the order does not fit the table.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        room: EngineRoom[RequestT, AnswerT],
+        table: Mapping[str, str],
+        order: Sequence[str],
+        *,
+        selection: Selection,
+        options: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        self.first: str | None = None
+        self.suspects: frozenset[str] = frozenset()
+        self._stage, self._room = stage, room
+        self._backends: dict[str, ManagedBackend[RequestT, AnswerT]] = {}
+        self._backends = self._made(table, options)
+        self._order, self.selection = self._checked_order(order, self._backends), _checked_selection(selection)
+
+    def __iter__(self) -> Iterator[ManagedBackend[RequestT, AnswerT]]:
+        """All of them as they are now, also those that the order leaves out."""
+        return iter(list(self._backends.values()))
+
+    def __contains__(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:
+        return self._backends.get(backend.name) is backend
+
+    def named(self, name: str) -> ManagedBackend[RequestT, AnswerT]:
+        return self._known(name, self._backends)
+
+    def ranked(self) -> list[ManagedBackend[RequestT, AnswerT]]:
+        """Those that may serve, in the order they are asked."""
+        ranked = [self._backends[name] for name in self._order]
+        if self.selection == "fastest":
+            ranked.sort(key=lambda backend: float("inf") if (measured := backend.measured_ms) is None else measured)
+        if suspects := self.suspects:
+            ranked.sort(key=lambda backend: backend.name in suspects and not backend.proven)
+        if first := self._backends.get(self.first or ""):
+            ranked = [first, *(backend for backend in ranked if backend is not first)]
+        return ranked
+
+    def ready(self) -> list[ManagedBackend[RequestT, AnswerT]]:
+        """What is loaded and may be asked, as the order has it."""
+        return [backend for name in self._order if (backend := self._backends[name]).loaded and not backend.obstacle()]
+
+    def change(
+        self,
+        *,
+        order: Sequence[str] | None = None,
+        enabled: Mapping[str, bool] | None = None,
+        selection: Selection | None = None,
+        table: Mapping[str, str] | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> list[ManagedBackend[RequestT, AnswerT]]:
+        """Change what is given, all or nothing; which backends are gone then."""
+        backends = self._backends if table is None else self._made(table, options or {})
+        new_order = self._checked_order(self._order if order is None else order, backends)
+        new_selection = self.selection if selection is None else _checked_selection(selection)
+        switched = [(self._known(name, backends), on) for name, on in (enabled or {}).items()]
+        gone = [backend for name, backend in self._backends.items() if backends.get(name) is not backend]
+        self._backends, self._order, self.selection = backends, new_order, new_selection
+        for backend, on in switched:
+            backend.enabled = on
+        return gone
+
+    def _made(self, table: Mapping[str, str], options: Mapping[str, Mapping[str, Any]]) -> dict[str, ManagedBackend[RequestT, AnswerT]]:
+        """A backend for each name of the table: the one there is where its import string and options are the same."""
+        backends = {}
+        for name, path in table.items():
+            backend, given = self._backends.get(name), dict(options.get(name, {}))
+            if backend is None or (backend.import_string, backend.options) != (path, given):
+                backend = ManagedBackend(name, path, self._room, given)
+                backend.health.suspected = partial(self._is_suspect, backend)
+            backends[name] = backend
+        return backends
+
+    def _is_suspect(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:
+        others = (other for other in self.ranked() if other is not backend)
+        return backend.name in self.suspects and any(other.unfit() is None for other in others)
+
+    def _known(self, name: str, backends: Mapping[str, ManagedBackend[RequestT, AnswerT]]) -> ManagedBackend[RequestT, AnswerT]:
+        if name not in backends:
+            raise UnknownChoice(self._stage, name, backends)
+        return backends[name]
+
+    def _checked_order(self, order: Sequence[str], backends: Mapping[str, ManagedBackend[RequestT, AnswerT]]) -> tuple[str, ...]:
+        for name in order:
+            self._known(name, backends)
+        if not order or len(set(order)) != len(order):
+            raise ConfigError(f"the order of {self._stage} backends is {list(order)}; name each backend that may serve once, at least one")
+        return tuple(order)
+
+
+def _checked_selection(selection: Selection) -> Selection:
+    if selection not in ("ordered", "fastest"):
+        raise UnknownChoice("selection", selection, ("ordered", "fastest"))
+    return selection

@@ -1,0 +1,71 @@
+"""The place of a backend's engine: made for the first probe, loaded, closed, and then made anew."""
+
+import importlib
+import logging
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+from cluster.engines.engine import Batches, Engine, Queue
+from cluster.engines.room import EngineRoom, Run
+from cluster.engines.skipped import reason_of
+from cluster.registry import resolve
+from cluster.values import Availability
+
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT")
+logger = logging.getLogger(__name__)
+
+
+class EngineSlot(Generic[RequestT, AnswerT]):
+    """Its methods take turns, but for `close`, which is the last one."""
+
+    def __init__(self, name: str, import_string: str, options: Mapping[str, Any], room: EngineRoom[RequestT, AnswerT]) -> None:
+        self.engine: Engine[RequestT, AnswerT] | None = None
+        self.loaded = False
+        self._name, self._import_string, self._options, self._room = name, import_string, options, room
+        self._holds = False  # a load was begun, whether or not it ended well: there is something to close
+
+    def get_availability(self) -> Availability:
+        """Whether the backend can serve here; never raises. For a thread: it imports the backend's module."""
+        try:
+            availability: Availability = self._made().backend.get_availability(self._room.bundle)
+        except ImportError as error:
+            return Availability.no(f"{self._import_string} cannot be imported: {error}")
+        except Exception as error:  # noqa: BLE001 - the module, the constructor and the probe are the backend's code
+            return Availability.no(f"its probe broke: {reason_of(error)}")
+        return availability
+
+    async def load(self, run: Run) -> None:
+        """Make the engine ready to answer. Raises what the backend raises."""
+        self._holds = True
+        await run(lambda: self._made().backend.load(self._room.bundle))
+        self.loaded = True
+
+    async def unload(self, run: Run) -> None:
+        if engine := self._vacated():
+            await run(lambda: self._close(engine))
+
+    def close(self) -> None:
+        """As `unload`, at once and in this thread."""
+        if engine := self._vacated():
+            self._close(engine)
+
+    def _made(self) -> Engine[RequestT, AnswerT]:
+        if self.engine is None:
+            importlib.invalidate_caches()  # a package may have been installed since the last probe
+            backend = resolve(self._import_string)(**self._options)
+            kind = Queue if hasattr(backend, "ainfer") else Batches
+            self.engine = kind(backend, self._room.rules.nonsense, self._room.clock)
+        return self.engine
+
+    def _vacated(self) -> Engine[RequestT, AnswerT] | None:
+        """The engine that is to be closed, if there is one: from now on no call reaches it."""
+        engine, self.engine = self.engine, None
+        held, self._holds, self.loaded = self._holds, False, False
+        return engine if held else None
+
+    def _close(self, engine: Engine[RequestT, AnswerT]) -> None:
+        try:
+            engine.backend.close()
+        except Exception:  # a foreign engine may raise anything, and it is no longer needed
+            logger.warning("backend %s broke while it was closed", self._name, exc_info=True)

@@ -1,0 +1,47 @@
+"""A stage and its backends as a replica sees them: what is reported, shown and counted."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cluster.engines.breaker import BreakerState
+from cluster.engines.latency import LatencySummary
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSnapshot:
+    """One backend as its replica sees it.
+
+    `calls` counts requests, `failures` those it broke on, `fallbacks` those it answered after a preferred backend was passed over.
+    `rank` is its place in the order (0 is asked first), None where the order leaves it out. `reason` says why it would not be asked now.
+    `kept` is what it says it keeps of users, empty where it says nothing.
+    """
+
+    name: str
+    import_string: str
+    available: bool
+    reason: str
+    enabled: bool
+    rank: int | None
+    loaded: bool
+    breaker: BreakerState
+    last_error: str
+    calls: int
+    failures: int
+    fallbacks: int
+    latency: LatencySummary
+    kept: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StageSnapshot:
+    """A stage as the operator sees it; the backends stand in the order they are asked, those left out of it at the end."""
+
+    stage: str
+    explanation: str
+    backends: tuple[BackendSnapshot, ...]
+
+    @property
+    def settled(self) -> bool:
+        """Whether the first choice that can run here is loaded or has failed: what serves now will serve until something changes."""
+        able = [one for one in self.backends if one.rank is not None and one.available and one.enabled]
+        return not able or able[0].loaded or able[0].breaker is not BreakerState.CLOSED
