@@ -23,11 +23,10 @@ from cluster.dataset import Dataset
 from cluster.errors import ConfigError
 from cluster.registry import DATASETS, choose
 from cluster.values import Action
+from deployments.training.provenance import READ_AS
 from integrations.datasets.options import GROUPLENS, BadRows, Columns, ItemColumns, ReadOptions, TimestampUnit, default_cache
 
 T = TypeVar("T")
-READ_AS = "read_as"
-"""Where a manifest's `training` says how the data set was read."""
 _BY_DEFAULT = "column of a table; by default the usual names are tried"
 _OF_ONE_RUN = {"progress", "cache", "mirror"}
 

@@ -106,7 +106,7 @@ def published(model_dir: Path, dataset: Dataset) -> Bundle:
     except BundleError as error:
         if BundleStore(model_dir).versions():
             console.print(f"[yellow]model[/]  {escape(str(error))}; the demo's own is published beside it")
-        from deployments.cli.pretrained import publish_pretrained  # noqa: PLC0415 - it imports torch, while Ray and Serve start already
+        from deployments.training.pretrained import publish_pretrained  # noqa: PLC0415 - it imports torch, while Ray and Serve start already
 
         return publish_pretrained(DEMO_MODEL, dataset, model_dir)
 

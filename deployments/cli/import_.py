@@ -7,9 +7,10 @@ import typer
 
 from cluster.bundle import ModelRecord
 from cluster.registry import DATASETS
-from deployments.cli.dataset_options import READ_AS, DatasetOptions, described, open_dataset
+from deployments.cli.dataset_options import DatasetOptions, described, open_dataset
 from deployments.cli.evaluate import print_quality
-from deployments.cli.publishing import publish
+from deployments.training.provenance import READ_AS
+from deployments.training.publishing import publish
 from integrations.hstu.meta_checkpoint import from_meta, raw_id_rows, read_meta_checkpoint, read_meta_config
 from pipelines.evaluate import evaluate
 

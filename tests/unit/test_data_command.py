@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from cluster.errors import ConfigError, UnknownChoice
 from cluster.values import Action
 from deployments.cli.data import app
-from deployments.cli.dataset_options import READ_AS, DatasetOptions, as_trained, described, open_dataset, with_dataset_options
+from deployments.cli.dataset_options import DatasetOptions, as_trained, described, open_dataset, with_dataset_options
+from deployments.training.provenance import READ_AS
 from integrations.datasets.options import TimestampUnit
 from tests.unit.test_datasets_table import CSV, written
 
