@@ -23,6 +23,7 @@ from cluster.dataset import Dataset
 from cluster.errors import ConfigError
 from cluster.registry import DATASETS, choose
 from cluster.values import Action
+from deployments.cli.fields import declare
 from deployments.training.provenance import READ_AS
 from integrations.datasets.options import GROUPLENS, BadRows, Columns, ItemColumns, ReadOptions, TimestampUnit, default_cache
 
@@ -138,9 +139,7 @@ def with_dataset_options(command: Callable[..., T] | None = None, *, optional: b
         dataset = DatasetOptions(**{parameter.name: given.pop(parameter.name) for parameter in spread})
         return command(dataset, **given)
 
-    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in [*spread, *own]]
-    spread_command.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]  # how inspect lets a wrapper tell its own
-    spread_command.__annotations__ = {parameter.name: parameter.annotation for parameter in keywords}
+    declare(spread_command, [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in [*spread, *own]])
     return spread_command
 
 

@@ -21,6 +21,8 @@ from cluster.errors import ConfigError
 T = TypeVar("T")
 CALLED: Mapping[str, str] = {"batch_windows": "batch"}
 """Field -> the option's name, where they differ."""
+ONLY_ON = {"compile"}
+"""Flags without a --no form."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,9 @@ class Fields:
     def _parameter(self, name: str, value: type[BaseModel]) -> inspect.Parameter:
         field = value.model_fields[name]
         kind: Any = str if get_origin(field.annotation) is Literal else field.annotation
-        annotation = Annotated[kind, typer.Option(help=field.description)]
         called = self.prefix + CALLED.get(name, name)
+        forms = [f"--{called}"] if name in ONLY_ON else []
+        annotation = Annotated[kind, typer.Option(*forms, help=field.description)]
         return inspect.Parameter(called, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
 
 
@@ -54,7 +57,7 @@ def as_options(prefix: str = "") -> Iterator[None]:
 
 
 def with_fields(command: Callable[..., T]) -> Callable[..., T]:
-    """The command, each of whose parameters with Fields is spread out into the options."""
+    """The command with an option for each of the fields of its values."""
     own = inspect.signature(command, eval_str=True).parameters
     groups = {name: group for name, parameter in own.items() if (group := _group(parameter.annotation))}
     spread = {name: fields.parameters(value) for name, (value, fields) in groups.items()}
@@ -68,9 +71,14 @@ def with_fields(command: Callable[..., T]) -> Callable[..., T]:
         return command(*positional, **given)
 
     parameters = [one for name, parameter in own.items() for one in (spread[name].values() if name in spread else [parameter])]
-    spread_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # how inspect lets a wrapper tell its own
-    spread_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    declare(spread_command, parameters)
     return spread_command
+
+
+def declare(command: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> None:
+    """Let a wrapper have these parameters, as far as typer can see."""
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
 def _group(annotation: Any) -> tuple[type[BaseModel], Fields] | None:
