@@ -79,7 +79,7 @@ async def encode(request: EncodeRequest, within_s: float) -> StageAnswer[Encoded
     return StageAnswer(served.answer, StageReport("encode", served.backend, served.duration_ms, served.fallback_from), bundle.version)
 
 
-# %% Recommend to a user who has watched three westerns, and say why.
+# %% Recommend to a user after three westerns, and say why.
 from cluster.values import Behaviour, RecommendRequest  # noqa: E402
 from pipelines.recommend import Recommender  # noqa: E402
 

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from cluster.bundle import BundleStore
-from deployments.cli.dataset_options import DatasetOptions, as_trained, tell_skipped
+from deployments.cli.dataset_options import tell_skipped
+from deployments.training.dataset_options import DatasetOptions, as_trained
 from deployments.training.new_items import publish_with
 from deployments.training.provenance import READ_AS
 from integrations.datasets.table import read_items

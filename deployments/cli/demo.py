@@ -24,11 +24,12 @@ from cluster.dataset import Dataset
 from cluster.errors import BundleError
 from cluster.values import Action
 from deployments.cli.compiling import CompiledBeside
-from deployments.cli.dataset_options import DatasetOptions, open_dataset
+from deployments.cli.dataset_options import open_dataset
 from deployments.cli.demo_answers import Asked, ask, best_answer, first_answer
 from deployments.cli.local_serve import LocalServe, require_free
 from deployments.cli.serve import Profile
 from deployments.shipped import DEMO_MODEL, RAY_CONFIG
+from deployments.training.dataset_options import DatasetOptions
 
 SHOWN_HISTORY = 3
 console = Console(highlight=False)

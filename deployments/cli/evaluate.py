@@ -12,7 +12,9 @@ from rich.table import Table
 from cluster.bundle import Bundle, BundleStore
 from cluster.dataset import Dataset
 from cluster.errors import ConfigError
-from deployments.cli.dataset_options import DatasetOptions, as_trained, open_dataset, with_dataset_options
+from deployments.cli.dataset_options import OPTIONAL_DATASET, open_dataset
+from deployments.cli.fields import with_fields
+from deployments.training.dataset_options import DatasetOptions, as_trained
 from deployments.training.generative import measure_strategies
 from deployments.training.provenance import require_same_items
 from integrations.hstu.weights import load_model
@@ -20,9 +22,9 @@ from pipelines import evaluate as evaluation
 from pipelines.splits import TEST, VALIDATION
 
 
-@with_dataset_options(optional=True)
+@with_fields
 def evaluate(
-    dataset: DatasetOptions,
+    dataset: Annotated[DatasetOptions, OPTIONAL_DATASET],
     *,
     model_dir: Annotated[Path | None, typer.Option(help="where the model is published (default: models/DATASET)")] = None,
     version: Annotated[int | None, typer.Option(help="which version (default: the current one)")] = None,
@@ -59,7 +61,7 @@ def open_with_dataset(asked: DatasetOptions, model_dir: Path | None, version: in
         bundle = BundleStore(model_dir).open(version)
         data = open_dataset(as_trained(asked, bundle))
     else:
-        raise ConfigError("say which model, --model-dir MODEL_DIR, or which DATASET, whose model is in models/DATASET")
+        raise ConfigError("say which model, --model-dir MODEL_DIR, or which DATASET, for the model in models/DATASET")
     require_same_items(bundle, data)
     return bundle, data
 

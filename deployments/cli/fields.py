@@ -8,9 +8,9 @@ has --epochs and --seed, with the fields' defaults and descriptions. What pydant
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
@@ -21,28 +21,31 @@ from cluster.errors import ConfigError
 T = TypeVar("T")
 CALLED: Mapping[str, str] = {"batch_windows": "batch"}
 """Field -> the option's name, where they differ."""
-ONLY_ON = {"compile"}
-"""Flags without a --no form."""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Which fields of a value are options, and what their names begin with."""
+    """Which fields of a value are options, and what their names begin with.
+
+    `declared`: field -> typer's own Option or Argument, where its description alone will not do; `required`: those without a default.
+    """
 
     names: Sequence[str]
     prefix: str = ""
+    declared: Mapping[str, Any] = field(default_factory=dict)
+    required: Collection[str] = ()
 
     def parameters(self, value: type[BaseModel]) -> dict[str, inspect.Parameter]:
         """Field -> the command's parameter."""
         return {name: self._parameter(name, value) for name in self.names}
 
     def _parameter(self, name: str, value: type[BaseModel]) -> inspect.Parameter:
-        field = value.model_fields[name]
-        kind: Any = str if get_origin(field.annotation) is Literal else field.annotation
+        known = value.model_fields[name]
+        kind: Any = str if get_origin(known.annotation) is Literal else known.annotation
+        annotation = Annotated[kind, self.declared.get(name) or typer.Option(help=known.description)]
+        default = inspect.Parameter.empty if name in self.required else known.default
         called = self.prefix + CALLED.get(name, name)
-        forms = [f"--{called}"] if name in ONLY_ON else []
-        annotation = Annotated[kind, typer.Option(*forms, help=field.description)]
-        return inspect.Parameter(called, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
+        return inspect.Parameter(called, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 @contextmanager
@@ -63,22 +66,18 @@ def with_fields(command: Callable[..., T]) -> Callable[..., T]:
     spread = {name: fields.parameters(value) for name, (value, fields) in groups.items()}
 
     @functools.wraps(command)
-    def spread_command(*positional: Any, **given: Any) -> T:
+    def spread_command(**given: Any) -> T:
         for name, (value, fields) in groups.items():
             with as_options(fields.prefix):
                 asked = {field: given.pop(parameter.name) for field, parameter in spread[name].items()}
                 given[name] = value.model_validate(asked)
-        return command(*positional, **given)
+        return command(**given)
 
-    parameters = [one for name, parameter in own.items() for one in (spread[name].values() if name in spread else [parameter])]
-    declare(spread_command, parameters)
+    every = [one for name, parameter in own.items() for one in (spread[name].values() if name in spread else [parameter])]
+    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in every]
+    spread_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # how inspect lets a wrapper tell its own
+    spread_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return spread_command
-
-
-def declare(command: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> None:
-    """Let a wrapper have these parameters, as far as typer can see."""
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
 def _group(annotation: Any) -> tuple[type[BaseModel], Fields] | None:

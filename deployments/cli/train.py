@@ -7,9 +7,10 @@ from typing import Annotated, cast
 
 import typer
 
-from deployments.cli.dataset_options import DatasetOptions, described, open_dataset, with_dataset_options
+from deployments.cli.dataset_options import DATASET, open_dataset
 from deployments.cli.evaluate import print_quality, print_strategies
 from deployments.cli.fields import Fields, with_fields
+from deployments.training.dataset_options import DatasetOptions
 from deployments.training.plan import NO_DECODER, DecoderPlan, ModelPlan, TrainingPlan
 from deployments.training.pretrained import export_pretrained
 from deployments.training.progress import TrainingProgress
@@ -25,18 +26,20 @@ from pipelines.train_ranker import RankerOptions
 from pipelines.training_run import RunOptions, forget_checkpoints
 
 MODEL = Fields(("family", "dim", "layers", "heads", "head_dim", "max_history", "dropout"))
-LEARNING = ("epochs", "batch_users", "learning_rate", "schedule", "loss", "negatives", "seen_as_negatives", "window", "validate_every",
-            "patience", "seed", "compile")  # fmt: skip
+LEARNING = Fields(
+    ("epochs", "batch_users", "learning_rate", "schedule", "loss", "negatives", "seen_as_negatives", "window", "validate_every",
+     "patience", "seed", "compile"),
+    declared={"compile": typer.Option("--compile", help=TrainOptions.model_fields["compile"].description)},
+)  # fmt: skip
 
 
-@with_dataset_options
 @with_fields
 def train(
-    dataset: DatasetOptions,
+    dataset: Annotated[DatasetOptions, DATASET],
     *,
     model_dir: Annotated[Path | None, typer.Option(help="where versions are published (default: models/DATASET)")] = None,
     model: Annotated[ModelPlan, MODEL],
-    encoder: Annotated[TrainOptions, Fields(LEARNING)],
+    encoder: Annotated[TrainOptions, LEARNING],
     refit: Annotated[bool, typer.Option(help="train anew with the validation events learnt too, as long as validation chose")] = False,
     decoder: Annotated[str, typer.Option(help=f"size of the semantic-ID decoder: {', '.join(PRESETS)} or {NO_DECODER}")] = "tiny",
     decoding: Annotated[DecoderOptions, Fields(("epochs", "learning_rate", "batch_windows", "precision"), prefix="decoder_")],
@@ -58,7 +61,7 @@ def train(
     run = RunOptions(refit=refit, device=device, checkpoint=target / ".training", resume=resume)
     with TrainingProgress() as progress:
         trained = train_version(plan, data, run, progress)
-    bundle = trained.publish(target, {READ_AS: described(dataset)})
+    bundle = trained.publish(target, {READ_AS: dataset.described()})
     forget_checkpoints(run)
     if export:
         export_pretrained(bundle, export, shlex.join(["genrec", *sys.argv[1:]]))

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from deployments.cli.dataset_options import DatasetOptions, with_dataset_options
+from deployments.cli.dataset_options import OPTIONAL_DATASET
 from deployments.cli.evaluate import open_with_dataset
 from deployments.cli.fields import Fields, with_fields
+from deployments.training.dataset_options import DatasetOptions
 from deployments.training.pretrained import export_pretrained
 from deployments.training.progress import TrainingProgress
 from deployments.training.ranking import publish_ranking, train_ranking_of
@@ -17,10 +18,9 @@ from pipelines.train_ranker import RankerOptions
 from pipelines.training_run import RunOptions, TrainingRun
 
 
-@with_dataset_options(optional=True)
 @with_fields
 def train_ranker(
-    dataset: DatasetOptions,
+    dataset: Annotated[DatasetOptions, OPTIONAL_DATASET],
     *,
     model_dir: Annotated[Path | None, typer.Option(help="where the model is published (default: models/DATASET)")] = None,
     options: Annotated[RankerOptions, Fields(("epochs", "batch_users", "learning_rate", "negatives", "seed"))],
