@@ -23,9 +23,9 @@ import numpy as np
 import typer
 
 from cluster.config import read
-from deployments.cli.dataset_options import DatasetOptions, open_dataset
 from deployments.cli.demo import request_of
 from deployments.cli.local_serve import LocalServe
+from deployments.training.dataset_options import DatasetOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 FAST = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
@@ -49,7 +49,7 @@ def main(
     """Measure, print and file."""
     if front == "haproxy":
         os.environ.update(FAST)
-    dataset, rng = open_dataset(DatasetOptions(name="ml-100k")), np.random.default_rng(0)
+    dataset, rng = DatasetOptions(name="ml-100k").read(), np.random.default_rng(0)
     chosen = rng.choice(dataset.interactions.users, users, replace=False)
     lines = [
         f"# Kept answers beside computed ones\n\nServe's front: {front}. {users} users of MovieLens-100K, {rounds} rounds, one caller.\n"

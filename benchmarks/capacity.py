@@ -28,9 +28,9 @@ import typer
 
 from cluster.bundle import BundleStore
 from cluster.config import read
-from deployments.cli.dataset_options import DatasetOptions, open_dataset
 from deployments.cli.demo import request_of
 from deployments.cli.local_serve import LocalServe
+from deployments.training.dataset_options import DatasetOptions
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.model_parameter_calculator import model_size
 
@@ -123,7 +123,7 @@ def measure(
 
 async def _measured(url: str, serving: int, count: int) -> dict[str, dict[str, float]]:
     """Kind of answer -> role -> milliseconds of processor time a request."""
-    dataset, rng = open_dataset(DatasetOptions(name="ml-100k")), np.random.default_rng(0)
+    dataset, rng = DatasetOptions(name="ml-100k").read(), np.random.default_rng(0)
     users = [int(user) for user in rng.choice(dataset.interactions.users, min(count, dataset.interactions.users), replace=False)]
     bodies = [{**request_of(dataset, user, 10), "request_time": None} for user in users]
     kinds: dict[str, list[dict[str, Any]]] = {

@@ -24,8 +24,8 @@ import typer
 from cluster.bundle import BundleStore
 from cluster.dataset import Dataset
 from cluster.values import Action
-from deployments.cli.dataset_options import DatasetOptions, open_dataset
 from deployments.cli.local_serve import LocalServe
+from deployments.training.dataset_options import DatasetOptions
 from pipelines.splits import TEST, Example, held_out
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,7 +56,7 @@ def main(
     port: Annotated[int, typer.Option()] = 8012,
 ) -> None:
     """Measure, print and file."""
-    dataset = open_dataset(DatasetOptions(name=name, path=path))
+    dataset = DatasetOptions(name=name, path=path).read()
     directory = model_dir or Path("models") / dataset.name
     bundle = BundleStore(directory).open()
     examples = list(held_out(dataset.interactions, TEST))

@@ -31,7 +31,7 @@ from integrations.hstu.sequence_model import SequenceModel
 from integrations.hstu.weights import save_weights
 from pipelines.epochs import EpochReport, chosen_device
 from pipelines.train import TrainOptions
-from pipelines.training_run import RunOptions, train_model
+from pipelines.training_run import RunOptions, TrainingRun, train_model
 
 RESULTS = Path(__file__).parent / "results"
 METRICS = ("hr@10", "hr@50", "hr@200", "ndcg@10", "ndcg@50", "mrr")
@@ -92,7 +92,8 @@ def run(name: str, seed: int, dataset: Dataset, *, compiled: bool, weights: Path
     options = TrainOptions.model_validate({**COMMON, **configuration.options, "seed": seed, "compile": compiled})
     log = EpochLog()
     checkpoint = weights / f"{name}-{seed}.ckpt" if weights else None
-    trained = train_model(record, dataset, options, RunOptions(refit=configuration.refit, checkpoint=checkpoint), log)
+    around = RunOptions(refit=configuration.refit, checkpoint=checkpoint)
+    trained = train_model(TrainingRun(record, dataset, around, log), options)
     model = cast(SequenceModel, trained.model)
     if weights:
         save_weights(model.state_dict(), weights / f"{name}-{seed}.safetensors")

@@ -28,7 +28,7 @@ import typer
 from cluster.bundle import Bundle, BundleStore
 from cluster.config import Settings
 from cluster.values import StageReport
-from deployments.cli.dataset_options import DatasetOptions, open_dataset
+from deployments.training.dataset_options import DatasetOptions
 from pipelines.blend import BlendWeights, blend
 from pipelines.candidates import Candidates
 from pipelines.generative_run import Lists, serving_lists
@@ -48,7 +48,7 @@ def main(
     label: Annotated[str | None, typer.Option(help="of the results file (default: the data set's name)")] = None,
 ) -> None:
     """Measure, print and file."""
-    dataset = open_dataset(DatasetOptions(name=name, path=path))
+    dataset = DatasetOptions(name=name, path=path).read()
     bundle = BundleStore(model_dir or Path("models") / dataset.name).open()
     weights, serving = BlendWeights.of(bundle.manifest.blend), Settings()
     lines = [*_head(bundle, dataset.name, dataset.interactions.users, weights), *_columns()]

@@ -40,29 +40,28 @@ from integrations.datasets.table import read_table  # noqa: E402
 data = read_table(table, ReadOptions(items=titles))
 print(f"{data.interactions.users} users, {len(data.catalogue)} items, {len(data.interactions)} events")
 
-# %% Train an HSTU on all but each user's last two events; the second last chooses the epoch, the last measures. `genrec train` also trains
+# %% Train an HSTU on all but each user's last two events; the second last chooses the epoch, the last measures. A plan may also have
 # a decoder of semantic IDs, for generated items, and a ranker, for what users would do with given ones; without them, one stage serves.
-from cluster.bundle import ModelRecord  # noqa: E402
-from deployments.cli.training_progress import TrainingProgress  # noqa: E402
+from deployments.training.plan import ModelPlan, TrainingPlan  # noqa: E402
+from deployments.training.progress import TrainingProgress  # noqa: E402
+from deployments.training.version import train_version  # noqa: E402
 from pipelines.train import TrainOptions  # noqa: E402
-from pipelines.training_run import RunOptions, train_model  # noqa: E402
+from pipelines.training_run import RunOptions  # noqa: E402
 
-sizes = {"dim": 32, "layers": 1, "heads": 1, "attention_dim": 32, "linear_dim": 32, "max_history": 14, "max_length": 25}
-record = ModelRecord(family="hstu", config={**sizes, "items": len(data.catalogue)})
+plan = TrainingPlan(
+    ModelPlan(dim=32, layers=1, max_history=14), TrainOptions(epochs=16, batch_users=16, learning_rate=3e-3, validate_every=4)
+)
 with TrainingProgress() as progress:
-    trained = train_model(
-        record, data, TrainOptions(epochs=16, batch_users=16, learning_rate=3e-3, validate_every=4), RunOptions(device="cpu"), progress
-    )
-print(f"HR@10 of the last events: {trained.quality['hr@10']:.2f}; by chance it would be {10 / len(data.catalogue):.2f}")
+    trained = train_version(plan, data, RunOptions(device="cpu"), progress)
+print(f"HR@10 of the last events: {trained.encoder.quality['hr@10']:.2f}; by chance it would be {10 / len(data.catalogue):.2f}")
 
 # %% Publish a version, and compile its graphs. Engines for GPUs would be built for each of `targets`.
 from cluster.bundle import BundleStore  # noqa: E402
 from cluster.compilation import CompileOptions  # noqa: E402
-from deployments.cli.publishing import publish  # noqa: E402
 from pipelines.compile import compile_bundle  # noqa: E402
 
 store = BundleStore(here / "model")
-publish(store.root, record, trained.model, data, training={}, quality=trained.quality)
+trained.publish(store.root)
 bundle = compile_bundle(store, CompileOptions(targets=(), precisions=("fp32",)))
 print(f"{bundle.version}: {', '.join(f'{one.kind} {one.graph}' for one in bundle.manifest.artifacts)}")
 
@@ -80,7 +79,7 @@ async def encode(request: EncodeRequest, within_s: float) -> StageAnswer[Encoded
     return StageAnswer(served.answer, StageReport("encode", served.backend, served.duration_ms, served.fallback_from), bundle.version)
 
 
-# %% Recommend to a user who has watched three westerns, and say why.
+# %% Recommend to a user after three westerns, and say why.
 from cluster.values import Behaviour, RecommendRequest  # noqa: E402
 from pipelines.recommend import Recommender  # noqa: E402
 

@@ -31,13 +31,15 @@ class EpochOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    epochs: int = Field(default=100, ge=1)
+    epochs: int = Field(default=100, ge=1, description="at most, and the end of the learning-rate schedule")
     learning_rate: float = Field(default=1e-3, gt=0)
-    schedule: Literal["constant", "cosine"] = Field(default="cosine", description="cosine falls to a hundredth at the last epoch")
+    schedule: Literal["constant", "cosine"] = Field(
+        default="cosine", description="cosine or constant learning rate; cosine falls to a hundredth"
+    )
     validate_every: int = Field(
         default=1, ge=0, description="epochs between validations; 0: none, the last epoch counts and all but the test event is learnt"
     )
-    patience: int = Field(default=10, ge=1, description="validations without a better one after which training stops")
+    patience: int = Field(default=10, ge=1, description="validations without a better one before it stops")
     stop_after: int | None = Field(default=None, ge=1, description="stop after this many epochs, with `epochs` still the schedule's end")
     seed: int = 42
 

@@ -12,13 +12,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cluster.bundle import Bundle
-from cluster.dataset import Dataset, Interactions
+from cluster.dataset import Interactions
 from cluster.errors import ConfigError
 from cluster.protocols import Backend
 from cluster.registry import BACKENDS, DECODERS, choose
 from cluster.semantic_ids import SemanticIds
 from cluster.values import Encoded, EncodeRequest, Generated, GenerateRequest
-from pipelines.epochs import EpochReport
 from pipelines.fit_blend import Retrieved
 from pipelines.generation import prompt
 from pipelines.semantic_ids import Report, build_semantic_ids, report
@@ -26,7 +25,7 @@ from pipelines.sequence_models import TrainableModel
 from pipelines.splits import Example, held_out
 from pipelines.titles import with_titles
 from pipelines.train_decoder import DecoderOptions, DecoderTrainer, TrainableDecoder
-from pipelines.training_run import Observer, RunOptions, begin
+from pipelines.training_run import Trained, TrainingRun
 
 USERS_AT_ONCE = 32
 MOST_USERS = 20_000
@@ -38,44 +37,34 @@ class IdOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    levels: int = Field(default=3, ge=2, le=8)
-    codes: int | None = Field(default=None, ge=2, le=65_536, description="codes a level; default: as few as give two cells to each item")
-    title_weight: float = Field(default=0.0, ge=0, lt=1, description="share of titles and attributes in what items are clustered by")
+    levels: int = Field(default=3, ge=2, le=8, description="codes in a semantic ID")
+    codes: int | None = Field(default=None, ge=2, le=65_536, description="different codes a level (default: enough for two cells an item)")
+    title_weight: float = Field(default=0.0, ge=0, lt=1, description="share of titles in what semantic IDs are clustered by, 0 to 1")
 
 
-@dataclass(frozen=True, eq=False)
-class TrainedDecoder:
-    """A finished decoder, what became of its items' IDs, and how its training went."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainedDecoder(Trained):
+    """A finished decoder, and what became of its items' IDs."""
 
     decoder: TrainableDecoder
     ids: Report
-    best: EpochReport
-    epochs: int
-    seconds: float
 
 
 def train_decoder(
-    encoder: TrainableModel,
-    dataset: Dataset,
-    sizes: Mapping[str, Any],
-    ids: IdOptions,
-    options: DecoderOptions,
-    *,
-    run: RunOptions,
-    observer: Observer,
-    phase: str = "decoder",
+    run: TrainingRun, encoder: TrainableModel, sizes: Mapping[str, Any], ids: IdOptions, options: DecoderOptions, *, phase: str = "decoder"
 ) -> TrainedDecoder:
     """Train on all but each user's last two events, or with `validate_every=0` the last; the encoder stays as it is.
 
     `sizes` are keys of the decoder's configuration. Raises ConfigError where they do not fit it.
     """
-    vectors = encoder.item_vectors().detach().cpu().numpy()
+    dataset, vectors = run.dataset, encoder.item_vectors().detach().cpu().numpy()
     clustered = with_titles(vectors, dataset.catalogue, ids.title_weight) if ids.title_weight else vectors
     codes = build_semantic_ids(clustered, levels=ids.levels, codes=ids.codes, seed=options.seed)
-    trainer = DecoderTrainer(new_decoder(sizes, codes, vectors, options.seed), encoder, dataset.interactions, options, device=run.device)
+    decoder = new_decoder(sizes, codes, vectors, options.seed)
+    trainer = DecoderTrainer(decoder, encoder, dataset.interactions, options, device=run.options.device)
     trainer.identity = {"semantic IDs": codes.version, "decoder": dict(sizes)}
-    trainer.fit(after_batch=observer.batch, after_epoch=begin(trainer, phase, run, observer))
-    return TrainedDecoder(trainer.decoder, report(codes), trainer.best, trainer.epoch, trainer.seconds)
+    run.fit(trainer, phase)
+    return TrainedDecoder(best=trainer.best, epochs=trainer.epoch, seconds=trainer.seconds, decoder=trainer.decoder, ids=report(codes))
 
 
 def new_decoder(sizes: Mapping[str, Any], ids: SemanticIds, vectors: "np.ndarray[Any, Any]", seed: int) -> TrainableDecoder:

@@ -2,19 +2,19 @@
 recommendations are better with it as their last stage.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from pydantic import JsonValue
 
 from cluster.bundle import ModelRecord, RankerRecord
-from cluster.dataset import Dataset, Interactions
+from cluster.dataset import Interactions
 from cluster.ranking import RatingScale, Task
 from cluster.registry import RANKERS, choose
 from cluster.values import Int32Array
 from pipelines.blend import BlendWeights, Evidence
-from pipelines.epochs import EpochReport, chosen_device
+from pipelines.epochs import chosen_device
 from pipelines.evaluate_ranker import MeasuredRanker, ranker_quality
 from pipelines.fit_blend import CRITERION, Quality, places
 from pipelines.generative_run import Lists
@@ -24,45 +24,30 @@ from pipelines.scoring import combined
 from pipelines.sequence_models import TrainableModel
 from pipelines.splits import TEST
 from pipelines.train_ranker import RankerOptions, RankerTrainer, TrainableRanker
-from pipelines.training_run import Observer, RunOptions, begin
+from pipelines.training_run import Trained, TrainingRun
 
 FAMILY = "hstu"
 
 
-@dataclass(frozen=True, eq=False)
-class TrainedRanker:
-    """A finished ranker and its record, with its quality on the test events, and how its training went."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainedRanker(Trained):
+    """A finished ranker and its record, with its quality on the test events."""
 
     ranker: TrainableRanker
     record: RankerRecord
-    best: EpochReport
-    epochs: int
-    seconds: float
-
-    def with_last_stage(self, last_stage: bool) -> "TrainedRanker":
-        return replace(self, record=self.record.model_copy(update={"last_stage": last_stage}))
 
 
-def train_ranker(
-    encoder: TrainableModel,
-    model: ModelRecord,
-    dataset: Dataset,
-    options: RankerOptions,
-    *,
-    run: RunOptions,
-    observer: Observer,
-    phase: str = "ranker",
-) -> TrainedRanker:
+def train_ranker(run: TrainingRun, encoder: TrainableModel, options: RankerOptions, phase: str = "ranker") -> TrainedRanker:
     """Train on all but each user's last two events, or with `validate_every=0` the last. It begins with the encoder's weights."""
-    record = ranker_record(model, dataset.interactions)
-    trainer = RankerTrainer(new_ranker(record, encoder, options.seed), dataset.interactions, options, device=run.device)
+    interactions, device = run.dataset.interactions, run.options.device
+    record = ranker_record(run.record, interactions)
+    trainer = RankerTrainer(new_ranker(record, encoder, options.seed), interactions, options, device=device)
     trainer.identity = {"ranker": record.model_dump(mode="json")}
-    trainer.fit(after_batch=observer.batch, after_epoch=begin(trainer, phase, run, observer))
-    device = torch.device(chosen_device(run.device))
-    quality = ranker_quality(trainer.ranker, dataset.interactions, from_end=TEST, device=device)
+    run.fit(trainer, phase)
+    quality = ranker_quality(trainer.ranker, interactions, from_end=TEST, device=torch.device(chosen_device(device)))
     known = {name: value for name, value in quality.items() if np.isfinite(value)}
-    ranker = trainer.ranker.to(torch.device("cpu"))
-    return TrainedRanker(ranker, record.model_copy(update={"quality": known}), trainer.best, trainer.epoch, trainer.seconds)
+    ranker, record = trainer.ranker.to(torch.device("cpu")), record.model_copy(update={"quality": known})
+    return TrainedRanker(best=trainer.best, epochs=trainer.epoch, seconds=trainer.seconds, ranker=ranker, record=record)
 
 
 def ranker_record(model: ModelRecord, interactions: Interactions) -> RankerRecord:

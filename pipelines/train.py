@@ -27,16 +27,19 @@ SMALL_CATALOGUE = 20_000
 class TrainOptions(EpochOptions):
     """How to train. Defaults are HSTU's research code, save the full softmax and the smaller batch, which learn faster on a CPU."""
 
-    batch_users: int = Field(default=64, ge=1)
-    loss: Literal["auto", "full", "sampled"] = Field(default="auto", description=f"auto: full up to {SMALL_CATALOGUE} items")
+    batch_users: int = Field(default=64, ge=1, description="users in a batch")
+    loss: Literal["auto", "full", "sampled"] = Field(
+        default="auto",
+        description=f"softmax over the whole catalogue (full), over drawn items (sampled), or auto: full up to {SMALL_CATALOGUE} items",
+    )
     negatives: int = Field(default=128, ge=1, description="items drawn for each event by the sampled loss")
     temperature: float = Field(default=0.05, gt=0)
     seen_as_negatives: bool = Field(
         default=True,
         description="without, items a user has seen are no wrong answers: fits catalogues without repeated items",
     )
-    window: Window = Field(default="random", description="which part of a history longer than the model's window is trained on")
-    compile: bool = Field(default=False, description="torch.compile the layers: a few minutes once, then several times faster")
+    window: Window = Field(default="random", description="random: long histories give other windows too; latest: only the last")
+    compile: bool = Field(default=False, description="torch.compile: slow to start, then several times faster")
 
 
 class Trainer(EpochTrainer[list[Example], TrainOptions]):

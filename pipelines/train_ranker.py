@@ -32,9 +32,9 @@ from pipelines.splits import VALIDATION, Example, Window, training_examples
 class RankerOptions(EpochOptions):
     """How to train the ranker."""
 
-    epochs: int = Field(default=10, ge=1)
-    patience: int = Field(default=2, ge=1, description="validations without a better one after which training stops")
-    batch_users: int = Field(default=32, ge=1)
+    epochs: int = Field(default=10, ge=1, description="at most, and the end of its learning-rate schedule")
+    patience: int = Field(default=2, ge=1, description="validations without a better one before it stops")
+    batch_users: int = Field(default=32, ge=1, description="users in a batch")
     negatives: int = Field(default=4, ge=1, description="items drawn in each event's place, half of them by popularity")
     weight_decay: float = Field(default=0.01, ge=0)
     window: Window = Field(default="random", description="which part of a history longer than the ranker's window is trained on")

@@ -12,7 +12,7 @@ from cluster.bundle import ModelRecord
 from cluster.dataset import Dataset
 from cluster.errors import ConfigError, DataError
 from cluster.registry import MODELS, choose
-from pipelines.epochs import EpochReport, EpochTrainer, load_checkpoint, save_checkpoint
+from pipelines.epochs import EpochReport, EpochTrainer, OptionsT, load_checkpoint, save_checkpoint
 from pipelines.evaluate import evaluate
 from pipelines.sequence_models import TrainableModel
 from pipelines.train import Trainer, TrainOptions
@@ -40,19 +40,63 @@ class RunOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class TrainedModel:
-    """A finished run: `best` is the epoch that validation chose, `quality` the metrics on the test events, before and after a refit.
+class TrainingRun:
+    """What the phases of a run have in common: the model, the data, the options around them, and what is told of it."""
+
+    record: ModelRecord
+    dataset: Dataset
+    options: RunOptions
+    observer: Observer
+
+    def fit(self, trainer: EpochTrainer[Any, Any], phase: str) -> None:
+        """Train, from the phase's checkpoint where that is asked for. Raises DataError where there is nothing to resume."""
+        trainer.fit(after_batch=self.observer.batch, after_epoch=self._begin(trainer, phase))
+
+    def _begin(self, trainer: EpochTrainer[Any, Any], phase: str) -> Callable[[EpochReport], None]:
+        """What is returned, called after an epoch, shows and saves it."""
+        run = self.options
+        if phase == FIRST_PHASE and not run.resume:
+            forget_checkpoints(run)  # of a run that was abandoned: its later phases belong to another model
+        path = _checkpoint(run.checkpoint, phase) if run.checkpoint else None
+        if run.resume and path and path.is_file():
+            load_checkpoint(trainer, path)
+        elif run.resume and phase == FIRST_PHASE:  # a later phase may not have begun
+            raise DataError(f"there is no checkpoint {path} to resume from; start without --resume")
+        self.observer.phase(phase, trainer.options.stop_after or trainer.options.epochs, trainer.epoch)
+
+        def after_epoch(report: EpochReport) -> None:
+            self.observer.epoch(report)
+            if path:
+                save_checkpoint(trainer, path)
+
+        return after_epoch
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Trained:
+    """How a training went: `best` is the epoch that validation chose, of `epochs`; the seconds are those of a refit too."""
+
+    best: EpochReport
+    epochs: int
+    seconds: float
+
+    def course(self) -> dict[str, Any]:
+        """The same for the manifest's provenance."""
+        best = {"best_epoch": self.best.epoch, "validation": self.best.validation}
+        return {"epochs": self.epochs, **best, "seconds": round(self.seconds, 1)}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainedModel(Trained):
+    """A finished encoder: `quality` are the metrics on the test events, before and after a refit.
 
     `validated` is the model before the refit, which knows nothing of the validation events.
     """
 
     model: TrainableModel
     validated: TrainableModel
-    best: EpochReport
-    epochs: int
     quality: dict[str, float]
     quality_before_refit: dict[str, float]
-    seconds: float
 
 
 def new_model(record: ModelRecord, seed: int) -> TrainableModel:
@@ -67,59 +111,34 @@ def new_model(record: ModelRecord, seed: int) -> TrainableModel:
     return model
 
 
-def train_model(record: ModelRecord, dataset: Dataset, options: TrainOptions, run: RunOptions, observer: Observer) -> TrainedModel:
+def train_model(run: TrainingRun, options: TrainOptions) -> TrainedModel:
     """Train on all but each user's last two events, choosing the epoch by the second-last, and measure on the last.
 
-    With `run.refit` the model is then trained anew, for as many epochs as validation chose, with the second-last events learnt as well.
+    With `refit` the model is then trained anew, for as many epochs as validation chose, with the second-last events learnt as well.
     """
-    first = _train("train", record, dataset, options, run, observer)
-    quality = quality_before_refit = dict(evaluate(first.model, dataset.interactions))
-    last = first
-    if run.refit and options.validate_every:
-        again = options.model_copy(update={"validate_every": 0, "stop_after": first.best.epoch})
-        last = _train("refit", record, dataset, again, run, observer)
-        quality = dict(evaluate(last.model, dataset.interactions))
+    interactions = run.dataset.interactions
+    first = last = _train(run, options, "train")
+    quality = quality_before_refit = dict(evaluate(first.model, interactions))
+    if run.options.refit and options.validate_every:
+        last = _train(run, without_validation(options, first.best), "refit")
+        quality = dict(evaluate(last.model, interactions))
+    seconds = first.seconds + (last.seconds if last is not first else 0)
     return TrainedModel(
-        last.model,
-        first.model,
-        first.best,
-        first.epoch,
-        quality,
-        quality_before_refit,
-        first.seconds + (last.seconds if last is not first else 0),
-    )
+        best=first.best, epochs=first.epoch, seconds=seconds, model=last.model, validated=first.model,
+        quality=quality, quality_before_refit=quality_before_refit,
+    )  # fmt: skip
 
 
-def _train(  # noqa: PLR0917 - `train_model`'s own parameters
-    phase: str, record: ModelRecord, dataset: Dataset, options: TrainOptions, run: RunOptions, observer: Observer
-) -> Trainer:
-    trainer = Trainer(new_model(record, options.seed), dataset.interactions, options, device=run.device)
-    trainer.identity = record.model_dump(mode="json")
-    trainer.fit(after_batch=observer.batch, after_epoch=begin(trainer, phase, run, observer))
+def without_validation(options: OptionsT, best: EpochReport) -> OptionsT:
+    """Options of a refit: the validation events are learnt too, for as many epochs as they chose."""
+    return options.model_copy(update={"validate_every": 0, "stop_after": best.epoch})
+
+
+def _train(run: TrainingRun, options: TrainOptions, phase: str) -> Trainer:
+    trainer = Trainer(new_model(run.record, options.seed), run.dataset.interactions, options, device=run.options.device)
+    trainer.identity = run.record.model_dump(mode="json")
+    run.fit(trainer, phase)
     return trainer
-
-
-def begin(trainer: EpochTrainer[Any, Any], phase: str, run: RunOptions, observer: Observer) -> Callable[[EpochReport], None]:
-    """Begin a phase of a run, from its checkpoint where that is asked for; what is returned, called after an epoch, shows and saves it.
-
-    Raises DataError where there is nothing to resume: the first phase has no checkpoint.
-    """
-    if phase == FIRST_PHASE and not run.resume:
-        forget_checkpoints(run)  # of a run that was abandoned: its later phases belong to another model
-    path = _checkpoint(run.checkpoint, phase) if run.checkpoint else None
-    if run.resume and path and path.is_file():
-        load_checkpoint(trainer, path)
-    elif run.resume and phase == FIRST_PHASE:
-        raise DataError(f"there is no checkpoint {path} to resume from; start without --resume")
-    options = trainer.options
-    observer.phase(phase, options.stop_after or options.epochs, trainer.epoch)
-
-    def after_epoch(report: EpochReport) -> None:
-        observer.epoch(report)
-        if path:
-            save_checkpoint(trainer, path)
-
-    return after_epoch
 
 
 def forget_checkpoints(run: RunOptions) -> None:

@@ -18,7 +18,7 @@ COMMANDS = {
     "cluster": "deployments.cli.cluster:app",
     "data": "deployments.cli.data:app",
     "train": "deployments.cli.train:train",
-    "train-ranker": "deployments.cli.ranking:train_ranker_command",
+    "train-ranker": "deployments.cli.train_ranker:train_ranker",
     "evaluate": "deployments.cli.evaluate:evaluate",
     "import": "deployments.cli.import_:app",
     "add-items": "deployments.cli.add_items:add_items",

@@ -15,7 +15,7 @@ AT_MOST = (
 )
 """What a target may name: of the first the measured figure must be as large, of the others as small."""
 FRESH = ("computed", "none")
-"""Tiers of answers whose stages ran for them: the stages of others are of an earlier computation."""
+"""Tiers of answers that stages ran for: the stages of others are of an earlier computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Run:
-    """The plain requests, which took `seconds` all together, and after them those whose answers were streamed."""
+    """The plain requests, which took `seconds` all together, and after them those with streamed answers."""
 
     plain: Sequence[Seen]
     seconds: float

@@ -50,18 +50,25 @@ class Key:
 def configuration_reference() -> str:
     """The page, with a line's end at its end."""
     tree, defaults = Settings.model_json_schema(), Settings().model_dump(mode="json")
-    sections = _sections(tree)
-    plain = {name: schema for name, schema in tree["properties"].items() if name not in sections}
-    parts = [HEAD, _section("Top level", "", _keys(plain, defaults, tree))]
-    for name, schema in sections.items():
-        parts.append(_section(f"`{name}`", _about(name, schema), _keys(schema["properties"], defaults[name], tree)))
+    top: Schema = _inlined(tree["properties"], tree["$defs"])
+    plain = {name: schema for name, schema in top.items() if "properties" not in schema}
+    parts = [HEAD, _section("Top level", "", _keys(plain, defaults))]
+    for name, schema in top.items():
+        if name not in plain:
+            parts.append(_section(f"`{name}`", _about(name, schema), _keys(schema["properties"], defaults[name])))
     return "\n".join(parts)
 
 
-def _sections(tree: Schema) -> dict[str, Schema]:
-    """The parts of the top level, in its order."""
-    resolved = {name: _resolve(schema, tree) for name, schema in tree["properties"].items()}
-    return {name: schema for name, schema in resolved.items() if "properties" in schema}
+def _inlined(node: Any, parts: Schema) -> Any:
+    """A schema with each part in the place of the reference to it."""
+    match node:
+        case {"$ref": str() as reference, **beside}:
+            return _inlined({**parts[reference.rsplit("/", 1)[1]], **beside}, parts)
+        case dict():
+            return {key: _inlined(value, parts) for key, value in node.items()}
+        case list():
+            return [_inlined(value, parts) for value in node]
+    return node
 
 
 def _about(name: str, schema: Schema) -> str:
@@ -94,41 +101,27 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _keys(properties: Schema, defaults: Mapping[str, Any], tree: Schema, prefix: str = "") -> Iterator[Key]:
+def _keys(properties: Schema, defaults: Mapping[str, Any], prefix: str = "") -> Iterator[Key]:
     """The keys of a part, those of parts within it after its own; `[]` stands for each entry of a list, `{}` for each name of a map."""
     inner: list[tuple[str, Schema, Any]] = []
-    for name, raw in properties.items():
-        schema, default, path = _resolve(raw, tree), defaults.get(name, REQUIRED), prefix + name
+    for name, schema in properties.items():
+        default, path = defaults.get(name, REQUIRED), prefix + name
         if "properties" in schema and isinstance(default, Mapping):
             inner.append((f"{path}.", schema, default))
             continue
         yield Key(path, schema, default)
-        if entry := _entry(schema, tree):
+        if entry := _entry(schema):
             inner.append((path + entry[0], entry[1], {}))
     for path, schema, default in inner:
         of_entry = {name: raw.get("default", REQUIRED) for name, raw in schema["properties"].items()}
-        yield from _keys(schema["properties"], default or of_entry, tree, path)
+        yield from _keys(schema["properties"], default or of_entry, path)
 
 
-def _entry(schema: Schema, tree: Schema) -> tuple[str, Schema] | None:
+def _entry(schema: Schema) -> tuple[str, Schema] | None:
     """What one entry of a list or map, or a part that may be left out, holds, with its place in a path; None where that is no part."""
-    for mark, key in (("[].", "items"), (".{}.", "additionalProperties")):
-        if isinstance(schema.get(key), Mapping):
-            return next(((mark, one) for one in _alternatives(schema[key], tree) if "properties" in one), None)
-    return next(((".", one) for one in _alternatives(schema, tree) if "properties" in one), None)
-
-
-def _alternatives(schema: Schema, tree: Schema) -> list[Schema]:
-    return [_resolve(one, tree) for one in schema.get("anyOf", [schema])]
-
-
-def _resolve(schema: Schema, tree: Schema) -> Schema:
-    """With what it refers to in its place, at every depth but that of its own keys."""
-    if reference := schema.get("$ref"):
-        return {**tree["$defs"][reference.rsplit("/", 1)[1]], **{key: value for key, value in schema.items() if key != "$ref"}}
-    nested = {key: _resolve(schema[key], tree) for key in ("items", "additionalProperties") if isinstance(schema.get(key), Mapping)}
-    anyof = {"anyOf": [_resolve(one, tree) for one in schema["anyOf"]]} if "anyOf" in schema else {}
-    return {**schema, **nested, **anyof}
+    held = {mark: schema[key] for mark, key in (("[].", "items"), (".{}.", "additionalProperties")) if isinstance(schema.get(key), Mapping)}
+    mark, entry = next(iter(held.items()), (".", schema))
+    return next(((mark, one) for one in entry.get("anyOf", [entry]) if "properties" in one), None)
 
 
 def _type(schema: Schema) -> str:

@@ -15,7 +15,9 @@ from cluster.dataset import Dataset
 from cluster.errors import UnknownChoice
 from cluster.registry import DATASETS
 from cluster.values import Action
-from deployments.cli.dataset_options import DatasetOptions, open_dataset, with_dataset_options
+from deployments.cli.dataset_options import DATASET, open_dataset
+from deployments.cli.fields import with_fields
+from deployments.training.dataset_options import DatasetOptions
 from integrations.datasets.fetch import fetch_movielens
 from integrations.datasets.options import GROUPLENS, default_cache
 
@@ -38,9 +40,9 @@ def fetch(
 
 
 @app.command()
-@with_dataset_options
+@with_fields
 def inspect(
-    dataset: DatasetOptions,
+    dataset: Annotated[DatasetOptions, DATASET],
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Read a dataset and print its users, items, events, time span, sequence lengths and actions."""

@@ -24,11 +24,12 @@ from cluster.dataset import Dataset
 from cluster.errors import BundleError
 from cluster.values import Action
 from deployments.cli.compiling import CompiledBeside
-from deployments.cli.dataset_options import DatasetOptions, open_dataset
+from deployments.cli.dataset_options import open_dataset
 from deployments.cli.demo_answers import Asked, ask, best_answer, first_answer
 from deployments.cli.local_serve import LocalServe, require_free
 from deployments.cli.serve import Profile
 from deployments.shipped import DEMO_MODEL, RAY_CONFIG
+from deployments.training.dataset_options import DatasetOptions
 
 SHOWN_HISTORY = 3
 console = Console(highlight=False)
@@ -106,7 +107,7 @@ def published(model_dir: Path, dataset: Dataset) -> Bundle:
     except BundleError as error:
         if BundleStore(model_dir).versions():
             console.print(f"[yellow]model[/]  {escape(str(error))}; the demo's own is published beside it")
-        from deployments.cli.pretrained import publish_pretrained  # noqa: PLC0415 - it imports torch, while Ray and Serve start already
+        from deployments.training.pretrained import publish_pretrained  # noqa: PLC0415 - it imports torch, while Ray and Serve start already
 
         return publish_pretrained(DEMO_MODEL, dataset, model_dir)
 

@@ -11,18 +11,20 @@ from rich.table import Table
 
 from cluster.bundle import Bundle, BundleStore
 from cluster.dataset import Dataset
-from cluster.errors import ConfigError, DataError
-from deployments.cli.dataset_options import DatasetOptions, as_trained, open_dataset, with_dataset_options
-from deployments.cli.generative import measure_strategies
-from deployments.cli.publishing import item_order_sha256
+from cluster.errors import ConfigError
+from deployments.cli.dataset_options import OPTIONAL_DATASET, open_dataset
+from deployments.cli.fields import with_fields
+from deployments.training.dataset_options import DatasetOptions, as_trained
+from deployments.training.generative import measure_strategies
+from deployments.training.provenance import require_same_items
 from integrations.hstu.weights import load_model
 from pipelines import evaluate as evaluation
 from pipelines.splits import TEST, VALIDATION
 
 
-@with_dataset_options(optional=True)
+@with_fields
 def evaluate(
-    dataset: DatasetOptions,
+    dataset: Annotated[DatasetOptions, OPTIONAL_DATASET],
     *,
     model_dir: Annotated[Path | None, typer.Option(help="where the model is published (default: models/DATASET)")] = None,
     version: Annotated[int | None, typer.Option(help="which version (default: the current one)")] = None,
@@ -59,20 +61,9 @@ def open_with_dataset(asked: DatasetOptions, model_dir: Path | None, version: in
         bundle = BundleStore(model_dir).open(version)
         data = open_dataset(as_trained(asked, bundle))
     else:
-        raise ConfigError("say which model, --model-dir MODEL_DIR, or which DATASET, whose model is in models/DATASET")
-    _refuse_another_catalogue(bundle, data)
+        raise ConfigError("say which model, --model-dir MODEL_DIR, or which DATASET, for the model in models/DATASET")
+    require_same_items(bundle, data)
     return bundle, data
-
-
-def _refuse_another_catalogue(bundle: Bundle, dataset: Dataset) -> None:
-    """Catalogue indices of the data set are to mean the same items as those of the bundle."""
-    if item_order_sha256(bundle.catalogue) != item_order_sha256(dataset.catalogue):
-        added = bundle.manifest.training.get("added_items")
-        since = f"; genrec add-items added {added} of them: ask for a --version from before" if added else ""
-        raise DataError(
-            f"{bundle.version} knows {len(bundle.catalogue)} items, {dataset.source} has {len(dataset.catalogue)}, and they are not "
-            f"the same in the same order; give the data set the model was trained on{since}"
-        )
 
 
 def print_strategies(quality: Mapping[str, Mapping[str, float]], title: str) -> None:

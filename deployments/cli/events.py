@@ -7,7 +7,7 @@ import time
 from base64 import urlsafe_b64encode
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +22,9 @@ from cluster.errors import DataError, InvalidRequest
 from cluster.events.store import Event, Loaded, StoreStatistics, closing_store
 from cluster.registry import DATASETS
 from cluster.values import Action, Behaviour
-from deployments.cli.dataset_options import DatasetOptions, as_trained, open_dataset, with_dataset_options
+from deployments.cli.dataset_options import OPTIONAL_DATASET, open_dataset
+from deployments.cli.fields import with_fields
+from deployments.training.dataset_options import DatasetOptions, as_trained
 
 app = typer.Typer(no_args_is_help=True, help="Fill the event store, look into it, forget a user.")
 BATCH = 5_000
@@ -34,9 +36,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
 @app.command("import")
-@with_dataset_options(optional=True)
+@with_fields
 def import_(
-    dataset: DatasetOptions,
+    dataset: Annotated[DatasetOptions, OPTIONAL_DATASET],
     url: Url,
     *,
     like: Annotated[Path | None, typer.Option("--as-trained", metavar="MODEL_DIR", help="read it as for this model's training")] = None,
@@ -111,7 +113,7 @@ def _key(user_id: str, what: Behaviour, number: int) -> str:
 def _table_by_path(asked: DatasetOptions) -> DatasetOptions:
     """A file in the place of a dataset's name is a table."""
     is_file = asked.path is None and asked.name not in {*DATASETS, ""} and Path(asked.name).exists()
-    return replace(asked, name="table", path=Path(asked.name)) if is_file else asked
+    return asked.model_copy(update={"name": "table", "path": Path(asked.name)}) if is_file else asked
 
 
 async def _load(dataset: Dataset, tenant: str, url: str, shown: bool | None) -> Loaded:

@@ -7,9 +7,11 @@ import typer
 
 from cluster.bundle import ModelRecord
 from cluster.registry import DATASETS
-from deployments.cli.dataset_options import READ_AS, DatasetOptions, described, open_dataset
+from deployments.cli.dataset_options import open_dataset
 from deployments.cli.evaluate import print_quality
-from deployments.cli.publishing import publish
+from deployments.training.dataset_options import DatasetOptions
+from deployments.training.provenance import READ_AS
+from deployments.training.publishing import publish
 from integrations.hstu.meta_checkpoint import from_meta, raw_id_rows, read_meta_checkpoint, read_meta_config
 from pipelines.evaluate import evaluate
 
@@ -38,7 +40,7 @@ def meta(
     model = from_meta(read_meta_checkpoint(checkpoint), sizes, raw_id_rows([item.item_id for item in data.catalogue.items]))
     record = ModelRecord(family="hstu", config=sizes.model_dump(mode="json"))
     quality = evaluate(model, data.interactions)
-    origin = {READ_AS: described(asked), "imported_from": "meta-recsys/generative-recommenders", "checkpoint": checkpoint.name}
+    origin = {READ_AS: asked.described(), "imported_from": "meta-recsys/generative-recommenders", "checkpoint": checkpoint.name}
     bundle = publish(model_dir or Path("models") / data.name, record, model, data, training=origin, quality=quality)
     print_quality(quality, f"{bundle.version}, {data.interactions.users} users' last events")
     typer.echo(f"published {bundle.path}", err=True)

@@ -15,7 +15,7 @@ from rich.table import Table
 from cluster.bundle import MANIFEST, Bundle, BundleStore
 from cluster.errors import BundleError, ConfigError
 from cluster.fleet.rollout import Guard, RolloutStore, Trial, TrialKind
-from deployments.cli.as_options import as_options
+from deployments.cli.fields import as_options
 
 app = typer.Typer(no_args_is_help=True, help="Versions of a model: publish, promote, try, roll back. A running cluster follows by itself.")
 ModelDir = Annotated[Path, typer.Option(help="directory with the versions of one model, such as models/ml-1m")]

@@ -15,7 +15,7 @@ def boot_id() -> str:
 
 
 def session_members(leader: int) -> list[int]:
-    """The living processes whose session has that leader; Ray's workers and HAProxy stay in the session of their `ray start`."""
+    """The living processes of the session with that leader; Ray's workers and HAProxy stay in the session of their `ray start`."""
     return [pid for pid, session, state in _processes() if session == leader and state not in "ZX"]
 
 

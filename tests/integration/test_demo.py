@@ -11,7 +11,7 @@ import pytest
 
 from cluster import ports
 from cluster.errors import DataError
-from deployments.cli.dataset_options import DatasetOptions, open_dataset
+from deployments.training.dataset_options import DatasetOptions
 from tests.ports import free_port
 
 GENREC = Path(sys.executable).with_name("genrec")
@@ -25,7 +25,7 @@ def genrec(*arguments: object, within: Path) -> subprocess.CompletedProcess[str]
 @pytest.mark.cluster
 def test_recommends_real_films_and_ends_with_the_answer_as_json(tmp_path: Path):
     try:
-        open_dataset(DatasetOptions(name="ml-100k"))
+        DatasetOptions(name="ml-100k").read()
     except DataError as error:
         pytest.skip(f"MovieLens-100K cannot be had: {error}")
     ports.release(port := free_port())  # the demo claims it

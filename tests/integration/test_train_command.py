@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from cluster.bundle import OPTIONAL, RANKER, BundleStore
 from cluster.errors import BundleError, ConfigError, DataError, UnknownChoice
 from cluster.registry import DATASETS, choose
-from deployments.cli import evaluate, import_, ranking, train
-from deployments.cli.pretrained import publish_pretrained, read_pretrained
+from deployments.cli import evaluate, import_, train, train_ranker
+from deployments.training.pretrained import publish_pretrained, read_pretrained
 from integrations.hstu.weights import load_model
 from pipelines.train_decoder import DecoderTrainer
 from tests.hstu_oracle import meta_state
@@ -25,7 +25,7 @@ WHOLE = ["--epochs", 2, "--device", "cpu", *SMALL]
 
 app = typer.Typer()
 app.command("train")(train.train)
-app.command("train-ranker")(ranking.train_ranker_command)
+app.command("train-ranker")(train_ranker.train_ranker)
 app.command("evaluate")(evaluate.evaluate)
 app.add_typer(import_.app, name="import")
 

@@ -1,5 +1,4 @@
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
@@ -11,7 +10,10 @@ from typer.testing import CliRunner
 from cluster.errors import ConfigError, UnknownChoice
 from cluster.values import Action
 from deployments.cli.data import app
-from deployments.cli.dataset_options import READ_AS, DatasetOptions, as_trained, described, open_dataset, with_dataset_options
+from deployments.cli.dataset_options import DATASET, OPTIONAL_DATASET
+from deployments.cli.fields import with_fields
+from deployments.training.dataset_options import DatasetOptions, as_trained
+from deployments.training.provenance import READ_AS
 from integrations.datasets.options import TimestampUnit
 from tests.unit.test_datasets_table import CSV, written
 
@@ -62,7 +64,7 @@ def test_mapping_flags_reach_the_reader(tmp_path):
         timestamp_unit=TimestampUnit.MILLISECONDS,
         action_name=["Buy=purchase"],
     )
-    dataset = open_dataset(options)
+    dataset = options.read()
     assert dataset.catalogue[1].title == "An X"
     assert dataset.interactions.timestamps.tolist() == [5]
 
@@ -77,11 +79,11 @@ def test_a_progress_bar_is_drawn_on_stderr_when_asked(tmp_path):
 
 def test_unknown_names_and_mappings_list_the_choices():
     with pytest.raises(UnknownChoice, match="unknown dataset 'ml-3m'; choose from ml-100k"):
-        open_dataset(DatasetOptions(name="ml-3m"))
+        DatasetOptions(name="ml-3m").read()
     with pytest.raises(UnknownChoice, match="ml-100k"):
         run(app, "fetch", "table")
     with pytest.raises(ConfigError, match="--action-name 'buy=bought' is not NAME=ACTION with an action out of view"):
-        open_dataset(DatasetOptions(name="table", action_name=["buy=bought"]))
+        DatasetOptions(name="table", action_name=["buy=bought"]).read()
 
 
 def test_a_model_s_data_set_is_read_again_by_the_options_of_its_training_unless_others_are_given(tmp_path, monkeypatch):
@@ -90,11 +92,11 @@ def test_a_model_s_data_set_is_read_again_by_the_options_of_its_training_unless_
         name="table", path=Path("events.csv"), user_column="who", timestamp_unit=TimestampUnit.MILLISECONDS,
         action_name=["Buy=purchase"], default_action=Action.CLICK, progress=False, cache=tmp_path / "cache",
     )  # fmt: skip
-    trained = trained_on(json.loads(json.dumps(described(asked))))
-    again = replace(asked, path=tmp_path / "events.csv", progress=None, cache=None)  # of one run
+    trained = trained_on(json.loads(json.dumps(asked.described())))
+    again = asked.model_copy(update={"path": tmp_path / "events.csv", "progress": None, "cache": None})  # of one run
     assert as_trained(DatasetOptions(), trained) == again
     grown = DatasetOptions(path=Path("grown.csv"), user_column="user")
-    assert as_trained(grown, trained) == replace(again, path=Path("grown.csv"), user_column="user")
+    assert as_trained(grown, trained) == again.model_copy(update={"path": Path("grown.csv"), "user_column": "user"})
 
 
 @pytest.mark.parametrize("recorded", [None, "table", {"timestamp_unit": "weeks"}])
@@ -109,11 +111,16 @@ def trained_on(recorded):
 
 def test_the_data_set_may_be_left_out_only_where_a_model_says_it():
     left_out = typer.Typer()
-    left_out.command()(with_dataset_options(optional=True)(lambda dataset: typer.echo(f"name {dataset.name!r}")))
+
+    @left_out.command()
+    @with_fields
+    def tell(dataset: Annotated[DatasetOptions, OPTIONAL_DATASET]):
+        typer.echo(f"name {dataset.name!r}")
+
     assert run(left_out).stdout == "name ''\n"
     assert "Missing argument 'DATASET'" in run(app, "inspect").stderr
     with pytest.raises(ConfigError, match="say which DATASET to read, one of ml-100k"):
-        open_dataset(DatasetOptions())
+        DatasetOptions().read()
 
 
 def test_another_command_takes_the_same_options_beside_its_own(tmp_path):
@@ -121,8 +128,8 @@ def test_another_command_takes_the_same_options_beside_its_own(tmp_path):
     application = typer.Typer()
 
     @application.command()
-    @with_dataset_options
-    def train(dataset: DatasetOptions, epochs: Annotated[int, typer.Option()] = 3):
+    @with_fields
+    def train(dataset: Annotated[DatasetOptions, DATASET], epochs: Annotated[int, typer.Option()] = 3):
         got.update(dataset=dataset, epochs=epochs)
 
     assert run(application, "table", "--path", str(tmp_path), "--epochs", "7", "--action-name", "a=view").exit_code == 0

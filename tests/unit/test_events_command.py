@@ -6,8 +6,8 @@ from typer.testing import CliRunner
 from cluster.bundle import MANIFEST
 from cluster.errors import DataError, UnknownChoice
 from cluster.events.store import closing_store
-from deployments.cli.dataset_options import DatasetOptions, described, open_dataset
 from deployments.cli.events import app, batches
+from deployments.training.dataset_options import DatasetOptions
 from tests.bundles import make_bundle
 from tests.unit.test_datasets_table import CSV, written
 
@@ -28,7 +28,7 @@ async def history(url, user, tenant="default"):
 
 
 def keys(path):
-    dataset = open_dataset(DatasetOptions(name="table", path=path))
+    dataset = DatasetOptions(name="table", path=path).read()
     return [event.idempotency_key for batch in batches(dataset, "default") for event in batch]
 
 
@@ -51,7 +51,7 @@ async def test_imported_events_are_those_of_the_file(tmp_path, url):
     text = "user_id,item_id,timestamp,action,value\nb,z,20,like,\na,x,30,view,2.5\nb,y,10,purchase,9.5\n"
     path = written(tmp_path, text)
     async with closing_store(url) as store:
-        await store.load(batches(open_dataset(DatasetOptions(name="table", path=path)), "default"))
+        await store.load(batches(DatasetOptions(name="table", path=path).read(), "default"))
     assert await history(url, "b") == [("y", 10, "purchase", 9.5), ("z", 20, "like", None)]
     assert await history(url, "a") == [("x", 30, "view", 2.5)]
 
@@ -78,7 +78,7 @@ def test_a_key_depends_on_the_whole_event_and_on_nothing_else(tmp_path):
 
 def test_batches_hold_all_events_and_none_is_larger_than_asked(tmp_path):
     path = written(tmp_path, "user_id,item_id,timestamp\n" + "".join(f"u{number % 3},i,{number}\n" for number in range(20)))
-    made = list(batches(open_dataset(DatasetOptions(name="table", path=path)), "t", size=6))
+    made = list(batches(DatasetOptions(name="table", path=path).read(), "t", size=6))
     assert [len(batch) for batch in made] == [6, 6, 6, 2]
     assert {event.tenant for batch in made for event in batch} == {"t"}
     assert len({event.idempotency_key for batch in made for event in batch}) == 20
@@ -109,7 +109,7 @@ def test_dataset_options_reach_the_reader_and_bad_rows_stop_or_are_skipped(tmp_p
 
 
 def test_a_file_is_read_as_for_a_model_s_training_where_one_is_named(tmp_path, url):
-    read_as = described(DatasetOptions(name="table", path=tmp_path / "events.csv", user_column="who", action_name=["saw=view"]))
+    read_as = DatasetOptions(name="table", path=tmp_path / "events.csv", user_column="who", action_name=["saw=view"]).described()
     bundle = make_bundle(tmp_path / "shop")
     manifest = bundle.manifest.model_copy(update={"training": {"read_as": read_as}})
     (bundle.path / MANIFEST).write_text(manifest.model_dump_json())

@@ -9,7 +9,7 @@ from cluster.errors import ConfigError, DataError, UnknownChoice
 from cluster.values import Item
 from pipelines.evaluate import evaluate
 from pipelines.train import TrainOptions
-from pipelines.training_run import RunOptions, forget_checkpoints, new_model, train_model
+from pipelines.training_run import RunOptions, TrainingRun, forget_checkpoints, new_model, train_model
 from tests.unit.test_training import ITEMS, walks
 
 SIZES = {"items": ITEMS, "dim": 16, "attention_dim": 8, "linear_dim": 8, "max_length": 31, "max_history": 20}
@@ -51,7 +51,7 @@ def same_weights(left, right):
 
 def test_a_refit_learns_the_validation_events_for_as_many_epochs_as_validation_chose(dataset):
     watcher = Watcher()
-    trained = train_model(RECORD, dataset, OPTIONS, RunOptions(refit=True, device="cpu"), watcher)
+    trained = train_model(TrainingRun(RECORD, dataset, RunOptions(refit=True, device="cpu"), watcher), OPTIONS)
     assert watcher.phases == [("train", 4, 0), ("refit", trained.best.epoch, 0)]
     assert watcher.epochs == [*range(1, trained.epochs + 1), *range(1, trained.best.epoch + 1)]
     assert max(watcher.shares) == 1
@@ -61,12 +61,12 @@ def test_a_refit_learns_the_validation_events_for_as_many_epochs_as_validation_c
 
 @pytest.mark.parametrize("stop_after", [2, 5])
 def test_a_run_interrupted_in_either_phase_and_resumed_ends_as_if_nothing_had_happened(dataset, tmp_path, stop_after):
-    whole = train_model(RECORD, dataset, OPTIONS, RunOptions(refit=True, device="cpu"), Watcher())
+    whole = train_model(TrainingRun(RECORD, dataset, RunOptions(refit=True, device="cpu"), Watcher()), OPTIONS)
     saved = RunOptions(refit=True, device="cpu", checkpoint=tmp_path / "run")
     with pytest.raises(Interrupted):
-        train_model(RECORD, dataset, OPTIONS, saved, Watcher(stop_after))
+        train_model(TrainingRun(RECORD, dataset, saved, Watcher(stop_after)), OPTIONS)
     watcher = Watcher()
-    resumed = train_model(RECORD, dataset, OPTIONS, RunOptions(True, "cpu", tmp_path / "run", resume=True), watcher)
+    resumed = train_model(TrainingRun(RECORD, dataset, RunOptions(True, "cpu", tmp_path / "run", resume=True), watcher), OPTIONS)
     assert watcher.phases[0] == ("train", 4, min(stop_after, 4))
     assert same_weights(whole.model, resumed.model)
     assert resumed.quality == whole.quality
@@ -76,7 +76,7 @@ def test_a_run_interrupted_in_either_phase_and_resumed_ends_as_if_nothing_had_ha
 
 def test_refuses_to_resume_from_nothing(dataset, tmp_path):
     with pytest.raises(DataError, match="no checkpoint"):
-        train_model(RECORD, dataset, OPTIONS, RunOptions(checkpoint=tmp_path / "run", resume=True), Watcher())
+        train_model(TrainingRun(RECORD, dataset, RunOptions(checkpoint=tmp_path / "run", resume=True), Watcher()), OPTIONS)
 
 
 def test_refuses_sizes_and_families_that_are_not_there():
@@ -89,17 +89,17 @@ def test_refuses_sizes_and_families_that_are_not_there():
 def test_an_abandoned_runs_later_phases_are_not_resumed_by_another_run(dataset, tmp_path):
     run = RunOptions(refit=True, device="cpu", checkpoint=tmp_path / "run")
     with pytest.raises(Interrupted):
-        train_model(RECORD, dataset, OPTIONS, run, Watcher(5))  # in the refit
+        train_model(TrainingRun(RECORD, dataset, run, Watcher(5)), OPTIONS)  # in the refit
     assert (tmp_path / "run.refit").is_file()
     with pytest.raises(Interrupted):
-        train_model(RECORD, dataset, OPTIONS, run, Watcher(1))
+        train_model(TrainingRun(RECORD, dataset, run, Watcher(1)), OPTIONS)
     assert [path.name for path in tmp_path.iterdir()] == ["run.train"]
 
 
 def test_a_checkpoint_of_another_model_is_refused_though_its_weights_would_fit(dataset, tmp_path):
     run = RunOptions(device="cpu", checkpoint=tmp_path / "run")
     with pytest.raises(Interrupted):
-        train_model(RECORD, dataset, OPTIONS, run, Watcher(1))
+        train_model(TrainingRun(RECORD, dataset, run, Watcher(1)), OPTIONS)
     other = RECORD.model_copy(update={"config": {**RECORD.config, "dropout": 0.4}})
     with pytest.raises(DataError, match=r"another model \(its config differ\)"):
-        train_model(other, dataset, OPTIONS, RunOptions(False, "cpu", tmp_path / "run", resume=True), Watcher())
+        train_model(TrainingRun(other, dataset, RunOptions(False, "cpu", tmp_path / "run", resume=True), Watcher()), OPTIONS)

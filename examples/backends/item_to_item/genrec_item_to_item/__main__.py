@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
-from deployments.cli.dataset_options import DatasetOptions, open_dataset, with_dataset_options
+from deployments.cli.dataset_options import DATASET, open_dataset
+from deployments.cli.fields import with_fields
+from deployments.training.dataset_options import DatasetOptions
 from genrec_item_to_item.neighbours import fit, write
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="An encoder of genrec from item-to-item neighbours.")
@@ -17,9 +19,9 @@ def genrec_item_to_item() -> None:
 
 
 @app.command("fit")
-@with_dataset_options
+@with_fields
 def fit_command(
-    dataset: DatasetOptions,
+    dataset: Annotated[DatasetOptions, DATASET],
     *,
     out: Annotated[Path, typer.Option(help="the file to write, as models/shop.neighbours.npz: beside the model, not in it")],
     half_life_days: Annotated[float, typer.Option(help="after how many days between them two events count half", min=0.001)] = 30.0,

@@ -6,7 +6,9 @@ from typing import Annotated
 import typer
 
 from cluster.bundle import BundleStore
-from deployments.cli.dataset_options import DatasetOptions, open_dataset, with_dataset_options
+from deployments.cli.dataset_options import DATASET, open_dataset
+from deployments.cli.fields import with_fields
+from deployments.training.dataset_options import DatasetOptions
 from genrec_rwkv.train import Options, save, train
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="A generator of genrec that is a recurrent network.")
@@ -19,9 +21,9 @@ def genrec_rwkv() -> None:
 
 
 @app.command("train")
-@with_dataset_options
+@with_fields
 def train_command(
-    dataset: DatasetOptions,
+    dataset: Annotated[DatasetOptions, DATASET],
     *,
     model_dir: Annotated[Path, typer.Option(help="the model whose semantic IDs it is to name, as models/ml-100k")],
     out: Annotated[Path, typer.Option(help="the file to write, as models/ml-100k.rwkv.safetensors: beside the model, not in it")],

@@ -1,9 +1,6 @@
 """Put a model and its catalogue into a new bundle version."""
 
-import hashlib
-import platform
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ from cluster.bundle import CATALOGUE, FIRST_SEEN, ITEM_VECTORS, POPULARITY, WEIG
 from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue, Dataset
 from cluster.values import FloatArray, Int64Array
+from deployments.training.provenance import provenance
 from integrations.hstu.weights import save_weights
 from pipelines.sequence_models import TrainableModel, TrainableModule
 
@@ -48,20 +46,3 @@ def write_required(
     np.save(draft.path / POPULARITY, popularity)
     np.save(draft.path / FIRST_SEEN, first_seen)
     np.save(draft.path / ITEM_VECTORS, item_vectors)
-
-
-def provenance(dataset: Dataset) -> dict[str, Any]:
-    """What the model learnt from and which software made it."""
-    return {
-        "dataset": dataset.name,
-        "users": dataset.interactions.users,
-        "items": len(dataset.catalogue),
-        "events": len(dataset.interactions),
-        "item_order_sha256": item_order_sha256(dataset.catalogue),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("genrec", "torch", "numpy")}},
-    }
-
-
-def item_order_sha256(catalogue: Catalogue) -> str:
-    """A digest of the item ids in index order: weights fit only a catalogue with the same one."""
-    return hashlib.sha256("\n".join(item.item_id for item in catalogue.items).encode()).hexdigest()

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from cluster.bundle import GENERATIVE, OPTIONAL, RANKER, WEIGHTS, BlendRecord, Bundle, DecoderRecord, Draft, ModelRecord, RankerRecord
 from cluster.dataset import Dataset
 from cluster.errors import BundleError, DataError
-from deployments.cli.dataset_options import READ_AS
-from deployments.cli.publishing import item_order_sha256, publish
+from deployments.training.provenance import READ_AS, item_order_sha256
+from deployments.training.publishing import publish
 from integrations.hstu.weights import build_model, load_weights
 
 DESCRIPTION = "model.json"

@@ -1,0 +1,104 @@
+"""Which dataset to read and how: a value that a manifest keeps, so that what a model learnt from can be read again.
+
+asked = DatasetOptions(name="table", path=Path("events.csv"), user_column="customer")
+data = asked.read()
+again = as_trained(DatasetOptions(), bundle)     # what that model was trained on
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from cluster.bundle import Bundle
+from cluster.dataset import Dataset
+from cluster.errors import ConfigError
+from cluster.registry import DATASETS, choose
+from cluster.values import Action
+from deployments.training.provenance import READ_AS
+from integrations.datasets.options import GROUPLENS, BadRows, Columns, ItemColumns, ReadOptions, TimestampUnit, default_cache
+
+_BY_DEFAULT = "column of a table; by default the usual names are tried"
+_OF_ONE_RUN = {"progress", "cache", "mirror"}
+
+
+class DatasetOptions(BaseModel):
+    """What was asked for; `name` is one of DATASETS."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str = Field(default="", description=f"one of {', '.join(DATASETS)}")
+    path: Path | None = Field(default=None, description="file, directory or zip; without it MovieLens is taken from the cache or fetched")
+    items: Path | None = Field(default=None, description="item table (id, title, any attributes), CSV or Parquet")
+    user_column: str | None = Field(default=None, description=f"user {_BY_DEFAULT}")
+    item_column: str | None = Field(default=None, description=f"item {_BY_DEFAULT}")
+    timestamp_column: str | None = Field(default=None, description=f"timestamp {_BY_DEFAULT}")
+    action_column: str | None = Field(default=None, description=f"action {_BY_DEFAULT}")
+    value_column: str | None = Field(default=None, description=f"value {_BY_DEFAULT}")
+    item_id_column: str | None = Field(default=None, description="id column of the item table")
+    item_title_column: str | None = Field(default=None, description="title column of the item table")
+    delimiter: str | None = Field(default=None, description=r"between the fields of a text table, as ';' or '\t'; guessed by default")
+    timestamp_unit: TimestampUnit = Field(
+        default=TimestampUnit.SECONDS, description="of timestamps that are numbers; ISO-8601 is understood as well"
+    )
+    action_name: list[str] = Field(default=[], description="what a table calls an action, as buy=purchase; repeatable")
+    default_action: Action = Field(default=Action.VIEW, description="of events in a table without an action column")
+    skip_bad_rows: bool = Field(default=False, description="count bad rows and read on, rather than stop at the first")
+    progress: bool | None = Field(default=None, description="draw a progress bar (default: where stderr is a terminal)")
+    cache: Path | None = Field(default=None, description="where fetched datasets are kept (default: $GENREC_CACHE or ~/.cache/genrec)")
+    mirror: str = Field(default=GROUPLENS, description="where MovieLens is fetched from")
+
+    def read_options(self) -> ReadOptions:
+        """The same for a reader. Raises ConfigError where an `action_name` is not NAME=ACTION."""
+        return ReadOptions(
+            items=self.items,
+            columns=Columns(self.user_column, self.item_column, self.timestamp_column, self.action_column, self.value_column),
+            item_columns=ItemColumns(self.item_id_column, self.item_title_column),
+            delimiter=self.delimiter.replace("\\t", "\t") if self.delimiter else None,
+            timestamp_unit=self.timestamp_unit,
+            action_names=_action_names(self.action_name),
+            default_action=self.default_action,
+            on_bad_row=BadRows(skip=self.skip_bad_rows),
+            progress=self.progress,
+            cache=self.cache or default_cache(),
+            mirror=self.mirror,
+        )
+
+    def read(self, options: ReadOptions | None = None) -> Dataset:
+        """The dataset; `options`: those of `read_options`, where the caller wants to know what became of bad rows.
+
+        Raises ConfigError where none is named, UnknownChoice for an unknown name, DataError where it cannot be read.
+        """
+        if not self.name:
+            raise ConfigError(f"say which DATASET to read, one of {', '.join(DATASETS)}")
+        dataset: Dataset = choose("dataset", DATASETS, self.name)(self.path, options or self.read_options())
+        return dataset
+
+    def described(self) -> dict[str, JsonValue]:
+        """For the manifest of what learns from it: `as_trained` reads it again."""
+        absolute = self.model_copy(update={"path": self.path and self.path.absolute(), "items": self.items and self.items.absolute()})
+        return absolute.model_dump(mode="json", exclude_defaults=True, exclude=_OF_ONE_RUN)
+
+
+def as_trained(asked: DatasetOptions, bundle: Bundle) -> DatasetOptions:
+    """The data set that a model was trained on, read by the same options, except for what was asked for otherwise.
+
+    Raises ConfigError where the model does not say how that was.
+    """
+    recorded = bundle.manifest.training.get(READ_AS)
+    try:
+        return DatasetOptions.model_validate({**cast("dict[str, Any]", recorded), **asked.model_dump(exclude_defaults=True)})
+    except (TypeError, ValidationError) as error:
+        cure = f"name the DATASET, one of {', '.join(DATASETS)}, with the options it was trained with"
+        raise ConfigError(f"{bundle.version} does not say which data set it was trained on and how that was read; {cure}") from error
+
+
+def _action_names(pairs: list[str]) -> Mapping[str, Action]:
+    names = {}
+    for pair in pairs:
+        name, _, action = pair.partition("=")
+        if not name.strip() or action not in list(Action):
+            raise ConfigError(f"--action-name {pair!r} is not NAME=ACTION with an action out of {', '.join(Action)}")
+        names[name.strip().lower()] = Action(action)
+    return names

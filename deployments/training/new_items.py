@@ -1,0 +1,86 @@
+"""Publish a version of a model that knows more items, without training it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from cluster.bundle import GENERATIVE, RANKER, SEMANTIC_IDS, Bundle, BundleStore, Draft
+from cluster.dataset import Catalogue
+from cluster.semantic_ids import SemanticIds, write_semantic_ids
+from cluster.values import FloatArray, Item
+from deployments.training.provenance import added_items, item_order_sha256
+from deployments.training.publishing import write_required
+from integrations.hstu.config import RankerConfig
+from integrations.hstu.ranker import HSTURanker
+from integrations.hstu.weights import build_model, load_model, load_ranker, save_weights
+from pipelines.new_items import Placed, extend_ids, place
+
+_EMBEDDING = "item_embedding.weight"
+
+
+def publish_with(bundle: Bundle, new: Sequence[Item], first_seen: int) -> int:
+    """Publish the bundle's model with items that its catalogue lacks; how many of them resemble none that it holds.
+
+    `first_seen` is in seconds since 1970. Raises DataError where no semantic ID is free; nothing is published then.
+    """
+    joint = Catalogue([*bundle.catalogue.items, *new])
+    model = load_model(bundle)
+    lengths: FloatArray = model.item_embedding.weight.detach().norm(dim=1).numpy()
+    placed = place(joint, bundle.item_vectors, lengths)
+    vectors = np.concatenate([bundle.item_vectors, placed.vectors])
+    ids = _ids(bundle, vectors, joint) if bundle.manifest.decoder else None
+    record = bundle.manifest.model.model_copy(update={"config": {**bundle.manifest.model.config, "items": len(joint)}})
+    with BundleStore(bundle.path.parent).publish(record) as draft:
+        popularity = np.append(bundle.popularity, np.zeros(len(new), np.int64))
+        seen = np.append(bundle.first_seen, np.full(len(new), first_seen, np.int64))
+        grown = build_model(record)
+        grown.load_state_dict(_with_rows(model.state_dict(), placed))
+        write_required(draft, grown, joint, popularity=popularity, first_seen=seen, item_vectors=vectors)
+        _describe(draft, bundle, joint)
+        if ids:
+            _put_decoder(draft, bundle, ids)
+        if bundle.manifest.ranker:
+            _put_ranker(draft, bundle, joint)
+    return placed.unlike
+
+
+def _with_rows(weights: Mapping[str, torch.Tensor], placed: Placed) -> dict[str, torch.Tensor]:
+    """A model's weights with the new items' embeddings below those of the known."""
+    known = weights[_EMBEDDING]
+    return {**weights, _EMBEDDING: torch.cat([known, torch.from_numpy(placed.rows).to(known.dtype)])}
+
+
+def _ids(bundle: Bundle, vectors: FloatArray, joint: Catalogue) -> SemanticIds:
+    """Semantic IDs of all items, with what `genrec train` wrote down of how the known ones were made."""
+    decoder = cast("dict[str, Any]", bundle.manifest.training.get("decoder") or {})
+    made: dict[str, Any] = decoder.get("semantic_ids") or {}
+    learnt = len(bundle.catalogue) - added_items(bundle)
+    return extend_ids(bundle.semantic_ids, vectors, joint, title_weight=float(made.get("title_weight", 0)), learnt=learnt)
+
+
+def _describe(draft: Draft, bundle: Bundle, joint: Catalogue) -> None:
+    """Provenance and quality are still those of the training; `added_items` have come since, in this version and those before it."""
+    added = added_items(bundle) + len(joint) - len(bundle.catalogue)
+    draft.training = {**bundle.manifest.training, "item_order_sha256": item_order_sha256(joint), "added_items": added}
+    draft.quality, draft.blend = dict(bundle.manifest.quality), bundle.manifest.blend
+
+
+def _put_decoder(draft: Draft, bundle: Bundle, ids: SemanticIds) -> None:
+    """The decoder as it is, beside the new semantic IDs."""
+    for file in (file for file in GENERATIVE if file != SEMANTIC_IDS):
+        draft.take(bundle, file)
+    write_semantic_ids(ids, draft.path / SEMANTIC_IDS)
+    draft.decoder = bundle.decoder().model_copy(update={"semantic_ids": ids.version})
+
+
+def _put_ranker(draft: Draft, bundle: Bundle, joint: Catalogue) -> None:
+    """The ranker with the new items placed among its own embeddings."""
+    known, ranker = bundle.ranker(), load_ranker(bundle)
+    embeddings = ranker.item_embedding.weight.detach()
+    placed = place(joint, ranker.item_vectors().detach().numpy(), embeddings.norm(dim=1).numpy())
+    draft.ranker = known.model_copy(update={"config": {**known.config, "items": len(joint)}})
+    grown = HSTURanker(RankerConfig.of(draft.ranker))
+    grown.load_state_dict(_with_rows(ranker.state_dict(), placed))
+    save_weights(grown.state_dict(), draft.path / RANKER)

@@ -1,0 +1,46 @@
+"""What a manifest says of a model's training: which data, read how, with which software."""
+
+import hashlib
+import platform
+from importlib.metadata import version
+from typing import Any
+
+from cluster.bundle import Bundle
+from cluster.dataset import Catalogue, Dataset
+from cluster.errors import DataError
+
+READ_AS = "read_as"
+"""Where a manifest's `training` says how the data set was read."""
+
+
+def provenance(dataset: Dataset) -> dict[str, Any]:
+    """What the model learnt from and which software made it."""
+    return {
+        "dataset": dataset.name,
+        "users": dataset.interactions.users,
+        "items": len(dataset.catalogue),
+        "events": len(dataset.interactions),
+        "item_order_sha256": item_order_sha256(dataset.catalogue),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("genrec", "torch", "numpy")}},
+    }
+
+
+def item_order_sha256(catalogue: Catalogue) -> str:
+    """A digest of the item ids in index order: weights fit only a catalogue with the same one."""
+    return hashlib.sha256("\n".join(item.item_id for item in catalogue.items).encode()).hexdigest()
+
+
+def added_items(bundle: Bundle) -> int:
+    """How many items came after the training."""
+    return int(bundle.manifest.training.get("added_items", 0))  # type: ignore[arg-type]  # JSON; written by new_items.py
+
+
+def require_same_items(bundle: Bundle, dataset: Dataset) -> None:
+    """Raises DataError unless catalogue indices of the data set mean the same items as those of the bundle."""
+    if item_order_sha256(bundle.catalogue) != item_order_sha256(dataset.catalogue):
+        added = added_items(bundle)
+        since = f"; genrec add-items added {added} of them: ask for a --version from before" if added else ""
+        raise DataError(
+            f"{bundle.version} knows {len(bundle.catalogue)} items, {dataset.source} has {len(dataset.catalogue)}, and they are not "
+            f"the same in the same order; give the data set the model was trained on{since}"
+        )

@@ -1,0 +1,90 @@
+"""The ranking part of a version, trained with it or for a version that is there.
+
+Whether the ranker orders recommendations is decided on the validation events, by models that never saw them; a refit comes afterwards.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cluster.bundle import RANKER, Bundle, BundleStore, Draft
+from cluster.config import Settings
+from deployments.training.generative import served_lists
+from integrations.hstu.weights import load_model, save_weights
+from pipelines.blend import BlendWeights
+from pipelines.fit_blend import CRITERION, Quality
+from pipelines.generative_run import Lists
+from pipelines.ranker_run import TrainedRanker, improves, last_stage_quality, train_ranker
+from pipelines.splits import TEST, VALIDATION
+from pipelines.train_ranker import RankerOptions
+from pipelines.training_run import TrainedModel, TrainingRun, without_validation
+
+_RANK_POOL = Settings().gateway.rank_pool
+
+
+@dataclass(frozen=True, eq=False)
+class RankingPart:
+    """A ranker as it is published, and how good recommendations are without and with it, on the test events."""
+
+    options: RankerOptions
+    trained: TrainedRanker
+    last_stage: Quality
+
+    def put(self, draft: Draft) -> None:
+        """Into a version that is being written."""
+        save_weights(self.trained.ranker.state_dict(), draft.path / RANKER)
+        draft.ranker = self.trained.record
+
+    def described(self) -> dict[str, Any]:
+        """For the manifest's provenance."""
+        recommendations = {name: dict(figures) for name, figures in self.last_stage.items()}
+        return {"options": self.options.model_dump(mode="json"), **self.trained.course(), "recommendations": recommendations}
+
+    def told(self) -> str:
+        """For people."""
+        found, ranked = (self.last_stage[name][CRITERION] for name in ("found", "ranked"))
+        serves = "it is their last stage" if self.trained.record.last_stage else "it ranks given candidates only"
+        quality = ", ".join(f"{name} {value:.3f}" for name, value in self.trained.record.quality.items())
+        return f"ranker: {quality}; {CRITERION} of recommendations {found:.4f} without it, {ranked:.4f} with it: {serves}"
+
+
+def train_ranking(
+    run: TrainingRun, encoder: TrainedModel, lists: tuple[Lists, Lists], weights: BlendWeights, options: RankerOptions
+) -> RankingPart:
+    """The ranker to publish with `encoder.model`. `lists`: what is recommended before the validation and the test events."""
+    validation, test = lists
+    ranker = train_ranker(run, encoder.validated, options)
+    better = bool(options.validate_every) and improves(_measured(ranker, validation, weights))
+    if encoder.model is not encoder.validated:
+        ranker = train_ranker(run, encoder.model, without_validation(options, ranker.best), "ranker refit")
+    return _part(options, ranker, test, weights, last_stage=better)
+
+
+def train_ranking_of(bundle: Bundle, run: TrainingRun, options: RankerOptions, *, last_stage: bool | None = None) -> RankingPart:
+    """A ranker for a version that is there. `last_stage` None: where recommendations are better so on the validation events, which a
+    version that was refitted has learnt already.
+    """
+    refit = bool(bundle.manifest.training.get("refit"))
+    weights = BlendWeights.of(bundle.manifest.blend)
+    ranker = train_ranker(run, load_model(bundle), options.model_copy(update={"validate_every": 0}) if refit else options)
+    if last_stage is None:
+        last_stage = not refit and improves(_measured(ranker, served_lists(bundle, run.dataset, VALIDATION), weights))
+    return _part(options, ranker, served_lists(bundle, run.dataset, TEST), weights, last_stage=last_stage)
+
+
+def publish_ranking(bundle: Bundle, part: RankingPart) -> Bundle:
+    """The version with this ranker, as the model's next one, not compiled."""
+    store = BundleStore(bundle.path.parent)
+    with store.recompile(bundle) as draft:
+        part.put(draft)
+        draft.training["ranker"] = part.described()
+        draft.compiled_from = None
+    return store.open()
+
+
+def _part(options: RankerOptions, ranker: TrainedRanker, test: Lists, weights: BlendWeights, *, last_stage: bool) -> RankingPart:
+    ranker = replace(ranker, record=ranker.record.model_copy(update={"last_stage": last_stage}))
+    return RankingPart(options, ranker, _measured(ranker, test, weights))
+
+
+def _measured(trained: TrainedRanker, lists: Lists, weights: BlendWeights) -> Quality:
+    return last_stage_quality(trained.ranker, trained.record, lists, weights, rank_pool=_RANK_POOL)
