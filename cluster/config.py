@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster import registry
+from cluster.addresses import is_loopback
 from cluster.autoscaling import QueuePolicy
 from cluster.engines.breaker import BreakerSettings
 from cluster.errors import ConfigError
@@ -250,10 +251,27 @@ class EventSettings(Section):
 class ZeroMQSettings(Section):
     """A front door besides HTTP: the same messages over a ZeroMQ socket. See docs/api.md."""
 
-    address: str = Field("tcp://0.0.0.0:5555", pattern=r"^(tcp|ipc)://\S+$", description="where it listens, on the node that it runs on")
+    address: str = Field(
+        "tcp://127.0.0.1:5555",
+        pattern=r"^(tcp://\S+:[0-9]{1,5}|ipc://\S+)$",
+        description="where it listens, on the node that it runs on: tcp://127.0.0.1:5555, or ipc:///a/file for its owner alone",
+    )
     max_queue: int = Field(1000, ge=0, le=1_000_000, description="requests that wait in the door; the next one is answered 503 at once")
     max_concurrent: int = Field(256, ge=1, le=65_536, description="requests asked of the gateways at a time")
+    max_bytes: int = Field(
+        64 * 2**20, ge=2**16, description="of all requests that are read, wait or are under way; the next one is answered 503"
+    )
     timeout_s: float = Field(30.0, gt=0, le=600, description="a request that takes longer, its wait included, is answered 503")
+
+    @model_validator(mode="after")
+    def _listens_on_this_machine(self) -> Self:
+        scheme, _, at = self.address.partition("://")
+        if scheme == "tcp" and not is_loopback(at.rpartition(":")[0]):
+            raise ValueError(
+                f"address {self.address} is open to other machines, and its frames are not encrypted; give tcp://127.0.0.1:5555 or "
+                "ipc:///a/file, and have a tunnel that encrypts (ssh, stunnel, WireGuard) carry it to them"
+            )
+        return self
 
 
 class Settings(Section):
@@ -272,7 +290,15 @@ class Settings(Section):
     gateway: GatewaySettings = GatewaySettings()
     cache: CacheSettings = CacheSettings()
     events: EventSettings = EventSettings()
-    zeromq: ZeroMQSettings | None = Field(None, description="a front door besides HTTP (pip install '.[zeromq]'); default: none")
+    zeromq: ZeroMQSettings | None = Field(None, description="a front door besides HTTP; default: none")
+
+    @model_validator(mode="after")
+    def _a_body_fits_the_other_door(self) -> Self:
+        if self.zeromq is not None and self.zeromq.max_bytes < self.gateway.max_body_bytes:
+            raise ValueError(
+                f"zeromq.max_bytes ({self.zeromq.max_bytes}) must be at least gateway.max_body_bytes ({self.gateway.max_body_bytes})"
+            )
+        return self
 
     @property
     def event_store_url(self) -> str:

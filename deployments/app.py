@@ -11,20 +11,19 @@ With `zeromq` configured, a deployment of that name listens beside HTTP and asks
 ``ray_config.yaml`` names `build` as its import_path and gives it the configuration tree as ``args``.
 """
 
-from importlib.util import find_spec
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
 
 from cluster.config import Settings, parse
-from cluster.errors import ConfigError
 from cluster.served import served_bundle
 from deployments.fleet.switchboard import SwitchboardDeployment
 from deployments.gateway import GatewayDeployment
 from deployments.replicas.encoder import EncoderDeployment
 from deployments.replicas.generator import GeneratorDeployment
 from deployments.replicas.ranker import RankerDeployment
+from deployments.zeromq.door import ZeroMQDeployment
 
 MOST_PROCESSES = 10_000
 """A call of each process waits at the switchboard for orders."""
@@ -46,11 +45,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def _zeromq(tree: dict[str, Any]) -> Application:
-    """The other front door: one replica, for two on a node could not listen at one address. Raises ConfigError without pyzmq."""
-    if find_spec("zmq") is None:
-        raise ConfigError("zeromq is configured, but pyzmq is not installed; pip install '.[zeromq]', or leave zeromq out of `args`")
-    from deployments.zeromq.door import ZeroMQDeployment  # noqa: PLC0415 - it needs pyzmq
-
+    """The other front door: one replica, for two on a node could not listen at one address."""
     deployment = serve.deployment(name="zeromq", num_replicas=1, max_replicas_per_node=1, ray_actor_options={"num_cpus": 0})
     return deployment(ZeroMQDeployment).bind(tree)
 
