@@ -196,7 +196,15 @@ class GatewaySettings(Section):
     max_events: int = Field(1000, ge=1, description="events one call of /v1/events may carry")
     admission: AdmissionSettings = AdmissionSettings()
     rate_limits: RateLimitSettings = RateLimitSettings()
-    api_keys: list[ApiKeySettings] = Field([], description="keys of those that may call; none: every caller may, and operate the system")
+    api_keys: list[ApiKeySettings] = Field(
+        [], description="keys of those that may call; none: every caller may, and operate the system, so it listens on 127.0.0.1 only"
+    )
+    allow_anonymous: bool = Field(False, description="true: without api_keys it may listen where other machines reach it, all the same")
+    hosts: list[str] = Field(
+        [],
+        description="names that browsers reach this service by, as rec.example.org; an operator's call from a page of another site is "
+        "refused, and without api_keys one by another name than these, addresses and names without a dot",
+    )
     flags: FlagSettings = FlagSettings()
     slow_ms: float | None = Field(
         None, gt=0, description="an answer that takes longer is logged, with the backends of its stages; default: none is"
@@ -328,10 +336,14 @@ def parse(tree: dict[str, Any], source: str = "configuration") -> Settings:
         raise ConfigError(api_keys.masked(f"{source}: " + "; ".join(problems))) from None  # its cause would show the values
 
 
-def read(path: Path) -> Settings:
-    """Settings from the first application's ``args`` in a Serve config file such as ``ray_config.yaml``."""
-    application = read_document(path)["applications"][0]
+def read(path: Path, host: str | None = None) -> Settings:
+    """Settings from the first application's ``args`` in a Serve config file such as ``ray_config.yaml``. `host`: where it is to listen,
+    in place of the file's own.
+    """
+    document = read_document(path)
+    application = document["applications"][0]
     settings = parse(application.get("args") or {}, str(path))
+    require_keys(settings, host or (document.get("http_options") or {}).get("host"), str(path))
     for deployment in application.get("deployments") or []:
         stage, changes = deployment.get("name"), deployment.get("user_config")
         if stage in STAGES and changes:
@@ -342,6 +354,17 @@ def read(path: Path) -> Settings:
                 with_changes(settings, name, changed, f"{path}: user_config of the gateway")
         _check_policy(deployment, path)
     return settings
+
+
+def require_keys(settings: Settings, host: str | None, source: str = "configuration") -> None:
+    """Raises ConfigError where other machines reach `host` and callers need no key. None: not known yet."""
+    if host is None or is_loopback(host) or settings.gateway.api_keys or settings.gateway.allow_anonymous:
+        return
+    raise ConfigError(
+        f"{source}: http_options.host = {host} lets other machines in, and gateway.api_keys is empty, so every caller could use and "
+        "operate this service; add a key (genrec keys new --name operator --admin), or listen on 127.0.0.1, or set "
+        "gateway.allow_anonymous: true"
+    )
 
 
 def split_changes(user_config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -361,7 +384,10 @@ def with_changes(settings: Settings, section: str, changes: dict[str, Any], sour
     for key, value in changes.items():
         inner = isinstance(getattr(own, key, None), Section) and isinstance(value, dict)
         tree[section][key] = {**tree[section][key], **value} if inner else value
-    return parse(tree, source)
+    changed = parse(tree, source)
+    if settings.gateway.api_keys and not (changed.gateway.api_keys or changed.gateway.allow_anonymous):
+        raise ConfigError(f"{source} takes the last of api_keys away: every caller could operate; leave one, or add allow_anonymous: true")
+    return changed
 
 
 def _check_policy(deployment: dict[str, Any], path: Path) -> None:

@@ -90,6 +90,7 @@ def create_api(
     def limits() -> GatewaySettings:
         return edge.settings
 
+    api.state.limits = limits  # for `operator_of`
     for routes in (
         _recommendations(service, limits),
         ranking_routes(service, limits),

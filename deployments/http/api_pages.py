@@ -1,4 +1,4 @@
-"""The interface's documentation at /docs: Swagger UI, whose files the package `fastapi-offline` carries. It stands in the origin where an
+"""The interface's documentation at /docs: Swagger UI, out of the package `fastapi-offline`. It stands in the origin where an
 operator's key is typed in, so nothing of it comes from elsewhere, and its policy is the playground's.
 """
 
