@@ -13,10 +13,11 @@ With `zeromq` configured, a deployment of that name listens beside HTTP and asks
 
 from typing import Any
 
+import ray
 from ray import serve
-from ray.serve import Application
+from ray.serve import Application, context
 
-from cluster.config import Settings, parse
+from cluster.config import Settings, parse, require_keys
 from cluster.served import served_bundle
 from deployments.fleet.switchboard import SwitchboardDeployment
 from deployments.gateway import GatewayDeployment
@@ -32,6 +33,7 @@ MOST_PROCESSES = 10_000
 def build(args: dict[str, Any]) -> Application:
     """The application for a configuration tree. Raises ConfigError or BundleError before anything is started."""
     settings = resolved(parse(args))
+    require_keys(settings, _host())
     tree = settings.model_dump(mode="json")
     switchboard = serve.deployment(name="switchboard", max_ongoing_requests=MOST_PROCESSES)(SwitchboardDeployment).bind(tree)
     gateway = serve.deployment(name="gateway", user_config={})(serve.ingress()(GatewayDeployment))
@@ -42,6 +44,12 @@ def build(args: dict[str, Any]) -> Application:
     generator = serve.deployment(name="generator", user_config={})(GeneratorDeployment).bind(tree, switchboard)
     ranker = serve.deployment(name="ranker", user_config={})(RankerDeployment).bind(tree, switchboard)
     return gateway.bind(tree, switchboard, encoder, generator, ranker, **doors)
+
+
+def _host() -> str | None:
+    """Where the Serve that builds the application listens; None outside of one."""
+    client = context._get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None  # noqa: SLF001
+    return None if client is None else client.http_config.host
 
 
 def _zeromq(tree: dict[str, Any]) -> Application:
