@@ -11,6 +11,7 @@ With `zeromq` configured, a deployment of that name listens beside HTTP and asks
 ``ray_config.yaml`` names `build` as its import_path and gives it the configuration tree as ``args``.
 """
 
+import logging
 from typing import Any
 
 import ray
@@ -26,6 +27,7 @@ from deployments.replicas.generator import GeneratorDeployment
 from deployments.replicas.ranker import RankerDeployment
 from deployments.zeromq.door import ZeroMQDeployment
 
+logger = logging.getLogger("ray.serve")
 MOST_PROCESSES = 10_000
 """A call of each process waits at the switchboard for orders."""
 
@@ -34,6 +36,8 @@ def build(args: dict[str, Any]) -> Application:
     """The application for a configuration tree. Raises ConfigError or BundleError before anything is started."""
     settings = resolved(parse(args))
     require_keys(settings, _host())
+    if settings.gateway.allow_anonymous and not settings.gateway.api_keys:
+        logger.warning("gateway.allow_anonymous: every caller that reaches this service may use and operate it; api_keys would end that")
     tree = settings.model_dump(mode="json")
     switchboard = serve.deployment(name="switchboard", max_ongoing_requests=MOST_PROCESSES)(SwitchboardDeployment).bind(tree)
     gateway = serve.deployment(name="gateway", user_config={})(serve.ingress()(GatewayDeployment))

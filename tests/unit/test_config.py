@@ -220,13 +220,16 @@ def test_an_address_that_other_machines_reach_takes_keys_or_a_word(tmp_path, hos
         read_with({}, host, own)
 
 
-def test_the_application_is_refused_where_serve_listens_for_others_and_there_are_no_keys(tmp_path, monkeypatch):
+def test_the_application_is_refused_where_serve_listens_for_others_and_there_are_no_keys(tmp_path, monkeypatch, caplog):
     make_bundle(tmp_path / "tiny")
     tree = {"model_dir": str(tmp_path / "tiny")}
     monkeypatch.setattr("deployments.app._host", lambda: "0.0.0.0")
     with pytest.raises(ConfigError, match=r"http_options\.host = 0\.0\.0\.0 lets other machines in"):
         build(tree)
     build({**tree, "gateway": {"api_keys": [KEY]}})
+    assert "allow_anonymous" not in caplog.text
+    build({**tree, "gateway": {"allow_anonymous": True}})
+    assert "every caller that reaches this service may use and operate it" in caplog.text
     monkeypatch.setattr("deployments.app._host", lambda: "127.0.0.1")
     build(tree)
 
