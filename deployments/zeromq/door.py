@@ -164,6 +164,8 @@ class FrontDoor:
             return None  # by `close`, which answers what was taken and ends the connection
         except (Broken, EOFError, OSError) as error:  # a TimeoutError is an OSError
             logger.debug("a ZeroMQ connection ends: %s", error)
+        except Exception:
+            logger.exception("a ZeroMQ connection ends by a fault of this door")
         del self._peers[peer]
         return await peer.close()
 

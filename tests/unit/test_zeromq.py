@@ -22,7 +22,7 @@ from deployments.http.exchange import exchange
 from deployments.http.problems import problem_of
 from deployments.zeromq.door import FrontDoor
 from deployments.zeromq.frames import HEADERS, opened, understood
-from deployments.zeromq.zmtp import MOST_FRAMES
+from deployments.zeromq.zmtp import MOST_FRAMES, Broken, Budget, Peer
 from tests.bundles import make_bundle
 from tests.fakes.applications import deployments_of, most_on_a_node
 from tests.ports import free_port
@@ -395,6 +395,47 @@ def test_any_frames_are_a_request_or_a_refusal(frames):
         problem = problem_of("zeromq", refused)
         asked = None
     assert set(asked.headers) <= set(HEADERS) if asked else problem.model_dump_json().encode()
+
+
+def framed(size, flags):
+    long = flags & 2 or size > 255
+    return bytes([flags | 2 if long else flags]) + size.to_bytes(8 if long else 1) + bytes(size)
+
+
+class Deaf:
+    """The writer of a connection that hears nothing."""
+
+    def __init__(self):
+        self.transport = self
+
+    def write(self, data): ...
+    def is_closing(self):
+        return False
+
+    def get_write_buffer_size(self):
+        return 0
+
+
+FRAMES = st.builds(framed, st.integers(0, 500), st.integers(0, 8))
+
+
+@given(greeting=st.sampled_from([b"", GREETING, GREETING + ready(b"REQ")]), then=st.lists(FRAMES | st.binary(max_size=300), max_size=30))
+async def test_any_bytes_are_messages_or_the_end_of_a_connection_and_nothing_stays_held(greeting, then):
+    reader, budget = asyncio.StreamReader(), Budget(600)
+    reader.feed_data(greeting + b"".join(then))
+    reader.feed_eof()
+    peer = Peer(reader, Deaf(), budget, 1_000)
+
+    async def heard_to_the_end():
+        await peer.greet()
+        while True:
+            heard = await peer.message()
+            assert 1 <= len(heard.frames) <= MOST_FRAMES
+            budget.give(heard.held)
+
+    with pytest.raises((Broken, EOFError)):
+        await heard_to_the_end()
+    assert budget.held == 0
 
 
 async def test_what_is_wrong_with_a_message_is_told_as_over_http():
