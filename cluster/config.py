@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster import registry
+from cluster.addresses import is_loopback
 from cluster.autoscaling import QueuePolicy
 from cluster.engines.breaker import BreakerSettings
 from cluster.errors import ConfigError
@@ -188,9 +189,7 @@ class GatewaySettings(Section):
     max_body_bytes: int = Field(2**20, ge=1024, description="size of a request's body")
     max_held_bytes: int = Field(256 * 2**20, ge=1024, description="bodies that a gateway holds at a time, in bytes together")
     body_within_s: float = Field(10.0, gt=0, le=600, description="how long a body may take to arrive; then the request is answered 408")
-    request_within_s: float = Field(
-        30.0, gt=0, le=3600, description="time for a request once its body is there; then it ends (408)"
-    )
+    request_within_s: float = Field(30.0, gt=0, le=3600, description="time for a request once its body is there; then it ends (408)")
     deadline_s: float = Field(5.0, gt=0, description="how long the encoder may take before the last good answer, or popularity, is given")
     generation_deadline_s: float = Field(5.0, gt=0, description="how long the generator may take before the retrieved items are the answer")
     ranking_deadline_s: float = Field(2.0, gt=0, description="how long the ranker may take before candidates stay in the order they are in")
@@ -200,7 +199,15 @@ class GatewaySettings(Section):
     max_events: int = Field(1000, ge=1, description="events one call of /v1/events may carry")
     admission: AdmissionSettings = AdmissionSettings()
     rate_limits: RateLimitSettings = RateLimitSettings()
-    api_keys: list[ApiKeySettings] = Field([], description="keys of those that may call; none: every caller may, and operate the system")
+    api_keys: list[ApiKeySettings] = Field(
+        [], description="keys of those that may call; none: every caller may, and operate the system, so it listens on 127.0.0.1 only"
+    )
+    allow_anonymous: bool = Field(False, description="true: without api_keys it may listen where other machines reach it, all the same")
+    hosts: list[str] = Field(
+        [],
+        description="names that browsers reach this service by, as rec.example.org; an operator's call from a page of another site is "
+        "refused, and without api_keys one by another name than these, addresses and names without a dot",
+    )
     flags: FlagSettings = FlagSettings()
     slow_ms: float | None = Field(
         None, gt=0, description="an answer that takes longer is logged, with the backends of its stages; default: none is"
@@ -255,10 +262,27 @@ class EventSettings(Section):
 class ZeroMQSettings(Section):
     """A front door besides HTTP: the same messages over a ZeroMQ socket. See docs/api.md."""
 
-    address: str = Field("tcp://0.0.0.0:5555", pattern=r"^(tcp|ipc)://\S+$", description="where it listens, on the node that it runs on")
+    address: str = Field(
+        "tcp://127.0.0.1:5555",
+        pattern=r"^(tcp://\S+:[0-9]{1,5}|ipc://\S+)$",
+        description="where it listens, on the node that it runs on: tcp://127.0.0.1:5555, or ipc:///a/file for its owner alone",
+    )
     max_queue: int = Field(1000, ge=0, le=1_000_000, description="requests that wait in the door; the next one is answered 503 at once")
     max_concurrent: int = Field(256, ge=1, le=65_536, description="requests asked of the gateways at a time")
+    max_bytes: int = Field(
+        64 * 2**20, ge=2**16, description="of all requests that are read, wait or are under way; the next one is answered 503"
+    )
     timeout_s: float = Field(30.0, gt=0, le=600, description="a request that takes longer, its wait included, is answered 503")
+
+    @model_validator(mode="after")
+    def _listens_on_this_machine(self) -> Self:
+        scheme, _, at = self.address.partition("://")
+        if scheme == "tcp" and not is_loopback(at.rpartition(":")[0]):
+            raise ValueError(
+                f"address {self.address} is open to other machines, and its frames are not encrypted; give tcp://127.0.0.1:5555 or "
+                "ipc:///a/file, and have a tunnel that encrypts (ssh, stunnel, WireGuard) carry it to them"
+            )
+        return self
 
 
 class Settings(Section):
@@ -277,7 +301,15 @@ class Settings(Section):
     gateway: GatewaySettings = GatewaySettings()
     cache: CacheSettings = CacheSettings()
     events: EventSettings = EventSettings()
-    zeromq: ZeroMQSettings | None = Field(None, description="a front door besides HTTP (pip install '.[zeromq]'); default: none")
+    zeromq: ZeroMQSettings | None = Field(None, description="a front door besides HTTP; default: none")
+
+    @model_validator(mode="after")
+    def _a_body_fits_the_other_door(self) -> Self:
+        if self.zeromq is not None and self.zeromq.max_bytes < self.gateway.max_body_bytes:
+            raise ValueError(
+                f"zeromq.max_bytes ({self.zeromq.max_bytes}) must be at least gateway.max_body_bytes ({self.gateway.max_body_bytes})"
+            )
+        return self
 
     @property
     def event_store_url(self) -> str:
@@ -307,10 +339,14 @@ def parse(tree: dict[str, Any], source: str = "configuration") -> Settings:
         raise ConfigError(api_keys.masked(f"{source}: " + "; ".join(problems))) from None  # its cause would show the values
 
 
-def read(path: Path) -> Settings:
-    """Settings from the first application's ``args`` in a Serve config file such as ``ray_config.yaml``."""
-    application = read_document(path)["applications"][0]
+def read(path: Path, host: str | None = None) -> Settings:
+    """Settings from the first application's ``args`` in a Serve config file such as ``ray_config.yaml``. `host`: where it is to listen,
+    in place of the file's own.
+    """
+    document = read_document(path)
+    application = document["applications"][0]
     settings = parse(application.get("args") or {}, str(path))
+    require_keys(settings, host or (document.get("http_options") or {}).get("host"), str(path))
     for deployment in application.get("deployments") or []:
         stage, changes = deployment.get("name"), deployment.get("user_config")
         if stage in STAGES and changes:
@@ -321,6 +357,17 @@ def read(path: Path) -> Settings:
                 with_changes(settings, name, changed, f"{path}: user_config of the gateway")
         _check_policy(deployment, path)
     return settings
+
+
+def require_keys(settings: Settings, host: str | None, source: str = "configuration") -> None:
+    """Raises ConfigError where other machines reach `host` and callers need no key. None: not known yet."""
+    if host is None or is_loopback(host) or settings.gateway.api_keys or settings.gateway.allow_anonymous:
+        return
+    raise ConfigError(
+        f"{source}: http_options.host = {host} lets other machines in, and gateway.api_keys is empty, so every caller could use and "
+        "operate this service; add a key (genrec keys new --name operator --admin), or listen on 127.0.0.1, or set "
+        "gateway.allow_anonymous: true"
+    )
 
 
 def split_changes(user_config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -340,7 +387,10 @@ def with_changes(settings: Settings, section: str, changes: dict[str, Any], sour
     for key, value in changes.items():
         inner = isinstance(getattr(own, key, None), Section) and isinstance(value, dict)
         tree[section][key] = {**tree[section][key], **value} if inner else value
-    return parse(tree, source)
+    changed = parse(tree, source)
+    if settings.gateway.api_keys and not (changed.gateway.api_keys or changed.gateway.allow_anonymous):
+        raise ConfigError(f"{source} takes the last of api_keys away: every caller could operate; leave one, or add allow_anonymous: true")
+    return changed
 
 
 def _check_policy(deployment: dict[str, Any], path: Path) -> None:

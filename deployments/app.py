@@ -11,21 +11,23 @@ With `zeromq` configured, a deployment of that name listens beside HTTP and asks
 ``ray_config.yaml`` names `build` as its import_path and gives it the configuration tree as ``args``.
 """
 
-from importlib.util import find_spec
+import logging
 from typing import Any
 
+import ray
 from ray import serve
-from ray.serve import Application
+from ray.serve import Application, context
 
-from cluster.config import Settings, parse
-from cluster.errors import ConfigError
+from cluster.config import Settings, parse, require_keys
 from cluster.served import served_bundle
 from deployments.fleet.switchboard import SwitchboardDeployment
 from deployments.gateway import GatewayDeployment
 from deployments.replicas.encoder import EncoderDeployment
 from deployments.replicas.generator import GeneratorDeployment
 from deployments.replicas.ranker import RankerDeployment
+from deployments.zeromq.door import ZeroMQDeployment
 
+logger = logging.getLogger("ray.serve")
 MOST_PROCESSES = 10_000
 """A call of each process waits at the switchboard for orders."""
 
@@ -33,6 +35,9 @@ MOST_PROCESSES = 10_000
 def build(args: dict[str, Any]) -> Application:
     """The application for a configuration tree. Raises ConfigError or BundleError before anything is started."""
     settings = resolved(parse(args))
+    require_keys(settings, _host())
+    if settings.gateway.allow_anonymous and not settings.gateway.api_keys:
+        logger.warning("gateway.allow_anonymous: every caller that reaches this service may use and operate it; api_keys would end that")
     tree = settings.model_dump(mode="json")
     switchboard = serve.deployment(name="switchboard", max_ongoing_requests=MOST_PROCESSES)(SwitchboardDeployment).bind(tree)
     gateway = serve.deployment(name="gateway", user_config={})(serve.ingress()(GatewayDeployment))
@@ -45,12 +50,14 @@ def build(args: dict[str, Any]) -> Application:
     return gateway.bind(tree, switchboard, encoder, generator, ranker, **doors)
 
 
-def _zeromq(tree: dict[str, Any]) -> Application:
-    """The other front door: one replica, for two on a node could not listen at one address. Raises ConfigError without pyzmq."""
-    if find_spec("zmq") is None:
-        raise ConfigError("zeromq is configured, but pyzmq is not installed; pip install '.[zeromq]', or leave zeromq out of `args`")
-    from deployments.zeromq.door import ZeroMQDeployment  # noqa: PLC0415 - it needs pyzmq
+def _host() -> str | None:
+    """Where the Serve that builds the application listens; None outside of one."""
+    client = context._get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None  # noqa: SLF001
+    return None if client is None else client.http_config.host
 
+
+def _zeromq(tree: dict[str, Any]) -> Application:
+    """The other front door: one replica, for two on a node could not listen at one address."""
     deployment = serve.deployment(name="zeromq", num_replicas=1, max_replicas_per_node=1, ray_actor_options={"num_cpus": 0})
     return deployment(ZeroMQDeployment).bind(tree)
 

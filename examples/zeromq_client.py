@@ -2,7 +2,7 @@
 
     python examples/zeromq_client.py [tcp://127.0.0.1:5555]      # GENREC_API_KEY, where keys are asked for
 
-The service needs `zeromq: {address: "tcp://0.0.0.0:5555"}` in its configuration; the frames are described in docs/api.md.
+The service needs `zeromq: {address: "tcp://127.0.0.1:5555"}` in its configuration; the frames are described in docs/api.md.
 """
 
 import asyncio

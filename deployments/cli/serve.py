@@ -21,18 +21,27 @@ LATER = "later"
 Profile = Annotated[ProfileName | None, typer.Option("--profile", help="how requests are carried (default: fast, where it works)")]
 ModelDir = Annotated[Path | None, typer.Option(help="the model to serve (default: the configuration's)")]
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="where to listen (default: the configuration's)")]
+Host = Annotated[str | None, typer.Option(help="the address to listen on, as 0.0.0.0 in a container (default: the configuration's)")]
 
 
-def serve(path: ConfigFile = Path("ray_config.yaml"), *, model_dir: ModelDir = None, port: Port = None, profile: Profile = None) -> None:
+def serve(
+    path: ConfigFile = Path("ray_config.yaml"),
+    *,
+    model_dir: ModelDir = None,
+    host: Host = None,
+    port: Port = None,
+    profile: Profile = None,
+) -> None:
     """Check the configuration and the model, then serve until Ctrl-C or SIGTERM.
 
     Where RAY_ADDRESS names a cluster, it is deployed there, and the cluster's own profile holds.
     """
-    settings = read(path)
+    settings = read(path, host)
     bundle = served_bundle(settings if model_dir is None else settings.model_copy(update={"model_dir": model_dir}))
     typer.echo(f"serving {bundle.version} as {path} says", err=True)
     profiled = {} if "RAY_ADDRESS" in os.environ else _alone(profile)
-    config = path if model_dir is None and port is None else _written(changed(read_document(path), model_dir, port))
+    as_it_is = model_dir is None and host is None and port is None
+    config = path if as_it_is else _written(changed(read_document(path), model_dir, port, host))
     os.execve(sys.executable, run_command(config), {**profiled, **os.environ})  # noqa: S606 - one process serves, and gets the signals
 
 
@@ -44,11 +53,11 @@ def _alone(profile: ProfileName | None) -> dict[str, str]:
     return of_one_machine(block, profile)
 
 
-def changed(document: dict[str, Any], model_dir: Path | None, port: int | None) -> dict[str, Any]:
-    """A Serve configuration with another model, or port; what is None stays."""
+def changed(document: dict[str, Any], model_dir: Path | None, port: int | None, host: str | None = None) -> dict[str, Any]:
+    """A Serve configuration with another model, port or address; what is None stays."""
     first, *others = document["applications"]
     model = {} if model_dir is None else {"model_dir": str(model_dir.absolute())}
-    listens = {} if port is None else {"port": port}
+    listens = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
     http = {**(document.get("http_options") or {}), **listens}
     return {**document, "http_options": http, "applications": [{**first, "args": {**(first.get("args") or {}), **model}}, *others]}
 

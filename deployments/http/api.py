@@ -25,6 +25,7 @@ from cluster.ranking import Ranking, RankingRequest
 from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest
 from deployments.http import problems, streaming
 from deployments.http.answer_json import answer_json
+from deployments.http.api_pages import documentation_routes
 from deployments.http.bodies import RecommendBody
 from deployments.http.callers import Caller, CallerHere, operator_of
 from deployments.http.edge import Edge
@@ -81,7 +82,7 @@ def create_api(
         await service.close()
 
     about = "Recommendations from behaviour."
-    api = FastAPI(title="genrec", version=version("genrec"), description=about, lifespan=lifespan)
+    api = FastAPI(title="genrec", version=version("genrec"), description=about, lifespan=lifespan, docs_url=None, redoc_url=None)
     problems.install(api)
 
     key = Depends(HTTPBearer(auto_error=False, description="an API key, where this service asks for one"))  # the edge checks it
@@ -89,6 +90,7 @@ def create_api(
     def limits() -> GatewaySettings:
         return edge.settings
 
+    api.state.limits = limits  # for `operator_of`
     for routes in (
         _recommendations(service, limits),
         ranking_routes(service, limits),
@@ -100,6 +102,7 @@ def create_api(
         api.include_router(routes, responses=problems.EVERYWHERE, dependencies=[key, Depends(operator_of)])
     api.include_router(_health(service))
     api.include_router(page_routes(limits))
+    api.include_router(documentation_routes())
     direct = {"/v1/recommend": recommend_directly(service, limits), "/v1/rank": rank_directly(service, limits)}
     return HttpInterface(api, edge, direct, meter)
 

@@ -7,10 +7,11 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from cluster.config import ApiKeySettings
+from cluster.config import ApiKeySettings, GatewaySettings
 from cluster.errors import InvalidRequest
 from cluster.traffic.rate_limits import Grant
 from deployments.http import problems
+from deployments.http.origins import foreign_page
 
 Take = Callable[[str, int], Grant | None]
 Belong = Callable[[str], bool]
@@ -97,9 +98,12 @@ async def caller_of(http: Request) -> Caller:
 
 
 async def operator_of(http: Request) -> Caller:
-    """The caller, if it may operate the system. Raises HTTPException (403)."""
+    """The caller, if it may operate the system and no web page of another site may stand behind it. Raises HTTPException (403)."""
     caller = await caller_of(http)
     caller.operate()
+    limits: GatewaySettings = http.app.state.limits()
+    if refused := foreign_page(http.headers, limits.hosts, anonymous=caller.key is None):
+        raise problems.forbidden(refused)
     return caller
 
 

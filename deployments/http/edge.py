@@ -24,13 +24,13 @@ from cluster.metrics import ADMISSION_WAIT, SILENT, Meter
 from cluster.traffic import api_keys
 from cluster.traffic.admission import Admission, Standing, Ticket
 from cluster.traffic.rate_limits import Grant, RateLimiter
-from deployments.http import problems
+from deployments.http import api_pages, problems
 from deployments.http.callers import Caller
 from deployments.http.connection import BodyBudget, Connection
 from deployments.http.playground import PATHS
 
 Answer = Callable[[Scope, Connection], Awaitable[None]]
-OPEN = frozenset({"/healthz", "/readyz", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}) | PATHS
+OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS | api_pages.PATHS
 """Paths that need no key and no place. Every other path is protected, whether there is a route or not."""
 INTERACTIVE, BATCH = 3, 6
 """Urgency of a request without a Priority header: RFC 9218's default; lower for a batch."""

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Annotated, Protocol
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -49,14 +50,18 @@ class StaticFile:
     etag: str
 
 
+def static_file(file: Traversable) -> StaticFile:
+    """A file of a package, by the type that its name ends in: html, css or js."""
+    body = file.read_bytes()
+    return StaticFile(body, _TYPES[file.name.rpartition(".")[2]], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+
+
 def _read() -> Iterator[tuple[str, StaticFile]]:
     """Path -> file, of all there are; the page itself is at /."""
     for file in files("deployments.http").joinpath("playground").iterdir():
-        kind = file.name.rpartition(".")[2]
-        if kind in _TYPES:
-            body = file.read_bytes()
+        if file.name.rpartition(".")[2] in _TYPES:
             path = "/" if file.name == "index.html" else f"/playground/{file.name}"
-            yield path, StaticFile(body, _TYPES[kind], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+            yield path, static_file(file)
 
 
 FILES: Mapping[str, StaticFile] = dict(sorted(_read()))
@@ -136,7 +141,7 @@ def page_routes(limits: Callable[[], GatewaySettings]) -> APIRouter:
 
     routes = APIRouter(include_in_schema=False, dependencies=[Depends(served_here)])
     for path, file in FILES.items():
-        routes.add_api_route(path, _giver_of(file))
+        routes.add_api_route(path, giver_of(file))
     return routes
 
 
@@ -209,7 +214,9 @@ class _Titles:
             return self._made[1]
 
 
-def _giver_of(file: StaticFile) -> Callable[[Request], Awaitable[Response]]:
+def giver_of(file: StaticFile) -> Callable[[Request], Awaitable[Response]]:
+    """A route that answers with the file, under the policy that it loads nothing from elsewhere."""
+
     async def give(http: Request) -> Response:
         headers = {**HEADERS, "ETag": file.etag}
         if file.etag in http.headers.get("if-none-match", ""):  # proxies that compress make W/"..." of it

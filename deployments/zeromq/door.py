@@ -1,26 +1,28 @@
-"""A front door besides HTTP: the same messages over a ZeroMQ ROUTER socket, answered by the gateways.
+"""A front door besides HTTP: the same messages as a ZeroMQ ROUTER socket takes them, answered by the gateways.
 
-    socket ──► frames ──► queue, most urgent first ──► a gateway's edge and routes ──► socket
-               422        503 at once where it is full  401, 403, 413, 422, 429, 503
+    connection ──► bytes ──► frames ──► key ──► queue, callers in turn ──► a gateway's edge and routes ──► connection
+                   503       422        401     503 at once where it is full   401, 403, 413, 422, 429, 503
 
 A client may have any number of requests under way; answers come as they are ready and carry the request's id. What the door does not
-understand is answered with a problem as everything else is. ZeroMQ does not tell when a client has left: its requests are computed, and
-the answers dropped.
+understand is answered with a problem as everything else is. When a client has left, what it has waiting is dropped, and what runs is
+computed for nothing.
 """
 
 import asyncio
-import heapq
 import itertools
 import json
 import logging
+import os
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from errno import EADDRINUSE
+from hashlib import sha256
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import zmq
-import zmq.asyncio
 from ray import serve
 from starlette.exceptions import HTTPException
 
@@ -32,25 +34,31 @@ from deployments.http import problems
 from deployments.http.edge import urgency
 from deployments.http.exchange import HttpRequest, HttpResponse
 from deployments.zeromq.frames import STATISTICS, Envelope, opened, understood
+from deployments.zeromq.turns import Turns
+from deployments.zeromq.zmtp import Broken, Budget, Heard, Peer
 
 Exchange = Callable[[HttpRequest, float], Awaitable[HttpResponse]]
 BIND_WITHIN_S, BIND_INTERVAL_S = 30.0, 0.2
 """A replica that is replaced lets go of the address only when it has answered what was under way."""
-DRAIN_S, LINGER_MS = 15.0, 1000
+DRAIN_S, LINGER_S = 15.0, 1.0
 ENVELOPE_BYTES = 2**16
-"""What a frame may have beyond the largest body; libzmq cuts the connection of a client that sends more."""
+"""What a message may have beyond the largest body; a client that sends more loses its connection."""
+MOST_CONNECTIONS, READ_AHEAD = 1024, 2**14
+KNOWN_FOR_S, MOST_ASKING, MOST_KNOWN = 30.0, 16, 10_000
+"""How long a key counts as known to the queue, and how many keys may be asked after at a time. The gateway checks every request's."""
 SAFE = ("/v1/recommend", "/v1/recommend:batch", "/v1/rank")
 logger = logging.getLogger("ray.serve")
 
 
 @dataclass(frozen=True, slots=True)
 class DoorStatistics:
-    """`in_flight`: this request among them; `served`: answered by a gateway, by HTTP status; `refused`: by the door
-    itself. Latencies include the wait.
+    """`in_flight`: this request among them; `held_bytes`: of what is read, waits or is under way, but for frames of 256 bytes or less;
+    `served`: answered by a gateway, by HTTP status; `refused`: by the door itself. Latencies include the wait.
     """
 
     queued: int
     in_flight: int
+    held_bytes: int
     served: dict[int, int]
     refused: dict[int, int]
     p50_ms: float | None
@@ -61,11 +69,15 @@ class DoorStatistics:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Waiting:
+    """`held`: bytes of the budget, given back when it is answered."""
+
     urgency: int
     number: int
     arrived: float = field(compare=False)
+    peer: Peer = field(compare=False)
     envelope: Envelope = field(compare=False)
     asked: HttpRequest = field(compare=False)
+    held: int = field(compare=False)
 
 
 class FrontDoor:
@@ -74,81 +86,140 @@ class FrontDoor:
     """
 
     def __init__(self, settings: ZeroMQSettings, exchange: Exchange, *, max_body_bytes: int) -> None:
-        self._settings, self._exchange, self._max_body_bytes = settings, exchange, max_body_bytes
-        self._queue: list[Waiting] = []
+        self._settings, self._exchange, self._most_bytes = settings, exchange, max_body_bytes + ENVELOPE_BYTES
+        self._budget = Budget(settings.max_bytes)
+        self._queue: Turns[Waiting] = Turns()
         self._numbers = itertools.count()
+        self._peers: dict[Peer, asyncio.Task[None]] = {}
         self._running: set[asyncio.Task[None]] = set()
+        self._known: dict[bytes, float] = {}
+        self._asking = 0
         self._served: Counter[int] = Counter()
         self._refused: Counter[int] = Counter()
         self._latency = LatencyRecorder(monotonic())
 
     async def open(self) -> None:
         """Raises ConfigError where the address cannot be had."""
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, self._max_body_bytes + ENVELOPE_BYTES)
-        try:
-            await self._bind()
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
-        self._listener = asyncio.create_task(self._listen())
+        until = monotonic() + BIND_WITHIN_S
+        while (server := await self._bound(last_try=monotonic() > until)) is None:  # noqa: ASYNC110 - nothing signals that it is free
+            await asyncio.sleep(BIND_INTERVAL_S)
+        self._server = server
 
     async def close(self, within_s: float = DRAIN_S) -> None:
         """Take nothing more; answer what was taken, with 503 where the time is not enough."""
-        self._listener.cancel()
-        await asyncio.wait([self._listener])
+        self._server.close()
+        for listener in self._peers.values():
+            listener.cancel()
         deadline = monotonic() + within_s
         while self._running and (left_s := deadline - monotonic()) > 0:
             await asyncio.wait(self._running, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        late, self._queue = self._queue, []
+        late, self._queue = self._queue, Turns()
         for task in self._running:
             task.cancel()
-        for waiting in late:
-            await self._refuse(waiting.envelope, _closed())
+        while late:
+            self._refuse_waiting(late.take(), _closed())
         await asyncio.gather(*self._running, return_exceptions=True)
-        self._context.destroy(linger=LINGER_MS)
+        await asyncio.gather(*(peer.close(LINGER_S) for peer in self._peers))
 
     def check_health(self) -> None:
-        """Raises what ended the listening."""
-        if self._listener.done():
-            self._listener.result()
+        """Raises ConfigError where it has ceased to listen."""
+        if not self._server.is_serving():
+            raise ConfigError(f"zeromq does not listen at {self._settings.address} any more; the replica is to be replaced")
+
+    @property
+    def connections(self) -> int:
+        return len(self._peers)
 
     def statistics(self) -> DoorStatistics:
         figures = self._latency.summary(monotonic()).as_json()
-        return DoorStatistics(len(self._queue), len(self._running), dict(self._served), dict(self._refused), **figures)
+        return DoorStatistics(len(self._queue), len(self._running), self._budget.held, dict(self._served), dict(self._refused), **figures)
 
-    async def _bind(self) -> None:
-        until = monotonic() + BIND_WITHIN_S
-        while not self._bound(last_try=monotonic() > until):  # noqa: ASYNC110 - nothing signals that it is free
-            await asyncio.sleep(BIND_INTERVAL_S)
-
-    def _bound(self, *, last_try: bool) -> bool:
+    async def _bound(self, *, last_try: bool) -> asyncio.Server | None:
+        """None where the address is still another's."""
+        scheme, _, at = self._settings.address.partition("://")
         try:
-            self._socket.bind(self._settings.address)
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EADDRINUSE and not last_try:
-                return False
+            if scheme == "tcp":
+                host, _, port = at.rpartition(":")
+                return await asyncio.start_server(self._serve, host.strip("[]"), int(port), limit=READ_AHEAD)
+            return await asyncio.start_unix_server(self._serve, sock=_unix_socket(at), limit=READ_AHEAD)
+        except OSError as error:
+            if error.errno == EADDRINUSE and not last_try:
+                return None
             cure = "give zeromq.address one of this node's, on a port that is free"
             raise ConfigError(f"zeromq cannot listen at {self._settings.address} ({error}); {cure}") from error
-        return True
 
-    async def _listen(self) -> None:
-        while True:
-            envelope, rest = opened(await self._socket.recv_multipart())
-            try:
-                self._receive(envelope, understood(rest))
-            except Exception as error:  # noqa: BLE001 - every message is answered, and the next one heard
-                await self._refuse(envelope, error)
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, until it ends."""
+        peer = Peer(reader, writer, self._budget, self._most_bytes)
+        if len(self._peers) == MOST_CONNECTIONS:
+            return await peer.close()
+        task = asyncio.current_task()
+        assert task is not None
+        self._peers[peer] = task
+        try:
+            await peer.greet()
+            while True:
+                await self._hear(peer, await peer.message())
+        except asyncio.CancelledError:
+            return None  # by `close`, which answers what was taken and ends the connection
+        except (Broken, EOFError, OSError) as error:  # a TimeoutError is an OSError
+            logger.debug("a ZeroMQ connection ends: %s", error)
+        except Exception:
+            logger.exception("a ZeroMQ connection ends by a fault of this door")
+        del self._peers[peer]
+        return await peer.close()
 
-    def _receive(self, envelope: Envelope, asked: HttpRequest) -> None:
+    async def _hear(self, peer: Peer, heard: Heard) -> None:
+        envelope, rest = opened(heard.frames)
+        try:
+            self._check_room(heard)
+            asked = understood(rest)
+            caller = await self._known_caller(asked.headers) or b"%d" % id(peer)
+            self._receive(caller, peer, envelope, asked, heard.held)
+        except asyncio.CancelledError:
+            self._refuse(peer, envelope, _closed())
+            raise
+        except Exception as error:  # noqa: BLE001 - every message is answered, and the next one heard
+            self._budget.give(heard.held)
+            self._refuse(peer, envelope, error)
+
+    def _check_room(self, heard: Heard) -> None:
+        if not heard.whole:
+            raise problems.overloaded(f"the requests at this door hold {self._budget.held} of {self._budget.most} bytes", wait_s=1)
+
+    async def _known_caller(self, headers: Mapping[str, str]) -> bytes:
+        """What tells one key from others; b"" without one. Raises what a gateway refuses the key with."""
+        key = headers.get("authorization", "")
+        digest, now = sha256(key.encode()).digest(), monotonic()
+        until = self._known.get(digest)
+        if until is None or (until < now and self._asking < MOST_ASKING):
+            await self._ask_after(key)
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[digest] = now + KNOWN_FOR_S
+        return digest if key else b""
+
+    async def _ask_after(self, key: str) -> None:
+        """A gateway knows the current keys: it answers 403 where the key is known and may not operate."""
+        if self._asking >= MOST_ASKING:
+            raise problems.overloaded(f"{self._asking} keys are being checked at this door", wait_s=1)
+        self._asking += 1
+        try:
+            told = await self._exchange(HttpRequest("GET", "/v1/gateway", {"authorization": key} if key else {}), self._settings.timeout_s)
+        finally:
+            self._asking -= 1
+        if told.status not in (200, 403):
+            headers = {name: value for name, value in told.headers.items() if name in ("www-authenticate", "retry-after")}
+            raise HTTPException(told.status, json.loads(told.body)["detail"], headers)
+
+    def _receive(self, caller: bytes, peer: Peer, envelope: Envelope, asked: HttpRequest, held: int) -> None:
         """Raises what refuses the request."""
         headers = {name.encode(): value.encode() for name, value in asked.headers.items()}
-        waiting = Waiting(urgency(headers, asked.target), next(self._numbers), monotonic(), envelope, asked)
+        waiting = Waiting(urgency(headers, asked.target), next(self._numbers), monotonic(), peer, envelope, asked, held)
         if len(self._running) < self._settings.max_concurrent:
             self._start(waiting)
         elif len(self._queue) < self._settings.max_queue:
-            heapq.heappush(self._queue, waiting)
+            self._queue.put(caller, waiting)
         else:
             detail = f"{len(self._running)} requests are under way and {len(self._queue)} wait at this door; ask again later"
             raise problems.overloaded(detail, wait_s=1)
@@ -160,21 +231,26 @@ class FrontDoor:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
-        if self._queue and len(self._running) < self._settings.max_concurrent:
-            self._start(heapq.heappop(self._queue))
+        while self._queue and len(self._running) < self._settings.max_concurrent:
+            waiting = self._queue.take()
+            if waiting.peer.gone:
+                self._budget.give(waiting.held)
+            else:
+                self._start(waiting)
 
     async def _answer(self, waiting: Waiting) -> None:
         try:
             answered = await self._asked(waiting)
         except asyncio.CancelledError:
-            await self._refuse(waiting.envelope, _closed())
+            self._refuse_waiting(waiting, _closed())
         except Exception as error:  # noqa: BLE001 - the client gets every error as an answer
-            await self._refuse(waiting.envelope, error)
+            self._refuse_waiting(waiting, error)
         else:
             self._served[answered.status] += 1
             now = monotonic()
             self._latency.record((now - waiting.arrived) * 1e3, now)
-            await self._send(waiting.envelope, answered)
+            self._budget.give(waiting.held)
+            waiting.peer.send(waiting.envelope.frames(answered))
 
     async def _asked(self, waiting: Waiting) -> HttpResponse:
         left_s = waiting.arrived + self._settings.timeout_s - monotonic()
@@ -190,17 +266,32 @@ class FrontDoor:
         body = json.dumps(asdict(self.statistics())).encode()
         return gateways if gateways.status != 200 else HttpResponse(200, {"content-type": "application/json"}, body)
 
-    async def _refuse(self, envelope: Envelope, error: Exception) -> None:
+    def _refuse_waiting(self, waiting: Waiting, error: Exception) -> None:
+        self._budget.give(waiting.held)
+        self._refuse(waiting.peer, waiting.envelope, error)
+
+    def _refuse(self, peer: Peer, envelope: Envelope, error: Exception) -> None:
         problem = problems.problem_of("zeromq", error)
         self._refused[problem.status] += 1
         retry = {"retry-after": "2"} if isinstance(error, BackendError) else {}
         headers = (error.headers or {}) if isinstance(error, HTTPException) else retry
         said = {"content-type": problems.MEDIA_TYPE, **{name.lower(): value for name, value in headers.items()}}
-        await self._send(envelope, HttpResponse(problem.status, said, problem.model_dump_json().encode()))
+        peer.send(envelope.frames(HttpResponse(problem.status, said, problem.model_dump_json().encode())))
 
-    async def _send(self, envelope: Envelope, answered: HttpResponse) -> None:
-        """A ROUTER drops what is for a client that has left, or reads nothing."""
-        await self._socket.send_multipart(envelope.frames(answered))
+
+def _unix_socket(path: str) -> socket.socket:
+    """Its file is its owner's alone; one that a replica before has left is replaced."""
+    made = socket.socket(socket.AF_UNIX)
+    if not path.startswith("@"):
+        if Path(path).is_socket():
+            Path(path).unlink()
+        os.fchmod(made.fileno(), 0o600)  # before `bind`, which makes the file
+    try:
+        made.bind(path.replace("@", "\0", 1))
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 def _closed() -> HTTPException:

@@ -3,7 +3,7 @@
     request   request id | call | headers | body        call: `POST /v1/recommend`, or `statistics`
     answer    request id | status | headers | body      status: `200`
 
-A ROUTER socket puts the sender's identity before, and what a REQ socket sends begins with an empty frame; both go back as they came.
+What a REQ socket sends begins with an empty frame, which goes back as it came.
 Headers are a JSON object; the frames of headers and body may be empty, and left out at the end.
 """
 
@@ -23,7 +23,7 @@ _CALL = re.compile(r"(GET|POST|DELETE) (/[!-~]{0,4095})")
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The client to answer and the call's id: the frames before the call."""
+    """The frames before the call: a REQ socket's empty one, if any, and the call's id."""
 
     before: tuple[bytes, ...]
     request_id: bytes
@@ -34,8 +34,8 @@ class Envelope:
 
 
 def opened(frames: Sequence[bytes]) -> tuple[Envelope, Sequence[bytes]]:
-    """The envelope of what a ROUTER socket received, and the frames in it. What has no request id is answered with an empty one."""
-    enveloped = 2 if len(frames) > 1 and not frames[1] else 1
+    """The envelope of a message, and the frames in it. What has no request id is answered with an empty one."""
+    enveloped = 1 if frames and not frames[0] else 0
     rest = frames[enveloped:]
     return Envelope(tuple(frames[:enveloped]), rest[0][:MOST_ID_BYTES] if rest else b""), rest[1:]
 

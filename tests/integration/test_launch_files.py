@@ -21,10 +21,12 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
 from cluster import profile
-from cluster.config import Settings, parse
+from cluster.addresses import is_loopback
+from cluster.config import Settings, parse, require_keys
+from cluster.errors import ConfigError
 from deployments.cli.init import filled_in
 from deployments.shipped import LAUNCH
-from tests.documents import ROOT
+from tests.documents import DOCUMENTS, ROOT
 
 KUBERNETES = "1.34"
 DOCKERFILES = ["Dockerfile", "Dockerfile.gpu"]
@@ -39,6 +41,7 @@ RAY_SERVICE = {
     "upgradeStrategy?": {"type": str},
     "rayClusterConfig": {
         "rayVersion?": str,
+        "authOptions?": {"mode": {"token", "disabled"}},
         "enableInTreeAutoscaling?": bool,
         "autoscalerOptions?": {
             "version?": {"v1", "v2"},
@@ -114,10 +117,13 @@ def ray_service() -> dict[str, Any]:
     return next(one["spec"] for one in manifests() if one["kind"] == "RayService")
 
 
-def pods() -> dict[str, dict[str, Any]]:
+def groups() -> dict[str, dict[str, Any]]:
     cluster = ray_service()["rayClusterConfig"]
-    groups = {"head": cluster["headGroupSpec"], **{group["groupName"]: group for group in cluster["workerGroupSpecs"]}}
-    return {name: group["template"]["spec"] for name, group in groups.items()}
+    return {"head": cluster["headGroupSpec"], **{group["groupName"]: group for group in cluster["workerGroupSpecs"]}}
+
+
+def pods() -> dict[str, dict[str, Any]]:
+    return {name: group["template"]["spec"] for name, group in groups().items()}
 
 
 def settings_of(serve_config: dict[str, Any]) -> Settings:
@@ -164,6 +170,48 @@ def test_every_pod_has_the_fast_profile_and_the_models():
         model_dir = settings_of(yaml.safe_load(ray_service()["serveConfigV2"])).model_dir
         assert any(model_dir.is_relative_to(mount["mountPath"]) for mount in container["volumeMounts"]), name
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}, name
+
+
+def test_what_listens_for_other_machines_has_keys_or_is_refused():
+    ours = [yaml.safe_load((LAUNCH / name).read_text()) for name in ("one_machine.yaml", "ray_config.yaml")]
+    assert [is_loopback(config["http_options"]["host"]) for config in ours] == [True, True]
+    config = yaml.safe_load(ray_service()["serveConfigV2"])
+    with pytest.raises(ConfigError, match=r"genrec keys new --name operator --admin"):
+        require_keys(settings_of(config), config["http_options"]["host"])
+    for name in DOCKERFILES:  # the file within must have keys, or `genrec serve` refuses it
+        assert '"--host", "0.0.0.0"' in (LAUNCH / name).read_text()
+
+
+def test_ray_asks_for_a_token_wherever_it_starts():
+    assert ray_service()["rayClusterConfig"]["authOptions"] == {"mode": "token"}
+    for name in (*RAY_UP_FILES, "genrec.service"):
+        assert "RAY_AUTH_MODE=token" in (LAUNCH / name).read_text(), name
+    starts = {
+        document.name: list(starts_of_ray(document.read_text())) for document in [*DOCUMENTS, *LAUNCH.iterdir()] if document.is_file()
+    }
+    assert {name: lines for name, lines in starts.items() if any(not guarded for _, guarded in lines)} == {}
+    assert sum(map(len, starts.values())) > 5
+
+
+def starts_of_ray(text: str) -> Iterator[tuple[str, bool]]:
+    """The lines that start Ray or deploy to it, and whether token authentication stands before that."""
+    for block in re.split(r"\n(?=```|\w+_commands:)|\n\s*\n", text):
+        guarded = False
+        for line in block.splitlines():
+            guarded |= "RAY_AUTH_MODE=token" in line or "genrec cluster env" in line
+            if re.search(r"^[^`]*(ray start --|serve deploy \w)", line):
+                yield line, guarded
+
+
+def test_no_pod_is_root_and_strangers_reach_the_api_alone():
+    for name, pod in pods().items():
+        assert pod["securityContext"]["runAsNonRoot"], name
+        assert [one["securityContext"]["capabilities"]["drop"] for one in pod["containers"]] == [["ALL"]], name
+        assert pod.get("automountServiceAccountToken", True) is (name == "head"), name  # the head's autoscaler asks Kubernetes for pods
+    policy = next(one["spec"] for one in manifests() if (one["kind"], one["metadata"]["name"]) == ("NetworkPolicy", "genrec"))
+    labels = [group["template"]["metadata"]["labels"] for group in groups().values()]
+    assert all(policy["podSelector"]["matchLabels"].items() <= one.items() for one in labels)
+    assert [rule["ports"] for rule in policy["ingress"] if "from" not in rule] == [[{"port": 8000}]]
 
 
 def test_claims_and_services_that_pods_name_are_in_the_manifest():

@@ -292,3 +292,16 @@ CONTRAST = """() => {
   }
   return found;
 }"""
+
+
+def test_the_documentation_is_read_and_tried_with_nothing_from_elsewhere(browser, url):
+    page, said, fetched = browser.new_page(), [], []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("request", lambda request: fetched.append(request.url))
+    page.goto(f"{url}/docs")
+    page.locator("#operations-operation-healthz_healthz_get .opblock-summary-control").click()
+    page.get_by_role("button", name="Try it out").click()
+    page.get_by_role("button", name="Execute").click()
+    expect(page.locator(".live-responses-table").get_by_text('"status": "ok"')).to_be_visible()
+    page.close()
+    assert (said, [one for one in fetched if not one.startswith(url)]) == ([], [])

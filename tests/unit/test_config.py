@@ -196,3 +196,58 @@ def test_what_cannot_change_while_it_runs_is_refused_before_it_is_deployed(secti
         ConfigError, match=rf"has {next(iter(changes))}, which cannot change without a restart; put it under args.{section}"
     ):
         with_changes(Settings(), section, changes, "other.yaml: user_config")
+
+
+KEY = {"name": "operator", "sha256": "0" * 64, "admin": True}
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "rec.example.org"])
+def test_an_address_that_other_machines_reach_takes_keys_or_a_word(tmp_path, host):
+    def read_with(gateway, host, instead=None):
+        tree = {"http_options": {"host": host}, "applications": [{"args": {"gateway": gateway}}]}
+        (tmp_path / "serve.yaml").write_text(yaml.safe_dump(tree))
+        return read(tmp_path / "serve.yaml", instead)
+
+    for file, instead in ((host, None), ("127.0.0.1", host)):
+        with pytest.raises(
+            ConfigError, match=rf"http_options\.host = {host} lets other machines in.*genrec keys new --name operator --admin"
+        ):
+            read_with({}, file, instead)
+    read_with({"api_keys": [KEY]}, host)
+    read_with({"allow_anonymous": True}, host)
+    for own in ("127.0.0.1", "::1", "localhost", "127.8.8.8"):
+        read_with({}, own)
+        read_with({}, host, own)
+
+
+def test_the_application_is_refused_where_serve_listens_for_others_and_there_are_no_keys(tmp_path, monkeypatch, caplog):
+    make_bundle(tmp_path / "tiny")
+    tree = {"model_dir": str(tmp_path / "tiny")}
+    monkeypatch.setattr("deployments.app._host", lambda: "0.0.0.0")
+    with pytest.raises(ConfigError, match=r"http_options\.host = 0\.0\.0\.0 lets other machines in"):
+        build(tree)
+    build({**tree, "gateway": {"api_keys": [KEY]}})
+    assert "allow_anonymous" not in caplog.text
+    build({**tree, "gateway": {"allow_anonymous": True}})
+    assert "every caller that reaches this service may use and operate it" in caplog.text
+    monkeypatch.setattr("deployments.app._host", lambda: "127.0.0.1")
+    build(tree)
+
+
+def test_the_last_key_is_not_taken_away_by_the_way():
+    settings = parse({"gateway": {"api_keys": [KEY]}})
+    with pytest.raises(ConfigError, match=r"takes the last of api_keys away.*allow_anonymous: true"):
+        with_changes(settings, "gateway", {"api_keys": []}, "user_config of the gateway")
+    assert with_changes(settings, "gateway", {"api_keys": [], "allow_anonymous": True}, "user_config of the gateway").gateway.api_keys == []
+
+
+def test_serve_listens_where_it_is_told_to(tmp_path, monkeypatch):
+    make_bundle(tmp_path / "shop")
+    handed_over = []
+    monkeypatch.setattr(serve_module.os, "execve", lambda command, arguments, _: handed_over.append(arguments))
+    with pytest.raises(ConfigError, match=r"one_machine\.yaml: http_options\.host = 0\.0\.0\.0 lets other machines in"):
+        serve_module.serve(ONE_MACHINE, model_dir=tmp_path / "shop", host="0.0.0.0")
+    serve_module.serve(ONE_MACHINE, model_dir=tmp_path / "shop", host="127.0.0.2")
+    ((*_, written),) = handed_over
+    assert read_document(Path(written))["http_options"]["host"] == "127.0.0.2"
+    Path(written).unlink()

@@ -53,7 +53,9 @@ def test_serve_is_never_throughput_optimised_without_haproxy():
 
 
 def the_variables() -> list[str]:
-    return sorted((profile.fast() | profile.apart(20_000, Path("/d")) | profile.node_ports(20_000, 0)).keys() - {profile.PROGRAM})
+    return sorted(
+        (profile.fast() | profile.apart(20_000, Path("/d")) | profile.node_ports(20_000, 0)).keys() - {profile.PROGRAM, *profile.TOKEN}
+    )
 
 
 @pytest.mark.parametrize("name", the_variables())
@@ -118,16 +120,34 @@ def test_a_haproxy_that_takes_over_from_a_living_one_is_told_by_ray_alone(starte
     assert started("nothing yet") == "no gateway"
 
 
+ADDED = [
+    "    timeout http-request 10s",
+    "    http-request set-header x-request-disconnect-disabled ?1",
+    "    http-request set-header x-request-timeout-seconds 0",
+]
+
+
 def test_clients_have_10_s_for_their_headers_and_serve_leaves_the_watch_over_them_to_the_gateway(started: Callable[..., str]):
     written = "frontend http_frontend\n    bind 127.0.0.1:8000\n    mode http\nfrontend other\n    bind 127.0.0.1:1\n"
     lines = started(written).splitlines()
-    assert lines[2:5] == [
-        "    timeout http-request 10s",
-        "    http-request set-header x-request-disconnect-disabled ?1",
-        "    http-request set-header x-request-timeout-seconds 0",
-    ]
-    assert [line for line in lines if line not in lines[2:5]] == written.splitlines()
+    assert lines[2:5] == ADDED
+    assert [line for line in lines if line not in ADDED] == written.splitlines()
     assert started("\n".join(lines)).splitlines() == lines
+
+
+def test_statistics_and_metrics_are_for_the_machine_itself(started: Callable[..., str]):
+    """The lines are those of Ray's own template."""
+    template = import_module("ray.serve._private.haproxy_templates").HAPROXY_CONFIG_TEMPLATE
+    given = [line for line in started(template, "-sf", "17").splitlines() if line not in ADDED]
+    changed = [(before, after) for before, after in zip(template.splitlines(), given, strict=True) if before != after]
+    assert changed == [
+        ("    bind :{{ config.metrics_port }}", "    bind 127.0.0.1:{{ config.metrics_port }}"),
+        ("  bind *:{{ config.stats_port }}", "  bind 127.0.0.1:{{ config.stats_port }}"),
+    ]
+
+
+def test_every_node_asks_for_rays_token():
+    assert profile.fast()["RAY_AUTH_MODE"] == profile.default()["RAY_AUTH_MODE"] == "token"
 
 
 def test_the_starter_is_told_the_program_itself_also_within_the_profile(with_haproxy, monkeypatch: pytest.MonkeyPatch):

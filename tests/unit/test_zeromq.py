@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import zmq
@@ -22,6 +22,7 @@ from deployments.http.exchange import exchange
 from deployments.http.problems import problem_of
 from deployments.zeromq.door import FrontDoor
 from deployments.zeromq.frames import HEADERS, opened, understood
+from deployments.zeromq.zmtp import MOST_FRAMES, Broken, Budget, Peer
 from tests.bundles import make_bundle
 from tests.fakes.applications import deployments_of, most_on_a_node
 from tests.ports import free_port
@@ -77,6 +78,43 @@ class Client:
         answered = await self.heard()
         assert answered[0] == request_id
         return answered[1:]
+
+
+def frame(body, flags=0):
+    return bytes([flags | 2]) + len(body).to_bytes(8) + body
+
+
+def ready(kind):
+    return frame(b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4) + kind, flags=4)
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL".ljust(55, b"\0")
+MORE = 1
+
+
+class RawClient:
+    """Sends bytes of its own making, which libzmq would not send."""
+
+    async def opened(self, address):
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self.reader, self.writer = await asyncio.open_connection(host, int(port))
+        return self
+
+    async def connected(self, address):
+        await self.opened(address)
+        await self.send(GREETING + ready(b"DEALER"))
+        await asyncio.wait_for(self.reader.readuntil(b"Identity\0\0\0\0"), 120)
+        return self
+
+    async def send(self, data):
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def is_cut(self):
+        """Once it is; what the door sent before is read."""
+        with suppress(ConnectionError):  # a reset, where the door has not read all that was sent
+            await asyncio.wait_for(self.reader.read(), 120)
+        self.writer.close()
 
 
 class Opened:
@@ -154,6 +192,7 @@ async def test_answers_go_to_the_clients_that_asked():
 MALFORMED = {
     "an id alone": ([b"1"], "frames"),
     "too many frames": ([b"1", RECOMMEND, b"", b"{}", b"more"], "frames"),
+    "all the frames that are read": ([b"1", RECOMMEND, *(b"" for _ in range(MOST_FRAMES - 2))], "frames"),
     "no method": ([b"1", b"/v1/recommend"], "call"),
     "another method": ([b"1", b"PATCH /v1/recommend"], "call"),
     "bytes": ([b"1", b"\xff\xfe\x00"], "call"),
@@ -194,6 +233,150 @@ async def test_a_frame_beyond_all_bounds_costs_its_sender_the_connection_and_nob
         assert served.door.statistics().served == {200: 2}
 
 
+@pytest.mark.parametrize(("size", "most_frames"), [(0, MOST_FRAMES), (5_000, 17), (80_000, 1)], ids=["empty", "middling", "large"])
+async def test_a_message_that_never_ends_is_cut_off_and_nothing_of_it_is_kept(size, most_frames):
+    async with opened_door() as served:
+        endless = [await RawClient().connected(served.address) for _ in range(5)]
+        for client in endless:
+            await client.send(frame(bytes(size), MORE) * most_frames)
+        for client in endless:
+            with suppress(ConnectionError):
+                await client.send(frame(bytes(size), MORE))
+            await client.is_cut()
+        await served.reached(lambda now: now.held_bytes == 0)
+        assert (await served.client().ask(body={"user_id": "ada"}))[0] == 200
+
+
+async def test_a_message_that_is_not_complete_in_time_is_cut_off(monkeypatch):
+    monkeypatch.setattr("deployments.zeromq.zmtp.MESSAGE_WITHIN_S", 0.2)
+    async with opened_door() as served:
+        client = await RawClient().connected(served.address)
+        await client.send(frame(b"1", MORE) + frame(RECOMMEND, MORE) + frame(b"", MORE) + frame(b"x" * 10_000)[:5_000])
+        await client.is_cut()
+        assert served.door.statistics().held_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n".ljust(80), GREETING + ready(b"PUB"), GREETING + frame(b"no command"), GREETING + b"\xff" * 9]
+)
+async def test_what_is_no_socket_that_asks_is_cut_off(said):
+    async with opened_door() as served:
+        client = await RawClient().opened(served.address)
+        await client.send(said)
+        await client.is_cut()
+        assert (await served.client().ask(body={"user_id": "ada"}))[0] == 200
+
+
+async def test_a_connection_beyond_the_most_is_closed_at_once(monkeypatch):
+    monkeypatch.setattr("deployments.zeromq.door.MOST_CONNECTIONS", 1)
+    async with opened_door() as served:
+        assert (await served.client().ask(body={"user_id": "ada"}))[0] == 200
+        await (await RawClient().opened(served.address)).is_cut()
+
+
+async def test_a_ping_is_answered_also_within_a_message():
+    async with opened_door() as served:
+        client = await RawClient().connected(served.address)
+        ping = frame(b"\x04PING\x00\x0acontext", flags=4)
+        await client.send(ping + frame(b"1", MORE) + ping + frame(b"GET /healthz"))
+        for _ in range(2):
+            await asyncio.wait_for(client.reader.readuntil(b"\x04PONGcontext"), 120)
+        await asyncio.wait_for(client.reader.readuntil(b'{"status":"ok"}'), 120)
+        client.writer.close()
+
+
+async def test_what_all_requests_hold_has_a_budget_and_what_is_beyond_it_is_refused_at_once():
+    async with opened_door(max_bytes=2**16) as served:
+        served.service.gate.clear()
+        client = served.client()
+        large = b'{"user_id": "ada"' + b" " * 19_000 + b"}"
+        for number in range(3):
+            await client.send(b"%d" % number, RECOMMEND, b"", large)
+        await served.reached(lambda now: now.in_flight == 3)
+        await client.send(b"beyond", RECOMMEND, b"", large)
+        request_id, status, headers, problem = await client.heard()
+        assert (request_id, status, headers["retry-after"]) == (b"beyond", 503, "1")
+        assert problem["detail"] == f"the requests at this door hold {3 * len(large)} of 65536 bytes"
+        served.service.gate.set()
+        assert sorted([(await client.heard())[:2] for _ in range(3)]) == [(b"0", 200), (b"1", 200), (b"2", 200)]
+        assert served.door.statistics().held_bytes == 0
+
+
+async def test_a_key_that_is_not_known_takes_no_place_in_the_queue():
+    async with opened_door(gateway={"api_keys": KEYS}, max_concurrent=1, max_queue=1) as served:
+        served.service.gate.clear()
+        shop, strangers = served.client(), [served.client() for _ in range(4)]
+        await shop.send(b"running", RECOMMEND, b'{"authorization": "Bearer genrec_shop"}', b'{"user_id": "ada"}')
+        await served.reached(lambda now: now.in_flight == 1)
+        for number, stranger in enumerate(strangers):
+            status, headers, problem = await stranger.ask(body={"user_id": "eve"}, headers={"authorization": f"Bearer genrec_{number}"})
+            assert (status, "www-authenticate" in headers, problem["instance"]) == (401, True, "zeromq")
+            assert (await stranger.ask(b"GET /healthz"))[0] == 401
+        assert served.door.statistics().queued == 0
+        await shop.send(b"waiting", RECOMMEND, b'{"authorization": "Bearer genrec_shop"}', b'{"user_id": "ada"}')
+        await served.reached(lambda now: now.queued == 1)
+        served.service.gate.set()
+        assert [(await shop.heard())[:2] for _ in range(2)] == [(b"running", 200), (b"waiting", 200)]
+
+
+async def test_a_key_is_asked_after_once():
+    asked = []
+
+    async def counted(request, within_s):
+        asked.append(request.target)
+        return await served.exchange(request, within_s)
+
+    async with opened_door(gateway={"api_keys": KEYS}, exchanged=counted) as served:
+        for _ in range(5):
+            assert (await served.client().ask(body={"user_id": "ada"}, headers={"authorization": "Bearer genrec_shop"}))[0] == 200
+    assert (asked.count("/v1/gateway"), asked.count("/v1/recommend")) == (1, 5)
+
+
+async def test_urgency_orders_the_requests_of_a_key_and_gives_it_nothing_over_others():
+    async with opened_door(gateway={"api_keys": KEYS}, max_concurrent=1) as served:
+        served.service.gate.clear()
+        client = served.client()
+
+        async def send(key, user, urgency):
+            headers = json.dumps({"authorization": f"Bearer genrec_{key}", "priority": f"u={urgency}"}).encode()
+            await client.send(user.encode(), RECOMMEND, headers, json.dumps({"user_id": user}).encode())
+
+        await send("shop", "running", 3)
+        await served.reached(lambda now: now.in_flight == 1)
+        for user, urgency in (("third", 5), ("first", 0), ("second", 1)):
+            await send("shop", user, urgency)
+        await send("boss", "patient", 7)
+        await served.reached(lambda now: now.queued == 4)
+        served.service.gate.set()
+        assert [(await client.heard())[0] for _ in range(5)] == [b"running", b"first", b"patient", b"second", b"third"]
+
+
+async def test_what_a_client_has_waiting_when_it_leaves_is_not_computed():
+    async with opened_door(max_concurrent=1) as served:
+        served.service.gate.clear()
+        staying, leaving = served.client(), served.client()
+        await staying.send(b"1", RECOMMEND, b"", b'{"user_id": "running"}')
+        await served.reached(lambda now: now.in_flight == 1)
+        for number in range(3):
+            await leaving.send(b"%d" % number, RECOMMEND, b"", b'{"user_id": "gone"}')
+        await served.reached(lambda now: now.queued == 3)
+        leaving.context.destroy(linger=0)
+        await served.reached(lambda now: served.door.connections == 1)
+        served.service.gate.set()
+        assert (await staying.heard())[1] == 200
+        await served.reached(lambda now: (now.queued, now.in_flight) == (0, 0))
+        assert [request.user_id for request in served.service.asked] == ["running"]
+
+
+async def test_a_door_at_a_file_is_its_owners_alone(tmp_path):
+    file = tmp_path / "door"
+    async with opened_door(address=f"ipc://{file}") as served:
+        client = Client(f"ipc://{file}")
+        served.clients.append(client)
+        assert (await client.ask(body={"user_id": "ada"}))[0] == 200
+        assert file.stat().st_mode & 0o777 == 0o600
+
+
 async def test_an_empty_message_is_answered_too():
     async with opened_door() as served:
         client = served.client()
@@ -212,6 +395,47 @@ def test_any_frames_are_a_request_or_a_refusal(frames):
         problem = problem_of("zeromq", refused)
         asked = None
     assert set(asked.headers) <= set(HEADERS) if asked else problem.model_dump_json().encode()
+
+
+def framed(size, flags):
+    long = flags & 2 or size > 255
+    return bytes([flags | 2 if long else flags]) + size.to_bytes(8 if long else 1) + bytes(size)
+
+
+class Deaf:
+    """The writer of a connection that hears nothing."""
+
+    def __init__(self):
+        self.transport = self
+
+    def write(self, data): ...
+    def is_closing(self):
+        return False
+
+    def get_write_buffer_size(self):
+        return 0
+
+
+FRAMES = st.builds(framed, st.integers(0, 500), st.integers(0, 8))
+
+
+@given(greeting=st.sampled_from([b"", GREETING, GREETING + ready(b"REQ")]), then=st.lists(FRAMES | st.binary(max_size=300), max_size=30))
+async def test_any_bytes_are_messages_or_the_end_of_a_connection_and_nothing_stays_held(greeting, then):
+    reader, budget = asyncio.StreamReader(), Budget(600)
+    reader.feed_data(greeting + b"".join(then))
+    reader.feed_eof()
+    peer = Peer(reader, Deaf(), budget, 1_000)
+
+    async def heard_to_the_end():
+        await peer.greet()
+        while True:
+            heard = await peer.message()
+            assert 1 <= len(heard.frames) <= MOST_FRAMES
+            budget.give(heard.held)
+
+    with pytest.raises((Broken, EOFError)):
+        await heard_to_the_end()
+    assert budget.held == 0
 
 
 async def test_what_is_wrong_with_a_message_is_told_as_over_http():
@@ -368,17 +592,34 @@ async def test_its_address_is_taken_over_once_it_is_free():
         await served.door.open()  # for the fixture to close
 
 
-async def test_an_address_of_another_machine_is_refused_by_name():
-    door = FrontDoor(ZeroMQSettings(address="tcp://192.0.2.77:5555"), None, max_body_bytes=20_000)
-    with pytest.raises(ConfigError, match=r"zeromq cannot listen at tcp://192\.0\.2\.77:5555 .* on a port that is free"):
+async def test_an_address_that_cannot_be_had_is_refused_by_name():
+    door = FrontDoor(ZeroMQSettings(address="ipc:///no/such/directory/door"), None, max_body_bytes=20_000)
+    with pytest.raises(
+        ConfigError, match=r"zeromq cannot listen at ipc:///no/such/directory/door .*; give zeromq.address one of this node's"
+    ):
         await door.open()
+
+
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://192.0.2.77:5555", "tcp://[::]:5555", "tcp://host:5555"])
+def test_an_address_that_other_machines_reach_is_refused_with_the_cure(address):
+    with pytest.raises(ConfigError, match=r"open to other machines.*give tcp://127\.0\.0\.1:5555 or ipc:.*a tunnel that encrypts"):
+        parse({"zeromq": {"address": address}})
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://127.0.0.1:5555", "tcp://localhost:5555", "tcp://[::1]:5555", "ipc:///run/genrec/door", "ipc://@door"]
+)
+def test_an_address_of_this_machine_alone_is_taken(address):
+    assert parse({"zeromq": {"address": address}}).zeromq.address == address
 
 
 def test_it_is_off_unless_configured_and_its_address_is_checked():
     assert parse({}).zeromq is None
-    assert parse({"zeromq": {}}).zeromq.address == "tcp://0.0.0.0:5555"
+    assert parse({"zeromq": {}}).zeromq.address == "tcp://127.0.0.1:5555"
     with pytest.raises(ConfigError, match=r"zeromq\.address = 'localhost:5555'"):
         parse({"zeromq": {"address": "localhost:5555"}})
+    with pytest.raises(ConfigError, match=r"zeromq\.max_bytes \(65536\) must be at least gateway\.max_body_bytes \(100000\)"):
+        parse({"zeromq": {"max_bytes": 65536}, "gateway": {"max_body_bytes": 100_000}})
 
 
 @pytest.mark.parametrize("placement", ["split", "colocated"])
@@ -389,10 +630,3 @@ def test_the_application_has_a_door_where_it_is_configured(tmp_path, placement):
     assert "zeromq" not in {one.name for one in deployments_of(without)}
     (door,) = (one for one in deployments_of(with_it) if one.name == "zeromq")
     assert (door.num_replicas, most_on_a_node(door)) == (1, 1)
-
-
-def test_without_pyzmq_the_configuration_is_refused_with_the_cure(tmp_path, monkeypatch):
-    make_bundle(tmp_path / "tiny")
-    monkeypatch.setattr("deployments.app.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pyzmq is not installed; pip install '\.\[zeromq\]'"):
-        build({"model_dir": str(tmp_path / "tiny"), "zeromq": {}})

