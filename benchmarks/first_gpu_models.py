@@ -3,6 +3,7 @@
 How fast they are is told beside the same in eager PyTorch, and torch_beam beside Hugging Face's beam search, in turns.
 """
 
+import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -116,7 +117,7 @@ def _kept(device: str, name: str, length: int) -> Finding:
             answer = encoder.infer(EncodeRequest(_beginning(whole, known), TOP, user="ann"))
         kept, found = encoder.kept(), _compared(bundle, [answer], [whole])
     if kept["hit_rows"] != length // 2 - 1 or kept["failures"]:
-        return replace(found, error=float("nan"), note=f"not continued: {kept}")
+        return dataclasses.replace(found, error=float("nan"), note=f"not continued: {kept}")
     return found
 
 
@@ -214,7 +215,7 @@ def _encoder_speed(device: str, name: str, model: str, users: int, rounds: int) 
         ms, eager_ms, kept_ms = wall_ms(*runs, rounds=rounds)
         found = _compared(bundle, off.batch_infer(cold), histories) if users == 1 else Finding()
         keeping.close()
-    return replace(found, ms=ms, eager_ms=eager_ms, note=f"with all events but the last kept: {kept_ms:.3f} ms")
+    return dataclasses.replace(found, ms=ms, eager_ms=eager_ms, note=f"with all events but the last kept: {kept_ms:.3f} ms")
 
 
 def _replay_speed(device: str, model: str, rounds: int) -> Finding:

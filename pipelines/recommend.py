@@ -77,7 +77,7 @@ class Recommender:
         if strategy != "retrieval":
             lists.append(await self._generation.complete(lists[0], resolved, request, budget))
         if strategy == "unified" and lists[-1].served:
-            lists.append(blend(*lists, self._weights))
+            lists.append(blend(lists[0], lists[1], self._weights))
         if ranks:
             lists.append(await self._ranked(lists, resolved, request, budget))
         return self._answer(lists, resolved, request)
@@ -104,7 +104,7 @@ class Recommender:
             lists.append(part)  # the last one is complete
             yield part.report
         if strategy == "unified" and lists[-1].served:
-            lists.append(blend(*lists, self._weights))
+            lists.append(blend(lists[0], lists[1], self._weights))
             yield lists[-1].report
         if ranks:
             lists.append(await self._ranked(lists, resolved, request, budget))

@@ -4,6 +4,7 @@ Fallbacks in order: generated items -> the encoder's ranking -> the last good an
 """
 
 import time
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -59,7 +60,7 @@ class StaleFallback(Recent[Key]):
         return None if found is None or found.value.degraded else found
 
 
-def _wanted(items: tuple[ScoredItem, ...], request: RecommendRequest) -> tuple[ScoredItem, ...]:
+def _wanted(items: Sequence[ScoredItem], request: RecommendRequest) -> tuple[ScoredItem, ...]:
     seen = {behaviour.item_id for behaviour in request.behaviours or ()} if request.exclude_seen else set()
     allowed = request.allowed
     return tuple(

@@ -24,8 +24,10 @@ def as_json(fields: Mapping[str, Any] | list[Fields]) -> bytes:
 
 def answer_json(answer: Recommendation) -> bytes:
     """The JSON of RecommendOut."""
-    titled = isinstance(answer.items, TitledItems)
-    items = answer.items.as_json().encode() if titled else as_json([item_fields(one) for one in answer.items])
+    if isinstance(answer.items, TitledItems):
+        items = answer.items.as_json().encode()
+    else:
+        items = as_json([item_fields(one) for one in answer.items])
     stages = [StageReport(one.stage, one.backend, round(one.duration_ms, 3), one.fallback_from) for one in answer.stages]
     rest = _Rest(stages, answer.degraded, answer.model_version, answer.unknown_items, answer.cache and _rounded(answer.cache))
     return b'{"user_id":%b,"items":%b,%b' % (_ENCODER.encode(answer.user_id), items, _ENCODER.encode(rest)[1:])

@@ -115,8 +115,7 @@ class Edge:
         try:
             if ticket.standing is Standing.WAITING:
                 connection.watch()
-                await self._wait(ticket)
-                if ticket.standing is Standing.REFUSED:
+                if await self._wait(ticket) is Standing.REFUSED:
                     raise self._overloaded()
             self._meter.observe(ADMISSION_WAIT, ticket.started - ticket.arrived)
             connection.headers = caller.headers
@@ -144,7 +143,8 @@ class Edge:
         caller.belong = lambda tenant: self._admission.belong(ticket, tenant)
         return ticket
 
-    async def _wait(self, ticket: Ticket) -> None:
+    async def _wait(self, ticket: Ticket) -> Standing:
+        """Until it was decided on, and how."""
         turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
         timer = self._expire_at(ticket.until)
         try:
@@ -152,6 +152,7 @@ class Edge:
         finally:
             timer.cancel()
             del self._turns[ticket]
+        return ticket.standing
 
     def _expire_at(self, when: float) -> asyncio.TimerHandle:
         """Expire with the time `when`, not the clock's: a timer may fire a moment early."""
