@@ -12,13 +12,14 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import torch
 import typer
+from msgspec.structs import replace
 
 from benchmarks.models import compiled, described
 from benchmarks.reporting import Machine, dated, table

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 
+import msgspec
 import numpy as np
 
 from cluster.errors import DataError
 from cluster.values import Behaviour, FloatArray, Int8Array, Int32Array, Int64Array, Item, UserSequence
 
-_WHEN = attrgetter("timestamp")
+_WHEN, _WHICH = attrgetter("timestamp"), attrgetter("item_id")
+JSON_KEPT = 100_000
+"""Items of which the JSON is kept: about 30 MB."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +43,18 @@ class Catalogue:
     def sequence(self, behaviours: Iterable[Behaviour], request_time: int) -> tuple[UserSequence, tuple[str, ...]]:
         """The behaviours with items of this catalogue in the order of time (ties keep their order), and the item ids it does not hold."""
         ordered = sorted(behaviours, key=_WHEN)
-        indices = [self._index.get(behaviour.item_id) for behaviour in ordered]
+        indices = list(map(self._index.get, map(_WHICH, ordered)))
         unknown: tuple[str, ...] = ()
         if None in indices:
             unknown = tuple(dict.fromkeys(one.item_id for one, index in zip(ordered, indices, strict=True) if index is None))
             ordered = [one for one, index in zip(ordered, indices, strict=True) if index is not None]
             indices = [index for index in indices if index is not None]
+        values = [one.value for one in ordered]
         sequence = UserSequence(
             items=np.array(indices, np.int32),
-            timestamps=np.array([behaviour.timestamp for behaviour in ordered], np.int64),
-            actions=np.array([behaviour.action.code for behaviour in ordered], np.int8),
-            values=np.array([behaviour.value for behaviour in ordered], np.float32),  # None becomes NaN
+            timestamps=np.array(list(map(_WHEN, ordered)), np.int64),
+            actions=np.array([one.action.code for one in ordered], np.int8),
+            values=np.full(len(values), np.nan, np.float32) if values.count(None) == len(values) else np.array(values, np.float32),
             request_time=request_time,
         )
         return sequence, unknown
@@ -60,8 +64,28 @@ class Catalogue:
         return tuple(item_id for item_id in dict.fromkeys(item_ids) if self.index_of(item_id) is None)
 
     @cached_property
+    def beginnings(self) -> "Beginnings":
+        """Catalogue index -> the beginning of the item's JSON in an answer."""
+        return Beginnings(self.items)
+
+    @cached_property
     def _index(self) -> Mapping[str, int]:
         return {item.item_id: index for index, item in enumerate(self.items, start=1)}
+
+
+class Beginnings(dict[int, str]):
+    """By catalogue index, `{"item_id":"50","title":"...","attributes":{...},"score":`: made where it is asked for, and kept."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self._items = items
+
+    def __missing__(self, index: int) -> str:
+        item = self._items[index - 1]
+        fields = {"item_id": item.item_id, "title": item.title, "attributes": dict(item.attributes)}
+        begun = self[index] = msgspec.json.encode(fields).decode()[:-1] + ',"score":'
+        if len(self) > JSON_KEPT:
+            del self[next(iter(self))]
+        return begun
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,4 +17,12 @@ if [ -n "$takes_over" ]; then
 elif [ -n "$config" ] && [ -f "$config.known" ]; then
     cp "$config.known" "$config"
 fi
+# Clients send their headers in time. A gateway watches its clients and ends what takes too long itself; told so, Serve awaits it directly.
+if [ -n "$config" ] && ! grep -q x-request-disconnect-disabled "$config"; then
+    sed -i '/^frontend http_frontend/,/^ *bind /{/^ *bind /a\
+    timeout http-request 10s\
+    http-request set-header x-request-disconnect-disabled ?1\
+    http-request set-header x-request-timeout-seconds 0
+}' "$config"
+fi
 exec "$GENREC_HAPROXY" "$@"

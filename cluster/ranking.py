@@ -4,9 +4,10 @@ Outside, candidates are item ids and the answer is an order; inside, they are ca
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.values import Behaviour, FloatArray, Int32Array, Item, StageReport, UserSequence
@@ -37,8 +38,7 @@ class RatingScale(BaseModel):
     deviation: float = Field(default=1.0, gt=0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankRequest:
+class RankRequest(Struct, frozen=True, eq=False):
     """Predict what this user does with each of the `candidates` (catalogue indices, (C,)), none of which knows of the others.
 
     A history of 0 events is allowed. The other fields are those of an EncodeRequest.
@@ -52,8 +52,7 @@ class RankRequest:
     model_version: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ranked:
+class Ranked(Struct, frozen=True, eq=False):
     """`predictions` (C, T): a row for each candidate in the order asked, a column for each task of the model: probabilities, but of
     `rating` the expected rating in the data's own unit.
     """
@@ -61,8 +60,7 @@ class Ranked:
     predictions: FloatArray
 
 
-@dataclass(frozen=True, slots=True)
-class RankingRequest:
+class RankingRequest(Struct, frozen=True):
     """What the caller asks for: these `candidates` (item ids) in the order in which this user would want them.
 
     `weights`: task -> how much it counts; None: as the model's training chose. The other fields are those of a RecommendRequest.
@@ -78,19 +76,17 @@ class RankingRequest:
     deadline: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RankedItem:
+class RankedItem(Struct, frozen=True):
     """A candidate and its score: what the weights make of the predictions, or a cosine or a share of all events where no ranker answered,
     and there are no `predictions`.
     """
 
     item: Item
     score: float
-    predictions: Mapping[str, float] = field(default_factory=dict)
+    predictions: Mapping[str, float] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Ranking:
+class Ranking(Struct, frozen=True):
     """The answer to one request, best candidate first. `unknown_items`: ids that the catalogue does not hold, candidates among them."""
 
     user_id: str

@@ -11,7 +11,7 @@ Where no trace is recorded, which is also the case without an exporter, a span c
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeAlias
 
 from opentelemetry import trace
@@ -21,16 +21,19 @@ from cluster.values import Recommendation, SkippedBackend, StageReport
 
 Attribute: TypeAlias = str | bool | int | float | Sequence[str]
 TRACER = trace.get_tracer("genrec")
+NOT_RECORDED = nullcontext(trace.INVALID_SPAN)
 
 
-@contextmanager
-def span(name: str, **attributes: Attribute) -> Iterator[Span]:
+def recording() -> bool:
+    """Whether the request that is under way is traced."""
+    return trace.get_current_span().is_recording()
+
+
+def span(name: str, **attributes: Attribute) -> AbstractContextManager[Span]:
     """A step of the request that is under way; give what is known later to `set_attribute` of what this yields."""
-    if not trace.get_current_span().is_recording():
-        yield trace.INVALID_SPAN
-        return
-    with TRACER.start_as_current_span(name, attributes=_named(attributes)) as current:
-        yield current
+    if not recording():
+        return NOT_RECORDED
+    return TRACER.start_as_current_span(name, attributes=_named(attributes))
 
 
 @contextmanager

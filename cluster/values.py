@@ -4,7 +4,7 @@ Items have two names. Outside, an item is its catalogue id, a string. Inside, it
 index 0 is padding and never an item.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Generic, Literal, Self, TypeAlias, TypeVar
@@ -86,8 +86,7 @@ class Availability:
         return cls(ok=False, reason=reason)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class UserSequence:
+class UserSequence(Struct, frozen=True, eq=False):
     """A user's behaviours with items the catalogue knows, oldest first, as arrays of one length L. Encoders are given L >= 1.
 
     `items`: catalogue indices, `timestamps`: seconds since 1970, `actions`: `Action.code`, `values`: NaN where there is none.
@@ -104,8 +103,7 @@ class UserSequence:
         return len(self.items)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EncodeRequest:
+class EncodeRequest(Struct, frozen=True, eq=False):
     """Encode one user and retrieve the `top_n` nearest items, out of all of them or only out of `among` (catalogue indices).
 
     The sequence is that of `user` of `tenant`: an encoder may keep what it computed for them. "" is no user in particular.
@@ -122,8 +120,7 @@ class EncodeRequest:
     model_version: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Encoded:
+class Encoded(Struct, frozen=True, eq=False):
     """`state`: the user's L2-normalised vector (D,); `items`, `scores`: nearest catalogue indices and cosines, best first.
 
     `states`: those after each of the latest events, oldest first, as many as the decoder's prompt takes or the history has, (T, D);
@@ -136,8 +133,7 @@ class Encoded:
     states: FloatArray | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SkippedBackend:
+class SkippedBackend(Struct, frozen=True):
     """A backend that was asked or considered before the one that answered, and why it did not serve.
 
     `failed` says that it broke, now or so recently that its breaker is open; otherwise it is absent here, switched
@@ -149,8 +145,7 @@ class SkippedBackend:
     failed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StageReport:
+class StageReport(Struct, frozen=True):
     """The backend that served a stage, how long it took, and the ones that were passed over."""
 
     stage: str
@@ -159,8 +154,7 @@ class StageReport:
     fallback_from: tuple[SkippedBackend, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StageAnswer(Generic[ResultT]):
+class StageAnswer(Struct, Generic[ResultT], frozen=True, eq=False):
     """What a stage returns for one request, and from which version of the model: indices mean nothing in another."""
 
     result: ResultT
@@ -168,8 +162,7 @@ class StageAnswer(Generic[ResultT]):
     model_version: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class UserState:
+class UserState(Struct, frozen=True, eq=False):
     """What a decoder is prompted with: the encoder's states (T, D) after the latest events, oldest first, and those T events themselves."""
 
     states: FloatArray
@@ -179,8 +172,7 @@ class UserState:
         return len(self.states)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingOptions:
+class SamplingOptions(Struct, frozen=True):
     """Draw items instead of searching for the most probable ones: `samples` paths, each code drawn from the decoder's distribution.
 
     `temperature` 0 takes the most probable code; `top_k` 0 means all; `top_p` keeps the fewest codes that hold that much probability.
@@ -207,8 +199,7 @@ class SamplingOptions:
             raise InvalidRequest("sampling.seed", f"must be none or a whole number within 0..2**64 - 1, not {self.seed}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GenerateRequest:
+class GenerateRequest(Struct, frozen=True, eq=False):
     """Generate the `k` most probable items with a beam of that width, out of all items or only `among`, never one of `blocked`.
 
     `deadline` is on this process's monotonic clock, in seconds: what cannot be done by then is given up. `tenant` and `user_id` (its user,
@@ -233,16 +224,14 @@ class GenerateRequest:
         return self.sampling.samples if self.sampling else self.beam
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Generated:
+class Generated(Struct, frozen=True, eq=False):
     """Catalogue indices, most probable first, and the logarithm of each one's probability among the items that might be named."""
 
     items: Int32Array
     log_probs: FloatArray
 
 
-@dataclass(frozen=True, slots=True)
-class RecommendRequest:
+class RecommendRequest(Struct, frozen=True):
     """What the caller asks for: `k` items for a user with these behaviours, as of `request_time` (seconds; default: now).
 
     `behaviours` None means those that are stored of the user; an empty tuple, that there are none.
@@ -277,16 +266,14 @@ class RecommendRequest:
     rank: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SimilarItem:
+class SimilarItem(Struct, frozen=True):
     """An item of the user's history, and the cosine of its vector and the recommended item's."""
 
     item: Item
     similarity: float
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Struct, frozen=True):
     """Why an item was recommended: what each stage gave it, None where the stage did not find it or was not asked.
 
     `retrieval`: its cosine with the user's state; `generation`: the logarithm of its probability; `blended`: what the two make together;
@@ -303,8 +290,7 @@ class Explanation:
     similar: tuple[SimilarItem, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredItem:
+class ScoredItem(Struct, frozen=True):
     """A recommended item, and the score that `stage` gave it: a cosine (encode), a log-probability (generate), the two combined (blend),
     what showing it is worth (rank) or a share of all events (popularity).
 
@@ -317,8 +303,7 @@ class ScoredItem:
     explanation: Explanation | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CacheReport:
+class CacheReport(Struct, frozen=True):
     """Where an answer came from: this gateway's memory (l1), the cluster's (l2), another request's computation that was joined, or its own.
 
     `age_s`: seconds since it was computed; `stale`: it is past its time, and being computed anew for the next caller.
@@ -329,8 +314,7 @@ class CacheReport:
     stale: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Recommendation:
+class Recommendation(Struct, frozen=True):
     """The answer to one request, best item first, with its provenance.
 
     `degraded`: an engine that should have served broke and another took its place, or none served the stage: retrieved items instead of
@@ -340,7 +324,7 @@ class Recommendation:
     """
 
     user_id: str
-    items: tuple[ScoredItem, ...]
+    items: Sequence[ScoredItem]
     stages: tuple[StageReport, ...]
     model_version: str
     degraded: bool

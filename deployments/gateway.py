@@ -8,10 +8,10 @@ popular, the blend; and what is known of users: kept answers, the event store. T
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from time import monotonic, perf_counter, process_time
 from typing import Any
 
+from msgspec.structs import replace
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 

@@ -5,8 +5,7 @@ the share of followed among a remembered user's events holds, however many gatew
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 MOST_ITEMS = 200
@@ -22,62 +21,66 @@ class Followed(StrEnum):
 
 
 @dataclass(slots=True)
-class _Shown:
-    """Item -> model version and when it was shown, in seconds since 1970, the latest last."""
+class _Show:
+    """Items that were shown together and not followed yet. `at`: when, in seconds since 1970."""
 
-    items: OrderedDict[str, tuple[str, float]] = field(default_factory=OrderedDict)
-    at: float = 0.0
+    at: float
+    model_version: str
+    items: list[str]
 
 
 class ShownItems:
-    """The latest `MOST_ITEMS` items of each of at most `users` users, each for `window_s`."""
+    """The latest shows of each of at most `users` users, of `MOST_ITEMS` items together, each for `window_s`."""
 
     def __init__(self, users: int = 10_000, window_s: float = 1800.0) -> None:
         self._most, self._window_s = users, window_s
-        self._users: OrderedDict[tuple[str, str], _Shown] = OrderedDict()
+        self._users: OrderedDict[tuple[str, str], list[_Show]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._users)
 
-    def show(self, tenant: str, user: str, items: Iterable[str], model_version: str, now: float) -> None:
-        shown = self._users.setdefault((tenant, user), _Shown())
-        self._users.move_to_end((tenant, user))
-        for item in items:
-            shown.items[item] = (model_version, now)
-            shown.items.move_to_end(item)
-        shown.at = now
-        self._expire(shown, now)
+    def show(self, tenant: str, user: str, items: list[str], model_version: str, now: float) -> None:
+        key = tenant, user
+        shows = self._users.get(key)
+        if shows is None:
+            shows = self._users[key] = []
+        else:
+            self._users.move_to_end(key)
+        if shows and shows[-1].items == items:
+            shows.pop()  # it is shown again
+        shows.append(_Show(now, model_version, items[-MOST_ITEMS:]))
+        self._expire(shows, now)
         self._drop(now)
 
     def follow(self, tenant: str, user: str, item: str, timestamp: float, now: float) -> tuple[Followed, str]:
         """What an event at `timestamp` was that arrived at `now`, and the model version that had recommended its item. An event from before
         the recommendation, as a log that is sent later has them, says nothing of it.
         """
-        shown = self._users.get((tenant, user))
-        if shown is None:
+        shows = self._users.get((tenant, user))
+        if not shows:
             return Followed.UNKNOWN, ""
-        self._expire(shown, now)
-        if not -CLOCKS_DIFFER_S <= timestamp - self._first(shown) <= self._window_s or now - shown.at > self._window_s:
+        self._expire(shows, now)
+        if not shows or not -CLOCKS_DIFFER_S <= timestamp - shows[0].at <= self._window_s:
             return Followed.UNKNOWN, ""
-        version, at = shown.items.get(item, ("", 0.0))
-        if not version or not -CLOCKS_DIFFER_S <= timestamp - at <= self._window_s:
+        holding = [show for show in shows if item in show.items]
+        if not holding or not -CLOCKS_DIFFER_S <= timestamp - holding[-1].at <= self._window_s:
             return Followed.NO, ""
-        del shown.items[item]
-        return Followed.YES, version
+        for show in holding:
+            show.items.remove(item)
+        return Followed.YES, holding[-1].model_version
 
     def forget(self, tenant: str | None = None, user: str | None = None) -> None:
         """Forget a user, a tenant's users, or all."""
         for key in [key for key in self._users if tenant in (None, key[0]) and user in (None, key[1])]:
             del self._users[key]
 
-    def _first(self, shown: _Shown) -> float:
-        """When the oldest that is remembered was shown; in the end it was `at`."""
-        return next((at for _, at in shown.items.values()), shown.at)
-
-    def _expire(self, shown: _Shown, now: float) -> None:
-        while shown.items and (len(shown.items) > MOST_ITEMS or now - next(iter(shown.items.values()))[1] > self._window_s):
-            shown.items.popitem(last=False)
+    def _expire(self, shows: list[_Show], now: float) -> None:
+        while shows and (now - shows[0].at > self._window_s or sum(len(show.items) for show in shows) > MOST_ITEMS):
+            del shows[0]
 
     def _drop(self, now: float) -> None:
-        while self._users and (len(self._users) > self._most or now - next(iter(self._users.values())).at > self._window_s):
+        while self._users and (len(self._users) > self._most or self._gone(next(iter(self._users.values())), now)):
             self._users.popitem(last=False)
+
+    def _gone(self, shows: list[_Show], now: float) -> bool:
+        return not shows or now - shows[-1].at > self._window_s

@@ -6,7 +6,7 @@ gateway -> SplitStages     -> a handle -> a replica of the encoder, of the gener
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar, cast
 
@@ -35,7 +35,7 @@ logger = logging.getLogger("ray.serve")
 class Stages(Protocol):
     """All stages. `ask` and `stream` raise BackendError where there is no answer, ModelGone where only that version has none."""
 
-    async def ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> StageAnswer[ResultT]:
+    def ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> Awaitable[StageAnswer[ResultT]]:
         """The stage's answer to one request, which it may take `within_s` for."""
         ...
 
@@ -150,9 +150,8 @@ class ColocatedStages:
     def __init__(self, encoder: Encoder, generator: Generator, ranker: Ranker) -> None:
         self._replicas: dict[StageName, StageReplica[Any]] = {"encoder": encoder, "generator": generator, "ranker": ranker}
 
-    async def ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> StageAnswer[ResultT]:
-        answer = await self._replicas[stage.name].answer(request, within_s)
-        return cast("StageAnswer[ResultT]", _raised(answer))
+    def ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> Awaitable[StageAnswer[ResultT]]:
+        return self._replicas[stage.name].ask(request, within_s)
 
     async def stream(
         self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float

@@ -10,13 +10,15 @@ answers the whole request.
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from time import monotonic, perf_counter
 from typing import TypeVar
 
+from msgspec.structs import replace
+
+from cluster import tracing
 from cluster.bundle import Bundle
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
@@ -26,7 +28,7 @@ from cluster.fleet.board import FleetNews
 from cluster.fleet.rollout import Rollout, VersionFigures
 from cluster.ranking import Ranking, RankingRequest
 from cluster.stages import ENCODER, GENERATOR, RANKER, Stage
-from cluster.tracing import say_who_served, span
+from cluster.titled_items import item_ids
 from cluster.values import AnswerPart, Recommendation, RecommendRequest, StageAnswer
 from deployments.fleet.model_cache import ModelCache
 from deployments.replicas.replica import ModelGone
@@ -39,6 +41,7 @@ from pipelines.stored_history import StoredHistories
 
 RequestT = TypeVar("RequestT")
 ResultT = TypeVar("ResultT")
+AnswerT = TypeVar("AnswerT", Recommendation, Ranking)
 KEPT_TIMES = 1.2
 """A degraded answer is kept for `negative_ttl_s`, give or take a tenth."""
 SHADOWS_AT_ONCE = 2
@@ -94,14 +97,16 @@ class ServedModel:
         return self._gone_at >= since - self._kept_s
 
     async def _ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> StageAnswer[ResultT]:
-        with span(stage.step, model_version=self.bundle.version, **stage.extent(request)) as current:
-            try:
+        try:
+            if not tracing.recording():
+                return await self._stages.ask(stage, request, within_s)
+            with tracing.span(stage.step, model_version=self.bundle.version, **stage.extent(request)) as current:
                 answer = await self._stages.ask(stage, request, within_s)
-            except ModelGone:
-                self._gone_at = monotonic()
-                raise
-            say_who_served(current, answer.report)
-            return answer
+                tracing.say_who_served(current, answer.report)
+                return answer
+        except ModelGone:
+            self._gone_at = monotonic()
+            raise
 
 
 class VersionRecorder:
@@ -119,7 +124,7 @@ class VersionRecorder:
 
     def compared(self, answer: Recommendation, with_: Recommendation) -> None:
         """In the shadow of another version's answer."""
-        ours, theirs = ({one.item.item_id for one in each.items} for each in (answer, with_))
+        ours, theirs = set(item_ids(answer.items)), set(item_ids(with_.items))
         self._overlaps += 1
         self._overlap += len(ours & theirs) / max(1, len(theirs))
 
@@ -173,23 +178,19 @@ class VersionRouter:
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """Raises InvalidRequest."""
-        began = monotonic()
-        for model in self._in_turn(request.tenant, request.user_id):
-            answer = await self._timed(model, request)
-            if not (answer.degraded and model.was_gone(began)):
-                break
+        began, model = monotonic(), self.model_for(request.tenant, request.user_id)
+        answer = await self._timed(model, request)
+        if answer.degraded:
+            answer = await self._elsewhere(model, answer, began, lambda other: self._timed(other, request))
         if self._shadowed(request):
             self._in_shadow(request, answer)
         return answer
 
     async def rank(self, request: RankingRequest) -> Ranking:
         """Raises InvalidRequest."""
-        began = monotonic()
-        for model in self._in_turn(request.tenant, request.user_id):
-            answer = await model.candidates.rank(request)
-            if not (answer.degraded and model.was_gone(began)):
-                break
-        return answer
+        began, model = monotonic(), self.model_for(request.tenant, request.user_id)
+        answer = await model.candidates.rank(request)
+        return await self._elsewhere(model, answer, began, lambda other: other.candidates.rank(request))
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         """Stays with its version. How long it took is the reader's doing too, and does not count for a trial."""
@@ -214,11 +215,15 @@ class VersionRouter:
             logger.info("version %d serves%s", version, f" instead of {self._serving}" if self._serving else "")
             self._serving = version
 
-    def _in_turn(self, tenant: str, user_id: str) -> Iterator[ServedModel]:
-        """The version that answers this user, then the others: the next one is asked where replicas turn out to lack the one before."""
-        first = self.model_for(tenant, user_id)
-        yield first
-        yield from [other for other in self._model_cache.models if other is not first]
+    async def _elsewhere(
+        self, first: ServedModel, answer: AnswerT, began: float, ask: Callable[[ServedModel], Awaitable[AnswerT]]
+    ) -> AnswerT:
+        """The answer of `first`, or of another version where replicas turned out to lack the versions asked before."""
+        model, others = first, [other for other in self._model_cache.models if other is not first]
+        while answer.degraded and model.was_gone(began) and others:
+            model = others.pop(0)
+            answer = await ask(model)
+        return answer
 
     async def _timed(self, model: ServedModel, request: RecommendRequest) -> Recommendation:
         began = perf_counter()

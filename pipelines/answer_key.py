@@ -1,16 +1,17 @@
 """What an answer depends on, as the key it is kept under: tenant, user, and a digest of the model, the history and the request."""
 
 import json
-from dataclasses import asdict, fields, replace
 from hashlib import blake2b
 from typing import Any
+
+from msgspec.structs import asdict, replace
 
 from cluster.cache.entry import Key
 from cluster.traffic.budget import unhurried
 from cluster.values import Behaviour, RecommendRequest
 
 DIGEST_BYTES = 16
-_PARAMETERS = {one.name for one in fields(RecommendRequest)} - {"user_id", "tenant", "behaviours", "cache", "deadline"}
+_PARAMETERS = set(RecommendRequest.__struct_fields__) - {"user_id", "tenant", "behaviours", "cache", "deadline"}
 
 
 def answer_key(request: RecommendRequest, model_digest: str, history_version: str) -> Key:

@@ -10,9 +10,9 @@ A failing cache or event store costs time, never an answer, and never more time 
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 
-from pydantic import TypeAdapter, ValidationError
+import msgspec
+from msgspec.structs import replace
 
 from cluster.cache.codec import Codec
 from cluster.cache.entry import Key
@@ -27,7 +27,7 @@ from pipelines.remembered import UsualRequests
 from pipelines.stale_fallback import CACHED, StaleFallback
 from pipelines.stored_history import Completed, StoredHistories
 
-_RECOMMENDATION = TypeAdapter(Recommendation)
+_ENCODER, _DECODER = msgspec.json.Encoder(enc_hook=tuple), msgspec.json.Decoder(Recommendation)
 LATE_S = 0.05
 """How long after its deadline a request still waits for what it is about to get; then it is answered without looking further."""
 logger = logging.getLogger(__name__)
@@ -52,7 +52,11 @@ class CachedRecommender:
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """The answer. Raises InvalidRequest."""
-        answer = await self._recommend(started(request))
+        request = started(request)
+        if self._cache is None or not cacheable(request):
+            answer = await self._compute(request)
+        else:
+            answer = await self._recommend(request)
         self._usual.note(request)
         return answer
 
@@ -190,15 +194,16 @@ def _with_history(answer: Recommendation, completed: Completed) -> Recommendatio
 
 def encode_answer(answer: Recommendation) -> bytes:
     """As JSON: decoding a shared cache's bytes must not run code, as unpickling does."""
-    return _RECOMMENDATION.dump_json(answer)
+    return _ENCODER.encode(answer)
 
 
 def decode_answer(payload: bytes) -> Recommendation:
     """Raises ValueError if `payload` is not an encoded answer."""
     try:
-        return _RECOMMENDATION.validate_json(payload)
-    except ValidationError as error:
+        answer = _DECODER.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f"not an answer: {error}") from error
+    return replace(answer, items=tuple(answer.items))
 
 
 ANSWER_CODEC: Codec[Recommendation] = Codec(encode_answer, decode_answer)

@@ -1,18 +1,18 @@
 """A list of items on its way through the pipeline, with the report of the stage that made it."""
 
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from cluster.values import FloatArray, Int32Array, SkippedBackend, StageReport
 
 NO_BACKEND = "none"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Candidates:
+class Candidates(Struct, frozen=True, eq=False):
     """Items that may be recommended, best first, with their scores, the report of the stage that ranked them, and whether it degrades the
     answer. `states`: the user's, (T, D), if the list is an encoder's that gives them. A list that is not `complete` holds items found so
     far; the complete one that follows may lack them.
@@ -38,11 +38,10 @@ class Candidates:
         """The items at these positions, in their order, or those that a boolean mask selects."""
         return Candidates(self.items[positions], self.scores[positions], self.report, self.degraded, self.states, self.complete)
 
-    def without(self, excluded: Int32Array, most: int | None = None) -> "Candidates":
+    def without(self, excluded: AbstractSet[int], most: int | None = None) -> "Candidates":
         """The first `most` items that are not `excluded`."""
-        passed_over = set(excluded.tolist())
-        places = [place for place, item in enumerate(self.items.tolist()) if item not in passed_over]
-        return self.at(places[:most])
+        wanted = [place for place, item in enumerate(self.items.tolist()) if item not in excluded][:most]
+        return self.at(slice(len(wanted)) if not wanted or wanted[-1] == len(wanted) - 1 else wanted)
 
 
 def held(items: Int32Array, ascending: Int32Array) -> npt.NDArray[np.bool_]:

@@ -22,7 +22,7 @@ from cluster.values import (
     UserState,
 )
 from cluster.window import default_step, window_start
-from pipelines.asking import Ask, check_version, why_none
+from pipelines.asking import Ask, asked, check_version, why_none
 from pipelines.candidates import Candidates, broken
 from pipelines.history import ResolvedRequest
 
@@ -53,29 +53,41 @@ class Generation:
         """Whether there is a decoder, and a stage to ask for it."""
         return self._generate is not None
 
-    async def find(
-        self, retrieved: Candidates, resolved: ResolvedRequest, request: RecommendRequest, budget: Budget, *, streaming: bool
+    async def complete(self, retrieved: Candidates, resolved: ResolvedRequest, request: RecommendRequest, budget: Budget) -> Candidates:
+        """The complete list without excluded items, best first, or why there is none."""
+        if (obstacle := self._obstacle(retrieved)) or self._generate is None:
+            return obstacle or self._none(())
+        began = time.perf_counter()
+        try:
+            prompted = self._request(retrieved, resolved, request)
+            answer = await asked("generator", self._generate, prompted, budget.within(self._deadline_s), self._version)
+        except BackendError as error:
+            return self._none(why_none("generator", error), began)
+        return self._candidates(answer, resolved)
+
+    async def stream(
+        self, retrieved: Candidates, resolved: ResolvedRequest, request: RecommendRequest, budget: Budget
     ) -> AsyncGenerator[Candidates, None]:
-        """Items as they are found, none twice and none that is excluded; lastly the complete list, best first, or why there is none."""
+        """Items as they are found, none twice and none that is excluded; lastly the complete list, as `complete` gives it."""
         if obstacle := self._obstacle(retrieved):
             yield obstacle
             return
-        started = time.perf_counter()
+        began = time.perf_counter()
         skipped: tuple[SkippedBackend, ...] | None = None
         try:
             prompted = self._request(retrieved, resolved, request)
-            async with aclosing(self._found(prompted, budget.within(self._deadline_s), streaming=streaming)) as parts:
+            async with aclosing(self._found(prompted, resolved, budget.within(self._deadline_s))) as parts:
                 async for part in parts:
                     yield part
         except BackendError as error:
             skipped = why_none("generator", error)
         if skipped is not None:
-            yield Candidates.none(STAGE, skipped, degraded=True, duration_ms=(time.perf_counter() - started) * 1000)
+            yield self._none(skipped, began)
 
     def _obstacle(self, retrieved: Candidates) -> Candidates | None:
         """Why no generator can be asked, None if one can. Missing states degrade the answer only if the encoder answered without them."""
         if not self.available:
-            return Candidates.none(STAGE, (SkippedBackend("generator", f"{self._version} has no decoder"),), degraded=False)
+            return self._none((SkippedBackend("generator", f"{self._version} has no decoder"),))
         if retrieved.states is None:
             reason = f"{retrieved.report.backend} gives no user states, which a decoder is prompted with"
             return Candidates.none(STAGE, (SkippedBackend("generator", reason),), degraded=retrieved.report.stage == "encode")
@@ -103,28 +115,37 @@ class Generation:
         choice = min(CHOICE * request.k, self._pool) if chosen_from else 0
         return min(max(self._beam, request.k, choice), self._size)
 
-    async def _found(self, request: GenerateRequest, within_s: float, *, streaming: bool) -> AsyncGenerator[Candidates, None]:
+    async def _found(self, request: GenerateRequest, resolved: ResolvedRequest, within_s: float) -> AsyncGenerator[Candidates, None]:
         """Raises BackendError, DeadlineExceeded among them."""
-        parts = self._stream(request, within_s) if streaming and self._stream else self._at_once(request, within_s)
+        parts = self._stream(request, within_s) if self._stream else self._at_once(request, within_s)
         known = request.blocked
         async with aclosing(each_in_time(parts, within_s)) as punctual:
             async for part in punctual:
                 if isinstance(part, StageAnswer):
                     check_version("generator", part, self._version)
                 generated = part.result if isinstance(part, StageAnswer) else part
-                if streaming:
-                    new = ~np.isin(generated.items, known) & (generated.items >= 1) & (generated.items <= self._size)
-                    known = np.append(known, generated.items)
-                    yield Candidates(generated.items, generated.log_probs, AT_WORK, complete=False).at(new)
+                new = ~np.isin(generated.items, known) & (generated.items >= 1) & (generated.items <= self._size)
+                known = np.append(known, generated.items)
+                yield Candidates(generated.items, generated.log_probs, AT_WORK, complete=False).at(new)
                 if isinstance(part, StageAnswer):
-                    found = Candidates(generated.items, generated.log_probs, part.report, broken(part.report))
-                    yield found.without(request.blocked)
+                    yield self._candidates(part, resolved)
                     return
         raise BackendFailed("the generator stopped before its answer was complete")
 
     async def _at_once(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[Part, None]:
         assert self._generate is not None
         yield await self._generate(request, within_s)
+
+    @staticmethod
+    def _candidates(answer: StageAnswer[Generated], resolved: ResolvedRequest) -> Candidates:
+        found = Candidates(answer.result.items, answer.result.log_probs, answer.report, broken(answer.report))
+        return found.without(resolved.barred)
+
+    @staticmethod
+    def _none(skipped: tuple[SkippedBackend, ...], began: float | None = None) -> Candidates:
+        """Degraded where the stage was asked, at `began`."""
+        took_ms = 0.0 if began is None else (time.perf_counter() - began) * 1000
+        return Candidates.none(STAGE, skipped, degraded=began is not None, duration_ms=took_ms)
 
 
 def prompt(states: FloatArray, sequence: UserSequence, longest: int) -> UserState:

@@ -2,25 +2,35 @@
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from operator import attrgetter
 
 import numpy as np
+from msgspec import Struct
 
 from cluster.dataset import Catalogue
 from cluster.errors import InvalidRequest
 from cluster.values import Int32Array, RecommendRequest, UserSequence
 
+_WHEN = attrgetter("timestamp")
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ResolvedRequest:
-    """A request in catalogue indices. `among`: the only items to recommend, None for any. `excluded` and `among` are sorted and unique."""
+
+class ResolvedRequest(Struct, frozen=True, eq=False):
+    """A request in catalogue indices. `barred`: items that must not be recommended; `among`: the only items to recommend, sorted and
+    unique, None for any.
+    """
 
     sequence: UserSequence
-    excluded: Int32Array
+    barred: AbstractSet[int]
     among: Int32Array | None
     unknown_items: tuple[str, ...]
     user: str = ""
     tenant: str = "default"
+
+    @property
+    def excluded(self) -> Int32Array:
+        """`barred` as an array, sorted."""
+        return _ascending(self.barred)
 
 
 def resolve(request: RecommendRequest, catalogue: Catalogue) -> ResolvedRequest:
@@ -29,37 +39,32 @@ def resolve(request: RecommendRequest, catalogue: Catalogue) -> ResolvedRequest:
     Raises InvalidRequest if a behaviour is later than the request's own time.
     """
     sequence, unknown = catalogue.sequence(request.behaviours or (), _request_time(request))
-    listed = catalogue.unknown((*sorted(request.blocked), *sorted(request.allowed or ())))
-    seen = sequence.items.tolist() if request.exclude_seen else ()
-    return ResolvedRequest(
-        sequence=sequence,
-        excluded=_ascending({*seen, *_known(request.blocked, catalogue)}),
-        among=None if request.allowed is None else _ascending(_known(request.allowed, catalogue)),
-        unknown_items=tuple(dict.fromkeys((*unknown, *listed))),
-        user=request.user_id,
-        tenant=request.tenant,
-    )
+    barred, among = set(sequence.items.tolist() if request.exclude_seen else ()), None
+    if request.blocked or request.allowed is not None:
+        barred |= _known(request.blocked, catalogue)
+        among = None if request.allowed is None else _ascending(_known(request.allowed, catalogue))
+        listed = catalogue.unknown((*sorted(request.blocked), *sorted(request.allowed or ())))
+        unknown = tuple(dict.fromkeys((*unknown, *listed)))
+    return ResolvedRequest(sequence, barred, among, unknown, request.user_id, request.tenant)
 
 
 def _request_time(request: RecommendRequest) -> int:
     """The request's time: as given; else now, or the last behaviour's if the caller's clock is ahead of ours."""
     behaviours = request.behaviours or ()
-    last = max([behaviour.timestamp for behaviour in behaviours], default=0)
+    last = max(map(_WHEN, behaviours), default=0)
     if request.request_time is None:
         return max(int(time.time()), last)
     if last <= request.request_time:
         return request.request_time
-    for position, behaviour in enumerate(behaviours):
-        if behaviour.timestamp > request.request_time:
-            problem = f"{behaviour.timestamp} is after request_time ({request.request_time}); leave it out or ask at a later time"
-            raise InvalidRequest(f"behaviours[{position}].timestamp", problem)
-    return request.request_time
+    position, late = next((at, one.timestamp) for at, one in enumerate(behaviours) if one.timestamp > request.request_time)
+    problem = f"{late} is after request_time ({request.request_time}); leave it out or ask at a later time"
+    raise InvalidRequest(f"behaviours[{position}].timestamp", problem)
 
 
 def _known(item_ids: Iterable[str], catalogue: Catalogue) -> set[int]:
     return {index for item_id in item_ids if (index := catalogue.index_of(item_id)) is not None}
 
 
-def _ascending(indices: set[int]) -> Int32Array:
+def _ascending(indices: AbstractSet[int]) -> Int32Array:
     """Sorted, without numpy.unique: that releases the interpreter, and an engine's thread then holds it for longer than this sort takes."""
     return np.array(sorted(indices), np.int32)

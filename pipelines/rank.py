@@ -4,7 +4,8 @@ Where no ranker answers, the encoder orders the candidates by how near they are 
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from cluster.bundle import Bundle
 from cluster.ranking import RankedItem, Ranking, RankingRequest

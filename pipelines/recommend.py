@@ -11,12 +11,14 @@
 Each of these is a file.
 """
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from cluster.bundle import Bundle
 from cluster.errors import InvalidRequest
+from cluster.titled_items import TitledItems
 from cluster.traffic.budget import Budget, started
 from cluster.values import AnswerPart, Recommendation, RecommendRequest, ScoredItem, Strategy
 from pipelines.blend import BlendWeights, blend
@@ -68,54 +70,50 @@ class Recommender:
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """The answer to one request. Raises InvalidRequest. A failing engine degrades the answer and raises nothing."""
-        *_, answer = [part async for part in self._parts(request, streaming=False)]
-        assert isinstance(answer, Recommendation)
-        return answer
+        strategy, ranks = self.check(request)
+        resolved, budget = resolve(request, self._catalogue), Budget(started(request).deadline)
 
-    def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
+        lists = [await self._retrieval.find(resolved, self._pool_for(request, strategy, ranks=ranks), budget)]
+        if strategy != "retrieval":
+            lists.append(await self._generation.complete(lists[0], resolved, request, budget))
+        if strategy == "unified" and lists[-1].served:
+            lists.append(blend(*lists, self._weights))
+        if ranks:
+            lists.append(await self._ranked(lists, resolved, request, budget))
+        return self._answer(lists, resolved, request)
+
+    async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         """Each stage's report as soon as it has answered, items as they are found, and lastly the same answer as `recommend`'s.
 
         The first `k` retrieved items come best first, unless the strategy is generative. A stage yields no item twice. Only the answer is
         final: it need not hold the items before it. InvalidRequest is raised in place of the first part.
         """
-        return self._parts(request, streaming=True)
-
-    def check(self, request: RecommendRequest) -> tuple[Strategy, bool]:
-        """The strategy, and whether the ranker orders the items. Raises InvalidRequest if this model cannot serve the request's options."""
-        return self._strategy(request), self._ranks(request)
-
-    async def _parts(self, request: RecommendRequest, *, streaming: bool) -> AsyncGenerator[AnswerPart, None]:
         strategy, ranks = self.check(request)
         resolved, budget = resolve(request, self._catalogue), Budget(started(request).deadline)
 
-        retrieved = await self._retrieval.find(resolved, self._pool_for(request, strategy, ranks=ranks), budget)
-        lists = [retrieved]
-        yield retrieved.report
-        if streaming and strategy != "generative":
-            for item in self._titled(retrieved.at(slice(request.k))):
+        lists = [await self._retrieval.find(resolved, self._pool_for(request, strategy, ranks=ranks), budget)]
+        yield lists[0].report
+        if strategy != "generative":
+            for item in self._titled(lists[0].at(slice(request.k))):
                 yield item
-
         if strategy != "retrieval":
-            async with aclosing(self._generation.find(retrieved, resolved, request, budget, streaming=streaming)) as found:
+            async with aclosing(self._generation.stream(lists[0], resolved, request, budget)) as found:
                 async for part in found:
                     for item in () if part.complete else self._titled(part):
                         yield item
             lists.append(part)  # the last one is complete
             yield part.report
-
         if strategy == "unified" and lists[-1].served:
-            lists.append(blend(retrieved, lists[-1], self._weights))
+            lists.append(blend(*lists, self._weights))
             yield lists[-1].report
-
         if ranks:
-            best = _last_served(lists).at(slice(max(request.k, self._rank_pool)))
-            lists.append((await self._scoring.score(best.items, resolved, budget)).candidates)
+            lists.append(await self._ranked(lists, resolved, request, budget))
             yield lists[-1].report
+        yield self._answer(lists, resolved, request)
 
-        chosen = self._reranked(lists, resolved, request)
-        reports, degraded = tuple(one.report for one in lists), any(one.degraded for one in lists)
-        items = self._explained(chosen, lists, resolved, request) if request.explain else tuple(self._titled(chosen))
-        yield Recommendation(request.user_id, items, reports, self._version, degraded, resolved.unknown_items)
+    def check(self, request: RecommendRequest) -> tuple[Strategy, bool]:
+        """The strategy, and whether the ranker orders the items. Raises InvalidRequest if this model cannot serve the request's options."""
+        return self._strategy(request), self._ranks(request)
 
     def _strategy(self, request: RecommendRequest) -> Strategy:
         strategy = request.strategy or ("unified" if self._generation.available else "retrieval")
@@ -139,8 +137,12 @@ class Recommender:
             return max(request.k, self._pool)
         return max(request.k, self._rank_pool) if ranks else request.k
 
-    def _reranked(self, lists: list[Candidates], resolved: ResolvedRequest, request: RecommendRequest) -> Candidates:
-        return rerank(
+    async def _ranked(self, lists: list[Candidates], resolved: ResolvedRequest, request: RecommendRequest, budget: Budget) -> Candidates:
+        best = _last_served(lists).at(slice(max(request.k, self._rank_pool)))
+        return (await self._scoring.score(best.items, resolved, budget)).candidates
+
+    def _answer(self, lists: list[Candidates], resolved: ResolvedRequest, request: RecommendRequest) -> Recommendation:
+        chosen = rerank(
             _last_served(lists),
             request.k,
             diversity=request.diversity,
@@ -149,6 +151,9 @@ class Recommender:
             first_seen_V=self._first_seen,
             now=resolved.sequence.request_time,
         )
+        items = self._explained(chosen, lists, resolved, request) if request.explain else self._titled(chosen)
+        reports, degraded = tuple([one.report for one in lists]), any(one.degraded for one in lists)
+        return Recommendation(request.user_id, items, reports, self._version, degraded, resolved.unknown_items)
 
     def _explained(
         self, chosen: Candidates, lists: list[Candidates], resolved: ResolvedRequest, request: RecommendRequest
@@ -158,11 +163,10 @@ class Recommender:
         reasons = explain(chosen.items, lists, similar, fresh)
         return tuple(replace(item, explanation=reason) for item, reason in zip(self._titled(chosen), reasons, strict=True))
 
-    def _titled(self, candidates: Candidates) -> Iterator[ScoredItem]:
-        pairs = zip(candidates.items.tolist(), candidates.scores.tolist(), strict=True)
-        return (ScoredItem(self._catalogue[index], score, candidates.report.stage) for index, score in pairs)
+    def _titled(self, candidates: Candidates) -> TitledItems:
+        return TitledItems(self._catalogue, candidates.items.tolist(), candidates.scores.tolist(), candidates.report.stage)
 
 
 def _last_served(lists: list[Candidates]) -> Candidates:
     """The list of the last stage that gave one: ranked, else blended, else generated, else retrieved."""
-    return [one for one in lists if one.served][-1]
+    return next(one for one in reversed(lists) if one.served)

@@ -1,8 +1,9 @@
 """What a gateway remembers of each user beside cached answers. It can forget one user, all of a tenant, or all."""
 
 from collections import OrderedDict
-from dataclasses import replace
 from typing import Generic, TypeVar
+
+from msgspec.structs import replace
 
 from cluster.cache.entry import Key
 from cluster.cache.scopes import concerns

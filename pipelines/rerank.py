@@ -28,7 +28,7 @@ def rerank(
     `vectors_VD` and `first_seen_V` are by catalogue index; `now` and `first_seen_V` are in seconds since 1970.
     """
     if not diversity and not freshness:
-        return candidates.at(slice(k))
+        return candidates if len(candidates.items) <= k else candidates.at(slice(k))
     relevance_P = normalised(candidates.scores) + np.float32(freshness) * recency(first_seen_V[candidates.items], now)
     if not diversity:
         return candidates.at(np.argsort(-relevance_P, kind="stable")[:k])

@@ -27,8 +27,8 @@ class Retrieval:
         """The `count` best items that are not excluded, fewer where there are fewer; popularity for a user without known behaviours, or
         where no encoder answers in time.
         """
-        top_n = min(count + len(resolved.excluded), self._size)
-        return (await self._candidates(resolved, top_n, budget)).without(resolved.excluded, count)
+        top_n = min(count + len(resolved.barred), self._size)
+        return (await self._candidates(resolved, top_n, budget)).without(resolved.barred, count)
 
     async def _candidates(self, resolved: ResolvedRequest, top_n: int, budget: Budget) -> Candidates:
         began = time.perf_counter()

@@ -4,7 +4,8 @@ Fallbacks in order: generated items -> the encoder's ranking -> the last good an
 """
 
 import time
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from cluster.cache.entry import Key
 from cluster.cache.tier_values import Found

@@ -1,7 +1,9 @@
 """A user's stored events as the history of a request that names only the user."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from cluster.engines.skipped import passed_over
 from cluster.errors import BackendError

@@ -4,10 +4,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from cluster.bundle import Bundle
 from cluster.nearest import NearestItems

@@ -5,12 +5,12 @@ own. By hand: TRITON_INTERPRET=1 pytest tests/kernel_cases.py, and without the v
 """
 
 import os
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from cluster.values import EncodeRequest
 from integrations.hstu.config import HSTUConfig

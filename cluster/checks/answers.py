@@ -3,10 +3,10 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from cluster.checks.report import Failed, Skipped
 from cluster.checks.subject import Subject

@@ -1,9 +1,9 @@
 """What an encoder is asked."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from cluster.bundle import Bundle
 from cluster.checks.cases import history, indices, lengths, naming, some, window

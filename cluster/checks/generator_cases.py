@@ -1,10 +1,10 @@
 """What a generator is asked."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from cluster.bundle import Bundle
 from cluster.checks.cases import history, indices, lengths, naming, some

@@ -1,7 +1,8 @@
 """What a ranker is asked."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from cluster.bundle import Bundle
 from cluster.checks.cases import history, indices, lengths, naming, some, window

@@ -1,14 +1,12 @@
 """Why a backend did not answer a request, and the error where none of a stage's did."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from cluster.errors import BackendError, BackendFailed, DeadlineExceeded, GenrecError
 from cluster.values import SkippedBackend
 
 
-@dataclass(frozen=True, slots=True)
-class OutOfTime(SkippedBackend):
+class OutOfTime(SkippedBackend, frozen=True):
     """The caller's time was over before this backend had answered: no fault of its own, and no time is left to ask the next one."""
 
 

@@ -11,16 +11,17 @@ A start with all places would take in seconds of work before the first answer sa
 staffing: so many places above the load keep a server busy through random arrivals.
 """
 
-from dataclasses import dataclass, replace
 from math import inf, sqrt
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 _WEIGHT = 0.1
 _FEWEST = 1 / 16
 _FIRST = 16.0
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptiveLimit:
+class AdaptiveLimit(Struct, frozen=True):
     """`most` places, at least a sixteenth of them; durations and `target_s` in seconds on one clock that only moves forward."""
 
     most: int

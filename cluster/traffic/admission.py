@@ -59,7 +59,7 @@ class Pace:
 
     def at(self, now: float, *, full: bool) -> "Pace":
         if not full:
-            return Pace()
+            return NOT_FULL
         return Pace(now) if self.since is None else self
 
     def finished(self, now: float) -> "Pace":
@@ -74,8 +74,13 @@ class Pace:
         return 0.0 if self.since is None else max(0.0, now - self.since) / (self.count or places)
 
 
+NOT_FULL = Pace()
+
+
 class Admission:
-    """The places of one process. Every method says which waiting tickets it decided on, so that their callers can be told."""
+    """The places of one process, `places` of them just now. Methods say which waiting tickets they decided on, so that their callers can
+    be told.
+    """
 
     def __init__(self, settings: "AdmissionSettings", target_s: float) -> None:
         self._queues: list[dict[Ticket, None]] = [{} for _ in URGENCIES]  # each in the order of arrival
@@ -84,25 +89,31 @@ class Admission:
         self._waiting_of: Counter[str | None] = Counter()
         self._mean_s = 0.0
         self._full = Pace()
-        self._settings, self._limit = settings, AdaptiveLimit(settings.max_concurrent, target_s)
-
-    @property
-    def places(self) -> int:
-        """Requests that may run at a time, just now."""
-        return self._limit.places
+        self._settings = settings
+        self._adapt(AdaptiveLimit(settings.max_concurrent, target_s))
 
     def arrive(self, now: float, urgency: int, tenant: str | None = None) -> tuple[Ticket, Ticket | None]:
         """A new request, and the waiting one whose place in the queue it took, if any."""
         ticket = Ticket(urgency, now, now + self._settings.max_wait_ms / 1e3, tenant)
         if self.running < self.places and not self._has_its_share(tenant):
             self._start(ticket, now)
-        elif self.wait_s(now, urgency) > self._settings.max_wait_ms / 2e3 or self._queues_its_share(tenant):
+        elif self.full(now, urgency, tenant):
             ticket.standing = Standing.REFUSED
-        elif self.waiting < self._settings.max_queued:
-            self._enqueue(ticket)
         else:
-            return ticket, self._displace(ticket)
+            displaced = self._last() if self.waiting >= self._settings.max_queued else None
+            if displaced is not None:
+                self._dequeue(displaced, Standing.REFUSED)
+            self._enqueue(ticket)
+            return ticket, displaced
         return ticket, None
+
+    def full(self, now: float, urgency: int, tenant: str | None = None) -> bool:
+        """Whether a request that arrived now would be refused at once."""
+        if self.running < self.places and not self._has_its_share(tenant):
+            return False
+        if self.wait_s(now, urgency) > self._settings.max_wait_ms / 2e3 or self._queues_its_share(tenant):
+            return True
+        return self.waiting >= self._settings.max_queued and ((last := self._last()) is None or last.urgency <= urgency)
 
     def leave(self, ticket: Ticket, now: float, first_byte_s: float | None = None) -> list[Ticket]:
         """A request has its answer, or its client has gone; the tickets that may start now. Does nothing for a refused one.
@@ -138,7 +149,7 @@ class Admission:
     def reconfigure(self, settings: "AdmissionSettings", target_s: float, now: float) -> list[Ticket]:
         """Go on under other settings; the tickets that may start or are refused by them. Running requests go on."""
         if (settings.max_concurrent, target_s) != (self._limit.most, self._limit.target_s):
-            self._limit = AdaptiveLimit(settings.max_concurrent, target_s)
+            self._adapt(AdaptiveLimit(settings.max_concurrent, target_s))
         self._settings = settings
         for ticket in self._in_order():
             ticket.until = min(ticket.until, now + settings.max_wait_ms / 1e3)
@@ -153,19 +164,13 @@ class Admission:
         ahead = sum(map(len, self._queues[: urgency + 1]))
         return (ahead + 1) * max(self._mean_s / self.places, self._full.each_s(now, self.places))
 
-    def _displace(self, ticket: Ticket) -> Ticket | None:
-        """The full queue's least urgent, latest request makes room for a more urgent one."""
-        last = next((next(reversed(queue)) for queue in reversed(self._queues) if queue), None)
-        if last is None or last.urgency <= ticket.urgency:
-            ticket.standing = Standing.REFUSED
-            return None
-        self._dequeue(last, Standing.REFUSED)
-        self._enqueue(ticket)
-        return last
+    def _last(self) -> Ticket | None:
+        """The least urgent, latest request of the queue, which makes room for a more urgent one where the queue is full."""
+        return next((next(reversed(queue)) for queue in reversed(self._queues) if queue), None)
 
     def _fill(self, now: float) -> list[Ticket]:
         started: list[Ticket] = []
-        while self.running < self.places and (ticket := self._next()):
+        while self.waiting and self.running < self.places and (ticket := self._next()):
             self._dequeue(ticket, Standing.RUNNING)
             self._start(ticket, now)
             started.append(ticket)
@@ -189,7 +194,10 @@ class Admission:
         took_s = now - ticket.started
         self._mean_s += (took_s - self._mean_s) * (_WEIGHT if self._mean_s else 1.0)
         if first_byte_s is not None:
-            self._limit = self._limit.after(first_byte_s, now, full=full)
+            self._adapt(self._limit.after(first_byte_s, now, full=full))
+
+    def _adapt(self, limit: AdaptiveLimit) -> None:
+        self._limit, self.places = limit, limit.places
 
     def _enqueue(self, ticket: Ticket) -> None:
         self._queues[ticket.urgency][ticket] = None

@@ -6,9 +6,11 @@ arrival ---- history ---- encoder ---- generator ---- blend, titles ---- deadlin
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import monotonic
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from cluster.errors import DeadlineExceeded
 from cluster.values import RecommendRequest
@@ -50,7 +52,14 @@ async def in_time(work: Callable[[], Awaitable[T]], within_s: float) -> T:
     """What `work` comes to within that many seconds. Raises DeadlineExceeded where it does not, or there is no time to begin."""
     if within_s <= 0:
         raise DeadlineExceeded("no time was left for it")
-    return await _by(asyncio.get_running_loop().time() + within_s, work, within_s)
+    limit = asyncio.timeout(within_s)
+    try:
+        async with limit:
+            return await work()
+    except TimeoutError:
+        if not limit.expired():  # a TimeoutError of the work's own is no lack of time here
+            raise
+        raise DeadlineExceeded(f"it was not done within {within_s * 1000:.0f} ms") from None
 
 
 async def each_in_time(parts: AsyncIterator[T], within_s: float) -> AsyncGenerator[T, None]:
@@ -58,28 +67,15 @@ async def each_in_time(parts: AsyncIterator[T], within_s: float) -> AsyncGenerat
 
     Only the waiting is under the time limit: a limit around a `yield` would cancel the caller that holds what was yielded.
     """
-    deadline = asyncio.get_running_loop().time() + within_s
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + within_s
     try:
-        if within_s <= 0:
-            raise DeadlineExceeded("no time was left for it")
         while True:
             try:
-                part = await _by(deadline, lambda: anext(parts), within_s)
+                part = await in_time(lambda: anext(parts), deadline - loop.time())
             except StopAsyncIteration:
                 return
             yield part
     finally:
         if isinstance(parts, AsyncGenerator):
             await parts.aclose()
-
-
-async def _by(deadline: float, work: Callable[[], Awaitable[T]], within_s: float) -> T:
-    """A TimeoutError of the work's own passes through: it is no lack of time of ours."""
-    limit = asyncio.timeout_at(deadline)
-    try:
-        async with limit:
-            return await work()
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise DeadlineExceeded(f"it was not done within {within_s * 1000:.0f} ms") from None

@@ -6,15 +6,39 @@ No model is built on the way: what this service says itself needs no check, and 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import msgspec
+from msgspec import Struct
+from msgspec.structs import asdict
 from pydantic_core import to_json
 
+from cluster.titled_items import TitledItems
 from cluster.values import CacheReport, Explanation, Recommendation, ScoredItem, SkippedBackend, StageReport
 
 Fields: TypeAlias = dict[str, Any]
+_ENCODER = msgspec.json.Encoder()
 
 
-def as_json(fields: Mapping[str, Any]) -> bytes:
+def as_json(fields: Mapping[str, Any] | list[Fields]) -> bytes:
     return to_json(fields, inf_nan_mode="null")
+
+
+def answer_json(answer: Recommendation) -> bytes:
+    """The JSON of RecommendOut."""
+    titled = isinstance(answer.items, TitledItems)
+    items = answer.items.as_json().encode() if titled else as_json([item_fields(one) for one in answer.items])
+    stages = [StageReport(one.stage, one.backend, round(one.duration_ms, 3), one.fallback_from) for one in answer.stages]
+    rest = _Rest(stages, answer.degraded, answer.model_version, answer.unknown_items, answer.cache and _rounded(answer.cache))
+    return b'{"user_id":%b,"items":%b,%b' % (_ENCODER.encode(answer.user_id), items, _ENCODER.encode(rest)[1:])
+
+
+class _Rest(Struct):
+    """An answer's fields behind its items."""
+
+    stages: list[StageReport]
+    degraded: bool
+    model_version: str
+    unknown_items: tuple[str, ...]
+    cache: CacheReport | None
 
 
 def answer_fields(answer: Recommendation) -> Fields:
@@ -58,7 +82,11 @@ def _skipped_fields(skipped: SkippedBackend) -> Fields:
 
 
 def _cache_fields(report: CacheReport) -> Fields:
-    return {"tier": report.tier, "age_s": round(report.age_s, 3), "stale": report.stale}
+    return asdict(_rounded(report))
+
+
+def _rounded(report: CacheReport) -> CacheReport:
+    return CacheReport(report.tier, round(report.age_s, 3), report.stale)
 
 
 def _explanation_fields(why: Explanation) -> Fields:

@@ -24,7 +24,7 @@ from cluster.metrics import SILENT, Meter
 from cluster.ranking import Ranking, RankingRequest
 from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest
 from deployments.http import problems, streaming
-from deployments.http.answer_json import Fields, answer_fields, as_json
+from deployments.http.answer_json import answer_json
 from deployments.http.api_pages import documentation_routes
 from deployments.http.bodies import RecommendBody
 from deployments.http.callers import Caller, CallerHere, operator_of
@@ -117,7 +117,7 @@ def recommend_directly(service: Service, limits: Callable[[], GatewaySettings]) 
         accepted = b",".join([value for name, value in scope["headers"] if name == b"accept"]).decode("latin-1")
         if media_type := streaming.wanted(accepted):
             return await streaming.respond(service.stream(request), media_type, scope["path"])
-        return as_json(answer_fields(await service.recommend(request)))
+        return answer_json(await service.recommend(request))
 
     return DirectRoute(msgspec.json.Decoder(RecommendBody), answer)
 
@@ -133,7 +133,7 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings]) ->
         request = message.to_value(caller.arrived)
         if media_type := streaming.wanted(",".join(http.headers.getlist("accept"))):
             return await streaming.respond(service.stream(request), media_type, http.url.path)
-        return _json(answer_fields(await service.recommend(request)))
+        return Response(answer_json(await service.recommend(request)), media_type="application/json")
 
     @routes.post("/v1/recommend:batch", tags=["recommendations"], response_model=RecommendBatchOut)
     async def recommend_batch(message: RecommendBatchIn, caller: CallerHere) -> Response:
@@ -146,7 +146,7 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings]) ->
         _give_tenants(message.requests, caller)
         values = [request.to_value(caller.arrived) for request in message.requests]
         answers = await asyncio.gather(*(_within_batch(service, value, position) for position, value in enumerate(values)))
-        return _json({"answers": [answer_fields(answer) for answer in answers]})
+        return Response(b'{"answers":[%b]}' % b",".join(map(answer_json, answers)), media_type="application/json")
 
     @routes.get(ITEM_PATH, tags=["catalogue"], responses=problems.documented([404]))
     async def item(item_id: str, caller: CallerHere) -> ItemOut:
@@ -197,11 +197,6 @@ def _health(service: Service) -> APIRouter:
         return ready
 
     return routes
-
-
-def _json(fields: Fields) -> Response:
-    """As it is: FastAPI would check and encode it once more."""
-    return Response(as_json(fields), media_type="application/json")
 
 
 def _give_tenants(messages: Sequence[RecommendIn], caller: Caller) -> None:

@@ -18,14 +18,15 @@ Belong = Callable[[str], bool]
 
 
 class Caller:
-    """The caller of one request. `key`: None if the service has no keys. `arrived`: on this process's monotonic clock. `refused`: the
-    status of a refusal after the message was read, or 0.
+    """The caller of one request. `key`: None if the service has no keys. `arrived`: when the whole request was there, on this process's
+    monotonic clock. `refused`: the status of a refusal after the message was read, or 0.
     """
 
-    def __init__(self, key: ApiKeySettings | None, arrived: float, take: Take) -> None:
-        self.key, self.arrived, self._take = key, arrived, take
-        self.belong: Belong = lambda _: True
-        self._paid: Counter[str] = Counter()
+    def __init__(self, key: ApiKeySettings | None, take: Take) -> None:
+        self.key, self._take = key, take
+        self.arrived = 0.0
+        self.belong: Belong = _anywhere
+        self._paid: dict[str, int] = {}
         self.grant: Grant | None = None
         self.refused = 0
 
@@ -54,7 +55,7 @@ class Caller:
 
     def pay(self, tenant: str, cost: int) -> None:
         """Charge `cost` less what is paid already. Raises HTTPException (429), or InvalidRequest if `cost` exceeds the limit itself."""
-        due = cost - self._paid[tenant]
+        due = cost - self._paid.get(tenant, 0)
         grant = self._take(tenant, due) if due > 0 else None
         if grant is None:
             return
@@ -64,7 +65,11 @@ class Caller:
         if not grant.given:
             self.refused = 429
             raise problems.too_many(tenant, grant.wait_s, headers_of(grant))
-        self._paid[tenant] += due
+        self._paid[tenant] = cost
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What is left of the tenant's rate, as headers of the response."""
+        return [(name.encode(), value.encode()) for name, value in headers_of(self.grant).items()] if self.grant else []
 
     def operate(self) -> None:
         """Raises HTTPException (403) unless the caller may operate the system."""
@@ -75,6 +80,10 @@ class Caller:
         if self.tenant is not None and tenant not in (None, self.tenant):
             raise problems.forbidden(f"the key of tenant {self.tenant!r} may not act for tenant {tenant!r}; leave `tenant` out")
         return self.named(tenant)
+
+
+def _anywhere(_: str) -> bool:
+    return True
 
 
 def headers_of(grant: Grant) -> dict[str, str]:

@@ -1,10 +1,12 @@
-"""The checks before the routes; none of them reads the body.
+"""The checks before the routes.
 
-    size ──► key ──► rate ──► place ──► routes ──► tenant and cost, which the body names
-    413      401     429      503                  403, 429, 503
+    size ──► key ──► rate ──► room ──► body ──► place ──► routes ──► tenant and cost, which the body names
+    413      401     429      503      408      503                  403, 429, 503
+                                       413, 503
 
-A refusal costs microseconds. An admitted request has its Caller in `request.state.caller`, with the time of its arrival: waiting counts
-against its deadline. When the client leaves, the request's place in the queue is freed and its work is cancelled.
+A refusal costs microseconds. A request takes a place once its body is there, so that slow clients hold up no other; a process holds a
+limited number of bytes of bodies. An admitted request has its Caller in `request.state.caller`, with the time of its arrival: waiting
+counts against its deadline. When the client leaves, the request's place in the queue is freed and its work is cancelled.
 """
 
 import asyncio
@@ -23,8 +25,8 @@ from cluster.traffic import api_keys
 from cluster.traffic.admission import Admission, Standing, Ticket
 from cluster.traffic.rate_limits import Grant, RateLimiter
 from deployments.http import api_pages, problems
-from deployments.http.callers import Caller, headers_of
-from deployments.http.connection import Connection
+from deployments.http.callers import Caller
+from deployments.http.connection import BodyBudget, Connection
 from deployments.http.playground import PATHS
 
 Answer = Callable[[Scope, Connection], Awaitable[None]]
@@ -32,6 +34,7 @@ OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS | api_pages.P
 """Paths that need no key and no place. Every other path is protected, whether there is a route or not."""
 INTERACTIVE, BATCH = 3, 6
 """Urgency of a request without a Priority header: RFC 9218's default; lower for a batch."""
+_HEADERS = frozenset({b"authorization", b"content-length", b"priority"})
 _URGENCY = re.compile(rb"(?:^|,)[ \t]*u=([0-7])[ \t]*(?:[,;]|$)")
 
 
@@ -59,6 +62,7 @@ class Edge:
         self._gateways, self._clock = gateways, clock
         self._admission = Admission(settings.admission, _target_s(settings))
         self._rates = RateLimiter(settings.rate_limits)
+        self._bodies = BodyBudget(settings.max_held_bytes)
         self._turns: dict[Ticket, asyncio.Future[None]] = {}
         self._refused: Counter[int] = Counter()
 
@@ -66,6 +70,7 @@ class Edge:
         """Take new settings. Running requests go on; waiting ones wait no longer than the new settings allow."""
         self.settings = settings
         self._rates.reconfigure(settings.rate_limits)
+        self._bodies.most = settings.max_held_bytes
         now = self._clock()
         self._tell(self._admission.reconfigure(settings.admission, _target_s(settings), now))
         if self._turns:
@@ -78,27 +83,49 @@ class Edge:
     async def serve(self, answer: Answer, scope: Scope, connection: Connection) -> None:
         """Answer one HTTP request: with a refusal, or by `answer` once it has a place."""
         try:
-            caller, ticket = self._let_in(scope)
+            with connection:
+                headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
+                caller, urgent = self._caller(headers), urgency(headers, scope["path"])
+                if self._admission.full(self._clock(), urgent, caller.tenant):
+                    raise self._overloaded()
+                await connection.read(self.settings, self._bodies)
+                await self._with_a_place(answer, scope, connection, caller, urgent)
         except HTTPException as refusal:
-            return await self._refuse(refusal, scope, connection)
-        scope["state"] = {**scope.get("state", {}), "caller": caller}
-        try:
-            await connection.carry(self._in_turn(answer, scope, caller, ticket, connection))
+            self._refused[refusal.status_code] += 1
+            await problems.send(refusal, scope["path"], connection.send)
         finally:
-            self._tell(self._admission.leave(ticket, self._clock(), _first_byte_s(scope, ticket, connection)))
+            self._bodies.held -= connection.held
 
     def connection(self, receive: Receive, send: Send) -> Connection:
-        """A connection on this edge's clock, within its limits."""
-        return Connection(receive, send, max_bytes=self.settings.max_body_bytes, clock=self._clock)
+        """A connection on this edge's clock."""
+        return Connection(receive, send, self._clock)
 
-    def _let_in(self, scope: Scope) -> tuple[Caller, Ticket]:
+    def _caller(self, headers: dict[bytes, bytes]) -> Caller:
         """Raises the HTTPException that refuses the request."""
-        headers = {name: value for name, value in scope["headers"] if name in (b"authorization", b"content-length", b"priority")}
         self._check_length(headers)
-        caller = Caller(identify(headers, self.settings.api_keys), self._clock(), self._take)
+        caller = Caller(identify(headers, self.settings.api_keys), self._take)
         if caller.tenant is not None:
             caller.pay(caller.tenant, 1)
-        return caller, self._arrive(caller, urgency(headers, scope["path"]))
+        return caller
+
+    async def _with_a_place(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller, urgent: int) -> None:
+        """Raises HTTPException (503) where there is none in time."""
+        caller.arrived = self._clock()
+        ticket = self._arrive(caller, urgent)
+        try:
+            if ticket.standing is Standing.WAITING:
+                connection.watch()
+                await self._wait(ticket)
+                if ticket.standing is Standing.REFUSED:
+                    raise self._overloaded()
+            self._meter.observe(ADMISSION_WAIT, ticket.started - ticket.arrived)
+            connection.headers = caller.headers
+            scope["state"] = {**scope.get("state", {}), "caller": caller}
+            await answer(scope, connection)
+            if caller.refused:
+                self._refused[caller.refused] += 1
+        finally:
+            self._tell(self._admission.leave(ticket, self._clock(), _first_byte_s(scope, ticket, connection)))
 
     def _check_length(self, headers: dict[bytes, bytes]) -> None:
         length = headers.get(b"content-length", b"0")
@@ -116,19 +143,6 @@ class Edge:
             raise self._overloaded()
         caller.belong = lambda tenant: self._admission.belong(ticket, tenant)
         return ticket
-
-    async def _in_turn(self, answer: Answer, scope: Scope, caller: Caller, ticket: Ticket, connection: Connection) -> None:
-        if ticket.standing is Standing.WAITING:
-            connection.watch()
-            await self._wait(ticket)
-        if ticket.standing is Standing.REFUSED:
-            await self._refuse(self._overloaded(), scope, connection)
-        else:
-            self._meter.observe(ADMISSION_WAIT, ticket.started - ticket.arrived)
-            connection.headers = lambda: _rate_headers(caller)
-            await answer(scope, connection)
-            if caller.refused:
-                self._refused[caller.refused] += 1
 
     async def _wait(self, ticket: Ticket) -> None:
         turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
@@ -153,10 +167,6 @@ class Edge:
     def _overloaded(self) -> HTTPException:
         detail = f"all {self._admission.places} places are taken and {self._admission.waiting} requests wait; ask again later"
         return problems.overloaded(detail, wait_s=self._admission.wait_s(self._clock()))
-
-    async def _refuse(self, refusal: HTTPException, scope: Scope, connection: Connection) -> None:
-        self._refused[refusal.status_code] += 1
-        await problems.send(refusal, scope["path"], connection.send)
 
 
 def identify(headers: Mapping[bytes, bytes], keys: Sequence[ApiKeySettings]) -> ApiKeySettings | None:
@@ -188,7 +198,3 @@ def _first_byte_s(scope: Scope, ticket: Ticket, connection: Connection) -> float
     if connection.first_byte_at is None or not scope["path"].endswith("/v1/recommend"):
         return None
     return connection.first_byte_at - ticket.started
-
-
-def _rate_headers(caller: Caller) -> list[tuple[bytes, bytes]]:
-    return [(name.encode(), value.encode()) for name, value in headers_of(caller.grant).items()] if caller.grant else []

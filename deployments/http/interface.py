@@ -1,6 +1,6 @@
 """The HTTP interface as one ASGI callable.
 
-    request ──► size, key, rate, place (edge.py) ──► POST /v1/recommend, /v1/rank: decoded, answered and sent here
+    request ──► size, key, rate, body, place (edge.py) ──► POST /v1/recommend, /v1/rank: decoded, answered and sent here
                                                 └──► every other path, and a body that msgspec refuses: FastAPI's routes (api.py)
 
 FastAPI reads the schema of the two direct routes off functions of its own, which answer what comes here in no other way.
@@ -19,7 +19,7 @@ from cluster.metrics import CLIENTS_GONE, HTTP_DURATION, HTTP_REQUESTS, SILENT, 
 from deployments.http import problems
 from deployments.http.bodies import REFUSED
 from deployments.http.callers import Caller
-from deployments.http.connection import ClientLeft, Connection
+from deployments.http.connection import Connection
 from deployments.http.edge import OPEN, Edge
 
 JSON = b"application/json"
@@ -63,16 +63,12 @@ class HttpInterface:
             await self.fastapi(scope, connection.receive, connection.send)
             return
         try:
-            body = await connection.body()
-            try:
-                message = route.decoder.decode(body)
-            except REFUSED:
-                answer: bytes | ASGIApp = self.fastapi
-                connection.read_again(body)
-            else:
-                answer = await route.answer(message, scope["state"]["caller"], scope)
-        except ClientLeft:
-            raise
+            message = route.decoder.decode(connection.body)
+        except REFUSED:
+            await self.fastapi(scope, connection.receive, connection.send)
+            return
+        try:
+            answer = await route.answer(message, scope["state"]["caller"], scope)
         except Exception as error:  # noqa: BLE001 - every error is told as a problem
             await problems.send(error, scope["path"], connection.send)
             return

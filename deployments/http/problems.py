@@ -21,6 +21,7 @@ _TITLES = {
     403: "Forbidden",
     404: "Not found",
     405: "Method not allowed",
+    408: "Too slow",
     413: "Body too large",
     422: "Invalid request",
     429: "Too many requests",
@@ -30,6 +31,7 @@ _DESCRIPTIONS = {
     401: "An API key is missing, or not known",
     403: "The API key does not allow it",
     404: "There is no such thing",
+    408: "The body did not arrive, or the answer was not there, in time; the work is cancelled",
     413: "The body has more bytes than this service takes",
     422: "The request cannot be answered as asked",
     429: "The tenant's rate limit is reached; `Retry-After` says for how many seconds",
@@ -57,6 +59,13 @@ class BodyTooLarge(HTTPException):
         return self.detail
 
 
+class TooSlow(HTTPException):
+    """The body was not there in time, or the answer was not."""
+
+    def __init__(self) -> None:
+        super().__init__(408, "the body did not arrive, or no answer was there in time; send the body at once, or ask for less")
+
+
 def documented(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
     """OpenAPI's `responses` of problems with these statuses."""
     schema = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -69,7 +78,7 @@ def _documented(status: int, schema: dict[str, Any]) -> dict[str, Any]:
     return {"description": _DESCRIPTIONS[status], "content": {MEDIA_TYPE: {"schema": schema}}, "headers": headers}
 
 
-EVERYWHERE = documented([401, 403, 413, 422, 429, 503])
+EVERYWHERE = documented([401, 403, 408, 413, 422, 429, 503])
 """What any route behind the edge may answer."""
 
 

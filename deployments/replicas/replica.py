@@ -8,11 +8,11 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
+from msgspec.structs import replace
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -89,14 +89,17 @@ class StageReplica(Generic[ModelT]):
             model.close()
 
     async def answer(self, request: Any, within_s: float) -> StageAnswer[Any] | NoBackendAnswered | ModelGone:
-        """The answer to one request, which may take `within_s` seconds from now on, or why there is none: a value, since for Ray this call
-        did not fail.
-        """
+        """As `ask`, but why there is no answer is a value, since for Ray this call did not fail."""
+        try:
+            return await self.ask(request, within_s)
+        except (NoBackendAnswered, ModelGone) as error:
+            return error
+
+    async def ask(self, request: Any, within_s: float) -> StageAnswer[Any]:
+        """The answer to one request, which may take `within_s` seconds from now on. Raises NoBackendAnswered and ModelGone."""
         began = monotonic()
         try:
             return await self._model_for(request.model_version).answer(_due(request, began, within_s))
-        except (NoBackendAnswered, ModelGone) as error:
-            return error
         finally:
             self._record(began)
 

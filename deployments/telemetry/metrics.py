@@ -7,6 +7,7 @@ stage replica   each batch, and twice a second what its controllers and engines 
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from time import sleep, time
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from cluster.events.store import Event
 from cluster.metrics import METRICS, SILENT, Kind, Labels, Meter, Metric, Totals
 from cluster.ranking import Ranking
 from cluster.stages import StageName
+from cluster.titled_items import item_ids
 from cluster.values import Recommendation, RecommendRequest, SkippedBackend, StageReport
 from deployments.shown_items import Followed, ShownItems
 from deployments.telemetry.gpus import Gpus, nvml
@@ -46,6 +48,7 @@ KEPT_COUNTERS: Mapping[str, tuple[Metric, Mapping[str, str]]] = {
 """What backends say they keep of users (see cluster.protocols), as metrics; what is not here is told by GET /v1/backends alone."""
 KEPT_GAUGES = {"users": m.STATE_USERS, "used_bytes": m.STATE_BYTES, "buffer_held_bytes": m.BUFFER_BYTES}
 HAND_OVER_EVERY_S = 1.0
+_WHICH = attrgetter("item_id")
 QUEUES = {"waiting": m.QUEUE_WAITING, "running": m.QUEUE_RUNNING, "kv_cache_usage": m.KV_CACHE_USAGE}
 
 
@@ -138,7 +141,7 @@ class GatewayRecorder:
     def answered(self, request: RecommendRequest, answer: Recommendation, duration_s: float | None = None) -> None:
         """`duration_s`: None where the reader's pace is part of it."""
         tier = answer.cache.tier if answer.cache else "none"
-        version, items = answer.model_version, [one.item.item_id for one in answer.items]
+        version, items = answer.model_version, item_ids(answer.items)
         self._meter.add(m.ANSWERS, tier=tier, degraded=_said(answer.degraded), model_version=version)
         if duration_s is not None:
             self._meter.observe(m.ANSWER_DURATION, duration_s, tier=tier)
@@ -200,10 +203,11 @@ class GatewayRecorder:
 
     def _input(self, request: RecommendRequest, answer: Recommendation) -> None:
         if request.behaviours is not None:  # a stored history was looked at when it was sent
-            named = {one.item_id for one in request.behaviours} | request.blocked | (request.allowed or frozenset())
+            named = set(map(_WHICH, request.behaviours)).union(request.blocked, request.allowed or ())
             self._meter.add(m.ITEMS_NAMED, len(named))
-            self._meter.add(m.ITEMS_UNKNOWN, len(answer.unknown_items))
-        if not answer.degraded and any(report.stage == "popularity" for report in answer.stages):
+            if answer.unknown_items:
+                self._meter.add(m.ITEMS_UNKNOWN, len(answer.unknown_items))
+        if not answer.degraded and "popularity" in [report.stage for report in answer.stages]:
             self._meter.add(m.USERS_UNKNOWN)
 
 

@@ -1,9 +1,9 @@
 """Requests as the batch an engine takes, checked first: on a GPU, one lookup outside a table breaks every later call of the process."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from cluster.engines.buffers import BufferPool
 from cluster.errors import BackendFailed

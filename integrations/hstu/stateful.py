@@ -9,10 +9,10 @@ answered by encoding all of its events, as it is without state, and what is kept
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 
 from cluster.bundle import WEIGHTS, Bundle
 from cluster.engines.buffers import BufferPool

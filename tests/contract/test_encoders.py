@@ -1,11 +1,11 @@
 """What every encoder must do, run over all that are registered. A backend that cannot run here is skipped with its own reason."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from cluster.checks.report import Result
 from cluster.checks.suite import check

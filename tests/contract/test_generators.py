@@ -11,11 +11,11 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import LlamaForCausalLM
 
 from cluster.bundle import DECODER

@@ -1,10 +1,9 @@
 """What every ranker must do, run over all that are registered. A backend that cannot run here is skipped with its own reason."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from cluster.bundle import BundleStore
 from cluster.checks.report import Result

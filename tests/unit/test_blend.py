@@ -1,12 +1,14 @@
 """The rule that merges two lists, and how it is fitted."""
 
-from dataclasses import astuple, replace
+from dataclasses import astuple
+from dataclasses import replace as dataclasses_replace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from cluster.errors import DataError
 from cluster.values import Generated, StageReport
@@ -79,8 +81,8 @@ def test_weight_0_keeps_retrievals_order_and_weight_1_the_generators(retrieved, 
 @given(retrieved_lists, generated_lists, all_weights, st.floats(-0.5, 0.5))
 def test_what_moves_all_cosines_alike_does_not_change_the_scores(retrieved, generated, weights, shift):
     moved = {item: score + shift for item, score in retrieved.items()}
-    assert blended(moved, generated, replace(weights, temperature=0.5)) == pytest.approx(
-        blended(retrieved, generated, replace(weights, temperature=0.5)), abs=1e-5
+    assert blended(moved, generated, dataclasses_replace(weights, temperature=0.5)) == pytest.approx(
+        blended(retrieved, generated, dataclasses_replace(weights, temperature=0.5)), abs=1e-5
     )
 
 

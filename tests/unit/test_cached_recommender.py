@@ -1,10 +1,9 @@
 """Answers from the cache and from stored histories: the real recommender, cache and event store; only the encoder is played."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
-from msgspec import structs
+from msgspec.structs import replace
 
 from cluster.cache.memory import MemoryCache
 from cluster.cache.tier_values import TierSettings
@@ -79,7 +78,7 @@ async def test_the_second_answer_is_the_first_and_says_where_it_comes_from(setti
         replace(ASKED, user_id="bob"),
         replace(ASKED, k=4),
         replace(ASKED, behaviours=SEEN[:1]),
-        replace(ASKED, behaviours=(SEEN[0], structs.replace(SEEN[1], timestamp=NOW + 2))),
+        replace(ASKED, behaviours=(SEEN[0], replace(SEEN[1], timestamp=NOW + 2))),
         replace(ASKED, exclude_seen=False),
         replace(ASKED, blocked=frozenset({"9"})),
         replace(ASKED, allowed=frozenset({"9"})),

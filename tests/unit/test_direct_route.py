@@ -61,7 +61,7 @@ async def test_the_same_is_understood_and_the_same_refused(user, behaviours, mor
 
 def fields_of(request):
     """All but the moment when its time is over, which differs by when it was sent."""
-    return {name: getattr(request, name) for name in request.__dataclass_fields__ if name != "deadline"}
+    return {name: getattr(request, name) for name in request.__struct_fields__ if name != "deadline"}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import uvicorn
 from cluster.config import GatewaySettings
 from cluster.values import Recommendation, StageReport
 from deployments.http.api import create_api
-from deployments.http.connection import READ_AHEAD
 from deployments.http.event_messages import ErasedOut, EventsOut, HistoryOut, InvalidatedOut
 from deployments.http.messages import BackendsOut, ReadyOut
 from tests.waiting import settled, until
@@ -110,17 +109,18 @@ class Served:
 class Client:
     """One raw ASGI request, whose client can leave."""
 
-    def __init__(self, served, path="/v1/recommend", body=None, headers=(), chunk=2**14):
+    def __init__(self, served, path="/v1/recommend", body=None, headers=(), chunk=2**14, parts=None):
         raw = json.dumps({"user_id": "u"} if body is None else body).encode()
         self.scope = {"type": "http", "asgi": {"spec_version": "2.3"}, "http_version": "1.1", "method": "POST", "scheme": "http"}
         self.scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""}
         self.scope["headers"] = [(b"content-type", b"application/json"), *headers]
         self.parts = [raw[start : start + chunk] for start in range(0, len(raw), chunk)]
+        self.most = len(self.parts) if parts is None else parts  # that many are sent
         self.read, self.sent, self.gone = 0, [], asyncio.Event()
         self.task = asyncio.create_task(served.api(self.scope, self.receive, self.send))
 
     async def receive(self):
-        if self.read < len(self.parts):
+        if self.read < self.most:
             self.read += 1
             return {"type": "http.request", "body": self.parts[self.read - 1], "more_body": self.read < len(self.parts)}
         await self.gone.wait()
@@ -322,17 +322,73 @@ async def test_over_a_real_connection_a_client_that_hangs_up_ends_the_work(heade
 # Bodies
 
 
-async def test_a_waiting_body_is_not_read_into_memory_and_arrives_whole_afterwards():
+async def test_a_large_body_in_many_parts_arrives_whole_though_it_waits_for_a_place():
     served = Served(admission=ONE_PLACE)
     [running] = await served.asking("running")
     blocked = [f"item {i}" for i in range(10_000)]
     client = Client(served, body={"user_id": "large", "blocked": blocked}, chunk=2**12)
     await settled()
-    assert client.read * 2**12 <= READ_AHEAD + 2**13
+    assert served.edge.statistics().waiting == 1
     served.service.gate.set()
     await asyncio.gather(running, client.task)
     assert client.status == 200
     assert served.service.asked[-1].blocked == set(blocked)
+
+
+async def test_clients_that_send_no_body_take_no_place():
+    """As many connections as there are places send headers and nothing more: an honest request is answered all the same."""
+    served = Served(admission=ONE_PLACE)
+    served.service.gate.set()
+    slow = [Client(served, body={"user_id": "slow"}, chunk=4, parts=1) for _ in range(20)]
+    await settled()
+    assert served.edge.statistics().running == 0
+    assert (await served.ask("honest")).status_code == 200
+    for client in slow:
+        client.gone.set()
+        await client.task
+        assert client.sent == []
+
+
+@pytest.mark.virtual_time
+async def test_a_body_that_does_not_arrive_in_time_is_answered_408():
+    served = Served(body_within_s=10)
+    client = Client(served, body={"user_id": "slow"}, chunk=4, parts=1)
+    await asyncio.sleep(9)
+    assert client.sent == []
+    await client.task
+    assert (client.status, client.task.cancelling()) == (408, 0)
+    assert served.edge.statistics().refused == {408: 1}
+
+
+@pytest.mark.virtual_time
+async def test_an_answer_that_takes_too_long_is_408_and_its_work_ends():
+    served = Served(request_within_s=20)
+    client = Client(served)
+    await client.task
+    assert (client.status, served.service.cancelled, client.task.cancelling()) == (408, ["u"], 0)
+    assert served.edge.statistics().running == 0
+
+
+@pytest.mark.virtual_time
+async def test_a_stream_that_takes_too_long_ends():
+    served = Served(request_within_s=20)
+    client = Client(served, headers=[(b"accept", b"text/event-stream")])
+    await client.task
+    assert (client.status, served.service.closed) == (200, ["u"])
+
+
+async def test_beyond_the_bytes_that_a_gateway_holds_the_next_body_is_refused_and_room_comes_back():
+    served = Served(max_body_bytes=4096, max_held_bytes=5000)
+    first = Client(served, body={"user_id": "first", "blocked": ["x" * 200] * 15})
+    await settled()
+    second = Client(served, body={"user_id": "second", "blocked": ["x" * 200] * 15})
+    await second.task
+    assert second.status == 503
+    served.service.gate.set()
+    await first.task
+    third = Client(served, body={"user_id": "third", "blocked": ["x" * 200] * 15})
+    await third.task
+    assert (first.status, third.status) == (200, 200)
 
 
 async def test_a_body_that_is_too_large_is_refused_by_its_length_before_it_is_read():

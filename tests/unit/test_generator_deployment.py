@@ -3,11 +3,11 @@
 import asyncio
 import threading
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from time import monotonic, sleep
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from cluster.bundle import BundleStore
 from cluster.config import Settings

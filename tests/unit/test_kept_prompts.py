@@ -2,7 +2,6 @@
 
 import logging
 from collections import Counter
-from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from cluster.engines.stage_rules import generator_disagreement
 from cluster.errors import BackendUnavailable, ConfigError, UnknownChoice

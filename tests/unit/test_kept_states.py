@@ -2,11 +2,11 @@
 
 import logging
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from cluster.compilation import CompileOptions
 from cluster.engines.buffers import BufferPool

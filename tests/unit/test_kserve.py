@@ -5,13 +5,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
 import numpy as np
 import pytest
 from fastapi import FastAPI, Request, Response
+from msgspec.structs import replace
 from starlette.responses import StreamingResponse
 
 from cluster.errors import BackendFailed, BackendUnavailable, DeadlineExceeded

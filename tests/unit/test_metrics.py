@@ -316,7 +316,7 @@ def test_whoever_goes_on_asking_goes_on_being_counted():
 def test_the_memory_of_what_was_shown_is_bounded_and_forgets_who_is_erased():
     shown = ShownItems(users=2)
     for user in ("a", "b", "c"):
-        shown.show("shop", user, map(str, range(MOST_ITEMS + 10)), "tiny/1", now=1000)
+        shown.show("shop", user, list(map(str, range(MOST_ITEMS + 10))), "tiny/1", now=1000)
     assert len(shown) == 2
     assert shown.follow("shop", "c", "0", 1000, now=1000)[0] is Followed.NO
     shown.forget("shop", "c")
@@ -351,7 +351,8 @@ class Refusing(Edge):
             await connection.send({"type": "http.response.start", "status": 503, "headers": []})
             await connection.send({"type": "http.response.body", "body": b""})
         elif not any(name == b"leave" for name, _ in scope.get("headers", ())):
-            await connection.carry(answer(scope, connection))
+            with connection:
+                await answer(scope, connection)
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """What counts as nonsense from an encoder, and when two encoders are the same model."""
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from cluster.engines.stage_rules import encoder_disagreement, encoder_rules, ranker_disagreement
 from cluster.ranking import Ranked

@@ -101,7 +101,9 @@ class FakeReplica:
     def __init__(self, outcome=None, held=(1,)):
         self.outcome, self.told, self.holds = outcome, [], dict.fromkeys(held, READY)
 
-    async def answer(self, request, within_s):
+    async def ask(self, request, within_s):
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
         return self.outcome if self.outcome is not NEVER else await asyncio.Event().wait()
 
     async def stream(self, request, within_s):

@@ -1,10 +1,10 @@
 """Retrieval, generation and both together, with each stage played by an object the test controls."""
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from cluster.bundle import BlendRecord
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime

@@ -2,9 +2,9 @@
 
 import asyncio
 import re
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from cluster.errors import BackendFailed, InvalidRequest
 from cluster.values import Behaviour, Generated, Recommendation, RecommendRequest, SamplingOptions, ScoredItem, StageReport

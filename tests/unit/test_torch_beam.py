@@ -4,13 +4,13 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from cluster.bundle import DECODER, FileRecord

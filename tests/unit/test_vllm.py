@@ -5,12 +5,12 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from cluster.bundle import BundleStore
 from cluster.errors import BackendFailed, BackendUnavailable, DeadlineExceeded, UnknownChoice
