@@ -306,8 +306,8 @@ async def test_a_damaged_file_is_told_with_the_cure(tmp_path):
     content = bytearray(path.read_bytes())
     content[8192:] = b"\xff" * (len(content) - 8192)
     path.write_bytes(content)
-    async with closing_store(f"sqlite:///{path}") as store:
-        with pytest.raises(BackendUnavailable, match="it is damaged; restore it from a backup"):
+    with pytest.raises(BackendUnavailable, match="it is damaged; restore it from a backup"):
+        async with closing_store(f"sqlite:///{path}") as store:
             await store.append([event("x", "u7")])
 
 
