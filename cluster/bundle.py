@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
+from secrets import token_hex
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -475,10 +476,14 @@ def _read_manifest(path: Path) -> Manifest:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a small file so that readers see the old text or the new."""
-    draft = path.with_name(f".{path.name}-{os.getpid()}")
-    draft.write_text(text)
-    _flush(draft)
-    draft.replace(path)
+    draft = path.with_name(f".{path.name}-{token_hex(8)}")  # of machines that share the directory, two may have a process of one number
+    try:
+        with draft.open("x") as file:
+            file.write(text)
+        _flush(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
     _flush(path.parent)
 
 

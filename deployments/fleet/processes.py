@@ -27,7 +27,7 @@ async def processes() -> dict[str, bool]:
         application = serve.get_replica_context().app_name
         controller = await asyncio.to_thread(ray.get_actor, SERVE_CONTROLLER_NAME, SERVE_NAMESPACE)
         actors = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
-        details = await asyncio.wait_for(controller.get_serve_instance_details.remote(), WITHIN_S)
+        details: dict[str, Any] = await asyncio.wait_for(controller.get_serve_instance_details.remote(), WITHIN_S)
     except (RayError, RayServeException, ValueError, TimeoutError) as error:
         raise BackendUnavailable(f"Serve's controller does not say which replicas live: {error or type(error).__name__}") from error
     return listed(details["applications"].get(application, {}), {actor["name"] for actor in actors})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from cluster.bundle import MANIFEST, POPULARITY, REMEMBERED, WEIGHTS, Artifact, Bundle, BundleStore, ModelRecord
+from cluster.bundle import MANIFEST, POPULARITY, REMEMBERED, WEIGHTS, Artifact, Bundle, BundleStore, ModelRecord, write_whole
 from cluster.checksums import sha256
 from cluster.config import Settings
 from cluster.errors import BundleError
@@ -254,6 +254,27 @@ def test_a_damaged_version_is_not_adopted_and_leaves_nothing_behind(store: Bundl
     with pytest.raises(BundleError, match="does not match the checksum"):
         target.adopt(made)
     assert list(target.root.iterdir()) == []
+
+
+def test_machines_that_share_a_directory_never_share_a_draft_and_what_breaks_off_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("os.getpid", lambda: 1)  # as in containers
+    seen: list[str] = []
+    replace = Path.replace
+
+    def fails(draft: Path, target: Path) -> Path:
+        seen.append(draft.name)
+        if len(seen) < 3:
+            raise OSError("the server is away")
+        return replace(draft, target)
+
+    monkeypatch.setattr(Path, "replace", fails)
+    for _ in range(2):
+        with pytest.raises(OSError, match="the server is away"):
+            write_whole(tmp_path / "current", "1")
+    write_whole(tmp_path / "current", "2")
+    assert (len(set(seen)), [file.name for file in tmp_path.iterdir()]) == (3, ["current"])
 
 
 def names(path: Path, file: str) -> None:

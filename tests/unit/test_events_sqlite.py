@@ -276,6 +276,13 @@ async def test_what_a_killed_process_erased_is_purged_by_another_that_has_the_st
         await until(lambda: b"marker-" not in bytes_of(tmp_path), "the log is emptied")
 
 
+async def test_what_users_did_may_be_read_by_the_user_who_runs_genrec_alone(tmp_path):
+    async with closing_store(f"sqlite:///{tmp_path}/e.db") as store:
+        await store.append([event()])
+        modes = {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(("e.db", "e.db-wal", "e.db-shm", "e.db.lock", "e.db.key"), "0o600")
+
+
 async def test_a_directory_that_is_not_there_is_named_with_the_cure(tmp_path):
     with pytest.raises(BackendUnavailable, match=r"missing/e\.db\.lock cannot be opened; the directory must exist"):
         await open_event_store(f"sqlite:///{tmp_path}/missing/e.db")
