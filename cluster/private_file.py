@@ -1,4 +1,4 @@
-"""Files that only the user who runs genrec may read and write."""
+"""Files that only the user that runs genrec may read and write."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Which replicas of this application there are: one that Serve's controller does not list, or whose actor is none of Ray's, has ended."""
+"""Which replicas of this application there are: one that Serve's controller does not list, or that has no actor in Ray, has ended."""
 
 import asyncio
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from cluster.errors import BackendUnavailable
 from cluster.stages import STAGES
 
 KEEPERS = (*STAGES, "gateway")
-"""The deployments whose replicas keep something of users."""
+"""The deployments with replicas that keep something of users."""
 WITHIN_S = 2.0
 
 

@@ -159,7 +159,7 @@ async def _known(connection: Any, digests: Digests, duplicates: Mapping[int, Eve
 
 
 async def _gone(connection: Any, digests: Digests, events: Mapping[int, Event]) -> dict[int, Stored]:
-    """Where erased events stood. Their users, who have just been locked, are not made by that."""
+    """Where erased events stood. Their users, which have just been locked, are not made by that."""
     sought = {digests.event(event.tenant, event.idempotency_key or ""): at for at, event in events.items()}
     found = {sought[row["digest"]]: Stored(row["sequence"], duplicate=True) for row in await connection.fetch(_GONE, list(sought))}
     if len(found) < len(events):
