@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from hashlib import blake2b
-from pathlib import Path
-from typing import Any, Literal
+from pathlib import Path, PurePosixPath
+from secrets import token_hex
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from cluster.catalogue_file import read_catalogue
 from cluster.checksums import sha256
@@ -53,6 +54,19 @@ REMEMBERED = 20
 """Versions that were current before, to go back to."""
 GENERATIVE = (SEMANTIC_IDS, SOFT_PROMPT, f"{DECODER}/config.json", f"{DECODER}/generation_config.json", f"{DECODER}/model.safetensors")
 OPTIONAL = (*GENERATIVE, RANKER)
+
+
+def _relative(name: str) -> str:
+    """Raises ValueError at a name that may lead out of the version's directory. It is written in one way only."""
+    parts = PurePosixPath(name).parts
+    if not parts or name != "/".join(parts) or ".." in parts or name.startswith("/") or "\\" in name or not name.isprintable():
+        problem = f"{name!r} does not name a file inside the version's directory: no '..', no leading '/', no backslash"
+        raise ValueError(f"{problem}; do not use this version, and ask where it comes from")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_relative)]
+"""A file of a version, relative to its directory."""
 
 
 class _Record(BaseModel):
@@ -114,7 +128,7 @@ class Artifact(_Record):
 
     kind: Literal["onnx", "tensorrt"]
     graph: str = Field(description="which computation: encode, retrieve, append, rank, rank_append")
-    file: str
+    file: FileName
     precision: Literal["fp32", "fp16", "int8"] = "fp32"
     target: str = Field(default="any", description="the GPU architecture, as sm_89")
     builder: str = Field(description="the package and version that made it")
@@ -136,7 +150,7 @@ class Manifest(_Record):
     version: int
     created: datetime
     model: ModelRecord
-    files: dict[str, FileRecord]
+    files: dict[FileName, FileRecord]
     training: dict[str, JsonValue] = Field(default_factory=dict, description="provenance: dataset, seed, epochs, versions")
     quality: dict[str, float] = Field(default_factory=dict, description="metrics measured after training, such as hr@10")
     decoder: DecoderRecord | None = None
@@ -226,11 +240,11 @@ class Bundle:
         if record is None:
             cure = "it was published by an older genrec: train the model again" if file in REQUIRED else "use another version"
             raise BundleError(f"{self.path / MANIFEST} lists no file {file!r}; {cure}")
-        path = self.path / file
         try:
+            path = _inside(self.path, file)
             self._verify(path, record)
         except OSError as error:
-            raise BundleError(f"{path} cannot be read: {error}") from error
+            raise BundleError(f"{self.path / file} cannot be read: {error}") from error
         return path
 
     def _verify(self, path: Path, record: FileRecord) -> None:
@@ -260,12 +274,15 @@ class Draft:
 
     def take(self, bundle: Bundle, file: str) -> None:
         """Take over a file of a bundle once its checksum holds. A copy, no hard link: versions must not be damaged together."""
+        verified = bundle.verified(file)
         (self.path / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(bundle.verified(file), self.path / file)
+        shutil.copy2(verified, self.path / file)
 
     def manifest(self, version: int) -> Manifest:
         """The manifest of what stands in the directory now. Raises BundleError where a required file is missing."""
         present = sorted(str(file.relative_to(self.path)) for file in self.path.rglob("*") if file.is_file())
+        for file in present:
+            _inside(self.path, file)
         if missing := [file for file in REQUIRED if file not in present]:
             raise BundleError(f"cannot publish {self.name}/{version} without {', '.join(missing)}")
         return Manifest(
@@ -317,7 +334,7 @@ class BundleStore:
         if number is None:
             raise BundleError(f"no model has been published in {self.root}; run: genrec train DATASET --model-dir {self.root}")
         path = self.root / str(number)
-        bundle = Bundle(path, _read_manifest(path / MANIFEST))
+        bundle = Bundle(path, _read_manifest(_inside(path, MANIFEST)))
         for file in REQUIRED:
             bundle.verified(file)
         return bundle
@@ -438,6 +455,14 @@ class BundleStore:
                 return version
 
 
+def _inside(directory: Path, file: str) -> Path:
+    """The path of a version's file. Raises BundleError where a link stands in its place, or on the way to it."""
+    path = directory / file
+    if os.path.realpath(path) != f"{os.path.realpath(directory)}/{file}":
+        raise BundleError(f"{path} is reached by a link; put the file itself there (cp -rL), or use another version")
+    return path
+
+
 def _read_manifest(path: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(path.read_bytes())
@@ -451,10 +476,14 @@ def _read_manifest(path: Path) -> Manifest:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a small file so that readers see the old text or the new."""
-    draft = path.with_name(f".{path.name}-{os.getpid()}")
-    draft.write_text(text)
-    _flush(draft)
-    draft.replace(path)
+    draft = path.with_name(f".{path.name}-{token_hex(8)}")  # of machines that share the directory, two may have a process of one number
+    try:
+        with draft.open("x") as file:
+            file.write(text)
+        _flush(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
     _flush(path.parent)
 
 

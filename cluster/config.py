@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -26,6 +27,10 @@ class Section(BaseModel):
     """A part of the tree: frozen, and unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Without passwords and keys: a repr ends up in logs."""
+        return ((name, api_keys.masked_tree(value)) for name, value in super().__repr_args__())
 
 
 class BatchingSettings(Section):
@@ -335,7 +340,9 @@ def parse(tree: dict[str, Any], source: str = "configuration") -> Settings:
     try:
         return Settings.model_validate(tree)
     except ValidationError as error:
-        problems = (f"{'.'.join(map(str, e['loc'])) or 'top level'} = {e['input']!r}: {e['msg']}" for e in error.errors())
+        problems = (
+            f"{'.'.join(map(str, e['loc'])) or 'top level'} = {api_keys.masked_tree(e['input'])!r}: {e['msg']}" for e in error.errors()
+        )
         raise ConfigError(api_keys.masked(f"{source}: " + "; ".join(problems))) from None  # its cause would show the values
 
 

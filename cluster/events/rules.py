@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
-from hashlib import sha256
 
 from msgspec import structs
 
@@ -60,11 +59,6 @@ def refuse_other_content(number: int, event: Event, known: Event) -> None:
     if (event.user_id, sent) != (known.user_id, known.behaviour):
         problem = f"{event.idempotency_key!r} is known for another event; send a new event with a new key, and an old one unchanged"
         raise InvalidRequest(f"events[{number}].idempotency_key", problem)
-
-
-def name_digest(tenant: str, user_id: str) -> bytes:
-    """What is left of an erased user, so that its version never comes back: a SHA-256, one-way. NUL stands in neither name."""
-    return sha256(f"{tenant}\0{user_id}".encode()).digest()
 
 
 def version_of(identity: str, latest: int | None, erasure: int | None) -> str:

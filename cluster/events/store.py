@@ -97,7 +97,8 @@ class EventStore(Protocol):
         """Store all of them or none, and answer in their order; they are on the disk when this returns.
 
         The order of a batch is its users' order of arrival. An event with a key that is known is a duplicate where its user and
-        behaviour are the same, and InvalidRequest for ``events[i].idempotency_key`` where they are not.
+        behaviour are the same, and InvalidRequest for ``events[i].idempotency_key`` where they are not. One with the key of an erased
+        user's event is a duplicate, whatever it says: a sender that tries again does not bring the user back.
         """
         ...
 
@@ -110,9 +111,10 @@ class EventStore(Protocol):
         ...
 
     async def erase(self, tenant: str, user_id: str) -> int:
-        """Forget a user, idempotency keys and all, and say how many events that were.
+        """Forget a user and say how many events that were.
 
-        What remains is a digest of the name, so that the version goes on. Of an unknown user nothing is written.
+        What remains are digests of the name, so that the version goes on, and of the idempotency keys, by the deployment's own key (see
+        `Digests`). Of an unknown user nothing is written.
         """
         ...
 

@@ -5,10 +5,11 @@
 
     process that keeps users' data -> report_place(how far it has come) -> what it should forget
     operator -> erase(tenant, user) -> number; erased(number) once each of them has forgotten it
+    Serve -> answered(question(), the processes that live) -> which have ended: silence does not say so
 
 It keeps nothing on disk: after a restart it adopts the switches of the replicas, which know them, and has all that is kept of users
-forgotten. Times are passed in, in seconds since 1970: versions count milliseconds since then, so that a switch set just after a restart is
-newer than what the replicas remember.
+forgotten. Times are passed in, in seconds since 1970, and never go back: versions count milliseconds since then, so that a switch set
+just after a restart is newer than what the replicas remember.
 """
 
 from collections import Counter
@@ -21,6 +22,7 @@ from cluster.engines.latency import LatencySummary, merge
 from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
 from cluster.errors import BackendUnavailable, UnknownChoice
 from cluster.fleet.erasures import ErasureLog, News, Place
+from cluster.fleet.followers import Followers, Question
 
 Position: TypeAlias = Literal["on", "off", "first"]
 """`first`: on, and asked before all others of its stage."""
@@ -82,12 +84,13 @@ class _Report:
 
 
 class Switchboard:
-    """Plain Python, for one thread at a time; a replica not heard of for `ttl_s` counts as gone. `now` is the time it is made at."""
+    """Plain Python, for one thread at a time; a replica not heard of for `ttl_s` counts as gone, but for erasures. `now` is the time it is
+    made at.
+    """
 
     def __init__(self, ttl_s: float = 5.0, *, now: float = 0.0) -> None:
         self._ttl_s = ttl_s
-        self._made_at, self._erasures = now, ErasureLog(now)
-        self._places: dict[str, tuple[float, Place]] = {}
+        self._erasures, self._followers = ErasureLog(now), Followers()
         self._version = 0
         self._switches: dict[tuple[str, str], Position] = {}
         self._reports: dict[tuple[str, str], _Report] = {}
@@ -130,9 +133,9 @@ class Switchboard:
         """Have a user forgotten everywhere, or all users of a tenant, or all users; the number to pass to `erased`."""
         return self._erasures.add(tenant, user, now=now)
 
-    def report_place(self, follower: str, place: Place, *, now: float) -> News:
+    def report_place(self, follower: str, place: Place) -> News:
         """Take how far a follower has come (Place(): it does not know); returns what it has yet to forget."""
-        self._places[follower] = now, place
+        self._followers.places[follower] = place
         return self.erasures_since(place)
 
     def erasures_since(self, place: Place) -> News:
@@ -144,15 +147,21 @@ class Switchboard:
         """Where a follower stands that has forgotten all that it should."""
         return self._erasures.place
 
-    def erased(self, number: int, *, now: float) -> bool:
-        """Whether every live process that keeps something of users has reported that it is forgotten.
+    def question(self) -> Question:
+        """What to ask of whatever starts the processes, and to pass to `answered` with what it says."""
+        return self._followers.question(self.place.number)
 
-        Not until a switchboard has been there for `ttl_s`: before, it does not know which processes live.
+    def answered(self, question: Question, live: Mapping[str, bool]) -> None:
+        """Take which processes live: name -> whether it may keep something of users, as one that is still starting does not."""
+        self._followers.answered(question, live)
+
+    def erased(self, number: int) -> bool:
+        """Whether every live process that keeps something of users has reported that it is forgotten, however long it is silent.
+
+        Not before a question that was put after the erasure is answered.
         """
-        if now - self._made_at <= self._ttl_s:
-            return False
-        self._places = {name: (seen, place) for name, (seen, place) in self._places.items() if now - seen <= self._ttl_s}
-        return self._erasures.reached(number, (place for _, place in self._places.values()))
+        places = self._followers.waited_for(number)
+        return places is not None and self._erasures.reached(number, places)
 
     def status(self, *, now: float) -> tuple[StageStatus, ...]:
         """Every stage that a live replica has reported, its replicas' figures added up."""

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from hashlib import sha256
 from hmac import compare_digest
 from secrets import token_urlsafe
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 PREFIX = "genrec_"
 """Marks a key as one: for people, and for programs that look for secrets in what is published."""
 _KEY = re.compile(PREFIX + r"[A-Za-z0-9_-]{8,}")
+_PASSWORD = re.compile(r"(://[^\s/:@]*:)\S+(?=@)|([?&](?:\w*password|token)=)[^&\s'\"]+", re.IGNORECASE)
+_SECRET = re.compile(r"(?:password|passwd|secret|token|api_?key)$", re.IGNORECASE)
 _LONGEST = 256
 
 
@@ -49,5 +51,18 @@ def find(presented: bytes, keys: Sequence[Entry]) -> Entry | None:
 
 
 def masked(text: str) -> str:
-    """The text without the keys in it: an operator may have written one where its hash belongs."""
-    return _KEY.sub(f"{PREFIX}***", text)
+    """The text without the keys and the passwords of URLs in it: an operator may have written a key where its hash belongs."""
+    return _PASSWORD.sub(lambda found: f"{found[1] or found[2]}***", _KEY.sub(f"{PREFIX}***", text))
+
+
+def masked_tree(tree: Any) -> Any:
+    """A plain tree of values without the secrets in it, be it by their form or by the name they have."""
+    match tree:
+        case dict():
+            return {key: "***" if isinstance(value, str) and _SECRET.search(key) else masked_tree(value) for key, value in tree.items()}
+        case list():
+            return [masked_tree(value) for value in tree]
+        case str():
+            return masked(tree)
+        case _:
+            return tree

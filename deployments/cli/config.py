@@ -9,6 +9,7 @@ import yaml
 
 from cluster.config import Settings, read
 from cluster.errors import ConfigError
+from cluster.traffic.api_keys import masked_tree
 from deployments.cli.configuration_reference import configuration_reference
 
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="a Serve config file, as ray_config.yaml")]
@@ -20,7 +21,7 @@ def config(
     schema: Annotated[bool, typer.Option("--schema", help="print the JSON schema: every key, its type, default and meaning")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="print the same as a page: docs/configuration.md")] = False,
 ) -> None:
-    """Print the configuration as genrec resolves it, every default filled in."""
+    """Print the configuration as genrec resolves it, every default filled in; passwords and keys are left out."""
     if schema and markdown:
         raise ConfigError("--schema and --markdown are two forms of the same; give one of them")
     if markdown:
@@ -28,4 +29,4 @@ def config(
     elif schema:
         typer.echo(json.dumps(Settings.model_json_schema(), indent=2))
     else:
-        typer.echo(yaml.safe_dump(read(path).model_dump(mode="json"), sort_keys=False), nl=False)
+        typer.echo(yaml.safe_dump(masked_tree(read(path).model_dump(mode="json")), sort_keys=False), nl=False)

@@ -6,34 +6,46 @@ gateway -> set, erase, status, versions        -> what an operator asked for
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from time import time
+from math import inf
 from typing import Any
 
 from cluster.bundle import BundleStore
 from cluster.config import parse
-from cluster.errors import BundleError
+from cluster.errors import BackendUnavailable, BundleError
 from cluster.fleet.board import FleetBoard, FleetStatus
+from cluster.fleet.clock import steady
 from cluster.fleet.erasures import News
 from cluster.fleet.heartbeat import Orders, Report
 from cluster.fleet.rollout import Rollout, RolloutStore
 from cluster.fleet.switchboard import Position, StageStatus, Switchboard
 from cluster.stages import STAGES
+from deployments.fleet.processes import processes
 
 REPORT_INTERVAL_S = 2.0
 """How often a process reports where nothing changes."""
 JUDGE_INTERVAL_S = 1.0
+ASK_INTERVAL_S = 0.5
+"""How often Serve is asked at most which processes live, while an erasure waits."""
 TTL_S = 3 * REPORT_INTERVAL_S
 logger = logging.getLogger("ray.serve")
 
 
 class SwitchboardDeployment:
-    """Adds the time of day to `Switchboard` and `FleetBoard`, keeps reports until there are orders, and ends trials that go badly."""
+    """Adds the time to `Switchboard` and `FleetBoard`, keeps reports until there are orders, asks Serve which processes live, and ends
+    trials that go badly.
+    """
 
-    def __init__(self, settings: dict[str, Any], clock: Callable[[], float] = time) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        clock: Callable[[], float] | None = None,
+        live: Callable[[], Awaitable[Mapping[str, bool]]] = processes,
+    ) -> None:
+        self._clock = clock = clock or steady()
+        self._live, self._asking, self._asked_at = live, asyncio.Lock(), -inf
         self._board, self._fleet = Switchboard(TTL_S, now=clock()), FleetBoard(TTL_S, now=clock())
         tree = parse(settings)
         self._rollouts, self._pinned = RolloutStore(BundleStore(tree.model_dir)), tree.version
@@ -51,7 +63,7 @@ class SwitchboardDeployment:
         for name, snapshot in report.snapshots.items():
             stage, _, replica_id = name.partition("/")
             self._board.report(stage, replica_id, snapshot, report.switches_version, report.switches, now=now)
-        self._board.report_place(process, report.place, now=now)
+        self._board.report_place(process, report.place)
         await self._judge(presence.trial for presence in report.presences.values())
         self._refresh_orders()
         if self._orders.mark == mark:
@@ -72,7 +84,10 @@ class SwitchboardDeployment:
         return number
 
     async def erased(self, number: int) -> bool:
-        return self._board.erased(number, now=self._clock())
+        """Whether every process that may keep something of the erased users has said that it is forgotten."""
+        if not self._board.erased(number):
+            await self._ask_which_live()
+        return self._board.erased(number)
 
     async def status(self) -> tuple[StageStatus, ...]:
         return self._board.status(now=self._clock())
@@ -81,6 +96,17 @@ class SwitchboardDeployment:
         """Raises BundleError where the rollout cannot be read."""
         rollout = Rollout(stable=self._pinned) if self._pinned else await asyncio.to_thread(self._rollouts.read)
         return rollout, self._fleet.status(rollout, now=self._clock())
+
+    async def _ask_which_live(self) -> None:
+        """Callers that come while Serve is asked wait for the answer, then go by it, or ask anew."""
+        async with self._asking:
+            if self._clock() - self._asked_at < ASK_INTERVAL_S:
+                return
+            self._asked_at, question = self._clock(), self._board.question()
+            try:
+                self._board.answered(question, await self._live())
+            except BackendUnavailable as error:
+                logger.warning("whether erasures have reached every process is not known: %s", error)
 
     def _refresh_orders(self) -> None:
         """Orders that differ from the last ones get a mark of their own, and every process that waits for some is answered."""

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.events.rules import name_digest, refuse_other_content, version_of
+from cluster.events.digests import Digests
+from cluster.events.rules import refuse_other_content, version_of
 from cluster.events.store import RECENT_USERS, Event, Stored, StoredHistory, StoredUser, StoreStatistics
 from cluster.values import Action, Behaviour
 from integrations.postgresql.database import Unsure
@@ -19,7 +20,8 @@ _STORE = """
         SELECT nextval('genrec.arrivals') AS sequence, given.* FROM {given}
     ), stored AS (
         INSERT INTO genrec.events (sequence, user_number, timestamp, item_id, action, value, tenant, idempotency_key)
-        SELECT sequence, user_number, timestamp, item_id, action, value, tenant, idempotency_key FROM asked ORDER BY sequence
+        SELECT sequence, user_number, timestamp, item_id, action, value, tenant, idempotency_key FROM asked
+        WHERE NOT EXISTS (SELECT FROM genrec.erased_events WHERE digest = asked.key_digest) ORDER BY sequence
         ON CONFLICT (tenant, idempotency_key) WHERE idempotency_key IS NOT NULL DO NOTHING
         RETURNING sequence, user_number
     ), counted AS (
@@ -28,8 +30,8 @@ _STORE = """
         WHERE number = fresh.user_number
     )
     SELECT position, sequence FROM asked JOIN stored USING (sequence)"""
-_COLUMNS = "position, user_number, timestamp, item_id, action, value, tenant, idempotency_key"
-_TYPES = ("bigint", "bigint", "bigint", "text", "text", "double precision", "text", "text")
+_COLUMNS = "position, user_number, timestamp, item_id, action, value, tenant, idempotency_key, key_digest"
+_TYPES = ("bigint", "bigint", "bigint", "text", "text", "double precision", "text", "text", "bytea")
 _ARRAYS = ", ".join(f"${number}::{kind}[]" for number, kind in enumerate(_TYPES, start=1))
 _STORE_ARRAYS = _STORE.format(given=f"unnest({_ARRAYS}) AS given ({_COLUMNS})")
 _STORE_COPIED = _STORE.format(given="(SELECT * FROM pg_temp.genrec_copied ORDER BY position) AS given")
@@ -51,44 +53,64 @@ _HISTORY = f"""SELECT identity, latest, erasures.number AS erasure, recent.* {_U
         SELECT item_id, timestamp, action, value FROM genrec.events WHERE user_number = users.number
         ORDER BY timestamp DESC, sequence DESC LIMIT $4
     ) AS recent ON true"""  # noqa: S608 - put together of constants
+_GONE = "SELECT digest, sequence FROM genrec.erased_events WHERE digest = ANY($1::bytea[])"
+_WITHOUT_EVENTS = "DELETE FROM genrec.users WHERE (tenant, user_id) IN (SELECT * FROM unnest($1::text[], $2::text[])) AND events = 0"
+_LOCK_USER = "SELECT number FROM genrec.users WHERE tenant = $1 AND user_id = $2 FOR UPDATE"
+_KEYS = "SELECT idempotency_key, sequence FROM genrec.events WHERE user_number = $1 AND idempotency_key IS NOT NULL"
 _ERASE = """
-    WITH erased AS (DELETE FROM genrec.users WHERE tenant = $1 AND user_id = $2 RETURNING events),
+    WITH erased AS (DELETE FROM genrec.users WHERE number = $1 RETURNING events),
     noted AS (
-        INSERT INTO genrec.erasures (digest) SELECT $3 FROM erased
-        ON CONFLICT (digest) DO UPDATE SET number = nextval('genrec.erasure_numbers')
+        INSERT INTO genrec.erasures (digest) VALUES ($2) ON CONFLICT (digest) DO UPDATE SET number = nextval('genrec.erasure_numbers')
+    ), known AS (
+        INSERT INTO genrec.erased_events (digest, sequence) SELECT * FROM unnest($3::bytea[], $4::bigint[]) ON CONFLICT DO NOTHING
     )
     SELECT events FROM erased"""
 
 
-async def append(connection: Any, events: Sequence[Event], repeated: Mapping[int, int], *, copy: bool = False) -> list[Stored]:
+async def append(
+    connection: Any, digests: Digests, events: Sequence[Event], repeated: Mapping[int, int], *, copy: bool = False
+) -> list[Stored]:
     """Store the events, of which `repeated` repeat an earlier one of the batch; `copy` for many at once.
 
     Raises InvalidRequest at a key of another event.
     """
     numbers = await _lock_users(connection, events)
-    rows = [_row(position, event, numbers) for position, event in enumerate(events) if position not in repeated]
+    rows = [_row(position, event, numbers, digests) for position, event in enumerate(events) if position not in repeated]
     found = {position: Stored(sequence) for position, sequence in await _store(connection, rows, copy=copy)}
     if len(found) < len(rows):
-        found |= await _known(connection, {row[0]: events[row[0]] for row in rows if row[0] not in found})
+        found |= await _known(connection, digests, {row[0]: events[row[0]] for row in rows if row[0] not in found})
     found |= {position: Stored(found[original].sequence, duplicate=True) for position, original in repeated.items()}
     return [found[position] for position in range(len(events))]
 
 
-async def history(connection: Any, tenant: str, user_id: str, limit: int) -> StoredHistory:
+async def history(connection: Any, digests: Digests, tenant: str, user_id: str, limit: int) -> StoredHistory:
     """The latest behaviours and the version they were read at."""
-    rows = await connection.fetch(_HISTORY, tenant, user_id, name_digest(tenant, user_id), limit)
+    rows = await connection.fetch(_HISTORY, tenant, user_id, digests.user(tenant, user_id), limit)
     known = [_behaviour(row) for row in reversed(rows) if row["item_id"] is not None]
     return StoredHistory(tuple(known), version_of(rows[0]["identity"], rows[0]["latest"], rows[0]["erasure"]))
 
 
-async def version(connection: Any, tenant: str, user_id: str) -> str:
-    row = await connection.fetchrow(_VERSION, tenant, user_id, name_digest(tenant, user_id))
+async def version(connection: Any, digests: Digests, tenant: str, user_id: str) -> str:
+    row = await connection.fetchrow(_VERSION, tenant, user_id, digests.user(tenant, user_id))
     return version_of(row["identity"], row["latest"], row["erasure"])
 
 
-async def erase(connection: Any, tenant: str, user_id: str) -> int:
+async def erase(connection: Any, digests: Digests, tenant: str, user_id: str) -> int:
     """Delete a user with all events. Nothing changes where there is none."""
-    return await connection.fetchval(_ERASE, tenant, user_id, name_digest(tenant, user_id)) or 0
+    if (user := await connection.fetchval(_LOCK_USER, tenant, user_id)) is None:
+        return 0
+    known = await connection.fetch(_KEYS, user)
+    keys = [digests.event(tenant, row["idempotency_key"]) for row in known]
+    erased: int = await connection.fetchval(_ERASE, user, digests.user(tenant, user_id), keys, [row["sequence"] for row in known])
+    return erased
+
+
+async def keep_key(connection: Any, digests: Digests) -> None:
+    """Have the store know its key, by which its digests are made from now on, and those that were made without one."""
+    plain = [row["digest"] for row in await connection.fetch("SELECT digest FROM genrec.erasures")]
+    changes = [(digests.keyed(digest), digest) for digest in plain]
+    await connection.executemany("UPDATE genrec.erasures SET digest = $1 WHERE digest = $2", changes)
+    await connection.execute("UPDATE genrec.store SET key_check = $1", digests.check)
 
 
 async def users(connection: Any, tenant: str, limit: int) -> list[StoredUser]:
@@ -107,10 +129,10 @@ async def _lock_users(connection: Any, events: Sequence[Event]) -> dict[tuple[st
     return {(row["tenant"], row["user_id"]): row["number"] for row in rows}
 
 
-def _row(position: int, event: Event, numbers: Mapping[tuple[str, str], int]) -> tuple[Any, ...]:
-    what = event.behaviour
-    user = numbers[event.tenant, event.user_id]
-    return position, user, what.timestamp, what.item_id, what.action.value, what.value, event.tenant, event.idempotency_key
+def _row(position: int, event: Event, numbers: Mapping[tuple[str, str], int], digests: Digests) -> tuple[Any, ...]:
+    what, key = event.behaviour, event.idempotency_key
+    user, digest = numbers[event.tenant, event.user_id], None if key is None else digests.event(event.tenant, key)
+    return position, user, what.timestamp, what.item_id, what.action.value, what.value, event.tenant, key, digest
 
 
 async def _store(connection: Any, rows: Sequence[tuple[Any, ...]], *, copy: bool) -> list[tuple[int, int]]:
@@ -124,15 +146,26 @@ async def _store(connection: Any, rows: Sequence[tuple[Any, ...]], *, copy: bool
     return [(row["position"], row["sequence"]) for row in found]
 
 
-async def _known(connection: Any, duplicates: Mapping[int, Event]) -> dict[int, Stored]:
-    """Where the events of known keys stand. Raises InvalidRequest at a key of another event."""
+async def _known(connection: Any, digests: Digests, duplicates: Mapping[int, Event]) -> dict[int, Stored]:
+    """Where the events of known keys stand, or stood until their user was erased. Raises InvalidRequest at a key of another event."""
     tenants, keys = [event.tenant for event in duplicates.values()], [event.idempotency_key for event in duplicates.values()]
     rows = await connection.fetch(_KNOWN, list(duplicates), tenants, keys)
-    if len(rows) < len(duplicates):
-        raise Unsure("an event whose key was known has just been erased")
     for row in sorted(rows, key=lambda row: row["position"]):
         refuse_other_content(row["position"], duplicates[row["position"]], Event(row["user_id"], _behaviour(row)))
-    return {row["position"]: Stored(row["sequence"], duplicate=True) for row in rows}
+    found = {row["position"]: Stored(row["sequence"], duplicate=True) for row in rows}
+    if len(found) < len(duplicates):
+        found |= await _gone(connection, digests, {at: event for at, event in duplicates.items() if at not in found})
+    return found
+
+
+async def _gone(connection: Any, digests: Digests, events: Mapping[int, Event]) -> dict[int, Stored]:
+    """Where erased events stood. Their users, which have just been locked, are not made by that."""
+    sought = {digests.event(event.tenant, event.idempotency_key or ""): at for at, event in events.items()}
+    found = {sought[row["digest"]]: Stored(row["sequence"], duplicate=True) for row in await connection.fetch(_GONE, list(sought))}
+    if len(found) < len(events):
+        raise Unsure("an event whose key was known has just been erased")
+    await connection.execute(_WITHOUT_EVENTS, [event.tenant for event in events.values()], [event.user_id for event in events.values()])
+    return found
 
 
 def _behaviour(row: Mapping[str, Any]) -> Behaviour:

@@ -1,9 +1,11 @@
 """The event store in PostgreSQL."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from secrets import token_bytes
 from typing import Any, Self
 
 from cluster.errors import BackendUnavailable
+from cluster.events.digests import Digests, given_key
 from cluster.events.migrations import pending, read_migrations
 from cluster.events.rules import check_events, check_limit, check_user, each_batch, repeats
 from cluster.events.store import Batches, Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics
@@ -19,14 +21,18 @@ class PostgreSQLEventStore:
 
     name = "postgresql"
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self, database: Database, digests: Digests) -> None:
+        self._database, self._digests = database, digests
 
     @classmethod
     async def open(cls, url: str) -> Self:
         """Raises BackendUnavailable where the server cannot be reached or the database cannot be used."""
-        where = place(url)
-        return cls(await Database.open(url, lambda connection: _migrate(connection, where)))
+        where, found = place(url), list[Digests]()
+
+        async def prepare(connection: Any) -> None:
+            found.append(await _up_to_date(connection, where))
+
+        return cls(await Database.open(url, prepare), found[0])
 
     async def append(self, events: Sequence[Event]) -> list[Stored]:
         return await self._append(events, copy=False)
@@ -34,15 +40,15 @@ class PostgreSQLEventStore:
     async def history(self, tenant: str, user_id: str, limit: int) -> StoredHistory:
         check_user(tenant, user_id)
         check_limit(limit)
-        return await self._database.read(lambda connection: rows.history(connection, tenant, user_id, limit))
+        return await self._database.read(lambda connection: rows.history(connection, self._digests, tenant, user_id, limit))
 
     async def version(self, tenant: str, user_id: str) -> str:
         check_user(tenant, user_id)
-        return await self._database.read(lambda connection: rows.version(connection, tenant, user_id))
+        return await self._database.read(lambda connection: rows.version(connection, self._digests, tenant, user_id))
 
     async def erase(self, tenant: str, user_id: str) -> int:
         check_user(tenant, user_id)
-        return await self._database.write(lambda connection: rows.erase(connection, tenant, user_id), repeatable=False)
+        return await self._database.write(lambda connection: rows.erase(connection, self._digests, tenant, user_id), repeatable=False)
 
     async def load(self, batches: Batches) -> Loaded:
         loaded = Loaded()
@@ -66,11 +72,15 @@ class PostgreSQLEventStore:
         if not events:
             return []
         repeatable = all(event.idempotency_key is not None for event in events)
-        return await self._database.write(lambda connection: rows.append(connection, events, repeated, copy=copy), repeatable=repeatable)
+
+        def append(connection: Any) -> Awaitable[list[Stored]]:
+            return rows.append(connection, self._digests, events, repeated, copy=copy)
+
+        return await self._database.write(append, repeatable=repeatable)
 
 
-async def _migrate(connection: Any, where: str) -> None:
-    """Bring the schema up to date, all of it or nothing. Another process waits until it is done."""
+async def _up_to_date(connection: Any, where: str) -> Digests:
+    """Bring the schema up to date and find the key, all of it or nothing. Another process waits until it is done."""
     if (encoding := await connection.fetchval("SHOW server_encoding")) != "UTF8":
         raise BackendUnavailable(f"event store {where}: its encoding is {encoding}; create one with: createdb --encoding UTF8 NAME")
     async with connection.transaction(isolation="read_committed"):
@@ -80,6 +90,20 @@ async def _migrate(connection: Any, where: str) -> None:
                 await connection.execute(statement)
             insert = "INSERT INTO genrec.schema_versions (version, name) VALUES ($1, $2)"
             await connection.execute(insert, migration.number, migration.name)
+        return await _digests(connection, where)
+
+
+async def _digests(connection: Any, where: str) -> Digests:
+    """By the key that is given, or the store's own, which is made where there is none."""
+    if (key := given_key()) is None:
+        await connection.execute("UPDATE genrec.store SET own_key = $1 WHERE own_key IS NULL AND key_check IS NULL", token_bytes(32))
+        key = await connection.fetchval("SELECT own_key FROM genrec.store")
+    digests, check = Digests(key or b""), await connection.fetchval("SELECT key_check FROM genrec.store")
+    if check is None:
+        await rows.keep_key(connection, digests)
+    else:
+        digests.refuse_other(check, f"event store {where}")
+    return digests
 
 
 async def _applied(connection: Any) -> int:

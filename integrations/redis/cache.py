@@ -1,7 +1,7 @@
 """A Redis server as the shared cache: one shard, which Redis itself keeps within its `maxmemory`.
 
-Give it a single server (not Redis Cluster: a script touches several keys) and `maxmemory-policy volatile-ttl`: what ends first is evicted
-first, and erasures are remembered for longer than entries live.
+Give it a single server (not Redis Cluster: a script touches several keys) and a `maxmemory-policy` that begins with `volatile`: what
+remembers erasures has no time to live, and is never evicted. With `volatile-ttl` what ends first is evicted first.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from cluster.config import CacheSettings
 from cluster.errors import BackendUnavailable
 from cluster.values import Availability
 from integrations.redis.entries import from_bytes, to_bytes
-from integrations.redis.scripts import DROP, EPOCH, ERASE, LEASE, PUT, RELEASE
+from integrations.redis.scripts import DROP, ERASE, LEASE, PUT, READ, RELEASE, WAIT
 
 CONNECTIONS = 64
 PROBE_WITHIN_S = 1.0
@@ -38,8 +38,8 @@ class RedisCache:
         if not (availability := _installed()).ok:
             raise BackendUnavailable(availability.reason)
         self._redis, self._prefix = _client(url), prefix
-        self._put, self._lease, self._epoch, self._release, self._erase, self._drop = map(
-            self._redis.register_script, (PUT, LEASE, EPOCH, RELEASE, ERASE, DROP)
+        self._put, self._lease, self._read, self._wait, self._release, self._erase, self._drop = map(
+            self._redis.register_script, (PUT, LEASE, READ, WAIT, RELEASE, ERASE, DROP)
         )
         self._counts: Counter[str] = Counter()
         self._lookups: dict[str, Counter[str]] = {}
@@ -70,12 +70,11 @@ class RedisCache:
     async def mget(self, keys: Sequence[Key]) -> Lookup:
         if not keys:
             return Lookup({}, {})
-        epoch = int(await self._epoch([self._prefix]))  # before the look-up: an erasure in between counts
-        raw = await self._redis.mget([self._name("v", key) for key in keys])
+        epoch, *raw = await self._read([self._prefix], _asked(keys))
         found = {key: entry for key, one in zip(keys, raw, strict=True) if (entry := from_bytes(one)) is not None}
         for key in keys:
             self._count(key, found.get(key))
-        return Lookup(found, {key: epoch for key in keys if key not in found})
+        return Lookup(found, {key: int(epoch) for key in keys if key not in found})
 
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
         refused, now = {key for key in entries if key not in epochs}, time.time()
@@ -84,14 +83,14 @@ class RedisCache:
             for key in sent:
                 entry = entries[key]
                 living_ms = max(1, int(1000 * (max(entry.fresh_until, entry.stale_until) - now)))
-                arguments = [*_parts(key), to_bytes(entry), living_ms, epochs[key], *scopes_of(key)]
+                arguments = [*_parts(key), to_bytes(entry, epochs[key]), living_ms, epochs[key], *scopes_of(key)]
                 await self._put([self._prefix], arguments, client=pipeline)
             taken = await pipeline.execute()
         self._counts["insertions"] += sum(taken)
         return frozenset(refused.union(key for key, one in zip(sent, taken, strict=True) if not one))
 
     async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased:
-        arguments = [*_parts(key), holder, max(1, int(1000 * seconds)), repr(newer_than)]
+        arguments = [*_parts(key), holder, max(1, int(1000 * seconds)), repr(newer_than), *scopes_of(key)]
         kind, first, *rest = await self._lease([self._prefix], arguments)
         entry = from_bytes(first) if kind == b"entry" else None
         if newer_than == 0:
@@ -102,13 +101,12 @@ class RedisCache:
 
     async def wait(self, key: Key, within_s: float, newer_than: float = 0.0) -> Entry | None:
         """By looking again and again: at first every few milliseconds, then less often."""
-        names = [self._name("v", key), self._name("l", key)]
         async for _ in _polls(within_s):
-            raw, lease = await self._redis.mget(names)
+            raw, held = await self._wait([self._prefix], _asked([key]))
             entry = from_bytes(raw)
             if entry is not None and entry.fresh_until > newer_than:
                 return entry
-            if lease is None:
+            if not held:
                 return None
         return None
 
@@ -202,6 +200,10 @@ def _quoted(part: str) -> str:
 
 def _parts(key: Key) -> list[str]:
     return [_quoted(part) for part in key]
+
+
+def _asked(keys: Sequence[Key]) -> list[str]:
+    return [part for key in keys for part in (":".join(_parts(key)), *scopes_of(key))]
 
 
 async def _polls(within_s: float) -> AsyncIterator[None]:

@@ -5,29 +5,46 @@ Keys, after a prefix; parts are quoted, so that a ":" only ever separates:
     v:namespace:group:digest   an entry              l:namespace:group:digest   its lease's holder
     g:namespace:group          sorted set: "namespace:group:digest" of the group's entries and leases, by when they end
     n:namespace                the same of all groups              a   sorted set: namespaces, by when their last entry ends
-    e                          hash: `now`, the epoch; `floor`, the first one known here
-    x:digest      the epoch that the last erasure of a group, a namespace or everything began; its digest, so that it names no user
+    e                          hash: `now`, the epoch; `floor`, the first one known here; `marks`, how many x has; `longest`, in ms, that
+                               an entry was to live
+    x                          sorted set: the digest of a group, a namespace or everything that was erased, by the epoch this began
 
-An epoch counts erasures, from the microseconds since 1970 at which `e` was first needed: a Redis that lost its data begins above every
-epoch it gave out before. Erasures are remembered for as long as `KEEP_ERASURES_MS`; no computation takes that long.
+An epoch begins with each erasure: the microseconds since 1970, or one more than the last. An entry carries the epoch in which its
+computation began, and is neither taken in nor read where something that it belongs to was erased later: also where Redis has evicted the
+set that would have led to it. `e` and `x` have no time to live, so that a policy `volatile-...` never evicts them; a Redis that lost
+either begins a new epoch, and nothing of an earlier one counts. An erasure is remembered for as long as an entry from before may live.
 """
 
 KEEP_ERASURES_MS = 3_600_000
+"""How long a computation takes at most."""
 
 _COMMON = f"""
 local prefix = KEYS[1]
+local e, x = prefix .. 'e', prefix .. 'x'
 local clock = redis.call('TIME')
-local now_ms = clock[1] * 1000 + math.floor(clock[2] / 1000)
-local function epoch()
-  local now = redis.call('HGET', prefix .. 'e', 'now')
-  if now then return now end
-  now = string.format('%s%06d', clock[1], clock[2])
-  redis.call('HSET', prefix .. 'e', 'now', now, 'floor', now)
-  return now
+local now_us, now_ms = clock[1] * 1000000 + clock[2], clock[1] * 1000 + math.floor(clock[2] / 1000)
+local function state()
+  local known = redis.call('HMGET', e, 'now', 'floor', 'marks')
+  if known[1] and tonumber(known[3]) == redis.call('ZCARD', x) then return known[1], tonumber(known[2]) end
+  local now = string.format('%.0f', math.max(now_us, tonumber(known[1] or 0) + 1))
+  redis.call('DEL', x)
+  redis.call('HSET', e, 'now', now, 'floor', now, 'marks', 0)
+  return now, tonumber(now)
 end
-local function fresh_until(raw)
-  if #raw < 9 or string.byte(raw, 1) ~= 1 then return 0 end
-  return (struct.unpack('<d', raw, 2))
+local now, floor = state()
+local function admits(began, scope, last)
+  if began < floor then return false end
+  if began >= tonumber(now) then return true end
+  for number = scope, last do
+    local erased = redis.call('ZSCORE', x, ARGV[number])
+    if erased and began < tonumber(erased) then return false end
+  end
+  return true
+end
+local function entry(name, scope, last)
+  local raw = redis.call('GET', prefix .. 'v:' .. name)
+  if not raw or #raw < 49 or string.byte(raw, 1) ~= 2 then return false end
+  return admits(struct.unpack('<I8', raw, 42), scope, last) and raw
 end
 local function index(set, member, at_ms)
   redis.call('ZREMRANGEBYSCORE', set, '-inf', now_ms)
@@ -39,18 +56,23 @@ end
 local keep_ms = {KEEP_ERASURES_MS}
 """
 
+READ = (
+    _COMMON
+    + """
+-- for each entry its name and the digests of the three erasures it may be of -> the epoch, and each entry or false
+local found = {now}
+for name = 1, #ARGV, 4 do found[#found + 1] = entry(ARGV[name], name + 1, name + 3) end
+return found
+"""
+)
+
 PUT = (
     _COMMON
     + """
 -- namespace, group, digest, raw entry, milliseconds to live, epoch, digest of each erasure it may be of -> 1: taken in, 0: refused
 local namespace, group, name = ARGV[1], ARGV[2], ARGV[1] .. ':' .. ARGV[2] .. ':' .. ARGV[3]
-local began = tonumber(ARGV[6])
-epoch()
-if began < tonumber(redis.call('HGET', prefix .. 'e', 'floor')) then return 0 end
-for scope = 7, #ARGV do
-  local erased = redis.call('GET', prefix .. 'x:' .. ARGV[scope])
-  if erased and began < tonumber(erased) then return 0 end
-end
+if not admits(tonumber(ARGV[6]), 7, 9) then return 0 end
+if tonumber(ARGV[5]) > tonumber(redis.call('HGET', e, 'longest') or 0) then redis.call('HSET', e, 'longest', ARGV[5]) end
 local at_ms = now_ms + ARGV[5]
 redis.call('SET', prefix .. 'v:' .. name, ARGV[4], 'PX', ARGV[5])
 redis.call('DEL', prefix .. 'l:' .. name)
@@ -64,22 +86,30 @@ return 1
 LEASE = (
     _COMMON
     + """
--- namespace, group, digest, holder, milliseconds, newer than -> {'entry', raw} | {'granted', epoch} | {'held', epoch, milliseconds}
+-- namespace, group, digest, holder, milliseconds, newer than, digest of each erasure it may be of
+-- -> {'entry', raw} | {'granted', epoch} | {'held', epoch, milliseconds}
 local namespace, group, name = ARGV[1], ARGV[2], ARGV[1] .. ':' .. ARGV[2] .. ':' .. ARGV[3]
-local raw = redis.call('GET', prefix .. 'v:' .. name)
-if raw and fresh_until(raw) > tonumber(ARGV[6]) then return {'entry', raw} end
+local raw = entry(name, 7, 9)
+if raw and struct.unpack('<d', raw, 2) > tonumber(ARGV[6]) then return {'entry', raw} end
 local lease = prefix .. 'l:' .. name
 local holder = redis.call('GET', lease)
-if holder and holder ~= ARGV[4] then return {'held', epoch(), redis.call('PTTL', lease)} end
+if holder and holder ~= ARGV[4] then return {'held', now, redis.call('PTTL', lease)} end
 redis.call('SET', lease, ARGV[4], 'PX', ARGV[5])
 index(prefix .. 'g:' .. namespace .. ':' .. group, name, now_ms + ARGV[5])
 index(prefix .. 'n:' .. namespace, name, now_ms + ARGV[5])
 index(prefix .. 'a', namespace, now_ms + ARGV[5])
-return {'granted', epoch()}
+return {'granted', now}
 """
 )
 
-EPOCH = _COMMON + "return epoch()"
+
+WAIT = (
+    _COMMON
+    + """
+-- an entry's name and the digests of the three erasures it may be of -> the entry or false, 1 where its lease is held
+return {entry(ARGV[1], 2, 4), redis.call('EXISTS', prefix .. 'l:' .. ARGV[1])}
+"""
+)
 
 RELEASE = """
 -- the lease's key, holder
@@ -91,10 +121,13 @@ ERASE = (
     _COMMON
     + """
 -- digest of what is erased -> the new epoch
-epoch()
-redis.call('HINCRBY', prefix .. 'e', 'now', 1)
-local now = redis.call('HGET', prefix .. 'e', 'now')
-redis.call('SET', prefix .. 'x:' .. ARGV[1], now, 'PX', keep_ms)
+now = string.format('%.0f', math.max(now_us, tonumber(now) + 1))
+redis.call('ZADD', x, now, ARGV[1])
+local forgotten_us = now_us - 1000 * (keep_ms + tonumber(redis.call('HGET', e, 'longest') or 0))
+local old = redis.call('ZREVRANGEBYSCORE', x, forgotten_us, '-inf', 'WITHSCORES', 'LIMIT', 0, 1)
+if old[2] then floor = math.max(floor, tonumber(old[2])) end
+redis.call('ZREMRANGEBYSCORE', x, '-inf', forgotten_us)
+redis.call('HSET', e, 'now', now, 'floor', string.format('%.0f', floor), 'marks', redis.call('ZCARD', x))
 return now
 """
 )

@@ -4,11 +4,12 @@ import fcntl
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import BackendUnavailable
+from cluster.private_file import private
 
 BUSY_TIMEOUT_S = 5.0
 _POLL_S = 0.001
@@ -36,10 +37,13 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def connect_writer(path: Path) -> sqlite3.Connection:
-    """The connection that writes. A commit is on the disk when it returns, and what is deleted is overwritten.
+    """The connection that writes. A commit is on the disk when it returns, and what is deleted is overwritten. A file that is not there yet
+    is made for this user alone, and its log with it.
 
     Transactions are begun and ended by hand. Raises sqlite3.Error, or BackendUnavailable where the file system has no write-ahead log.
     """
+    with suppress(OSError):  # one that is there is not opened: to close it would free SQLite's locks; SQLite says why another cannot be
+        open(path, "x", opener=private).close()
     connection = _connect(path)
     if (mode := connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]) != "wal":
         connection.close()
@@ -77,7 +81,7 @@ class TurnLock:
     def held(self) -> Iterator[None]:
         """Raises BackendUnavailable where the turn does not come within `timeout_s`."""
         try:
-            file = self.path.open("ab")
+            file = open(self.path, "ab", opener=private)  # noqa: SIM115 - the block below closes it
         except OSError as error:
             cure = "the directory must exist, and this user must be allowed to write it"
             raise BackendUnavailable(f"event store: {self.path} cannot be opened; {cure} ({error.strerror})") from error

@@ -4,7 +4,8 @@ import sqlite3
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from cluster.events.rules import name_digest, refuse_other_content, version_of
+from cluster.events.digests import Digests
+from cluster.events.rules import refuse_other_content, version_of
 from cluster.events.store import RECENT_USERS, Event, Stored, StoredHistory, StoredUser, StoreStatistics
 from cluster.values import Action, Behaviour
 
@@ -14,6 +15,7 @@ _STORE = """
 _KNOWN = """
     SELECT sequence, user_id, item_id, timestamp, action, value FROM events JOIN users ON users.number = events.user
     WHERE events.tenant = ? AND idempotency_key = ?"""
+_ERASED = "SELECT sequence FROM erased_events WHERE digest = ?"
 _LATEST = "SELECT item_id, timestamp, action, value FROM events WHERE user = ? ORDER BY timestamp DESC, sequence DESC LIMIT ?"
 
 _RECENT = """
@@ -21,7 +23,7 @@ _RECENT = """
     WHERE tenant = ? AND events > 0 ORDER BY number DESC LIMIT ?"""
 
 
-def append(connection: sqlite3.Connection, events: Sequence[Event], repeated: Mapping[int, int]) -> list[Stored]:
+def append(connection: sqlite3.Connection, digests: Digests, events: Sequence[Event], repeated: Mapping[int, int]) -> list[Stored]:
     """Store the events, of which `repeated` repeat an earlier one of the batch. Raises InvalidRequest at a key of another event."""
     numbers: dict[tuple[str, str], int] = {}
     stored: list[Stored] = []
@@ -29,39 +31,46 @@ def append(connection: sqlite3.Connection, events: Sequence[Event], repeated: Ma
         if position in repeated:
             stored.append(Stored(stored[repeated[position]].sequence, duplicate=True))
             continue
+        if erased := _erased(connection, digests, event):
+            stored.append(erased)
+            continue
         name = (event.tenant, event.user_id)
         if name not in numbers:
             numbers[name] = _user_number(connection, *name)
         stored.append(_append_one(connection, position, event, numbers[name]))
-    _count(connection, [(numbers[event.tenant, event.user_id], one) for event, one in zip(events, stored, strict=True)])
+    new = [(event, one) for event, one in zip(events, stored, strict=True) if not one.duplicate]
+    _count(connection, [(numbers[event.tenant, event.user_id], one.sequence) for event, one in new])
     return stored
 
 
-def history(connection: sqlite3.Connection, tenant: str, user_id: str, limit: int) -> StoredHistory:
+def history(connection: sqlite3.Connection, digests: Digests, tenant: str, user_id: str, limit: int) -> StoredHistory:
     """The latest behaviours and the version they were read at."""
     user = connection.execute("SELECT number FROM users WHERE tenant = ? AND user_id = ?", (tenant, user_id)).fetchone()
     rows = connection.execute(_LATEST, (user[0], limit)).fetchall() if user else []
-    return StoredHistory(tuple(_behaviour(*row) for row in reversed(rows)), version(connection, tenant, user_id))
+    return StoredHistory(tuple(_behaviour(*row) for row in reversed(rows)), version(connection, digests, tenant, user_id))
 
 
-def version(connection: sqlite3.Connection, tenant: str, user_id: str) -> str:
+def version(connection: sqlite3.Connection, digests: Digests, tenant: str, user_id: str) -> str:
     """By one row of an index; a second one where the user has no events."""
     row = connection.execute("SELECT latest, identity FROM users, store WHERE tenant = ? AND user_id = ?", (tenant, user_id)).fetchone()
     if row:
         return version_of(row[1], row[0], None)
-    digest = name_digest(tenant, user_id)
+    digest = digests.user(tenant, user_id)
     erasure = connection.execute("SELECT number, identity FROM erasures, store WHERE digest = ?", (digest,)).fetchone()
     return version_of(erasure[1], None, erasure[0]) if erasure else ""
 
 
-def erase(connection: sqlite3.Connection, tenant: str, user_id: str) -> int:
+def erase(connection: sqlite3.Connection, digests: Digests, tenant: str, user_id: str) -> int:
     """Delete a user with all events. Nothing changes where there is none."""
-    delete = "DELETE FROM users WHERE tenant = ? AND user_id = ? RETURNING events"
-    rows = connection.execute(delete, (tenant, user_id)).fetchall()
-    if not rows:
+    user = connection.execute("SELECT number, events FROM users WHERE tenant = ? AND user_id = ?", (tenant, user_id)).fetchone()
+    if user is None:
         return 0
-    connection.execute("INSERT OR REPLACE INTO erasures (digest) VALUES (?)", (name_digest(tenant, user_id),))
-    return int(rows[0][0])
+    keys = connection.execute("SELECT idempotency_key, sequence FROM events WHERE user = ? AND idempotency_key IS NOT NULL", user[:1])
+    known = [(digests.event(tenant, key), sequence) for key, sequence in keys]
+    connection.executemany("INSERT INTO erased_events (digest, sequence) VALUES (?, ?)", known)
+    connection.execute("DELETE FROM users WHERE number = ?", user[:1])
+    connection.execute("INSERT OR REPLACE INTO erasures (digest) VALUES (?)", (digests.user(tenant, user_id),))
+    return int(user[1])
 
 
 def users(connection: sqlite3.Connection, tenant: str, limit: int) -> list[StoredUser]:
@@ -72,6 +81,14 @@ def users(connection: sqlite3.Connection, tenant: str, limit: int) -> list[Store
 def statistics(connection: sqlite3.Connection) -> StoreStatistics:
     users, events = connection.execute("SELECT count(*), coalesce(sum(events), 0) FROM users").fetchone()
     return StoreStatistics(events, users)
+
+
+def _erased(connection: sqlite3.Connection, digests: Digests, event: Event) -> Stored | None:
+    """Where the event stood, if its user was erased."""
+    if event.idempotency_key is None:
+        return None
+    row = connection.execute(_ERASED, (digests.event(event.tenant, event.idempotency_key),)).fetchone()
+    return Stored(row[0], duplicate=True) if row else None
 
 
 def _user_number(connection: sqlite3.Connection, tenant: str, user_id: str) -> int:
@@ -92,8 +109,8 @@ def _append_one(connection: sqlite3.Connection, position: int, event: Event, use
     return Stored(sequence, duplicate=True)
 
 
-def _count(connection: sqlite3.Connection, stored: Sequence[tuple[int, Stored]]) -> None:
-    new = [(user, one.sequence) for user, one in stored if not one.duplicate]
+def _count(connection: sqlite3.Connection, new: Sequence[tuple[int, int]]) -> None:
+    """`new`: the numbers of users, and the sequences of their events."""
     latest, counts = dict(new), Counter(user for user, _ in new)  # sequences grow, so the last of a user is its latest
     changes = [(latest[user], count, user) for user, count in counts.items()]
     connection.executemany("UPDATE users SET latest = ?, events = events + ? WHERE number = ?", changes)
@@ -101,3 +118,10 @@ def _count(connection: sqlite3.Connection, stored: Sequence[tuple[int, Stored]])
 
 def _behaviour(item_id: str, timestamp: int, action: str, value: float | None) -> Behaviour:
     return Behaviour(item_id, timestamp, Action(action), value)
+
+
+def keep_key(connection: sqlite3.Connection, digests: Digests) -> None:
+    """Have the store know its key, by which its digests are made from now on, and those that were made without one."""
+    plain = connection.execute("SELECT number, digest FROM erasures").fetchall()
+    connection.executemany("UPDATE erasures SET digest = ? WHERE number = ?", [(digests.keyed(digest), number) for number, digest in plain])
+    connection.execute("UPDATE store SET key_check = ?", (digests.check,))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from cluster.errors import BackendUnavailable
+from cluster.events.digests import Digests, given_key, kept_key
 from cluster.events.migrations import pending, read_migrations
 from cluster.events.rules import check_events, check_limit, check_user, each_batch, repeats
 from cluster.events.store import Batches, Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics
@@ -26,8 +27,8 @@ class SQLiteEventStore:
 
     name = "sqlite"
 
-    def __init__(self, path: Path, writer: Writer) -> None:
-        self._path, self._writer = path, writer
+    def __init__(self, path: Path, writer: Writer, digests: Digests) -> None:
+        self._path, self._writer, self._digests = path, writer, digests
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="genrec-sqlite-reader")
         self._mine = threading.local()
         self._connections: list[sqlite3.Connection] = []
@@ -36,27 +37,28 @@ class SQLiteEventStore:
     @classmethod
     async def open(cls, path: Path) -> Self:
         """Raises BackendUnavailable where the file cannot be opened or is not ours."""
-        return cls(path, await asyncio.to_thread(_open_writer, path))
+        return cls(path, *await asyncio.to_thread(_open_writer, path))
 
     async def append(self, events: Sequence[Event]) -> list[Stored]:
         check_events(events)
         repeated = repeats(events)
         if not events:
             return []
-        return await asyncio.wrap_future(self._writer.submit(lambda connection: rows.append(connection, events, repeated)))
+        return await asyncio.wrap_future(self._writer.submit(lambda connection: rows.append(connection, self._digests, events, repeated)))
 
     async def history(self, tenant: str, user_id: str, limit: int) -> StoredHistory:
         check_user(tenant, user_id)
         check_limit(limit)
-        return await self._read(lambda connection: rows.history(connection, tenant, user_id, limit))
+        return await self._read(lambda connection: rows.history(connection, self._digests, tenant, user_id, limit))
 
     async def version(self, tenant: str, user_id: str) -> str:
         check_user(tenant, user_id)
-        return await self._read(lambda connection: rows.version(connection, tenant, user_id))
+        return await self._read(lambda connection: rows.version(connection, self._digests, tenant, user_id))
 
     async def erase(self, tenant: str, user_id: str) -> int:
         check_user(tenant, user_id)
-        return await asyncio.wrap_future(self._writer.submit(lambda connection: rows.erase(connection, tenant, user_id), purge=True))
+        erase = self._writer.submit(lambda connection: rows.erase(connection, self._digests, tenant, user_id), purge=True)
+        return await asyncio.wrap_future(erase)
 
     async def load(self, batches: Batches) -> Loaded:
         loaded = Loaded()
@@ -104,20 +106,20 @@ class SQLiteEventStore:
         return connection
 
 
-def _open_writer(path: Path) -> Writer:
+def _open_writer(path: Path) -> tuple[Writer, Digests]:
     turn = TurnLock(path.with_name(f"{path.name}.lock"))
     with turn.held(), explained(path):
         connection = connect_writer(path)
         try:
-            _migrate(connection, path)
+            digests = _up_to_date(connection, path)
         except BaseException:
             connection.close()
             raise
-    return Writer(connection, path, turn)
+    return Writer(connection, path, turn), digests
 
 
-def _migrate(connection: sqlite3.Connection, path: Path) -> None:
-    """Bring the schema up to date, all of it or nothing. Another process waits until it is done."""
+def _up_to_date(connection: sqlite3.Connection, path: Path) -> Digests:
+    """Bring the schema up to date and find the key, all of it or nothing. Another process waits until it is done."""
     connection.execute("BEGIN IMMEDIATE")
     connection.execute("CREATE TABLE IF NOT EXISTS schema_versions (version INTEGER PRIMARY KEY, name TEXT, applied_at TEXT)")
     (applied,) = connection.execute("SELECT coalesce(max(version), 0) FROM schema_versions").fetchone()
@@ -125,4 +127,17 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
         for statement in migration.statements:
             connection.execute(statement)
         connection.execute("INSERT INTO schema_versions VALUES (?, ?, datetime('now'))", (migration.number, migration.name))
+    digests = _digests(connection, path)
     connection.execute("COMMIT")
+    return digests
+
+
+def _digests(connection: sqlite3.Connection, path: Path) -> Digests:
+    """By the key that is given, or the one beside the file, which is made with the store."""
+    (check,) = connection.execute("SELECT key_check FROM store").fetchone()
+    digests = Digests(given_key() or kept_key(path.with_name(f"{path.name}.key"), make=check is None))
+    if check is None:
+        rows.keep_key(connection, digests)
+    else:
+        digests.refuse_other(check, f"event store {path}")
+    return digests

@@ -1,4 +1,8 @@
-"""One thread writes. What arrives while it waits for the disk shares the next transaction, and so the next wait."""
+"""One thread writes. What arrives while it waits for the disk shares the next transaction, and so the next wait.
+
+What was erased stands in the write-ahead log until that is emptied, which no reader may use at that moment. That this is yet to be done is
+a number in the file's header, SQLite's `user_version`, set in the transaction that erases: another process does it where this one dies.
+"""
 
 import logging
 import queue
@@ -16,12 +20,13 @@ from integrations.sqlite.connection import BUSY_TIMEOUT_S, TurnLock, explained
 T = TypeVar("T")
 LARGEST_GROUP = 256  # calls that share a transaction
 PURGE_AGAIN_S = 0.5
+LOOK_AGAIN_S = 30.0  # whether a process that is gone has left something to purge
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Job(Generic[T]):
-    """A call that waits to be carried out. `purge`: afterwards, what it deleted is to be gone from the log as well."""
+    """A call that waits to be carried out. `purge`: where it returns anything but 0, what it deleted is to be gone from the log as well."""
 
     work: Callable[[sqlite3.Connection], T]
     future: "Future[T]"
@@ -54,7 +59,8 @@ class Writer:
         self._inode = path.stat().st_ino
         self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
-        self._closed = self._purge_due = False
+        self._closed, self._purge_due = False, True  # the process before may have been killed with a log of what it erased
+        self._purge()
         self._thread = threading.Thread(target=self._run, name="genrec-sqlite-writer", daemon=True)
         self._thread.start()
 
@@ -84,16 +90,14 @@ class Writer:
             jobs = self._next_group()
             going_on = None not in jobs
             outcomes = self._carry_out([job for job in jobs if job is not None and job.future.set_running_or_notify_cancel()])
-            self._purge_due |= any(outcome.job.purge and outcome.error is None for outcome in outcomes)
-            if self._purge_due:
-                self._purge()
+            self._purge()
             for outcome in outcomes:
                 outcome.tell()
 
     def _next_group(self) -> list[_Job[Any] | None]:
-        """What waits, or nothing for the moment while there is something to purge."""
+        """What waits, or nothing where it is time to look for something to purge."""
         try:
-            jobs = [self._jobs.get(timeout=PURGE_AGAIN_S if self._purge_due else None)]
+            jobs = [self._jobs.get(timeout=PURGE_AGAIN_S if self._purge_due else LOOK_AGAIN_S)]
         except queue.Empty:
             return []
         while len(jobs) < LARGEST_GROUP and jobs[-1] is not None:
@@ -114,18 +118,27 @@ class Writer:
             return [_Outcome(job, error=error) for job in jobs]
 
     def _purge(self) -> None:
-        """Write the log back and empty it, unless a reader still uses it: then again a little later, in the background."""
+        """Where that is due, write the log back and empty it, unless a reader still uses it: then again a little later."""
         try:
-            with self._turn.held(), explained(self._path):
-                self._connection.execute("PRAGMA busy_timeout = 0")
-                try:
-                    (busy, *_) = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-                finally:
-                    self._connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000:.0f}")
+            with explained(self._path):
+                (marked,) = self._connection.execute("PRAGMA user_version").fetchone()
+                self._purge_due |= bool(marked)
+                if self._purge_due:
+                    with self._turn.held():
+                        self._purge_due = not self._emptied()
+                        if marked and not self._purge_due:
+                            self._connection.execute("PRAGMA user_version = 0")
         except Exception as error:  # noqa: BLE001 - the thread outlives any error
             logger.warning("what was erased still stands in the write-ahead log, and is purged later: %s", error)
-            return
-        self._purge_due = bool(busy)
+
+    def _emptied(self) -> bool:
+        """Whether the log is empty now. Does not wait for readers."""
+        self._connection.execute("PRAGMA busy_timeout = 0")
+        try:
+            (busy, *_) = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        finally:
+            self._connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000:.0f}")
+        return not busy
 
     def _check_file(self) -> None:
         """SQLite would go on writing to a file that was removed, and all of it would be gone with the process."""
@@ -137,6 +150,8 @@ class Writer:
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             outcomes = [self._attempt(job) for job in jobs]
+            if any(outcome.job.purge and outcome.result for outcome in outcomes):
+                self._connection.execute("PRAGMA user_version = 1")
             self._connection.execute("COMMIT")
         finally:
             if self._connection.in_transaction:

@@ -6,11 +6,13 @@ import sqlite3
 from collections import defaultdict
 from contextlib import closing
 from dataclasses import replace
+from hashlib import sha256
 
 import asyncpg
 import pytest
 
 from cluster.errors import BackendUnavailable, InvalidRequest
+from cluster.events.digests import ENVIRONMENT
 from cluster.events.rules import LARGEST_BATCH, LARGEST_LIMIT
 from cluster.events.store import Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics, open_event_store
 from cluster.registry import EVENT_STORES, choose
@@ -279,21 +281,99 @@ async def test_the_version_changes_with_every_append_of_this_user_and_with_nothi
     assert (await store.history("default", "u", 10)).version == seen[-1]
 
 
-async def test_erasing_forgets_events_and_keys_and_says_how_many(store):
+async def test_erasing_forgets_events_and_says_how_many(store):
     await store.append([event(key="k"), event(item="j"), event(user="v", key="kv")])
     assert await store.erase("default", "u") == 2
     assert await store.erase("default", "u") == 0
     assert (await store.history("default", "u", 10)).behaviours == ()
     assert await items(store, user="v") == ["i"]
-    assert not (await store.append([event(item="another", key="k")]))[0].duplicate
+    assert not (await store.append([event(item="another", key="k2")]))[0].duplicate
     assert await items(store) == ["another"]
     assert await store.statistics() == StoreStatistics(2, 2)
 
 
+@pytest.mark.parametrize("again", [event(key="k"), event(item="j", key="k"), event(user="w", key="k")], ids=["same", "other", "renamed"])
+@pytest.mark.parametrize("loaded", [False, True])
+async def test_an_event_that_is_sent_again_after_its_user_was_erased_does_not_bring_the_user_back(store, url, again, loaded):
+    (first, _) = await store.append([event(key="k"), event(key="k2")])
+    await store.erase("default", "u")
+    version = await store.version("default", "u")
+    if loaded:
+        assert await store.load([[again, again], [event(user="v", key="kv")]]) == Loaded(stored=1, duplicates=2)
+    else:
+        stored = await store.append([again, event(user="v", key="kv"), again])
+        assert [stored[0], stored[2]] == [Stored(first.sequence, duplicate=True)] * 2
+    assert await items(store) == await items(store, user="w") == []
+    assert await store.version("default", "u") == version
+    assert await items(store, user="v") == ["i"]
+    assert await rows_of(url, "SELECT user_id FROM genrec.users") == [("v",)]
+    await store.append([event(tenant="other", key="k"), event(item="new", key="k3")])
+    assert (await items(store, tenant="other"), await items(store)) == (["i"], ["new"]), "the keys of other tenants, and new ones"
+
+
+async def test_what_is_left_of_an_erased_user_cannot_be_found_by_trying_names(store, url):
+    await store.append([event(user="ada", key="order-17")])
+    await store.erase("default", "ada")
+    left = [
+        bytes(digest) for table in ("erasures", "erased_events") for (digest,) in await rows_of(url, f"SELECT digest FROM genrec.{table}")
+    ]
+    assert [len(digest) for digest in left] == [32, 32]
+    tried = [sha256(text.encode()).digest() for text in ("ada", "default\0ada", "order-17", "default\0order-17", "\0default\0order-17")]
+    assert not set(left) & set(tried)
+    await store.close()
+    other = await open_event_store(url)
+    assert "erased" in await other.version("default", "ada")
+    await other.close()
+
+
+KEY = "0123456789abcdef" * 2
+
+
+async def test_a_key_that_is_given_is_the_one_that_counts_and_another_is_refused_with_the_cure(url, monkeypatch, tmp_path):
+    monkeypatch.setenv(ENVIRONMENT, KEY)
+    store = await open_event_store(url)
+    await store.append([event(key="k")])
+    await store.erase("default", "u")
+    await store.close()
+    assert not list(tmp_path.glob("*.key"))
+    for other in (KEY[::-1], ""):
+        monkeypatch.setenv(ENVIRONMENT, other)
+        with pytest.raises(BackendUnavailable, match=r"made with another key|the key of erased users, .*, cannot be had"):
+            await open_event_store(url)
+    monkeypatch.setenv(ENVIRONMENT, KEY)
+    store = await open_event_store(url)
+    assert (await store.append([event(key="k")]))[0].duplicate
+    assert "erased" in await store.version("default", "u")
+    await store.close()
+
+
+async def test_a_store_of_the_first_schema_keeps_its_erasures_and_their_versions(store, url):
+    """As it was before digests had a key: SHA-256 of the names alone."""
+    await store.append([event(), event(user="v")])
+    await store.erase("default", "u")
+    version = await store.version("default", "u")
+    await store.close()
+    plain = sha256(b"default\0u").hexdigest()
+    blob = f"X'{plain}'" if url.startswith("sqlite") else f"'\\x{plain}'::bytea"
+    for statement in (
+        "DROP TABLE genrec.erased_events",
+        "ALTER TABLE genrec.store DROP COLUMN key_check",
+        *([] if url.startswith("sqlite") else ["ALTER TABLE genrec.store DROP COLUMN own_key"]),
+        f"UPDATE genrec.erasures SET digest = {blob}",
+        "DELETE FROM genrec.schema_versions WHERE version > 1",
+    ):
+        await rows_of(url, statement)
+    brought = await open_event_store(url)
+    assert await brought.version("default", "u") == version
+    assert await items(brought, user="v") == ["i"]
+    await brought.close()
+    assert plain not in str([bytes(digest).hex() for (digest,) in await rows_of(url, "SELECT digest FROM genrec.erasures")])
+
+
 async def test_the_version_never_comes_back_however_often_a_user_is_erased(store):
     seen = [await store.version("default", "u")]
-    for _ in range(5):
-        await store.append([event(key="k")])
+    for number in range(5):
+        await store.append([event(key=f"k{number}")])
         seen.append(await store.version("default", "u"))
         await store.erase("default", "u")
         seen.append(await store.version("default", "u"))
@@ -307,12 +387,15 @@ async def test_erasing_an_unknown_user_changes_nothing(store, url):
     assert await rows_of(url, "SELECT * FROM genrec.erasures") == []
 
 
+TABLES = ("users", "events", "erasures", "erased_events", "store")
+
+
 async def test_no_table_names_an_erased_user(store, url):
     await store.append([event(user="marker-user", item="marker-item", key="marker-key")])
     await store.erase("default", "marker-user")
-    left = [await rows_of(url, f"SELECT * FROM genrec.{table}") for table in ("users", "events", "erasures", "store")]
+    left = [await rows_of(url, f"SELECT * FROM genrec.{table}") for table in TABLES]
     assert "marker" not in str(left)
-    assert len(left[2]) == 1
+    assert [len(rows) for rows in left] == [0, 0, 1, 1, 1]
 
 
 async def test_fifty_tasks_that_append_to_one_user_lose_nothing_and_keep_each_ones_order(store):
@@ -389,7 +472,6 @@ async def test_a_store_agrees_with_a_plain_model_of_it(store, seed):
         user = draw.choice("ab")
         if draw.random() < 0.1:
             assert await store.erase("default", user) == len(histories.pop(user, []))
-            keys = {key: known for key, known in keys.items() if known.user_id != user}
             continue
         batch = [event(user, f"i{step}.{n}", draw.randrange(5), draw.choice([None, f"k{draw.randrange(40)}"])) for n in range(3)]
         batch = [keys.get(one.idempotency_key, one) for one in batch]
@@ -467,7 +549,7 @@ async def test_two_stores_never_give_the_same_version(store, url, request, tmp_p
 async def test_a_schema_that_is_newer_than_the_code_is_refused(store, url):
     await store.close()
     await rows_of(url, "INSERT INTO genrec.schema_versions (version, name, applied_at) VALUES (7, 'later', CURRENT_TIMESTAMP)")
-    with pytest.raises(BackendUnavailable, match="has schema version 7, and this genrec knows versions up to 1; update genrec"):
+    with pytest.raises(BackendUnavailable, match="has schema version 7, and this genrec knows versions up to 2; update genrec"):
         await open_event_store(url)
 
 

@@ -358,7 +358,7 @@ async def test_redis_keeps_nothing_for_longer_than_the_entries_live(redis_url):
     await put(cache, {ADA: entry(fresh_s=0.05, stale_s=0.05)})
     await cache.lease(Key("tenant", "ada", "2"), "dead", 0.05)
     with server_at(redis_url) as server:
-        assert [name for name in server.scan_iter("short:*") if name != b"short:e" and server.pttl(name) < 0] == []
+        assert [name for name in server.scan_iter("short:*") if name not in (b"short:e", b"short:x") and server.pttl(name) < 0] == []
     await cache.close()
 
 
@@ -377,5 +377,84 @@ async def test_redis_names_nobody_who_was_erased(redis_url):
     await cache.invalidate("tenant", "ada")
     assert b"ada" not in held()
     assert b"bob" in held()
-    assert b"erased:x:" in held()
+    assert b"erased:x" in held()
+    await cache.close()
+
+
+@pytest.mark.parametrize("scope", [("tenant", "ada"), ("tenant", None), (None, None)])
+@pytest.mark.parametrize("lost", ["g:* n:* a", "g:* n:* a x", "g:* n:* a e"])
+async def test_an_entry_whose_index_redis_has_lost_is_erased_all_the_same(redis_url, scope, lost):
+    cache = ShardedCache({"redis": RedisCache(redis_url, prefix="lost:")}, PATIENT)
+    await nothing_is_left(cache)
+    await put(cache, {ADA: entry(), Key("other", "bob", "1"): entry()})
+    with server_at(redis_url) as server:
+        for part in lost.split():
+            server.delete(*server.scan_iter(f"lost:{part}"), "lost:nothing")
+        assert (await cache.invalidate(*scope)).unconfirmed == ()
+        assert server.exists("lost:v:-tenant:-ada:-1"), "nothing leads to it any more"
+    assert ADA not in await present(cache, ADA)
+    assert await cache.wait(ADA, 0) is None
+    granted = await cache.lease(ADA, "me", 300)
+    assert isinstance(granted, Granted)
+    assert await cache.mput({ADA: entry()}, {ADA: granted.epoch}) == frozenset()
+    assert await present(cache, ADA) == {ADA}
+    await cache.close()
+
+
+async def test_where_redis_evicts_an_index_before_its_entries_an_erasure_counts_all_the_same(tmp_path):
+    pytest.importorskip("redis", reason="redis is not installed; run: pip install 'genrec[redis]'")
+    with running_redis(tmp_path, free_port()) as url, server_at(url) as server:
+        cache = ShardedCache({"redis": RedisCache(url, "full:")}, PATIENT)
+        await put(cache, {ADA: entry(), Key("tenant", "bob", "1"): entry()})
+        await cache.invalidate("tenant", "bob")
+        indexes = ("full:g:-tenant:-ada", "full:n:-tenant")
+
+        def idle():
+            return all(server.object("idletime", name) >= 2 for name in indexes)
+
+        def evicted():
+            """The entry is used while others come, and what leads to it is not."""
+            assert server.get("full:v:-tenant:-ada:-1")
+            server.set(f"other:{time.monotonic_ns()}", b"x" * 100_000, ex=3600)
+            return not server.exists(*indexes)
+
+        eventually(idle, "Redis tells what is used from what is not")
+        for setting, value in {"maxmemory-policy": "volatile-lru", "maxmemory-samples": 64}.items():
+            server.config_set(setting, value)
+        server.config_set("maxmemory", server.info("memory")["used_memory"] + 2 * 2**20)
+        eventually(evicted, "the index is evicted", every_s=0.0)
+        assert await present(cache, ADA) == {ADA}
+        assert (await cache.invalidate("tenant", "ada")).unconfirmed == ()
+        assert await present(cache, ADA) == set()
+        assert server.zcard("full:x") == 2, "erasures are never evicted"
+        await cache.close()
+
+
+async def test_redis_forgets_erasures_once_no_entry_from_before_can_live(redis_url, monkeypatch):
+    cache = ShardedCache({"redis": RedisCache(redis_url, prefix="old:")}, PATIENT)
+    long = entry(fresh_s=7200.0, stale_s=0.0)
+    await put(cache, {ADA: long})
+    with server_at(redis_url) as server:
+        hours_us = 3600 * 10**6
+        began = int(server.hget("old:e", "now"))
+        for age, digest in ((4, "older than an entry lives and is computed"), (2, "younger")):
+            server.zadd("old:x", {digest: began - age * hours_us})
+        server.hset("old:e", "marks", server.zcard("old:x"))
+        await cache.invalidate("tenant", "bob")
+        assert server.zcard("old:x") == 2
+        assert await present(cache, ADA) == {ADA}
+    await cache.close()
+
+
+async def test_a_look_up_is_one_round_trip(redis_url):
+    cache = RedisCache(redis_url, prefix="trips:")
+    await cache.mput({key: entry() for key in keys(9)}, (await cache.mget(keys(9))).epochs)
+    with server_at(redis_url) as server:
+
+        def sent():
+            return {name: server.info("commandstats").get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "mget")}
+
+        before = sent()
+        assert len((await cache.mget(keys(9))).entries) == 9
+        assert sent() == {**before, "evalsha": before["evalsha"] + 1}
     await cache.close()

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from cluster.traffic.user_router import in_order_of
+from deployments.fleet.switchboard import TTL_S
 from tests.clusters import SharedCluster
 from tests.waiting import eventually, until_right
 
@@ -73,8 +74,13 @@ class Homes:
     def weigh(self, replica: str, weight: float) -> None:
         assert httpx.post(self.url, json={"weigh": replica, "weight": weight}, timeout=120).json() is True
 
-    def erase(self, user: str) -> None:
-        assert httpx.post(self.url, json={"erase": user}, timeout=120).json() is True
+    def erased(self, user: str, within_s: float = 60) -> bool:
+        """Whether that is so everywhere, within that time."""
+        answer: bool = httpx.post(self.url, json={"erase": user, "within_s": within_s}, timeout=120).json()
+        return answer
+
+    def silence_the_home_of(self, user: str) -> None:
+        assert httpx.post(self.url, json={"silence": user}, timeout=120).status_code == 200
 
     def kill_the_home_of(self, user: str) -> None:
         assert "could be reached" in httpx.post(self.url, json={"die": user}, timeout=120).text
@@ -121,13 +127,15 @@ def test_every_user_has_a_home_of_bounded_load_is_erased_there_and_moves_when_it
 
     erased = [next(user for user in users if home[user] == replica) for replica in replicas]
     assert homes.remembered(users) == users
-    for user in erased:
-        homes.erase(user)
+    assert all(homes.erased(user) for user in erased)
     assert homes.remembered(users) == [user for user in users if user not in erased], "in every replica, and nobody else"
+
+    homes.silence_the_home_of(users[0])
+    assert not homes.erased(users[5], within_s=3 * TTL_S), "it still keeps what it kept, however long it is silent"
 
     homes.kill_the_home_of(users[0])
     left = [replica for replica in replicas if replica != slow]
     moved = {user: in_order_of(f"default/{user}", left)[0] for user in users}
     until_right(lambda: homes.settled(users, calls=2), lambda found: found == moved)
-    homes.erase(users[5])
-    assert users[5] not in homes.remembered(users), "a replica that is gone is waited for, but not for ever"
+    assert homes.erased(users[5])
+    assert users[5] not in homes.remembered(users), "a replica that has ended is not waited for"

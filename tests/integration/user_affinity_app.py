@@ -38,6 +38,10 @@ class Home:
     async def remembers(self, user: str) -> bool:
         return user in self._served
 
+    async def fall_silent(self) -> None:
+        """Go on without the switchboard."""
+        self._following.cancel()
+
     async def die(self) -> None:
         os._exit(1)
 
@@ -76,7 +80,9 @@ class Door:
     """POST {users, calls, at_once, by, slow, seconds} -> user -> replicas, or errors, in the order called.
 
     {take: calls, by: least or heavy, seconds} -> replicas; {weigh: replica, weight}: of those of heavy.
-    {remember: users} -> those whose home remembers them; {erase: user} -> whether everybody has forgotten them; {die: user} ends a home.
+    {remember: users} -> those whose home remembers them; {die: user} ends a home, {silence: user}
+    has it say nothing to the switchboard any more.
+    {erase: user, within_s} -> whether all homes have forgotten them within that time.
     """
 
     def __init__(self, home: DeploymentHandle, least: DeploymentHandle, heavy: DeploymentHandle, switchboard: DeploymentHandle) -> None:
@@ -94,7 +100,9 @@ class Door:
         if "die" in order:
             return await self._die(order["die"])
         if "erase" in order:
-            return await self._erase(order["erase"])
+            return await self._erase(order["erase"], order["within_s"])
+        if "silence" in order:
+            return await ask(self._home_of(order["silence"]), "fall_silent", within_s=60)
         if "remember" in order:
             return [user for user in order["remember"] if await ask(self._home_of(user), "remembers", user, within_s=60)]
         doors, served = asyncio.Semaphore(order["at_once"]), {user: [] for user in order["users"]}
@@ -133,8 +141,8 @@ class Door:
             return f"{error}"
         return "lives"
 
-    async def _erase(self, user: str) -> bool:
-        number, erased, deadline = await ask(self._switchboard, "erase", "default", user, within_s=60), False, monotonic() + 60
+    async def _erase(self, user: str, within_s: float) -> bool:
+        number, erased, deadline = await ask(self._switchboard, "erase", "default", user, within_s=60), False, monotonic() + within_s
         while not erased and monotonic() < deadline:
             erased = await ask(self._switchboard, "erased", number, within_s=60)
             await asyncio.sleep(0.1)

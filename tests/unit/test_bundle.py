@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
-from cluster.bundle import MANIFEST, POPULARITY, REMEMBERED, WEIGHTS, Bundle, BundleStore, ModelRecord
+from cluster.bundle import MANIFEST, POPULARITY, REMEMBERED, WEIGHTS, Artifact, Bundle, BundleStore, ModelRecord, write_whole
+from cluster.checksums import sha256
 from cluster.config import Settings
 from cluster.errors import BundleError
 from cluster.served import served_bundle
@@ -252,6 +254,81 @@ def test_a_damaged_version_is_not_adopted_and_leaves_nothing_behind(store: Bundl
     with pytest.raises(BundleError, match="does not match the checksum"):
         target.adopt(made)
     assert list(target.root.iterdir()) == []
+
+
+def test_machines_that_share_a_directory_never_share_a_draft_and_what_breaks_off_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("os.getpid", lambda: 1)  # as in containers
+    seen: list[str] = []
+    replace = Path.replace
+
+    def fails(draft: Path, target: Path) -> Path:
+        seen.append(draft.name)
+        if len(seen) < 3:
+            raise OSError("the server is away")
+        return replace(draft, target)
+
+    monkeypatch.setattr(Path, "replace", fails)
+    for _ in range(2):
+        with pytest.raises(OSError, match="the server is away"):
+            write_whole(tmp_path / "current", "1")
+    write_whole(tmp_path / "current", "2")
+    assert (len(set(seen)), [file.name for file in tmp_path.iterdir()]) == (3, ["current"])
+
+
+def names(path: Path, file: str) -> None:
+    """Has the manifest list a file by that name, with the size and checksum of what it leads to."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    found = path / file.replace("\\", "/")
+    manifest["files"][file] = {"size": found.stat().st_size, "sha256": sha256(found)} if found.is_file() else {"size": 0, "sha256": ""}
+    (path / MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    "file", ["../current", "../../served/events.db", "/etc/hostname", "decoder/../../current", "..\\current", "./a", "a//b", ""]
+)
+def test_a_manifest_that_names_a_file_elsewhere_is_refused_and_overwrites_nothing(store: BundleStore, tmp_path: Path, file: str):
+    served = make_bundle(tmp_path / "served")
+    (tmp_path / "served" / "events.db").write_text("events")
+    names(store.root / "2", file)
+    with pytest.raises(BundleError, match=r"does not name a file inside the version's directory: no '\.\.'.*; do not use this version"):
+        BundleStore(served.path.parent).adopt(store.open(2))
+    assert BundleStore(served.path.parent).current() == 1
+    assert (tmp_path / "served" / "events.db").read_text() == "events"
+
+
+def test_an_artifact_that_names_a_file_elsewhere_is_refused(store: BundleStore):
+    with pytest.raises(ValidationError, match="does not name a file inside the version's directory"):
+        Artifact(kind="onnx", graph="encode", file="../current", builder="onnx 1")
+    assert Artifact(kind="onnx", graph="encode", file="engines/encode.onnx", builder="onnx 1").file == "engines/encode.onnx"
+
+
+@pytest.mark.parametrize("link", [WEIGHTS, MANIFEST, "decoder/config.json"])
+def test_a_version_with_a_link_in_place_of_a_file_is_not_adopted(store: BundleStore, tmp_path: Path, link: str):
+    version, elsewhere = store.root / "2", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if "/" in link:
+        (elsewhere / "config.json").write_text("{}")
+        (version / "decoder").symlink_to(elsewhere)
+        names(version, link)
+    else:
+        (version / link).rename(elsewhere / link)
+        (version / link).symlink_to(elsewhere / link)
+    with pytest.raises(BundleError, match=r"is reached by a link; put the file itself there \(cp -rL\)"):
+        BundleStore(tmp_path / "served").adopt(store.open(2))
+    assert BundleStore(tmp_path / "served").versions() == []
+
+
+def test_a_version_with_a_link_is_not_published_and_a_model_directory_may_be_one(store: BundleStore, tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("of this machine")
+    publishing = store.recompile(store.open(1))
+    draft = publishing.__enter__()
+    (draft.path / "notes.txt").symlink_to(tmp_path / "notes.txt")
+    with pytest.raises(BundleError, match="is reached by a link"):
+        publishing.__exit__(None, None, None)
+    (tmp_path / "shortcut").symlink_to(store.root)
+    assert BundleStore(tmp_path / "shortcut").open(1).verified(WEIGHTS).is_file()
 
 
 def test_artifacts_and_a_decoder_are_adopted_too(compiled_hstu: Bundle, tmp_path: Path):

@@ -1,5 +1,6 @@
 """One configuration tree: what is wrong in it is named, and ray_config.yaml says what is true."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,28 @@ def test_genrec_config_prints_the_resolved_tree_and_its_schema():
     assert parse(yaml.safe_load(shown.stdout)) == Settings()
     schema = CliRunner().invoke(app, ["config", "--schema"])
     assert yaml.safe_load(schema.stdout) == Settings.model_json_schema()
+
+
+SECRETS = {
+    "cache": {"l2": "redis", "redis_url": "redis://me:hunter2@cache:6379/0"},
+    "events": {"url": "postgresql://me:hun/ter@2@db/shop?sslpassword=hunter2&application_name=x"},
+    "encoder": {"options": {"torch": {"api_key": "hunter2", "max_tokens": 8}}},
+}
+
+
+def test_genrec_config_prints_no_password_and_neither_does_a_repr_or_an_error(tmp_path: Path):
+    _register()
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump({"applications": [{"args": SECRETS}]}))
+    printed = CliRunner().invoke(app, ["config", "--config", str(path)])
+    with pytest.raises(ConfigError) as refused:
+        parse({**SECRETS, "cache": SECRETS["cache"] | {"ttl_s": 0, "l2": "disk"}, "events": {"url": SECRETS["events"]}})
+    for text in (printed.stdout, repr(parse(SECRETS)), str(refused.value)):
+        assert not re.search("hunter2|hun/ter", text)
+    assert "redis_url: redis://me:***@cache:6379/0\n" in printed.stdout
+    assert "url: postgresql://me:***@db/shop?sslpassword=***&application_name=x\n" in printed.stdout
+    assert "max_tokens: 8" in printed.stdout
+    assert parse(SECRETS).cache.redis_url == SECRETS["cache"]["redis_url"], "what is used is whole"
 
 
 def test_every_key_is_described():

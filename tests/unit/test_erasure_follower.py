@@ -18,6 +18,7 @@ from tests.broken_backends import Sound
 from tests.bundles import random_sequence
 from tests.fakes.clock import Clock
 from tests.fakes.handles import Handle
+from tests.fakes.processes import only
 from tests.waiting import until
 
 NOW = 1_760_000_000.0
@@ -39,14 +40,15 @@ class Keeper:
     async def exchange(self):
         """As a heartbeat."""
         since = self._follower.place
-        news = self.switchboard.report_place("encoder/a", since, now=NOW) if self.switchboard else News(since)
+        news = self.switchboard.report_place("encoder/a", since) if self.switchboard else News(since)
         await self._follower.follow(news, since)
 
     def erase(self, tenant, user):
         return self.switchboard.erase(tenant, user, now=NOW)
 
     def erased(self, number):
-        return self.switchboard.erased(number, now=NOW)
+        self.switchboard.answered(self.switchboard.question(), {"encoder/a": True})
+        return self.switchboard.erased(number)
 
     async def _forget(self, tenant, user):
         if self.busy:
@@ -170,9 +172,7 @@ async def test_a_replica_erases_in_its_engine_thread_after_the_batch_that_runs(t
     options = {"kept": kept, "begun": begun, "may_end": may_end}
     engine = {"backends": {"torch": f"{__name__}:Keeps"}, "order": ["torch"], "options": {"torch": options}}
     settings = {"model_dir": str(three_versions), "encoder": engine}
-    clock = Clock(NOW - 60)
-    handle = Handle(switchboard := SwitchboardDeployment({"model_dir": str(three_versions)}, clock))
-    clock.advance(60)  # the switchboard has heard of every replica that lives
+    handle = Handle(switchboard := SwitchboardDeployment({"model_dir": str(three_versions)}, live=only("a")))
     replica = Encoder(tree := parse(settings), Heartbeat(tree, handle, "a"))
     await replica.start()
     try:

@@ -25,8 +25,14 @@ class Holder:
             }
         self.place = news.place
 
-    def exchange(self, board: Switchboard, now: float = NOW) -> None:
-        self.take(board.report_place(self.name, self.place, now=now))
+    def exchange(self, board: Switchboard) -> None:
+        self.take(board.report_place(self.name, self.place))
+
+
+def erased(board: Switchboard, number: int, *live: Holder, starting: tuple[Holder, ...] = ()) -> bool:
+    """Whether the erasure is done, where these live, and others are being started."""
+    board.answered(board.question(), {**{one.name: True for one in live}, **{one.name: False for one in starting}})
+    return board.erased(number)
 
 
 def started(*names: str, now: float = NOW) -> tuple[Switchboard, list[Holder]]:
@@ -43,13 +49,13 @@ def test_an_erasure_reaches_everybody_and_is_done_only_then():
         holder.users = {("default", "ada"), ("default", "bob")}
     number = board.erase("default", "ada", now=NOW)
     for holder in holders:
-        assert not board.erased(number, now=NOW)
+        assert not erased(board, number, *holders)
         holder.exchange(board)
         assert holder.users == {("default", "bob")}
-    assert not board.erased(number, now=NOW), "it is done once they say so"
+    assert not erased(board, number, *holders), "it is done once they say so"
     for holder in holders:
         holder.exchange(board)
-    assert board.erased(number, now=NOW)
+    assert erased(board, number, *holders)
 
 
 def test_a_user_of_another_tenant_stays_and_a_tenant_or_everybody_can_be_erased():
@@ -71,35 +77,64 @@ def test_nobody_is_erased_by_a_user_of_no_tenant():
         ErasureLog().add(None, "ada", now=NOW)
 
 
-def test_a_holder_that_is_gone_is_not_waited_for():
-    board, (gone, alive) = started("gone", "alive")
+def test_a_holder_that_says_nothing_is_waited_for_until_it_has_ended_however_long_that_takes():
+    board, (stopped, alive) = started("stopped", "alive")
     number = board.erase("default", "ada", now=NOW + 1)
     for _ in range(2):
-        alive.exchange(board, NOW + 4)
-    assert not board.erased(number, now=NOW + 4)
-    assert board.erased(number, now=NOW + 5.5)
-    gone.users = {("default", "ada")}
-    gone.exchange(board, NOW + 60)
-    assert gone.users == set(), "it catches up when it comes back"
+        alive.exchange(board)
+    assert not erased(board, number, stopped, alive)
+    assert not board.erased(board.erase("default", "bob", now=NOW + 2)), "which live is asked after each erasure"
+    assert erased(board, number, alive)
+    stopped.users = {("default", "ada")}
+    stopped.exchange(board)
+    assert stopped.users == set(), "it catches up when it comes back"
 
 
-def test_who_comes_from_an_earlier_switchboard_forgets_everything_and_the_erasures_of_that_one_count_as_done_then():
+def test_nothing_is_erased_everywhere_before_it_is_known_which_processes_live():
+    board = Switchboard(now=NOW)
+    number = board.erase("default", "ada", now=NOW + 1)
+    assert not board.erased(number)
+    assert erased(board, number), "there is none"
+
+
+def test_a_holder_that_a_restarted_switchboard_has_not_heard_of_is_waited_for():
+    board, unheard = Switchboard(now=NOW), Holder("stopped before the restart")
+    number = board.erase("default", "ada", now=NOW + 1)
+    assert not erased(board, number, unheard)
+    unheard.exchange(board)
+    assert not board.erased(number)
+    unheard.exchange(board)
+    assert board.erased(number)
+
+
+def test_a_holder_that_is_being_started_is_not_waited_for_and_one_that_joins_while_the_question_is_asked_is():
+    board, (holder,) = started("a")
+    number, loading, joining = board.erase("default", "ada", now=NOW + 1), Holder("loading"), Holder("joining")
+    loading.exchange(board)
+    question = board.question()
+    joining.exchange(board)
+    for _ in range(2):
+        holder.exchange(board)
+    board.answered(question, {"a": True, "loading": False})
+    assert not board.erased(number)
+    joining.exchange(board)
+    assert board.erased(number)
+
+
+def test_a_process_that_comes_from_an_earlier_switchboard_forgets_everything_and_what_that_one_erased_counts_as_done_then():
     old, holders = started("a", "b")
     number = old.erase("default", "ada", now=NOW + 1)
     restarted = Switchboard(ttl_s=5, now=NOW + 2)
     for holder in holders:
         holder.users = {("default", "ada"), ("default", "bob")}
-        holder.exchange(restarted, NOW + 2)
+        holder.exchange(restarted)
         assert holder.users == set()
-        assert not restarted.erased(number, now=NOW + 2)
+        assert not erased(restarted, number, *holders)
     for holder in holders:
         holder.users = {("default", "bob")}
-        holder.exchange(restarted, NOW + 3)
+        holder.exchange(restarted)
         assert holder.users == {("default", "bob")}, "once is enough"
-    assert not restarted.erased(number, now=NOW + 3), "who else is alive is not known so soon after the start"
-    for holder in holders:
-        holder.exchange(restarted, NOW + 8)
-    assert restarted.erased(number, now=NOW + 8)
+    assert erased(restarted, number, *holders)
 
 
 def test_a_restarted_switchboard_whose_clock_is_slow_does_not_claim_what_it_cannot_know():
@@ -107,8 +142,8 @@ def test_a_restarted_switchboard_whose_clock_is_slow_does_not_claim_what_it_cann
     number = old.erase("default", "ada", now=NOW + 1)
     restarted = Switchboard(ttl_s=5, now=NOW - 100)
     for _ in range(2):
-        holder.exchange(restarted, NOW)
-    assert not restarted.erased(number, now=NOW)
+        holder.exchange(restarted)
+    assert not erased(restarted, number, holder)
 
 
 def test_who_is_further_behind_than_the_log_goes_back_forgets_everything():
@@ -142,6 +177,6 @@ def test_whatever_happens_a_holder_that_is_up_to_date_keeps_nobody_erased_since_
         elif step == "restart":
             board = Switchboard(now=now)
         else:
-            holder.exchange(board, now)
+            holder.exchange(board)
             assert not holder.users & to_go[name]
             to_go[name].clear()

@@ -1,8 +1,10 @@
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from cluster.errors import BackendUnavailable, ConfigError, UnknownChoice
+from cluster.events.digests import ENVIRONMENT, Digests, given_key, kept_key
 from cluster.events.migrations import Migration, pending, read_migrations
 from cluster.events.rules import each_batch, repeats, version_of
 from cluster.events.store import Event, Loaded, Stored, open_event_store
@@ -40,6 +42,32 @@ def test_a_version_names_its_store_and_tells_an_erased_user_from_one_that_never_
     assert version_of("a1", None, None) == ""
     assert len({version_of("a1", 5, None), version_of("b2", 5, None), version_of("a1", None, 5), version_of("a1", 6, 5)}) == 4
     assert version_of("a1", 5, 9) == version_of("a1", 5, None)
+
+
+def test_a_digest_needs_the_key_and_tells_tenants_users_and_events_apart():
+    one, other = Digests(b"1" * 32), Digests(b"2" * 32)
+    made = [one.user("a", "bc"), one.user("ab", "c"), one.event("a", "bc"), one.event("ab", "c"), other.user("a", "bc"), one.check]
+    assert len(set(made)) == len(made)
+    assert b"1" * 32 not in repr(one).encode()
+
+
+def test_a_key_is_made_once_for_its_owner_alone_and_is_found_again(tmp_path):
+    file = tmp_path / "events.db.key"
+    with ThreadPoolExecutor(8) as pool:
+        made = set(pool.map(lambda _: kept_key(file, make=True), range(32)))
+    assert made == {file.read_text().strip().encode()}
+    assert (file.stat().st_mode & 0o777, [one.name for one in tmp_path.iterdir()]) == (0o600, ["events.db.key"])
+    assert len(file.read_text().strip()) == 64
+
+
+def test_a_key_that_cannot_be_had_or_can_be_guessed_is_told_with_the_cure(tmp_path, monkeypatch):
+    with pytest.raises(BackendUnavailable, match=r"e\.db\.key, cannot be had \(No such file.*restore it from its backup"):
+        kept_key(tmp_path / "e.db.key", make=False)
+    with pytest.raises(BackendUnavailable, match="give the key in GENREC_ERASURE_KEY"):
+        kept_key(tmp_path / "none" / "e.db.key", make=True)
+    monkeypatch.setenv(ENVIRONMENT, "secret")
+    with pytest.raises(ConfigError, match="GENREC_ERASURE_KEY has 6 characters; give 32 at least"):
+        given_key()
 
 
 def test_repeats_are_told_apart_by_tenant_and_point_to_the_first():

@@ -1,8 +1,10 @@
 import asyncio
+import signal
 import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 
 import pytest
 
@@ -12,6 +14,7 @@ from cluster.values import Behaviour
 from integrations.sqlite.connection import TurnLock, connect_writer
 from integrations.sqlite.driver import SQLiteDriver
 from integrations.sqlite.writer import Writer
+from tests.waiting import until
 
 
 def event(item="i", user="u"):
@@ -205,6 +208,81 @@ async def test_an_erasure_does_not_wait_for_readers_and_is_purged_once_they_have
         assert b"marker" not in path.read_bytes()
 
 
+ERASER = """
+import asyncio, sqlite3, sys, time
+from cluster.events.store import Event, closing_store
+from cluster.values import Behaviour
+async def main(path, read_beside):
+    async with closing_store(f"sqlite:///{path}") as store:
+        await store.append([Event("marker-user", Behaviour("marker-item", 1))])
+        reader = sqlite3.connect(path)
+        reader.execute("BEGIN")
+        if read_beside:
+            reader.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        print("stored", flush=True)
+        sys.stdin.readline()
+        await store.erase("default", "marker-user")
+        print("erased", flush=True)
+        time.sleep(3600)
+asyncio.run(main(sys.argv[1], sys.argv[2:]))
+"""
+
+
+@contextmanager
+def killed_after_erasing(path, *read_beside):
+    """A process has stored a user's event; within the block it waits, then it erases the user, and is killed before it can purge."""
+    child = subprocess.Popen([sys.executable, "-c", ERASER, path, *read_beside], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout.readline() == b"stored\n"
+        yield
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"erased\n"
+    finally:
+        child.kill()
+        assert child.wait() == -signal.SIGKILL
+        child.stdin.close()
+        child.stdout.close()
+    assert b"marker-" in bytes_of(path.parent), "a reader kept the log from being emptied"
+
+
+async def test_what_a_killed_process_erased_beside_a_reader_is_gone_from_file_and_log_once_the_store_is_open(tmp_path):
+    path = tmp_path / "e.db"
+    with killed_after_erasing(path, "read beside"):
+        pass
+    async with closing_store(f"sqlite:///{path}") as store:
+        assert b"marker-" not in bytes_of(tmp_path)
+        assert (await store.history("default", "marker-user", 10)).behaviours == ()
+
+
+async def test_what_a_killed_process_erased_is_purged_after_a_restart_as_soon_as_its_reader_has_gone(tmp_path):
+    path, reader = tmp_path / "e.db", None
+    with killed_after_erasing(path):
+        reader = sqlite3.connect(path)
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    async with closing_store(f"sqlite:///{path}"):
+        assert b"marker-" in bytes_of(tmp_path)
+        reader.close()
+        await until(lambda: b"marker-" not in bytes_of(tmp_path), "the log is emptied")
+
+
+async def test_what_a_killed_process_erased_is_purged_by_another_that_has_the_store_open(tmp_path, monkeypatch):
+    monkeypatch.setattr("integrations.sqlite.writer.LOOK_AGAIN_S", 0.05)
+    path = tmp_path / "e.db"
+    async with closing_store(f"sqlite:///{path}"):
+        with killed_after_erasing(path, "read beside"):
+            pass
+        await until(lambda: b"marker-" not in bytes_of(tmp_path), "the log is emptied")
+
+
+async def test_what_users_did_may_be_read_by_the_user_who_runs_genrec_alone(tmp_path):
+    async with closing_store(f"sqlite:///{tmp_path}/e.db") as store:
+        await store.append([event()])
+        modes = {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(("e.db", "e.db-wal", "e.db-shm", "e.db.lock", "e.db.key"), "0o600")
+
+
 async def test_a_directory_that_is_not_there_is_named_with_the_cure(tmp_path):
     with pytest.raises(BackendUnavailable, match=r"missing/e\.db\.lock cannot be opened; the directory must exist"):
         await open_event_store(f"sqlite:///{tmp_path}/missing/e.db")
@@ -235,8 +313,8 @@ async def test_a_damaged_file_is_told_with_the_cure(tmp_path):
     content = bytearray(path.read_bytes())
     content[8192:] = b"\xff" * (len(content) - 8192)
     path.write_bytes(content)
-    async with closing_store(f"sqlite:///{path}") as store:
-        with pytest.raises(BackendUnavailable, match="it is damaged; restore it from a backup"):
+    with pytest.raises(BackendUnavailable, match="it is damaged; restore it from a backup"):
+        async with closing_store(f"sqlite:///{path}") as store:
             await store.append([event("x", "u7")])
 
 

@@ -18,6 +18,7 @@ from deployments.fleet.switchboard import TTL_S, SwitchboardDeployment
 from tests.bundles import make_bundle
 from tests.fakes.clock import Clock
 from tests.fakes.handles import Handle
+from tests.fakes.processes import only
 from tests.unit.test_switchboard import backend
 from tests.waiting import until
 
@@ -41,7 +42,7 @@ def clock():
 @pytest.fixture
 def board(three_versions, clock):
     """A switchboard that has heard of every process that lives."""
-    made = SwitchboardDeployment({"model_dir": str(three_versions)}, clock)
+    made = SwitchboardDeployment({"model_dir": str(three_versions)}, clock, only("a"))
     clock.advance(2 * TTL_S)
     return made
 

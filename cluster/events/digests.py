@@ -1,0 +1,79 @@
+"""What is left of erased users: digests by a key of the deployment, without which no list of names shows which of them were erased."""
+
+import hmac
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from secrets import token_hex
+
+from cluster.errors import BackendUnavailable, ConfigError
+from cluster.private_file import private
+
+ENVIRONMENT = "GENREC_ERASURE_KEY"
+SHORTEST = 32
+"""Characters of a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """HMAC-SHA-256 with `key`. NUL stands in no name, so that no two of them are the same text."""
+
+    key: bytes = field(repr=False)
+
+    @property
+    def check(self) -> bytes:
+        """What tells this key from every other."""
+        return self.keyed(b"which key")
+
+    def user(self, tenant: str, user_id: str) -> bytes:
+        """Of an erased user: the version goes on from there."""
+        return self.keyed(sha256(f"{tenant}\0{user_id}".encode()).digest())
+
+    def event(self, tenant: str, idempotency_key: str) -> bytes:
+        """Of an erased user's event, which is not stored again."""
+        return self.keyed(sha256(f"\0{tenant}\0{idempotency_key}".encode()).digest())
+
+    def keyed(self, plain: bytes) -> bytes:
+        """The digest for one that was made without a key, as schema version 1 has them."""
+        return hmac.digest(self.key, plain, "sha256")
+
+    def refuse_other(self, check: bytes, where: str) -> None:
+        """Raises BackendUnavailable where `check` is another key's: this one would find no erased user again."""
+        if not hmac.compare_digest(check, self.check):
+            cure = f"give that key back, in its file or in {ENVIRONMENT}; where it is lost, set store.key_check to NULL"
+            raise BackendUnavailable(f"{where}: what it holds of erased users was made with another key than the one given; {cure}")
+
+
+def given_key() -> bytes | None:
+    """The key in the environment. Raises ConfigError at one that can be guessed."""
+    text = os.environ.get(ENVIRONMENT, "").strip()
+    if text and len(text) < SHORTEST:
+        raise ConfigError(f"{ENVIRONMENT} has {len(text)} characters; give {SHORTEST} at least: openssl rand -hex 32")
+    return text.encode() or None
+
+
+def kept_key(file: Path, *, make: bool) -> bytes:
+    """The key in the file, which is made where it is not there and `make`. Raises BackendUnavailable where it cannot be had."""
+    try:
+        if make and not file.exists():
+            _make(file)
+        return file.read_bytes().strip()
+    except OSError as error:
+        cure = f"restore it from its backup, let this user read and write it, or give the key in {ENVIRONMENT}"
+        raise BackendUnavailable(f"the key of erased users, {file}, cannot be had ({error.strerror}); {cure}") from error
+
+
+def _make(file: Path) -> None:
+    """All of it or nothing, by one of those that try."""
+    draft = file.with_name(f".{file.name}-{token_hex(8)}")
+    try:
+        with open(draft, "x", opener=private) as opened:
+            opened.write(f"{token_hex(32)}\n")
+            opened.flush()
+            os.fsync(opened.fileno())
+        with suppress(FileExistsError):
+            os.link(draft, file)
+    finally:
+        draft.unlink(missing_ok=True)
