@@ -132,6 +132,10 @@ class RankerSettings(EngineSettings):
     batching: BatchingSettings = BatchingSettings(max_padding=1.0)  # users are computed one by one, so that nothing is padded
 
 
+MOST_ENTRIES, MOST_REQUESTS = 65_536, 4096
+"""What the limits of a gateway may be raised to: entries of a list, and requests of a batch."""
+
+
 class AdmissionSettings(Section):
     """How many requests a gateway replica works on at a time, and how many wait for a place. The rest is answered 503 at once."""
 
@@ -188,9 +192,9 @@ class GatewaySettings(Section):
     """The HTTP edge. Limits are answered with 422 and the field that exceeds them, a body that is too large with 413."""
 
     max_k: int = Field(1000, ge=1, description="items one request may ask for")
-    max_behaviours: int = Field(10_000, ge=1, description="behaviours one request may carry")
-    max_listed_items: int = Field(10_000, ge=1, description="item ids `blocked` or `allowed` may list")
-    max_batch: int = Field(256, ge=1, description="requests in one call of /v1/recommend:batch")
+    max_behaviours: int = Field(10_000, ge=1, le=MOST_ENTRIES, description="behaviours one request may carry")
+    max_listed_items: int = Field(10_000, ge=1, le=MOST_ENTRIES, description="item ids `blocked` or `allowed` may list")
+    max_batch: int = Field(256, ge=1, le=MOST_REQUESTS, description="requests in one call of /v1/recommend:batch")
     max_body_bytes: int = Field(2**20, ge=1024, description="size of a request's body")
     max_held_bytes: int = Field(256 * 2**20, ge=1024, description="bodies that a gateway holds at a time, in bytes together")
     body_within_s: float = Field(10.0, gt=0, le=600, description="how long a body may take to arrive; then the request is answered 408")
@@ -200,8 +204,8 @@ class GatewaySettings(Section):
     ranking_deadline_s: float = Field(2.0, gt=0, description="how long the ranker may take before candidates stay in the order they are in")
     pool: int = Field(500, ge=1, description="items that the blend, diversity and freshness choose from")
     rank_pool: int = Field(100, ge=1, le=2048, description="the best of them, which the ranker orders where it is the last stage")
-    max_candidates: int = Field(2048, ge=1, description="candidates one call of /v1/rank may carry")
-    max_events: int = Field(1000, ge=1, description="events one call of /v1/events may carry")
+    max_candidates: int = Field(2048, ge=1, le=MOST_ENTRIES, description="candidates one call of /v1/rank may carry")
+    max_events: int = Field(1000, ge=1, le=MOST_ENTRIES, description="events one call of /v1/events may carry")
     admission: AdmissionSettings = AdmissionSettings()
     rate_limits: RateLimitSettings = RateLimitSettings()
     api_keys: list[ApiKeySettings] = Field(

@@ -9,6 +9,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from cluster.config import MOST_ENTRIES
 from cluster.errors import InvalidRequest
 from cluster.ranking import RankingRequest, Task
 from cluster.values import Behaviour, CacheUse, Name, RecommendRequest, SamplingOptions, Strategy, Timestamp
@@ -16,6 +17,8 @@ from cluster.values import Behaviour, CacheUse, Name, RecommendRequest, Sampling
 REFUSED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What a decoder raises at a body that it does not accept."""
 Tenant: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
+Behaviours: TypeAlias = Annotated[tuple[Behaviour, ...], Meta(max_length=MOST_ENTRIES)]
+Names: TypeAlias = Annotated[list[Name], Meta(max_length=MOST_ENTRIES)]
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Milliseconds: TypeAlias = Annotated[float, Meta(gt=0, le=600_000)]
 
@@ -37,12 +40,12 @@ class RecommendBody(Struct, forbid_unknown_fields=True):
     """As messages.RecommendIn."""
 
     user_id: Name
-    behaviours: tuple[Behaviour, ...] | None = None
+    behaviours: Behaviours | None = None
     k: Annotated[int, Meta(ge=1)] = 10
     request_time: Timestamp | None = None
     exclude_seen: bool = True
-    blocked: list[Name] = []
-    allowed: list[Name] | None = None
+    blocked: Names = []
+    allowed: Names | None = None
     tenant: Tenant | UnsetType = UNSET
     strategy: Strategy | None = None
     diversity: Share = 0.0
@@ -82,8 +85,8 @@ class RankBody(Struct, forbid_unknown_fields=True):
     """As ranking.RankIn."""
 
     user_id: Name
-    candidates: Annotated[list[Name], Meta(min_length=1)]
-    behaviours: tuple[Behaviour, ...] | None = None
+    candidates: Annotated[list[Name], Meta(min_length=1, max_length=MOST_ENTRIES)]
+    behaviours: Behaviours | None = None
     weights: dict[Task, float] | None = None
     request_time: Timestamp | None = None
     tenant: Tenant | UnsetType = UNSET

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Self
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
+from cluster.config import MOST_ENTRIES, MOST_REQUESTS
 from cluster.values import LATEST_TIMESTAMP, Action, CacheTier, CacheUse, Recommendation, RecommendRequest, Strategy
 from deployments.http.answer_json import answer_fields
 from deployments.http.bodies import RecommendBody
@@ -51,6 +52,11 @@ class BehaviourIn(Message):
     value: float | None = Field(None, allow_inf_nan=False, ge=-1e12, le=1e12, description="a rating, price or dwell time")
 
 
+# the first wrong entry of a list is told: a list of wrong entries would cost a message for each
+Behaviours = Annotated[list[BehaviourIn], Field(max_length=MOST_ENTRIES, fail_fast=True)]
+ItemIds = Annotated[list[ItemId], Field(max_length=MOST_ENTRIES, fail_fast=True)]
+
+
 class SamplingIn(Message):
     """Draw the generated items, instead of searching for the most probable ones."""
 
@@ -93,14 +99,14 @@ class RecommendIn(Message):
     )
 
     user_id: UserId
-    behaviours: list[BehaviourIn] | None = Field(
+    behaviours: Behaviours | None = Field(
         None, description="in any order; an empty list is answered with what is popular. Default: what is stored of the user (/v1/events)"
     )
     k: int = Field(10, ge=1, description="how many items")
     request_time: Timestamp | None = Field(None, description="the moment to recommend for; default: now")
     exclude_seen: bool = Field(True, description="leave out the items in `behaviours`")
-    blocked: list[ItemId] = Field([], description="items that must not be recommended")
-    allowed: list[ItemId] | None = Field(None, description="if given, only these items may be recommended")
+    blocked: ItemIds = Field([], description="items that must not be recommended")
+    allowed: ItemIds | None = Field(None, description="if given, only these items may be recommended")
     tenant: Tenant = Field(
         "default", description="the customer that the request belongs to, if several share a cluster; it does not change the answer"
     )
@@ -141,7 +147,7 @@ class RecommendIn(Message):
 class RecommendBatchIn(Message):
     """Several requests, answered in order."""
 
-    requests: list[RecommendIn] = Field(min_length=1)
+    requests: list[RecommendIn] = Field(min_length=1, max_length=MOST_REQUESTS, fail_fast=True)
 
 
 class ItemOut(Message):

@@ -15,7 +15,7 @@ from deployments.http.answer_json import Fields, as_json, stage_fields
 from deployments.http.bodies import RankBody
 from deployments.http.callers import Caller, CallerHere
 from deployments.http.interface import DirectRoute
-from deployments.http.messages import BehaviourIn, ItemId, ItemOut, Message, StageOut, Tenant, Timestamp, UserId
+from deployments.http.messages import Behaviours, ItemIds, ItemOut, Message, StageOut, Tenant, Timestamp, UserId
 
 
 class RankingService(Protocol):
@@ -41,8 +41,8 @@ class RankIn(Message):
     )
 
     user_id: UserId
-    candidates: list[ItemId] = Field(min_length=1, description="items to order; those that are given twice are ranked once")
-    behaviours: list[BehaviourIn] | None = Field(None, description="in any order. Default: what is stored of the user (/v1/events)")
+    candidates: ItemIds = Field(min_length=1, description="items to order; those that are given twice are ranked once")
+    behaviours: Behaviours | None = Field(None, description="in any order. Default: what is stored of the user (/v1/events)")
     weights: dict[Task, float] | None = Field(
         None,
         description="task -> how much it counts. The score is p(click) * (weight of click + the other tasks' weights * their predictions): "

@@ -1,6 +1,7 @@
 """The HTTP interface over the real pipeline and a real torch encoder, in this process."""
 
 import json
+import tracemalloc
 
 import httpx
 import pytest
@@ -172,6 +173,30 @@ async def test_what_is_hardly_json_is_refused_and_never_a_server_error(client, r
     response = await client.post("/v1/recommend", content=raw, headers={"content-type": "application/json"})
     assert response.status_code == 422, response.text
     assert response.json()["errors"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/recommend", {"user_id": "a", "behaviours": [0] * 250_000}, "behaviours[0]"),
+        ("/v1/recommend", {"user_id": "a", "blocked": [{}] * 250_000}, "blocked[0]"),
+        ("/v1/recommend", {"user_id": "a", "blocked": [1] * 400_000}, "blocked"),
+        ("/v1/recommend:batch", {"requests": [{}] * 250_000}, "requests[0].user_id"),
+        ("/v1/rank", {"user_id": "a", "candidates": [[]] * 250_000}, "candidates[0]"),
+        ("/v1/events", {"events": [0] * 250_000}, "events[0]"),
+    ],
+)
+async def test_a_large_body_that_is_wrong_throughout_is_refused_by_its_first_wrong_entry(service, path, body, field):
+    """Each further wrong entry would cost a message, and the event loop its time."""
+    transport = httpx.ASGITransport(create_api(service, None, GatewaySettings()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
+        tracemalloc.start()
+        response = await client.post(path, json=body)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert response.status_code == 422
+    assert [error["field"] for error in response.json()["errors"]] == [field]
+    assert peak < 64 * 2**20
 
 
 async def test_a_bad_request_in_a_batch_is_named_by_its_place(client):
