@@ -1,7 +1,8 @@
 """What each tenant may ask for: token buckets, with time passed in.
 
 A bucket holds `burst` tokens at most and gains `per_s` a second; a request takes one. Within any t seconds it gives burst + per_s x t at
-most. The limits are the cluster's: a gateway that is one of n gives its share, 1/n of both, for requests spread evenly over gateways.
+most. The limits are the cluster's: a gateway that is one of n gives its share, 1/n of both, for requests spread evenly over gateways. A
+call that costs more than a share is given by a full bucket, which then owes the rest.
 """
 
 from collections import OrderedDict
@@ -30,10 +31,11 @@ class Bucket:
 class Grant:
     """The answer to a request for tokens. `wait_s`: until as many are there, 0 where they were given; `reset_s`: until the bucket is full.
 
-    `limit`: tokens a full bucket of this gateway holds; what costs more is never given.
+    `limit`: tokens a full bucket of this gateway holds; `most`: of the whole cluster's, more than which one call never gets.
     """
 
     limit: int
+    most: int
     remaining: int
     wait_s: float
     reset_s: float
@@ -62,10 +64,10 @@ class RateLimiter:
         per_s, burst = limit.per_s / gateways, max(1.0, limit.burst / gateways)
         bucket = self._bucket(tenant, burst, now, gateways)
         bucket.fill(per_s, burst, now)
-        missing = cost - bucket.tokens
+        missing = (cost if cost > limit.burst else min(cost, burst)) - bucket.tokens
         if missing <= 0:
             bucket.tokens -= cost
-        return Grant(int(burst), int(bucket.tokens), max(0.0, missing) / per_s, (burst - bucket.tokens) / per_s)
+        return Grant(int(burst), int(limit.burst), max(0, int(bucket.tokens)), max(0.0, missing) / per_s, (burst - bucket.tokens) / per_s)
 
     def _limit_of(self, tenant: str) -> "RateLimit | None":
         return self._settings.tenants.get(tenant, self._settings.default)

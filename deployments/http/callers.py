@@ -60,8 +60,8 @@ class Caller:
         if grant is None:
             return
         self.grant = grant if grant.given else None  # a refusal carries its figures itself
-        if cost > grant.limit:
-            raise InvalidRequest("requests", f"has {cost} entries, and tenant {tenant!r} may send {grant.limit} at once; send fewer a call")
+        if cost > grant.most:
+            raise InvalidRequest("requests", f"has {cost} entries, and tenant {tenant!r} may send {grant.most} at once; send fewer a call")
         if not grant.given:
             self.refused = 429
             raise problems.too_many(tenant, grant.wait_s, headers_of(grant))

@@ -460,6 +460,14 @@ async def test_refusals_that_need_the_message_are_counted_as_those_before_it_are
     assert served.edge.statistics().refused == {429: 3, 401: 1}
 
 
+async def test_a_batch_beyond_one_gateways_share_is_taken_and_paid_off_afterwards():
+    served = Served(gateways=4, rate_limits={"default": {"per_s": 0.1, "burst": 200}})
+    served.service.gate.set()
+    batch = {"requests": [{"user_id": "u"}] * 60}
+    answers = [await served.http.post("/v1/recommend:batch", json=batch) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 429]
+
+
 async def test_gateways_share_a_limit():
     served = Served(gateways=4, rate_limits={"default": {"per_s": 4, "burst": 8}})
     served.service.gate.set()
