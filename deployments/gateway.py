@@ -29,6 +29,7 @@ from cluster.tracing import say_whence, span
 from cluster.traffic.utilisation import Utilisation
 from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest, Strategy
 from deployments.admin_api import AdminApi
+from deployments.calls.shared_answer import SharedAnswer
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.model_cache import ModelCache
 from deployments.http.api import create_api
@@ -50,6 +51,7 @@ from pipelines.remembered import UsualRequests
 from pipelines.stored_history import StoredHistories
 
 CACHE_INTERVAL_S = 5.0
+READINESS_S = 0.5
 
 
 class Gateway:
@@ -74,6 +76,7 @@ class Gateway:
         self._models = ModelCache(BundleStore(settings.model_dir), self._make, _discard, keep_s=2 * settings.longest_request_s)
         self._versions = VersionRouter(self._models, stages)
         self._admin = AdminApi(switchboard, lambda: self._versions.stable.bundle)
+        self._readiness = SharedAnswer(self._admin.readiness, READINESS_S)
         self._recorder, self._slow = GatewayRecorder(meter()), SlowAnswers()
         self._data = UserData(settings, self._admin, self._versions, cache=cache, events=events, recorder=self._recorder)
         self.api = create_api(self, self._data, self._limits, gateways=lambda: heartbeat.gateways, meter=meter())
@@ -185,7 +188,8 @@ class Gateway:
         return await self._admin.switch(stage, name, to)
 
     async def readiness(self) -> ReadyOut:
-        return await self._admin.readiness()
+        """Asked by anybody and often: the switchboard is asked twice a second at most."""
+        return await self._readiness.get()
 
     async def models(self) -> ModelsOut:
         return await self._admin.models()
