@@ -16,7 +16,7 @@ class Health:
     """`calls` counts requests, `failures` those it broke on. `suspected` says whether one failure is enough to open the breaker."""
 
     def __init__(self, name: str, breaker: BreakerSettings, clock: Callable[[], float]) -> None:
-        self.last_error = ""
+        self.last_error = self._told = ""
         self.calls = self.failures = 0
         self.suspected: Callable[[], bool] = lambda: False
         self._name, self._breaker, self._clock = name, Breaker(breaker), clock
@@ -35,11 +35,11 @@ class Health:
         """That the breaker lets no call through now."""
         if self.state is not BreakerState.OPEN:
             return None
-        return self.skipped(f"{self.last_error}; next trial in {self._breaker.wait_s(self._clock()):.1f} s", failed=True)
+        return self.skipped(f"{self._told}; next trial in {self._breaker.wait_s(self._clock()):.1f} s", failed=True)
 
     def unready(self) -> SkippedBackend:
         """That it waits to be loaded, anew if it broke."""
-        return self.skipped(LOADING) if self.closed else self.skipped(f"{self.last_error}; it is being loaded again", failed=True)
+        return self.skipped(LOADING) if self.closed else self.skipped(f"{self._told}; it is being loaded again", failed=True)
 
     def broke(self, *, calls: int = 1, at_once: bool = False) -> None:
         """Count so many broken calls in a row; `at_once` they open the breaker."""
@@ -58,12 +58,12 @@ class Health:
         with self._latency_lock:
             return self._latency.summary(self._clock())
 
-    def note(self, reason: str, error: Exception | None = None) -> SkippedBackend:
-        """What is wrong with it, logged where it is news."""
+    def note(self, reason: str, error: Exception | None = None, *, told: str = "") -> SkippedBackend:
+        """What is wrong with it, logged where it is news. `told`: what callers are told of it where the reason may hold another's data."""
         if reason != self.last_error:
             logger.warning("backend %s %s", self._name, reason, exc_info=error)
-        self.last_error = reason
-        return self.skipped(reason, failed=True)
+        self.last_error, self._told = reason, told or reason
+        return self.skipped(self._told, failed=True)
 
     def skipped(self, reason: str, *, failed: bool = False) -> SkippedBackend:
         return SkippedBackend(self._name, reason, failed)

@@ -16,7 +16,7 @@ from cluster.engines.forgetting import forget, kept
 from cluster.engines.halving import in_parts
 from cluster.engines.health import Health
 from cluster.engines.room import AskOne, EngineRoom, Run, beside
-from cluster.engines.skipped import OutOfTime, any_answer, has_failed, reason_of
+from cluster.engines.skipped import OutOfTime, any_answer, has_failed, kind_of, reason_of
 from cluster.engines.slot import EngineSlot
 from cluster.engines.snapshots import BackendSnapshot
 from cluster.errors import DeadlineExceeded
@@ -330,10 +330,10 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         if isinstance(outcome, DeadlineExceeded):
             return OutOfTime(self.name, f"{outcome}")
         nonsense = isinstance(outcome, Nonsense)
-        reason = f"{outcome}" if nonsense else f"broke: {reason_of(outcome)}"
+        reason, told = (f"{outcome}", f"{outcome}") if nonsense else (f"broke: {reason_of(outcome)}", f"broke: {kind_of(outcome)}")
         if engine is not self._slot.engine:
-            return self.health.skipped(reason, failed=True)
-        return self.health.note(reason, None if nonsense else outcome)
+            return self.health.skipped(told, failed=True)
+        return self.health.note(reason, None if nonsense else outcome, told=told)
 
     async def _load(self, run: Run) -> bool:
         """Whether it is loaded. A failed load opens the breaker at once."""

@@ -50,3 +50,8 @@ def reasons(skipped: Iterable[SkippedBackend]) -> str:
 def reason_of(error: Exception) -> str:
     """An error as it stands in a reason: genrec's own errors without the name of their class."""
     return f"{error}" if isinstance(error, GenrecError) else f"{type(error).__name__}: {error}"
+
+
+def kind_of(error: Exception) -> str:
+    """An error as other callers may see it: without the text of a foreign one, which may quote the request that met it."""
+    return f"{error}" if isinstance(error, GenrecError) else type(error).__name__

@@ -123,7 +123,7 @@ class TestServe:
         Queued.error = RuntimeError("CUDA error")
         served = await stage.serve(4)
         assert (served.backend, served.answer) == ("first", 8)
-        assert served.fallback_from == (SkippedBackend("queued", "broke: RuntimeError: CUDA error", failed=True),)
+        assert served.fallback_from == (SkippedBackend("queued", "broke: RuntimeError", failed=True),)
         assert (stage.of("queued").calls, stage.of("queued").failures, stage.of("first").fallbacks) == (1, 1, 1)
 
     async def test_nonsense_is_not_passed_on(self, stage):
@@ -273,7 +273,7 @@ class TestRecovery:
         for _ in range(BREAKER.failures_to_open):
             await stage.serve(4)
         CLOCK.advance(1)
-        assert (await stage.serve(4)).fallback_from[0].reason == "broke: RuntimeError: flaky; it is being loaded again"
+        assert (await stage.serve(4)).fallback_from[0].reason == "broke: RuntimeError; it is being loaded again"
         Queued.error = None
         Queued.log.clear()
         await stage.controller.refresh()
@@ -375,7 +375,7 @@ class TestStream:
         *pieces, served = await stage.stream(4)
         assert pieces == [8, 9, 8]
         assert (served.answer, served.backend) == (8, "first")
-        assert served.fallback_from == (SkippedBackend("queued", "broke: RuntimeError: broke midway", failed=True),)
+        assert served.fallback_from == (SkippedBackend("queued", "broke: RuntimeError", failed=True),)
         assert stage.of("queued").failures == 1
 
     async def test_a_stream_that_is_late_ends_the_walk_after_what_it_found(self, stage):
