@@ -174,6 +174,7 @@ class ApiKeySettings(Section):
     name: str = Field(min_length=1, max_length=64, description="the key's owner, for people")
     sha256: str = Field(pattern="^[0-9a-f]{64}$", repr=False, description="SHA-256 of the key, in hexadecimal")
     tenant: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="the only tenant it may act for; default: any")
+    most_urgent: int = Field(3, ge=0, le=7, description="the highest urgency its `Priority` may ask for; 0: before all others")
     admin: bool = Field(False, description="may operate the system: backends, caches, any tenant's histories")
 
 

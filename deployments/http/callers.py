@@ -35,6 +35,11 @@ class Caller:
         """The only tenant it may act for; None for several."""
         return None if self.key is None or self.key.admin else self.key.tenant
 
+    @property
+    def most_urgent(self) -> int:
+        """The highest urgency that it may ask for, 0 to 7; without keys any."""
+        return 0 if self.key is None else self.key.most_urgent
+
     def acts_for(self, tenant: str | None = None, cost: int = 1) -> str:
         """Charge `cost` to the tenant, by default the key's own, and return it. Raises HTTPException (403, 429, 503)."""
         named = self._allowed(tenant)

@@ -85,7 +85,8 @@ class Edge:
         try:
             with connection:
                 headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
-                caller, urgent = self._caller(headers), urgency(headers, scope["path"])
+                caller = self._caller(headers)
+                urgent = max(urgency(headers, scope["path"]), caller.most_urgent)
                 if self._admission.full(self._clock(), urgent, caller.tenant):
                     raise self._overloaded()
                 await connection.read(self.settings, self._bodies)

@@ -184,6 +184,18 @@ async def test_interactive_comes_before_batch_and_both_before_neither_by_the_pri
     assert served.users == ["running", "urgent", "no priority at all", "batch", "idle"]
 
 
+async def test_a_key_asks_for_no_more_urgency_than_it_may():
+    keys = [KEYS[0], {**KEYS[1], "most_urgent": 0}]
+    served = Served(admission={**ONE_PLACE, "max_queued": 4}, api_keys=keys)
+    first = await served.arrived(served.ask("first", headers=bearer("shop")))
+    pushing = await served.arrived(served.ask("pushing", headers=bearer("shop") | {"priority": "u=0"}))
+    usual = await served.arrived(served.ask("usual", headers=bearer("any")))
+    urgent = await served.arrived(served.ask("urgent", headers=bearer("any") | {"priority": "u=0"}))
+    served.service.gate.set()
+    await asyncio.gather(first, pushing, usual, urgent)
+    assert served.users == ["first", "urgent", "pushing", "usual"]
+
+
 async def test_an_urgent_request_takes_the_place_of_a_waiting_one_that_is_less_so():
     served = Served(admission={**ONE_PLACE, "max_queued": 1})
     [running, displaced] = await served.asking("running", "displaced")
