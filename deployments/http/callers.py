@@ -36,6 +36,11 @@ class Caller:
         return None if self.key is None or self.key.admin else self.key.tenant
 
     @property
+    def may_operate(self) -> bool:
+        """Whether the system is its to operate: by its key, or because none is asked for."""
+        return self.key is None or self.key.admin
+
+    @property
     def most_urgent(self) -> int:
         """The highest urgency that it may ask for, 0 to 7; without keys any."""
         return 0 if self.key is None else self.key.most_urgent
@@ -78,7 +83,7 @@ class Caller:
 
     def operate(self) -> None:
         """Raises HTTPException (403) unless the caller may operate the system."""
-        if self.key is not None and not self.key.admin:
+        if self.key is not None and not self.may_operate:
             raise problems.forbidden(f"the key {self.key.name!r} may not operate the system; use one with admin: true")
 
     def _allowed(self, tenant: str | None) -> str:

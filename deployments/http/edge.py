@@ -32,6 +32,8 @@ from deployments.http.playground import PATHS
 Answer = Callable[[Scope, Connection], Awaitable[None]]
 OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS | api_pages.PATHS
 """Paths that need no key and no place. Every other path is protected, whether there is a route or not."""
+OPERATION = ("/v1/backends", "/v1/cache", "/v1/gateway", "/v1/models")
+"""Where operators call. They need no place: their calls may be what ends an overload."""
 INTERACTIVE, BATCH = 3, 6
 """Urgency of a request without a Priority header: RFC 9218's default; lower for a batch."""
 _HEADERS = frozenset({b"authorization", b"content-length", b"priority"})
@@ -86,6 +88,10 @@ class Edge:
             with connection:
                 headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
                 caller = self._caller(headers)
+                if _operates(caller, scope):
+                    await connection.read(self.settings, self._bodies)
+                    await self._admitted(answer, scope, connection, caller)
+                    return
                 urgent = max(urgency(headers, scope["path"]), caller.most_urgent)
                 if self._admission.full(self._clock(), urgent, caller.tenant):
                     raise self._overloaded()
@@ -111,7 +117,6 @@ class Edge:
 
     async def _with_a_place(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller, urgent: int) -> None:
         """Raises HTTPException (503) where there is none in time."""
-        caller.arrived = self._clock()
         ticket = self._arrive(caller, urgent)
         try:
             if ticket.standing is Standing.WAITING:
@@ -119,13 +124,16 @@ class Edge:
                 if await self._wait(ticket) is Standing.REFUSED:
                     raise self._overloaded()
             self._meter.observe(ADMISSION_WAIT, ticket.started - ticket.arrived)
-            connection.headers = caller.headers
-            scope["state"] = {**scope.get("state", {}), "caller": caller}
-            await answer(scope, connection)
-            if caller.refused:
-                self._refused[caller.refused] += 1
+            await self._admitted(answer, scope, connection, caller)
         finally:
             self._tell(self._admission.leave(ticket, self._clock(), _first_byte_s(scope, ticket, connection)))
+
+    async def _admitted(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller) -> None:
+        connection.headers = caller.headers
+        scope["state"] = {**scope.get("state", {}), "caller": caller}
+        await answer(scope, connection)
+        if caller.refused:
+            self._refused[caller.refused] += 1
 
     def _check_length(self, headers: dict[bytes, bytes]) -> None:
         length = headers.get(b"content-length", b"0")
@@ -136,6 +144,7 @@ class Edge:
         return self._rates.take(tenant, cost, self._clock(), self._gateways())
 
     def _arrive(self, caller: Caller, urgency: int) -> Ticket:
+        caller.arrived = self._clock()
         ticket, displaced = self._admission.arrive(caller.arrived, urgency, caller.tenant)
         if displaced is not None:
             self._tell([displaced])
@@ -193,6 +202,11 @@ def urgency(headers: Mapping[bytes, bytes], path: str) -> int:
     """The urgency of RFC 9218's `Priority: u=1`, 0 to 7; a malformed header counts as none."""
     said = _URGENCY.search(headers.get(b"priority", b""))
     return int(said[1]) if said else BATCH if path.endswith(":batch") else INTERACTIVE
+
+
+def _operates(caller: Caller, scope: Scope) -> bool:
+    path: str = scope["path"]
+    return caller.may_operate and path.removeprefix(scope.get("root_path", "")).startswith(OPERATION)
 
 
 def _first_byte_s(scope: Scope, ticket: Ticket, connection: Connection) -> float | None:

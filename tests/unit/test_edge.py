@@ -223,6 +223,15 @@ async def test_health_and_documentation_need_neither_a_place_nor_a_key(path):
     assert (await served.http.get("/no/such/path")).status_code == 401
 
 
+async def test_operators_need_no_place_and_other_callers_of_their_paths_do():
+    served = Served(admission={**ONE_PLACE, "max_queued": 0}, api_keys=KEYS)
+    running = await served.arrived(served.ask("running", headers=bearer("any")))
+    statuses = [(await served.http.get("/v1/gateway", headers=bearer(key))).status_code for key in ("boss", "shop")]
+    assert statuses == [200, 503]
+    served.service.gate.set()
+    assert (await running).status_code == 200
+
+
 async def test_a_tenant_leaves_places_for_the_others():
     served = Served(admission={"max_concurrent": 2, "max_queued": 4, "max_wait_ms": 60_000, "max_concurrent_share": 0.5})
     [ours] = await served.asking("ours", tenant="ours")
