@@ -257,8 +257,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             if not backend.loading:  # else the refresh that loads it unloads it
                 await backend.retire()
         self._probed_at = None
-        if not self._room.loads_on_demand:
-            await self._probe_when_due()
+        await self._probe_when_due()
 
     async def follow(self, settings: EngineSettings) -> None:
         """Reconfigure as the stage's settings are now."""

@@ -16,6 +16,7 @@ from tests.clusters import SharedCluster
 
 pytestmark = pytest.mark.cluster
 BATCH_S = 0.5
+REACHED_S = 3.0  # from the encoder's answer on, a busy machine has asked the generator by then
 ARGS = {
     "encoder": {
         "order": ["paced"],
@@ -62,7 +63,7 @@ async def until_told(cluster: Served, what: str, number: int, within_s: float) -
 async def test_generation_is_cancelled_when_the_client_hangs_up(slow: Served, record, run: int):
     with record(Row("client gone: generation", MUST, run)) as row:
         before = len([1 for word, _ in told(slow.model_dir) if word == "cancelled"])
-        hung_up = [await ask(slow, body, gone_after_s=BATCH_S + 1.0) for body in requests(slow.model_dir, 5, strategy="generative")]
+        hung_up = [await ask(slow, body, gone_after_s=BATCH_S + REACHED_S) for body in requests(slow.model_dir, 5, strategy="generative")]
         cancelled = (await until_told(slow, "cancelled", before + 5, 25))[before:]
         after = [(then - gone) * 1e3 for gone, then in zip(hung_up, cancelled, strict=False)]
         row.figures |= {"cancelled_after_ms": np.round(after, 1).tolist()}
@@ -73,7 +74,7 @@ async def test_generation_is_cancelled_when_the_client_hangs_up(slow: Served, re
 async def test_generation_is_cancelled_when_the_deadline_is_over(slow: Served, record, run: int):
     with record(Row("deadline passed: generation", MUST, run)) as row:
         before = len([1 for word, _ in told(slow.model_dir) if word == "cancelled"])
-        bodies = requests(slow.model_dir, 5, strategy="generative", deadline_ms=BATCH_S * 1e3 + 500)
+        bodies = requests(slow.model_dir, 5, strategy="generative", deadline_ms=(BATCH_S + REACHED_S) * 1e3)
         answered = [await ask(slow, body) for body in bodies]
         cancelled = (await until_told(slow, "cancelled", before + 5, 25))[before:]
         after = [(then - answer) * 1e3 for answer, then in zip(answered, cancelled, strict=False)]
