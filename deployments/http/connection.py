@@ -117,6 +117,8 @@ class Connection:
         self.watch()
         if self._watcher is not None:
             await asyncio.wait([self._watcher])
+        if not self._left and not self._responded:  # the server sent more than the body, and is not asked again and again
+            await asyncio.get_running_loop().create_future()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:

@@ -115,6 +115,7 @@ class Client:
         self.scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""}
         self.scope["headers"] = [(b"content-type", b"application/json"), *headers]
         self.parts = [raw[start : start + chunk] for start in range(0, len(raw), chunk)]
+        self.whole = len(self.parts)
         self.most = len(self.parts) if parts is None else parts  # that many are sent
         self.read, self.sent, self.gone = 0, [], asyncio.Event()
         self.task = asyncio.create_task(served.api(self.scope, self.receive, self.send))
@@ -122,7 +123,7 @@ class Client:
     async def receive(self):
         if self.read < self.most:
             self.read += 1
-            return {"type": "http.request", "body": self.parts[self.read - 1], "more_body": self.read < len(self.parts)}
+            return {"type": "http.request", "body": self.parts[self.read - 1], "more_body": self.read < self.whole}
         await self.gone.wait()
         return {"type": "http.disconnect"}
 
@@ -281,6 +282,18 @@ async def test_a_stream_whose_client_leaves_is_ended():
     await client.task
     assert served.service.closed == ["u"]
     assert served.edge.statistics().running == 0
+
+
+async def test_a_server_that_tells_more_than_the_body_ends_no_stream():
+    served = Served()
+    client = Client(served, headers=[(b"accept", b"text/event-stream")])
+    client.parts.append(b"")  # a message after the whole body
+    client.most += 1
+    await settled()
+    served.service.gate.set()
+    await client.task
+    assert (client.status, client.sent[-1]["more_body"]) == (200, False)
+    assert b"answer" in b"".join(message["body"] for message in client.sent[1:])
 
 
 async def test_a_waiting_client_that_leaves_makes_room_in_the_queue():

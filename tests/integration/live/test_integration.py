@@ -142,7 +142,9 @@ def test_bad_input_is_answered_422_with_the_field(live: Live, request_fields, fi
 
 def test_nan_and_a_million_behaviours_are_refused(live: Live):
     nan = '{"user_id": "ada", "behaviours": [{"item_id": "1", "timestamp": 5, "value": NaN}]}'
-    many, million = (json.dumps({"user_id": "ada", "behaviours": [{"item_id": "1", "timestamp": 5}] * count}) for count in (2 * 10**4, 10**6))
+    many, million = (
+        json.dumps({"user_id": "ada", "behaviours": [{"item_id": "1", "timestamp": 5}] * count}) for count in (2 * 10**4, 10**6)
+    )
     for body, status in ((nan, 422), (many, 422), ("{", 422), ("", 422), (million, 413)):
         response = httpx.post(f"{live.url}/v1/recommend", content=body, headers={"content-type": "application/json"}, timeout=60)
         assert (response.status_code, response.headers["content-type"]) == (status, "application/problem+json"), response.text[:200]
