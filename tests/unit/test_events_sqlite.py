@@ -209,7 +209,7 @@ async def test_an_erasure_does_not_wait_for_readers_and_is_purged_once_they_have
 
 
 ERASER = """
-import asyncio, sqlite3, sys, time
+import asyncio, signal, sqlite3, sys
 from cluster.events.store import Event, closing_store
 from cluster.values import Behaviour
 async def main(path, read_beside):
@@ -223,7 +223,7 @@ async def main(path, read_beside):
         sys.stdin.readline()
         await store.erase("default", "marker-user")
         print("erased", flush=True)
-        time.sleep(3600)
+        signal.pause()  # holds the event loop until the end
 asyncio.run(main(sys.argv[1], sys.argv[2:]))
 """
 
@@ -238,12 +238,12 @@ def killed_after_erasing(path, *read_beside):
         child.stdin.write(b"\n")
         child.stdin.flush()
         assert child.stdout.readline() == b"erased\n"
+        assert b"marker-" in bytes_of(path.parent), "a reader kept the log from being emptied"
     finally:
         child.kill()
         assert child.wait() == -signal.SIGKILL
         child.stdin.close()
         child.stdout.close()
-    assert b"marker-" in bytes_of(path.parent), "a reader kept the log from being emptied"
 
 
 async def test_what_a_killed_process_erased_beside_a_reader_is_gone_from_file_and_log_once_the_store_is_open(tmp_path):
