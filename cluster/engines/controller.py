@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 from cluster import registry
 from cluster.bundle import Bundle
@@ -23,7 +23,7 @@ from cluster.engines.breaker import BreakerSettings
 from cluster.engines.fastest import Measuring
 from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.room import EngineRoom, EngineThread, Join, beside
-from cluster.engines.roster import Roster, Selection
+from cluster.engines.roster import Changes, Roster, Selection
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime, all_answered, reasons
 from cluster.engines.snapshots import StageSnapshot
 from cluster.engines.stage_rules import StageRules
@@ -240,19 +240,11 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """
         self._roster.suspects = frozenset(names)
 
-    async def reconfigure(
-        self,
-        *,
-        order: Sequence[str] | None = None,
-        enabled: Mapping[str, bool] | None = None,
-        selection: Selection | None = None,
-        table: Mapping[str, str] | None = None,
-        options: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
+    async def reconfigure(self, **given: Unpack[Changes]) -> None:
         """Change what is given and leave the rest; nothing changes where something given is wrong. `options` go with a `table`: a backend
         with the same import string and options stays as it is, one that is new is loaded by `refresh`, and one that is gone is unloaded.
         """
-        gone = self._roster.change(order=order, enabled=enabled, selection=selection, table=table, options=options)
+        gone = self._roster.change(**given)
         for backend in gone:
             if not backend.loading:  # else the refresh that loads it unloads it
                 await backend.retire()

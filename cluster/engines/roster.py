@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack
 
 from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.room import EngineRoom
@@ -11,6 +11,16 @@ from cluster.errors import ConfigError, UnknownChoice
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 Selection = Literal["ordered", "fastest"]
+
+
+class Changes(TypedDict, total=False):
+    """What a controller can be told while it serves; what is left out stays. `options` go with a `table`."""
+
+    order: Sequence[str]
+    enabled: Mapping[str, bool]
+    selection: Selection
+    table: Mapping[str, str]
+    options: Mapping[str, Mapping[str, Any]]
 
 
 class Roster(Generic[RequestT, AnswerT]):
@@ -61,20 +71,12 @@ class Roster(Generic[RequestT, AnswerT]):
         """What is loaded and may be asked, as the order has it."""
         return [backend for name in self._order if (backend := self._backends[name]).loaded and not backend.obstacle()]
 
-    def change(
-        self,
-        *,
-        order: Sequence[str] | None = None,
-        enabled: Mapping[str, bool] | None = None,
-        selection: Selection | None = None,
-        table: Mapping[str, str] | None = None,
-        options: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> list[ManagedBackend[RequestT, AnswerT]]:
+    def change(self, **given: Unpack[Changes]) -> list[ManagedBackend[RequestT, AnswerT]]:
         """Change what is given, all or nothing; which backends are gone then."""
-        backends = self._backends if table is None else self._made(table, options or {})
-        new_order = self._checked_order(self._order if order is None else order, backends)
-        new_selection = self.selection if selection is None else _checked_selection(selection)
-        switched = [(self._known(name, backends), on) for name, on in (enabled or {}).items()]
+        backends = self._made(given["table"], given.get("options", {})) if "table" in given else self._backends
+        new_order = self._checked_order(given.get("order", self._order), backends)
+        new_selection = _checked_selection(given.get("selection", self.selection))
+        switched = [(self._known(name, backends), on) for name, on in given.get("enabled", {}).items()]
         gone = [backend for name, backend in self._backends.items() if backends.get(name) is not backend]
         self._backends, self._order, self.selection = backends, new_order, new_selection
         for backend, on in switched:

@@ -88,7 +88,7 @@ class Admission:
         self._running_of: Counter[str | None] = Counter()
         self._waiting_of: Counter[str | None] = Counter()
         self._mean_s = 0.0
-        self._full = Pace()
+        self._full = NOT_FULL
         self._settings = settings
         self._adapt(AdaptiveLimit(settings.max_concurrent, target_s))
 

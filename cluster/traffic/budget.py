@@ -48,11 +48,13 @@ class Budget:
         return max(0.0, min(most_s, self.left_s() - FINISH_S))
 
 
-async def in_time(work: Callable[[], Awaitable[T]], within_s: float) -> T:
-    """What `work` comes to within that many seconds. Raises DeadlineExceeded where it does not, or there is no time to begin."""
+async def in_time(work: Callable[[], Awaitable[T]], within_s: float, until: float | None = None) -> T:
+    """What `work` comes to within that many seconds, or `until` then on the loop's clock, where the time has begun to run already. Raises
+    DeadlineExceeded where it does not, or there is no time to begin.
+    """
     if within_s <= 0:
         raise DeadlineExceeded("no time was left for it")
-    limit = asyncio.timeout(within_s)
+    limit = asyncio.timeout(within_s) if until is None else asyncio.timeout_at(until)
     try:
         async with limit:
             return await work()
@@ -67,12 +69,11 @@ async def each_in_time(parts: AsyncIterator[T], within_s: float) -> AsyncGenerat
 
     Only the waiting is under the time limit: a limit around a `yield` would cancel the caller that holds what was yielded.
     """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + within_s
+    deadline = asyncio.get_running_loop().time() + within_s
     try:
         while True:
             try:
-                part = await in_time(lambda: anext(parts), deadline - loop.time())
+                part = await in_time(lambda: anext(parts), within_s, deadline)
             except StopAsyncIteration:
                 return
             yield part

@@ -1,9 +1,9 @@
 """One answer for all that ask within a moment, so that questions from outside cost no remote call each."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from time import monotonic
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -11,16 +11,12 @@ T = TypeVar("T")
 class SharedAnswer(Generic[T]):
     """What `ask` answers, asked at most once in `fresh_s` seconds on `clock`; it must not raise. A caller that leaves disturbs no other."""
 
-    def __init__(self, ask: Callable[[], Awaitable[T]], fresh_s: float, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, ask: Callable[[], Coroutine[Any, Any, T]], fresh_s: float, clock: Callable[[], float] = monotonic) -> None:
         self._ask, self._fresh_s, self._clock = ask, fresh_s, clock
         self._asking: asyncio.Task[T] | None = None
         self._began = 0.0
 
     async def get(self) -> T:
         if self._asking is None or (self._asking.done() and self._clock() - self._began >= self._fresh_s):
-            self._began, self._asking = self._clock(), asyncio.ensure_future(_awaited(self._ask))
+            self._began, self._asking = self._clock(), asyncio.create_task(self._ask())
         return await asyncio.shield(self._asking)
-
-
-async def _awaited(ask: Callable[[], Awaitable[T]]) -> T:
-    return await ask()

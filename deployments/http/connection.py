@@ -50,11 +50,12 @@ class Connection:
         self.headers: Callable[[], Sequence[tuple[bytes, bytes]]] = tuple
         self._given = self._responded = self._left = self._late = False
         self._cancelling, self._within_s = 0, 0.0
+        self._task: asyncio.Task[Any] | None = None  # while the block lasts
         self._timer: asyncio.TimerHandle | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Self:
-        self._task: asyncio.Task[Any] | None = asyncio.current_task()
+        self._task = asyncio.current_task()
         assert self._task is not None
         self._cancelling = self._task.cancelling()
         return self

@@ -88,15 +88,14 @@ class Edge:
             with connection:
                 headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
                 caller = self._caller(headers)
-                if _operates(caller, scope):
-                    await connection.read(self.settings, self._bodies)
-                    await self._admitted(answer, scope, connection, caller)
-                    return
-                urgent = max(urgency(headers, scope["path"]), caller.most_urgent)
-                if self._admission.full(self._clock(), urgent, caller.tenant):
+                operates, urgent = _operates(caller, scope), max(urgency(headers, scope["path"]), caller.most_urgent)
+                if not operates and self._admission.full(self._clock(), urgent, caller.tenant):
                     raise self._overloaded()
                 await connection.read(self.settings, self._bodies)
-                await self._with_a_place(answer, scope, connection, caller, urgent)
+                if operates:
+                    await self._admitted(answer, scope, connection, caller)
+                else:
+                    await self._with_a_place(answer, scope, connection, caller, urgent)
         except HTTPException as refusal:
             self._refused[refusal.status_code] += 1
             await problems.send(refusal, scope["path"], connection.send)
