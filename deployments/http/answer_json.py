@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec.structs import replace
 from pydantic_core import to_json
 
 from cluster.titled_items import TitledItems
@@ -28,8 +28,14 @@ def answer_json(answer: Recommendation) -> bytes:
         items = answer.items.as_json().encode()
     else:
         items = as_json([item_fields(one) for one in answer.items])
-    stages = [StageReport(one.stage, one.backend, round(one.duration_ms, 3), one.fallback_from) for one in answer.stages]
-    rest = _Rest(stages, answer.degraded, answer.model_version, answer.unknown_items, answer.cache and _rounded(answer.cache))
+    stages = [replace(one, duration_ms=round(one.duration_ms, 3)) for one in answer.stages]
+    rest = _Rest(
+        stages,
+        answer.degraded,
+        answer.model_version,
+        answer.unknown_items,
+        answer.cache and replace(answer.cache, age_s=round(answer.cache.age_s, 3)),
+    )
     return b'{"user_id":%b,"items":%b,%b' % (_ENCODER.encode(answer.user_id), items, _ENCODER.encode(rest)[1:])
 
 
@@ -41,19 +47,6 @@ class _Rest(Struct):
     model_version: str
     unknown_items: tuple[str, ...]
     cache: CacheReport | None
-
-
-def answer_fields(answer: Recommendation) -> Fields:
-    """Those of RecommendOut."""
-    return {
-        "user_id": answer.user_id,
-        "items": [item_fields(scored) for scored in answer.items],
-        "stages": [stage_fields(report) for report in answer.stages],
-        "degraded": answer.degraded,
-        "model_version": answer.model_version,
-        "unknown_items": answer.unknown_items,
-        "cache": _cache_fields(answer.cache) if answer.cache else None,
-    }
 
 
 def item_fields(scored: ScoredItem) -> Fields:
@@ -81,14 +74,6 @@ def stage_fields(report: StageReport) -> Fields:
 
 def _skipped_fields(skipped: SkippedBackend) -> Fields:
     return {"backend": skipped.backend, "reason": skipped.reason, "failed": skipped.failed}
-
-
-def _cache_fields(report: CacheReport) -> Fields:
-    return asdict(_rounded(report))
-
-
-def _rounded(report: CacheReport) -> CacheReport:
-    return CacheReport(report.tier, round(report.age_s, 3), report.stale)
 
 
 def _explanation_fields(why: Explanation) -> Fields:

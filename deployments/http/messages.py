@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from cluster.config import MOST_ENTRIES, MOST_REQUESTS
 from cluster.values import LATEST_TIMESTAMP, Action, CacheTier, CacheUse, Recommendation, RecommendRequest, Strategy
-from deployments.http.answer_json import answer_fields
+from deployments.http.answer_json import answer_json
 from deployments.http.bodies import RecommendBody
 
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
@@ -228,7 +228,7 @@ class RecommendOut(Message):
     @classmethod
     def from_value(cls, answer: Recommendation) -> Self:
         """The answer as an object; to send it, its JSON alone is cheaper (see `answer_json`)."""
-        return cls.model_validate(answer_fields(answer))
+        return cls.model_validate_json(answer_json(answer))
 
 
 class RecommendBatchOut(Message):

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.values import AnswerPart, Recommendation, ScoredItem, StageReport
 from deployments.http import problems
-from deployments.http.answer_json import Fields, answer_fields, as_json, item_fields, stage_fields
+from deployments.http.answer_json import answer_json, as_json, item_fields, stage_fields
 
 SSE, NDJSON = "text/event-stream", "application/x-ndjson"
 _JSON = ("application/json", "application/*", "*/*")
@@ -69,25 +69,25 @@ async def _sent(parts: AsyncGenerator[AnswerPart, None], first: AnswerPart, medi
             async for part in parts:
                 yield written(*_event(part))
         except Exception as error:  # noqa: BLE001 - the status has been sent: the last event tells the error
-            yield written("error", problems.problem_of(path, error).model_dump())
+            yield written("error", problems.problem_of(path, error).model_dump_json().encode())
 
 
-def _event(part: AnswerPart) -> tuple[str, Fields]:
+def _event(part: AnswerPart) -> tuple[str, bytes]:
     match part:
         case StageReport():
-            return "stage", stage_fields(part)
+            return "stage", as_json(stage_fields(part))
         case ScoredItem():
-            return "item", item_fields(part)
+            return "item", as_json(item_fields(part))
         case Recommendation():
-            return "answer", answer_fields(part)
+            return "answer", answer_json(part)
 
 
-def _as_sse(event: str, data: Fields) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (event.encode(), as_json(data))  # JSON has no line breaks of its own
+def _as_sse(event: str, data: bytes) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (event.encode(), data)  # JSON has no line breaks of its own
 
 
-def _as_line(event: str, data: Fields) -> bytes:
-    return as_json({"type": event, "data": data}) + b"\n"
+def _as_line(event: str, data: bytes) -> bytes:
+    return b'{"type":"%s","data":%s}\n' % (event.encode(), data)
 
 
 def _weighed(media_range: str) -> tuple[float, str]:

@@ -5,6 +5,8 @@ import json
 import pytest
 from pydantic import ValidationError
 
+from cluster.dataset import Catalogue
+from cluster.titled_items import TitledItems
 from cluster.values import (
     CacheReport,
     Explanation,
@@ -17,7 +19,7 @@ from cluster.values import (
     SkippedBackend,
     StageReport,
 )  # fmt: skip
-from deployments.http.answer_json import answer_fields, as_json
+from deployments.http.answer_json import answer_json
 from deployments.http.messages import RecommendIn, RecommendOut
 
 
@@ -110,4 +112,21 @@ def test_an_answer_is_written_as_its_model_would_be():
     items = tuple(ScoredItem(Item("7", "Seven", {"year": "1995"}), score, "blend", why) for score in (-1.5, 3.0, 1e20))
     for cache in (None, CacheReport("l2", 1.23456, stale=True)):
         answer = Recommendation("u", items, (report,), "m/1", True, ("x",), cache)
-        assert as_json(answer_fields(answer)) == RecommendOut.from_value(answer).model_dump_json().encode()
+        assert answer_json(answer) == RecommendOut.from_value(answer).model_dump_json().encode()
+
+
+def test_items_in_columns_are_written_as_items_in_objects_are():
+    catalogue = Catalogue([Item("7", 'Se"ven\\', {"year": "1995"}), Item("8", "Ei\u00e9ght \u2028")])
+    columns = TitledItems(catalogue, [2, 1, 2], [1e-7, -1.5, 3e20], "blend")
+    seven = {"item_id": "7", "title": 'Se"ven\\', "attributes": {"year": "1995"}, "stage": "blend", "explanation": None}
+    eight = {"item_id": "8", "title": "Ei\u00e9ght \u2028", "attributes": {}, "stage": "blend", "explanation": None}
+    for items in (columns, tuple(columns)):
+        sent = json.loads(answer_json(Recommendation("u", items, (), "m/1", False)))
+        assert sent["items"] == [{**eight, "score": 1e-7}, {**seven, "score": -1.5}, {**eight, "score": 3e20}]
+
+
+def test_a_score_that_is_no_number_is_sent_as_null():
+    catalogue = Catalogue([Item("7", "Seven"), Item("8", "Eight")])
+    columns = TitledItems(catalogue, [1, 2], [float("nan"), 0.5], "rank")
+    for items in (columns, tuple(columns)):
+        assert [one["score"] for one in json.loads(answer_json(Recommendation("u", items, (), "m/1", False)))["items"]] == [None, 0.5]
