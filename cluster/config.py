@@ -53,7 +53,7 @@ class BatchingSettings(Section):
         ge=0,
         description="padded rows that a batch may hold in any case: one more call of the engine costs more than so many rows",
     )
-    max_wait_ms: float = Field(2.0, ge=0, le=1000, description="how long the first request of a batch waits for company")
+    max_wait_ms: float = Field(0.0, ge=0, le=1000, description="how long a batch's first request waits for others while the engine idles")
 
 
 class StageSettings(Section):

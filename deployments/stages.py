@@ -87,14 +87,14 @@ class SplitStages:
         """Where a replica's engines are broken, or it lacks the version, another replica is asked what only computes."""
         self._wake(stage)
         caller = self._callers[stage.name]
-        answer = await caller.ask("answer", request, within_s=within_s, safe=stage.repeatable, poor=_is_failure)
+        answer = await caller.ask(request, within_s=within_s, safe=stage.repeatable, poor=_is_failure)
         return cast("StageAnswer[ResultT]", _raised(answer))
 
     async def stream(
         self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float
     ) -> AsyncGenerator[ResultT | StageAnswer[ResultT], None]:
         self._wake(stage)
-        async with aclosing(self._callers[stage.name].ask_stream("stream", request, within_s=within_s)) as parts:
+        async with aclosing(self._callers[stage.name].ask_stream(request, within_s=within_s)) as parts:
             async for part in parts:
                 yield _raised(part)
 

@@ -56,7 +56,7 @@ class Attempts(Generic[T]):
     def __init__(
         self,
         send: Callable[[int, float], Awaitable[T]],
-        better: Callable[["asyncio.Task[T]"], bool],
+        better: Callable[["asyncio.Future[T]"], bool],
         rules: Rules,
         *,
         within_s: float,
@@ -68,7 +68,7 @@ class Attempts(Generic[T]):
         self._hedge = rules.hedge if hedged else None
         self._deadline, self._tries_left = monotonic() + within_s, tries
         self._sent = self._failures = 0
-        self._running: dict[asyncio.Task[T], float] = {}
+        self._running: dict[asyncio.Future[T], float] = {}
         self._next_at, self._hedging, self._granted = math.inf, False, False
 
     async def answer(self) -> T:
@@ -87,7 +87,7 @@ class Attempts(Generic[T]):
         finally:
             self._leave()
 
-    async def _ended(self) -> "asyncio.Task[T] | None":
+    async def _ended(self) -> "asyncio.Future[T] | None":
         """A call that has ended, or None once the next one is due."""
         while True:
             wait_s = max(0.0, min(self._next_at, self._deadline + GRACE_S) - monotonic())
@@ -100,7 +100,7 @@ class Attempts(Generic[T]):
             if monotonic() >= self._deadline + GRACE_S:
                 raise TimeoutError
 
-    def _finished(self, call: "asyncio.Task[T]") -> "asyncio.Task[T]":
+    def _finished(self, call: "asyncio.Future[T]") -> "asyncio.Future[T]":
         began = self._running.pop(call)
         if not (call.cancelled() or call.exception()):
             self._rules.durations.answered(monotonic() - began)
@@ -148,7 +148,7 @@ class Attempts(Generic[T]):
             call.cancel()
             call.add_done_callback(self._give_up)
 
-    def _give_up(self, call: "asyncio.Task[Any]") -> None:
+    def _give_up(self, call: "asyncio.Future[Any]") -> None:
         with suppress(asyncio.CancelledError):
             if call.exception() is None:
                 self._lost(call.result())

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import ceil
+from typing import Any
 
 from cluster.ranking import RankRequest
 from cluster.values import EncodeRequest, GenerateRequest
@@ -19,9 +20,14 @@ from cluster.values import EncodeRequest, GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Requests of users that have one home, in one call, each with the seconds it may take."""
+    """Requests for one version of the model, of users that have one home, in one call; each with the seconds it may take."""
 
-    requests: tuple[tuple[object, float], ...]
+    requests: tuple[tuple[Any, float], ...]
+
+    @property
+    def model_version(self) -> str:
+        version: str = self.requests[0][0].model_version
+        return version
 
 
 BOUND = 1.25

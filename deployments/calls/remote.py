@@ -5,7 +5,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic
@@ -44,7 +44,7 @@ async def ask(handle: DeploymentHandle[Any], method: str, *args: Any, within_s: 
 
 
 class StageCaller:
-    """Calls one deployment by methods that take (request, within_s), the seconds from the call on. One for each handle and process.
+    """Asks the replicas of one stage's deployment. One for each handle and process. `within_s`: seconds from the call on.
 
     Errors are raised as by `ask`. `hedge` applies to calls that are `safe`. With a `mailbox`, waiting requests share a call.
     """
@@ -67,7 +67,6 @@ class StageCaller:
 
     async def ask(
         self,
-        method: str,
         request: object,
         *,
         within_s: float,
@@ -81,31 +80,31 @@ class StageCaller:
         engines are broken. Any other call is repeated only if its replica died or stalls.
         """
 
-        async def send(number: int, left_s: float) -> Any:
+        def send(number: int, left_s: float) -> Awaitable[Any]:
             self.copies += number > 0
             sent = copy_of(request, number)
             if self._mailbox is not None:
-                return await self._mailbox.send(method, sent, left_s, left_s + GRACE_S)
-            return await _once(self._handle, method, (sent, left_s), monotonic() + left_s + GRACE_S)
+                return self._mailbox.send(sent, left_s)
+            return _once(self._handle, "answer", (sent, left_s), monotonic() + left_s + GRACE_S)
 
-        def better(call: asyncio.Task[Any]) -> bool:
+        def better(call: asyncio.Future[Any]) -> bool:
             error = call.exception()
             return _died(error) or (safe and (_broke(error) if error else poor(call.result())))
 
         self.requests += 1
-        with _errors_of(self._handle, method, within_s):
+        with _errors_of(self._handle, "answer", within_s):
             return await Attempts(send, better, self._rules, within_s=within_s, tries=tries, hedged=safe).answer()
 
-    async def ask_stream(self, method: str, request: object, *, within_s: float, tries: int = TRIES) -> AsyncGenerator[Any, None]:
-        """The pieces that `method` yields. The call is repeated if its replica dies or stalls before the first piece."""
+    async def ask_stream(self, request: object, *, within_s: float, tries: int = TRIES) -> AsyncGenerator[Any, None]:
+        """The pieces of a streamed answer. The call is repeated if its replica dies or stalls before the first piece."""
         deadline = monotonic() + within_s + GRACE_S
 
         async def send(number: int, left_s: float) -> _Stream:
             self.copies += number > 0
-            return await _opened(self._handle, method, (copy_of(request, number), left_s), deadline)
+            return await _opened(self._handle, "stream", (copy_of(request, number), left_s), deadline)
 
         self.requests += 1
-        with _errors_of(self._handle, method, within_s):
+        with _errors_of(self._handle, "stream", within_s):
             attempts = Attempts(
                 send,
                 lambda call: _died(call.exception()),

@@ -1,16 +1,25 @@
 """A stage whose engines take whole batches: requests from all gateways are joined, and the framework controller answers them together."""
 
-from collections.abc import Sequence
-from typing import Generic
+import logging
+from asyncio import Future
+from time import monotonic
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from cluster.bundle import Bundle
 from cluster.config import Settings
 from cluster.engines.controller import Served
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime
+from cluster.errors import BackendFailed, GenrecError
+from cluster.traffic.batcher import Raised
+from cluster.traffic.user_router import Together
 from cluster.values import StageAnswer
-from deployments.replicas.batching import MicroBatcher
-from deployments.replicas.stage_model import TOO_LATE, AnswerT, RequestT, StageModel, in_time_only
+from deployments.replicas.batching import TOO_LATE, engine_batcher
+from deployments.replicas.replica import ModelGone, StageReplica, due
+from deployments.replicas.stage_model import AnswerT, RequestT, StageModel
 from deployments.telemetry.metrics import StageRecorder, meter
+
+Outcome: TypeAlias = Served[AnswerT] | NoBackendAnswered
+logger = logging.getLogger("ray.serve")
 
 
 class BatchedModel(StageModel[RequestT, AnswerT], Generic[RequestT, AnswerT]):
@@ -18,22 +27,65 @@ class BatchedModel(StageModel[RequestT, AnswerT], Generic[RequestT, AnswerT]):
 
     def __init__(self, settings: Settings, bundle: Bundle) -> None:
         super().__init__(settings, bundle)
-        batching, recorder = settings.engines(self.stage).batching, StageRecorder(self.stage, meter())
-        self._batcher = MicroBatcher(self._run, batching, tokens=self._tokens, watch=recorder.batch)
+        waited = OutOfTime(self.stage, TOO_LATE)
+        self._batcher = engine_batcher(
+            self.controller.call,
+            settings.engines(self.stage).batching,
+            self._rows,
+            lambda: NoBackendAnswered(self.stage, (waited,)),
+            StageRecorder(self.stage, meter()).batch,
+        )
 
     def figures(self) -> dict[str, dict[str, float]]:
         return {"batches": {"waiting": float(self._batcher.waiting)}, **super().figures()}
 
     async def answer(self, request: RequestT) -> StageAnswer[AnswerT]:
-        served = await self._batcher.submit(request)
-        if isinstance(served, NoBackendAnswered):
-            raise served
-        return self._answer_of(served)
+        return self.answer_of(await self.submit(request))
 
-    def _tokens(self, request: RequestT) -> int:
+    def submit(self, request: RequestT) -> Future[Outcome[AnswerT]]:
+        """What a batch comes to for this request."""
+        return self._batcher.submit(request)
+
+    def answer_of(self, outcome: Outcome[AnswerT]) -> StageAnswer[AnswerT]:
+        """Raises NoBackendAnswered."""
+        if isinstance(outcome, NoBackendAnswered):
+            raise outcome
+        return self._answer_of(outcome)
+
+    def _rows(self, request: RequestT) -> int:
         """How many rows an engine computes for it."""
         raise NotImplementedError
 
-    async def _run(self, requests: list[RequestT]) -> Sequence[Served[AnswerT] | NoBackendAnswered]:
-        waited = OutOfTime(self.stage, TOO_LATE)
-        return await in_time_only(requests, self.controller.call, lambda: NoBackendAnswered(self.stage, (waited,)))
+
+BatchedT = TypeVar("BatchedT", bound=BatchedModel[Any, Any])
+
+
+class BatchedReplica(StageReplica[BatchedT]):
+    """A replica that takes the requests of a call as they come, without a task for each."""
+
+    async def together(self, requests: Together) -> list[Any]:
+        """What `answer` gives to several requests of one gateway for one version, in order: each its own answer, or Raised."""
+        began = monotonic()
+        try:
+            model = self._model_for(requests.model_version)
+        except ModelGone as error:
+            return [error] * len(requests.requests)
+        waiting = [model.submit(due(request, began, within_s)) for request, within_s in requests.requests]
+        try:
+            return [await self._outcome(model, one, began) for one in waiting]
+        finally:
+            for one in waiting:
+                one.cancel()  # where the gateway has left
+
+    async def _outcome(self, model: BatchedT, waiting: Future[Outcome[Any]], began: float) -> StageAnswer[Any] | NoBackendAnswered | Raised:
+        try:
+            return model.answer_of(await waiting)
+        except NoBackendAnswered as error:
+            return error
+        except GenrecError as error:
+            return Raised(error)
+        except Exception as error:
+            logger.exception("the %s failed in a way it does not know", self.stage)
+            return Raised(BackendFailed(f"the {self.stage} raised {error!r}; its log has the trace"))
+        finally:
+            self._record(began)

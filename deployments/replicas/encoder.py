@@ -3,8 +3,8 @@
 from cluster.bundle import Bundle
 from cluster.config import Settings
 from cluster.values import Encoded, EncodeRequest
-from deployments.replicas.batched_model import BatchedModel
-from deployments.replicas.replica import AsDeployment, StageReplica
+from deployments.replicas.batched_model import BatchedModel, BatchedReplica
+from deployments.replicas.replica import AsDeployment
 from deployments.replicas.stage_model import sample_history
 from integrations.hstu.limits import limits
 
@@ -21,7 +21,7 @@ class EncoderModel(BatchedModel[EncodeRequest, Encoded]):
         super().__init__(settings, bundle)
         self._longest = limits(bundle.manifest.model).max_history
 
-    def _tokens(self, request: EncodeRequest) -> int:
+    def _rows(self, request: EncodeRequest) -> int:
         """Behaviours that the engine computes: the model's window of them."""
         return min(len(request.sequence), self._longest)
 
@@ -31,7 +31,7 @@ class EncoderModel(BatchedModel[EncodeRequest, Encoded]):
         return [EncodeRequest(sample_history(length, items), top_n=min(WARM_UP_ITEMS, items)) for length in WARM_UP_LENGTHS]
 
 
-class Encoder(StageReplica[EncoderModel]):
+class Encoder(BatchedReplica[EncoderModel]):
     """Answers an EncodeRequest with Encoded: a user's state and the nearest items."""
 
     stage = "encoder"

@@ -17,10 +17,11 @@ from cluster.config import Settings
 from cluster.engines.controller import Served
 from cluster.engines.room import AskBatch, AskOne
 from cluster.engines.skipped import OutOfTime
+from cluster.traffic.batcher import Batcher
 from cluster.values import Generated, GenerateRequest, SkippedBackend, StageAnswer, UserState
-from deployments.replicas.batching import MicroBatcher
+from deployments.replicas.batching import TOO_LATE, engine_batcher
 from deployments.replicas.replica import AsDeployment, StageReplica
-from deployments.replicas.stage_model import TOO_LATE, StageModel, in_time_only, sample_history
+from deployments.replicas.stage_model import StageModel, sample_history
 from deployments.telemetry.metrics import StageRecorder, meter
 
 WARM_UP_ITEMS = 10
@@ -32,7 +33,7 @@ class GeneratorModel(StageModel[GenerateRequest, Generated]):
     stage = "generator"
 
     def __init__(self, settings: Settings, bundle: Bundle) -> None:
-        self._batchers: dict[str, MicroBatcher[GenerateRequest, Generated | SkippedBackend]] = {}
+        self._batchers: dict[str, Batcher[GenerateRequest, Generated | SkippedBackend]] = {}
         super().__init__(settings, bundle, self._join)
 
     async def answer(self, request: GenerateRequest) -> StageAnswer[Generated]:
@@ -50,13 +51,10 @@ class GeneratorModel(StageModel[GenerateRequest, Generated]):
         return {name: {**batches.get(name, {}), **queues.get(name, {})} for name in {**batches, **queues}}
 
     def _join(self, name: str, answer: AskBatch[GenerateRequest, Generated]) -> AskOne[GenerateRequest, Generated]:
-        """Batches for one backend; a request that is past its deadline is given to none."""
-
-        async def run(requests: list[GenerateRequest]) -> Sequence[Generated | SkippedBackend]:
-            return await in_time_only(requests, answer, lambda: OutOfTime(name, TOO_LATE))
-
-        recorder = StageRecorder(self.stage, meter())
-        batcher = self._batchers[name] = MicroBatcher(run, self._settings.generator.batching, tokens=self._rows, watch=recorder.batch)
+        """Batches for one backend."""
+        limits, watch = self._settings.generator.batching, StageRecorder(self.stage, meter()).batch
+        batcher = engine_batcher(answer, limits, self._rows, lambda: OutOfTime(name, TOO_LATE), watch)
+        self._batchers[name] = batcher
         return batcher.submit
 
     def _rows(self, request: GenerateRequest) -> int:

@@ -6,8 +6,8 @@ For a model without a ranker it runs too, and says so: `ray_config.yaml` may not
 import numpy as np
 
 from cluster.ranking import Ranked, RankRequest
-from deployments.replicas.batched_model import BatchedModel
-from deployments.replicas.replica import AsDeployment, StageReplica
+from deployments.replicas.batched_model import BatchedModel, BatchedReplica
+from deployments.replicas.replica import AsDeployment
 from deployments.replicas.stage_model import sample_history
 
 WARM_UP_LENGTHS = (0, 20, 200)
@@ -19,7 +19,7 @@ class RankerModel(BatchedModel[RankRequest, Ranked]):
 
     stage = "ranker"
 
-    def _tokens(self, request: RankRequest) -> int:
+    def _rows(self, request: RankRequest) -> int:
         """Candidates: of the history, most is kept."""
         return len(request.candidates)
 
@@ -30,7 +30,7 @@ class RankerModel(BatchedModel[RankRequest, Ranked]):
         return [RankRequest(sample_history(length, items), candidates) for length in WARM_UP_LENGTHS]
 
 
-class Ranker(StageReplica[RankerModel]):
+class Ranker(BatchedReplica[RankerModel]):
     """Answers a RankRequest with Ranked: what the user would do with each candidate."""
 
     stage = "ranker"

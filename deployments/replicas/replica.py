@@ -6,7 +6,7 @@ follow switches, suspicions, the rollout and erasures
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar, cast
@@ -22,16 +22,14 @@ from cluster.engines.heap import freeze_loaded
 from cluster.engines.latency import LatencyRecorder
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.snapshots import StageSnapshot
-from cluster.errors import BackendFailed, BackendUnavailable, GenrecError
+from cluster.errors import BackendUnavailable
 from cluster.fleet.board import Presence
 from cluster.fleet.heartbeat import Orders
 from cluster.fleet.rollout import Rollout
 from cluster.fleet.switchboard import Switches
 from cluster.stages import StageName
-from cluster.traffic.user_router import Together
 from cluster.traffic.utilisation import Utilisation
 from cluster.values import StageAnswer
-from deployments.calls.mailbox import Raised
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.model_cache import ModelCache
 from deployments.replicas.stage_model import StageModel
@@ -99,7 +97,7 @@ class StageReplica(Generic[ModelT]):
         """The answer to one request, which may take `within_s` seconds from now on. Raises NoBackendAnswered and ModelGone."""
         began = monotonic()
         try:
-            return await self._model_for(request.model_version).answer(_due(request, began, within_s))
+            return await self._model_for(request.model_version).answer(due(request, began, within_s))
         finally:
             self._record(began)
 
@@ -107,26 +105,13 @@ class StageReplica(Generic[ModelT]):
         """Results as the stage finds them, the same perhaps twice; lastly what `answer` gives."""
         began = monotonic()
         try:
-            async with aclosing(self._model_for(request.model_version).stream(_due(request, began, within_s))) as parts:
+            async with aclosing(self._model_for(request.model_version).stream(due(request, began, within_s))) as parts:
                 async for part in parts:
                     yield part
         except (NoBackendAnswered, ModelGone) as error:
             yield error
         finally:
             self._record(began)
-
-    async def together(self, method: str, requests: Together) -> list[Any]:
-        """What `method` answers to several requests of one gateway, in order: each its own answer, or Raised."""
-        return await asyncio.gather(*(self._member(getattr(self, method), request, within_s) for request, within_s in requests.requests))
-
-    async def _member(self, answer: Callable[[Any, float], Awaitable[Any]], request: object, within_s: float) -> Any:
-        try:
-            return await answer(request, within_s)
-        except GenrecError as error:
-            return Raised(error)
-        except Exception as error:
-            logger.exception("the %s failed in a way it does not know", self.stage)
-            return Raised(BackendFailed(f"the {self.stage} raised {error!r}; its log has the trace"))
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take a new order or selection, other backends or options of theirs while requests are served; what is not given is as in `args`.
@@ -290,7 +275,7 @@ class AsDeployment:
         await self.start()
 
 
-def _due(request: Any, began: float, within_s: float) -> Any:
+def due(request: Any, began: float, within_s: float) -> Any:
     """The request with a deadline on this process's clock, a little before the caller's, which can then be told why there is no answer."""
     return replace(request, deadline=began + within_s - min(WAY_BACK_S, within_s / 10))
 

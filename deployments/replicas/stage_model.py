@@ -1,10 +1,8 @@
 """One version of the model on one replica of a stage: its engines behind a framework controller."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from itertools import compress
-from time import monotonic
-from typing import ClassVar, Generic, Protocol, TypeVar
+from collections.abc import AsyncGenerator
+from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -15,21 +13,11 @@ from cluster.engines.room import Join
 from cluster.engines.stage_rules import RULES
 from cluster.stages import STAGES
 from cluster.values import StageAnswer, StageReport, UserSequence
+from deployments.replicas.batching import Due
 
 STUCK_AFTER_S = 30.0
-TOO_LATE = "the time was over while the request waited for a batch"
-
-
-class Due(Protocol):
-    """A request; `deadline` is on this process's monotonic clock, None where it has none."""
-
-    @property
-    def deadline(self) -> float | None: ...
-
-
 RequestT = TypeVar("RequestT", bound=Due)
 AnswerT = TypeVar("AnswerT")
-ResultT = TypeVar("ResultT")
 
 
 class StageModel(Generic[RequestT, AnswerT]):
@@ -83,19 +71,6 @@ class StageModel(Generic[RequestT, AnswerT]):
     def _samples(self) -> list[RequestT]:
         """Requests that no user made, for the warm-up and for trials."""
         raise NotImplementedError
-
-
-async def in_time_only(
-    requests: Sequence[RequestT], run: Callable[[list[RequestT]], Awaitable[Sequence[ResultT]]], too_late: Callable[[], ResultT]
-) -> Sequence[ResultT]:
-    """The answers to a batch. Requests that are past their deadlines are not given to `run`, as they would cost the others time: they get
-    what `too_late` makes.
-    """
-    now = monotonic()
-    timely = [request.deadline is None or request.deadline > now for request in requests]
-    asked = list(compress(requests, timely))
-    answers = iter(await run(asked) if asked else ())
-    return [next(answers) if in_time else too_late() for in_time in timely]
 
 
 def sample_history(length: int, items: int) -> UserSequence:

@@ -49,7 +49,7 @@ class ScriptedHandle:
     def __getattr__(self, method: str) -> SimpleNamespace:
         return SimpleNamespace(remote=self._together if method == "together" else self._remote)
 
-    def _together(self, _: str, together: Together) -> Any:
+    def _together(self, together: Together) -> Any:
         response = self._remote(*together.requests[0])
         self.calls += together.requests[1:]
         if response.done() and not response.exception():

@@ -1,11 +1,14 @@
 import asyncio
+from dataclasses import dataclass
+from time import monotonic
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import BatchingSettings
-from deployments.replicas.batching import MicroBatcher, alike
+from deployments.replicas.batching import alike, engine_batcher
+from tests.waiting import settled
 
 pytestmark = pytest.mark.virtual_time
 
@@ -55,72 +58,101 @@ def test_the_longest_waiting_is_always_served_and_no_batch_is_padded_more_than_i
         waiting = [one for position, one in enumerate(waiting) if position not in chosen]
 
 
+class Engine:
+    """Doubles its requests, once `gate` is open."""
+
+    def __init__(self, **changes):
+        self.batches, self.waited, self.gate = [], [], asyncio.Event()
+        self.gate.set()
+        self.batcher = engine_batcher(self.compute, limits(**changes), lambda one: one.rows, lambda: LATE, self.watch)
+
+    async def compute(self, batch):
+        self.batches.append([one.name for one in batch])
+        await self.gate.wait()
+        if any(one.name == "poison" for one in batch):
+            raise RuntimeError("engine thread died")
+        return [2 * one.name for one in batch]
+
+    def watch(self, rows, waited_s):
+        self.waited.append((list(rows), max(waited_s)))
+
+    def asked(self, *names, **more):
+        return [self.batcher.submit(Asked(name, **more)) for name in names]
+
+
+@dataclass
+class Asked:
+    name: object
+    rows: int = 1
+    deadline: float | None = None
+
+
+LATE = "too late"
+
+
 async def test_requests_that_arrive_together_share_a_batch_and_keep_their_order():
-    sizes = []
+    engine = Engine()
+    assert await asyncio.gather(*engine.asked(*range(10))) == [2 * number for number in range(10)]
+    assert [len(batch) for batch in engine.batches] == [4, 4, 2]
 
-    async def run(batch):
-        sizes.append(len(batch))
-        return [request * 2 for request in batch]
 
-    batcher = MicroBatcher(run, limits(), tokens=lambda request: 1)
-    assert await asyncio.gather(*(batcher.submit(i) for i in range(10))) == [i * 2 for i in range(10)]
-    assert sizes == [4, 4, 2]
+async def test_the_first_request_waits_for_others_no_longer_than_it_may_and_not_at_all_where_a_batch_is_full():
+    engine = Engine(max_wait_ms=1000)
+    began = monotonic()
+    await asyncio.gather(*engine.asked(*range(4)))
+    assert monotonic() - began < 0.5
+    first = engine.asked("first")
+    await asyncio.sleep(0.5)
+    await asyncio.gather(*first, *engine.asked("second"))
+    assert engine.batches[1:] == [["first", "second"]]
+    assert 1.0 <= monotonic() - began < 1.5
+    assert engine.waited[-1] == ([1, 1], pytest.approx(1.0, abs=0.1))
 
 
 async def test_a_batch_that_breaks_as_a_whole_tells_its_callers_and_the_next_batch_runs():
-    async def run(batch):
-        if 0 in batch:
-            raise RuntimeError("engine thread died")
-        return batch
-
-    batcher = MicroBatcher(run, limits(max_requests=2), tokens=lambda request: 1)
-    answers = await asyncio.gather(*(batcher.submit(i) for i in range(4)), return_exceptions=True)
-    assert [str(a) for a in answers] == ["engine thread died", "engine thread died", "2", "3"]
+    engine = Engine(max_requests=2)
+    answers = await asyncio.gather(*engine.asked("poison", 1, 2, 3), return_exceptions=True)
+    assert [str(answer) for answer in answers] == ["engine thread died", "engine thread died", "4", "6"]
 
 
 async def test_while_the_engine_is_busy_the_next_batch_gathers():
-    sizes, release = [], asyncio.Event()
-
-    async def run(batch):
-        sizes.append(len(batch))
-        await release.wait()
-        return batch
-
-    batcher = MicroBatcher(run, limits(max_wait_ms=0), tokens=lambda request: 1)
-    first = asyncio.create_task(batcher.submit(0))
-    await asyncio.sleep(0.01)
-    rest = [asyncio.create_task(batcher.submit(i)) for i in range(1, 4)]
-    await asyncio.sleep(0.01)
-    release.set()
-    assert await asyncio.gather(first, *rest) == [0, 1, 2, 3]
-    assert sizes == [1, 3]
+    engine = Engine(max_wait_ms=0)
+    engine.gate.clear()
+    first = engine.asked(0)
+    await settled()
+    rest = engine.asked(1, 2, 3)
+    await settled()
+    engine.gate.set()
+    assert await asyncio.gather(*first, *rest) == [0, 2, 4, 6]
+    assert engine.batches == [[0], [1, 2, 3]]
 
 
-async def test_a_caller_that_goes_away_leaves_the_queue():
-    served, release = [], asyncio.Event()
-
-    async def run(batch):
-        served.extend(batch)
-        await release.wait()
-        return batch
-
-    batcher = MicroBatcher(run, limits(max_wait_ms=0), tokens=lambda request: 1)
-    first = asyncio.create_task(batcher.submit("first"))
-    await asyncio.sleep(0.01)
-    gone, stays = (asyncio.create_task(batcher.submit(name)) for name in ("gone", "stays"))
-    await asyncio.sleep(0.01)
+async def test_a_caller_that_goes_away_leaves_the_queue_and_takes_no_other_along():
+    engine = Engine(max_wait_ms=0)
+    engine.gate.clear()
+    first = engine.asked("first")
+    await settled()
+    gone, stays = engine.asked("gone", "stays")
+    await settled()
     gone.cancel()
-    release.set()
-    assert await asyncio.gather(first, stays) == ["first", "stays"]
-    assert served == ["first", "stays"]
+    first[0].cancel()
+    engine.gate.set()
+    assert await stays == "staysstays"
+    assert engine.batches == [["first"], ["stays"]], "an engine ends what it has begun"
 
 
-async def test_a_batcher_that_nobody_holds_any_more_leaves_nothing_running():
-    async def run(batch):
-        return batch
+async def test_what_is_past_its_deadline_is_not_computed():
+    engine = Engine(max_wait_ms=0)
+    late, timely = engine.asked("late", deadline=monotonic() - 1) + engine.asked("timely", deadline=monotonic() + 60)
+    assert await asyncio.gather(late, timely) == [LATE, "timelytimely"]
+    assert engine.batches == [["timely"]]
+    assert await engine.asked("late", deadline=monotonic() - 1)[0] == LATE
+    assert engine.batches == [["timely"]]
 
-    batcher = MicroBatcher(run, limits(), tokens=lambda request: 1)
-    assert await batcher.submit(1) == 1
-    await asyncio.sleep(0)
+
+async def test_a_batcher_that_is_idle_leaves_nothing_running():
+    engine = Engine()
+    assert await engine.asked(1)[0] == 2
+    await settled()
     assert asyncio.all_tasks() == {asyncio.current_task()}
-    assert await asyncio.gather(*(batcher.submit(i) for i in range(9))) == list(range(9)), "and goes on when it is asked again"
+    assert await asyncio.gather(*engine.asked(*range(9))) == [2 * number for number in range(9)], "and goes on when it is asked again"

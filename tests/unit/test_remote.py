@@ -70,7 +70,7 @@ def caller(*outcomes):
 
 async def test_a_replica_is_told_the_time_that_is_left():
     asking, handle = caller(ActorDiedError(), "answer")
-    assert await asking.ask("encode", REQUEST, within_s=1) == "answer"
+    assert await asking.ask(REQUEST, within_s=1) == "answer"
     (_, first), (_, second) = handle.calls
     assert second < first <= 1
     assert asking.figures == {"requests": 1, "copies": 1, "hedges": 0, "refused": 0}
@@ -78,14 +78,14 @@ async def test_a_replica_is_told_the_time_that_is_left():
 
 async def test_a_replica_that_is_stopped_does_not_keep_a_request_waiting_while_another_answers():
     asking, handle = caller(NEVER, "answer")
-    assert await asking.ask("encode", REQUEST, within_s=0.1) == "answer"
+    assert await asking.ask(REQUEST, within_s=0.1) == "answer"
     await asyncio.sleep(0)
     assert handle.responses[0].cancelled()
 
 
 async def test_a_copy_is_nobodys_so_that_no_router_brings_it_home_to_the_stopped_replica():
     asking, handle = caller(NEVER, "answer")
-    await asking.ask("encode", REQUEST, within_s=0.1)
+    await asking.ask(REQUEST, within_s=0.1)
     assert [request.user for request, _ in handle.calls] == ["ada", ""]
 
 
@@ -95,36 +95,36 @@ async def test_a_copy_is_nobodys_so_that_no_router_brings_it_home_to_the_stopped
 async def test_what_only_computes_is_asked_of_another_replica_and_what_may_break_it_too_is_not(broken):
     poor = {"poor": lambda answer: answer == BROKEN}
     asking, _ = caller(broken, "answer")
-    assert await asking.ask("encode", REQUEST, within_s=1, safe=True, **poor) == "answer"
+    assert await asking.ask(REQUEST, within_s=1, safe=True, **poor) == "answer"
     asking, handle = caller(broken, "answer")
     if broken is BROKEN:
-        assert await asking.ask("generate", REQUEST, within_s=1, **poor) == BROKEN
+        assert await asking.ask(REQUEST, within_s=1, **poor) == BROKEN
     else:
         with pytest.raises(BackendFailed):
-            await asking.ask("generate", REQUEST, within_s=1, **poor)
+            await asking.ask(REQUEST, within_s=1, **poor)
     assert len(handle.calls) == 1
 
 
 async def test_a_request_that_is_wrong_is_wrong_everywhere():
     asking, handle = caller(raised(InvalidRequest("k", "is wrong")), "answer")
     with pytest.raises(InvalidRequest):
-        await asking.ask("encode", REQUEST, within_s=1, safe=True)
+        await asking.ask(REQUEST, within_s=1, safe=True)
     assert len(handle.calls) == 1
 
 
 async def test_where_every_replica_gives_a_poor_answer_that_is_the_answer():
     asking, _ = caller(BROKEN, BROKEN)
-    assert await asking.ask("encode", REQUEST, within_s=1, tries=2, safe=True, poor=lambda answer: answer == BROKEN) == BROKEN
+    assert await asking.ask(REQUEST, within_s=1, tries=2, safe=True, poor=lambda answer: answer == BROKEN) == BROKEN
 
 
 async def test_replicas_that_all_die_are_an_error_of_ours():
     asking, _ = caller(ActorDiedError(), ActorDiedError())
     with pytest.raises(BackendUnavailable, match="no replica of encoder could be reached"):
-        await asking.ask("generate", REQUEST, within_s=1, tries=2)
+        await asking.ask(REQUEST, within_s=1, tries=2)
 
 
 async def streamed(asking, **more):
-    return [piece async for piece in asking.ask_stream("generate_stream", REQUEST, **{"within_s": 5, **more})]
+    return [piece async for piece in asking.ask_stream(REQUEST, **{"within_s": 5, **more})]
 
 
 async def test_a_stream_comes_piece_by_piece_and_an_empty_one_ends():

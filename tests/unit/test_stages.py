@@ -11,15 +11,17 @@ from cluster.errors import BackendFailed, BackendUnavailable
 from cluster.fleet.board import READY, FleetNews
 from cluster.stages import ENCODER, GENERATOR, RANKER
 from cluster.traffic.hedging import Hedge
-from cluster.values import SkippedBackend
+from cluster.values import EncodeRequest, SkippedBackend
 from deployments.replicas.replica import ModelGone
 from deployments.stages import ColocatedStages, SplitStages
+from tests.bundles import random_sequence
 from tests.fakes.handles import NEVER, ScriptedHandle
 
 pytestmark = pytest.mark.virtual_time
 
 NOBODY = NoBackendAnswered("encoder", (SkippedBackend("torch", "broke", failed=True),))
 GONE = ModelGone("this replica holds tiny/1, not tiny/2")
+ASKED = EncodeRequest(random_sequence(3), 5)
 
 
 async def listed(pieces):
@@ -29,10 +31,10 @@ async def listed(pieces):
 @pytest.mark.parametrize("failure", [NOBODY, GONE], ids=["engines broken", "version not held"])
 async def test_an_encoder_that_has_no_answer_is_passed_over_for_one_that_has(failure):
     handle = ScriptedHandle(failure, "the state")
-    assert await SplitStages(handle, ScriptedHandle(), ScriptedHandle()).ask(ENCODER, None, 5.0) == "the state"
+    assert await SplitStages(handle, ScriptedHandle(), ScriptedHandle()).ask(ENCODER, ASKED, 5.0) == "the state"
     handle = ScriptedHandle(failure, failure, failure)
     with pytest.raises(type(failure)):
-        await SplitStages(handle, ScriptedHandle(), ScriptedHandle()).ask(ENCODER, None, 5.0)
+        await SplitStages(handle, ScriptedHandle(), ScriptedHandle()).ask(ENCODER, ASKED, 5.0)
     assert handle.outcomes == []
 
 

@@ -1,0 +1,148 @@
+"""Have requests that wait go together: into an engine, or to another process in one call.
+
+    submit -> waits, while `at_once` batches run -> goes with others that wait, as `choose` says -> its own answer
+
+Each member of a batch has an answer of its own; only the failure of the whole batch is every member's.
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context
+from dataclasses import dataclass
+from time import monotonic
+from typing import Generic, TypeVar
+
+from opentelemetry.trace import SpanContext
+
+from cluster import tracing
+
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT")
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """In place of an answer: the error that this request came to."""
+
+    error: Exception
+
+
+@dataclass(slots=True, eq=False)
+class Member(Generic[RequestT, AnswerT]):
+    """A request that waits since `since`, on this process's monotonic clock. `trace`: its place in its trace, where it is traced."""
+
+    request: RequestT
+    size: int
+    since: float
+    trace: SpanContext | None
+    answer: asyncio.Future[AnswerT]
+
+
+class Batcher(Generic[RequestT, AnswerT]):
+    """For one event loop. `run` answers a batch: one answer or Raised for each member, in order.
+
+    `choose` is given the sizes of all that wait, the longest-waiting first, and names the positions of those that go together, ascending
+    and the first among them; `most` at a time. `size`: of a request. `wait_s`: how long the first request waits for others while no batch
+    runs; 0: it goes with those of the same turn of the loop. `patience_s`: a batch that runs for longer no longer holds others up.
+    `abandons`: a batch is cancelled once all of its members have left. `context`: in which batches run; without it, in that of the request
+    by which they begin. `idle`: called when nothing waits or runs.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Sequence[Member[RequestT, AnswerT]]], Awaitable[Sequence[AnswerT | Raised]]],
+        choose: Callable[[Sequence[int]], Sequence[int]],
+        most: int,
+        *,
+        size: Callable[[RequestT], int] = lambda _: 1,
+        at_once: int = 1,
+        wait_s: float = 0.0,
+        patience_s: float = math.inf,
+        abandons: bool = False,
+        context: Context | None = None,
+        idle: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._run, self._choose, self._most, self._size = run, choose, most, size
+        self._at_once, self._wait_s, self._patience_s, self._abandons = at_once, wait_s, patience_s, abandons
+        self._context, self._idle = context, idle
+        self._waiting: list[Member[RequestT, AnswerT]] = []
+        self._running: dict[asyncio.Task[None], float] = {}  # when each began, the oldest first
+        self._soon = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a batch."""
+        return len(self._waiting)
+
+    def submit(self, request: RequestT) -> asyncio.Future[AnswerT]:
+        """The answer to one request, or the error. A caller that leaves cancels it."""
+        loop = asyncio.get_running_loop()
+        member = Member(request, self._size(request), monotonic(), tracing.here(), loop.create_future())
+        self._waiting.append(member)
+        if not self._soon:
+            self._soon = True
+            loop.call_soon(self._begin, context=self._context)
+        return member.answer
+
+    def _begin(self) -> None:
+        """Run what waits, as far as it may be run now."""
+        self._soon = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._waiting = [member for member in self._waiting if not member.answer.done()]
+        while self._waiting:
+            chosen = self._choose([member.size for member in self._waiting])
+            if (at := self._due(len(chosen))) > monotonic():
+                if at < math.inf:
+                    self._timer = asyncio.get_running_loop().call_later(at - monotonic(), self._begin, context=self._context)
+                return
+            self._start([self._waiting[position] for position in chosen])
+            taken = set(chosen)
+            self._waiting = [member for position, member in enumerate(self._waiting) if position not in taken]
+        if not self._running:
+            self._idle()
+
+    def _due(self, chosen: int) -> float:
+        """When the next batch, of so many members, may begin; infinity: when one that runs has ended."""
+        lately = [began for began in self._running.values() if monotonic() - began < self._patience_s]
+        if len(lately) >= self._at_once:
+            return lately[0] + self._patience_s
+        if self._running or chosen < len(self._waiting) or chosen == self._most:
+            return 0.0
+        return self._waiting[0].since + self._wait_s
+
+    def _start(self, members: Sequence[Member[RequestT, AnswerT]]) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(members), context=self._context)
+        self._running[task] = monotonic()
+        task.add_done_callback(self._ended, context=self._context)
+        if self._abandons:
+            staying = len(members)
+
+            def left(answer: asyncio.Future[AnswerT]) -> None:
+                nonlocal staying
+                staying -= answer.cancelled()
+                if not staying:
+                    task.cancel()
+
+            for member in members:
+                member.answer.add_done_callback(left)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._running[task]
+        self._begin()
+
+    async def _serve(self, members: Sequence[Member[RequestT, AnswerT]]) -> None:
+        try:
+            outcomes = list(zip(members, await self._run(members), strict=True))
+        except Exception as error:  # noqa: BLE001 - every error of the whole batch belongs to its members
+            outcomes = [(member, Raised(error)) for member in members]
+        for member, outcome in outcomes:
+            if member.answer.done():
+                continue
+            if isinstance(outcome, Raised):
+                member.answer.set_exception(outcome.error)
+            else:
+                member.answer.set_result(outcome)
