@@ -11,6 +11,8 @@ The controller looks for these too; a backend may have any of them:
     declines(request) -> str              why this one request is not for it; "" where it is
     alive() -> bool                       False once its engine is gone: it is then loaded anew
     queue() -> dict[str, float]           how busy it is, for the autoscaling and for gauges
+    brief: bool                           True where a call always returns, as a compiled graph's does: a single request that took it less
+                                          than a millisecond the last time is computed on the event loop, without a thread
 
 And for these, of a backend that keeps something of users beyond their requests:
 

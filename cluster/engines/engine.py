@@ -48,6 +48,11 @@ class Engine(Generic[RequestT, AnswerT]):
         """The outcome of each request, in order; `run` is the thread for what takes one."""
         raise NotImplementedError
 
+    @property
+    def brief(self) -> bool:
+        """Whether its calls always return; see cluster.protocols."""
+        return getattr(self.backend, "brief", False) is True
+
     def is_alive(self) -> bool:
         try:
             return self.optional("alive") is not False

@@ -5,6 +5,7 @@ on the event loop; the backend's code runs in the engine thread, a load beside t
 """
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property
@@ -26,6 +27,8 @@ RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 SAMPLE_WITHIN_S = 5.0
 """How long an engine with a queue may take for a sample that it answered before, until it counts as broken."""
+BRIEF_S = 0.001
+"""A call that took less is not worth a thread: the way there and back takes as long, and others wait no longer than for it."""
 LATE_TO_BE_STUCK = 3
 """Calls that came too late to be answered, with no answer between them, after which an engine is asked a sample: it may be stuck."""
 
@@ -41,6 +44,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self.exclusion = ""
         self.measured_ms: float | None = None
         self.rehearsed_ms = 0.0  # what the engine last took for the samples
+        self._alone_s = math.inf  # what it last took for a request alone
         self.fallbacks = 0
         self.health = Health(name, room.breaker, room.clock)
         self._room, self._turn = room, asyncio.Lock()
@@ -201,10 +205,16 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         async with self._turn:
             if skipped := self.unfit():  # what was so when the requests came may have changed while they waited
                 return [skipped] * len(requests)
-            results = await self._load_and_try(requests, self._room.thread.compute)
+            results = await self._load_and_try(requests, self._way(requests))
         self.health.calls += len(requests)
         self.health.failures += sum(map(has_failed, results))
         return results
+
+    def _way(self, requests: Sequence[RequestT]) -> Run:
+        """Into the engine thread; a lone request of a brief engine is computed at once."""
+        engine, thread = self._slot.engine, self._room.thread
+        brief = engine is not None and self.loaded and engine.brief and self._alone_s < BRIEF_S
+        return thread.compute_here if brief and len(requests) == 1 and not thread.pending else thread.compute
 
     async def _answer_one(self, request: RequestT) -> AnswerT | SkippedBackend:
         """By an engine with a queue, beside all that it answers already."""
@@ -290,6 +300,8 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             engine.known_good, self.rehearsed_ms = answered[-1], reply.duration_s * 1e3
         elif answered:
             self.health.record(reply.duration_s, len(answered))
+            if len(requests) == 1:
+                self._alone_s = reply.duration_s
         return results
 
     async def _answers_sample(self, engine: Engine[RequestT, AnswerT], run: Run) -> bool | None:

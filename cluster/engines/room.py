@@ -39,6 +39,8 @@ class EngineThread:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self.busy_s = 0.0
+        self.pending = 0
+        """Pieces of work that run or wait."""
 
     async def run(self, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
@@ -46,15 +48,24 @@ class EngineThread:
             working = loop.run_in_executor(self._pool, work)
         except RuntimeError:  # the stage was closed meanwhile: what is under way ends in another thread
             working = loop.run_in_executor(None, work)
+        self.pending += 1
+        working.add_done_callback(self._done)
         return await working
 
     async def compute(self, work: Callable[[], T]) -> T:
         """As `run`, and counted as busy: what is computed for requests, of which more replicas could take some."""
         return await self.run(lambda: self._timed(work))
 
+    async def compute_here(self, work: Callable[[], T]) -> T:
+        """As `compute`, on the event loop: for what takes less time than the way to the thread and back, while nothing is `pending`."""
+        return self._timed(work)
+
     def close(self) -> None:
         """Returns when the work that runs has ended."""
         self._pool.shutdown()
+
+    def _done(self, _: object) -> None:
+        self.pending -= 1
 
     def _timed(self, work: Callable[[], T]) -> T:
         began = monotonic()

@@ -38,6 +38,8 @@ class OnnxRuntimeEncoder(KeepsRows[KeptStates]):
     `state`: what is kept of users, see StateOptions; the `append` graph then encodes their new events only.
     """
 
+    brief = True
+
     def __init__(self, threads: int | None = None, *, precision: Precision = "fp32", index: str = "exact", **state: Any) -> None:
         """Raises UnknownChoice at an option that means nothing."""
         super().__init__(**state)

@@ -22,6 +22,8 @@ class OnnxRuntimeRanker(RankerBackend):
     RankerBackend.
     """
 
+    brief = True
+
     def __init__(self, threads: int | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._threads = threads

@@ -76,6 +76,34 @@ class TestChoice:
         assert by(await controller.call([*range(16)])) == ["first"] * 16
         assert (First.log, len(hops), len(walks)) == (["batch of 16"], 1, 1)
 
+    async def test_a_lone_request_of_a_brief_engine_is_computed_on_the_event_loop_and_any_other_in_the_engine_thread(
+        self, controller, monkeypatch
+    ):
+        await controller.warm_up([1])
+        await controller.refresh()
+        threads, infer = [], First.batch_infer
+        monkeypatch.setattr(First, "batch_infer", lambda self, batch: (threads.append(threading.current_thread()), infer(self, batch))[1])
+
+        async def here(*requests, seconds=0.0):
+            monkeypatch.setattr(First, "seconds", seconds)
+            assert by(await controller.call([*requests])) == ["first"] * len(requests)
+            return threads.pop() is threading.current_thread()
+
+        assert [await here(1) for _ in range(2)] == [False, False], "it does not say that it is brief"
+        monkeypatch.setattr(First, "brief", True, raising=False)
+        assert await here(1)
+        assert not await here(1, 2)
+        assert await here(1, seconds=0.5)
+        assert not await here(1), "the last one was not brief"
+        assert await here(1)
+        working = threading.Event()
+        busy = asyncio.create_task(controller.thread.run(working.wait))
+        lone = asyncio.create_task(here(1))
+        await asyncio.sleep(0)
+        working.set()
+        assert not await lone, "another engine computes in the thread"
+        await busy
+
     async def test_nothing_is_loaded_before_it_is_needed(self, controller):
         assert First.log == []
         await controller.call_one(1)
