@@ -74,7 +74,7 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
     @routes.delete(HISTORY_PATH, tags=["events"])
     async def erase(user_id: UserIdInPath, caller: CallerHere, tenant: TenantInQuery = None) -> ErasedOut:
         """Erase a user: stored events, kept answers, and what the engines keep of them, in every replica."""
-        return await data.erase(caller.acts_for(tenant), user_id)
+        return await data.erase(caller.acts_for(tenant, right="erase"), user_id)
 
     @routes.get("/v1/cache", tags=["operation"])
     async def cache(_: OperatorHere) -> CacheOut:
@@ -96,7 +96,7 @@ def _give_tenants(message: EventIn | EventsIn, caller: CallerHere) -> None:
     events = message.events if isinstance(message, EventsIn) else [message]
     for event in events:
         event.tenant = caller.named(event.tenant if "tenant" in event.model_fields_set else None)
-    caller.charge(Counter({event.tenant: 1 for event in events}))
+    caller.charge(Counter({event.tenant: 1 for event in events}), right="events")
 
 
 def _events_of(message: EventIn | EventsIn, key: str | None, most: int) -> list[Event]:
