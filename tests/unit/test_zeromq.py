@@ -55,6 +55,9 @@ class Data:
         self.events += events
         return EventsOut(stored=len(events), duplicates=0, unknown_items=[], events=[])
 
+    async def erase(self, tenant, user_id):
+        raise AssertionError("no key here may")
+
 
 class Client:
     """One DEALER, or a socket of another `kind`."""
