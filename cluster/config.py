@@ -243,7 +243,16 @@ class GatewaySettings(Section):
     slow_ms: float | None = Field(
         None, gt=0, description="an answer that takes longer is logged, with the backends of its stages; default: none is"
     )
+    audit_log: Path | None = Field(
+        None, description="a file, by its absolute path, that every erasure and operator's call adds a line of JSON to; default: none does"
+    )
     playground: bool = Field(True, description="the page at /, to try the system in a browser; false: nothing is there")
+
+    @model_validator(mode="after")
+    def _the_audit_log_is_found_from_everywhere(self) -> Self:
+        if self.audit_log is not None and not self.audit_log.is_absolute():
+            raise ValueError(f"audit_log {self.audit_log} is relative, and replicas run in directories of Ray's; give an absolute path")
+        return self
 
     @model_validator(mode="after")
     def _keys_are_different(self) -> Self:

@@ -118,6 +118,10 @@ class EventStore(Protocol):
         """
         ...
 
+    async def digest(self, tenant: str, user_id: str) -> str:
+        """What remains of the user's name once it is erased, in hexadecimal."""
+        ...
+
     async def load(self, batches: Batches) -> Loaded:
         """Store many batches, each all or nothing and kept even where later ones fail; keys make a load restartable."""
         ...

@@ -22,6 +22,7 @@ from cluster.errors import DataError, InvalidRequest
 from cluster.events.store import Event, Loaded, StoreStatistics, closing_store
 from cluster.registry import DATASETS
 from cluster.values import Action, Behaviour
+from deployments.cli.audit import AuditLog, audited_here
 from deployments.cli.dataset_options import OPTIONAL_DATASET, open_dataset
 from deployments.cli.fields import with_fields
 from deployments.training.dataset_options import DatasetOptions, as_trained
@@ -72,9 +73,16 @@ def stats(url: Url, *, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def erase(user: Annotated[str, typer.Argument(metavar="USER")], url: Url, *, tenant: Tenant = "default", as_json: AsJson = False) -> None:
+def erase(
+    user: Annotated[str, typer.Argument(metavar="USER")],
+    url: Url,
+    *,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+    audit_log: AuditLog = None,
+) -> None:
     """Forget a user: delete all their events from the store, with the keys these were sent under."""
-    erased = asyncio.run(_erase(url, tenant, user))
+    erased = asyncio.run(_erase(url, tenant, user, audit_log))
     typer.echo(json.dumps({"erased": erased}) if as_json else f"erased {erased:,} events of {user!r} (tenant {tenant})")
 
 
@@ -140,6 +148,8 @@ async def _statistics(url: str) -> StoreStatistics:
         return await store.statistics()
 
 
-async def _erase(url: str, tenant: str, user: str) -> int:
+async def _erase(url: str, tenant: str, user: str, audit_log: Path | None) -> int:
     async with closing_store(url) as store:
-        return await store.erase(tenant, user)
+        with audited_here(audit_log, "user.erase", f"{tenant}/{await store.digest(tenant, user)}") as line:
+            line.more["events"] = erased = await store.erase(tenant, user)
+        return erased

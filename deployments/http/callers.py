@@ -20,7 +20,7 @@ Belong = Callable[[str], bool]
 
 class Caller:
     """The caller of one request. `key`: None if the service has no keys. `arrived`: when the whole request was there, on this process's
-    monotonic clock. `refused`: the status of a refusal after the message was read, or 0.
+    monotonic clock. `refused`: the status of a refusal after the message was read, or 0. `unaudited`: its line of the audit log is lost.
     """
 
     def __init__(self, key: ApiKeySettings | None, take: Take) -> None:
@@ -29,7 +29,7 @@ class Caller:
         self.belong: Belong = _anywhere
         self._paid: dict[str, int] = {}
         self.grant: Grant | None = None
-        self.refused = 0
+        self.refused, self.unaudited = 0, False
 
     @property
     def tenant(self) -> str | None:
@@ -87,8 +87,9 @@ class Caller:
         self._paid[tenant] = cost
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What is left of the tenant's rate, as headers of the response."""
-        return [(name.encode(), value.encode()) for name, value in headers_of(self.grant).items()] if self.grant else []
+        """What is left of the tenant's rate, and that the audit log lacks this call, as headers of the response."""
+        told = {**(headers_of(self.grant) if self.grant else {}), **({"Genrec-Audit": "lost"} if self.unaudited else {})}
+        return [(name.encode(), value.encode()) for name, value in told.items()]
 
     def _allowed(self, tenant: str | None) -> str:
         if self.tenant is not None and tenant not in (None, self.tenant):

@@ -50,6 +50,9 @@ class PostgreSQLEventStore:
         check_user(tenant, user_id)
         return await self._database.write(lambda connection: rows.erase(connection, self._digests, tenant, user_id), repeatable=False)
 
+    async def digest(self, tenant: str, user_id: str) -> str:
+        return self._digests.user(tenant, user_id).hex()
+
     async def load(self, batches: Batches) -> Loaded:
         loaded = Loaded()
         async for batch in each_batch(batches):

@@ -60,6 +60,9 @@ class SQLiteEventStore:
         erase = self._writer.submit(lambda connection: rows.erase(connection, self._digests, tenant, user_id), purge=True)
         return await asyncio.wrap_future(erase)
 
+    async def digest(self, tenant: str, user_id: str) -> str:
+        return self._digests.user(tenant, user_id).hex()
+
     async def load(self, batches: Batches) -> Loaded:
         loaded = Loaded()
         async for batch in each_batch(batches):
