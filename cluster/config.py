@@ -291,7 +291,9 @@ class EventSettings(Section):
 
     enabled: bool = Field(True, description="false: every request brings its behaviours")
     url: str | None = Field(
-        None, description="postgresql://user@host/database, or sqlite:///file for one machine; default: events.db in the model's directory"
+        None,
+        description="postgresql://user@host/database, or sqlite:///file for one machine, with ?ledger=/a/file for the ledger of erasures; "
+        "default: events.db in the model's directory",
     )
     read_deadline_ms: float = Field(500.0, gt=0, le=60_000, description="a history that is not there by then is taken for an empty one")
     anticipate: bool = Field(True, description="after an event, compute the user's next answer in the background")
