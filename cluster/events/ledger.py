@@ -36,11 +36,11 @@ class Ledger:
         latest: dict[bytes, int] = {}
         try:
             append(self.file, b"")
-            for mark, number, digest in _LINE.findall(self.file.read_bytes()):
-                if mark != self._mark:
-                    raise BackendUnavailable(f"the ledger of erasures {self.file} is of a store with another key; name one for each store")
-                user = bytes.fromhex(digest.decode())
-                latest[user] = max(int(number), latest.get(user, 0))
+            with self.file.open("rb") as lines:
+                for line in filter(None, map(_LINE.search, lines)):  # a part of a line, which a full disk leaves, stands before a whole one
+                    self._check(line[1])
+                    user = bytes.fromhex(line[3].decode())
+                    latest[user] = max(int(line[2]), latest.get(user, 0))
         except OSError as error:
             raise self._away(error) from error
         return latest
@@ -54,6 +54,10 @@ class Ledger:
             append(self.file, b"".join(lines), durable=True)
         except OSError as error:
             raise self._away(error) from error
+
+    def _check(self, mark: bytes) -> None:
+        if mark != self._mark:
+            raise BackendUnavailable(f"the ledger of erasures {self.file} is of a store with another key; name one for each store")
 
     @property
     def _mark(self) -> bytes:

@@ -6,6 +6,7 @@ passwords of people dear, and would make every request dear here.
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, date, datetime, time
 from hashlib import sha256
 from hmac import compare_digest
@@ -55,13 +56,12 @@ def find(presented: bytes, keys: Sequence[Entry]) -> Entry | None:
 
 def expiry(text: object) -> datetime:
     """The moment at which a key named so expires; a date, in UTC, is over before it does. Raises ValueError with the cure."""
-    moment = None
-    if isinstance(text, str):
-        day = re.fullmatch(r"\d{4}-\d\d-\d\d", text.strip())
-        moment = datetime.combine(date.fromisoformat(day[0]), time.max, UTC) if day else datetime.fromisoformat(text)
-    if moment is None or moment.tzinfo is None:
-        raise ValueError('give a date, or a time with its zone, in quotes: "2027-01-31", "2027-01-31T18:00:00+01:00"')
-    return moment
+    with suppress(ValueError):
+        if isinstance(text, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", text):
+            return datetime.combine(date.fromisoformat(text), time.max, UTC)
+        if isinstance(text, str) and (moment := datetime.fromisoformat(text)).tzinfo is not None:
+            return moment
+    raise ValueError('give a date, or a time with its zone, in quotes: "2027-01-31", "2027-01-31T18:00:00+01:00"')
 
 
 def masked(text: str) -> str:

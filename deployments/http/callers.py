@@ -88,7 +88,9 @@ class Caller:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """What is left of the tenant's rate, and that the audit log lacks this call, as headers of the response."""
-        told = {**(headers_of(self.grant) if self.grant else {}), **({"Genrec-Audit": "lost"} if self.unaudited else {})}
+        told = headers_of(self.grant) if self.grant else {}
+        if self.unaudited:
+            told["Genrec-Audit"] = "lost"
         return [(name.encode(), value.encode()) for name, value in told.items()]
 
     def _allowed(self, tenant: str | None) -> str:

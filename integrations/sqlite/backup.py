@@ -22,18 +22,16 @@ def back_up(path: Path, to: Path) -> None:
     _refuse_existing(to, "name a file that is not there yet")
     if not path.is_file():
         raise ConfigError(f"event store {path} is not there; give the URL that the service has")
-    draft = _draft(to)
+    _make(to)
     try:
-        with explained(path), closing(connect_reader(path)) as store, closing(sqlite3.connect(draft)) as copy:
-            store.backup(copy)
-            [[found]] = copy.execute("PRAGMA quick_check(1)").fetchall()
-        if found != "ok":
-            raise DataError(f"event store {path} is damaged: {found}; restore it from an earlier backup")
-        checksum = _sealed(draft)
-        _checksum_file(to).write_text(f"{checksum}  {to.name}\n")
-        os.link(draft, to)
-    finally:
-        _remove(draft)
+        _copy(path, to)
+        _checksum_file(to).write_text(f"{_sealed(to)}  {to.name}\n")  # last: without it the backup is none
+    except OSError as error:
+        _remove(to)
+        raise ConfigError(f"{to} cannot be written: {error.strerror}") from error
+    except BaseException:
+        _remove(to)
+        raise
 
 
 def bring_back(backup: Path, path: Path) -> None:
@@ -44,7 +42,8 @@ def bring_back(backup: Path, path: Path) -> None:
     """
     for file in (path, path.with_name(f"{path.name}-wal")):
         _refuse_existing(file, "stop the service, and move it, with its -wal and -shm, away")
-    draft = _draft(path)
+    draft = path.with_name(f".{path.name}-{token_hex(8)}")
+    _make(draft)
     try:
         with backup.open("rb") as source, draft.open("wb") as copy:
             copyfileobj(source, copy)
@@ -57,6 +56,14 @@ def bring_back(backup: Path, path: Path) -> None:
         raise ConfigError(f"{backup} cannot be restored to {path}: {error.strerror}") from error
     finally:
         _remove(draft)
+
+
+def _copy(path: Path, to: Path) -> None:
+    with explained(path), closing(connect_reader(path)) as store, closing(sqlite3.connect(to)) as copy:
+        store.backup(copy)
+        [[found]] = copy.execute("PRAGMA quick_check(1)").fetchall()
+    if found != "ok":
+        raise DataError(f"event store {path} is damaged: {found}; restore it from an earlier backup")
 
 
 def _check(backup: Path, checksum: str) -> None:
@@ -76,14 +83,12 @@ def _refuse_existing(file: Path, cure: str) -> None:
         raise ConfigError(f"{file} is there already; {cure}")
 
 
-def _draft(file: Path) -> Path:
-    """A file beside it, for this user alone."""
-    draft = file.with_name(f".{file.name}-{token_hex(8)}")
+def _make(file: Path) -> None:
+    """For this user alone."""
     try:
-        open(draft, "x", opener=private).close()
+        open(file, "x", opener=private).close()
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from error
-    return draft
 
 
 def _sealed(file: Path) -> str:
@@ -93,6 +98,6 @@ def _sealed(file: Path) -> str:
         return file_digest(opened, "sha256").hexdigest()
 
 
-def _remove(draft: Path) -> None:
+def _remove(file: Path) -> None:
     for end in ("", "-wal", "-shm", "-journal"):
-        draft.with_name(draft.name + end).unlink(missing_ok=True)
+        file.with_name(file.name + end).unlink(missing_ok=True)

@@ -78,7 +78,7 @@ def test_a_key_expires_at_the_end_of_a_date_or_at_a_time_with_its_zone(said, mom
 @pytest.mark.parametrize("said", ["2027-01-31T18:00:00", "soon", "2027-02-30", 1_800_000_000, date(2027, 1, 31)])
 def test_what_names_no_moment_is_refused(said):
     """A date without quotes too: `serve deploy` cannot send it on."""
-    with pytest.raises(ConfigError, match=r"api_keys\.0\.expires"):
+    with pytest.raises(ConfigError, match=r"api_keys\.0\.expires = .*give a date, or a time with its zone, in quotes"):
         parse({"gateway": {"api_keys": [{"name": "a", "sha256": "0" * 64, "expires": said}]}})
 
 

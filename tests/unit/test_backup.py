@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.config import parse
-from cluster.errors import ConfigError, DataError
+from cluster.errors import BackendUnavailable, ConfigError, DataError
 from cluster.events.digests import Digests
 from cluster.events.ledger import Ledger, missing, split_ledger
 from cluster.events.store import Event, StoreStatistics, closing_store
@@ -122,6 +122,18 @@ async def test_a_backup_is_one_file_for_its_user_alone_and_sha256sum_knows_it(pa
     assert await checked.wait() == 0
     with pytest.raises(ConfigError, match=r"backup\.db is there already; name a file that is not there yet"):
         await run("backup", backup, "--url", url)
+
+
+async def test_of_a_backup_that_fails_nothing_is_left(path, tmp_path):
+    async with closing_store(url := f"sqlite:///{path}") as store:
+        await store.append([event(f"user-{number}", "i") for number in range(1000)])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:8192] + b"x" * 4096 + whole[12288:])
+    with pytest.raises((BackendUnavailable, DataError), match="damaged"):
+        await run("backup", tmp_path / "backup.db", "--url", url)
+    with pytest.raises(ConfigError, match=r"backup\.db cannot be written: No such file or directory"):
+        await run("backup", tmp_path / "missing" / "backup.db", "--url", url)
+    assert {file.name for file in tmp_path.iterdir()} == {"store"}
 
 
 @pytest.fixture
