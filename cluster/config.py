@@ -292,7 +292,7 @@ class EventSettings(Section):
     enabled: bool = Field(True, description="false: every request brings its behaviours")
     url: str | None = Field(
         None,
-        description="postgresql://user@host/database, or sqlite:///file for one machine, with ?ledger=/a/file for the ledger of erasures; "
+        description="postgresql://user@host/database, or sqlite:///file for one machine, with ?ledger=/a/path for the ledger of erasures; "
         "default: events.db in the model's directory",
     )
     read_deadline_ms: float = Field(500.0, gt=0, le=60_000, description="a history that is not there by then is taken for an empty one")

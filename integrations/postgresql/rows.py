@@ -118,7 +118,7 @@ async def catch_up(connection: Any, ledger: Ledger) -> None:
     """Erase what was erased from a later copy of this store, and have the ledger know all that was erased from this one. Numbers go on from
     the ledger's, and versions are told anew.
     """
-    if ledger.file is None:
+    if ledger.place is None:
         return
     await connection.execute("LOCK TABLE genrec.erasures IN SHARE ROW EXCLUSIVE MODE")  # what stands in the ledger is committed, or undone
     noted, held = await asyncio.to_thread(ledger.read), _numbers(await connection.fetch("SELECT digest, number FROM genrec.erasures"))

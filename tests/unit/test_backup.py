@@ -252,12 +252,21 @@ def test_a_ledger_gives_the_latest_erasure_of_each_user_in_whatever_order_lines_
     assert stat.S_IMODE((tmp_path / "one").stat().st_mode) == 0o600
 
 
+def test_in_a_directory_each_machine_has_a_file_and_reads_those_of_all(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path, DIGESTS)
+    for machine, user in (("one", ADA), ("two", BOB)):
+        monkeypatch.setattr("cluster.events.ledger.gethostname", lambda machine=machine: machine)
+        ledger.note({user: 7})
+    assert {file.name for file in tmp_path.iterdir()} == {"one.erased", "two.erased"}
+    assert ledger.read() == {ADA: 7, BOB: 7}
+
+
 @pytest.mark.parametrize("left", range(100))
 def test_a_line_of_which_the_system_kept_a_part_spoils_no_other(left, tmp_path):
     ledger = Ledger(tmp_path / "erased", DIGESTS)
     ledger.note({ADA: 12})
-    whole = ledger.file.read_bytes()
-    ledger.file.write_bytes(whole + whole[: min(left, len(whole) - 1)])
+    whole = ledger.place.read_bytes()
+    ledger.place.write_bytes(whole + whole[: min(left, len(whole) - 1)])
     ledger.note({BOB: 13})
     assert ledger.read() == {ADA: 12, BOB: 13}
 
