@@ -134,7 +134,7 @@ async def catch_up(connection: Any, ledger: Ledger) -> None:
 
 
 async def tell_anew(connection: Any) -> None:
-    """No version that was told before is told again: this store is an older copy of itself, whose numbers went to other events."""
+    """No version that was told before is told again: in this older copy of the store, their numbers go to other events."""
     await connection.execute("UPDATE genrec.store SET identity = left(md5(random()::text || clock_timestamp()::text), 8)")
 
 
