@@ -26,6 +26,7 @@ from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest
 from deployments.http import problems, streaming
 from deployments.http.answer_json import answer_json
 from deployments.http.api_pages import documentation_routes
+from deployments.http.audit import Audit
 from deployments.http.bodies import RecommendBody
 from deployments.http.callers import Caller, CallerHere, operator_of
 from deployments.http.edge import Edge
@@ -91,14 +92,15 @@ def create_api(
         return edge.settings
 
     api.state.limits = limits  # for `operator_of`
+    audit = Audit(limits)
     for routes in (
         _recommendations(service, limits),
         ranking_routes(service, limits),
-        user_data_routes(data, limits),
+        user_data_routes(data, limits, audit),
         playground_routes(service, data, limits),
     ):
         api.include_router(routes, responses=problems.EVERYWHERE, dependencies=[key])
-    for routes in (_admin(service, edge), model_routes(service)):
+    for routes in (_admin(service, edge, audit), model_routes(service)):
         api.include_router(routes, responses=problems.EVERYWHERE, dependencies=[key, Depends(operator_of)])
     api.include_router(_health(service))
     api.include_router(page_routes(limits))
@@ -160,7 +162,7 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings]) ->
     return routes
 
 
-def _admin(service: Service, edge: Edge) -> APIRouter:
+def _admin(service: Service, edge: Edge, audit: Audit) -> APIRouter:
     routes = APIRouter(tags=["operation"])
 
     @routes.get("/v1/gateway")
@@ -174,9 +176,12 @@ def _admin(service: Service, edge: Edge) -> APIRouter:
         return await service.backends()
 
     @routes.post("/v1/backends/{stage}/{name}:{switch}", responses=problems.documented([404]))
-    async def switch(stage: str, name: str, switch: Annotated[Literal["enable", "disable", "first"], Path()]) -> SwitchOut:
+    async def switch(http: Request, stage: str, name: str, switch: Annotated[Literal["enable", "disable", "first"], Path()]) -> SwitchOut:
         """Switch a backend on or off in every replica, or have it asked first, without a restart. `enable` ends `first`, too."""
-        return await service.switch(stage, name, POSITIONS[switch])
+        with audit.line(http, f"backend.{switch}", f"{stage}/{name}") as line:
+            switched = await service.switch(stage, name, POSITIONS[switch])
+            line.more["everywhere"] = switched.applied
+        return switched
 
     return routes
 

@@ -51,7 +51,9 @@ class EdgeStatistics:
 
 
 class Edge:
-    """The protection of one gateway replica. `gateways` gives the number of live ones, which share the tenants' rate limits."""
+    """The protection of one gateway replica. `gateways` gives the number of live ones, which share the tenants' rate limits; `now` the time
+    of day, in seconds since 1970, by which keys expire.
+    """
 
     def __init__(
         self,
@@ -59,9 +61,10 @@ class Edge:
         gateways: Callable[[], int] = lambda: 1,
         clock: Callable[[], float] = time.monotonic,
         meter: Meter = SILENT,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self.settings, self._meter = settings, meter
-        self._gateways, self._clock = gateways, clock
+        self._gateways, self._clock, self._now = gateways, clock, now
         self._admission = Admission(settings.admission, _target_s(settings))
         self._rates = RateLimiter(settings.rate_limits)
         self._bodies = BodyBudget(settings.max_held_bytes)
@@ -109,7 +112,7 @@ class Edge:
     def _caller(self, headers: dict[bytes, bytes]) -> Caller:
         """Raises the HTTPException that refuses the request."""
         self._check_length(headers)
-        caller = Caller(identify(headers, self.settings.api_keys), self._take)
+        caller = Caller(identify(headers, self.settings.api_keys, self._now), self._take)
         if caller.tenant is not None:
             caller.pay(caller.tenant, 1)
         return caller
@@ -179,8 +182,8 @@ class Edge:
         return problems.overloaded(detail, wait_s=self._admission.wait_s(self._clock()))
 
 
-def identify(headers: Mapping[bytes, bytes], keys: Sequence[ApiKeySettings]) -> ApiKeySettings | None:
-    """The caller's key; None if the service has no keys. Raises HTTPException (401)."""
+def identify(headers: Mapping[bytes, bytes], keys: Sequence[ApiKeySettings], now: Callable[[], float]) -> ApiKeySettings | None:
+    """The caller's key, unless it has expired by `now`; None if the service has no keys. Raises HTTPException (401)."""
     if not keys:
         return None
     scheme, _, presented = headers.get(b"authorization", b"").partition(b" ")
@@ -189,6 +192,8 @@ def identify(headers: Mapping[bytes, bytes], keys: Sequence[ApiKeySettings]) -> 
     key = api_keys.find(presented.strip(), keys)
     if key is None:
         raise problems.unauthorized("this API key is not known here; ask the operator of this service for one", error="invalid_token")
+    if key.expires is not None and key.expires.timestamp() <= now():
+        raise problems.unauthorized(f"this API key has expired ({key.expires:%Y-%m-%d %H:%M %Z}); use its successor", error="invalid_token")
     return key
 
 
@@ -205,7 +210,7 @@ def urgency(headers: Mapping[bytes, bytes], path: str) -> int:
 
 def _operates(caller: Caller, scope: Scope) -> bool:
     path: str = scope["path"]
-    return caller.may_operate and path.removeprefix(scope.get("root_path", "")).startswith(OPERATION)
+    return caller.may("operate") and path.removeprefix(scope.get("root_path", "")).startswith(OPERATION)
 
 
 def _first_byte_s(scope: Scope, ticket: Ticket, connection: Connection) -> float | None:
