@@ -28,7 +28,6 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     cat > "$config.rules" <<RULES
     maxconn $GENREC_HAPROXY_CONNECTIONS
     timeout http-request 10s
-    timeout http-keep-alive 75s
     tcp-request connection track-sc1 src table genrec_addresses unless { src 127.0.0.1 }
     tcp-request connection reject if { sc1_conn_cur gt $GENREC_HAPROXY_PER_ADDRESS }
     acl genrec_has_key req.fhdr(authorization) -m found
