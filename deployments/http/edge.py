@@ -184,8 +184,9 @@ class Edge:
                 turn.set_result(None)
 
     def _overloaded(self) -> HTTPException:
-        detail = f"all {self._admission.places} places are taken and {self._admission.waiting} requests wait; ask again later"
-        return problems.overloaded(detail, wait_s=self._admission.wait_s(self._clock()))
+        held = self._admission
+        detail = f"all {held.places} places are taken and {held.waiting} requests wait; ask again later"
+        return problems.overloaded(detail, held.wait_s(self._clock()), held.running + held.waiting)
 
 
 def identify(headers: Mapping[bytes, bytes], keys: Sequence[ApiKeySettings], now: Callable[[], float]) -> ApiKeySettings | None:

@@ -30,7 +30,7 @@ def _with_haproxy() -> None:
 
 
 class Gateway(ThreadingHTTPServer):
-    """Answers with what it was sent; `/held` once the gate is open."""
+    """Answers with what it was sent; `/held` once the gate is open, `/full` that it is full of eight."""
 
     daemon_threads = True
 
@@ -51,7 +51,9 @@ class Answers(BaseHTTPRequestHandler):
             self.server.gate.wait(300)
         told = {"path": self.path, "body": len(body), "told": self.headers.get("x-request-disconnect-disabled")}
         answer = json.dumps(told).encode()
-        self.send_response(200)
+        self.send_response(503 if self.path == "/full" else 200)
+        if self.path == "/full":
+            self.send_header("Genrec-Full", "8")
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
@@ -205,6 +207,33 @@ def test_what_a_gateway_cannot_take_is_answered_503_with_when_to_come_again(prox
         proxy.gateway.gate.set()
         assert held.recv(12) == b"HTTP/1.1 200"
         assert httpx.get(f"{proxy.url}/x", timeout=300).status_code == 200
+
+
+def test_a_gateway_that_is_full_is_spared_for_a_moment_and_operators_still_reach_it(proxied):
+    with proxied().running() as proxy, ExitStack() as open_ones, httpx.Client(base_url=proxy.url, timeout=300) as client:
+        for _ in range(8):
+            open_ones.enter_context(closing(proxy.connection(b"GET /held HTTP/1.1\r\nhost: x\r\n\r\n")))
+        eventually(lambda: proxy.gateway.asked == ["/held"] * 8)
+        assert client.get("/x").status_code == 200
+
+        def spared() -> bool:
+            """Within the seconds that it lasts, which a busy machine may miss."""
+            full = client.get("/full")
+            assert (full.status_code, "genrec-full" in full.headers) == (503, False)
+            refused = client.get("/refused")
+            operator = client.get("/v1/backends/encoder")
+            if refused.status_code != 503:
+                proxy.gateway.asked.remove("/refused")
+                return False
+            assert (refused.headers["retry-after"], refused.json()["title"]) == ("2", "Not available now")
+            return operator.status_code == 200
+
+        eventually(spared)
+        assert "/refused" not in proxy.gateway.asked
+        eventually(lambda: client.get("/x").status_code == 200, "it is tried again")
+        eventually(spared)
+        proxy.gateway.gate.set()
+        eventually(lambda: client.get("/x").status_code == 200, "there is room")
 
 
 def test_a_service_without_a_gateway_is_answered_503_not_500(proxied):
