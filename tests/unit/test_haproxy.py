@@ -85,13 +85,14 @@ class Proxy:
         HAProxyApi(settings, {"genrec": there}, str(self.config))._generate_config_file_internal()  # noqa: SLF001 - Ray has no other door
 
     def command(self, *more: str) -> list[str]:
-        return [str(profile.STARTER), "-db", "-f", str(self.config), *more]
+        return [str(profile.STARTER), "-db", "-f", str(self.config), "-dR", *more]
 
     @contextmanager
     def running(self) -> Iterator["Proxy"]:
         process = subprocess.Popen(self.command(), env=self.environment)
         try:
             eventually(lambda: httpx.get(f"{self.url}/-/healthz").status_code == 200)
+            assert process.poll() is None
             yield self
         finally:
             self.gateway.gate.set()
