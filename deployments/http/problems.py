@@ -8,7 +8,7 @@
     any other BackendError            503 of a direct route and in a stream, 500 of FastAPI's routes
     anything else                     500; the log has the trace
 
-`problem_of` decides for direct routes and streams; `install` has FastAPI's routes decide the same, UnknownChoice and other BackendErrors apart.
+`problem_of` decides for direct routes and streams; `install` has FastAPI's routes decide the same but where the table tells them apart.
 """
 
 import logging
