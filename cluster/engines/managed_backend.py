@@ -263,7 +263,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
 
     async def _load_and_try(self, requests: Sequence[RequestT], run: Run, *, rehearsal: bool = False) -> list[AnswerT | SkippedBackend]:
         """In its turn. Where that opens the breaker, unload, so that the next trial starts from a fresh load."""
-        if not await self._load(run):
+        if not (self.loaded or await self._load(run)):
             return [self.health.skipped(self.health.last_error, failed=True)] * len(requests)
         results = await self._try(requests, run, rehearsal=rehearsal)
         if self.health.state is BreakerState.OPEN:
@@ -358,14 +358,13 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return self.health.note(reason, None if nonsense else outcome, told=told)
 
     async def _load(self, run: Run) -> bool:
-        """Whether it is loaded. A failed load opens the breaker at once."""
-        if not self.loaded:
-            try:
-                await self._slot.load(run)
-            except Exception as error:  # noqa: BLE001 - any error of an engine while it loads is a reason to ask the next one
-                self.health.note(f"could not be loaded: {reason_of(error)}", error)
-                self.health.broke(at_once=True)
-                await self._unload(run)
+        """Whether it could be loaded. A failed load opens the breaker at once."""
+        try:
+            await self._slot.load(run)
+        except Exception as error:  # noqa: BLE001 - any error of an engine while it loads is a reason to ask the next one
+            self.health.note(f"could not be loaded: {reason_of(error)}", error)
+            self.health.broke(at_once=True)
+            await self._unload(run)
         return self.loaded
 
     async def _unload(self, run: Run) -> None:
