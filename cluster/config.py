@@ -3,11 +3,12 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from cluster import registry
 from cluster.addresses import is_loopback
@@ -137,7 +138,10 @@ MOST_ENTRIES, MOST_REQUESTS = 65_536, 4096
 
 
 class AdmissionSettings(Section):
-    """How many requests a gateway replica works on at a time, and how many wait for a place. The rest is answered 503 at once."""
+    """How many requests a gateway replica works on at a time, and how many wait for a place. The rest is answered 503 at once.
+
+    The entries of batches are counted apart, over all batches of the replica.
+    """
 
     max_concurrent: int = Field(
         128, ge=1, le=65_536, description="requests under way, at most; fewer while they take longer than `target_ms`"
@@ -151,6 +155,12 @@ class AdmissionSettings(Section):
     )
     max_concurrent_share: float = Field(
         1.0, gt=0, le=1, description="what one tenant may take of the places and, where its key names it, of the queue; 1: all"
+    )
+    max_concurrent_entries: int = Field(
+        16, ge=1, le=65_536, description="entries of batches under way, at most; beside single requests, and never more than these may be"
+    )
+    max_held_entries: int = Field(
+        1024, ge=1, le=2**20, description="entries of batches that run or wait, at most; a batch finds room in `max_wait_ms` or is refused"
     )
 
 
@@ -175,7 +185,27 @@ class ApiKeySettings(Section):
     sha256: str = Field(pattern="^[0-9a-f]{64}$", repr=False, description="SHA-256 of the key, in hexadecimal")
     tenant: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="the only tenant it may act for; default: any")
     most_urgent: int = Field(3, ge=0, le=7, description="the highest urgency its `Priority` may ask for; 0: before all others")
-    admin: bool = Field(False, description="may operate the system: backends, caches, any tenant's histories")
+    rights: list[api_keys.Right] = Field(
+        ["read", "events", "erase"],
+        min_length=1,
+        description="read: recommendations, items, histories; events: store them; erase: users; operate: engines, caches, statistics",
+    )
+    expires: Annotated[datetime, BeforeValidator(api_keys.expiry)] | None = Field(
+        None, description='when it is refused: "2027-01-31", the end of that day in UTC, or "2027-01-31T18:00:00+01:00"; default: never'
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _admin_is_a_right(cls, entry: Any) -> Any:
+        if isinstance(entry, dict) and "admin" in entry:
+            raise ValueError("admin is a right now: in place of admin: true write rights: [read, events, erase, operate]")
+        return entry
+
+    @model_validator(mode="after")
+    def _operators_have_no_tenant(self) -> Self:
+        if self.tenant is not None and "operate" in self.rights:
+            raise ValueError(f"tenant {self.tenant} binds a key that operates what all tenants share; make a key without tenant for that")
+        return self
 
 
 class FlagSettings(Section):
@@ -222,13 +252,21 @@ class GatewaySettings(Section):
     slow_ms: float | None = Field(
         None, gt=0, description="an answer that takes longer is logged, with the backends of its stages; default: none is"
     )
+    audit_log: Path | None = Field(
+        None, description="a file, by its absolute path, that every erasure and operator's call adds a line of JSON to; default: none does"
+    )
     playground: bool = Field(True, description="the page at /, to try the system in a browser; false: nothing is there")
 
     @model_validator(mode="after")
+    def _the_audit_log_is_found_from_everywhere(self) -> Self:
+        if self.audit_log is not None and not self.audit_log.is_absolute():
+            raise ValueError(f"audit_log {self.audit_log} is relative, and replicas run in directories of Ray's; give an absolute path")
+        return self
+
+    @model_validator(mode="after")
     def _keys_are_different(self) -> Self:
-        for field in ("name", "sha256"):
-            if twice := [value for value, count in Counter(getattr(key, field) for key in self.api_keys).items() if count > 1]:
-                raise ValueError(f"api_keys has two entries with {field} {twice[0]}; give each key an entry and a name of its own")
+        if twice := [value for value, count in Counter(key.sha256 for key in self.api_keys).items() if count > 1]:
+            raise ValueError(f"api_keys has two entries with sha256 {twice[0]}; give each key one entry")
         return self
 
 
@@ -262,7 +300,9 @@ class EventSettings(Section):
 
     enabled: bool = Field(True, description="false: every request brings its behaviours")
     url: str | None = Field(
-        None, description="postgresql://user@host/database, or sqlite:///file for one machine; default: events.db in the model's directory"
+        None,
+        description="postgresql://user@host/database, or sqlite:///file for one machine, with ?ledger=/a/path for the ledger of erasures; "
+        "default: events.db in the model's directory",
     )
     read_deadline_ms: float = Field(500.0, gt=0, le=60_000, description="a history that is not there by then is taken for an empty one")
     anticipate: bool = Field(True, description="after an event, compute the user's next answer in the background")
@@ -377,7 +417,7 @@ def require_keys(settings: Settings, host: str | None, source: str = "configurat
         return
     raise ConfigError(
         f"{source}: http_options.host = {host} lets other machines in, and gateway.api_keys is empty, so every caller could use and "
-        "operate this service; add a key (genrec keys new --name operator --admin), or listen on 127.0.0.1, or set "
+        "operate this service; add a key (genrec keys new --name operator --right operate), or listen on 127.0.0.1, or set "
         "gateway.allow_anonymous: true"
     )
 

@@ -1,8 +1,22 @@
 """Files that only the user that runs genrec may read and write."""
 
+import errno
 import os
+from pathlib import Path
 
 
 def private(path: str, flags: int) -> int:
     """An `opener` for `open`: a file that it makes has mode 0600; one that is there keeps its own."""
     return os.open(path, flags, 0o600)
+
+
+def append(file: Path, line: bytes, *, durable: bool = False) -> None:
+    """Put a line at the end of a file, in one write; `durable`: it is on the disk when this returns. Raises OSError."""
+    descriptor = private(os.fspath(file), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+    try:
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+        if durable:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

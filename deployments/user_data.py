@@ -68,6 +68,10 @@ class UserData:
     async def example_users(self, tenant: str, limit: int) -> list[StoredUser]:
         return await self._events.users(tenant, limit) if self._events else []
 
+    async def digest(self, tenant: str, user_id: str) -> str:
+        """The user, as lines of the audit log name it. Raises BackendUnavailable where there is no store to ask for its key."""
+        return await self._store().digest(tenant, user_id)
+
     async def erase(self, tenant: str, user_id: str) -> ErasedOut:
         """First the events, so that nothing more is computed from them, then what was; that also where the store does not answer."""
         try:

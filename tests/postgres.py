@@ -28,29 +28,30 @@ class PostgresServer:
         return f"postgresql://genrec@/{database}?host={self.directory}"
 
     def initialise(self) -> None:
-        self._run("initdb", "-D", self._data, "-U", "genrec", "-A", "trust", "-E", "UTF8", "--locale=C")
+        self.run("initdb", "-D", self._data, "-U", "genrec", "-A", "trust", "-E", "UTF8", "--locale=C")
 
     def start(self) -> None:
         options = f"-k {self.directory} -c listen_addresses='' -c max_connections=60"
-        self._run("pg_ctl", "-D", self._data, "-l", f"{self.directory}/log", "-o", options, "-w", "start")
+        self.run("pg_ctl", "-D", self._data, "-l", f"{self.directory}/log", "-o", options, "-w", "start")
 
     def stop(self, mode: str = "fast") -> None:
         """`mode` immediate: without a checkpoint, as after a crash; the next start recovers from the log."""
-        self._run("pg_ctl", "-D", self._data, "-m", mode, "-w", "stop")
+        self.run("pg_ctl", "-D", self._data, "-m", mode, "-w", "stop")
 
     def create(self, database: str, *options: str) -> str:
         """A new database's URL."""
-        self._run("createdb", "-h", str(self.directory), "-U", "genrec", *options, database)
+        self.run("createdb", "-h", str(self.directory), "-U", "genrec", *options, database)
         return self.url(database)
 
     def drop(self, database: str) -> None:
-        self._run("dropdb", "-h", str(self.directory), "-U", "genrec", "--force", database)
+        self.run("dropdb", "-h", str(self.directory), "-U", "genrec", "--force", database)
 
     @property
     def _data(self) -> str:
         return f"{self.directory}/data"
 
-    def _run(self, program: str, *arguments: str) -> None:
+    def run(self, program: str, *arguments: str) -> None:
+        """One of PostgreSQL's programs, as the server's user."""
         command = [str(self.binaries / program), *arguments]
         with tempfile.TemporaryFile("w+") as output:  # not a pipe, which the server would keep open
             done = subprocess.run(command, user=self.user, cwd=self.directory, stdout=output, stderr=subprocess.STDOUT, check=False)

@@ -56,6 +56,9 @@ class GuardedEventStore:
     async def erase(self, tenant: str, user_id: str) -> int:
         return await (await self._opened()).erase(tenant, user_id)
 
+    async def digest(self, tenant: str, user_id: str) -> str:
+        return await (await self._opened()).digest(tenant, user_id)
+
     async def load(self, batches: Batches) -> Loaded:
         return await (await self._opened()).load(batches)
 

@@ -12,6 +12,7 @@ A store is used like this::
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from cluster.errors import BackendUnavailable, ConfigError
@@ -118,6 +119,10 @@ class EventStore(Protocol):
         """
         ...
 
+    async def digest(self, tenant: str, user_id: str) -> str:
+        """What remains of the user's name once it is erased, in hexadecimal."""
+        ...
+
     async def load(self, batches: Batches) -> Loaded:
         """Store many batches, each all or nothing and kept even where later ones fail; keys make a load restartable."""
         ...
@@ -134,10 +139,23 @@ class EventStore(Protocol):
 
 
 class EventStoreDriver(Protocol):
-    """What a table names: says whether its database can be used here, and opens it, bringing its schema up to date."""
+    """What a table names: says whether its database can be used here, and opens it, bringing its schema up to date, and erasing from it
+    what its ledger says was erased since it was backed up.
+    """
 
     def get_availability(self) -> Availability: ...
     async def open(self, url: str) -> EventStore: ...
+
+    async def back_up(self, url: str, to: Path) -> None:
+        """Copy the store, while it serves, into a file that is not there yet. Raises ConfigError where its database has a tool for that."""
+        ...
+
+    async def restore(self, url: str, backup: Path | None) -> None:
+        """Make the store of a backup, or finish what the database's own tool has restored, and erase what its ledger says.
+
+        Raises ConfigError where there is no ledger.
+        """
+        ...
 
 
 async def open_event_store(url: str) -> EventStore:
@@ -145,13 +163,18 @@ async def open_event_store(url: str) -> EventStore:
 
     Raises ConfigError or UnknownChoice for another kind of URL, BackendUnavailable where the store cannot be opened.
     """
+    return await driver_of(url).open(url)
+
+
+def driver_of(url: str) -> EventStoreDriver:
+    """Raises as `open_event_store`."""
     scheme, separator, _ = url.partition("://")
     if not separator:
         raise ConfigError(f"event store {url!r} is not a URL; write sqlite:///events.db or postgresql://user@host/database")
     driver: EventStoreDriver = choose("event store", EVENT_STORES, scheme)()
     if not (availability := driver.get_availability()).ok:
         raise BackendUnavailable(availability.reason)
-    return await driver.open(url)
+    return driver
 
 
 @asynccontextmanager

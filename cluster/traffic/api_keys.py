@@ -6,13 +6,17 @@ passwords of people dear, and would make every request dear here.
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, date, datetime, time
 from hashlib import sha256
 from hmac import compare_digest
 from secrets import token_urlsafe
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 PREFIX = "genrec_"
 """Marks a key as one: for people, and for programs that look for secrets in what is published."""
+Right = Literal["read", "events", "erase", "operate"]
+"""What a key may allow: ask for recommendations and read what is stored, store events, erase users, operate the system."""
 _KEY = re.compile(PREFIX + r"[A-Za-z0-9_-]{8,}")
 _PASSWORD = re.compile(r"(://[^\s/:@]*:)\S+(?=@)|([?&](?:\w*password|token)=)[^&\s'\"]+", re.IGNORECASE)
 _SECRET = re.compile(r"(?:password|passwd|secret|token|api_?key)$", re.IGNORECASE)
@@ -48,6 +52,16 @@ def find(presented: bytes, keys: Sequence[Entry]) -> Entry | None:
         if compare_digest(hashed, key.sha256):
             found = key
     return found
+
+
+def expiry(text: object) -> datetime:
+    """The moment at which a key named so expires; a date, in UTC, is over before it does. Raises ValueError with the cure."""
+    with suppress(ValueError):
+        if isinstance(text, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", text):
+            return datetime.combine(date.fromisoformat(text), time.max, UTC)
+        if isinstance(text, str) and (moment := datetime.fromisoformat(text)).tzinfo is not None:
+            return moment
+    raise ValueError('give a date, or a time with its zone, in quotes: "2027-01-31", "2027-01-31T18:00:00+01:00"')
 
 
 def masked(text: str) -> str:

@@ -1,4 +1,4 @@
-"""`genrec events`: fill the event store, look into it, forget a user."""
+"""`genrec events`: fill the event store, look into it, forget a user, back it up and restore it."""
 
 import asyncio
 import json
@@ -19,14 +19,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cluster.bundle import BundleStore
 from cluster.dataset import Dataset
 from cluster.errors import DataError, InvalidRequest
-from cluster.events.store import Event, Loaded, StoreStatistics, closing_store
+from cluster.events.store import Event, Loaded, StoreStatistics, closing_store, driver_of
 from cluster.registry import DATASETS
 from cluster.values import Action, Behaviour
+from deployments.cli.audit import AuditLog, audited_here
 from deployments.cli.dataset_options import OPTIONAL_DATASET, open_dataset
 from deployments.cli.fields import with_fields
 from deployments.training.dataset_options import DatasetOptions, as_trained
 
-app = typer.Typer(no_args_is_help=True, help="Fill the event store, look into it, forget a user.")
+app = typer.Typer(no_args_is_help=True, help="Fill the event store, look into it, forget a user, back it up, restore it.")
 BATCH = 5_000
 ACTIONS = tuple(Action)
 
@@ -72,10 +73,45 @@ def stats(url: Url, *, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def erase(user: Annotated[str, typer.Argument(metavar="USER")], url: Url, *, tenant: Tenant = "default", as_json: AsJson = False) -> None:
+def erase(
+    user: Annotated[str, typer.Argument(metavar="USER")],
+    url: Url,
+    *,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+    audit_log: AuditLog = None,
+) -> None:
     """Forget a user: delete all their events from the store, with the keys these were sent under."""
-    erased = asyncio.run(_erase(url, tenant, user))
+    erased = asyncio.run(_erase(url, tenant, user, audit_log))
     typer.echo(json.dumps({"erased": erased}) if as_json else f"erased {erased:,} events of {user!r} (tenant {tenant})")
+
+
+@app.command()
+def backup(file: Annotated[Path, typer.Argument(help="a file that is not there yet")], url: Url, *, audit_log: AuditLog = None) -> None:
+    """Copy the store into one file while it serves, and its checksum into FILE.sha256. Of PostgreSQL, it says how.
+
+    The backup holds users' events. Keep the ledger of erasures and the key of erased users apart from it.
+    """
+    with audited_here(audit_log, "events.backup", file.name):
+        asyncio.run(driver_of(url).back_up(url, file))
+    typer.echo(f"backed up into {file}, with its checksum in {file.name}.sha256")
+
+
+@app.command()
+def restore(
+    file: Annotated[Path | None, typer.Argument(help="a backup; of PostgreSQL none: pg_restore has it")] = None,
+    *,
+    url: Url,
+    audit_log: AuditLog = None,
+) -> None:
+    """Make the store of a backup, less the users that were erased since, as its ledger says. The service must not run.
+
+    Of PostgreSQL, run it after pg_restore, with the ledger in the URL: postgresql://user@host/database?ledger=/var/lib/genrec/erased
+    """
+    with audited_here(audit_log, "events.restore", file.name if file else "pg_restore"):
+        asyncio.run(driver_of(url).restore(url, file))
+    held = asyncio.run(_statistics(url))
+    typer.echo(f"restored {held.events:,} events of {held.users:,} users; those that were erased since the backup are not among them")
 
 
 def batches(dataset: Dataset, tenant: str, size: int = BATCH) -> Iterator[Sequence[Event]]:
@@ -140,6 +176,8 @@ async def _statistics(url: str) -> StoreStatistics:
         return await store.statistics()
 
 
-async def _erase(url: str, tenant: str, user: str) -> int:
+async def _erase(url: str, tenant: str, user: str, audit_log: Path | None) -> int:
     async with closing_store(url) as store:
-        return await store.erase(tenant, user)
+        with audited_here(audit_log, "user.erase", f"{tenant}/{await store.digest(tenant, user)}") as line:
+            line.more["events"] = erased = await store.erase(tenant, user)
+        return erased

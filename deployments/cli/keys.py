@@ -20,13 +20,13 @@ def keys() -> None:
 def new(
     name: Annotated[str, typer.Option(help="the key's owner, for people")],
     tenant: Annotated[str | None, typer.Option(help="the only tenant it may act for; default: any")] = None,
-    *,
-    admin: Annotated[bool, typer.Option("--admin", help="it may operate the system, too")] = False,
+    right: Annotated[list[str] | None, typer.Option(help="read, events, erase or operate; repeatable; default: the first three")] = None,
+    expires: Annotated[str | None, typer.Option(help="2027-01-31, or 2027-01-31T18:00:00+01:00; default: never")] = None,
 ) -> None:
     """Make a key. It is printed once, on the standard output, and kept nowhere; what the configuration needs goes to the standard error."""
     key = api_keys.new_key()
-    asked = {"name": name, "sha256": api_keys.digest(key.encode()), "tenant": tenant, "admin": admin}
-    entry = {field: value for field, value in asked.items() if value not in (None, False)}
+    asked = {"name": name, "sha256": api_keys.digest(key.encode()), "tenant": tenant, "rights": right, "expires": expires}
+    entry = {field: value for field, value in asked.items() if value is not None}
     parse({"gateway": {"api_keys": [entry]}}, "genrec keys new")
     typer.echo(key)
     typer.echo("Keep it: it is not shown again. Add this under gateway.api_keys, and deploy the configuration:", err=True)

@@ -15,6 +15,7 @@ from rich.table import Table
 from cluster.bundle import MANIFEST, Bundle, BundleStore
 from cluster.errors import BundleError, ConfigError
 from cluster.fleet.rollout import Guard, RolloutStore, Trial, TrialKind
+from deployments.cli.audit import AuditLog, audited_here
 from deployments.cli.fields import as_options
 
 app = typer.Typer(no_args_is_help=True, help="Versions of a model: publish, promote, try, roll back. A running cluster follows by itself.")
@@ -39,10 +40,15 @@ def list_(*, model_dir: ModelDir = Path("models/ml-100k")) -> None:
 
 @app.command()
 def publish(
-    directory: Annotated[Path, typer.Argument(help="a version, or a model's directory, made elsewhere")], *, model_dir: ModelDir
+    directory: Annotated[Path, typer.Argument(help="a version, or a model's directory, made elsewhere")],
+    *,
+    model_dir: ModelDir,
+    audit_log: AuditLog = None,
 ) -> None:
     """Add a version to the model, verified file by file. It serves once it is promoted."""
-    version = BundleStore(model_dir).adopt(_found(directory))
+    with audited_here(audit_log, "model.publish", model_dir.name) as line:
+        version = BundleStore(model_dir).adopt(_found(directory))
+        line.more["version"] = version
     typer.echo(f"published {model_dir.name}/{version}; to serve it: genrec models promote {version} --model-dir {model_dir}")
 
 
@@ -57,6 +63,7 @@ def promote(
     degraded_margin: Annotated[float, typer.Option(help="a trial ends where so much more of its answers are degraded")] = 0.02,
     latency_ratio: Annotated[float, typer.Option(help="a trial ends where its p95 is so many times the stable version's")] = 1.5,
     least_overlap: Annotated[float, typer.Option(help="a shadow ends where fewer of its items are the stable version's too")] = 0.0,
+    audit_log: AuditLog = None,
 ) -> None:
     """Make a version the stable one, or try it on a share of the users first. A trial that goes badly is rolled back by itself."""
     kinds: list[tuple[TrialKind, float | None]] = [("canary", canary), ("ab", ab), ("shadow", shadow)]
@@ -68,7 +75,9 @@ def promote(
         with as_options():
             guard = Guard(degraded_margin=degraded_margin, latency_ratio=latency_ratio, least_overlap=least_overlap)
         trial = Trial(version=version, kind=kind, share=share or 1.0, guard=guard)
-    rollout = RolloutStore(BundleStore(model_dir)).promote(version, trial)
+    action = f"model.{trial.kind}" if trial else "model.promote"
+    with audited_here(audit_log, action, f"{model_dir.name}/{version}"):
+        rollout = RolloutStore(BundleStore(model_dir)).promote(version, trial)
     begun = f"the {trial.kind} of {version} begins, on {trial.share:.1%} of users; " if trial else ""
     typer.echo(f"{begun}{model_dir.name}/{rollout.stable} is stable; clusters that serve it follow within seconds")
 
@@ -78,9 +87,12 @@ def rollback(
     *,
     model_dir: ModelDir = Path("models/ml-100k"),
     reason: Annotated[str, typer.Option(help="kept with the trial that ends")] = "by hand",
+    audit_log: AuditLog = None,
 ) -> None:
     """End the trial or, where there is none, serve what was stable before."""
-    rollout = RolloutStore(BundleStore(model_dir)).rollback(reason)
+    with audited_here(audit_log, "model.rollback", model_dir.name) as line:
+        rollout = RolloutStore(BundleStore(model_dir)).rollback(reason)
+        line.more["stable"] = rollout.stable
     typer.echo(f"{model_dir.name}/{rollout.stable} is stable")
 
 

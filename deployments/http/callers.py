@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 
 from cluster.config import ApiKeySettings, GatewaySettings
 from cluster.errors import InvalidRequest
+from cluster.traffic.api_keys import Right
 from cluster.traffic.rate_limits import Grant
 from deployments.http import problems
 from deployments.http.origins import foreign_page
@@ -19,34 +20,44 @@ Belong = Callable[[str], bool]
 
 class Caller:
     """The caller of one request. `key`: None if the service has no keys. `arrived`: when the whole request was there, on this process's
-    monotonic clock. `refused`: the status of a refusal after the message was read, or 0.
+    monotonic clock. `refused`: the status of a refusal after the message was read, or 0. `unaudited`: its line of the audit log is lost.
+    `leave_place`: give the place back before the end.
     """
 
     def __init__(self, key: ApiKeySettings | None, take: Take) -> None:
         self.key, self._take = key, take
         self.arrived = 0.0
         self.belong: Belong = _anywhere
+        self.leave_place: Callable[[], None] = _nothing
         self._paid: dict[str, int] = {}
         self.grant: Grant | None = None
-        self.refused = 0
+        self.refused, self.unaudited = 0, False
 
     @property
     def tenant(self) -> str | None:
         """The only tenant it may act for; None for several."""
-        return None if self.key is None or self.key.admin else self.key.tenant
-
-    @property
-    def may_operate(self) -> bool:
-        """Whether the system is its to operate: by its key, or because none is asked for."""
-        return self.key is None or self.key.admin
+        return None if self.key is None else self.key.tenant
 
     @property
     def most_urgent(self) -> int:
         """The highest urgency that it may ask for, 0 to 7; without keys any."""
         return 0 if self.key is None else self.key.most_urgent
 
-    def acts_for(self, tenant: str | None = None, cost: int = 1) -> str:
-        """Charge `cost` to the tenant, by default the key's own, and return it. Raises HTTPException (403, 429, 503)."""
+    def may(self, right: Right) -> bool:
+        """Whether its key has the right; without keys every caller has it."""
+        return self.key is None or right in self.key.rights
+
+    def require(self, right: Right) -> None:
+        """Raises HTTPException (403) unless the caller has the right."""
+        if self.key is not None and not self.may(right):
+            has = ", ".join(self.key.rights)
+            raise problems.forbidden(f"the key {self.key.name!r} has not the right {right!r} (it has {has}); use a key that has it")
+
+    def acts_for(self, tenant: str | None = None, cost: int = 1, right: Right = "read") -> str:
+        """Charge `cost` to the tenant, by default the key's own, and return it, for what the right allows. Raises HTTPException (403, 429,
+        503).
+        """
+        self.require(right)
         named = self._allowed(tenant)
         self.pay(named, cost)
         if not self.belong(named):
@@ -54,10 +65,10 @@ class Caller:
             raise problems.overloaded(f"tenant {named!r} has its share of the requests under way", wait_s=1)
         return named
 
-    def charge(self, tenants: Counter[str]) -> None:
+    def charge(self, tenants: Counter[str], right: Right = "read") -> None:
         """Act for several tenants at once: tenant -> cost. Raises as `acts_for`; tenants charged before that stay charged."""
         for tenant, cost in tenants.items():
-            self.acts_for(tenant, cost)
+            self.acts_for(tenant, cost, right)
 
     def named(self, tenant: str | None) -> str:
         """The tenant meant by a message that may leave it out."""
@@ -78,13 +89,11 @@ class Caller:
         self._paid[tenant] = cost
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What is left of the tenant's rate, as headers of the response."""
-        return [(name.encode(), value.encode()) for name, value in headers_of(self.grant).items()] if self.grant else []
-
-    def operate(self) -> None:
-        """Raises HTTPException (403) unless the caller may operate the system."""
-        if self.key is not None and not self.may_operate:
-            raise problems.forbidden(f"the key {self.key.name!r} may not operate the system; use one with admin: true")
+        """What is left of the tenant's rate, and that the audit log lacks this call, as headers of the response."""
+        told = headers_of(self.grant) if self.grant else {}
+        if self.unaudited:
+            told["Genrec-Audit"] = "lost"
+        return [(name.encode(), value.encode()) for name, value in told.items()]
 
     def _allowed(self, tenant: str | None) -> str:
         if self.tenant is not None and tenant not in (None, self.tenant):
@@ -94,6 +103,10 @@ class Caller:
 
 def _anywhere(_: str) -> bool:
     return True
+
+
+def _nothing() -> None:
+    pass
 
 
 def headers_of(grant: Grant) -> dict[str, str]:
@@ -110,7 +123,7 @@ async def caller_of(http: Request) -> Caller:
 async def operator_of(http: Request) -> Caller:
     """The caller, if it may operate the system and no web page of another site may stand behind it. Raises HTTPException (403)."""
     caller = await caller_of(http)
-    caller.operate()
+    caller.require("operate")
     limits: GatewaySettings = http.app.state.limits()
     if refused := foreign_page(http.headers, limits.hosts, anonymous=caller.key is None):
         raise problems.forbidden(refused)

@@ -25,6 +25,7 @@ from cluster.traffic import api_keys
 from cluster.traffic.admission import Admission, Standing, Ticket
 from cluster.traffic.rate_limits import Grant, RateLimiter
 from deployments.http import api_pages, problems
+from deployments.http.batches import Batches
 from deployments.http.callers import Caller
 from deployments.http.connection import BodyBudget, Connection
 from deployments.http.playground import PATHS
@@ -42,16 +43,21 @@ _URGENCY = re.compile(rb"(?:^|,)[ \t]*u=([0-7])[ \t]*(?:[,;]|$)")
 
 @dataclass(frozen=True, slots=True)
 class EdgeStatistics:
-    """`places`: requests that may run at a time now; `refused`: HTTP status -> requests since the start."""
+    """`places`: requests that may run at a time now; `entries`: of batches, that run or wait; `refused`: HTTP status -> requests since
+    the start.
+    """
 
     running: int
     waiting: int
     places: int
+    entries: int
     refused: dict[int, int]
 
 
 class Edge:
-    """The protection of one gateway replica. `gateways` gives the number of live ones, which share the tenants' rate limits."""
+    """The protection of one gateway replica. `gateways` gives the number of live ones, which share the tenants' rate limits; `now` the time
+    of day, in seconds since 1970, by which keys expire.
+    """
 
     def __init__(
         self,
@@ -59,10 +65,12 @@ class Edge:
         gateways: Callable[[], int] = lambda: 1,
         clock: Callable[[], float] = time.monotonic,
         meter: Meter = SILENT,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self.settings, self._meter = settings, meter
-        self._gateways, self._clock = gateways, clock
+        self._gateways, self._clock, self._now = gateways, clock, now
         self._admission = Admission(settings.admission, _target_s(settings))
+        self.batches = Batches(settings.admission, lambda: self._admission.places)
         self._rates = RateLimiter(settings.rate_limits)
         self._bodies = BodyBudget(settings.max_held_bytes)
         self._turns: dict[Ticket, asyncio.Future[None]] = {}
@@ -70,7 +78,7 @@ class Edge:
 
     def reconfigure(self, settings: GatewaySettings) -> None:
         """Take new settings. Running requests go on; waiting ones wait no longer than the new settings allow."""
-        self.settings = settings
+        self.settings, self.batches.settings = settings, settings.admission
         self._rates.reconfigure(settings.rate_limits)
         self._bodies.most = settings.max_held_bytes
         now = self._clock()
@@ -79,8 +87,8 @@ class Edge:
             self._expire_at(now + settings.admission.max_wait_ms / 1e3)
 
     def statistics(self) -> EdgeStatistics:
-        held = self._admission
-        return EdgeStatistics(held.running, held.waiting, held.places, dict(self._refused))
+        held, refused = self._admission, self._refused + Counter({503: self.batches.refused})
+        return EdgeStatistics(held.running, held.waiting, held.places, self.batches.held, dict(refused))
 
     async def serve(self, answer: Answer, scope: Scope, connection: Connection) -> None:
         """Answer one HTTP request: with a refusal, or by `answer` once it has a place."""
@@ -109,7 +117,7 @@ class Edge:
     def _caller(self, headers: dict[bytes, bytes]) -> Caller:
         """Raises the HTTPException that refuses the request."""
         self._check_length(headers)
-        caller = Caller(identify(headers, self.settings.api_keys), self._take)
+        caller = Caller(identify(headers, self.settings.api_keys, self._now), self._take)
         if caller.tenant is not None:
             caller.pay(caller.tenant, 1)
         return caller
@@ -150,6 +158,7 @@ class Edge:
         if ticket.standing is Standing.REFUSED:
             raise self._overloaded()
         caller.belong = lambda tenant: self._admission.belong(ticket, tenant)
+        caller.leave_place = lambda: self._tell(self._admission.leave(ticket, self._clock()))
         return ticket
 
     async def _wait(self, ticket: Ticket) -> Standing:
@@ -179,8 +188,8 @@ class Edge:
         return problems.overloaded(detail, wait_s=self._admission.wait_s(self._clock()))
 
 
-def identify(headers: Mapping[bytes, bytes], keys: Sequence[ApiKeySettings]) -> ApiKeySettings | None:
-    """The caller's key; None if the service has no keys. Raises HTTPException (401)."""
+def identify(headers: Mapping[bytes, bytes], keys: Sequence[ApiKeySettings], now: Callable[[], float]) -> ApiKeySettings | None:
+    """The caller's key, unless it has expired by `now`; None if the service has no keys. Raises HTTPException (401)."""
     if not keys:
         return None
     scheme, _, presented = headers.get(b"authorization", b"").partition(b" ")
@@ -189,6 +198,8 @@ def identify(headers: Mapping[bytes, bytes], keys: Sequence[ApiKeySettings]) -> 
     key = api_keys.find(presented.strip(), keys)
     if key is None:
         raise problems.unauthorized("this API key is not known here; ask the operator of this service for one", error="invalid_token")
+    if key.expires is not None and key.expires.timestamp() <= now():
+        raise problems.unauthorized(f"this API key has expired ({key.expires:%Y-%m-%d %H:%M %Z}); use its successor", error="invalid_token")
     return key
 
 
@@ -205,7 +216,7 @@ def urgency(headers: Mapping[bytes, bytes], path: str) -> int:
 
 def _operates(caller: Caller, scope: Scope) -> bool:
     path: str = scope["path"]
-    return caller.may_operate and path.removeprefix(scope.get("root_path", "")).startswith(OPERATION)
+    return caller.may("operate") and path.removeprefix(scope.get("root_path", "")).startswith(OPERATION)
 
 
 def _first_byte_s(scope: Scope, ticket: Ticket, connection: Connection) -> float | None:

@@ -199,8 +199,8 @@ def _told(path: str, error: Exception) -> str:
 
 
 _DESCRIPTIONS = {
-    401: "An API key is missing, or not known",
-    403: "The API key does not allow it",
+    401: "An API key is missing, not known, or has expired",
+    403: "The API key does not allow it: it lacks a right, or is another tenant's",
     404: "There is no such thing",
     408: "The body did not arrive, or the answer was not there, in time; the work is cancelled",
     413: "The body has more bytes than this service takes",

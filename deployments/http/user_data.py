@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Annotated, Protocol
 
-from fastapi import APIRouter, Header, Path, Query, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from cluster.config import GatewaySettings
 from cluster.errors import InvalidRequest
 from cluster.events.store import Event
+from deployments.http.audit import Audit
 from deployments.http.callers import CallerHere, OperatorHere
 from deployments.http.event_messages import (
     CacheOut,
@@ -36,12 +37,13 @@ class UserDataService(Protocol):
 
     async def append(self, events: Sequence[Event]) -> EventsOut: ...
     async def history(self, tenant: str, user_id: str, limit: int) -> HistoryOut: ...
+    async def digest(self, tenant: str, user_id: str) -> str: ...
     async def erase(self, tenant: str, user_id: str) -> ErasedOut: ...
     async def caches(self) -> CacheOut: ...
     async def invalidate(self, tenant: str | None, user_id: str | None) -> InvalidatedOut: ...
 
 
-def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings]) -> APIRouter:
+def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings], audit: Audit) -> APIRouter:
     """`limits`: those of the moment."""
     routes = APIRouter()
 
@@ -72,9 +74,13 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
         return await data.history(caller.acts_for(tenant), user_id, limit or most)
 
     @routes.delete(HISTORY_PATH, tags=["events"])
-    async def erase(user_id: UserIdInPath, caller: CallerHere, tenant: TenantInQuery = None) -> ErasedOut:
+    async def erase(http: Request, user_id: UserIdInPath, caller: CallerHere, tenant: TenantInQuery = None) -> ErasedOut:
         """Erase a user: stored events, kept answers, and what the engines keep of them, in every replica."""
-        return await data.erase(caller.acts_for(tenant), user_id)
+        named = caller.acts_for(tenant, right="erase")
+        with audit.line(http, "user.erase", await audit.user(named, lambda: data.digest(named, user_id))) as line:
+            erased = await data.erase(named, user_id)
+            line.more |= {"events": erased.events, "everywhere": erased.everywhere}
+        return erased
 
     @routes.get("/v1/cache", tags=["operation"])
     async def cache(_: OperatorHere) -> CacheOut:
@@ -82,11 +88,16 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
         return await data.caches()
 
     @routes.post("/v1/cache:invalidate", tags=["operation"])
-    async def invalidate(message: InvalidateIn, _: OperatorHere) -> InvalidatedOut:
+    async def invalidate(http: Request, message: InvalidateIn, _: OperatorHere) -> InvalidatedOut:
         """Drop the cached answers of a user, of a tenant, or of all tenants."""
         if message.user_id is not None and message.tenant is None:
             raise InvalidRequest("tenant", "is missing: users of several tenants may have the same id; name the tenant of this user")
-        return await data.invalidate(message.tenant, message.user_id)
+        tenant, user_id = message.tenant, message.user_id
+        thing = tenant or "*" if user_id is None else await audit.user(tenant or "", lambda: data.digest(tenant or "", user_id))
+        with audit.line(http, "cache.invalidate", thing) as line:
+            dropped = await data.invalidate(tenant, user_id)
+            line.more |= {"dropped": dropped.dropped, "everywhere": dropped.everywhere}
+        return dropped
 
     return routes
 
@@ -96,7 +107,7 @@ def _give_tenants(message: EventIn | EventsIn, caller: CallerHere) -> None:
     events = message.events if isinstance(message, EventsIn) else [message]
     for event in events:
         event.tenant = caller.named(event.tenant if "tenant" in event.model_fields_set else None)
-    caller.charge(Counter({event.tenant: 1 for event in events}))
+    caller.charge(Counter({event.tenant: 1 for event in events}), right="events")
 
 
 def _events_of(message: EventIn | EventsIn, key: str | None, most: int) -> list[Event]:

@@ -1,14 +1,18 @@
 """Opens the event store in PostgreSQL. Imports nothing of it until then."""
 
 from importlib.util import find_spec
+from pathlib import Path
 
-from cluster.errors import BackendUnavailable
+from cluster.errors import BackendUnavailable, ConfigError
+from cluster.events.ledger import require, split_ledger
 from cluster.events.store import EventStore
 from cluster.values import Availability
 
 
 class PostgreSQLDriver:
-    """``postgresql://user:password@host:5432/database``; what the URL leaves out is taken from PGPASSWORD, ~/.pgpass and their like."""
+    """``postgresql://user:password@host:5432/database``; what the URL leaves out is taken from PGPASSWORD, ~/.pgpass and their like.
+    ``?ledger=/a/file`` names the ledger of erasures; without it none is kept.
+    """
 
     def get_availability(self) -> Availability:
         if find_spec("asyncpg") is None:
@@ -21,4 +25,21 @@ class PostgreSQLDriver:
             from integrations.postgresql.store import PostgreSQLEventStore  # noqa: PLC0415 - asyncpg need not be installed
         except ImportError as error:
             raise BackendUnavailable(f"asyncpg cannot be imported ({error}); run: pip install --force-reinstall asyncpg") from error
-        return await PostgreSQLEventStore.open(url)
+        return await PostgreSQLEventStore.open(*split_ledger(url))
+
+    async def back_up(self, url: str, to: Path) -> None:
+        del url
+        raise ConfigError(f"PostgreSQL makes its backups itself: pg_dump --format custom --schema genrec --file {to} DATABASE")
+
+    async def restore(self, url: str, backup: Path | None) -> None:
+        from integrations.postgresql.store import PostgreSQLEventStore  # noqa: PLC0415
+
+        if backup is not None:
+            raise ConfigError(f"have PostgreSQL restore it: pg_restore --dbname DATABASE {backup}; then: genrec events restore --url URL")
+        plain, ledger = split_ledger(url)
+        require(ledger)
+        store = await PostgreSQLEventStore.open(plain, ledger)
+        try:
+            await store.tell_anew()
+        finally:
+            await store.close()

@@ -1,9 +1,11 @@
 """Events as rows: the statements, each of them one way to the server and back."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.events.digests import Digests
+from cluster.events.ledger import Ledger, missing
 from cluster.events.rules import refuse_other_content, version_of
 from cluster.events.store import RECENT_USERS, Event, Stored, StoredHistory, StoredUser, StoreStatistics
 from cluster.values import Action, Behaviour
@@ -61,10 +63,15 @@ _ERASE = """
     WITH erased AS (DELETE FROM genrec.users WHERE number = $1 RETURNING events),
     noted AS (
         INSERT INTO genrec.erasures (digest) VALUES ($2) ON CONFLICT (digest) DO UPDATE SET number = nextval('genrec.erasure_numbers')
+        RETURNING number
     ), known AS (
         INSERT INTO genrec.erased_events (digest, sequence) SELECT * FROM unnest($3::bytea[], $4::bigint[]) ON CONFLICT DO NOTHING
     )
-    SELECT events FROM erased"""
+    SELECT events, noted.number FROM erased, noted"""
+_ERASE_AGAIN = """
+    INSERT INTO genrec.erasures (digest) SELECT unnest($1::bytea[])
+    ON CONFLICT (digest) DO UPDATE SET number = nextval('genrec.erasure_numbers') RETURNING digest, number"""
+_GO_ON = "SELECT setval('genrec.erasure_numbers', greatest($1, nextval('genrec.erasure_numbers')))"
 
 
 async def append(
@@ -95,14 +102,44 @@ async def version(connection: Any, digests: Digests, tenant: str, user_id: str) 
     return version_of(row["identity"], row["latest"], row["erasure"])
 
 
-async def erase(connection: Any, digests: Digests, tenant: str, user_id: str) -> int:
-    """Delete a user with all events. Nothing changes where there is none."""
+async def erase(connection: Any, ledger: Ledger, tenant: str, user_id: str) -> int:
+    """Delete a user with all events, to be committed now that the ledger has it. Nothing changes where there is none."""
     if (user := await connection.fetchval(_LOCK_USER, tenant, user_id)) is None:
         return 0
     known = await connection.fetch(_KEYS, user)
-    keys = [digests.event(tenant, row["idempotency_key"]) for row in known]
-    erased: int = await connection.fetchval(_ERASE, user, digests.user(tenant, user_id), keys, [row["sequence"] for row in known])
-    return erased
+    keys, digest = [ledger.digests.event(tenant, row["idempotency_key"]) for row in known], ledger.digests.user(tenant, user_id)
+    erased = await connection.fetchrow(_ERASE, user, digest, keys, [row["sequence"] for row in known])
+    await asyncio.to_thread(ledger.note, {digest: erased["number"]})
+    events: int = erased["events"]
+    return events
+
+
+async def catch_up(connection: Any, ledger: Ledger) -> None:
+    """Erase what was erased from a later copy of this store, and have the ledger know all that was erased from this one. Numbers go on from
+    the ledger's, and versions are told anew.
+    """
+    if ledger.place is None:
+        return
+    await connection.execute("LOCK TABLE genrec.erasures IN SHARE ROW EXCLUSIVE MODE")  # what stands in the ledger is committed, or undone
+    noted, held = await asyncio.to_thread(ledger.read), _numbers(await connection.fetch("SELECT digest, number FROM genrec.erasures"))
+    if again := missing(noted, held):
+        await connection.execute(_GO_ON, max(noted.values()))
+        names = [(row[0], row[1]) async for row in connection.cursor("SELECT tenant, user_id FROM genrec.users")]
+        for name in names:
+            if ledger.digests.user(*name) in again:
+                await erase(connection, ledger, *name)
+        held |= _numbers(await connection.fetch(_ERASE_AGAIN, list(again)))
+        await tell_anew(connection)
+    await asyncio.to_thread(ledger.note, missing(held, noted))
+
+
+async def tell_anew(connection: Any) -> None:
+    """No version that was told before is told again: in this older copy of the store, their numbers go to other events."""
+    await connection.execute("UPDATE genrec.store SET identity = left(md5(random()::text || clock_timestamp()::text), 8)")
+
+
+def _numbers(rows: Sequence[Mapping[str, Any]]) -> dict[bytes, int]:
+    return {row["digest"]: row["number"] for row in rows}
 
 
 async def keep_key(connection: Any, digests: Digests) -> None:

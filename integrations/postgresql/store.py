@@ -1,11 +1,13 @@
 """The event store in PostgreSQL."""
 
 from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from secrets import token_bytes
 from typing import Any, Self
 
 from cluster.errors import BackendUnavailable
 from cluster.events.digests import Digests, given_key
+from cluster.events.ledger import Ledger
 from cluster.events.migrations import pending, read_migrations
 from cluster.events.rules import check_events, check_limit, check_user, each_batch, repeats
 from cluster.events.store import Batches, Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics
@@ -21,16 +23,18 @@ class PostgreSQLEventStore:
 
     name = "postgresql"
 
-    def __init__(self, database: Database, digests: Digests) -> None:
-        self._database, self._digests = database, digests
+    def __init__(self, database: Database, ledger: Ledger) -> None:
+        self._database, self._ledger, self._digests = database, ledger, ledger.digests
 
     @classmethod
-    async def open(cls, url: str) -> Self:
-        """Raises BackendUnavailable where the server cannot be reached or the database cannot be used."""
-        where, found = place(url), list[Digests]()
+    async def open(cls, url: str, ledger: Path | None = None) -> Self:
+        """`ledger`: the file of the ledger; default: none is kept. Raises BackendUnavailable where the server cannot be reached or the
+        database, or the file, cannot be used.
+        """
+        where, found = place(url), list[Ledger]()
 
         async def prepare(connection: Any) -> None:
-            found.append(await _up_to_date(connection, where))
+            found.append(await _up_to_date(connection, where, ledger))
 
         return cls(await Database.open(url, prepare), found[0])
 
@@ -48,7 +52,10 @@ class PostgreSQLEventStore:
 
     async def erase(self, tenant: str, user_id: str) -> int:
         check_user(tenant, user_id)
-        return await self._database.write(lambda connection: rows.erase(connection, self._digests, tenant, user_id), repeatable=False)
+        return await self._database.write(lambda connection: rows.erase(connection, self._ledger, tenant, user_id), repeatable=False)
+
+    async def digest(self, tenant: str, user_id: str) -> str:
+        return self._digests.user(tenant, user_id).hex()
 
     async def load(self, batches: Batches) -> Loaded:
         loaded = Loaded()
@@ -62,6 +69,10 @@ class PostgreSQLEventStore:
 
     async def statistics(self) -> StoreStatistics:
         return await self._database.read(rows.statistics)
+
+    async def tell_anew(self) -> None:
+        """Versions are told anew, as after `pg_restore`."""
+        await self._database.write(rows.tell_anew, repeatable=True)
 
     async def close(self) -> None:
         await self._database.close()
@@ -79,8 +90,8 @@ class PostgreSQLEventStore:
         return await self._database.write(append, repeatable=repeatable)
 
 
-async def _up_to_date(connection: Any, where: str) -> Digests:
-    """Bring the schema up to date and find the key, all of it or nothing. Another process waits until it is done."""
+async def _up_to_date(connection: Any, where: str, file: Path | None) -> Ledger:
+    """Bring the schema up to date, find the key and erase what the ledger says, all of it or nothing. Another process waits meanwhile."""
     if (encoding := await connection.fetchval("SHOW server_encoding")) != "UTF8":
         raise BackendUnavailable(f"event store {where}: its encoding is {encoding}; create one with: createdb --encoding UTF8 NAME")
     async with connection.transaction(isolation="read_committed"):
@@ -90,7 +101,9 @@ async def _up_to_date(connection: Any, where: str) -> Digests:
                 await connection.execute(statement)
             insert = "INSERT INTO genrec.schema_versions (version, name) VALUES ($1, $2)"
             await connection.execute(insert, migration.number, migration.name)
-        return await _digests(connection, where)
+        ledger = Ledger(file, await _digests(connection, where))
+        await rows.catch_up(connection, ledger)
+        return ledger
 
 
 async def _digests(connection: Any, where: str) -> Digests:

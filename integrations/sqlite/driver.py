@@ -1,9 +1,11 @@
 """Opens the event store in a file. Imports nothing but the standard library until then."""
 
+import asyncio
 import sqlite3
 from pathlib import Path
 
 from cluster.errors import ConfigError
+from cluster.events.ledger import require, split_ledger
 from cluster.events.store import EventStore
 from cluster.values import Availability
 
@@ -11,7 +13,9 @@ OLDEST = (3, 37, 0)  # strict tables
 
 
 class SQLiteDriver:
-    """``sqlite:///events.db``, relative to the working directory, or ``sqlite:////var/lib/genrec/events.db``."""
+    """``sqlite:///events.db``, relative to the working directory, or ``sqlite:////var/lib/genrec/events.db``; ``?ledger=/a/file`` names the
+    ledger of erasures, which is beside the file otherwise.
+    """
 
     def get_availability(self) -> Availability:
         if sqlite3.sqlite_version_info < OLDEST:
@@ -23,9 +27,31 @@ class SQLiteDriver:
         """Raises ConfigError where the URL names no file, BackendUnavailable where the file cannot be used."""
         from integrations.sqlite.store import SQLiteEventStore  # noqa: PLC0415 - fcntl is not everywhere
 
-        name = url.removeprefix("sqlite:///")
-        if name == url or not name or name.startswith(":"):
-            raise ConfigError(
-                f"event store {url!r} names no file; write sqlite:///events.db, or sqlite:////var/lib/events.db for an absolute path"
-            )
-        return await SQLiteEventStore.open(Path(name))
+        return await SQLiteEventStore.open(*_files(url))
+
+    async def back_up(self, url: str, to: Path) -> None:
+        from integrations.sqlite.backup import back_up  # noqa: PLC0415
+
+        await asyncio.to_thread(back_up, _files(url)[0], to)
+
+    async def restore(self, url: str, backup: Path | None) -> None:
+        from integrations.sqlite.backup import bring_back  # noqa: PLC0415
+        from integrations.sqlite.store import ledger_beside  # noqa: PLC0415
+
+        path, ledger = _files(url)
+        if backup is None:
+            raise ConfigError("name the backup: genrec events restore FILE --url sqlite:///events.db")
+        require(ledger or ledger_beside(path))
+        await asyncio.to_thread(bring_back, backup, path)
+        await (await self.open(url)).close()
+
+
+def _files(url: str) -> tuple[Path, Path | None]:
+    """The store's, and the ledger's where the URL names one."""
+    plain, ledger = split_ledger(url)
+    name = plain.removeprefix("sqlite:///")
+    if name == plain or not name or name.startswith(":"):
+        raise ConfigError(
+            f"event store {url!r} names no file; write sqlite:///events.db, or sqlite:////var/lib/events.db for an absolute path"
+        )
+    return Path(name), ledger

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from cluster.events.digests import Digests
+from cluster.events.ledger import Ledger, missing
 from cluster.events.rules import refuse_other_content, version_of
 from cluster.events.store import RECENT_USERS, Event, Stored, StoredHistory, StoredUser, StoreStatistics
 from cluster.values import Action, Behaviour
@@ -60,8 +61,9 @@ def version(connection: sqlite3.Connection, digests: Digests, tenant: str, user_
     return version_of(erasure[1], None, erasure[0]) if erasure else ""
 
 
-def erase(connection: sqlite3.Connection, digests: Digests, tenant: str, user_id: str) -> int:
-    """Delete a user with all events. Nothing changes where there is none."""
+def erase(connection: sqlite3.Connection, ledger: Ledger, tenant: str, user_id: str) -> int:
+    """Delete a user with all events, once the ledger has it. Nothing changes where there is none."""
+    digests = ledger.digests
     user = connection.execute("SELECT number, events FROM users WHERE tenant = ? AND user_id = ?", (tenant, user_id)).fetchone()
     if user is None:
         return 0
@@ -69,8 +71,25 @@ def erase(connection: sqlite3.Connection, digests: Digests, tenant: str, user_id
     known = [(digests.event(tenant, key), sequence) for key, sequence in keys]
     connection.executemany("INSERT INTO erased_events (digest, sequence) VALUES (?, ?)", known)
     connection.execute("DELETE FROM users WHERE number = ?", user[:1])
-    connection.execute("INSERT OR REPLACE INTO erasures (digest) VALUES (?)", (digests.user(tenant, user_id),))
+    noted = connection.execute("INSERT OR REPLACE INTO erasures (digest) VALUES (?)", (digest := digests.user(tenant, user_id),))
+    ledger.note({digest: noted.lastrowid or 0})
     return int(user[1])
+
+
+def catch_up(connection: sqlite3.Connection, ledger: Ledger) -> bool:
+    """Erase what was erased from a later copy of this store, and have the ledger know all that was erased from this one; whether anything
+    was to be erased. Its numbers go on from the ledger's, and versions are told anew.
+    """
+    noted, held = ledger.read(), dict[bytes, int](connection.execute("SELECT digest, number FROM erasures").fetchall())
+    if again := missing(noted, held):
+        names = connection.execute("SELECT tenant, user_id FROM users")
+        for name in [name for name in names if ledger.digests.user(*name) in again]:
+            erase(connection, ledger, *name)
+        held = {**held, **{user: number for number, user in enumerate(again, max(noted.values()) + 1)}}
+        connection.executemany("INSERT OR REPLACE INTO erasures (digest, number) VALUES (?, ?)", [(user, held[user]) for user in again])
+        connection.execute("UPDATE store SET identity = lower(hex(randomblob(4)))")
+    ledger.note(missing(held, noted))
+    return bool(again)
 
 
 def users(connection: sqlite3.Connection, tenant: str, limit: int) -> list[StoredUser]:

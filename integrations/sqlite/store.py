@@ -10,6 +10,7 @@ from typing import Self, TypeVar
 
 from cluster.errors import BackendUnavailable
 from cluster.events.digests import Digests, given_key, kept_key
+from cluster.events.ledger import Ledger
 from cluster.events.migrations import pending, read_migrations
 from cluster.events.rules import check_events, check_limit, check_user, each_batch, repeats
 from cluster.events.store import Batches, Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics
@@ -27,17 +28,19 @@ class SQLiteEventStore:
 
     name = "sqlite"
 
-    def __init__(self, path: Path, writer: Writer, digests: Digests) -> None:
-        self._path, self._writer, self._digests = path, writer, digests
+    def __init__(self, path: Path, writer: Writer, ledger: Ledger) -> None:
+        self._path, self._writer, self._ledger, self._digests = path, writer, ledger, ledger.digests
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="genrec-sqlite-reader")
         self._mine = threading.local()
         self._connections: list[sqlite3.Connection] = []
         self._closed = False
 
     @classmethod
-    async def open(cls, path: Path) -> Self:
-        """Raises BackendUnavailable where the file cannot be opened or is not ours."""
-        return cls(path, *await asyncio.to_thread(_open_writer, path))
+    async def open(cls, path: Path, ledger: Path | None = None) -> Self:
+        """`ledger`: the file of the ledger; default: beside the store's. Raises BackendUnavailable where a file cannot be opened or is not
+        ours.
+        """
+        return cls(path, *await asyncio.to_thread(_open_writer, path, ledger or ledger_beside(path)))
 
     async def append(self, events: Sequence[Event]) -> list[Stored]:
         check_events(events)
@@ -57,8 +60,11 @@ class SQLiteEventStore:
 
     async def erase(self, tenant: str, user_id: str) -> int:
         check_user(tenant, user_id)
-        erase = self._writer.submit(lambda connection: rows.erase(connection, self._digests, tenant, user_id), purge=True)
+        erase = self._writer.submit(lambda connection: rows.erase(connection, self._ledger, tenant, user_id), purge=True)
         return await asyncio.wrap_future(erase)
+
+    async def digest(self, tenant: str, user_id: str) -> str:
+        return self._digests.user(tenant, user_id).hex()
 
     async def load(self, batches: Batches) -> Loaded:
         loaded = Loaded()
@@ -106,20 +112,24 @@ class SQLiteEventStore:
         return connection
 
 
-def _open_writer(path: Path) -> tuple[Writer, Digests]:
+def ledger_beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.erased")
+
+
+def _open_writer(path: Path, ledger: Path) -> tuple[Writer, Ledger]:
     turn = TurnLock(path.with_name(f"{path.name}.lock"))
     with turn.held(), explained(path):
         connection = connect_writer(path)
         try:
-            digests = _up_to_date(connection, path)
+            kept = _up_to_date(connection, path, ledger)
         except BaseException:
             connection.close()
             raise
-    return Writer(connection, path, turn), digests
+    return Writer(connection, path, turn), kept
 
 
-def _up_to_date(connection: sqlite3.Connection, path: Path) -> Digests:
-    """Bring the schema up to date and find the key, all of it or nothing. Another process waits until it is done."""
+def _up_to_date(connection: sqlite3.Connection, path: Path, file: Path) -> Ledger:
+    """Bring the schema up to date, find the key and erase what the ledger says, all of it or nothing. Another process waits meanwhile."""
     connection.execute("BEGIN IMMEDIATE")
     connection.execute("CREATE TABLE IF NOT EXISTS schema_versions (version INTEGER PRIMARY KEY, name TEXT, applied_at TEXT)")
     (applied,) = connection.execute("SELECT coalesce(max(version), 0) FROM schema_versions").fetchone()
@@ -127,9 +137,11 @@ def _up_to_date(connection: sqlite3.Connection, path: Path) -> Digests:
         for statement in migration.statements:
             connection.execute(statement)
         connection.execute("INSERT INTO schema_versions VALUES (?, ?, datetime('now'))", (migration.number, migration.name))
-    digests = _digests(connection, path)
+    ledger = Ledger(file, _digests(connection, path))
+    if rows.catch_up(connection, ledger):
+        connection.execute("PRAGMA user_version = 1")  # to be purged from the log
     connection.execute("COMMIT")
-    return digests
+    return ledger
 
 
 def _digests(connection: sqlite3.Connection, path: Path) -> Digests:

@@ -7,14 +7,16 @@ from collections import defaultdict
 from contextlib import closing
 from dataclasses import replace
 from hashlib import sha256
+from pathlib import Path
 
 import asyncpg
 import pytest
 
 from cluster.errors import BackendUnavailable, InvalidRequest
-from cluster.events.digests import ENVIRONMENT
+from cluster.events.digests import ENVIRONMENT, Digests
+from cluster.events.ledger import Ledger
 from cluster.events.rules import LARGEST_BATCH, LARGEST_LIMIT
-from cluster.events.store import Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics, open_event_store
+from cluster.events.store import Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics, closing_store, open_event_store
 from cluster.registry import EVENT_STORES, choose
 from cluster.values import Action, Behaviour
 from tests.postgres import running_postgres
@@ -385,6 +387,103 @@ async def test_erasing_an_unknown_user_changes_nothing(store, url):
     assert await store.erase("default", "u") == 0
     assert await store.version("default", "u") == ""
     assert await rows_of(url, "SELECT * FROM genrec.erasures") == []
+
+
+@pytest.fixture
+def noting(url, tmp_path):
+    """The same store, with its ledger in a file of a directory of its own."""
+    (tmp_path / "ledger").mkdir()
+    return f"{url}{'&' if '?' in url else '?'}ledger={tmp_path}/ledger/erased"
+
+
+async def test_a_user_is_named_by_the_digest_that_is_left_once_it_is_erased(store, url):
+    await store.append([event(user="ada")])
+    await store.erase("default", "ada")
+    [(digest,)] = await rows_of(url, "SELECT digest FROM genrec.erasures")
+    assert await store.digest("default", "ada") == bytes(digest).hex() != await store.digest("other", "ada")
+
+
+def lose_the_ledger_beside(url):
+    Path(f"{url.removeprefix('sqlite:///')}.erased").unlink(missing_ok=True)
+
+
+async def brought_back(url, *events):
+    """Have the store forget its erasures and hold the events again, as an older copy of it does. Its own ledger is lost."""
+    lose_the_ledger_beside(url)
+    for table in ("erasures", "erased_events"):
+        await rows_of(url, f"DELETE FROM genrec.{table}")
+    async with closing_store(url) as store:
+        await store.append(events)
+
+
+async def test_an_older_copy_of_a_store_forgets_as_it_is_opened_what_its_ledger_says_was_erased(url, noting):
+    events = [event(user="ada", key="k"), event(user="bob"), event(user="ada", tenant="other")]
+    async with closing_store(noting) as store:
+        await store.append(events)
+        await store.erase("default", "ada")
+        await store.append([event(user="eve")])
+        await store.erase("default", "eve")
+        version = await store.version("default", "bob")
+    await brought_back(url, events[0])
+    for _ in range(2):  # once is enough
+        async with closing_store(noting) as store:
+            assert (await items(store, "ada"), await items(store, "bob"), await items(store, "ada", "other")) == ([], ["i"], ["i"])
+            assert await store.statistics() == StoreStatistics(2, 2)
+            told = [await store.version("default", user) for user in ("ada", "bob", "eve")]
+            assert ["erased" in one for one in told] == [True, False, True]
+            assert told[1] != version, "versions are told anew"
+            assert (await store.append([events[0]]))[0].duplicate, "its key is known"
+    assert [len(await rows_of(url, f"SELECT * FROM genrec.{table}")) for table in ("erasures", "erased_events")] == [2, 1]
+
+
+async def test_a_user_that_came_back_after_an_erasure_stays_when_the_store_is_opened_again(url, noting):
+    for _ in range(2):
+        async with closing_store(noting) as store:
+            await store.append([event()])
+            await store.erase("default", "u")
+            await store.append([event(item="new")])
+            assert await items(store) == ["new"]
+    await brought_back(url, event(item="old"))
+    async with closing_store(noting) as store:
+        assert await items(store) == []
+        await store.append([event(item="newest")])
+    async with closing_store(noting) as store:
+        assert await items(store) == ["newest"], "the erasure is done, under a number of its own"
+
+
+async def test_a_ledger_that_is_new_is_told_what_was_erased_before(url, noting, tmp_path):
+    async with closing_store(url) as store:
+        await store.append([event()])
+        await store.erase("default", "u")
+    async with closing_store(noting):
+        pass
+    await brought_back(url, event())
+    async with closing_store(noting) as store:
+        assert await items(store) == []
+    assert b"default" not in (tmp_path / "ledger" / "erased").read_bytes()
+
+
+async def test_a_user_is_not_erased_where_the_ledger_cannot_be_written(noting, tmp_path):
+    async with closing_store(noting) as store:
+        await store.append([event(), event(user="v")])
+        (tmp_path / "ledger" / "erased").unlink()
+        (tmp_path / "ledger").rmdir()
+        with pytest.raises(BackendUnavailable, match=r"the ledger of erasures .* cannot be used \(No such file or directory\); make room"):
+            await store.erase("default", "u")
+        assert await items(store) == ["i"]
+        (tmp_path / "ledger").mkdir()
+        assert await store.erase("default", "u") == 1
+    (tmp_path / "ledger" / "erased").unlink()
+    (tmp_path / "ledger").rmdir()
+    with pytest.raises(BackendUnavailable, match="the ledger of erasures"):
+        await open_event_store(noting)
+
+
+async def test_a_ledger_of_another_store_is_refused(noting, tmp_path):
+    ledger = tmp_path / "ledger" / "erased"
+    Ledger(ledger, Digests(b"another key")).note({b"d" * 32: 7})
+    with pytest.raises(BackendUnavailable, match="is of a store with another key; name one for each store"):
+        await open_event_store(noting)
 
 
 TABLES = ("users", "events", "erasures", "erased_events", "store")

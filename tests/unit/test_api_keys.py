@@ -1,6 +1,7 @@
 """API keys: made, kept as hashes, found, and never shown."""
 
 import hashlib
+from datetime import UTC, date
 
 import pytest
 import yaml
@@ -53,10 +54,46 @@ def test_a_key_written_where_it_does_not_belong_is_not_repeated_by_the_error(fie
     assert caught.value.__suppress_context__, "the cause would show it in a traceback"
 
 
-def test_two_entries_of_one_key_or_name_are_refused():
-    for twice in ([entry("genrec_a", "a"), entry("genrec_a", "b")], [entry("genrec_a", "a"), entry("genrec_b", "a")]):
-        with pytest.raises(ConfigError, match="two entries"):
-            parse({"gateway": {"api_keys": [key.model_dump() for key in twice]}})
+def test_two_entries_of_one_key_are_refused():
+    with pytest.raises(ConfigError, match="two entries"):
+        parse({"gateway": {"api_keys": [{"name": name, "sha256": "0" * 64} for name in "ab"]}})
+
+
+@pytest.mark.parametrize(
+    ("said", "moment"),
+    [
+        ("2027-01-31", "2027-01-31T23:59:59.999999+00:00"),
+        ("2027-01-31T18:00:00Z", "2027-01-31T18:00:00+00:00"),
+        ("2027-01-31T18:00:00+01:00", "2027-01-31T17:00:00+00:00"),
+        ("9999-12-31", "9999-12-31T23:59:59.999999+00:00"),
+    ],
+)
+def test_a_key_expires_at_the_end_of_a_date_or_at_a_time_with_its_zone(said, moment):
+    expires = entry("genrec_a", expires=said).expires
+    assert expires.astimezone(UTC).isoformat() == moment
+    again = parse({"gateway": {"api_keys": [entry("genrec_a", expires=said).model_dump(mode="json")]}})
+    assert again.gateway.api_keys[0].expires == expires, "the tree is written out and read again for every change of user_config"
+
+
+@pytest.mark.parametrize("said", ["2027-01-31T18:00:00", "soon", "2027-02-30", 1_800_000_000, date(2027, 1, 31)])
+def test_what_names_no_moment_is_refused(said):
+    """A date without quotes too: `serve deploy` cannot send it on."""
+    with pytest.raises(ConfigError, match=r"api_keys\.0\.expires = .*give a date, or a time with its zone, in quotes"):
+        parse({"gateway": {"api_keys": [{"name": "a", "sha256": "0" * 64, "expires": said}]}})
+
+
+@pytest.mark.parametrize(
+    ("more", "cure"),
+    [
+        ({"admin": True}, r"rights: \[read, events, erase, operate\]"),
+        ({"rights": ["write"]}, "'read', 'events', 'erase' or 'operate'"),
+        ({"rights": []}, "at least 1 item"),
+        ({"rights": ["operate"], "tenant": "shop"}, "make a key without tenant"),
+    ],
+)
+def test_rights_that_make_no_sense_are_refused_with_the_cure(more, cure):
+    with pytest.raises(ConfigError, match=cure):
+        parse({"gateway": {"api_keys": [{"name": "a", "sha256": "0" * 64, **more}]}})
 
 
 def test_the_command_prints_a_key_once_and_the_entry_that_lets_it_in():
@@ -65,7 +102,14 @@ def test_the_command_prints_a_key_once_and_the_entry_that_lets_it_in():
     assert key not in made.stderr
     [added] = parse({"gateway": {"api_keys": yaml.safe_load(line)}}).gateway.api_keys
     assert api_keys.find(key.encode(), [added]) is added
-    assert (added.name, added.tenant, added.admin) == ("shop: 1", "shop", False)
+    assert (added.name, added.tenant, added.rights, added.expires) == ("shop: 1", "shop", ["read", "events", "erase"], None)
+
+
+def test_the_command_gives_a_key_the_rights_and_the_expiry_that_are_asked_for():
+    made = CliRunner().invoke(app, ["new", "--name", "a", "--right", "read", "--right", "operate", "--expires", "2027-01-31"])
+    [line] = [line for line in made.stderr.splitlines() if line.startswith("  - ")]
+    [added] = parse({"gateway": {"api_keys": yaml.safe_load(line)}}).gateway.api_keys
+    assert (added.rights, f"{added.expires:%Y-%m-%d}") == (["read", "operate"], "2027-01-31")
 
 
 def test_the_command_refuses_a_tenant_that_no_request_could_name():

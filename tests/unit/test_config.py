@@ -221,7 +221,7 @@ def test_what_cannot_change_while_it_runs_is_refused_before_it_is_deployed(secti
         with_changes(Settings(), section, changes, "other.yaml: user_config")
 
 
-KEY = {"name": "operator", "sha256": "0" * 64, "admin": True}
+KEY = {"name": "operator", "sha256": "0" * 64, "rights": ["operate"]}
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "rec.example.org"])
@@ -233,7 +233,7 @@ def test_an_address_that_other_machines_reach_takes_keys_or_a_word(tmp_path, hos
 
     for file, instead in ((host, None), ("127.0.0.1", host)):
         with pytest.raises(
-            ConfigError, match=rf"http_options\.host = {host} lets other machines in.*genrec keys new --name operator --admin"
+            ConfigError, match=rf"http_options\.host = {host} lets other machines in.*genrec keys new --name operator --right operate"
         ):
             read_with({}, file, instead)
     read_with({"api_keys": [KEY]}, host)

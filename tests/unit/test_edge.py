@@ -4,16 +4,21 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 import socket
 import time
+from contextlib import suppress
+from datetime import UTC, datetime
 
 import httpx
 import pytest
 import uvicorn
+from starlette.exceptions import HTTPException
 
 from cluster.config import GatewaySettings
 from cluster.values import Recommendation, StageReport
 from deployments.http.api import create_api
+from deployments.http.edge import OPEN, identify
 from deployments.http.event_messages import ErasedOut, EventsOut, HistoryOut, InvalidatedOut
 from deployments.http.messages import BackendsOut, ReadyOut
 from tests.waiting import settled, until
@@ -23,7 +28,7 @@ HASHED = {name: hashlib.sha256(f"genrec_{name}".encode()).hexdigest() for name i
 KEYS = [
     {"name": "shop", "sha256": HASHED["shop"], "tenant": "shop"},
     {"name": "any", "sha256": HASHED["any"]},
-    {"name": "boss", "sha256": HASHED["boss"], "admin": True},
+    {"name": "boss", "sha256": HASHED["boss"], "rights": ["read", "events", "erase", "operate"]},
 ]
 
 
@@ -182,7 +187,8 @@ async def test_interactive_comes_before_batch_and_both_before_neither_by_the_pri
     waiting += await served.asking("urgent", headers={"priority": "u=1;x, i"})
     served.service.gate.set()
     await asyncio.gather(*waiting)
-    assert served.users == ["running", "urgent", "no priority at all", "batch", "idle"]
+    assert served.users[:3] == ["running", "urgent", "no priority at all"]
+    assert sorted(served.users[3:]) == ["batch", "idle"]  # the batch gave its place back before its entry ran
 
 
 async def test_a_key_asks_for_no_more_urgency_than_it_may():
@@ -556,14 +562,90 @@ async def test_a_bound_key_acts_for_no_other_tenant():
     assert (served.service.asked, served.data.tenants) == ([], [])
 
 
-async def test_only_an_admin_key_operates_the_system():
+EVENT = {"user_id": "u", "item_id": "1"}
+CALLS = {
+    "read": [
+        ("POST", "/v1/recommend", {"user_id": "u"}),
+        ("POST", "/v1/recommend", {"user_id": "u", "k": "5"}),  # by FastAPI, which converts it
+        ("POST", "/v1/recommend:batch", {"requests": [{"user_id": "u"}]}),
+        ("POST", "/v1/rank", {"user_id": "u", "candidates": ["1"]}),
+        ("GET", "/v1/users/u/history", None),
+        ("GET", "/v1/items", None),
+        ("GET", "/v1/items/1", None),
+        ("GET", "/v1/examples", None),
+        ("GET", "/v1/options", None),
+    ],
+    "events": [("POST", "/v1/events", EVENT), ("POST", "/v1/events", {"events": [EVENT]})],
+    "erase": [("DELETE", "/v1/users/u/history", None)],
+    "operate": [
+        ("GET", "/v1/gateway", None),
+        ("GET", "/v1/backends", None),
+        ("POST", "/v1/backends/encoder/torch:disable", None),
+        ("GET", "/v1/models", None),
+        ("GET", "/v1/cache", None),
+        ("POST", "/v1/cache:invalidate", {}),
+    ],
+}
+"""Every protected route, by the right that it takes."""
+ROUTES = [(right, *call) for right, calls in CALLS.items() for call in calls]
+
+
+@pytest.mark.parametrize("has", CALLS)
+@pytest.mark.parametrize(("needs", "method", "path", "body"), ROUTES, ids=[f"{method} {path}" for _, method, path, _ in ROUTES])
+async def test_a_key_does_what_it_has_the_right_to_and_is_told_which_one_is_missing(has, needs, method, path, body):
+    served = Served(api_keys=[{"name": "own", "sha256": HASHED["any"], "rights": [has]}])
+    served.service.gate.set()
+    answer = None
+    with suppress(AttributeError):  # what is played lacks most methods: a call that comes so far was let through
+        answer = await served.http.request(method, path, json=body, headers=bearer("any"))
+    assert (answer is None or answer.status_code != 403) == (has == needs)
+    if has != needs:
+        problem = answer.json()
+        assert (answer.headers["content-type"], problem["title"]) == ("application/problem+json", "Forbidden")
+        assert f"'own' has not the right '{needs}' (it has {has})" in problem["detail"]
+        assert (served.service.asked, served.data.tenants) == ([], [])
+
+
+def test_the_table_of_rights_has_every_protected_route():
+    there = [(method.upper(), re.sub(r"\{\w+\}", "[^/]+", path)) for path, methods in documented_paths().items() for method in methods]
+    assert len(there) > 15
+    assert [one for one in there if not any(one[0] == method and re.fullmatch(one[1], path) for _, method, path, _ in ROUTES)] == []
+
+
+def documented_paths():
+    return {path: methods for path, methods in Served().api.fastapi.openapi()["paths"].items() if path not in OPEN}
+
+
+async def test_a_key_without_named_rights_reads_writes_and_erases_for_its_tenant_and_operates_nothing():
     served = Served(api_keys=KEYS)
-    asked = [("GET", "/v1/backends"), ("POST", "/v1/backends/encoder/torch:disable"), ("GET", "/v1/models")]
-    for method, path in [*asked, ("GET", "/v1/cache"), ("POST", "/v1/cache:invalidate")]:
+    served.service.gate.set()
+    for _, method, path, body in [route for route in ROUTES if route[0] == "operate"]:
         for key in ("shop", "any"):
-            assert (await served.http.request(method, path, json={}, headers=bearer(key))).status_code == 403, (method, path, key)
+            assert (await served.http.request(method, path, json=body, headers=bearer(key))).status_code == 403, (method, path, key)
     assert (await served.http.get("/v1/backends", headers=bearer("boss"))).status_code == 200
-    assert (await served.http.delete("/v1/users/u/history?tenant=other", headers=bearer("boss"))).status_code == 200
+    for key, tenant in (("shop", ""), ("boss", "?tenant=other")):
+        assert (await served.http.delete(f"/v1/users/u/history{tenant}", headers=bearer(key))).status_code == 200
+        assert (await served.http.post("/v1/events", json=EVENT, headers=bearer(key))).status_code == 201
+        assert (await served.ask(headers=bearer(key))).status_code == 200
+
+
+async def test_an_expired_key_is_told_so_and_its_successor_of_the_same_name_serves_before_and_after():
+    for expires, status in (("2999-01-31", 200), ("2020-01-31", 401)):
+        served = Served(api_keys=[{**KEYS[0], "expires": expires}, {**KEYS[0], "sha256": HASHED["any"]}])
+        served.service.gate.set()
+        told = await served.ask(headers=bearer("shop"))
+        assert (told.status_code, (await served.ask(headers=bearer("any"))).status_code) == (status, 200)
+    assert told.json()["detail"] == "this API key has expired (2020-01-31 23:59 UTC); use its successor"
+    assert 'error="invalid_token"' in told.headers["www-authenticate"]
+    assert {request.tenant for request in served.service.asked} == {"shop"}
+
+
+def test_a_key_serves_until_the_moment_that_it_expires_at():
+    keys = GatewaySettings.model_validate({"api_keys": [{**KEYS[0], "expires": "2027-01-31T18:00:00+01:00"}]}).api_keys
+    moment = datetime(2027, 1, 31, 17, tzinfo=UTC).timestamp()
+    assert identify({b"authorization": b"Bearer genrec_shop"}, keys, lambda: moment - 0.001) is keys[0]
+    with pytest.raises(HTTPException, match="has expired"):
+        identify({b"authorization": b"Bearer genrec_shop"}, keys, lambda: moment)
 
 
 # Settings that change

@@ -280,7 +280,7 @@ async def test_what_users_did_may_be_read_by_the_user_who_runs_genrec_alone(tmp_
     async with closing_store(f"sqlite:///{tmp_path}/e.db") as store:
         await store.append([event()])
         modes = {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()}
-    assert modes == dict.fromkeys(("e.db", "e.db-wal", "e.db-shm", "e.db.lock", "e.db.key"), "0o600")
+    assert modes == dict.fromkeys(("e.db", "e.db-wal", "e.db-shm", "e.db.lock", "e.db.key", "e.db.erased"), "0o600")
 
 
 async def test_a_directory_that_is_not_there_is_named_with_the_cure(tmp_path):

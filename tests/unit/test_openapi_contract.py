@@ -27,7 +27,7 @@ with warnings.catch_warnings():
     from schemathesis import GenerationMode, checks
 
 KEYS = [
-    {"name": "admin", "sha256": hashlib.sha256(b"genrec_admin").hexdigest(), "admin": True},
+    {"name": "admin", "sha256": hashlib.sha256(b"genrec_admin").hexdigest(), "rights": ["read", "events", "erase", "operate"]},
     {"name": "tenant", "sha256": hashlib.sha256(b"genrec_tenant").hexdigest(), "tenant": "shop"},
 ]
 LIMITS = {"max_k": 100, "max_behaviours": 50, "max_batch": 4, "max_body_bytes": 20_000}

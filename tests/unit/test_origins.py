@@ -11,7 +11,7 @@ from cluster.config import GatewaySettings
 from deployments.http.api import create_api
 from deployments.http.origins import foreign_page
 
-KEY = {"name": "boss", "sha256": hashlib.sha256(b"genrec_boss").hexdigest(), "admin": True}
+KEY = {"name": "boss", "sha256": hashlib.sha256(b"genrec_boss").hexdigest(), "rights": ["operate"]}
 OWN = [
     {"host": "127.0.0.1:8000"},
     {"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:8000"},

@@ -20,7 +20,7 @@ from tests.fake_stages import bundle_with_ranker
 from tests.unit.test_http_api import InProcess
 
 KEYS = [
-    {"name": "admin", "sha256": hashlib.sha256(b"genrec_admin").hexdigest(), "admin": True},
+    {"name": "admin", "sha256": hashlib.sha256(b"genrec_admin").hexdigest(), "rights": ["read", "events", "erase", "operate"]},
     {"name": "shop", "sha256": hashlib.sha256(b"genrec_shop").hexdigest(), "tenant": "shop"},
 ]
 FILMS = Catalogue(

@@ -29,8 +29,8 @@ from tests.ports import free_port
 
 RECOMMEND = b"POST /v1/recommend"
 KEYS = [
-    {"name": name, "sha256": hashlib.sha256(f"genrec_{name}".encode()).hexdigest(), "tenant": tenant, "admin": tenant is None}
-    for name, tenant in (("shop", "shop"), ("boss", None))
+    {"name": name, "sha256": hashlib.sha256(f"genrec_{name}".encode()).hexdigest(), "tenant": tenant, "rights": rights}
+    for name, tenant, rights in (("shop", "shop", ["read", "events"]), ("boss", None, ["read", "events", "erase", "operate"]))
 ]
 
 
@@ -54,6 +54,9 @@ class Data:
     async def append(self, events):
         self.events += events
         return EventsOut(stored=len(events), duplicates=0, unknown_items=[], events=[])
+
+    async def erase(self, tenant, user_id):
+        raise AssertionError("no key here may")
 
 
 class Client:
@@ -464,6 +467,8 @@ async def test_keys_and_tenants_hold():
         ]
         assert statuses == [401, 401, 403, 200]
         assert [request.tenant for request in served.service.asked] == ["shop"]
+        status, _, problem = await client.ask(b"DELETE /v1/users/ada/history", headers={"authorization": "Bearer genrec_shop"})
+        assert (status, "has not the right 'erase'" in problem["detail"]) == (403, True)
         told = [await client.ask(b"statistics", headers={"authorization": f"Bearer genrec_{name}"}) for name in ("nobody", "shop", "boss")]
         assert [status for status, _, _ in told] == [401, 403, 200]
 

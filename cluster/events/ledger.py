@@ -1,0 +1,105 @@
+"""The ledger of erasures: apart from the store and from its backups, by which a store that was restored forgets again.
+
+    a store erases   the user's digest ──► the ledger, on the disk ──► the store's commit
+    a store opens    what the ledger has and the store has not: erased, before anything is read (the store is an older copy of itself)
+                     what the store has and the ledger has not: added (the ledger is new, or was away)
+
+It is a file, or a directory in which each machine has a file of its own and all of them are read: over a network, what several machines add
+to one file may be lost. A line has a mark of the key, the erasure's number and the digest. It names no user. The order of lines means
+nothing.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from socket import gethostname
+from urllib.parse import unquote
+
+from cluster.errors import BackendUnavailable, ConfigError
+from cluster.events.digests import Digests
+from cluster.private_file import append
+
+_LINE = re.compile(rb"([0-9a-f]{16}) (\d{20}) ([0-9a-f]{64})\n")
+_OPTION = re.compile(r"(?<=[?&])ledger=([^&]*)&?")
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The ledger at `place`, a file or a directory; None: none is kept. Erasures are digest -> number of the latest, as in the store."""
+
+    place: Path | None
+    digests: Digests
+
+    def read(self) -> dict[bytes, int]:
+        """All erasures in it; a file is made where it is not there. Raises BackendUnavailable, also where another key made them."""
+        if self.place is None:
+            return {}
+        latest: dict[bytes, int] = {}
+        try:
+            append(_own(self.place), b"")
+            for mark, number, user in _lines(self.place):
+                self._check(mark)
+                latest[user] = max(number, latest.get(user, 0))
+        except OSError as error:
+            raise self._away(error) from error
+        return latest
+
+    def note(self, erasures: Mapping[bytes, int]) -> None:
+        """Add them; they are on the disk when this returns. Raises BackendUnavailable: then nothing is to be erased."""
+        if self.place is None or not erasures:
+            return
+        lines = (b"%b %020d %b\n" % (self._mark, number, digest.hex().encode()) for digest, number in erasures.items())
+        try:
+            append(_own(self.place), b"".join(lines), durable=True)
+        except OSError as error:
+            raise self._away(error) from error
+
+    def _check(self, mark: bytes) -> None:
+        if mark != self._mark:
+            raise BackendUnavailable(f"the ledger of erasures {self.place} is of a store with another key; name one for each store")
+
+    @property
+    def _mark(self) -> bytes:
+        return self.digests.check.hex()[:16].encode()
+
+    def _away(self, error: OSError) -> BackendUnavailable:
+        cure = "make room, or let this user read and write it and its directory"
+        return BackendUnavailable(f"the ledger of erasures {self.place} cannot be used ({error.strerror}); {cure}")
+
+
+def _own(place: Path) -> Path:
+    """The file that this machine adds to."""
+    return place / f"{gethostname()}.erased" if place.is_dir() else place
+
+
+def _lines(place: Path) -> Iterator[tuple[bytes, int, bytes]]:
+    """Mark, number and digest. A part of a line, which a full disk leaves, stands before a whole one."""
+    for file in place.glob("*.erased") if place.is_dir() else [place]:
+        with file.open("rb") as lines:
+            for line in filter(None, map(_LINE.search, lines)):
+                yield line[1], int(line[2]), bytes.fromhex(line[3].decode())
+
+
+def require(ledger: Path | None) -> None:
+    """Raises ConfigError where it is not there: a restored store would serve users that were erased since its backup."""
+    if ledger is None:
+        raise ConfigError("this store has no ledger of erasures; name it in the URL, as ?ledger=/var/lib/genrec/erased")
+    if not ledger.exists():
+        cure = f"give it back from its own copy, or, where no user was erased since the backup: touch {ledger}"
+        raise ConfigError(f"the ledger of erasures {ledger} is not there; {cure}")
+
+
+def missing(noted: Mapping[bytes, int], held: Mapping[bytes, int]) -> dict[bytes, int]:
+    """Of the erasures in `noted`, those that `held` has not, or only an earlier one of the same user."""
+    return {user: number for user, number in noted.items() if number > held.get(user, 0)}
+
+
+def split_ledger(url: str) -> tuple[str, Path | None]:
+    """A store's URL without the option ``?ledger=/a/file``, and that path. Raises ConfigError at a relative path."""
+    if (found := _OPTION.search(url)) is None:
+        return url, None
+    place = Path(unquote(found[1]))
+    if not place.is_absolute():
+        raise ConfigError(f"event store: the ledger {str(place)!r} is no absolute path; write ?ledger=/var/lib/genrec/erased")
+    return _OPTION.sub("", url, count=1).rstrip("?&"), place

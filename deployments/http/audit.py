@@ -1,0 +1,41 @@
+"""The audit log at the routes: which key asked, for what, and how it ended."""
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+from fastapi import Request
+
+from cluster.audit import AuditLine, audited
+from cluster.config import GatewaySettings
+from cluster.errors import BackendUnavailable
+from deployments.http.callers import Caller
+
+LONGEST_ID = 200
+
+
+class Audit:
+    """`limits`: the settings of the moment."""
+
+    def __init__(self, limits: Callable[[], GatewaySettings]) -> None:
+        self._limits = limits
+
+    @contextmanager
+    def line(self, http: Request, action: str, thing: str) -> Iterator[AuditLine]:
+        """A line for the call in the block. Where it is lost, a header of the answer says so."""
+        caller: Caller = http.state.caller
+        key, request_id = caller.key.name if caller.key else None, http.headers.get("x-request-id", "")[:LONGEST_ID] or None
+        line = AuditLine()
+        try:
+            with audited(self._limits().audit_log, action, thing, key=key, request_id=request_id) as line:
+                yield line
+        finally:
+            caller.unaudited = line.lost
+
+    async def user(self, tenant: str, digest: Callable[[], Awaitable[str]]) -> str:
+        """A user as lines name it, by the digest alone; "?" in place of one that cannot be had now."""
+        if self._limits().audit_log is None:
+            return ""
+        try:
+            return f"{tenant}/{await digest()}"
+        except BackendUnavailable:
+            return f"{tenant}/?"

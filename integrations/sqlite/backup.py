@@ -1,0 +1,103 @@
+"""A copy of the file while it is served, and a store made of such a copy."""
+
+import os
+import sqlite3
+from contextlib import closing
+from hashlib import file_digest
+from pathlib import Path
+from secrets import token_hex
+from shutil import copyfileobj
+
+from cluster.errors import ConfigError, DataError
+from cluster.private_file import private
+from integrations.sqlite.connection import connect_reader, explained
+
+
+def back_up(path: Path, to: Path) -> None:
+    """The store at `path`, as it is at one moment, in the file `to`, and its checksum beside it, as sha256sum writes them. Writers go on
+    meanwhile.
+
+    Raises ConfigError where `to` is there already, BackendUnavailable where the store cannot be read or is damaged.
+    """
+    _refuse_existing(to, "name a file that is not there yet")
+    if not path.is_file():
+        raise ConfigError(f"event store {path} is not there; give the URL that the service has")
+    _make(to)
+    try:
+        _copy(path, to)
+        _checksum_file(to).write_text(f"{_sealed(to)}  {to.name}\n")  # last: without it the backup is none
+    except OSError as error:
+        _remove(to)
+        raise ConfigError(f"{to} cannot be written: {error.strerror}") from error
+    except BaseException:
+        _remove(to)
+        raise
+
+
+def bring_back(backup: Path, path: Path) -> None:
+    """Make the store at `path` of a backup. What it holds of users that were erased since is erased as it is opened.
+
+    Versions of users are told anew: their numbers were given to other events after the backup. Raises ConfigError where a store is there,
+    DataError where the backup is not what its checksum says.
+    """
+    for file in (path, path.with_name(f"{path.name}-wal")):
+        _refuse_existing(file, "stop the service, and move it, with its -wal and -shm, away")
+    draft = path.with_name(f".{path.name}-{token_hex(8)}")
+    _make(draft)
+    try:
+        with backup.open("rb") as source, draft.open("wb") as copy:
+            copyfileobj(source, copy)
+        _check(backup, _sealed(draft))
+        with explained(backup), closing(sqlite3.connect(draft)) as connection:
+            connection.execute("UPDATE store SET identity = lower(hex(randomblob(4)))")
+            connection.commit()
+        os.link(draft, path)
+    except OSError as error:
+        raise ConfigError(f"{backup} cannot be restored to {path}: {error.strerror}") from error
+    finally:
+        _remove(draft)
+
+
+def _copy(path: Path, to: Path) -> None:
+    with explained(path), closing(connect_reader(path)) as store, closing(sqlite3.connect(to)) as copy:
+        store.backup(copy)
+        [[found]] = copy.execute("PRAGMA quick_check(1)").fetchall()
+    if found != "ok":
+        raise DataError(f"event store {path} is damaged: {found}; restore it from an earlier backup")
+
+
+def _check(backup: Path, checksum: str) -> None:
+    told = _checksum_file(backup)
+    if not told.is_file():
+        raise ConfigError(f"{told} is not there; put it beside the backup that it was made with")
+    if told.read_text().split()[:1] != [checksum]:
+        raise DataError(f"{backup} is not the file that {told} was made of; take another backup")
+
+
+def _checksum_file(backup: Path) -> Path:
+    return backup.with_name(f"{backup.name}.sha256")
+
+
+def _refuse_existing(file: Path, cure: str) -> None:
+    if file.exists():
+        raise ConfigError(f"{file} is there already; {cure}")
+
+
+def _make(file: Path) -> None:
+    """For this user alone."""
+    try:
+        open(file, "x", opener=private).close()
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}") from error
+
+
+def _sealed(file: Path) -> str:
+    """Its SHA-256, once it is on the disk."""
+    with file.open("rb+") as opened:
+        os.fsync(opened.fileno())
+        return file_digest(opened, "sha256").hexdigest()
+
+
+def _remove(file: Path) -> None:
+    for end in ("", "-wal", "-shm", "-journal"):
+        file.with_name(file.name + end).unlink(missing_ok=True)

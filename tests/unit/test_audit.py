@@ -1,0 +1,221 @@
+"""The audit log: what stands in a line, what does not, and what becomes of a call whose line cannot be written."""
+
+import asyncio
+import hashlib
+import json
+import logging
+import stat
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from cluster.audit import audited
+from cluster.config import GatewaySettings, parse
+from cluster.errors import BackendUnavailable, BundleError, ConfigError, InvalidRequest, UnknownChoice
+from cluster.events.store import Event, closing_store
+from cluster.values import Behaviour
+from deployments.cli import events, models
+from deployments.http.api import create_api
+from deployments.http.event_messages import ErasedOut, InvalidatedOut
+from deployments.http.messages import SwitchOut
+from deployments.user_data import UserData
+
+KEY = {"name": "boss", "sha256": hashlib.sha256(b"genrec_boss").hexdigest(), "rights": ["read", "events", "erase", "operate"]}
+ASKED = {"authorization": "Bearer genrec_boss", "x-request-id": "r-7"}
+USER = "ada@example.org"
+
+
+class Service:
+    async def switch(self, stage, name, to):
+        if name == "none":
+            raise UnknownChoice("backend", name, ["torch"])
+        return SwitchOut(stage=stage, name=name, enabled=to != "off", first=to == "first", applied=False)
+
+
+class Data:
+    """Its digest is played; the stores' own is tested with them."""
+
+    error = digest_error = None
+
+    async def digest(self, tenant, user_id):
+        if self.digest_error:
+            raise self.digest_error
+        return f"digest-{len(user_id)}"
+
+    async def erase(self, tenant, user_id):
+        if self.error:
+            raise self.error
+        return ErasedOut(user_id=user_id, tenant=tenant, events=3, cached_answers=1, everywhere=True)
+
+    async def invalidate(self, tenant, user_id):
+        return InvalidatedOut(dropped=2, everywhere=True)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "audit.jsonl"
+
+
+async def ask(method, path, body=None, data=None, file=None, **settings):
+    api = create_api(Service(), data or Data(), GatewaySettings.model_validate({"audit_log": file and str(file), **settings}))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api, raise_app_exceptions=False), base_url="http://localhost") as client:
+        return await client.request(method, path, json=body, headers=ASKED)
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+SWITCHED = ("POST", "/v1/backends/encoder/torch:disable", None)
+ERASED = ("DELETE", f"/v1/users/{USER}/history?tenant=shop", None)
+CALLS = [
+    (SWITCHED, {"action": "backend.disable", "object": "encoder/torch", "everywhere": False}),
+    (("POST", "/v1/backends/encoder/torch:first", None), {"action": "backend.first", "object": "encoder/torch", "everywhere": False}),
+    (
+        ("POST", "/v1/backends/encoder/none:enable", None),
+        {"action": "backend.enable", "object": "encoder/none", "outcome": "UnknownChoice"},
+    ),
+    (ERASED, {"action": "user.erase", "object": "shop/digest-15", "events": 3, "everywhere": True}),
+    (("POST", "/v1/cache:invalidate", {}), {"action": "cache.invalidate", "object": "*", "dropped": 2, "everywhere": True}),
+    (
+        ("POST", "/v1/cache:invalidate", {"tenant": "shop"}),
+        {"action": "cache.invalidate", "object": "shop", "dropped": 2, "everywhere": True},
+    ),
+    (
+        ("POST", "/v1/cache:invalidate", {"tenant": "shop", "user_id": USER}),
+        {"action": "cache.invalidate", "object": "shop/digest-15", "dropped": 2, "everywhere": True},
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "told"), CALLS, ids=[told["action"] + " " + told["object"] for _, told in CALLS])
+async def test_each_operators_call_and_each_erasure_leaves_one_line_that_names_no_user(call, told, file):
+    answer = await ask(*call, file=file, api_keys=[KEY])
+    [line] = lines(file)
+    assert timedelta(0) <= datetime.now(UTC) - datetime.fromisoformat(line.pop("time")) < timedelta(minutes=5)
+    assert line == {"key": "boss", "request_id": "r-7", "outcome": "done", **told}
+    assert USER not in file.read_text()
+    assert "genrec-audit" not in answer.headers
+
+
+async def test_where_no_keys_are_asked_for_a_line_names_none(file):
+    await ask(*SWITCHED, file=file)
+    assert lines(file)[0]["key"] is None
+
+
+@pytest.mark.parametrize("error", [BackendUnavailable(f"no {USER}"), InvalidRequest("user_id", USER), RuntimeError(USER)])
+async def test_a_call_that_fails_leaves_the_kind_of_error_and_not_its_text(error, file):
+    data = Data()
+    data.error = error
+    assert (await ask(*ERASED, data=data, file=file)).status_code in {422, 500, 503}
+    assert lines(file)[0]["outcome"] == type(error).__name__
+    assert USER not in file.read_text()
+
+
+async def test_a_user_whose_digest_cannot_be_had_is_erased_and_named_by_the_tenant(file):
+    data = Data()
+    data.digest_error = BackendUnavailable("the store is away")
+    assert (await ask(*ERASED, data=data, file=file)).status_code == 200
+    assert lines(file)[0]["object"] == "shop/?"
+
+
+async def test_a_call_that_is_refused_or_only_reads_leaves_no_line(file):
+    assert (await ask(*SWITCHED, file=file, api_keys=[{**KEY, "rights": ["read"]}])).status_code == 403
+    assert (await ask("GET", "/v1/gateway", file=file)).status_code == 200
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("call", [SWITCHED, ERASED, ("POST", "/v1/backends/encoder/none:enable", None)])
+async def test_a_line_that_cannot_be_written_is_told_in_the_answer_and_whole_in_the_log(call, tmp_path, caplog):
+    """A switch may be what ends an outage, and an erasure is owed: neither waits for the disk of the log."""
+    missing = tmp_path / "missing" / "audit.jsonl"
+    with caplog.at_level(logging.ERROR, "cluster.audit"):
+        answer = await ask(*call, file=missing)
+    assert answer.status_code in {200, 404}
+    assert answer.headers["genrec-audit"] == "lost"
+    [record] = caplog.records
+    assert f"the audit log {missing} cannot be written (" in record.message
+    assert '"outcome": ' in record.message
+    assert USER not in record.message
+
+
+async def test_without_a_file_nothing_is_written_or_asked():
+    data = Data()
+    data.digest_error = RuntimeError("asked in vain")
+    answer = await ask(*ERASED, data=data)
+    assert (answer.status_code, "genrec-audit" in answer.headers) == (200, False)
+
+
+def test_a_file_is_made_for_its_user_alone_and_made_anew_where_logrotate_has_moved_it(file):
+    for number in range(2):
+        with audited(file, "model.promote", f"shop/{number}"):
+            pass
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    file.rename(moved := file.with_suffix(".1"))
+    with audited(file, "model.promote", "shop/2"):
+        pass
+    assert [[line["object"] for line in lines(one)] for one in (moved, file)] == [["shop/0", "shop/1"], ["shop/2"]]
+
+
+def test_a_call_that_is_given_up_leaves_a_line(file):
+    """What it asked for may have happened."""
+    with pytest.raises(asyncio.CancelledError), audited(file, "user.erase", "shop/1"):
+        raise asyncio.CancelledError
+    assert lines(file)[0]["outcome"] == "CancelledError"
+
+
+def test_a_relative_path_is_refused():
+    with pytest.raises(ConfigError, match=r"audit_log audit\.jsonl is relative"):
+        parse({"gateway": {"audit_log": "audit.jsonl"}})
+
+
+async def test_the_gateway_names_a_user_as_the_store_will_once_it_is_erased(tmp_path):
+    async with closing_store(f"sqlite:///{tmp_path}/events.db") as store:
+        data = UserData(parse({"model_dir": str(tmp_path)}), None, SimpleNamespace(), cache=None, events=store)
+        assert await data.digest("shop", USER) == await store.digest("shop", USER) != await store.digest("other", USER)
+        assert len(await store.digest("shop", USER)) == 64
+    without = UserData(parse({"model_dir": str(tmp_path)}), None, SimpleNamespace(), cache=None, events=None)
+    with pytest.raises(BackendUnavailable):
+        await without.digest("shop", USER)
+
+
+# Commands
+
+
+def run(app, *arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_what_commands_do_to_a_model_leaves_lines_that_name_the_login(three_versions, file, monkeypatch):
+    monkeypatch.setenv("GENREC_AUDIT_LOG", str(file))
+    for arguments in (("promote", 1), ("promote", 2, "--canary", 0.1), ("rollback",), ("promote", 9)):
+        run(models.app, *arguments, "--model-dir", three_versions)
+    told = [(line["action"], line["object"], line["outcome"]) for line in lines(file)]
+    name = three_versions.name
+    assert told == [
+        ("model.promote", f"{name}/1", "done"),
+        ("model.canary", f"{name}/2", "done"),
+        ("model.rollback", name, "done"),
+        ("model.promote", f"{name}/9", BundleError.__name__),
+    ]
+    assert all(line["login"] for line in lines(file))
+
+
+async def _stored(url):
+    async with closing_store(url) as store:
+        await store.append([Event(USER, Behaviour("1", 1))])
+        return await store.digest("default", USER)
+
+
+async def test_the_command_that_erases_leaves_the_digest(tmp_path, file):
+    url = f"sqlite:///{tmp_path}/events.db"
+    digest = await _stored(url)
+    erased = await asyncio.to_thread(run, events.app, "erase", USER, "--url", url, "--audit-log", file)
+    assert (erased.exit_code, [(line["action"], line["object"], line["events"]) for line in lines(file)]) == (
+        0,
+        [("user.erase", f"default/{digest}", 1)],
+    )
+    assert USER not in file.read_text()

@@ -1,0 +1,289 @@
+"""Backups of the event store, and the ledger by which a restored one forgets: the drill that a platform team runs, over the commands."""
+
+import asyncio
+import json
+import stat
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.config import parse
+from cluster.errors import BackendUnavailable, ConfigError, DataError
+from cluster.events.digests import Digests
+from cluster.events.ledger import Ledger, missing, split_ledger
+from cluster.events.store import Event, StoreStatistics, closing_store
+from cluster.values import Behaviour
+from deployments.cli.events import app
+from tests.postgres import running_postgres
+
+DIGESTS = Digests(b"k" * 32)
+ADA, BOB = b"a" * 32, b"b" * 32
+
+
+def event(user, item, key=None, tenant="default"):
+    return Event(user, Behaviour(item, 100), tenant, key)
+
+
+async def run(*arguments):
+    """A `genrec events` command, as it runs beside the service: in another thread, with an event loop of its own."""
+    return await asyncio.to_thread(CliRunner().invoke, app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+async def items(store, user):
+    return [behaviour.item_id for behaviour in (await store.history("default", user, 1000)).behaviours]
+
+
+def bytes_of(path):
+    return b"".join(file.read_bytes() for file in sorted(path.parent.glob(f"{path.name}*")))
+
+
+@asynccontextmanager
+async def events_arriving(store):
+    """A user's events, one after another."""
+
+    async def arrive():
+        for number in range(100_000):
+            await store.append([event("busy", f"{number}")])
+
+    arriving = asyncio.create_task(arrive())
+    try:
+        yield
+    finally:
+        arriving.cancel()
+        with suppress(asyncio.CancelledError):
+            await arriving
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "store").mkdir()
+    return tmp_path / "store" / "events.db"
+
+
+def moved_away(path):
+    """What an operator does before a restore; the ledger and the key stay."""
+    for end in ("", "-wal", "-shm"):
+        path.with_name(path.name + end).unlink(missing_ok=True)
+
+
+async def test_a_user_that_was_erased_after_the_backup_is_in_no_byte_of_the_restored_store_and_others_are_there(path, tmp_path):
+    url, backup, audit = f"sqlite:///{path}", tmp_path / "backup.db", tmp_path / "audit.jsonl"
+    others = [event(f"user-{number}", f"item-{number}", key=f"key-{number}") for number in range(200)]
+    async with closing_store(url) as store:
+        await store.append([event("marker-user", f"marker-item-{number}", key=f"marker-key-{number}") for number in range(50)])
+        await store.append(others)
+        async with events_arriving(store):
+            assert (await run("backup", backup, "--url", url, "--audit-log", audit)).exit_code == 0
+        await store.append([event("late", "late")])
+        await store.erase("default", "marker-user")
+        version = await store.version("default", "user-7")
+    assert b"marker-" in backup.read_bytes(), "else the drill proves nothing"
+    moved_away(path)
+
+    restored = await run("restore", backup, "--url", url, "--audit-log", audit)
+    assert "those that were erased since the backup are not among them" in restored.output
+    assert b"marker-" not in bytes_of(path)
+    async with closing_store(url) as store:
+        assert b"marker-" not in bytes_of(path), "nor in the log of a store that is open"
+        assert [await items(store, one.user_id) for one in others] == [[one.behaviour.item_id] for one in others]
+        assert (await items(store, "marker-user"), await items(store, "late")) == ([], [])
+        busy = await items(store, "busy")
+        assert busy == [str(number) for number in range(len(busy))], "the backup is of one moment"
+        assert await store.version("default", "user-7") != version, "no answer that was kept under it is given again"
+        assert (await store.append([event("marker-user", "marker-item-0", key="marker-key-0")]))[0].duplicate
+    told = [(line["action"], line["object"], line["outcome"]) for line in map(json.loads, audit.read_text().splitlines())]
+    assert told == [("events.backup", "backup.db", "done"), ("events.restore", "backup.db", "done")]
+
+
+async def test_a_store_that_was_copied_back_by_other_means_forgets_as_it_is_opened(path, tmp_path):
+    """As from a snapshot of a volume: no command of ours was run."""
+    url, backup = f"sqlite:///{path}", tmp_path / "backup.db"
+    async with closing_store(url) as store:
+        await store.append([event("marker-user", "marker-item"), event("other", "i")])
+        await run("backup", backup, "--url", url)
+        await store.erase("default", "marker-user")
+    moved_away(path)
+    path.write_bytes(backup.read_bytes())
+    async with closing_store(url) as store:
+        assert (await items(store, "marker-user"), await items(store, "other")) == ([], ["i"])
+        assert b"marker-" not in bytes_of(path)
+
+
+async def test_a_backup_is_one_file_for_its_user_alone_and_sha256sum_knows_it(path, tmp_path):
+    url, backup = f"sqlite:///{path}", tmp_path / "backup.db"
+    async with closing_store(url) as store:
+        await store.append([event("u", "i")])
+        await run("backup", backup, "--url", url)
+    assert {file.name for file in tmp_path.iterdir()} == {"backup.db", "backup.db.sha256", "store"}
+    assert stat.S_IMODE(backup.stat().st_mode) == 0o600
+    checked = await asyncio.create_subprocess_exec("sha256sum", "--check", "--status", "backup.db.sha256", cwd=tmp_path)
+    assert await checked.wait() == 0
+    with pytest.raises(ConfigError, match=r"backup\.db is there already; name a file that is not there yet"):
+        await run("backup", backup, "--url", url)
+
+
+async def test_of_a_backup_that_fails_nothing_is_left(path, tmp_path):
+    async with closing_store(url := f"sqlite:///{path}") as store:
+        await store.append([event(f"user-{number}", "i") for number in range(1000)])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:8192] + b"x" * 4096 + whole[12288:])
+    with pytest.raises((BackendUnavailable, DataError), match="damaged"):
+        await run("backup", tmp_path / "backup.db", "--url", url)
+    with pytest.raises(ConfigError, match=r"backup\.db cannot be written: No such file or directory"):
+        await run("backup", tmp_path / "missing" / "backup.db", "--url", url)
+    assert {file.name for file in tmp_path.iterdir()} == {"store"}
+
+
+@pytest.fixture
+async def backed_up(path, tmp_path):
+    """The URL of a store that is away, and its backup."""
+    url, backup = f"sqlite:///{path}", tmp_path / "backup.db"
+    async with closing_store(url) as store:
+        await store.append([event("u", "i")])
+        await run("backup", backup, "--url", url)
+    moved_away(path)
+    return url, backup
+
+
+async def test_a_backup_that_is_damaged_is_not_restored(backed_up, path):
+    url, backup = backed_up
+    backup.write_bytes(backup.read_bytes()[:-1] + b"x")
+    with pytest.raises(DataError, match=r"is not the file that .*backup\.db\.sha256 was made of"):
+        await run("restore", backup, "--url", url)
+    backup.with_name("backup.db.sha256").unlink()
+    with pytest.raises(ConfigError, match=r"backup\.db\.sha256 is not there"):
+        await run("restore", backup, "--url", url)
+    assert not list(path.parent.glob("*events.db*-*")), "no draft is left"
+    assert not path.exists()
+
+
+async def test_a_store_is_not_restored_without_its_ledger(backed_up, path):
+    url, backup = backed_up
+    ledger = path.with_name("events.db.erased")
+    ledger.unlink()
+    with pytest.raises(ConfigError, match=r"events\.db\.erased is not there; give it back from its own copy, or, where no user was erased"):
+        await run("restore", backup, "--url", url)
+    assert not path.exists()
+    ledger.touch()
+    assert "restored 1 events of 1 users" in (await run("restore", backup, "--url", url)).output
+
+
+@pytest.mark.parametrize("end", ["", "-wal"])
+async def test_a_store_that_is_there_is_not_overwritten(backed_up, path, end):
+    url, backup = backed_up
+    path.with_name(path.name + end).write_bytes(b"precious")
+    with pytest.raises(ConfigError, match="is there already; stop the service"):
+        await run("restore", backup, "--url", url)
+    assert path.with_name(path.name + end).read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cure"),
+    [
+        (("backup", "b", "--url", "postgresql://u@h/genrec"), "pg_dump --format custom --schema genrec --file b"),
+        (("restore", "b", "--url", "postgresql://u@h/genrec?ledger=/l"), "pg_restore --dbname DATABASE b"),
+        (("restore", "--url", "postgresql://u@h/genrec"), "this store has no ledger of erasures"),
+        (("restore", "--url", "sqlite:///events.db"), "name the backup"),
+        (("backup", "b", "--url", "sqlite:////nowhere/events.db"), "is not there; give the URL that the service has"),
+    ],
+)
+async def test_what_another_tool_does_or_what_is_missing_is_told(arguments, cure, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=cure):
+        await run(*arguments)
+
+
+async def test_postgresqls_own_tools_make_the_backup_and_the_command_finishes_the_restore(tmp_path):
+    with running_postgres() as server:
+        url, dump, ledger = server.create("events"), server.directory / "dump", tmp_path / "erased"
+        noting = f"{url}&ledger={ledger}"
+        async with closing_store(noting) as store:
+            await store.append([event("marker-user", "marker-item", key="marker-key"), event("other", "i")])
+            server.run("pg_dump", "--format", "custom", "--schema", "genrec", "--file", str(dump), "--dbname", url)
+            await store.append([event("late", "late")])
+            await store.erase("default", "marker-user")
+            version = await store.version("default", "other")
+        server.drop("events")
+        server.create("events")
+        server.run("pg_restore", "--dbname", url, str(dump))
+        assert "restored 1 events of 1 users" in (await run("restore", "--url", noting)).output
+        async with closing_store(noting) as store:
+            assert (await items(store, "marker-user"), await items(store, "other"), await items(store, "late")) == ([], ["i"], [])
+            assert await store.version("default", "other") != version
+        server.run("pg_dump", "--file", str(again := server.directory / "again"), "--dbname", url)
+        assert b"marker-" not in again.read_bytes()
+
+
+# The ledger
+
+
+@pytest.mark.parametrize(
+    ("url", "plain", "file"),
+    [
+        ("sqlite:///events.db", "sqlite:///events.db", None),
+        ("sqlite:///events.db?ledger=/a/b%20c", "sqlite:///events.db", "/a/b c"),
+        ("postgresql://u@/d?host=/x&ledger=/l", "postgresql://u@/d?host=/x", "/l"),
+        ("postgresql://u@h/d?ledger=/l&sslmode=require", "postgresql://u@h/d?sslmode=require", "/l"),
+    ],
+)
+def test_the_ledger_is_named_in_the_stores_url(url, plain, file):
+    assert split_ledger(url) == (plain, file and Path(file))
+
+
+def test_a_store_of_the_configuration_keeps_the_ledger_of_its_url(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    settings = parse({"events": {"url": "sqlite:///events.db?ledger=/var/lib/genrec/erased"}})
+    assert settings.event_store_url == f"sqlite:///{tmp_path}/events.db?ledger=/var/lib/genrec/erased"
+
+
+def test_a_ledger_at_a_relative_path_is_refused():
+    with pytest.raises(ConfigError, match="no absolute path"):
+        split_ledger("sqlite:///events.db?ledger=erased")
+
+
+def test_a_ledger_gives_the_latest_erasure_of_each_user_in_whatever_order_lines_stand(tmp_path):
+    ledgers = [Ledger(tmp_path / name, DIGESTS) for name in ("one", "two")]
+    ledgers[0].note({ADA: 7})
+    ledgers[1].note({ADA: 3, BOB: 5})
+    (tmp_path / "both").write_bytes(b"".join((tmp_path / name).read_bytes() for name in ("one", "two", "one")))
+    assert Ledger(tmp_path / "both", DIGESTS).read() == {ADA: 7, BOB: 5}
+    assert stat.S_IMODE((tmp_path / "one").stat().st_mode) == 0o600
+
+
+def test_in_a_directory_each_machine_has_a_file_and_reads_those_of_all(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path, DIGESTS)
+    for machine, user in (("one", ADA), ("two", BOB)):
+        monkeypatch.setattr("cluster.events.ledger.gethostname", lambda machine=machine: machine)
+        ledger.note({user: 7})
+    assert {file.name for file in tmp_path.iterdir()} == {"one.erased", "two.erased"}
+    assert ledger.read() == {ADA: 7, BOB: 7}
+
+
+@pytest.mark.parametrize("left", range(100))
+def test_a_line_of_which_the_system_kept_a_part_spoils_no_other(left, tmp_path):
+    ledger = Ledger(tmp_path / "erased", DIGESTS)
+    ledger.note({ADA: 12})
+    whole = ledger.place.read_bytes()
+    ledger.place.write_bytes(whole + whole[: min(left, len(whole) - 1)])
+    ledger.note({BOB: 13})
+    assert ledger.read() == {ADA: 12, BOB: 13}
+
+
+def test_without_a_file_there_is_nothing_to_catch_up_with():
+    ledger = Ledger(None, DIGESTS)
+    ledger.note({ADA: 1})
+    assert ledger.read() == {}
+
+
+def test_missing_are_the_erasures_that_are_not_held_or_only_an_earlier_one():
+    assert missing({ADA: 7, BOB: 5}, {ADA: 7}) == {BOB: 5}
+    assert missing({ADA: 7, BOB: 5}, {ADA: 6, BOB: 9}) == {ADA: 7}
+
+
+async def test_statistics_of_a_restored_store_are_those_of_what_is_left(backed_up):
+    url, backup = backed_up
+    await run("restore", backup, "--url", url)
+    async with closing_store(url) as store:
+        assert await store.statistics() == StoreStatistics(1, 1)
