@@ -5,10 +5,10 @@
     what pydantic refuses             422, with the fields
     UnknownChoice                     404; only FastAPI's routes look up names
     BackendUnavailable, BundleError   503, Retry-After
-    any other BackendError            503 of a direct route and in a stream, 500 of FastAPI's routes
+    any other BackendError            503: it may fail again
     anything else                     500; the log has the trace
 
-`problem_of` decides for direct routes and streams; `install` has FastAPI's routes decide the same but where the table tells them apart.
+`problem_of` decides for direct routes and streams; `install` has FastAPI's routes decide the same.
 """
 
 import logging
@@ -126,7 +126,7 @@ def install(app: FastAPI) -> None:
     """Answer every error of `app` as a problem."""
     app.add_exception_handler(RequestValidationError, _invalid_message)
     app.add_exception_handler(HTTPException, _http_error)
-    for kind in (InvalidRequest, BackendUnavailable, BundleError):  # BundleError: a file that cannot be read; it says which, and what to do
+    for kind in (InvalidRequest, BackendError, BundleError):  # BundleError: a file that cannot be read; it says which, and what to do
         app.add_exception_handler(kind, _known)
     app.add_exception_handler(UnknownChoice, _unknown_choice)
     app.add_exception_handler(Exception, _our_fault)
