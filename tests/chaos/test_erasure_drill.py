@@ -124,13 +124,13 @@ def ready_for_a_second(serving: Served, gone: int = 0) -> None:
     eventually(holds, "every process is there and ready", TRY_FOR_S, every_s=0.25)
 
 
-def named_in(*directories: Path) -> list[str]:
-    """Files that hold the beginning of an erased user's id."""
+def named_in(*directories: Path, name: str = ERASED) -> list[str]:
+    """Files that hold the beginning of an erased user's id, or this name."""
     files = [file for directory in directories for file in directory.rglob("*") if file.is_file() and not file.is_symlink()]
     found = []
     for file in files:
         with suppress(OSError):
-            if ERASED.encode() in file.read_bytes():
+            if name.encode() in file.read_bytes():
                 found.append(str(file))
     return found
 
@@ -160,7 +160,6 @@ def test_no_byte_of_an_erased_user_is_left_while_processes_are_killed(
             for one in working:
                 one.result()
         row.figures |= {"killed": dict(killed), "erased": len(drill.erased), "kept": len(drill.kept), "statuses": dict(drill.statuses)}
-        print(row.figures)
 
         time.sleep(parse({"model_dir": str(drilled.model_dir)}).longest_request_s)  # then they are erased once more
         with suppress(AssertionError):
@@ -172,9 +171,9 @@ def test_no_byte_of_an_erased_user_is_left_while_processes_are_killed(
             histories = [len(drill.call(http, "GET", f"/v1/users/{user}/history")["events"]) for user in drill.erased]
             kept = [len(drill.call(http, "GET", f"/v1/users/{user}/history")["events"]) for user in drill.kept]
         row.figures |= {"tiers": dict(tiers)}
-        print(tiers, left)
         row.claim("users erased", len(drill.erased), least=most)
         row.claim("files that name an erased user", len(left), most=0)
+        row.claim("files that name another user", len(named_in(tmp_path, name=KEPT)), least=1)
         row.claim("erased users with events", sum(map(bool, histories)), most=0)
         row.claim("kept answers of erased users", tiers.total() - tiers["computed"], most=0)
         row.claim("other users' events lost", sum(len(items) - count for count in kept), most=0)
