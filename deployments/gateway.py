@@ -156,10 +156,11 @@ class Gateway:
         return answer
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
+        began = self._recorder.epoch
         async with aclosing(self._versions.stream(self._flagged(request))) as parts:
             async for part in parts:
                 if isinstance(part, Recommendation):
-                    self._recorder.answered(request, part)
+                    self._recorder.answered(request, part, began=began)
                 yield part
 
     async def rank(self, request: RankingRequest) -> Ranking:

@@ -29,6 +29,8 @@ import stamina
 Json = Mapping[str, Any]
 Call = dict[str, Any]
 """What httpx's `build_request` takes. Every call may be repeated: it only reads, or does the same once done twice."""
+TRY_S = 16.0
+"""Longer than a gateway works on a request by its default deadlines, 14 s: what is given up before is computed again, and in vain again."""
 COME_BACK = frozenset({429, 503})
 """The only statuses that are asked again: any other 4xx would be the same next time."""
 
@@ -98,7 +100,7 @@ class Retries:
 class Client:
     """May be shared by threads."""
 
-    def __init__(self, url: str, *, api_key: str | None = None, try_s: float = 6.0, retries: Retries | None = None) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None, try_s: float = TRY_S, retries: Retries | None = None) -> None:
         self._http, self._retries = httpx.Client(base_url=url, headers=_key(api_key), timeout=try_s), retries or Retries()
 
     def __enter__(self) -> Self:
@@ -129,7 +131,7 @@ class Client:
 class AsyncClient:
     """As `Client`, for one event loop."""
 
-    def __init__(self, url: str, *, api_key: str | None = None, try_s: float = 6.0, retries: Retries | None = None) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None, try_s: float = TRY_S, retries: Retries | None = None) -> None:
         self._http, self._retries = httpx.AsyncClient(base_url=url, headers=_key(api_key), timeout=try_s), retries or Retries()
 
     async def __aenter__(self) -> Self:

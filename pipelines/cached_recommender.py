@@ -64,8 +64,9 @@ class CachedRecommender:
         """The answer's parts as they are found. A cached answer yields its stages, its items and itself; a streamed one is not cached."""
         self._recommender.check(request)
         request = started(request)
-        if kept := await self._kept(request, await self._version(request)):
-            self._usual.note(request)
+        kept = await self._kept(request, await self._version(request))
+        self._usual.note(request)  # before the first part: a slow reader may take the last one after the user was erased
+        if kept:
             for part in _parts(kept):
                 yield part
             return
@@ -78,7 +79,6 @@ class CachedRecommender:
                     yield part
                     continue
                 answer = await self._best(part, completed)
-                self._usual.note(request)
                 for one in _parts(answer) if _is_cached(answer) else (answer,):
                     yield one
 

@@ -31,6 +31,7 @@ CLUSTERS = {
         "tests/chaos/test_overload.py",
         "tests/chaos/test_tenants.py",
         "tests/chaos/test_soak.py",
+        "tests/chaos/test_erasure_drill.py",
         "tests/chaos/test_killed_processes.py",  # the last, since it kills what the others lean on
     ),
     "nodes": ("tests/integration/test_nodes.py",),

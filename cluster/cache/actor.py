@@ -1,6 +1,6 @@
 """Cache shards as named Ray actors, which outlive the process that made them.
 
-    replica -> ShardedCache -> ActorShard -> (Ray) -> CacheActor, one process each: genrec-cache-0, genrec-cache-1, ...
+    replica -> ShardedCache -> ActorShard -> (Ray) -> CacheActor, one process each: APPLICATION-cache-0, -1, ...
 
 They are named by the Serve application: two applications on one cluster share none.
 

@@ -16,6 +16,8 @@ from ray.serve import metrics as ray_metrics
 from ray.serve.exceptions import RayServeException
 
 from cluster import metrics as m
+from cluster.cache.entry import Key
+from cluster.cache.epochs import Epochs
 from cluster.cache.tier_values import TierStatistics
 from cluster.engines.breaker import BreakerState
 from cluster.engines.skipped import OutOfTime
@@ -137,9 +139,19 @@ class GatewayRecorder:
     def __init__(self, meter: Meter = SILENT, shown: ShownItems | None = None) -> None:
         self._meter, self._totals = meter, Totals(meter)
         self._shown = ShownItems() if shown is None else shown
+        self._erasures = Epochs(0, remembered=10_000)
 
-    def answered(self, request: RecommendRequest, answer: Recommendation, duration_s: float | None = None) -> None:
-        """`duration_s`: None where the reader's pace is part of it."""
+    @property
+    def epoch(self) -> int:
+        """Which `answered` is to be told where a reader's pace decides how long an answer takes."""
+        return self._erasures.now
+
+    def answered(
+        self, request: RecommendRequest, answer: Recommendation, duration_s: float | None = None, *, began: int | None = None
+    ) -> None:
+        """`duration_s`: None where the reader's pace is part of it. `began`: the `epoch` as it began: what was shown to a user that was
+        erased since is not remembered.
+        """
         tier = answer.cache.tier if answer.cache else "none"
         version, items = answer.model_version, item_ids(answer.items)
         self._meter.add(m.ANSWERS, tier=tier, degraded=_said(answer.degraded), model_version=version)
@@ -149,7 +161,8 @@ class GatewayRecorder:
             self._stages(answer.stages)
         self._input(request, answer)
         self._meter.add(m.RECOMMENDED, len(items), model_version=version)
-        self._shown.show(request.tenant, request.user_id, items, version, time())
+        if began is None or self._erasures.admits(Key(request.tenant, request.user_id, ""), began):
+            self._shown.show(request.tenant, request.user_id, items, version, time())
 
     def ranked(self, ranking: Ranking) -> None:
         self._stages(ranking.stages)
@@ -165,6 +178,7 @@ class GatewayRecorder:
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
         """Forget what was recommended to a user, to a tenant's users, or to all."""
+        self._erasures.end(tenant, user_id)
         self._shown.forget(tenant, user_id)
 
     def look(self, edge: "EdgeStatistics", stages: Mapping[StageName, Mapping[str, float]], version: int) -> None:

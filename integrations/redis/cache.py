@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from cluster.cache.entry import CacheStatistics, Entry, Key, NamespaceStatistics
+from cluster.cache.namespaces import COUNTED_NAMESPACES, OTHERS
 from cluster.cache.scopes import scope_digest, scopes_of
 from cluster.cache.shard import Granted, Held, Leased, Lookup
 from cluster.cache.shared import ShardedCache, SharedSettings
@@ -114,7 +115,7 @@ class RedisCache:
         await self._release([self._name("l", key)], [holder])
 
     async def invalidate(self, namespace: str | None = None, group: str | None = None) -> int:
-        await self._erase([self._prefix], [scope_digest(namespace, group)])
+        await self._note_erasure(scope_digest(namespace, group))
         if namespace is None:
             namespaces = await self._redis.zrange(f"{self._prefix}a", 0, -1)
             dropped = sum([await self._dropped(f"n:{name.decode()}") for name in namespaces])
@@ -145,6 +146,17 @@ class RedisCache:
     async def close(self) -> None:
         await self._redis.aclose()
 
+    async def _note_erasure(self, scope: str) -> None:
+        """A Redis without room to remember it loses what it remembers instead: then nothing that was kept before counts."""
+        from redis.exceptions import OutOfMemoryError  # noqa: PLC0415 - optional
+
+        try:
+            await self._erase([self._prefix], [scope])
+        except OutOfMemoryError:
+            logger.warning("Redis has no room left for erasures: all that it keeps for %r counts as erased", self._prefix)
+            if not await self._redis.delete(f"{self._prefix}x"):
+                await self._redis.delete(f"{self._prefix}e")
+
     async def _dropped(self, index: str) -> int:
         names = await self._redis.zrange(self._prefix + index, 0, -1)
         parts = [names[start : start + DROPPED_AT_ONCE] for start in range(0, len(names), DROPPED_AT_ONCE)]
@@ -157,7 +169,8 @@ class RedisCache:
         outcome = "misses" if entry is None else "hits"
         self._counts[outcome] += 1
         self._counts["stale_hits"] += entry is not None and entry.freshness(time.time()) == "stale"
-        self._lookups.setdefault(key.namespace, Counter())[outcome] += 1
+        name = key.namespace if key.namespace in self._lookups or len(self._lookups) < COUNTED_NAMESPACES else OTHERS
+        self._lookups.setdefault(name, Counter())[outcome] += 1
 
 
 def prefix_of(application: str) -> str:

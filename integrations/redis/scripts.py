@@ -12,7 +12,8 @@ Keys, after a prefix; parts are quoted, so that a ":" only ever separates:
 An epoch begins with each erasure: the microseconds since 1970, or one more than the last. An entry carries the epoch in which its
 computation began, and is neither taken in nor read where something that it belongs to was erased later: also where Redis has evicted the
 set that would have led to it. `e` and `x` have no time to live, so that a policy `volatile-...` never evicts them; a Redis that lost
-either begins a new epoch, and nothing of an earlier one counts. An erasure is remembered for as long as an entry from before may live.
+either begins a new epoch, and nothing of an earlier one counts. An erasure is remembered for as long as an entry from before may live;
+one that finds no room has the client delete `x`, or `e` where there is no `x`.
 """
 
 KEEP_ERASURES_MS = 3_600_000

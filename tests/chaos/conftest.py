@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--chaos-long", action="store_true", help="phases as long as the fault table has them")
     group.addoption("--chaos-profile", choices=["default", "fast"], default=None, help="how Serve carries requests")
     group.addoption("--chaos-model", default=None, help="a model's directory, in place of a small random one")
+    group.addoption("--drill-minutes", type=float, default=60.0, help="how long the drill of erasures may take")
     group.addoption("--soak-minutes", type=float, default=3.0, help="how long the soak takes")
 
 
@@ -58,6 +59,11 @@ def cluster(request: pytest.FixtureRequest, fast: SharedCluster, default: Shared
 @pytest.fixture(scope="session")
 def soak_minutes(request: pytest.FixtureRequest) -> float:
     return float(request.config.getoption("--soak-minutes", 3.0))
+
+
+@pytest.fixture(scope="session")
+def drill_minutes(request: pytest.FixtureRequest) -> float:
+    return float(request.config.getoption("--drill-minutes", 60.0))
 
 
 @pytest.fixture(scope="session")

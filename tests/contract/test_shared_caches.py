@@ -13,6 +13,7 @@ import pytest_asyncio
 from cluster.cache.actor import connect
 from cluster.cache.entry import Entry, Key, merged
 from cluster.cache.memory import MemoryCache
+from cluster.cache.namespaces import COUNTED_NAMESPACES, OTHERS
 from cluster.cache.shard import CacheShard, Granted, Held
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.config import CacheSettings
@@ -428,6 +429,32 @@ async def test_where_redis_evicts_an_index_before_its_entries_an_erasure_counts_
         assert await present(cache, ADA) == set()
         assert server.zcard("full:x") == 2, "erasures are never evicted"
         await cache.close()
+
+
+@pytest.mark.parametrize("others", [0, 3])
+async def test_where_redis_has_no_room_for_an_erasure_all_that_it_keeps_counts_as_erased(tmp_path, others):
+    """With `noeviction`, or where erasures alone take up the memory; `others`: erasures that it knows already."""
+    pytest.importorskip("redis", reason="redis is not installed; run: pip install 'genrec[redis]'")
+    with running_redis(tmp_path, free_port()) as url, server_at(url) as server:
+        cache = ShardedCache({"redis": RedisCache(url, "full:")}, PATIENT)
+        await put(cache, {ADA: entry(), Key("tenant", "bob", "1"): entry()})
+        for number in range(others):
+            await cache.invalidate("tenant", str(number))
+        server.config_set("maxmemory", 1)
+        assert (await cache.invalidate("tenant", "ada")).unconfirmed == ()
+        server.config_set("maxmemory", 0)
+        assert await present(cache, ADA, Key("tenant", "bob", "1")) == set()
+        assert not server.exists("full:v:-tenant:-ada:-1"), "its bytes are gone too"
+        await put(cache, {ADA: entry()})
+        assert await present(cache, ADA) == {ADA}
+        await cache.close()
+
+
+async def test_redis_counts_lookups_of_so_many_tenants_and_those_of_all_others_together(redis_url):
+    cache = RedisCache(redis_url, "tenants:")
+    await cache.mget([Key(f"tenant-{number}", "ada", "1") for number in range(COUNTED_NAMESPACES + 50)])
+    assert (await cache.statistics()).by_namespace[OTHERS].misses == 50
+    await cache.close()
 
 
 async def test_redis_forgets_erasures_once_no_entry_from_before_can_live(redis_url, monkeypatch):

@@ -204,3 +204,17 @@ class TestReconfigure:
 async def a_read_of_the_store(one: Served) -> None:
     """The event store is read once more, behind all that was asked of it before."""
     assert (await one.http.get("/v1/users/ada/history")).status_code == 200
+
+
+async def test_a_slow_reader_has_its_answer_and_nothing_is_kept_of_a_user_erased_meanwhile(gateway: Make) -> None:
+    one = await gateway()
+    kept = one.gateway._usual, one.gateway._recorder._shown  # noqa: SLF001 - what no answer tells
+    parts = one.gateway.stream(RecommendRequest("ada"))
+    await anext(parts)
+    for _ in range(2):  # the second time after the longest that a request computes, and a reader may take longer
+        await one.gateway.forget("default", "ada")
+    *_, answer = [part async for part in parts]
+    assert isinstance(answer, Recommendation)
+    assert [len(one) for one in kept] == [0, 0]
+    assert [part async for part in one.gateway.stream(RecommendRequest("ada"))]
+    assert [len(one) for one in kept] == [1, 1], "a later answer is remembered"

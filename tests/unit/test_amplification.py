@@ -1,0 +1,97 @@
+"""What one request of a client comes to where every engine takes longer than any caller waits: the real callers, budgets and pipeline."""
+
+import asyncio
+import inspect
+from time import monotonic
+from types import SimpleNamespace
+
+import pytest
+
+from cluster import profile
+from cluster.config import Settings
+from cluster.ranking import RankingRequest
+from cluster.stages import ENCODER, GENERATOR, RANKER
+from cluster.traffic.user_router import Together
+from cluster.values import Behaviour, RecommendRequest
+from deployments.stages import SplitStages
+from pipelines.rank import CandidateRanker
+from pipelines.recommend import Recommender
+from pipelines.stored_history import StoredHistories
+from tests.examples import example
+from tests.fake_stages import bundle_with_ranker
+
+pytestmark = pytest.mark.virtual_time
+ENGINE_S = 16.0
+SEEN = (Behaviour("1", 1000), Behaviour("2", 2000))
+
+
+class Slow:
+    """A deployment's handle: each call takes as long as the engines. `requests`: that reached it."""
+
+    deployment_name = "slow"
+
+    def __init__(self) -> None:
+        self.requests = 0
+
+    def options(self, *, stream: bool) -> "Slow":
+        assert stream
+        return self
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=self._remote)
+
+    def _remote(self, asked, *_):
+        self.requests += len(asked.requests) if isinstance(asked, Together) else 1
+        return asyncio.ensure_future(asyncio.sleep(ENGINE_S))
+
+
+class Service:
+    """A gateway's pipeline over replicas that are all slow."""
+
+    def __init__(self, root) -> None:
+        self.encoder, self.generator, self.ranker = Slow(), Slow(), Slow()
+        stages = SplitStages(self.encoder, self.generator, self.ranker)
+        bundle = bundle_with_ranker(root / "models", decoder=True, last_stage=True)
+        encode, generate, rank = (
+            lambda request, within_s, stage=stage: stages.ask(stage, request, within_s) for stage in (ENCODER, GENERATOR, RANKER)
+        )
+        self._recommender = Recommender(bundle, encode, generate, None, rank)
+        self._ranks = CandidateRanker(bundle, StoredHistories(None, 100), encode, rank, deadline_s=5.0, ranking_deadline_s=2.0)
+
+    async def recommend(self, number: int) -> float:
+        """How many seconds it took."""
+        began = monotonic()
+        assert (await self._recommender.recommend(RecommendRequest(f"user {number}", SEEN, k=3))).items
+        return monotonic() - began
+
+    async def rank(self, number: int) -> float:
+        began = monotonic()
+        await self._ranks.rank(RankingRequest(f"user {number}", ("3", "4"), SEEN))
+        return monotonic() - began
+
+
+async def steadily(ask, count, per_s):
+    """The times of `count` requests, so many a second."""
+
+    async def one(number):
+        await asyncio.sleep(number / per_s)
+        return await ask(number)
+
+    return await asyncio.gather(*(one(number) for number in range(count)))
+
+
+@pytest.mark.parametrize(("kind", "stages", "answered_s"), [("recommend", ("encoder", "ranker"), 7), ("rank", ("ranker", "encoder"), 7)])
+async def test_where_all_engines_are_slow_a_request_is_a_fifth_more_calls_of_each_stage_and_is_answered(tmp_path, kind, stages, answered_s):
+    service = Service(tmp_path)
+    times = await steadily(getattr(service, kind), 200, per_s=20)
+    assert max(times) == pytest.approx(answered_s, abs=0.1)
+    assert max(getattr(service, name).requests for name in stages) <= 1.2 * 200
+    assert service.generator.requests == 0, "it has no state to begin with"
+
+
+def test_neither_haproxy_nor_the_example_client_begins_anew_what_is_merely_slow():
+    settings, client = Settings.model_validate({"model_dir": "models/any"}), example("client")
+    longest_s = settings.longest_request_s + settings.gateway.admission.max_wait_ms / 1e3
+    assert longest_s < float(profile.HAPROXY["RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S"])
+    for kind in (client.Client, client.AsyncClient):
+        assert longest_s < inspect.signature(kind).parameters["try_s"].default
