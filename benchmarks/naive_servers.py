@@ -1,7 +1,8 @@
-"""Two servers as one would write them in an afternoon: the same model, the same requests, the same answers by strategy `retrieval`.
+"""Servers as one would write them in an afternoon: the same model, the same requests, the same answers by strategy `retrieval`.
 
     python -m benchmarks.naive_servers fastapi --model-dir models/ml-100k --port 8021     one process: FastAPI, PyTorch in eager mode
     python -m benchmarks.naive_servers chain   --model-dir models/ml-100k --port 8021     Ray Serve: ingress -> encoder -> ranker
+    python -m benchmarks.naive_servers constant --port 8021                               Ray Serve: an answer that is always the same
 
 What they lack: batching, compiled engines, kept states, fallbacks, deadlines, admission, anything to watch them by. Both check requests by
 the messages genrec checks them by and answer in its form, so that only the serving differs. Serve is left at its defaults.
@@ -19,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.bundle import Bundle, BundleStore
 from cluster.values import Recommendation, RecommendRequest, ScoredItem, StageReport
@@ -110,8 +112,34 @@ def chain(model_dir: str) -> Application:
     return serve.deployment(name="ingress")(serve.ingress(api)(Ingress)).bind(encoder, ranker)
 
 
+ANSWER = b'{"items": "' + b"x" * 1700 + b'"}'
+
+
+async def answer_constantly(scope: Scope, receive: Receive, send: Send) -> None:
+    """What Serve itself costs: reads the body, and sends as many bytes as an answer of ten items has."""
+    if scope["type"] != "http":
+        return
+    while (await receive()).get("more_body", False):
+        pass
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(ANSWER))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": ANSWER})
+
+
+class Constant:
+    """A deployment whose ASGI application that is."""
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return answer_constantly
+
+
+def constant() -> Application:
+    """One replica that computes nothing, as the gateway is deployed."""
+    return serve.deployment(name="gateway", max_ongoing_requests=1000)(serve.ingress()(Constant)).bind()
+
+
 def main(
-    kind: Annotated[Literal["fastapi", "chain"], typer.Argument()],
+    kind: Annotated[Literal["fastapi", "chain", "constant"], typer.Argument()],
     model_dir: Annotated[Path, typer.Option()] = Path("models/ml-100k"),
     port: Annotated[int, typer.Option()] = 8021,
 ) -> None:
@@ -122,7 +150,8 @@ def main(
         return
     ray.init(address="local", num_cpus=8)  # a replica asks for a core; none may wait for one that Ray thinks is taken
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(chain(model), blocking=True)
+    quiet = {"enable_access_log": False}
+    serve.run(constant() if kind == "constant" else chain(model), blocking=True, logging_config=quiet if kind == "constant" else None)
 
 
 if __name__ == "__main__":

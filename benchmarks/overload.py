@@ -3,55 +3,65 @@
     python -m benchmarks.overload                                   # with the demo's model (run `make demo ONCE=1` before)
     python -m benchmarks.overload --times 2 --times 10 --seconds 60
 
-Starts Serve on this machine, measures what 32 callers get that never wait, then sends so many times that, Poisson, each request when it is
-due. The driver shares the processor with the server; `--paced` puts an engine of a known speed in place of the model's, which waits as an
-accelerator's would, so that admission is measured, not a race for the processor.
+Starts each system on the machine's first cores, measures what 32 callers get that never wait, then sends so many times that, Poisson, each
+request when it is due. The driver has the last core to itself. The engine is the model's own.
 Writes benchmarks/results/overload_cpu_DATE.md.
 """
 
 import os
-import platform
-import tempfile
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
 
 from benchmarks.load import Phase, Plan, Results, run
 from benchmarks.load_bodies import bodies
-from deployments.cli.local_serve import LocalServe
+from benchmarks.reporting import Machine, dated, table
+from benchmarks.serving import Start, genrec, naive
 
-ROOT = Path(__file__).resolve().parents[1]
-CLIENTS, WARM_UP_S, CLOSED_S, PAUSE_S, FILLING_S = 32, 3.0, 8.0, 5.0, 2.0
-PACED = {"order": ["paced"], "backends": {"paced": "tests.chaos.engines:Paced"}, "options": {"paced": {"request_s": 0.02}}}
+CLIENTS, WARM_UP_S, CLOSED_S, PAUSE_S, FILLING_S = 32, 5.0, 8.0, 5.0, 2.0
+SYSTEMS: dict[str, Start] = {
+    "genrec, colocated": partial(genrec, profile="fast", placement="colocated"),
+    "genrec, split": partial(genrec, profile="fast", placement="split"),
+    "FastAPI + PyTorch eager": partial(naive, kind="fastapi"),
+}
+
+
+@dataclass(frozen=True)
+class Overloaded:
+    """Of one system: requests/s of callers that never wait, and what became of each multiple of that."""
+
+    capacity: float
+    at: dict[float, Results]
 
 
 def main(
     *,
     model_dir: Annotated[Path, typer.Option()] = Path("models/ml-100k"),
+    systems: Annotated[list[str], typer.Option(help=f"any of {', '.join(SYSTEMS)}")] = list(SYSTEMS),  # noqa: B006 - typer copies it
+    strategy: Annotated[str, typer.Option(help="retrieval, or unified")] = "retrieval",
     times: Annotated[list[float], typer.Option(help="of what it can do")] = [0.7, 1.0, 2.0, 5.0, 10.0],  # noqa: B006 - typer copies it
     seconds: Annotated[float, typer.Option(help="of each")] = 20.0,
-    paced: Annotated[bool, typer.Option(help="an engine that takes 20 ms a request and no processor")] = False,
     port: Annotated[int, typer.Option()] = 8022,
+    out: Annotated[Path | None, typer.Option(help="default: benchmarks/results/overload_cpu_DATE.md")] = None,
 ) -> None:
     """Measure, print and file."""
-    asked = bodies(model_dir, strategy="retrieval", cache="bypass")
-    with tempfile.TemporaryDirectory() as directory:
-        changes: dict[str, Any] = {"model_dir": str(model_dir), "events": {"url": f"sqlite:///{directory}/events.db"}}
-        os.environ["PYTHONPATH"] = str(ROOT)  # the paced engine's module
-        if paced:
-            changes["encoder"] = PACED
-        with LocalServe(ROOT / "ray_config.yaml", changes, port=port, log=Path(".genrec/overload.log")) as url:
+    load, cores = os.getloadavg()[0], sorted(os.sched_getaffinity(0))
+    asked, found = bodies(model_dir, strategy=strategy, cache="bypass"), dict[str, Overloaded]()
+    for system in systems:
+        os.sched_setaffinity(0, cores[:-1] or cores)  # what is started from here on inherits it
+        with SYSTEMS[system](model_dir, port) as url:
+            os.sched_setaffinity(0, cores[-1:])
             capacity = closed(url, asked)
-            found = {factor: overloaded(url, asked, factor * capacity, seconds) for factor in times}
-    text = report(found, capacity, seconds, model_dir, paced=paced)
-    print(text)
-    name = f"overload{'_paced' if paced else ''}_cpu_{datetime.now(UTC):%Y-%m-%d}.md"
-    (ROOT / "benchmarks" / "results" / name).write_text(text)
+            found[system] = Overloaded(capacity, {factor: overloaded(url, asked, factor * capacity, seconds) for factor in times})
+        print("\n".join(rows(found[system])), flush=True)
+    page = report(found, strategy, seconds, Machine.now("benchmarks.overload", ("ray", "torch", "onnxruntime", "fastapi"), load))
+    (out or dated("overload_cpu", "md")).write_text(page)
+    print(page)
 
 
 def closed(url: str, asked: tuple[str, ...]) -> float:
@@ -67,38 +77,35 @@ def overloaded(url: str, asked: tuple[str, ...], rate: float, seconds: float) ->
     return results.between(FILLING_S, seconds)
 
 
-def report(found: dict[float, Results], capacity: float, seconds: float, model_dir: Path, *, paced: bool) -> str:
-    engine = "an engine of 20 ms a request" if paced else f"model {model_dir.name}"
-    lines = [
-        "# Overload",
-        "",
-        f"{engine}; {CLIENTS} callers who never wait get {capacity:.1f} requests/s. Poisson arrivals for {seconds:g} s, no caches.",
-        "",
-        "| x of that | sent/s | whole answers/s | share | degraded | told to come back | failed | p99, answered (ms) | p99, told so (ms) |",
-        "|---|---|---|---|---|---|---|---|---|",
+def rows(found: Overloaded) -> list[str]:
+    """A table as Markdown."""
+    columns = ["x of that", "sent/s", "whole answers/s", "share", "degraded", "told to come back", "failed"]
+    columns += ["p99, answered (ms)", "p99, told so (ms)"]
+    return table(columns, (_row(factor, results, found.capacity) for factor, results in found.at.items()))
+
+
+def _row(factor: float, results: Results, capacity: float) -> list[str]:
+    whole, rejected = results.where(results.ok & ~results.degraded), results.where(results.rejected)
+    goodput = len(whole) / results.span
+    return [
+        f"{factor:g}",
+        f"{len(results) / results.span:.1f}",
+        f"{goodput:.1f}",
+        f"{goodput / capacity:.0%}",
+        f"{np.mean(results.degraded):.1%}",
+        f"{np.mean(results.rejected):.1%}",
+        f"{int(results.failed.sum())}",
+        f"{results.percentile(99):.0f}",
+        f"{rejected.percentile_of_all(99):.0f}",
     ]
-    for factor, results in found.items():
-        whole = results.where(results.ok & ~results.degraded)
-        rejected = results.where(results.rejected)
-        goodput = len(whole) / results.span
-        cells = [
-            f"{factor:g}",
-            f"{len(results) / results.span:.1f}",
-            f"{goodput:.1f}",
-            f"{goodput / capacity:.0%}",
-            f"{np.mean(results.degraded):.1%}",
-            f"{np.mean(results.rejected):.1%}",
-            f"{int(results.failed.sum())}",
-            f"{results.percentile(99):.0f}",
-            f"{rejected.percentile_of_all(99):.0f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    versions = ", ".join(f"{package} {version(package)}" for package in ("ray", "torch", "onnxruntime"))
-    load = " ".join(f"{one:.1f}" for one in os.getloadavg())
-    command = f"python -m benchmarks.overload --seconds {seconds:g}{' --paced' if paced else ''}"
-    command += "".join(f" --times {factor:g}" for factor in found)
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {load} at the end."
-    return "\n".join([*lines, "", machine, f"Python {platform.python_version()}, {versions}.", "", f"`{command}`", ""])
+
+
+def report(found: dict[str, Overloaded], strategy: str, seconds: float, machine: Machine) -> str:
+    """As Markdown."""
+    lines = ["# Overload", "", f"Poisson arrivals for {seconds:g} s, strategy {strategy}, no caches; the driver on a core of its own.", ""]
+    for system, one in found.items():
+        lines += [f"## {system}", "", f"{CLIENTS} callers that never wait get {one.capacity:.1f} requests/s.", "", *rows(one), ""]
+    return "\n".join([*lines, *machine.lines()])
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import typer
 
 from benchmarks.load import Phase, Plan, run
 from benchmarks.load_bodies import bodies
-from cluster.profile import ProfileName
+from cluster.profile import ProfileName, free_block, of_one_machine
 from deployments.cli.local_serve import LocalServe, is_ready
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,13 +62,14 @@ def genrec(model_dir: Path, port: int, *, profile: ProfileName, placement: str) 
 
 
 @contextmanager
-def naive(model_dir: Path, port: int, *, kind: str) -> Iterator[str]:
-    """One of the naive servers, in a process of its own."""
+def naive(model_dir: Path, port: int, *, kind: str, profile: ProfileName | None = None) -> Iterator[str]:
+    """One of the naive servers, in a process of its own; those on Ray Serve at Serve's defaults, or in a profile."""
     command = [sys.executable, "-m", "benchmarks.naive_servers", kind, "--model-dir", str(model_dir), "--port", str(port)]
     log = Path(f".genrec/naive-{kind}.log")
     log.parent.mkdir(exist_ok=True)
     url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as output, subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as process:
+    environment = {**(of_one_machine(free_block(), profile) if profile else {}), **os.environ}
+    with log.open("wb") as output, subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment) as process:
         try:
             deadline = time.monotonic() + READY_WITHIN_S
             while not is_ready(url):

@@ -63,26 +63,34 @@ class QueuePolicy:
                 raise ValueError(f"{name} is {value}; give a number greater than 0, or null for none")
 
     def __call__(self, ctx: Any) -> tuple[int, dict[str, Any]]:
-        """`ctx` is Serve's AutoscalingContext. The replicas are within its bounds."""
-        now, state = ctx.current_time, dict(ctx.policy_state or {})
-        awoken = not state.get("running")
-        if ctx.current_num_replicas != state.get("running"):
-            state |= {"running": ctx.current_num_replicas, "running_since": now}
-        figures = ctx.aggregated_metrics or {}
-        if awoken or _is_busy(ctx.total_num_requests, figures):
-            state["busy_at"] = now
+        """`ctx` is Serve's AutoscalingContext. The replicas are within its bounds.
+
+        Remembered: how many replicas are `running`, and since when (`running_since`); when there was work last (`busy_at`); the Trend, the
+        Limit, and the `peaks` of the load that count against going down.
+        """
+        now, requests, figures = ctx.current_time, ctx.total_num_requests, ctx.aggregated_metrics or {}
+        state = _with_what_is_seen(ctx, figures)
         if not ctx.current_num_replicas:  # the first ones start
             return ctx.target_num_replicas, state
-        state["trend"] = trend = Trend.of(state.get("trend"), ctx.total_num_requests, now).after(ctx.total_num_requests, now, self.trend_s)
-        state["limit"] = limit = self._limit(ctx, state, figures.get("latency_ms", {}))
-        load = self.load(trend.ahead(ctx.total_num_requests, self.forecast_s) / limit.requests, figures)
-        state["peaks"] = peaks = _peaks(state.get("peaks", ((now, float(ctx.target_num_replicas)),)), load, now, self.down_after_s)
-        return self.replicas(load, peaks[0][1], ctx, now - state["busy_at"]), state
+        trend = (state.get("trend") or Trend(now, requests)).after(requests, now, self.trend_s)
+        limit = self._limit(ctx, state, figures.get("latency_ms", {}))
+        load = self.load(trend.ahead(requests, self.forecast_s) / limit.requests, figures)
+        peaks = _peaks(state.get("peaks", ((now, float(ctx.target_num_replicas)),)), load, now, self.down_after_s)
+        highest = peaks[0][1]
+        return self.replicas(load, highest, ctx, now - state["busy_at"]), state | {"trend": trend, "limit": limit, "peaks": peaks}
 
     def load(self, requests: float, figures: Figures) -> float:
         """All in replicas: `requests` by themselves, or the figure that says more."""
         targets = {"waiting": self.target_waiting, "kv_cache_usage": self.target_kv_cache_usage, "utilisation": self.target_utilisation}
         return max(requests, *(sum(figures.get(name, {}).values()) / target for name, target in targets.items() if target is not None), 0.0)
+
+    def replicas(self, load: float, peak: float, ctx: Any, idle_for_s: float) -> int:
+        """`load` now, and `peak`, the highest of the last `down_after_s`, both in replicas."""
+        now, enough, target = ceil(load - ROUNDING), ceil(peak * (1 + self.band) - ROUNDING), ctx.target_num_replicas
+        wanted = max(now, min(enough, target))  # up at once, down as far as the peak allows
+        if idle_for_s < self.idle_s:
+            wanted = max(wanted, 1)
+        return int(min(max(wanted, ctx.capacity_adjusted_min_replicas), ctx.capacity_adjusted_max_replicas))
 
     def _limit(self, ctx: Any, state: Mapping[str, Any], latency_ms: Mapping[Any, float]) -> "Limit":
         """Requests a replica may have: the target, or fewer where the latency was too high though there were no more than that."""
@@ -98,14 +106,6 @@ class QueuePolicy:
             if over > 1:
                 return limit.lowered(each / over, now)
         return limit.recovered(most, now, RECOVERY * max(self.down_after_s, self.settle_s))
-
-    def replicas(self, load: float, peak: float, ctx: Any, idle_for_s: float) -> int:
-        """`load` now, and at most for as long as counts, both in replicas."""
-        now, target = ceil(load - ROUNDING), ctx.target_num_replicas
-        enough = ceil(peak * (1 + self.band) - ROUNDING)
-        wanted = now if now > target else min(target, max(enough, now))
-        wanted = wanted if idle_for_s >= self.idle_s else max(wanted, 1)
-        return int(min(max(wanted, ctx.capacity_adjusted_min_replicas), ctx.capacity_adjusted_max_replicas))
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,6 @@ class Trend:
     slope: float = 0.0
     spread: float = 1.0
 
-    @classmethod
-    def of(cls, earlier: "Trend | None", load: float, now: float) -> "Trend":
-        return earlier or cls(now, load)
-
     def after(self, load: float, now: float, trend_s: float) -> "Trend":
         """With one more sample. What was seen `trend_s` ago counts 1/e of what is seen now."""
         if (elapsed := now - self.at) <= 0:
@@ -155,6 +151,17 @@ class Trend:
         """The load in so many seconds, at least what it is now: a fall is believed when it is seen, a rise if it is more than noise."""
         rise = self.slope * horizon_s
         return load if rise <= self.spread else max(load, min(self.level + rise, GROWTH * load))
+
+
+def _with_what_is_seen(ctx: Any, figures: Figures) -> dict[str, Any]:
+    """What is remembered, with the replicas that run now and whether there is work."""
+    now, state = ctx.current_time, dict(ctx.policy_state or {})
+    awoken = not state.get("running")
+    if ctx.current_num_replicas != state.get("running"):
+        state |= {"running": ctx.current_num_replicas, "running_since": now}
+    if awoken or _is_busy(ctx.total_num_requests, figures):
+        state["busy_at"] = now
+    return state
 
 
 def _is_busy(requests: float, figures: Figures) -> bool:

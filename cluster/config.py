@@ -138,7 +138,10 @@ MOST_ENTRIES, MOST_REQUESTS = 65_536, 4096
 
 
 class AdmissionSettings(Section):
-    """How many requests a gateway replica works on at a time, and how many wait for a place. The rest is answered 503 at once."""
+    """How many requests a gateway replica works on at a time, and how many wait for a place. The rest is answered 503 at once.
+
+    The entries of batches are counted apart, over all batches of the replica.
+    """
 
     max_concurrent: int = Field(
         128, ge=1, le=65_536, description="requests under way, at most; fewer while they take longer than `target_ms`"
@@ -152,6 +155,12 @@ class AdmissionSettings(Section):
     )
     max_concurrent_share: float = Field(
         1.0, gt=0, le=1, description="what one tenant may take of the places and, where its key names it, of the queue; 1: all"
+    )
+    max_concurrent_entries: int = Field(
+        16, ge=1, le=65_536, description="entries of batches under way, at most; beside single requests, and never more than these may be"
+    )
+    max_held_entries: int = Field(
+        1024, ge=1, le=2**20, description="entries of batches that run or wait, at most; a batch finds room in `max_wait_ms` or is refused"
     )
 
 

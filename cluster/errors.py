@@ -1,20 +1,27 @@
-"""Every error genrec raises on purpose, and which arrow of the data flow it belongs to.
+"""Every error that genrec raises for others to catch, and which arrow of the data flow it belongs to.
 
     rows -> dataset -> training -> bundle -> compile -> engine -> request -> answer
       |       |                      |          |         |         |
       |       UnknownChoice          |          |         |         InvalidRequest   (the caller's input: 422)
-      DataError                      |          |         BackendUnavailable        (not here: ask the next backend)
-                                     |          |         BackendFailed             (broke on this call: ask the next backend)
+      DataError                      |          |         BackendError              (no answer here: ask the next backend)
                                      |          CompileError                         (this artifact is not to be trusted)
                                      BundleError                                     (files missing, altered or half-written)
 
     GenrecError
-    ├── ConfigError          ├── BundleError
-    ├── UnknownChoice        ├── CompileError
-    ├── DataError            ├── InvalidRequest
-    └── BackendError ── BackendUnavailable, BackendFailed, DeadlineExceeded
+    ├── ConfigError
+    ├── UnknownChoice
+    ├── DataError
+    ├── BundleError
+    ├── CompileError
+    ├── InvalidRequest
+    └── BackendError
+        ├── BackendUnavailable     cannot run here
+        │   └── ModelGone          a replica without the version asked for (deployments/replicas/replica.py)
+        ├── BackendFailed          broke on this call
+        │   └── NoBackendAnswered  every backend of a stage did, with its reason (cluster/engines/skipped.py)
+        └── DeadlineExceeded       the time was over; no fault of the backend
 
-A message says what happened, with which value, and what to do.
+A message says what happened, with which value, and what to do. deployments/http/problems.py makes HTTP of them.
 """
 
 from collections.abc import Iterable

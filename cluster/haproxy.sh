@@ -1,15 +1,67 @@
 #!/bin/sh
-# Starts HAProxy for Ray Serve, by RAY_SERVE_HAPROXY_BINARY_PATH. Ray has a new manager of HAProxy start one that knows no gateway,
-# and tells it of them half a second later; until then it would answer 404. Here it begins with what the one that died knew.
-# Its statistics and metrics are for this machine alone: Ray has them listen on every address, and has no setting for that.
-# `-sf` names a process to take over from: that configuration is whole, and kept. GENREC_HAPROXY: the program.
+# Starts HAProxy for Ray Serve, by RAY_SERVE_HAPROXY_BINARY_PATH, with limits that Serve's configuration lacks. GENREC_HAPROXY: the program.
+# What is refused here costs microseconds, and no gateway hears of it. The numbers are the node's, from the environment of `ray start`:
+: "${GENREC_HAPROXY_CONNECTIONS:=4000}" # of all clients; more wait unread. Below RAY_SERVE_HAPROXY_MAXCONN (4096), for statistics and gateways
+: "${GENREC_HAPROXY_PER_ADDRESS:=1000}" # connections of one address but 127.0.0.1; more are closed
+: "${GENREC_HAPROXY_PER_CALLER:=20000}" # requests in 10 s by one key or, without any, one address but 127.0.0.1; more are answered 429
+: "${GENREC_HAPROXY_PER_GATEWAY:=1024}" # requests of this node under way in one gateway; more wait for a second, then 503
+: "${GENREC_HAPROXY_BODY_S:=10}"        # for a body, or the first RAY_SERVE_HAPROXY_TUNE_BUFSIZE bytes of it; then 408
+#
+# Ray has a new manager of HAProxy start one that knows no gateway, and tells it of them half a second later; until then it would answer
+# 404. Here it begins with what the one that died knew. `-sf` names a process to take over from: that configuration is whole, and kept.
 config= before= takes_over=
 for argument; do
     [ "$before" = -f ] && config=$argument
     [ "$argument" = -sf ] && takes_over=yes
     before=$argument
 done
-if [ -n "$config" ]; then
+
+problem() { # FILE STATUS TITLE DETAIL: an answer of HAProxy's own, as a gateway's problems are
+    body="{\"title\":\"$3\",\"status\":${2%% *},\"detail\":\"$4\",\"instance\":\"\",\"errors\":[]}"
+    printf 'HTTP/1.1 %s\r\nContent-Type: application/problem+json\r\nRetry-After: 2\r\nContent-Length: %s\r\n\r\n%s' "$2" ${#body} "$body" > "$1"
+}
+
+limit() { # Rules of the frontend, limits of its gateways, and the tables that count callers. `x-request-...`: a gateway watches its
+    # clients and ends what takes too long itself; told so, Serve awaits it directly.
+    problem "$config.408.http" '408 Request Timeout' 'Too slow' 'headers or body did not arrive in time; send them at once'
+    problem "$config.503.http" '503 Service Unavailable' 'Not available now' 'no gateway takes the request now; send it again later'
+    cat > "$config.rules" <<RULES
+    maxconn $GENREC_HAPROXY_CONNECTIONS
+    timeout http-request 10s
+    tcp-request connection track-sc1 src table genrec_addresses unless { src 127.0.0.1 }
+    tcp-request connection reject if { sc1_conn_cur gt $GENREC_HAPROXY_PER_ADDRESS }
+    acl genrec_has_key req.fhdr(authorization) -m found
+    http-request set-var(txn.genrec_caller) req.fhdr(authorization),sha1,hex if genrec_has_key
+    http-request set-var(txn.genrec_caller) src unless genrec_has_key or { src 127.0.0.1 }
+    http-request track-sc0 var(txn.genrec_caller) table genrec_callers if { var(txn.genrec_caller) -m found } !{ path /-/healthz }
+    http-request return status 429 content-type application/problem+json hdr Retry-After 10 lf-string '{"title":"Too many requests","status":429,"detail":"more than $GENREC_HAPROXY_PER_CALLER requests in 10 s by this key or address; ask again in 10 s","instance":"%[path,json(utf8s)]","errors":[]}' if { sc0_http_req_rate gt $GENREC_HAPROXY_PER_CALLER }
+    http-request wait-for-body time ${GENREC_HAPROXY_BODY_S}s if { req.hdr(content-length) -m found } or { req.hdr(transfer-encoding) -m found }
+    http-request set-header x-request-disconnect-disabled ?1
+    http-request set-header x-request-timeout-seconds 0
+RULES
+    # A gateway that is full says what it holds. For a second or two no more than that, times the gateways, is under way: other requests are
+    # refused here, for a tenth of what it costs a gateway. Operators' calls may be what ends an overload, and a probe's answer ends none.
+    cat > "$config.full" <<'RULES'
+    http-response set-var(txn.genrec_gateways) nbsrv if { res.hdr(genrec-full) -m found }
+    http-response set-var(proc.genrec_most) res.hdr(genrec-full),mul(txn.genrec_gateways) if { res.hdr(genrec-full) -m found }
+    http-response set-var(proc.genrec_until) date(2) if { res.hdr(genrec-full) -m found }
+    http-response del-header genrec-full
+    http-request deny deny_status 503 if { date,sub(proc.genrec_until) lt 0 } { be_conn,sub(proc.genrec_most) gt 0 } !{ path_beg /v1/backends /v1/cache /v1/gateway /v1/models /healthz /readyz }
+RULES
+    sed -i -e "/^frontend http_frontend/,/^ *bind /{/^ *bind /r $config.rules
+}" -e "s|^\( *\)errorfile 503 .*|\1errorfile 503 $config.503.http\n\1errorfile 408 $config.408.http|" \
+        -e "/^ *server .* check/{/ backup/!s/\$/ maxconn $GENREC_HAPROXY_PER_GATEWAY/}" \
+        -e "/^backend default_backend/!{/^backend /r $config.full
+}" "$config"
+    cat >> "$config" <<'TABLES'
+backend genrec_callers
+    stick-table type string len 40 size 100k expire 60s store http_req_rate(10s)
+backend genrec_addresses
+    stick-table type ipv6 size 100k expire 60s store conn_cur
+TABLES
+}
+
+if [ -n "$config" ]; then # statistics and metrics are for this machine alone: Ray has them listen on every address, without a setting for it
     sed -i -e '/^listen stats/,$ s/bind \*:/bind 127.0.0.1:/' -e '/^frontend prometheus/,/^frontend http/ s/bind :/bind 127.0.0.1:/' "$config"
 fi
 if [ -n "$takes_over" ]; then
@@ -17,12 +69,7 @@ if [ -n "$takes_over" ]; then
 elif [ -n "$config" ] && [ -f "$config.known" ]; then
     cp "$config.known" "$config"
 fi
-# Clients send their headers in time. A gateway watches its clients and ends what takes too long itself; told so, Serve awaits it directly.
-if [ -n "$config" ] && ! grep -q x-request-disconnect-disabled "$config"; then
-    sed -i '/^frontend http_frontend/,/^ *bind /{/^ *bind /a\
-    timeout http-request 10s\
-    http-request set-header x-request-disconnect-disabled ?1\
-    http-request set-header x-request-timeout-seconds 0
-}' "$config"
+if [ -n "$config" ] && grep -q '^frontend http_frontend' "$config" && ! grep -q genrec_callers "$config"; then
+    limit
 fi
 exec "$GENREC_HAPROXY" "$@"

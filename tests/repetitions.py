@@ -2,7 +2,7 @@
 
 from typing import TypeVar
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 T = TypeVar("T")
 _thorough = False
@@ -19,3 +19,8 @@ def choose(*, thorough: bool) -> None:
     _thorough = thorough
     settings.register_profile("genrec", deadline=None, max_examples=times(100, 25))  # an example's time says more of the machine
     settings.load_profile("genrec")
+
+
+def fuzzed() -> settings:
+    """Many examples of broken input: 100, or 5,000 with --thorough. A decorator's settings, to be asked for as the test is defined."""
+    return settings(max_examples=times(5_000, 100), deadline=None, suppress_health_check=list(HealthCheck))

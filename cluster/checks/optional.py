@@ -64,12 +64,12 @@ def _figures(given: Any, method: str) -> Mapping[str, float]:
 
 def does_not_mix_up_users(subject: Subject) -> None:
     """A request's user changes no answer: also not after another user, or the same name at another tenant, had another history."""
-    nobodys = subject.batch(subject.typical)
+    without_user = subject.batch(subject.typical)
     for user, tenant in ((ADA, HERE), (ADA, ELSEWHERE), (BOB, HERE)):
         theirs = {what: subject.cases.of(request, user, tenant) for what, request in subject.typical.items()}
         one_by_one = [subject.infer(request, what) for what, request in theirs.items()]
-        subject.all_same(nobodys, one_by_one, f"asked without a user and for {user} of {tenant}, who had other histories before")
-        subject.all_same(nobodys, subject.batch(theirs), f"asked without a user and, in a batch, for {user} of {tenant}")
+        subject.all_same(without_user, one_by_one, f"asked without a user and for {user} of {tenant}, which had other histories before")
+        subject.all_same(without_user, subject.batch(theirs), f"asked without a user and, in a batch, for {user} of {tenant}")
 
 
 def forgets_users(subject: Subject) -> None:
@@ -87,7 +87,7 @@ def forgets_users(subject: Subject) -> None:
         _erased_once(lambda: backend.forget_tenant(HERE), "forget_tenant")
     if hasattr(backend, "forget_everything"):
         _erased_once(backend.forget_everything, "forget_everything")
-        _holds_nobody(subject)
+        _holds_no_user(subject)
     subject.all_same(before, _ask_for_all(subject), "before and after an erasure")
 
 
@@ -106,7 +106,7 @@ def _erased_once(erase: Any, name: str) -> None:
             raise Failed(f"{name} erased {count} more when it was called again with nothing asked in between: the first left something")
 
 
-def _holds_nobody(subject: Subject) -> None:
+def _holds_no_user(subject: Subject) -> None:
     if not hasattr(subject.backend, "kept"):
         return
     figures = _figures(subject.backend.kept() or {}, "kept")

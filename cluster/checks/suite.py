@@ -33,11 +33,12 @@ _OTHERS = ("site-packages", "/cluster/checks/", "<")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`loaded`: it asks a backend that is loaded."""
+    """`loaded`: it asks a backend that is loaded. `limits`: how many times the limit it may take."""
 
     name: str
     run: Callable[[Subject], None]
     loaded: bool = True
+    limits: int = 1
 
 
 NEEDED = (
@@ -89,7 +90,7 @@ def check(import_string: str, stage: str, bundle: Bundle, *, options: Mapping[st
 
 def checks_of(cases: Cases) -> Iterator[Check]:
     """The load, and what follows it: a check for each request that the stage's cases name, and those of every stage."""
-    yield Check("loads", before_load.loads, loaded=False)
+    yield Check("loads", before_load.loads, loaded=False, limits=10)
     for what, request in cases.edges().items():
         yield Check(f"answers {what}", partial(answers.answers_with_sense, what=what, request=request))
     for what, request in cases.restricted().items():
@@ -134,7 +135,7 @@ class _Run:
         if obstacle := self._obstacle(one):
             return Result.SKIPPED, obstacle
         try:
-            self._worker.call(lambda: one.run(self._subject), self._subject.limit_s * (10 if one.run is before_load.loads else 1))
+            self._worker.call(lambda: one.run(self._subject), self._subject.limit_s * one.limits)
         except Skipped as skipped:
             return Result.SKIPPED, str(skipped)
         except Failed as failed:

@@ -55,32 +55,6 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     Raises UnknownChoice or ConfigError where the order does not fit the table.
     """
 
-    @classmethod
-    def configured(
-        cls,
-        settings: EngineSettings,
-        bundle: Bundle,
-        rules: StageRules[RequestT, AnswerT],
-        join: Join[RequestT, AnswerT] | None = None,
-    ) -> Self:
-        """The controller of a stage as the configuration has it, over `bundle`."""
-        controller = cls(
-            settings.stage_name,
-            registry.backends(settings.stage_name, settings.backends),
-            settings.order,
-            bundle,
-            rules,
-            selection=settings.selection,
-            breaker=settings.breaker,
-            probe_interval_s=settings.probe_interval_s,
-            retries=settings.retries,
-            options=settings.options,
-            join=join,
-        )
-        for name in settings.disabled:
-            controller.disable(name)
-        return controller
-
     def __init__(
         self,
         stage: str,
@@ -106,6 +80,32 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         self._probing = asyncio.Lock()
         self._serving = ""
         self._closed = False
+
+    @classmethod
+    def configured(
+        cls,
+        settings: EngineSettings,
+        bundle: Bundle,
+        rules: StageRules[RequestT, AnswerT],
+        join: Join[RequestT, AnswerT] | None = None,
+    ) -> Self:
+        """The controller of a stage as the configuration has it, over `bundle`."""
+        controller = cls(
+            settings.stage_name,
+            registry.backends(settings.stage_name, settings.backends),
+            settings.order,
+            bundle,
+            rules,
+            selection=settings.selection,
+            breaker=settings.breaker,
+            probe_interval_s=settings.probe_interval_s,
+            retries=settings.retries,
+            options=settings.options,
+            join=join,
+        )
+        for name in settings.disabled:
+            controller.disable(name)
+        return controller
 
     @property
     def thread(self) -> EngineThread:

@@ -1,5 +1,11 @@
 """One backend under the controller's care: switched on or off, probed, loaded when first needed, called, measured, stopped when it breaks.
 
+    ask                 which requests it may be given now
+      _answers          one by one to an engine with a queue; else a batch, as it comes or joined with others (`join`)
+        _load_and_try   in its turn: loaded where it is not, unloaded where this opens its breaker
+          _try          a call; where all of it broke, a sample, then halves of the batch; then it is judged
+            _attempt    one call of the engine: answers, and for the others the reasons
+
 Only what a backend's own code raises is caught (a foreign engine may raise anything); an error of ours passes through. All state is changed
 on the event loop; the backend's code runs in the engine thread, a load beside the calls in another one, `ainfer` and `astream` on the loop.
 """
@@ -34,7 +40,11 @@ LATE_TO_BE_STUCK = 3
 
 
 class ManagedBackend(Generic[RequestT, AnswerT]):
-    """Batches, probes, loads, unloads and erasures take turns; requests to an engine with a queue of its own wait for none of them."""
+    """Batches, probes, loads, unloads and erasures take turns; requests to an engine with a queue of its own wait for none of them.
+
+    Others write to four of its attributes: its operator, by way of the controller, to `enabled`; the controller to `loading` and
+    `fallbacks`; a measurement of the whole order to `measured_ms` and `exclusion`.
+    """
 
     def __init__(self, name: str, import_string: str, room: EngineRoom[RequestT, AnswerT], options: Mapping[str, Any]) -> None:
         self.name, self.import_string, self.options = name, import_string, dict(options)
@@ -189,10 +199,13 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             self.kept(),
         )
 
-    @cached_property
-    def _joined(self) -> AskOne[RequestT, AnswerT]:
-        assert self._room.join
-        return self._room.join(self.name, self._answer_batch)
+    def _declined(self, request: RequestT) -> SkippedBackend | None:
+        """Why this one request is not for it: neither a call nor a failure."""
+        try:
+            reason = self._slot.engine.optional("declines", request) if self._slot.engine else ""
+        except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything
+            return self.health.note(f"broke when asked whether it declines: {reason_of(error)}", error)
+        return self.health.skipped(str(reason)) if reason else None
 
     async def _answers(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
         if self.queued:
@@ -200,6 +213,11 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         if self._room.join:
             return await together([self._joined(request) for request in requests])
         return await self._answer_batch(requests)
+
+    @cached_property
+    def _joined(self) -> AskOne[RequestT, AnswerT]:
+        assert self._room.join
+        return self._room.join(self.name, self._answer_batch)
 
     async def _answer_batch(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
         async with self._turn:
@@ -235,25 +253,17 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
                     yield result
         if has_failed(result):
             self.health.failures += 1
-            answers_sample = await self._answers_sample(engine, self._room.thread.run)
-            self._judge(engine, sound=bool(answers_sample), broken_calls=1 + (answers_sample is False))
+            still_answers = await self._still_answers(engine, self._room.thread.run)
+            self._judge(engine, sound=bool(still_answers), broken_calls=1 + (still_answers is False))
         if isinstance(result, SkippedBackend):
             yield result
         else:
             self.health.record(self._room.clock() - began)
             self._judge(engine, sound=True)
 
-    def _declined(self, request: RequestT) -> SkippedBackend | None:
-        """Why this one request is not for it: neither a call nor a failure."""
-        try:
-            reason = self._slot.engine.optional("declines", request) if self._slot.engine else ""
-        except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything
-            return self.health.note(f"broke when asked whether it declines: {reason_of(error)}", error)
-        return self.health.skipped(str(reason)) if reason else None
-
     async def _load_and_try(self, requests: Sequence[RequestT], run: Run, *, rehearsal: bool = False) -> list[AnswerT | SkippedBackend]:
         """In its turn. Where that opens the breaker, unload, so that the next trial starts from a fresh load."""
-        if not await self._load(run):
+        if not (self.loaded or await self._load(run)):
             return [self.health.skipped(self.health.last_error, failed=True)] * len(requests)
         results = await self._try(requests, run, rehearsal=rehearsal)
         if self.health.state is BreakerState.OPEN:
@@ -282,11 +292,11 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             return results
         if all(isinstance(result, OutOfTime) for result in results):  # one may have been late for all: alone, the others are not
             return results if len(requests) <= 1 else await in_parts(requests, results, attempt, self._room.retries)
-        answers_sample = await self._answers_sample(engine, run)
-        if answers_sample or (answers_sample is None and not on_trial):
+        still_answers = await self._still_answers(engine, run)
+        if still_answers or (still_answers is None and not on_trial):
             results = await in_parts(requests, results, attempt, self._room.retries)
-        broken_calls += answers_sample is False
-        self._judge(engine, sound=answers_sample or any_answer(results), on_trial=on_trial, broken_calls=broken_calls)
+        broken_calls += still_answers is False
+        self._judge(engine, sound=still_answers or any_answer(results), on_trial=on_trial, broken_calls=broken_calls)
         return results
 
     async def _attempt(
@@ -304,7 +314,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
                 self._alone_s = reply.duration_s
         return results
 
-    async def _answers_sample(self, engine: Engine[RequestT, AnswerT], run: Run) -> bool | None:
+    async def _still_answers(self, engine: Engine[RequestT, AnswerT], run: Run) -> bool | None:
         """Whether it still answers a sample that it answered before; None where there is no such sample."""
         if engine is not self._slot.engine or not engine.is_alive():
             return False
@@ -323,7 +333,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         if engine.late_in_a_row < LATE_TO_BE_STUCK:
             return ""
         engine.late_in_a_row = 0
-        sound = await self._answers_sample(engine, self._room.thread.run)
+        sound = await self._still_answers(engine, self._room.thread.run)
         return "" if sound else f"is stuck: it was late again and again, and gave no answer to a sample within {SAMPLE_WITHIN_S:g} s"
 
     def _judge(self, engine: Engine[RequestT, AnswerT], *, sound: bool, on_trial: bool = False, broken_calls: int = 0) -> None:
@@ -348,14 +358,13 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return self.health.note(reason, None if nonsense else outcome, told=told)
 
     async def _load(self, run: Run) -> bool:
-        """Whether it is loaded. A failed load opens the breaker at once."""
-        if not self.loaded:
-            try:
-                await self._slot.load(run)
-            except Exception as error:  # noqa: BLE001 - any error of an engine while it loads is a reason to ask the next one
-                self.health.note(f"could not be loaded: {reason_of(error)}", error)
-                self.health.broke(at_once=True)
-                await self._unload(run)
+        """Whether it could be loaded. A failed load opens the breaker at once."""
+        try:
+            await self._slot.load(run)
+        except Exception as error:  # noqa: BLE001 - any error of an engine while it loads is a reason to ask the next one
+            self.health.note(f"could not be loaded: {reason_of(error)}", error)
+            self.health.broke(at_once=True)
+            await self._unload(run)
         return self.loaded
 
     async def _unload(self, run: Run) -> None:

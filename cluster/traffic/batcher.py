@@ -2,7 +2,8 @@
 
     submit -> waits, while `at_once` batches run -> goes with others that wait, as `choose` says -> its own answer
 
-Each member of a batch has an answer of its own; only the failure of the whole batch is every member's.
+A step chooses members, asks when they are due, and starts them or comes back then; all else prepares a step or follows from one. Each
+member of a batch has an answer of its own; only the failure of the whole batch is every member's.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from time import monotonic
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from opentelemetry.trace import SpanContext
 
@@ -68,7 +69,7 @@ class Batcher(Generic[RequestT, AnswerT]):
         self._context, self._idle = context, idle
         self._waiting: list[Member[RequestT, AnswerT]] = []
         self._running: dict[asyncio.Task[None], float] = {}  # when each began, the oldest first
-        self._soon = False
+        self._steps_soon = False
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -81,27 +82,24 @@ class Batcher(Generic[RequestT, AnswerT]):
         loop = asyncio.get_running_loop()
         member = Member(request, self._size(request), monotonic(), tracing.here(), loop.create_future())
         self._waiting.append(member)
-        if not self._soon:
-            self._soon = True
-            loop.call_soon(self._begin, context=self._context)
+        if not self._steps_soon:
+            self._steps_soon = True
+            loop.call_soon(self._step, context=self._context)
         return member.answer
 
-    def _begin(self) -> None:
-        """Run what waits, as far as it may be run now."""
-        self._soon = False
+    def _step(self) -> None:
+        """Start what waits, as far as it may start now: after arrivals, when a batch has ended, and when one is due."""
+        self._steps_soon = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._waiting = [member for member in self._waiting if not member.answer.done()]
         while self._waiting:
             chosen = self._choose([member.size for member in self._waiting])
-            if (at := self._due(len(chosen))) > monotonic():
-                if at < math.inf:
-                    self._timer = asyncio.get_running_loop().call_later(at - monotonic(), self._begin, context=self._context)
+            if (due := self._due(len(chosen))) > monotonic():
+                self._step_at(due)
                 return
-            self._start([self._waiting[position] for position in chosen])
-            taken = set(chosen)
-            self._waiting = [member for position, member in enumerate(self._waiting) if position not in taken]
+            self._start(self._taken(chosen))
         if not self._running:
             self._idle()
 
@@ -114,25 +112,26 @@ class Batcher(Generic[RequestT, AnswerT]):
             return 0.0
         return self._waiting[0].since + self._wait_s
 
+    def _step_at(self, due: float) -> None:
+        if due < math.inf:  # else the end of a batch is the next step
+            self._timer = asyncio.get_running_loop().call_later(due - monotonic(), self._step, context=self._context)
+
+    def _taken(self, chosen: Sequence[int]) -> list[Member[RequestT, AnswerT]]:
+        """The members at these positions, which then wait no longer."""
+        waiting, positions = self._waiting, set(chosen)
+        self._waiting = [member for position, member in enumerate(waiting) if position not in positions]
+        return [waiting[position] for position in chosen]
+
     def _start(self, members: Sequence[Member[RequestT, AnswerT]]) -> None:
-        task = asyncio.get_running_loop().create_task(self._serve(members), context=self._context)
-        self._running[task] = monotonic()
-        task.add_done_callback(self._ended, context=self._context)
+        batch = asyncio.get_running_loop().create_task(self._serve(members), context=self._context)
+        self._running[batch] = monotonic()
+        batch.add_done_callback(self._ended, context=self._context)
         if self._abandons:
-            staying = len(members)
+            _cancel_once_all_have_left(batch, members)
 
-            def left(answer: asyncio.Future[AnswerT]) -> None:
-                nonlocal staying
-                staying -= answer.cancelled()
-                if not staying:
-                    task.cancel()
-
-            for member in members:
-                member.answer.add_done_callback(left)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._running[task]
-        self._begin()
+    def _ended(self, batch: asyncio.Task[None]) -> None:
+        del self._running[batch]
+        self._step()
 
     async def _serve(self, members: Sequence[Member[RequestT, AnswerT]]) -> None:
         try:
@@ -146,3 +145,16 @@ class Batcher(Generic[RequestT, AnswerT]):
                 member.answer.set_exception(outcome.error)
             else:
                 member.answer.set_result(outcome)
+
+
+def _cancel_once_all_have_left(batch: asyncio.Task[None], members: Sequence[Member[Any, Any]]) -> None:
+    staying = len(members)
+
+    def left(answer: asyncio.Future[Any]) -> None:
+        nonlocal staying
+        staying -= answer.cancelled()
+        if not staying:
+            batch.cancel()
+
+    for member in members:
+        member.answer.add_done_callback(left)

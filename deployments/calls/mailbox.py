@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from contextvars import copy_context
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ray.serve.handle import DeploymentHandle
 
@@ -26,10 +26,16 @@ PATIENCE_S = 1.0
 MOST = 64
 """Requests in one call."""
 
-Address: TypeAlias = tuple[str, str, int]
-"""Home replica, "" for any; version of the model; span of a traced request, else 0."""
 Sent: TypeAlias = tuple[Any, float]
 """A request, and its deadline on this process's monotonic clock."""
+
+
+class Address(NamedTuple):
+    """Where requests go together. `home`: a replica's id, "" for any; `span`: of a traced request, else 0."""
+
+    home: str
+    model_version: str
+    span: int
 
 
 class Mailbox:
@@ -48,7 +54,7 @@ class Mailbox:
     def send(self, request: Any, left_s: float) -> asyncio.Future[Any]:
         """The answer to one request, which has `left_s` seconds at the replica; its error, or Ray's where the call fails."""
         traced = tracing.here()
-        address = home_of(request, self._replicas), request.model_version, traced.span_id if traced else 0
+        address = Address(home_of(request, self._replicas), request.model_version, traced.span_id if traced else 0)
         batcher = self._batchers.get(address)
         if batcher is None:
             batcher = self._batchers[address] = self._batcher(address)
@@ -66,7 +72,7 @@ class Mailbox:
             at_once=ON_THE_WAY,
             patience_s=PATIENCE_S,
             abandons=True,  # an overloaded replica need not compute what no member awaits
-            context=None if address[-1] else self._context,
+            context=None if address.span else self._context,
             idle=idle,
         )
         return batcher

@@ -3,11 +3,11 @@
 POST /v1/recommend stands here twice: as FastAPI has it, for its schema and for bodies that need converting, and without FastAPI.
 """
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Literal, Protocol
 
@@ -27,6 +27,7 @@ from deployments.http import problems, streaming
 from deployments.http.answer_json import answer_json
 from deployments.http.api_pages import documentation_routes
 from deployments.http.audit import Audit
+from deployments.http.batches import Batches
 from deployments.http.bodies import RecommendBody
 from deployments.http.callers import Caller, CallerHere, operator_of
 from deployments.http.edge import Edge
@@ -94,7 +95,7 @@ def create_api(
     api.state.limits = limits  # for `operator_of`
     audit = Audit(limits)
     for routes in (
-        _recommendations(service, limits),
+        _recommendations(service, limits, edge.batches),
         ranking_routes(service, limits),
         user_data_routes(data, limits, audit),
         playground_routes(service, data, limits),
@@ -124,7 +125,7 @@ def recommend_directly(service: Service, limits: Callable[[], GatewaySettings]) 
     return DirectRoute(msgspec.json.Decoder(RecommendBody), answer)
 
 
-def _recommendations(service: Service, limits: Callable[[], GatewaySettings]) -> APIRouter:
+def _recommendations(service: Service, limits: Callable[[], GatewaySettings], batches: Batches) -> APIRouter:
     routes = APIRouter()
 
     @routes.post("/v1/recommend", tags=["recommendations"], response_model=RecommendOut, responses=streaming.RESPONSES)
@@ -139,7 +140,9 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings]) ->
 
     @routes.post("/v1/recommend:batch", tags=["recommendations"], response_model=RecommendBatchOut)
     async def recommend_batch(message: RecommendBatchIn, caller: CallerHere) -> Response:
-        """Recommend items for several users; the answers stand in the order of the requests. Each counts for its tenant's rate limit."""
+        """Recommend items for several users; the answers stand in the order of the requests. Each counts for its tenant's rate limit, and
+        waits for its turn among the entries of all batches.
+        """
         most = limits().max_batch
         if len(message.requests) > most:
             raise InvalidRequest("requests", f"has {len(message.requests)} entries; send at most {most} a call")
@@ -147,7 +150,9 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings]) ->
             _check_limits(request, limits(), prefix=f"requests[{position}].")
         _give_tenants(message.requests, caller)
         values = [request.to_value(caller.arrived) for request in message.requests]
-        answers = await asyncio.gather(*(_within_batch(service, value, position) for position, value in enumerate(values)))
+        entries = [partial(_within_batch, service, value, position) for position, value in enumerate(values)]
+        caller.leave_place()
+        answers = await batches.run(entries, Counter(value.tenant for value in values))
         return Response(b'{"answers":[%b]}' % b",".join(map(answer_json, answers)), media_type="application/json")
 
     @routes.get(ITEM_PATH, tags=["catalogue"], responses=problems.documented([404]))

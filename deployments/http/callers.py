@@ -21,12 +21,14 @@ Belong = Callable[[str], bool]
 class Caller:
     """The caller of one request. `key`: None if the service has no keys. `arrived`: when the whole request was there, on this process's
     monotonic clock. `refused`: the status of a refusal after the message was read, or 0. `unaudited`: its line of the audit log is lost.
+    `leave_place`: give the place back before the end.
     """
 
     def __init__(self, key: ApiKeySettings | None, take: Take) -> None:
         self.key, self._take = key, take
         self.arrived = 0.0
         self.belong: Belong = _anywhere
+        self.leave_place: Callable[[], None] = _nothing
         self._paid: dict[str, int] = {}
         self.grant: Grant | None = None
         self.refused, self.unaudited = 0, False
@@ -101,6 +103,10 @@ class Caller:
 
 def _anywhere(_: str) -> bool:
     return True
+
+
+def _nothing() -> None:
+    pass
 
 
 def headers_of(grant: Grant) -> dict[str, str]:

@@ -48,8 +48,11 @@ class Connection:
         self.status, self.body, self.held = 0, b"", 0
         self.first_byte_at: float | None = None
         self.headers: Callable[[], Sequence[tuple[bytes, bytes]]] = tuple
-        self._given = self._responded = self._left = self._late = False
-        self._cancelling, self._within_s = 0, 0.0
+        self._given = False  # the body, to an ASGI application
+        self._responded = False  # the last part of the answer was handed to the server
+        self._left = self._late = False  # why the work was cancelled: the client left, or the time was over
+        self._cancelling = 0  # cancellations of the task that others had asked for before the block
+        self._within_s = 0.0  # for the work, once the client is watched
         self._task: asyncio.Task[Any] | None = None  # while the block lasts
         self._timer: asyncio.TimerHandle | None = None
         self._watcher: asyncio.Task[None] | None = None

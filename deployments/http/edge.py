@@ -25,6 +25,7 @@ from cluster.traffic import api_keys
 from cluster.traffic.admission import Admission, Standing, Ticket
 from cluster.traffic.rate_limits import Grant, RateLimiter
 from deployments.http import api_pages, problems
+from deployments.http.batches import Batches
 from deployments.http.callers import Caller
 from deployments.http.connection import BodyBudget, Connection
 from deployments.http.playground import PATHS
@@ -42,11 +43,14 @@ _URGENCY = re.compile(rb"(?:^|,)[ \t]*u=([0-7])[ \t]*(?:[,;]|$)")
 
 @dataclass(frozen=True, slots=True)
 class EdgeStatistics:
-    """`places`: requests that may run at a time now; `refused`: HTTP status -> requests since the start."""
+    """`places`: requests that may run at a time now; `entries`: of batches, that run or wait; `refused`: HTTP status -> requests since
+    the start.
+    """
 
     running: int
     waiting: int
     places: int
+    entries: int
     refused: dict[int, int]
 
 
@@ -66,6 +70,7 @@ class Edge:
         self.settings, self._meter = settings, meter
         self._gateways, self._clock, self._now = gateways, clock, now
         self._admission = Admission(settings.admission, _target_s(settings))
+        self.batches = Batches(settings.admission, lambda: self._admission.places)
         self._rates = RateLimiter(settings.rate_limits)
         self._bodies = BodyBudget(settings.max_held_bytes)
         self._turns: dict[Ticket, asyncio.Future[None]] = {}
@@ -73,7 +78,7 @@ class Edge:
 
     def reconfigure(self, settings: GatewaySettings) -> None:
         """Take new settings. Running requests go on; waiting ones wait no longer than the new settings allow."""
-        self.settings = settings
+        self.settings, self.batches.settings = settings, settings.admission
         self._rates.reconfigure(settings.rate_limits)
         self._bodies.most = settings.max_held_bytes
         now = self._clock()
@@ -82,8 +87,8 @@ class Edge:
             self._expire_at(now + settings.admission.max_wait_ms / 1e3)
 
     def statistics(self) -> EdgeStatistics:
-        held = self._admission
-        return EdgeStatistics(held.running, held.waiting, held.places, dict(self._refused))
+        held, refused = self._admission, self._refused + Counter({503: self.batches.refused})
+        return EdgeStatistics(held.running, held.waiting, held.places, self.batches.held, dict(refused))
 
     async def serve(self, answer: Answer, scope: Scope, connection: Connection) -> None:
         """Answer one HTTP request: with a refusal, or by `answer` once it has a place."""
@@ -153,6 +158,7 @@ class Edge:
         if ticket.standing is Standing.REFUSED:
             raise self._overloaded()
         caller.belong = lambda tenant: self._admission.belong(ticket, tenant)
+        caller.leave_place = lambda: self._tell(self._admission.leave(ticket, self._clock()))
         return ticket
 
     async def _wait(self, ticket: Ticket) -> Standing:
@@ -178,8 +184,9 @@ class Edge:
                 turn.set_result(None)
 
     def _overloaded(self) -> HTTPException:
-        detail = f"all {self._admission.places} places are taken and {self._admission.waiting} requests wait; ask again later"
-        return problems.overloaded(detail, wait_s=self._admission.wait_s(self._clock()))
+        held = self._admission
+        detail = f"all {held.places} places are taken and {held.waiting} requests wait; ask again later"
+        return problems.overloaded(detail, held.wait_s(self._clock()), held.running + held.waiting)
 
 
 def identify(headers: Mapping[bytes, bytes], keys: Sequence[ApiKeySettings], now: Callable[[], float]) -> ApiKeySettings | None:

@@ -1,4 +1,15 @@
-"""Errors as problem+json (RFC 9457) that say what to do."""
+"""Errors as problem+json (RFC 9457) that say what to do.
+
+    HTTPException                     its own status and headers: 401, 403, 429 and 503 are made here; BodyTooLarge 413, TooSlow 408
+    InvalidRequest                    422, with the field
+    what pydantic refuses             422, with the fields
+    UnknownChoice                     404; only FastAPI's routes look up names
+    BackendUnavailable, BundleError   503, Retry-After
+    any other BackendError            503 of a direct route and in a stream, 500 of FastAPI's routes
+    anything else                     500; the log has the trace
+
+`problem_of` decides for direct routes and streams; `install` has FastAPI's routes decide the same but where the table tells them apart.
+"""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,22 +36,8 @@ _TITLES = {
     413: "Body too large",
     422: "Invalid request",
     429: "Too many requests",
+    500: "Internal error",
     503: "Not available now",
-}
-_DESCRIPTIONS = {
-    401: "An API key is missing, not known, or has expired",
-    403: "The API key does not allow it: it lacks a right, or is another tenant's",
-    404: "There is no such thing",
-    408: "The body did not arrive, or the answer was not there, in time; the work is cancelled",
-    413: "The body has more bytes than this service takes",
-    422: "The request cannot be answered as asked",
-    429: "The tenant's rate limit is reached; `Retry-After` says for how many seconds",
-    503: "Too much is asked of this service just now, or a part of it does not answer; `Retry-After` says for how many seconds",
-}
-_HEADERS = {
-    401: {"WWW-Authenticate": "the scheme: Bearer"},
-    429: {"Retry-After": "seconds until a request may be sent"},
-    503: {"Retry-After": "seconds until it may be sent again"},
 }
 _SHOWN_ERRORS = 20
 _SHOWN_CHARACTERS = 100
@@ -66,22 +63,6 @@ class TooSlow(HTTPException):
         super().__init__(408, "the body did not arrive, or no answer was there in time; send the body at once, or ask for less")
 
 
-def documented(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI's `responses` of problems with these statuses."""
-    schema = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema["properties"]["errors"]["items"] = schema.pop("$defs")["FieldProblem"]
-    return {status: _documented(status, schema) for status in statuses}
-
-
-def _documented(status: int, schema: dict[str, Any]) -> dict[str, Any]:
-    headers = {name: {"description": text, "schema": {"type": "string"}} for name, text in _HEADERS.get(status, {}).items()}
-    return {"description": _DESCRIPTIONS[status], "content": {MEDIA_TYPE: {"schema": schema}}, "headers": headers}
-
-
-EVERYWHERE = documented([401, 403, 408, 413, 422, 429, 503])
-"""What any route behind the edge may answer."""
-
-
 def unauthorized(detail: str, error: str = "") -> HTTPException:
     """The caller's key is missing or unknown. `error`: a code of RFC 6750."""
     return HTTPException(401, detail, {"WWW-Authenticate": 'Bearer realm="genrec"' + (f', error="{error}"' if error else "")})
@@ -98,19 +79,26 @@ def too_many(tenant: str, wait_s: float, headers: Mapping[str, str]) -> HTTPExce
     return HTTPException(429, detail, {"Retry-After": str(ceil(wait_s)), **headers})
 
 
-def overloaded(detail: str, wait_s: float) -> HTTPException:
-    """The gateway has no place for the request; one may be free in `wait_s` seconds."""
-    return HTTPException(503, detail, {"Retry-After": str(max(1, ceil(wait_s)))})
+def overloaded(detail: str, wait_s: float, held: int | None = None) -> HTTPException:
+    """There is no place for the request; one may be free in `wait_s` seconds. `held`: the requests of a gateway that is full, by which
+    HAProxy spares it for a moment.
+    """
+    return HTTPException(503, detail, {"Retry-After": str(max(1, ceil(wait_s))), **({"Genrec-Full": str(held)} if held else {})})
 
 
-async def send(error: Exception, path: str, send: Send) -> None:
-    """Answer an ASGI request with an error, at the least cost."""
-    problem, headers = problem_of(path, error), headers_of(error)
-    body = problem.model_dump_json().encode()
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    raw += [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": problem.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
+def problem_of(path: str, error: Exception) -> Problem:
+    """What is told of an error; one that is unexpected is logged."""
+    match error:
+        case HTTPException():
+            status, detail = error.status_code, str(error.detail)
+        case InvalidRequest():
+            status, detail = 422, str(error)
+        case BackendError() | BundleError():
+            status, detail = 503, str(error)
+        case _:
+            status, detail = 500, _told(path, error)
+    errors = [FieldProblem(field=error.field, problem=error.problem)] if isinstance(error, InvalidRequest | BodyTooLarge) else []
+    return _problem(path, status, detail, errors)
 
 
 def headers_of(error: Exception) -> Mapping[str, str]:
@@ -124,39 +112,24 @@ def headers_of(error: Exception) -> Mapping[str, str]:
             return {}
 
 
+async def send(error: Exception, path: str, send: Send) -> None:
+    """Answer an ASGI request with an error, at the least cost."""
+    problem, headers = problem_of(path, error), headers_of(error)
+    body = problem.model_dump_json().encode()
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    raw += [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": problem.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
 def install(app: FastAPI) -> None:
     """Answer every error of `app` as a problem."""
     app.add_exception_handler(RequestValidationError, _invalid_message)
-    app.add_exception_handler(InvalidRequest, _invalid_request)
-    app.add_exception_handler(BodyTooLarge, _invalid_request)
-    app.add_exception_handler(UnknownChoice, _unknown_choice)
-    app.add_exception_handler(BackendUnavailable, _unavailable)
-    app.add_exception_handler(BundleError, _unavailable)  # a file that cannot be read: it says which, and what to do
     app.add_exception_handler(HTTPException, _http_error)
+    for kind in (InvalidRequest, BackendUnavailable, BundleError):  # BundleError: a file that cannot be read; it says which, and what to do
+        app.add_exception_handler(kind, _known)
+    app.add_exception_handler(UnknownChoice, _unknown_choice)
     app.add_exception_handler(Exception, _our_fault)
-
-
-def respond(request: Request, status: int, title: str, detail: str, errors: Sequence[FieldProblem] = ()) -> JSONResponse:
-    """A problem as a response."""
-    problem = Problem(title=title, status=status, detail=detail, instance=request.url.path, errors=list(errors))
-    return JSONResponse(problem.model_dump(), status, media_type=MEDIA_TYPE)
-
-
-def problem_of(path: str, error: Exception) -> Problem:
-    """An error as a problem, for answers that FastAPI's handlers do not make: direct routes and streams."""
-    errors: list[FieldProblem] = []
-    if isinstance(error, InvalidRequest | BodyTooLarge):
-        errors = [FieldProblem(field=error.field, problem=error.problem)]
-    match error:
-        case HTTPException():
-            return _of_http_error(error, path, errors)
-        case InvalidRequest():
-            title, status, detail = "Invalid request", 422, str(error)
-        case BackendError() | BundleError():
-            title, status, detail = "Not available now", 503, str(error)
-        case _:
-            title, status, detail = "Internal error", 500, _told(path, error)
-    return Problem(title=title, status=status, detail=detail, instance=path, errors=errors)
 
 
 def field_path(location: Sequence[Any]) -> str:
@@ -167,12 +140,33 @@ def field_path(location: Sequence[Any]) -> str:
     return text.encode("utf-8", "backslashreplace").decode() or "body"  # a key may hold what JSON cannot carry back
 
 
+async def _known(request: Request, error: Exception) -> JSONResponse:
+    return _response(problem_of(request.url.path, error), headers_of(error))
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    if error.status_code != 400:
+        return await _known(request, error)
+    problem = "cannot be read: it is not UTF-8, is nested too deeply, has an endless number, or was cut off"
+    found = FieldProblem(field="body", problem=problem)  # 400 is FastAPI's word for a body that Python's JSON parser gave up on
+    return _response(_problem(request.url.path, 422, f"body: {problem}", [found]))
+
+
+async def _unknown_choice(request: Request, error: Exception) -> JSONResponse:
+    return _response(_problem(request.url.path, 404, str(error)))
+
+
+async def _our_fault(request: Request, error: Exception) -> JSONResponse:
+    return _response(_problem(request.url.path, 500, _told(request.url.path, error)))
+
+
 async def _invalid_message(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     found = error.errors()
     problems = [_field_problem(e) for e in found[:_SHOWN_ERRORS]]
     detail = f"{problems[0].field}: {problems[0].problem}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
-    return respond(request, 422, "Invalid request", detail, problems)
+    return _response(_problem(request.url.path, 422, detail, problems))
 
 
 def _field_problem(error: dict[str, Any]) -> FieldProblem:
@@ -191,43 +185,49 @@ def _field_problem(error: dict[str, Any]) -> FieldProblem:
             return FieldProblem(field=field, problem=str(error["msg"]).removeprefix("Value error, "), value=value)
 
 
-async def _invalid_request(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, InvalidRequest | BodyTooLarge)
-    status = 413 if isinstance(error, BodyTooLarge) else 422
-    return respond(request, status, _TITLES[status], str(error), [FieldProblem(field=error.field, problem=error.problem)])
+def _problem(path: str, status: int, detail: str, errors: Sequence[FieldProblem] = ()) -> Problem:
+    title = _TITLES.get(status) or HTTPStatus(status).phrase
+    return Problem(title=title, status=status, detail=detail, instance=path, errors=list(errors))
 
 
-async def _unknown_choice(request: Request, error: Exception) -> JSONResponse:
-    return respond(request, 404, "Not found", str(error))
-
-
-async def _unavailable(request: Request, error: Exception) -> JSONResponse:
-    response = respond(request, 503, "Not available now", str(error))
-    response.headers.update(headers_of(error))
-    return response
-
-
-async def _http_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 400:  # FastAPI's word for a body that Python's JSON parser gave up on
-        found = FieldProblem(
-            field="body", problem="cannot be read: it is not UTF-8, is nested too deeply, has an endless number, or was cut off"
-        )
-        return respond(request, 422, "Invalid request", f"body: {found.problem}", [found])
-    problem = _of_http_error(error, request.url.path)
-    return JSONResponse(problem.model_dump(), error.status_code, error.headers, MEDIA_TYPE)
-
-
-def _of_http_error(error: HTTPException, path: str, errors: Sequence[FieldProblem] = ()) -> Problem:
-    title = _TITLES.get(error.status_code) or HTTPStatus(error.status_code).phrase
-    return Problem(title=title, status=error.status_code, detail=str(error.detail), instance=path, errors=list(errors))
-
-
-async def _our_fault(request: Request, error: Exception) -> JSONResponse:
-    return respond(request, 500, "Internal error", _told(request.url.path, error))
+def _response(problem: Problem, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse(problem.model_dump(), problem.status, headers, MEDIA_TYPE)
 
 
 def _told(path: str, error: Exception) -> str:
     """What a caller is told of an unexpected error; the log gets the trace."""
     _log.error("unexpected error while answering %s", path, exc_info=error)
     return "genrec failed in a way it does not know; the server's log has the trace"
+
+
+_DESCRIPTIONS = {
+    401: "An API key is missing, not known, or has expired",
+    403: "The API key does not allow it: it lacks a right, or is another tenant's",
+    404: "There is no such thing",
+    408: "The body did not arrive, or the answer was not there, in time; the work is cancelled",
+    413: "The body has more bytes than this service takes",
+    422: "The request cannot be answered as asked",
+    429: "The tenant's rate limit is reached; `Retry-After` says for how many seconds",
+    503: "Too much is asked of this service just now, or a part of it does not answer; `Retry-After` says for how many seconds",
+}
+_HEADERS = {
+    401: {"WWW-Authenticate": "the scheme: Bearer"},
+    429: {"Retry-After": "seconds until a request may be sent"},
+    503: {"Retry-After": "seconds until it may be sent again"},
+}
+
+
+def documented(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI's `responses` of problems with these statuses."""
+    schema = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema["properties"]["errors"]["items"] = schema.pop("$defs")["FieldProblem"]
+    return {status: _documented(status, schema) for status in statuses}
+
+
+def _documented(status: int, schema: dict[str, Any]) -> dict[str, Any]:
+    headers = {name: {"description": text, "schema": {"type": "string"}} for name, text in _HEADERS.get(status, {}).items()}
+    return {"description": _DESCRIPTIONS[status], "content": {MEDIA_TYPE: {"schema": schema}}, "headers": headers}
+
+
+EVERYWHERE = documented([401, 403, 408, 413, 422, 429, 503])
+"""What any route behind the edge may answer."""

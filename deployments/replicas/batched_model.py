@@ -50,7 +50,7 @@ class BatchedModel(StageModel[RequestT, AnswerT], Generic[RequestT, AnswerT]):
         """Raises NoBackendAnswered."""
         if isinstance(outcome, NoBackendAnswered):
             raise outcome
-        return self._answer_of(outcome)
+        return self._reported(outcome)
 
     def _rows(self, request: RequestT) -> int:
         """How many rows an engine computes for it."""

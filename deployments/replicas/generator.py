@@ -37,12 +37,12 @@ class GeneratorModel(StageModel[GenerateRequest, Generated]):
         super().__init__(settings, bundle, self._join)
 
     async def answer(self, request: GenerateRequest) -> StageAnswer[Generated]:
-        return self._answer_of(await self.controller.call_one(request))
+        return self._reported(await self.controller.call_one(request))
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Generated | StageAnswer[Generated], None]:
         async with aclosing(self.controller.stream(request, partial(merged, k=request.k))) as parts:
             async for part in parts:
-                yield self._answer_of(part) if isinstance(part, Served) else part
+                yield self._reported(part) if isinstance(part, Served) else part
 
     def figures(self) -> dict[str, dict[str, float]]:
         """What waits and runs, by backend, in paths: a user who waits for a batch counts as a beam's width of them."""

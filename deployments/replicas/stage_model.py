@@ -70,7 +70,8 @@ class StageModel(Generic[RequestT, AnswerT]):
         """Engines free what they hold, after what they are doing."""
         self.controller.close()
 
-    def _answer_of(self, served: Served[AnswerT]) -> StageAnswer[AnswerT]:
+    def _reported(self, served: Served[AnswerT]) -> StageAnswer[AnswerT]:
+        """The answer, with what the request's report says of this stage."""
         report = StageReport(STAGES[self.stage].step, served.backend, served.duration_ms, served.fallback_from)
         return StageAnswer(served.answer, report, self.bundle.version)
 

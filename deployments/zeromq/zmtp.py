@@ -109,6 +109,7 @@ class Peer:
             raise Broken(f"a message has more than {self._most_bytes} bytes or {MOST_FRAMES} frames")
         if flags & _COMMAND:
             self._obey(await self._reader.readexactly(min(size, SMALL_BYTES)), size)
+            heard.size = heard.size if heard.frames else 0  # heartbeats before a message are none of it
             return bool(heard.frames)
         if size > SMALL_BYTES and not self._budget.take(size):
             heard.whole = False

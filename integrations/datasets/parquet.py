@@ -55,9 +55,11 @@ def refuse_as_id(file: str, schema: pa.Schema, column: str) -> None:
 
 
 def _readable(column: pa.Array) -> pa.Array:
-    """Times as ISO-8601 text: Python's own cannot hold nanoseconds, nor years beyond 9999."""
+    """Times and dates as ISO-8601 text: Python's own cannot hold nanoseconds, nor years beyond 9999."""
     if pa.types.is_timestamp(column.type):
         return column.cast(pa.timestamp("us", tz="UTC" if column.type.tz else None), safe=False).cast(pa.string())
+    if pa.types.is_date(column.type) or pa.types.is_time(column.type):
+        return column.cast(pa.string())
     return column
 
 

@@ -1,4 +1,8 @@
-"""What every encoder must do, run over all that are registered. A backend that cannot run here is skipped with its own reason."""
+"""What every encoder must do, run over all that are registered. A backend that cannot run here is skipped with its own reason.
+
+`truth` is the model itself in PyTorch: one user, no padding, no pruning.
+`cluster/checks`, which the last test runs, asks any backend what can be asked without the model.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 

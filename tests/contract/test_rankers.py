@@ -1,4 +1,8 @@
-"""What every ranker must do, run over all that are registered. A backend that cannot run here is skipped with its own reason."""
+"""What every ranker must do, run over all that are registered. A backend that cannot run here is skipped with its own reason.
+
+`truth` is the model itself in PyTorch, one candidate at a time.
+`cluster/checks`, which the last test runs, asks any backend what can be asked without the model.
+"""
 
 import numpy as np
 import pytest

@@ -180,7 +180,7 @@ async def test_each_member_is_told_what_is_left_of_its_time(deployment, mailbox)
     assert await asyncio.gather(*members) == ["1", "2"]
     patient, hurried = (left_s for _, left_s in deployment.calls[0].requests)
     assert 29 < patient <= 30
-    assert hurried <= 0.05
+    assert hurried <= 0.05 + 1e-9  # a sum of times is rounded
 
 
 async def test_an_address_that_is_idle_is_not_kept(deployment, mailbox):

@@ -1,5 +1,6 @@
 """The whole pipeline on a real Ray Serve: recommendations, every fallback in turn, and the way back."""
 
+import csv
 import json
 import shutil
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from tests.clusters import SharedCluster
 from tests.integration.breakable import switch
 from tests.integration.conftest import Live, behaviours
 from tests.waiting import json_of, until_right
@@ -40,6 +42,16 @@ def test_recommends_titled_items_and_says_who_served(live: Live):
     assert all(item["title"] == f"Item {item['item_id']}" for item in answer["items"])
     assert not {"3", "14", "15", "92", "65"} & {item["item_id"] for item in answer["items"]}
     assert (served_by(answer), answer["degraded"], answer["model_version"]) == ("onnxruntime", False, "tiny-hstu/2")
+
+
+def test_the_proxys_limits_hold_for_what_serve_configures(live: Live, fast: SharedCluster):
+    port = fast.node.plan.node_environment(0)["RAY_SERVE_HAPROXY_STATS_PORT"]
+    rows = list(csv.DictReader(httpx.get(f"http://127.0.0.1:{port}/stats;csv").text.removeprefix("# ").splitlines()))
+    limit_of = {(row["pxname"], row["svname"].partition("-")[0]): row["slim"] for row in rows}
+    assert limit_of["http_frontend", "FRONTEND"] == "4000"
+    assert {limit for (_, server), limit in limit_of.items() if server == "SERVE_REPLICA_genrec"} <= {"1024"}
+    assert "1024" in limit_of.values()
+    assert {("genrec_callers", "BACKEND"), ("genrec_addresses", "BACKEND")} <= limit_of.keys()
 
 
 def test_each_engine_in_turn_gives_way_to_the_next_and_the_first_choice_returns_by_itself(live: Live, tmp_path):

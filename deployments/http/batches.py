@@ -1,0 +1,122 @@
+"""The entries of batches: so many run at a time in this process, however many batches there are.
+
+    taken on ──► waits for its turn ──► runs ──► answered
+       └───────► 503                    the entries of other batches take up the room, and still do after `max_wait_ms`
+
+A batch takes no place of single requests but while it is read, so that these never wait for entries. Batches take turns: each asks for
+as many turns at a time as there are, and turns are given in the order in which they were asked for.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from time import monotonic
+from typing import TypeVar
+
+from starlette.exceptions import HTTPException
+
+from cluster.config import AdmissionSettings
+from deployments.http import problems
+
+T = TypeVar("T")
+_WEIGHT = 0.1
+
+
+class Batches:
+    """The entries of one process. `places`: how many requests may run at a time just now; entries never run more than that either.
+
+    `held`: entries that run or wait; `refused`: batches turned away since the start.
+    """
+
+    def __init__(self, settings: AdmissionSettings, places: Callable[[], int]) -> None:
+        self.settings, self._places = settings, places
+        self.held, self.running, self.refused = 0, 0, 0
+        self._held_of: Counter[str] = Counter()
+        self._turns: deque[asyncio.Future[None]] = deque()
+        self._line, self._room = asyncio.Lock(), asyncio.Event()
+        self._mean_s = 0.0
+
+    async def run(self, entries: Sequence[Callable[[], Awaitable[T]]], of: Counter[str]) -> list[T]:
+        """The answers of a batch in the order of its entries; `of`: tenant -> entries.
+
+        Raises HTTPException (503) where there is no room in time, and the error of the first entry that fails; the others then end, too.
+        """
+        answers, left = dict[int, T](), iter(enumerate(entries))
+
+        async def work() -> None:
+            for position, entry in left:
+                async with self._turn():
+                    answers[position] = await entry()
+                self._end(1)
+
+        async with self._taken_on(of):
+            try:
+                async with asyncio.TaskGroup() as workers:
+                    for _ in range(min(len(entries), self.settings.max_concurrent_entries)):
+                        workers.create_task(work())
+            except BaseExceptionGroup as failures:
+                raise failures.exceptions[0] from None
+            finally:
+                self._end(len(entries) - len(answers))
+        return [answers[position] for position in range(len(entries))]
+
+    @asynccontextmanager
+    async def _taken_on(self, of: Counter[str]) -> AsyncIterator[None]:
+        """Raises HTTPException (503)."""
+        for tenant, count in of.items():
+            share = self.settings.max_concurrent_share * self.settings.max_held_entries
+            if self.settings.max_concurrent_share < 1 and self._held_of[tenant] and self._held_of[tenant] + count > share:
+                raise self._refusal(f"tenant {tenant!r} has its share of the entries of batches under way", count)
+        self._held_of.update(of)
+        try:
+            await self._find_room(of.total())
+            yield
+        finally:
+            self._held_of -= of  # keeps what is above zero: a tenant without any is forgotten
+
+    async def _find_room(self, count: int) -> None:
+        """One batch after the other, so that small ones do not overtake a large one for ever. Where no entry is held, any batch fits."""
+        try:
+            async with asyncio.timeout(self.settings.max_wait_ms / 1e3), self._line:
+                while self.held and self.held + count > self.settings.max_held_entries:
+                    self._room.clear()
+                    await self._room.wait()
+                self.held += count
+        except TimeoutError:
+            raise self._refusal(f"{self.held} entries of batches are under way or wait; ask again later", count) from None
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        turn = asyncio.get_running_loop().create_future()
+        self._turns.append(turn)
+        self._give_turns()
+        try:
+            await turn
+            began = monotonic()
+            yield
+            self._mean_s += (monotonic() - began - self._mean_s) * (_WEIGHT if self._mean_s else 1.0)
+        finally:
+            if not turn.cancelled():
+                self.running -= 1
+            self._give_turns()
+
+    def _give_turns(self) -> None:
+        while self._turns and self.running < self._most:
+            turn = self._turns.popleft()
+            if not turn.done():
+                self.running += 1
+                turn.set_result(None)
+
+    @property
+    def _most(self) -> int:
+        return min(self.settings.max_concurrent_entries, self._places())
+
+    def _end(self, count: int) -> None:
+        self.held -= count
+        self._room.set()
+
+    def _refusal(self, detail: str, count: int) -> HTTPException:
+        self.refused += 1
+        beyond = max(1, self.held + count - self.settings.max_held_entries)
+        return problems.overloaded(detail, wait_s=beyond * self._mean_s / self._most)

@@ -1,0 +1,278 @@
+"""A real HAProxy, started by haproxy.sh with what Ray Serve writes, in front of a small gateway: what it refuses, and how it says so."""
+
+import json
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+from ray.serve.config import HTTPOptions
+
+from cluster import profile
+from tests.ports import free_port
+from tests.waiting import eventually
+
+OTHER = "127.0.0.2"
+"""An address that is not exempt."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _with_haproxy() -> None:
+    if not (available := profile.works()).ok:
+        pytest.skip(available.reason)
+
+
+class Gateway(ThreadingHTTPServer):
+    """Answers with what it was sent; `/held` once the gate is open, `/full` that it is full of eight."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.gate, self.asked = threading.Event(), list[str]()
+
+
+class Answers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Gateway
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self.path != "/-/healthz":
+            self.server.asked.append(self.path)
+        if self.path == "/held":
+            self.server.gate.wait(300)
+        told = {"path": self.path, "body": len(body), "told": self.headers.get("x-request-disconnect-disabled")}
+        answer = json.dumps(told).encode()
+        self.send_response(503 if self.path == "/full" else 200)
+        if self.path == "/full":
+            self.send_header("Genrec-Full", "8")
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None: ...
+
+
+class Proxy:
+    def __init__(self, gateway: Gateway, directory: Path, limits: dict[str, int]) -> None:
+        self.gateway, self.port, self.config = gateway, free_port(), directory / "haproxy.cfg"
+        self.ports = {"stats_port": free_port(), "metrics_port": free_port()}
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.environment = os.environ | profile.fast() | {f"GENREC_HAPROXY_{name}": str(value) for name, value in limits.items()}
+        settings = HAProxyConfig(
+            http_options=HTTPOptions(host="0.0.0.0", port=self.port),
+            socket_path=f"{directory}/admin.sock",
+            enable_hap_optimization=False,
+            metrics_enabled=False,
+            nbthread=1,
+            timeout_connect_s=1,
+            timeout_server_s=300,
+            has_received_routes=True,
+            has_received_servers=True,
+            **self.ports,
+        )
+        there = BackendConfig("genrec", "/", servers=[ServerConfig("one", "127.0.0.1", gateway.server_port)])
+        HAProxyApi(settings, {"genrec": there}, str(self.config))._generate_config_file_internal()  # noqa: SLF001 - Ray has no other door
+
+    def command(self, *more: str) -> list[str]:
+        return [str(profile.STARTER), "-db", "-f", str(self.config), "-dR", *more]
+
+    @contextmanager
+    def running(self) -> Iterator["Proxy"]:
+        process = subprocess.Popen(self.command(), env=self.environment)
+        try:
+            eventually(lambda: httpx.get(f"{self.url}/-/healthz").status_code == 200)
+            assert process.poll() is None
+            yield self
+        finally:
+            self.gateway.gate.set()
+            process.kill()
+            process.wait()
+
+    def client(self, source: str = OTHER) -> httpx.Client:
+        return httpx.Client(base_url=self.url, transport=httpx.HTTPTransport(local_address=source), timeout=300)
+
+    def connection(self, sent: bytes = b"", source: str = OTHER) -> socket.socket:
+        made = socket.create_connection(("127.0.0.1", self.port), timeout=300, source_address=(source, 0))
+        made.sendall(sent)
+        return made
+
+
+@pytest.fixture
+def proxied(tmp_path: Path) -> Iterator[object]:
+    with ExitStack() as stack:
+
+        def make(**limits: int) -> Proxy:
+            gateway = stack.enter_context(Gateway())
+            threading.Thread(target=gateway.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+            stack.callback(gateway.shutdown)
+            return Proxy(gateway, tmp_path, limits)
+
+        yield make
+
+
+def received(connection: socket.socket) -> bytes:
+    """All that comes until it is closed."""
+    parts = list[bytes]()
+    while part := connection.recv(2**16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def problem_of(answer: bytes) -> dict[str, object]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"content-type: application/problem+json" in head.lower()
+    return json.loads(body)
+
+
+def warnings_of(proxy: Proxy, program: str) -> list[str]:
+    """What HAProxy says of its configuration; it takes it."""
+    command = [program, *proxy.command("-c")[1:]]
+    done = subprocess.run(command, env=proxy.environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [line.partition(" : ")[2] for line in done.stderr.splitlines() if "[WARNING]" in line or "[ALERT]" in line]
+
+
+def test_haproxy_takes_what_is_made_of_serves_configuration_and_warns_of_nothing_new(proxied):
+    proxy = proxied()
+    serves_own = warnings_of(proxy, proxy.environment[profile.PROGRAM])
+    assert warnings_of(proxy, str(profile.STARTER)) == serves_own
+    once = proxy.config.read_text()
+    warnings_of(proxy, str(profile.STARTER))
+    assert proxy.config.read_text() == once
+    server = next(line for line in once.splitlines() if line.startswith("    server one "))
+    assert server.endswith(" maxconn 1024")
+    assert once.count("    maxconn 4000\n") == 1
+
+
+def refused_in_the_end(client: httpx.Client, path: str, headers: dict[str, str]) -> httpx.Response:
+    """The first answer that is no 200: of the third request at the earliest, later where the machine takes more than 10 s for these."""
+    answers = [client.get(path, headers=headers) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200] * 3
+    while (answer := client.get(path, headers=headers)).status_code == 200:
+        pass
+    return answer
+
+
+def test_a_key_or_an_address_that_asks_too_often_is_answered_429_and_no_other_is(proxied):
+    with proxied(PER_CALLER=3).running() as proxy, proxy.client() as other, proxy.client("127.0.0.3") as third:
+        for headers in ({}, {"authorization": "Bearer genrec_a"}):
+            refused = refused_in_the_end(other, '/a"b', headers)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "10")
+            assert refused.headers["content-type"] == "application/problem+json"
+            assert refused.json().keys() == {"title", "status", "detail", "instance", "errors"}
+            assert [third.get("/x").status_code, other.get("/-/healthz").status_code] == [200, 200]
+        eventually(lambda: third.get("/x", headers=headers).status_code == 429)  # it is the key's limit, wherever it comes from
+        asked = len(proxy.gateway.asked)
+        assert [httpx.get(f"{proxy.url}/x").status_code for _ in range(5)] == [200] * 5  # the machine itself
+        assert len(proxy.gateway.asked) == asked + 5
+
+
+def test_connections_of_an_address_beyond_its_limit_are_closed(proxied):
+    def closed_at_once() -> bool:
+        with suppress(ConnectionResetError), closing(proxy.connection()) as beyond:
+            return received(beyond) == b""
+        return True
+
+    def room() -> bool:
+        with proxy.client() as client:
+            return client.get("/x").status_code == 200
+
+    with proxied(PER_ADDRESS=2).running() as proxy, ExitStack() as open_ones:
+        kept = [open_ones.enter_context(closing(proxy.connection(b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n"))) for _ in range(2)]
+        assert [connection.recv(12, socket.MSG_WAITALL) for connection in kept] == [b"HTTP/1.1 200"] * 2
+        eventually(closed_at_once)
+        eventually(lambda: httpx.get(f"{proxy.url}/x").status_code == 200, "the machine itself is let in")
+        kept[0].close()
+        eventually(room)
+
+
+def test_what_a_gateway_cannot_take_is_answered_503_with_when_to_come_again(proxied):
+    with proxied(PER_GATEWAY=1).running() as proxy, ExitStack() as open_ones:
+        held = open_ones.enter_context(closing(proxy.connection(b"GET /held HTTP/1.1\r\nhost: x\r\n\r\n")))
+        eventually(lambda: proxy.gateway.asked == ["/held"])
+        refused = httpx.get(f"{proxy.url}/x", timeout=300)
+        assert (refused.status_code, refused.headers["retry-after"], refused.headers["content-type"]) == (
+            503,
+            "2",
+            "application/problem+json",
+        )
+        assert (refused.json()["status"], proxy.gateway.asked) == (503, ["/held"])
+        proxy.gateway.gate.set()
+        assert held.recv(12) == b"HTTP/1.1 200"
+        assert httpx.get(f"{proxy.url}/x", timeout=300).status_code == 200
+
+
+def test_a_gateway_that_is_full_is_spared_for_a_moment_and_operators_still_reach_it(proxied):
+    with proxied().running() as proxy, ExitStack() as open_ones, httpx.Client(base_url=proxy.url, timeout=300) as client:
+        for _ in range(8):
+            open_ones.enter_context(closing(proxy.connection(b"GET /held HTTP/1.1\r\nhost: x\r\n\r\n")))
+        eventually(lambda: proxy.gateway.asked == ["/held"] * 8)
+        assert client.get("/x").status_code == 200
+
+        def spared() -> bool:
+            """Within the seconds that it lasts, which a busy machine may miss."""
+            full = client.get("/full")
+            assert (full.status_code, "genrec-full" in full.headers) == (503, False)
+            refused = client.get("/refused")
+            operator = client.get("/v1/backends/encoder")
+            if refused.status_code != 503:
+                proxy.gateway.asked.remove("/refused")
+                return False
+            assert (refused.headers["retry-after"], refused.json()["title"]) == ("2", "Not available now")
+            return operator.status_code == 200
+
+        eventually(spared)
+        assert "/refused" not in proxy.gateway.asked
+        eventually(lambda: client.get("/x").status_code == 200, "it is tried again")
+        eventually(spared)
+        proxy.gateway.gate.set()
+        eventually(lambda: client.get("/x").status_code == 200, "there is room")
+
+
+def test_a_service_without_a_gateway_is_answered_503_not_500(proxied):
+    with proxied().running() as proxy:
+        proxy.gateway.shutdown()
+        proxy.gateway.server_close()
+        refused = httpx.get(f"{proxy.url}/x", timeout=300)
+        assert (refused.status_code, refused.json()["title"]) == (503, "Not available now")
+
+
+def test_headers_that_do_not_end_are_answered_408(proxied):
+    with proxied().running() as proxy, closing(proxy.connection(b"GET /x HTTP/1.1\r\nhost: x\r\n")) as slow:
+        answer = received(slow)
+    assert answer.startswith(b"HTTP/1.1 408")  # in HAProxy's own words, which no setting changes: there is no request yet
+    assert proxy.gateway.asked == []
+
+
+def test_a_body_that_does_not_arrive_reaches_no_gateway(proxied):
+    begun = b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n1234"
+    with proxied(BODY_S=1).running() as proxy, closing(proxy.connection(begun)) as slow:
+        answer = received(slow)
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert problem_of(answer)["status"] == 408
+        assert proxy.gateway.asked == []
+
+
+def test_a_body_larger_than_what_haproxy_holds_reaches_the_gateway_whole(proxied):
+    with proxied().running() as proxy:
+        answer = httpx.post(f"{proxy.url}/x", content=bytes(500_000), timeout=300)
+        assert answer.json() == {"path": "/x", "body": 500_000, "told": "?1"}
+
+
+def test_statistics_and_metrics_are_closed_to_other_addresses(proxied):
+    with proxied().running() as proxy:
+        assert {httpx.get(f"http://127.0.0.1:{port}/").status_code for port in proxy.ports.values()} <= {200, 404, 503}
+        for port in proxy.ports.values():
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((OTHER, port), timeout=10)
