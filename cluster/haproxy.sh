@@ -21,8 +21,9 @@ problem() { # FILE STATUS TITLE DETAIL: an answer of HAProxy's own, as a gateway
     printf 'HTTP/1.1 %s\r\nContent-Type: application/problem+json\r\nRetry-After: 2\r\nContent-Length: %s\r\n\r\n%s' "$2" ${#body} "$body" > "$1"
 }
 
-limit() { # Rules of the frontend, limits of its gateways, and the tables that count callers. `x-request-...`: a gateway watches its
-    # clients and ends what takes too long itself; told so, Serve awaits it directly.
+limit() { # Rules of the frontend, limits of its gateways, and the tables that count callers. `idempotency-key`: HAProxy itself may send a
+    # request to a second gateway, and its events are stored once. `x-request-...`: a gateway watches its clients and ends what takes too
+    # long itself; told so, Serve awaits it directly.
     problem "$config.408.http" '408 Request Timeout' 'Too slow' 'headers or body did not arrive in time; send them at once'
     problem "$config.503.http" '503 Service Unavailable' 'Not available now' 'no gateway takes the request now; send it again later'
     cat > "$config.rules" <<RULES
@@ -36,6 +37,7 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     http-request track-sc0 var(txn.genrec_caller) table genrec_callers if { var(txn.genrec_caller) -m found } !{ path /-/healthz }
     http-request return status 429 content-type application/problem+json hdr Retry-After 10 lf-string '{"title":"Too many requests","status":429,"detail":"more than $GENREC_HAPROXY_PER_CALLER requests in 10 s by this key or address; ask again in 10 s","instance":"%[path,json(utf8s)]","errors":[]}' if { sc0_http_req_rate gt $GENREC_HAPROXY_PER_CALLER }
     http-request wait-for-body time ${GENREC_HAPROXY_BODY_S}s if { req.hdr(content-length) -m found } or { req.hdr(transfer-encoding) -m found }
+    http-request set-header idempotency-key %[uuid()] if METH_POST { path_end /v1/events } !{ req.hdr(idempotency-key) -m found }
     http-request set-header x-request-disconnect-disabled ?1
     http-request set-header x-request-timeout-seconds 0
 RULES

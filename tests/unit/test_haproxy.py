@@ -49,7 +49,12 @@ class Answers(BaseHTTPRequestHandler):
             self.server.asked.append(self.path)
         if self.path == "/held":
             self.server.gate.wait(300)
-        told = {"path": self.path, "body": len(body), "told": self.headers.get("x-request-disconnect-disabled")}
+        told = {
+            "path": self.path,
+            "body": len(body),
+            "told": self.headers.get("x-request-disconnect-disabled"),
+            "key": self.headers.get("idempotency-key"),
+        }
         answer = json.dumps(told).encode()
         self.send_response(503 if self.path == "/full" else 200)
         if self.path == "/full":
@@ -267,7 +272,16 @@ def test_a_body_that_does_not_arrive_reaches_no_gateway(proxied):
 def test_a_body_larger_than_what_haproxy_holds_reaches_the_gateway_whole(proxied):
     with proxied().running() as proxy:
         answer = httpx.post(f"{proxy.url}/x", content=bytes(500_000), timeout=300)
-        assert answer.json() == {"path": "/x", "body": 500_000, "told": "?1"}
+        assert answer.json() == {"path": "/x", "body": 500_000, "told": "?1", "key": None}
+
+
+def test_events_without_a_key_are_given_one_so_that_a_second_gateway_knows_them_again(proxied):
+    with proxied().running() as proxy, proxy.client() as client:
+        given = [client.post("/v1/events", content=b"{}").json()["key"] for _ in range(2)]
+        assert [len(key) for key in given] == [36, 36]
+        assert given[0] != given[1]
+        assert client.post("/v1/events", content=b"{}", headers={"idempotency-key": "mine"}).json()["key"] == "mine"
+        assert client.get("/v1/events").json()["key"] is None
 
 
 def test_statistics_and_metrics_are_closed_to_other_addresses(proxied):
