@@ -42,7 +42,7 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     http-request set-header x-request-timeout-seconds 0
 RULES
     # A gateway that is full says what it holds. For a second or two no more than that, times the gateways, is under way: other requests are
-    # refused here, for a tenth of what it costs a gateway. Operators' calls may be what ends an overload, and a probe's answer ends none.
+    # refused here, which costs the gateway no time. Operators' calls may be what ends an overload, and a probe's answer ends none.
     cat > "$config.full" <<'RULES'
     http-response set-var(txn.genrec_gateways) nbsrv if { res.hdr(genrec-full) -m found }
     http-response set-var(proc.genrec_most) res.hdr(genrec-full),mul(txn.genrec_gateways) if { res.hdr(genrec-full) -m found }

@@ -9,6 +9,9 @@
 A request that would wait longer than half of what is allowed is refused on arrival, while its caller can still go elsewhere:
 an overloaded queue then holds only what will be served. The wait is foretold by Little's law, those ahead x mean duration / places, and
 by how soon one finished after the other since all places were taken, whichever says longer: a mean lags behind a growing load.
+
+A queue takes in bursts. One that stands, since all places have been taken for a second, only makes every answer later (Nichols and
+Jacobson, 2012): from then on a request may wait for a twentieth of what is allowed, until none was refused for `_LULL_S`.
 """
 
 from collections import Counter
@@ -27,6 +30,10 @@ URGENCIES = range(8)
 """RFC 9218: 0 is the most urgent."""
 _WEIGHT = 0.1
 _PACE_S = 4.0
+_STANDS_S = 1.0
+_LULL_S = 5.0
+_LONG, _SHORT = 1 / 2, 1 / 20
+"""Of the wait that is allowed: what a request may be foretold, and what it may where the queue stands."""
 
 
 class Standing(StrEnum):
@@ -69,6 +76,10 @@ class Pace:
             return Pace(now - elapsed / 2, (self.count + 1) / 2)
         return Pace(self.since, self.count + 1)
 
+    def lasts_s(self, now: float) -> float:
+        """For how long all places have been taken, of the last seconds."""
+        return 0.0 if self.since is None else now - self.since
+
     def each_s(self, now: float, places: int) -> float:
         """0 while there are places; before the first has finished, as if all did now."""
         return 0.0 if self.since is None else max(0.0, now - self.since) / (self.count or places)
@@ -88,7 +99,7 @@ class Admission:
         self._running_of: Counter[str | None] = Counter()
         self._waiting_of: Counter[str | None] = Counter()
         self._mean_s = 0.0
-        self._full = NOT_FULL
+        self._full, self._stands_until = NOT_FULL, -inf
         self._settings = settings
         self._adapt(AdaptiveLimit(settings.max_concurrent, target_s))
 
@@ -111,7 +122,11 @@ class Admission:
         """Whether a request that arrived now would be refused at once."""
         if self.running < self.places and not self._has_its_share(tenant):
             return False
-        if self.wait_s(now, urgency) > self._settings.max_wait_ms / 2e3 or self._queues_its_share(tenant):
+        stands = self._full.lasts_s(now) > _STANDS_S or now < self._stands_until
+        if self.wait_s(now, urgency) > (_SHORT if stands else _LONG) * self._settings.max_wait_ms / 1e3:
+            self._stands_until = now + _LULL_S if stands else self._stands_until
+            return True
+        if self._queues_its_share(tenant):
             return True
         return self.waiting >= self._settings.max_queued and ((last := self._last()) is None or last.urgency <= urgency)
 

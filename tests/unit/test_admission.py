@@ -299,3 +299,21 @@ def test_at_ten_times_the_load_the_places_stay_useful_and_who_is_refused_learns_
     waited = sorted(waited for at, waited in server.refused if at >= 10)
     assert len(in_time) >= 0.95 * capacity * 50
     assert waited[int(0.99 * len(waited))] <= 0.05
+
+
+@pytest.mark.parametrize("times", [1.5, 10])
+def test_a_queue_that_stands_makes_no_answer_late_and_one_that_ends_may_be_as_long_as_before(times):
+    """32 places of a server of 1,000 requests a second take 32 ms; half of the second that one may wait would make that half a second."""
+    held = Admission(places(32, 512, max_wait_ms=1000), target_s=1.0)
+    server = Sharing(held, 1000, offered=times * 1000)
+    server.run(15)
+    late = sorted(took for at, took in server.answered if at >= 5)
+    assert late[int(0.99 * len(late))] <= 0.15
+    assert len(late) >= 0.95 * 1000 * 10
+    longest_queue = held.waiting
+    server.offered = 500
+    server.run(30)
+    assert held.waiting == 0
+    for _ in range(600):
+        held.arrive(30.0, 3)
+    assert held.waiting >= 4 * longest_queue
