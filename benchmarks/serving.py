@@ -24,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
+import httpx
 import numpy as np
 import typer
 
@@ -58,7 +59,22 @@ def genrec(model_dir: Path, port: int, *, profile: ProfileName, placement: str) 
         changes = {"model_dir": str(model_dir), "events": {"url": f"sqlite:///{directory}/events.db"}}
         log = Path(f".genrec/serving-{placement}-{profile}.log")
         with LocalServe(SHIPPED[placement], changes, port=port, log=log, profile=profile) as url:
+            settle(url)
             yield url
+
+
+def settle(url: str) -> None:
+    """Returns when every engine that can be is loaded: until then one of them may take a core away from the others."""
+    deadline = time.monotonic() + READY_WITHIN_S
+    while waiting := [
+        f"{backend['name']}: {'; '.join(backend['reasons'])}"
+        for stage in httpx.get(f"{url}/v1/backends", timeout=60).json()["stages"]
+        for backend in stage["backends"]
+        if backend["rank"] is not None and backend["available_on"] and backend["reasons"]
+    ]:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"not all engines were loaded: {waiting}")
+        time.sleep(1)
 
 
 @contextmanager
