@@ -1,6 +1,7 @@
 """What the backends of a stage share: the model, the stage's rules, and one thread in which engines run, one call after another."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -40,17 +41,17 @@ class EngineThread:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self.busy_s = 0.0
         self.pending = 0
-        """Pieces of work that run or wait."""
+        """Pieces of work that run or wait in the thread, those too that no caller waits for any longer."""
+        self._counting = threading.Lock()
 
     async def run(self, work: Callable[[], T]) -> T:
-        loop = asyncio.get_running_loop()
         try:
-            working = loop.run_in_executor(self._pool, work)
+            working = self._pool.submit(work)
         except RuntimeError:  # the stage was closed meanwhile: what is under way ends in another thread
-            working = loop.run_in_executor(None, work)
-        self.pending += 1
-        working.add_done_callback(self._done)
-        return await working
+            return await beside(work)
+        self._count(1)
+        working.add_done_callback(lambda _: self._count(-1))  # in the thread: a caller that leaves ends its wait, not the work
+        return await asyncio.wrap_future(working)
 
     async def compute(self, work: Callable[[], T]) -> T:
         """As `run`, and counted as busy: what is computed for requests, of which more replicas could take some."""
@@ -64,8 +65,9 @@ class EngineThread:
         """Returns when the work that runs has ended."""
         self._pool.shutdown()
 
-    def _done(self, _: object) -> None:
-        self.pending -= 1
+    def _count(self, change: int) -> None:
+        with self._counting:
+            self.pending += change
 
     def _timed(self, work: Callable[[], T]) -> T:
         began = monotonic()

@@ -103,6 +103,16 @@ class TestChoice:
         working.set()
         assert not await lone, "another engine computes in the thread"
         await busy
+        assert await here(1)
+        working.clear()
+        left = asyncio.create_task(controller.thread.run(working.wait))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait([left])
+        lone = asyncio.create_task(here(1))
+        await asyncio.sleep(0)
+        working.set()
+        assert not await lone, "the thread still computes what its caller waits for no longer"
 
     async def test_nothing_is_loaded_before_it_is_needed(self, controller):
         assert First.log == []
