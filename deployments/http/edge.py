@@ -186,7 +186,8 @@ class Edge:
     def _overloaded(self) -> HTTPException:
         held = self._admission
         detail = f"all {held.places} places are taken and {held.waiting} requests wait; ask again later"
-        return problems.overloaded(detail, held.wait_s(self._clock()), held.running + held.waiting)
+        full = held.running >= held.places  # else a tenant has its share, and HAProxy need not spare the gateway the others' requests
+        return problems.overloaded(detail, held.wait_s(self._clock()), held.running + held.waiting if full else None)
 
 
 def identify(headers: Mapping[bytes, bytes], keys: Sequence[ApiKeySettings], now: Callable[[], float]) -> ApiKeySettings | None:
