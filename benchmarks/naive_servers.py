@@ -127,7 +127,7 @@ async def answer_constantly(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Constant:
-    """A deployment whose ASGI application that is."""
+    """A deployment that has it as its ASGI application."""
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return answer_constantly

@@ -23,7 +23,7 @@ from cluster.config import parse
 from tests.chaos.rows import Row
 from tests.chaos.served import CACHE_ACTOR, CONTROLLER, REPLICA, Served, served
 from tests.clusters import SharedCluster
-from tests.waiting import eventually
+from tests.waiting import eventually, until_right
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3 * 3600)]
 ARGS = {
@@ -75,19 +75,17 @@ class Drill:
         return {"user_id": user, "k": 3, "strategy": "retrieval", "behaviours": self.behaviours}
 
     def call(self, http: httpx.Client, method: str, path: str, body: Any = None) -> Any:
-        until = time.monotonic() + TRY_FOR_S
-        while True:
-            status = "lost"
+        def attempt() -> httpx.Response | None:
+            response = None
             with suppress(httpx.TransportError):
                 response = http.request(method, path, json=body)
-                status = str(response.status_code)
-                if response.is_success:
-                    self.statuses[status] += 1
-                    return response.json()
                 assert response.status_code not in (400, 401, 403, 422), response.text
-            self.statuses[status] += 1
-            assert time.monotonic() < until, f"{method} {path.partition('drill-')[0]} ends with {status}"
-            time.sleep(0.3)
+            self.statuses["lost" if response is None else str(response.status_code)] += 1
+            return response
+
+        answered = until_right(attempt, lambda response: response is not None and response.is_success, TRY_FOR_S, every_s=0.3)
+        assert answered is not None
+        return answered.json()
 
 
 @pytest.fixture

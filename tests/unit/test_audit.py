@@ -1,4 +1,4 @@
-"""The audit log: what stands in a line, what does not, and what becomes of a call whose line cannot be written."""
+"""The audit log: what stands in a line, what does not, and what becomes of a call where its line cannot be written."""
 
 import asyncio
 import hashlib

@@ -19,7 +19,7 @@ ADMISSION = {"max_concurrent": 128, "max_concurrent_entries": 16, "max_held_entr
 
 
 class Counting(Service):
-    """Each answer takes 10 ms; it counts what runs at a time, and remembers the order of what began. `stuck`: users without an answer."""
+    """Each answer takes some turns; what runs at a time is counted, and the order of what began. `stuck`: users without an answer."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Counting(Service):
                 raise self.broken[request.user_id]
             if request.user_id in self.stuck:
                 await self.gate.wait()
-            await asyncio.sleep(0.01)
+            await settled()
         finally:
             self.running -= 1
         return Recommendation(request.user_id, (), (), "tiny/1", degraded=False)
@@ -118,12 +118,12 @@ async def test_a_batch_that_waits_for_room_holds_no_place_and_runs_once_there_is
     served = Served(max_concurrent=1, max_held_entries=10)
     served.service.stuck = ("stuck",)
     held = await served.arrived(*["stuck"] * 8)
-    waiting = [await served.arrived("a", "b", "c"), await served.arrived("overtakes nobody")]
+    waiting = [await served.arrived("a", "b", "c"), await served.arrived("overtakes none")]
     assert (await served.single()).status_code == 200
     assert served.users == ["stuck", "single"]
     served.service.gate.set()
     assert [(await batch).status_code for batch in (held, *waiting)] == [200, 200, 200]
-    assert served.users[-4:] == ["a", "b", "c", "overtakes nobody"]
+    assert served.users[-4:] == ["a", "b", "c", "overtakes none"]
 
 
 async def test_a_batch_of_more_entries_than_may_be_held_is_answered_where_no_other_is():
@@ -178,7 +178,7 @@ async def test_places_that_grow_fewer_are_fewer_for_entries_too_and_come_back():
         nonlocal running
         running += 1
         most[places] = max(most[places], running)
-        await asyncio.sleep(0.01)
+        await settled()
         running -= 1
 
     for now in (4, 1, 3):

@@ -102,7 +102,7 @@ async def test_the_first_request_waits_for_others_no_longer_than_it_may_and_not_
     await asyncio.gather(*engine.asked(*range(4)))
     assert monotonic() - began < 0.5
     first = engine.asked("first")
-    await asyncio.sleep(0.5)
+    await settled()
     await asyncio.gather(*first, *engine.asked("second"))
     assert engine.batches[1:] == [["first", "second"]]
     assert 1.0 <= monotonic() - began < 1.5

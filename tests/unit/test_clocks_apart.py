@@ -1,4 +1,4 @@
-"""Machines whose clocks are minutes apart: what that does to kept answers, rates and the order of events, and what it does not."""
+"""Clocks of machines that are minutes apart: what they do to kept answers, rates and the order of events, and what they do not."""
 
 import pytest
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.virtual_time
 
 
 class Gateways:
-    """Two gateways, `fast` and `slow` by their clocks, over one shard whose machine has the right time."""
+    """Two gateways, `fast` and `slow` by their clocks, over one shard on a machine that has the right time."""
 
     def __init__(self) -> None:
         self.clocks = {"fast": Clock(1000 + APART_S), "slow": Clock(1000), "shard": Clock(1000 + APART_S / 2)}

@@ -1,4 +1,4 @@
-"""When Serve ends a replica whose engine computes for long: its health checks over a model whose thread is busy, in virtual time."""
+"""When Serve ends a replica that computes for long: its health checks over a model with a busy thread, in virtual time."""
 
 import asyncio
 from time import monotonic
