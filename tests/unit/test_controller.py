@@ -96,23 +96,22 @@ class TestChoice:
         assert await here(1, seconds=0.5)
         assert not await here(1), "the last one was not brief"
         assert await here(1)
-        working = threading.Event()
-        busy = asyncio.create_task(controller.thread.run(working.wait))
-        lone = asyncio.create_task(here(1))
-        await asyncio.sleep(0)
-        working.set()
-        assert not await lone, "another engine computes in the thread"
-        await busy
+        async def beside_work(leaves):
+            entered, working = threading.Event(), threading.Event()
+            caller = asyncio.create_task(controller.thread.run(lambda: (entered.set(), working.wait())))
+            await asyncio.to_thread(entered.wait)  # a caller that leaves earlier takes its work along
+            if leaves:
+                caller.cancel()
+            lone = asyncio.create_task(here(1))
+            while not lone.done() and controller.thread.pending < 2:
+                await asyncio.sleep(0)
+            working.set()
+            await asyncio.wait([caller])
+            return await lone
+
+        assert not await beside_work(leaves=False), "another engine computes in the thread"
         assert await here(1)
-        working.clear()
-        left = asyncio.create_task(controller.thread.run(working.wait))
-        await asyncio.sleep(0)
-        left.cancel()
-        await asyncio.wait([left])
-        lone = asyncio.create_task(here(1))
-        await asyncio.sleep(0)
-        working.set()
-        assert not await lone, "the thread still computes what its caller waits for no longer"
+        assert not await beside_work(leaves=True), "the thread still computes what its caller waits for no longer"
 
     async def test_nothing_is_loaded_before_it_is_needed(self, controller):
         assert First.log == []
