@@ -16,6 +16,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.bundle import Bundle, BundleStore
+from cluster.cache.shared_notes import SharedNotes
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings, parse, split_changes, with_changes
 from cluster.dataset import Catalogue
@@ -47,7 +48,7 @@ from deployments.telemetry.logs import SlowAnswers, join_serves_log
 from deployments.telemetry.metrics import GatewayRecorder, meter
 from deployments.user_data import UserData
 from deployments.version_router import ServedModel, VersionRouter
-from pipelines.remembered import UsualRequests
+from pipelines.remembered import REQUEST_CODEC, UsualRequests
 from pipelines.stored_history import StoredHistories
 
 CACHE_INTERVAL_S = 5.0
@@ -71,14 +72,16 @@ class Gateway:
     ) -> None:
         self._settings, self._limits, self._stages, self._cache = settings, settings.gateway, stages, cache
         self._heartbeat = heartbeat
-        self._histories, self._usual = StoredHistories(events, self._limits.max_behaviours), UsualRequests()
+        shared = cache.shared if cache is not None else None
+        self._usual = UsualRequests(None if shared is None else SharedNotes(shared, REQUEST_CODEC))
+        self._histories = StoredHistories(events, self._limits.max_behaviours)
 
         self._models = ModelCache(BundleStore(settings.model_dir), self._make, _discard, keep_s=2 * settings.longest_request_s)
         self._versions = VersionRouter(self._models, stages)
         self._admin = AdminApi(switchboard, lambda: self._versions.stable.bundle)
         self._readiness = SharedAnswer(self._admin.readiness, READINESS_S)
         self._recorder, self._slow = GatewayRecorder(meter()), SlowAnswers()
-        self._data = UserData(settings, self._admin, self._versions, cache=cache, events=events, recorder=self._recorder)
+        self._data = UserData(settings, self._admin, self._versions, cache=cache, events=events, usual=self._usual, recorder=self._recorder)
         self.api = create_api(self, self._data, self._limits, gateways=lambda: heartbeat.gateways, meter=meter())
         self._utilisation = Utilisation(monotonic(), process_time())
         self._cache_figures: asyncio.Task[None] | None = None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from time import monotonic
 
 from cluster.cache.entry import CacheStatistics
+from cluster.cache.single_flight import Background
 from cluster.cache.tier_values import Invalidated
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
@@ -25,9 +26,12 @@ from deployments.http.event_messages import (
 )
 from deployments.telemetry.metrics import GatewayRecorder
 from deployments.version_router import VersionRouter
+from pipelines.remembered import UsualRequests
 from pipelines.stored_history import SWITCHED_OFF
 
 INSIST_EVERY_S = 2.0
+RECALLS_AT_ONCE = 16
+"""Look-ups of users that this gateway does not know; with more under way, the next ones' answers are computed when they are asked for."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -42,10 +46,13 @@ class UserData:
         *,
         cache: TieredCache[Recommendation] | None,
         events: EventStore | None,
+        usual: UsualRequests | None = None,
         recorder: GatewayRecorder | None = None,
     ) -> None:
         self._settings, self._admin, self._versions = settings, admin, versions
         self._cache, self._events, self._recorder = cache, events, recorder or GatewayRecorder()
+        self._usual = UsualRequests() if usual is None else usual
+        self._recalls = Background(RECALLS_AT_ONCE)
         self.anticipates = settings.events.anticipate
         self._anticipated: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._insisting: set[asyncio.Task[None]] = set()
@@ -56,9 +63,8 @@ class UserData:
         for event, place in zip(events, stored, strict=True):
             if not place.duplicate:
                 self._recorder.happened(event)
-        for user in dict.fromkeys((event.tenant, event.user_id) for event in events):
-            if self.anticipates and self._versions.model_for(*user).answers.expects(*user):
-                self._anticipate(*user)
+        if self.anticipates and self._cache is not None:
+            self._expect({(event.tenant, event.user_id) for event in events})
         return EventsOut.from_values(stored, list(events), self._versions.stable.catalogue)
 
     async def history(self, tenant: str, user_id: str, limit: int) -> HistoryOut:
@@ -128,6 +134,7 @@ class UserData:
     async def close(self) -> None:
         for task in (*self._anticipated.values(), *self._insisting):
             task.cancel()
+        await self._recalls.close()
         if self._cache:
             await self._cache.close()
         if self._events:
@@ -153,6 +160,18 @@ class UserData:
             if not (await self._cache.invalidate(tenant, user_id)).unconfirmed:
                 return
         logger.warning("a cache was away for longer than it keeps answers; what was to be erased is out of date there by now")
+
+    def _expect(self, users: set[tuple[str, str]]) -> None:
+        """Anticipate those of whom it is known what they usually ask for, here or in another gateway."""
+        known = {user for user in users if self._usual.of(*user) is not None}
+        for user in known:
+            self._anticipate(*user)
+        if known != users and self._usual.shared is not None and self._recalls.has_room():
+            self._recalls.keep(asyncio.create_task(self._recall(users - known)))
+
+    async def _recall(self, users: set[tuple[str, str]]) -> None:
+        for user in await self._usual.recall(users):
+            self._anticipate(*user)
 
     def _anticipate(self, tenant: str, user_id: str) -> None:
         """Once the user's events have paused for a moment: several often come at a time."""

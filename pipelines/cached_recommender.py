@@ -82,10 +82,6 @@ class CachedRecommender:
                 for one in _parts(answer) if _is_cached(answer) else (answer,):
                     yield one
 
-    def expects(self, tenant: str, user_id: str) -> bool:
-        """Whether the user's usual request is known, so that `anticipate` can compute its answer."""
-        return self._cache is not None and self._usual.of(tenant, user_id) is not None
-
     async def anticipate(self, tenant: str, user_id: str) -> None:
         """Compute the answer to the user's usual request in the background, as after a new event of the user."""
         usual = self._usual.of(tenant, user_id)

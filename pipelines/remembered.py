@@ -1,12 +1,16 @@
 """What a gateway remembers of each user beside cached answers. It can forget one user, all of a tenant, or all."""
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
+from cluster.cache.codec import Codec
 from cluster.cache.entry import Key
 from cluster.cache.scopes import concerns
+from cluster.cache.shared_notes import SharedNotes
 from cluster.traffic.budget import unhurried
 from cluster.values import RecommendRequest
 from pipelines.answer_key import cacheable
@@ -15,6 +19,7 @@ REMEMBERED = 10_000
 REMEMBERED_ITEMS = 100
 """Requests that list more blocked and allowed items than this are not remembered, which bounds the memory of each user."""
 V = TypeVar("V")
+REQUEST_CODEC: Codec[RecommendRequest] = Codec(msgspec.json.Encoder().encode, msgspec.json.Decoder(RecommendRequest).decode)
 
 
 class Recent(Generic[V]):
@@ -43,17 +48,45 @@ class Recent(Generic[V]):
 
 
 class UsualRequests(Recent[RecommendRequest]):
-    """Each user's last request. The versions of a model share it."""
+    """Each user's last request. The versions of a model share it, and by `shared` the gateways: one that stores an event need not be the
+    one that was asked.
+    """
+
+    def __init__(self, shared: SharedNotes[RecommendRequest] | None = None, limit: int = REMEMBERED) -> None:
+        super().__init__(limit)
+        self.shared, self._forgotten = shared, 0
 
     def note(self, request: RecommendRequest) -> None:
         """Remember the request if its answer depends on stored events alone: a new event is then the moment to compute it again."""
         listed = len(request.blocked) + len(request.allowed or ())
         if request.behaviours is None and request.request_time is None and listed <= REMEMBERED_ITEMS and cacheable(request):
-            self.put(_of(request.tenant, request.user_id), replace(unhurried(request), cache="use"))
+            key, usual = usual_key(request.tenant, request.user_id), replace(unhurried(request), cache="use")
+            if self.shared is not None and self.get(key) != usual:
+                self.shared.put(key, usual)
+            self.put(key, usual)
 
     def of(self, tenant: str, user_id: str) -> RecommendRequest | None:
-        return self.get(_of(tenant, user_id))
+        """As far as this gateway knows."""
+        return self.get(usual_key(tenant, user_id))
+
+    async def recall(self, users: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Learn what other gateways know of these users (tenant, user_id); returns those that something is known of."""
+        if self.shared is None:
+            return []
+        forgotten, found = self._forgotten, await self.shared.find(usual_key(*user) for user in users)
+        if forgotten != self._forgotten:  # users were erased meanwhile, perhaps these
+            return []
+        for key, usual in found.items():
+            self.put(key, usual)
+        return [(key.namespace, key.group) for key in found]
+
+    def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
+        super().forget(tenant, user_id)
+        self._forgotten += 1
+        if self.shared is not None:
+            self.shared.forget(lambda key: concerns(key, tenant, user_id))
 
 
-def _of(tenant: str, user_id: str) -> Key:
-    return Key(tenant, user_id, "")
+def usual_key(tenant: str, user_id: str) -> Key:
+    """Where a user's usual request is kept. No answer's key has this digest."""
+    return Key(tenant, user_id, "usual")

@@ -69,8 +69,8 @@ class ActorShard:
         self._actor = actor
         self._search: asyncio.Task[None] | None = None
 
-    async def mget(self, keys: Sequence[Key]) -> Lookup:
-        found: Lookup = await self._call("mget", list(keys))
+    async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup:
+        found: Lookup = await self._call("mget", list(keys), counted=counted)
         entries = await asyncio.gather(*map(self._whole, found.entries.values()))
         return Lookup({key: entry for key, entry in zip(found.entries, entries, strict=True) if entry}, found.epochs)
 
@@ -111,9 +111,9 @@ class ActorShard:
         if self._search is not None:
             self._search.cancel()
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
+    async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
         try:
-            return await getattr(self._actor, method).remote(*arguments)
+            return await getattr(self._actor, method).remote(*arguments, **named)
         except BaseException:  # a timeout, seen from here, is a cancellation
             self._find_again()
             raise

@@ -20,7 +20,7 @@ from cluster.cache.scopes import concerns
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What was found, and for each of the keys that were missing the epoch to put its entry with."""
+    """What was found, and for each of the keys the epoch to put another entry with."""
 
     entries: Mapping[Key, Entry]
     epochs: Mapping[Key, int]
@@ -60,9 +60,10 @@ class CacheShard:
         self._leases: OrderedDict[Key, _Lease] = OrderedDict()
         self._waiting: defaultdict[Key, list[asyncio.Future[Entry | None]]] = defaultdict(list)
 
-    async def mget(self, keys: Sequence[Key]) -> Lookup:
-        entries = {key: entry for key in keys if (entry := self.memory.get(key)) is not None}
-        return Lookup(entries, {key: self._epochs.now for key in keys if key not in entries})
+    async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup:
+        """Lookups that are no request's are not `counted` among the hits and misses."""
+        look = self.memory.get if counted else self.memory.peek
+        return Lookup({key: entry for key in keys if (entry := look(key)) is not None}, dict.fromkeys(keys, self._epochs.now))
 
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
         """Take in what nothing was erased of since its epoch; returns the keys of the rest, among them those without an epoch."""

@@ -56,6 +56,11 @@ class TieredCache(Generic[T]):
         self._background = Background(settings.max_background)
         self._computed = self._joined = self._refreshes = 0
 
+    @property
+    def shared(self) -> SharedCache | None:
+        """L2, for what is kept there beside answers."""
+        return None if self._l2 is None else self._l2.shared
+
     async def get_or_compute(self, key: Key, compute: Compute[T], *, refresh: bool = False) -> Found[T]:
         """Raises what `compute` raises, to all that wait for it here; nothing is kept then. Computing ends when all of them are cancelled.
 

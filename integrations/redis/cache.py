@@ -68,14 +68,14 @@ class RedisCache:
             logger.warning("%s; until then, all of its keys are misses", availability.reason)
         return shared
 
-    async def mget(self, keys: Sequence[Key]) -> Lookup:
+    async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup:
         if not keys:
             return Lookup({}, {})
         epoch, *raw = await self._read([self._prefix], _asked(keys))
         found = {key: entry for key, one in zip(keys, raw, strict=True) if (entry := from_bytes(one)) is not None}
-        for key in keys:
+        for key in keys if counted else ():
             self._count(key, found.get(key))
-        return Lookup(found, {key: int(epoch) for key in keys if key not in found})
+        return Lookup(found, dict.fromkeys(keys, int(epoch)))
 
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
         refused, now = {key for key in entries if key not in epochs}, time.time()

@@ -1,6 +1,6 @@
 """Users are erased under load while one process after another is killed with -9; at the end no file has a byte of one of them.
 
-Five kills in `make test`, a hundred in `make chaos`; `--drill-minutes` ends it sooner.
+Three kills in `make test`, a hundred in `make chaos`; `--drill-minutes` ends it sooner.
 """
 
 import random
@@ -137,7 +137,7 @@ def test_no_byte_of_an_erased_user_is_left_while_processes_are_killed(
     drilled: Served, tmp_path: Path, record, long: bool, drill_minutes: float
 ):
     rng, killed = random.Random(7), Counter[str]()
-    most, until = (100 if long else 5), time.monotonic() + 60 * drill_minutes
+    most, until = (100 if long else 3), time.monotonic() + 60 * drill_minutes
     items = [item.item_id for item in BundleStore(drilled.model_dir).open().catalogue.items][:6]
     drill = Drill(drilled.url, [{"item_id": item, "timestamp": 1_700_000_000 + 60 * place} for place, item in enumerate(items)])
     logs = Path(drilled.serving.cluster.node.plan.temporary).resolve()

@@ -42,7 +42,7 @@ def one(model, cluster: SharedCluster, tmp_path_factory) -> Iterator[Served]:
 
 
 def test_no_malformed_input_is_answered_with_a_server_error_or_ends_a_process(one: Served, record, long: bool, run: int):
-    inputs = 10_000 if long else 600
+    inputs = 10_000 if long else 200
     with record(Row("10,000 malformed inputs (schemathesis and hand-made)", "0 5xx, 0 restarts", run)) as row:
         before = {name: one.running(name) for name in DEPLOYMENTS}
         statuses, worst = Counter[int](), list[str]()

@@ -90,13 +90,15 @@ async def present(cache, *asked):
     return set((await cache.mget(asked)).entries)
 
 
-async def test_gives_back_what_was_put_and_an_epoch_for_what_is_missing(cache):
+async def test_gives_back_what_was_put_and_an_epoch_to_put_another_with(cache):
     stored = {key: entry(f"answer {key.digest}".encode()) for key in keys(20)}
     assert await put(cache, stored) == frozenset()
     missing = Key("tenant", "bob", "1")
     looked_up = await cache.mget([*stored, missing])
     assert looked_up.entries == stored
-    assert looked_up.epochs.keys() == {missing}
+    assert looked_up.epochs.keys() == {*stored, missing}
+    assert await cache.mput(dict.fromkeys(stored, entry(b"another")), looked_up.epochs) == frozenset()
+    assert {one.payload for one in (await cache.mget(list(stored))).entries.values()} == {b"another"}
 
 
 async def test_looks_up_nothing_where_nothing_is_asked(cache):

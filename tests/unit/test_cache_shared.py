@@ -44,13 +44,13 @@ class BreakableShard(CacheShard):
         if name not in {"mget", "mput", "lease", "wait", "release", "invalidate", "statistics"}:
             return method
 
-        async def called(*arguments):
+        async def called(*arguments, **named):
             self.asked += 1
             if self.mood == "hangs":
                 await asyncio.Event().wait()
             if self.mood == "raises":
                 raise ConnectionResetError("connection reset\nby peer")
-            return await method(*arguments)
+            return await method(*arguments, **named)
 
         return called
 

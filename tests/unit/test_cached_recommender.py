@@ -18,6 +18,7 @@ from pipelines.remembered import UsualRequests
 from pipelines.stored_history import StoredHistories
 from tests.bundles import make_bundle
 from tests.fake_stages import Descending
+from tests.waiting import until
 
 pytestmark = pytest.mark.virtual_time
 
@@ -43,8 +44,9 @@ class Setting:
         self.encoder = Descending(self.bundle)
         self.cache = TieredCache(MemoryCache("s3fifo", 2**20, clock=self.clock), None, TierSettings(), ANSWER_CODEC, clock=self.clock)
         self.store = Watched(events) if events else None
+        self.usual = UsualRequests()
         self.answers = CachedRecommender(
-            Recommender(self.bundle, self.encoder), StoredHistories(self.store, 1000), self.cache, self.bundle.digest
+            Recommender(self.bundle, self.encoder), StoredHistories(self.store, 1000), self.cache, self.bundle.digest, self.usual
         )
 
     def clock(self):
@@ -143,26 +145,27 @@ async def test_an_event_makes_the_users_next_answer_ready(setting, events):
     await setting.answers.recommend(STORED)
     await events.append([Event("ada", SEEN[0])])
     await setting.answers.anticipate("default", "ada")
-    async with asyncio.timeout(120):
-        while not setting.encoder.asked:  # noqa: ASYNC110 - it is computed in the background
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
+
+    async def ready():
+        return (await setting.cache.statistics()).computed == 2
+
+    await until(ready, "it is computed in the background")
     assert (await setting.answers.recommend(STORED)).cache.tier == "l1"
     assert len(setting.encoder.asked) == 1
 
 
 async def test_nothing_is_anticipated_of_a_user_who_has_asked_for_nothing(setting):
-    assert not setting.answers.expects("default", "ada")
+    assert not setting.usual.of("default", "ada")
     await setting.answers.recommend(STORED)
-    assert setting.answers.expects("default", "ada")
-    assert not setting.answers.expects("other", "ada")
+    assert setting.usual.of("default", "ada")
+    assert not setting.usual.of("other", "ada")
     setting.answers.forget("default", "ada")
-    assert not setting.answers.expects("default", "ada")
+    assert not setting.usual.of("default", "ada")
 
 
 async def test_what_is_asked_for_as_a_stream_is_anticipated_too(setting):
     assert [part async for part in setting.answers.stream(STORED)]
-    assert setting.answers.expects("default", "ada")
+    assert setting.usual.of("default", "ada")
 
 
 async def test_a_stream_is_refused_before_the_stored_history_is_told(setting):
@@ -194,7 +197,7 @@ async def test_a_request_that_lists_many_items_or_is_refused_is_not_remembered(s
     await setting.answers.recommend(replace(STORED, blocked=frozenset(map(str, range(101)))))
     with pytest.raises(InvalidRequest):
         await setting.answers.recommend(replace(STORED, strategy="generative"))
-    assert not setting.answers.expects("default", "ada")
+    assert not setting.usual.of("default", "ada")
 
 
 async def test_a_stale_answer_that_is_streamed_is_computed_anew(setting):
@@ -336,9 +339,9 @@ async def test_what_users_ask_for_is_known_to_every_version_of_the_model(setting
         for digest in ("1", "2")
     )
     await first.recommend(STORED)
-    assert second.expects("default", "ada")
+    assert usual.of("default", "ada")
     second.forget("default", None)
-    assert not first.expects("default", "ada")
+    assert not usual.of("default", "ada")
 
 
 def test_what_is_remembered_is_bounded():

@@ -96,6 +96,7 @@ class TestChoice:
         assert await here(1, seconds=0.5)
         assert not await here(1), "the last one was not brief"
         assert await here(1)
+
         async def beside_work(leaves):
             entered, working = threading.Event(), threading.Event()
             caller = asyncio.create_task(controller.thread.run(lambda: (entered.set(), working.wait())))
@@ -103,8 +104,7 @@ class TestChoice:
             if leaves:
                 caller.cancel()
             lone = asyncio.create_task(here(1))
-            while not lone.done() and controller.thread.pending < 2:
-                await asyncio.sleep(0)
+            await until(lambda: lone.done() or controller.thread.pending == 2)
             working.set()
             await asyncio.wait([caller])
             return await lone

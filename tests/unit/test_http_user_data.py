@@ -1,6 +1,7 @@
 """Events, histories, erasure and caches over HTTP, in this process: the real routes, SQLite and cache; only the switchboard is played."""
 
 import asyncio
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from urllib.parse import quote
 
@@ -8,6 +9,9 @@ import httpx
 import pytest
 
 from cluster.cache.memory import MemoryCache
+from cluster.cache.shard import CacheShard
+from cluster.cache.shared import ShardedCache, SharedSettings
+from cluster.cache.shared_notes import SharedNotes
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import GatewaySettings, parse
@@ -18,6 +22,7 @@ from deployments.user_data import UserData
 from deployments.version_router import VersionRouter
 from pipelines.cached_recommender import ANSWER_CODEC, CachedRecommender
 from pipelines.recommend import Recommender
+from pipelines.remembered import REQUEST_CODEC, UsualRequests, usual_key
 from pipelines.stored_history import SWITCHED_OFF, StoredHistories
 from tests.bundles import make_bundle
 from tests.fake_stages import Descending
@@ -56,19 +61,25 @@ class InProcess:
         return self.answers.stream(request)
 
 
-@pytest.fixture
-async def served(tmp_path):
-    """An API client, the switchboard and the encoder behind it."""
-    bundle, board = make_bundle(tmp_path / "models", items=50), Switchboard()
-    encoder, events = Descending(bundle), await open_event_store(f"sqlite:///{tmp_path}/events.db")
-    cache = TieredCache(MemoryCache("s3fifo", 2**20), None, TierSettings(), ANSWER_CODEC)
-    answers = CachedRecommender(Recommender(bundle, encoder), StoredHistories(events, 100), cache, bundle.digest)
+@asynccontextmanager
+async def gateway(tmp_path, bundle, shared=None):
+    """An API client, the switchboard and the encoder behind it. Those of one directory and shared cache have the same users."""
+    board, encoder, events = Switchboard(), Descending(bundle), await open_event_store(f"sqlite:///{tmp_path}/events.db")
+    cache = TieredCache(MemoryCache("s3fifo", 2**20), shared, TierSettings(), ANSWER_CODEC)
+    usual = UsualRequests(shared and SharedNotes(shared, REQUEST_CODEC))
+    answers = CachedRecommender(Recommender(bundle, encoder), StoredHistories(events, 100), cache, bundle.digest, usual)
     settings = parse({"model_dir": str(tmp_path), "events": {"anticipate_after_s": 0}})
-    data = UserData(settings, board, versions_of(bundle, answers), cache=cache, events=events)
+    data = UserData(settings, board, versions_of(bundle, answers), cache=cache, events=events, usual=usual)
     transport = httpx.ASGITransport(create_api(InProcess(answers), data, LIMITS))
     async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
         yield client, board, encoder
     await data.close()
+
+
+@pytest.fixture
+async def served(tmp_path):
+    async with gateway(tmp_path, make_bundle(tmp_path / "models", items=50)) as made:
+        yield made
 
 
 @pytest.fixture
@@ -196,6 +207,19 @@ async def test_after_an_event_the_next_answer_is_there_already(served):
     answer = (await client.post("/v1/recommend", json={"user_id": "ada", "k": 3})).json()
     assert (answer["cache"]["tier"], answer["items"][0]["item_id"]) in {("l1", "49"), ("joined", "49")}
     assert len(encoder.asked) == 1
+
+
+async def test_after_an_event_at_one_gateway_the_next_answer_of_another_is_there_already(tmp_path):
+    bundle, shard = make_bundle(tmp_path / "models", items=50), CacheShard(MemoryCache("s3fifo", 2**20))
+    shared = ShardedCache({"only": shard}, SharedSettings(deadline_s=60))
+    async with gateway(tmp_path, bundle, shared) as (asked, _, encoder), gateway(tmp_path, bundle, shared) as (told, _, other_encoder):
+        await asked.post("/v1/recommend", json={"user_id": "ada", "k": 3})
+        await asyncio_until(lambda: shard.memory.peek(usual_key("default", "ada")))
+        await told.post("/v1/events", json=event("50"))
+        await asyncio_until(lambda: shard.memory.statistics().entries == 3)
+        answer = (await asked.post("/v1/recommend", json={"user_id": "ada", "k": 3})).json()
+        assert (answer["cache"]["tier"], answer["items"][0]["item_id"]) == ("l2", "49")
+        assert (len(encoder.asked), len(other_encoder.asked)) == (0, 1)
 
 
 async def test_the_caches_tell_their_hits_by_tenant(client):

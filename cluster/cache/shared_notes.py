@@ -1,0 +1,41 @@
+"""What one gateway learns of a user and all may know: small values in the shared cache, beside the answers and erased with them."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+from cluster.cache.codec import Codec, CountingCodec
+from cluster.cache.entry import Entry, Key
+from cluster.cache.shared import SharedCache
+from cluster.cache.write_behind import WriteBehind
+
+KEPT_S = 3600.0
+MAX_WRITES = 1024
+T = TypeVar("T")
+
+
+class SharedNotes(Generic[T]):
+    """Values by key, for `KEPT_S` after they were put last. Writes wait for nothing; what the shared cache loses is not known any more."""
+
+    def __init__(self, shared: SharedCache, codec: Codec[T], clock: Callable[[], float] = time.time) -> None:
+        self._shared, self._codec, self._clock = shared, CountingCodec(codec), clock
+        self._writes = WriteBehind(shared, MAX_WRITES)
+
+    def put(self, key: Key, value: T) -> None:
+        """In the background."""
+        if (payload := self._codec.encoded(value)) is not None:
+            self._writes.put(key, Entry.lasting(payload, max(1, len(payload)), now=self._clock(), fresh_s=KEPT_S))
+
+    async def find(self, keys: Iterable[Key]) -> dict[Key, T]:
+        """Those that are known."""
+        found = (await self._shared.mget([*keys], counted=False)).entries
+        decoded = {key: self._codec.decoded(entry) for key, entry in found.items()}
+        return {key: entry.payload for key, entry in decoded.items() if entry is not None}
+
+    def forget(self, concerned: Callable[[Key], bool]) -> None:
+        """Put no value of these any more that was noted so far. What the shared cache has of them is its own to erase."""
+        self._writes.forget(concerned)
+
+    async def flush(self) -> None:
+        """Until what was put so far is in the shared cache."""
+        await self._writes.flush()

@@ -1,0 +1,117 @@
+"""What a gateway remembers of users, and what gateways tell each other of them through the shared cache."""
+
+import asyncio
+import dataclasses
+
+import pytest
+from msgspec.structs import replace
+
+from cluster.cache.memory import MemoryCache
+from cluster.cache.shard import CacheShard
+from cluster.cache.shared import ShardedCache, SharedSettings
+from cluster.cache.shared_notes import SharedNotes
+from cluster.values import Behaviour, RecommendRequest, SamplingOptions
+from pipelines.remembered import REQUEST_CODEC, UsualRequests, usual_key
+from tests.waiting import until
+
+ADA, BOB = ("default", "ada"), ("default", "bob")
+ASKED = RecommendRequest("ada", k=3, allowed=frozenset("123"), sampling=SamplingOptions(seed=7))
+
+
+class Shard(CacheShard):
+    """As it is, and counts what it is asked; `late` holds look-ups back."""
+
+    def __init__(self):
+        super().__init__(MemoryCache())
+        self.puts, self.gets, self.late = 0, 0, asyncio.Event()
+        self.late.set()
+
+    async def mput(self, entries, epochs):
+        self.puts += 1
+        return await super().mput(entries, epochs)
+
+    async def mget(self, keys, *, counted=True):
+        found = await super().mget(keys, counted=counted)
+        self.gets += 1
+        await self.late.wait()
+        return found
+
+
+@pytest.fixture
+async def shard():
+    return Shard()
+
+
+def gateway(shard):
+    shared = ShardedCache({"only": shard}, SharedSettings(deadline_s=60))
+    return UsualRequests(SharedNotes(shared, REQUEST_CODEC))
+
+
+async def noted(usual, *requests):
+    for request in requests:
+        usual.note(request)
+    await usual.shared.flush()
+
+
+async def test_a_gateway_recalls_what_another_was_asked(shard):
+    first, second = gateway(shard), gateway(shard)
+    await noted(first, ASKED)
+    assert second.of(*ADA) is None
+    assert await second.recall([ADA, BOB]) == [ADA]
+    assert second.of(*ADA) == ASKED
+    assert (shard.memory.statistics().hits, shard.memory.statistics().misses) == (0, 0), "they are lookups of no request"
+
+
+async def test_the_latest_request_holds_and_what_was_told_is_not_told_again(shard):
+    first, second = gateway(shard), gateway(shard)
+    await noted(first, ASKED)
+    await noted(first, ASKED, replace(ASKED, cache="refresh", deadline_ms=20))
+    assert shard.puts == 1
+    await noted(first, replace(ASKED, k=5))
+    await second.recall([ADA])
+    assert second.of(*ADA) == replace(ASKED, k=5)
+
+
+async def test_what_is_computed_from_a_history_that_was_sent_is_not_told(shard):
+    await noted(gateway(shard), replace(ASKED, behaviours=(Behaviour("1", 1),)))
+    assert shard.puts == 0
+
+
+async def test_an_erased_user_is_recalled_nowhere(shard):
+    first, second = gateway(shard), gateway(shard)
+    await noted(first, ASKED, RecommendRequest("bob"))
+    await shard.invalidate(*ADA)
+    assert await second.recall([ADA, BOB]) == [BOB]
+
+
+async def test_what_was_noted_before_an_erasure_is_not_told_after_it(shard):
+    usual = gateway(shard)
+    shard.late.clear()
+    usual.note(RecommendRequest("bob"))
+    await until(lambda: shard.gets)
+    usual.note(ASKED)  # behind the other, which is on its way
+    usual.forget(*ADA)
+    await shard.invalidate("default", "bob")
+    shard.late.set()
+    await usual.shared.flush()
+    assert (shard.memory.peek(usual_key(*ADA)), shard.memory.peek(usual_key(*BOB))) == (None, None)
+
+
+async def test_what_is_recalled_while_users_are_erased_is_forgotten(shard):
+    first, second = gateway(shard), gateway(shard)
+    await noted(first, ASKED)
+    shard.late.clear()
+    asked, recalled = shard.gets, asyncio.create_task(second.recall([ADA]))
+    await until(lambda: shard.gets > asked)
+    second.forget(*ADA)
+    shard.late.set()
+    assert await recalled == []
+    assert second.of(*ADA) is None
+
+
+async def test_what_another_release_wrote_is_not_known(shard):
+    first, second = gateway(shard), gateway(shard)
+    await noted(first, ASKED)
+    key = usual_key(*ADA)
+    shard.memory.put(key, dataclasses.replace(shard.memory.peek(key), payload=b"another's"))
+    assert await second.recall([ADA]) == []
