@@ -31,12 +31,16 @@ def meta(
     dataset: Annotated[str, typer.Option(help=f"what it was trained on, one of {', '.join(DATASETS)}")],
     path: Annotated[Path | None, typer.Option(help="the data set's file, directory or zip; without it MovieLens is fetched")] = None,
     items: Annotated[Path | None, typer.Option(help="item table of a data set that is a table")] = None,
+    window_step: Annotated[
+        int | None,
+        typer.Option(help="by how many events the served window moves (default: 1, as Meta's code; more lets kept states serve)"),
+    ] = None,
     model_dir: Annotated[Path | None, typer.Option(help="where it is published (default: models/DATASET)")] = None,
 ) -> None:
     """Publish an HSTU from Meta's research trainer; its data set gives titles and popularity, and measures it."""
     asked = DatasetOptions(name=dataset, path=path, items=items)
     data = open_dataset(asked)
-    sizes = read_meta_config(config, items=len(data.catalogue))
+    sizes = read_meta_config(config, items=len(data.catalogue), window_step=window_step)
     model = from_meta(read_meta_checkpoint(checkpoint), sizes, raw_id_rows([item.item_id for item in data.catalogue.items]))
     record = ModelRecord(family="hstu", config=sizes.model_dump(mode="json"))
     quality = evaluate(model, data.interactions)

@@ -60,9 +60,10 @@ _REQUIRED = ("train_fn.main_module", "train_fn.item_l2_norm", "train_fn.item_emb
 _TRAINING_ONLY = ("hstu_encoder.linear_dropout_rate", "hstu_encoder.attn_dropout_rate")
 
 
-def read_meta_config(path: Path, items: int) -> HSTUConfig:
+def read_meta_config(path: Path, items: int, window_step: int | None = None) -> HSTUConfig:
     """The configuration in the trainer's own .gin file, or in YAML or JSON with the names of `HSTUConfig`.
 
+    The served window moves by one event, as the trainer's does, unless `window_step` or the file says otherwise.
     Raises ConfigError where it can't be read, leaves out what must be known, or describes a model other than this HSTU.
     """
     try:
@@ -72,8 +73,9 @@ def read_meta_config(path: Path, items: int) -> HSTUConfig:
         raise ConfigError(f"{path} can't be read as a configuration: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no mapping; give a .gin file, or YAML such as: dim: 50")
+    asked = {} if window_step is None else {"window_step": window_step}
     try:
-        return HSTUConfig.model_validate({**values, "items": items})
+        return HSTUConfig.model_validate({"window_step": 1, **values, **asked, "items": items})
     except ValidationError as error:
         raise ConfigError(f"{path} is not the configuration of an HSTU: {error}") from error
 

@@ -111,7 +111,9 @@ create_data_loader.num_workers = 8
 def test_reads_the_trainers_own_configuration_file(tmp_path):
     (tmp_path / "large.gin").write_text(LARGE)
     config = read_meta_config(tmp_path / "large.gin", items=3883)
-    assert config == HSTUConfig(items=3883, dim=50, layers=8, heads=2, attention_dim=25, linear_dim=25, max_length=211, max_history=200)
+    assert config == HSTUConfig(
+        items=3883, dim=50, layers=8, heads=2, attention_dim=25, linear_dim=25, max_length=211, max_history=200, window_step=1
+    )
 
 
 def test_refuses_a_configuration_with_unknown_keys(tmp_path):
