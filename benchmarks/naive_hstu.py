@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from integrations.hstu.model import HSTU, HSTULayer, time_buckets
+from integrations.hstu.model import HSTU, HSTULayer
+from integrations.hstu.time_buckets import time_buckets
 
 _EPSILON = 1e-6
 
