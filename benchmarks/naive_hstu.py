@@ -26,7 +26,7 @@ class NaiveHSTU(nn.Module):
         x = self.model.embed(items, rows)
         for layer in self.model.layers:
             assert isinstance(layer, HSTULayer)
-            x = self._layer(layer, x, distances, time_buckets(next_times, times, self.model.config.time_buckets))
+            x = self._layer(layer, x, distances, time_buckets(next_times, times, self.model.config.time_buckets).long())
         last = x[torch.arange(x.shape[0], device=x.device), lengths - 1]
         return F.normalize(last, dim=-1)
 
