@@ -36,7 +36,7 @@ def meta_state(rng, *, rows, dim, layers, heads, dqk, dv, n, buckets=128, scale=
 
 
 def time_bucket(seconds, last=128):
-    """Meta's (log(abs(x).clamp(min=1)) / 0.301).long(), whose every step is rounded to fp32; here by rounding exact values."""
+    """Meta's (log(abs(x).clamp(min=1)) / 0.301).long(), each step rounded to fp32; here by rounding exact values."""
     logarithm = np.float32(math.log(np.float32(max(1, abs(seconds)))))
     return min(last, math.floor(logarithm / np.float32(0.301)))
 

@@ -43,7 +43,7 @@ _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
 }
 """Settings that change the model's answers and have one meaning here."""
 _REQUIRED = ("train_fn.main_module", "train_fn.item_l2_norm", *_SIZES)
-"""Sizes, and settings whose default in the trainer is another than ours."""
+"""Sizes, and settings with another default in the trainer than here."""
 _TRAINING_ONLY = {
     "hstu_encoder": {"linear_dropout_rate", "attn_dropout_rate"},
     "train_fn": {
