@@ -149,7 +149,7 @@ def run_in_turns(contenders: list[Contender], turns: int) -> dict[str, Contender
 
 
 def full_graph(encoder: Any, histories: Histories) -> Contender:
-    batch = engine_batch([histories.ending_anew(1)], encoder._max_history, histories.items)
+    batch = engine_batch([histories.ending_anew(1)], encoder._window, histories.items)
     run = encoder._states if isinstance(encoder, TorchEncoder) else lambda batch: encoder._retrieve(batch, 10)
     return Contender("full graph", run, lambda: batch)
 
@@ -169,7 +169,7 @@ def append_graph(encoder: Any, config: HSTUConfig, histories: Histories, count: 
     kept, user = encoder._kept, f"graph +{count}"
     encoder.infer(histories.ending_anew(count, user))
     request = histories.ending_anew(count, user)
-    batch = engine_batch([request], encoder._max_history, histories.items)
+    batch = engine_batch([request], encoder._window, histories.items)
     with ExitStack() as held:
         inputs = AppendInputs(config).of([kept._matched(held, 0, request, batch)], batch)
     assert inputs["items"].shape == (1, count + 1), inputs["items"].shape
@@ -184,7 +184,7 @@ def parts_line(name: str, encoder: Any, histories: Histories, turns: int) -> str
     for _ in range(turns + 2):
         request = histories.ending_anew(1, user)
         marks = [now()]
-        batch = engine_batch([request], encoder._max_history, histories.items)
+        batch = engine_batch([request], encoder._window, histories.items)
         marks.append(now())
         with ExitStack() as held:
             append = kept._matched(held, 0, request, batch)

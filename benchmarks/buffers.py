@@ -37,6 +37,7 @@ from benchmarks.turns import Contender, FreshMemory, Turn, run_in_turns
 from cluster.engines.buffers import BufferPool
 from cluster.ranking import RankRequest, Task
 from cluster.values import EncodeRequest, Int64Array, SamplingOptions
+from cluster.window import Window
 from integrations.hstu.append_inputs import AppendInputs, AppendRequest, groups
 from integrations.hstu.config import HSTUConfig, RankerConfig
 from integrations.hstu.engine_batch import engine_batch
@@ -137,7 +138,7 @@ def assembly(lengths: Sequence[int]) -> Case:
     lists = in_batches(lengths, WAITING[-1])
 
     def into(pool: BufferPool | None) -> Turn:
-        return lambda number: len(engine_batch(lists[number % len(lists)], HISTORY, ITEMS, pool))
+        return lambda number: len(engine_batch(lists[number % len(lists)], Window.of(HISTORY), ITEMS, pool))
 
     contenders = [Contender(name, into(memory), memory) for name, memory in made()]
     return Case("batch assembly", [*contenders, Contender("a pool a call", into(None))], len(lists))
@@ -159,7 +160,7 @@ def append_inputs(name: str, lists: Sequence[Sequence[EncodeRequest]]) -> Case:
     row_bytes = model_size(config).kv_bytes_per_event
     given = []
     for requests in lists:
-        batch = engine_batch(requests, HISTORY, ITEMS)
+        batch = engine_batch(requests, Window.of(HISTORY), ITEMS)
         users = [append_request(store, config, index, request, batch) for index, request in enumerate(requests)]
         given += [(group, batch) for group in groups(users, row_bytes)]
 

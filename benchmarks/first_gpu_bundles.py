@@ -64,7 +64,7 @@ def published(folder: Path, record: ModelRecord, source: Path | None = None) -> 
 
 
 def history(length: int, items: int, seed: int) -> UserSequence:
-    """Events with times that fall into the same buckets on every device."""
+    """Random events, seconds to years before the request."""
     rng = np.random.default_rng([seed, length])
     times, _ = times_of(rng, length)
     return UserSequence(

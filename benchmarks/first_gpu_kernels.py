@@ -16,8 +16,8 @@ from benchmarks.devices import DEVICE, INTERPRETED, described, error_of, kernel_
 from benchmarks.guarded import Case, Finding, Label, NotHere
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.kernels import reference
-from integrations.hstu.model import time_buckets
-from tests.kernel_examples import BUCKETS, Example, append_inputs, exact
+from integrations.hstu.time_buckets import ENDS, time_buckets
+from tests.kernel_examples import BUCKETS, Example, append_inputs, beside_bucket_edges, exact
 
 LIMITS = {"fp32": 1e-5, "fp32 tf32x3": 2e-5, "fp32 tf32": 5e-3, "fp16": 5e-3, "bf16": 4e-2}
 """The largest error of each type and, of fp32, of each way to multiply it."""
@@ -130,13 +130,12 @@ def _gemm_silu(device: str, name: str) -> Finding:
 
 
 def _buckets(device: str) -> Finding:
-    """How many whole seconds beside an edge torch puts into another bucket on the device than float64 does."""
-    edges = np.exp(0.301 * np.arange(10, 70)).astype(np.int64)
-    seconds = np.unique(np.concatenate([edges + beside for beside in range(-2, 4)]))
-    buckets = np.minimum(np.floor(np.log(seconds) / 0.301), BUCKETS)
-    given = torch.from_numpy(seconds.astype(np.int32)).to(device)
+    """How many whole seconds beside an edge torch puts into another bucket on the device than they are in."""
+    seconds = beside_bucket_edges()
+    buckets = np.searchsorted(ENDS, seconds)
+    given = torch.from_numpy(seconds).to(device)
     theirs = time_buckets(given.view(1, -1), torch.zeros((1, 1), dtype=torch.int32, device=device), BUCKETS).flatten().cpu().numpy()
-    return Finding(note=f"{int((theirs != buckets).sum())} of {len(seconds)} whole seconds are in another bucket than in float64")
+    return Finding(note=f"{int((theirs != buckets).sum())} of {len(seconds)} whole seconds are in another bucket")
 
 
 def _forward_speed(device: str, sizes: tuple[int, int, int, int]) -> Finding:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from integrations.hstu.model import HSTU, HSTULayer, time_buckets
+from integrations.hstu.model import HSTU, HSTULayer
+from integrations.hstu.time_buckets import time_buckets
 
 _EPSILON = 1e-6
 
@@ -25,7 +26,7 @@ class NaiveHSTU(nn.Module):
         x = self.model.embed(items, rows)
         for layer in self.model.layers:
             assert isinstance(layer, HSTULayer)
-            x = self._layer(layer, x, distances, time_buckets(next_times, times, self.model.config.time_buckets))
+            x = self._layer(layer, x, distances, time_buckets(next_times, times, self.model.config.time_buckets).long())
         last = x[torch.arange(x.shape[0], device=x.device), lengths - 1]
         return F.normalize(last, dim=-1)
 

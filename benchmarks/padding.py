@@ -12,7 +12,7 @@ from cluster.config import BatchingSettings
 from cluster.errors import DataError
 from cluster.registry import DATASETS, choose
 from cluster.values import Int64Array
-from cluster.window import default_step, window_start
+from cluster.window import Window
 from deployments.replicas.batching import alike
 
 LIMITS = BatchingSettings()
@@ -37,8 +37,8 @@ class Padding:
 def mix_of(data: Path | None, history: int) -> tuple[str, list[int]]:
     """What the mix of lengths is, and how many events of each user an engine is given, in random order."""
     name, events = lengths_of(data) if data else ("geometric", geometric())
-    step = default_step(history)
-    lengths = [count - window_start(count, history, step) for count in np.random.default_rng(0).permutation(events).tolist()]
+    window = Window.of(history)
+    lengths = [count - window.start(count) for count in np.random.default_rng(0).permutation(events).tolist()]
     least, median, mean, most = min(lengths), np.median(lengths), np.mean(lengths), max(lengths)
     text = f"{name}: {len(lengths)} users of {least} to {most} events (median {median:.0f}, mean {mean:.0f}) in a window of {history}"
     return text, lengths

@@ -5,19 +5,33 @@ with every event and would invalidate it beyond `longest` events; a stepped one 
 given the same window, so that no answer depends on what is kept.
 """
 
-
-def window_start(events: int, longest: int, step: int) -> int:
-    """How many of the oldest `events` are left out: none up to `longest`, else the least multiple of `step` that leaves no more.
-
-    Between `longest` - `step` + 1 and `longest` events are left; with a step of 1 always the latest `longest`.
-    Raises ValueError at a step outside of 1..`longest`, which could leave none.
-    """
-    if not 1 <= step <= longest:
-        raise ValueError(f"a window of {longest} events cannot move in steps of {step}; the step must be within 1..{longest}")
-    surplus = max(0, events - longest)
-    return -(-surplus // step) * step
+from dataclasses import dataclass
 
 
-def default_step(longest: int) -> int:
-    """An eighth of the window: at worst that share of the latest events is not seen, and what is kept lasts for as many events."""
-    return max(1, longest // 8)
+@dataclass(frozen=True, slots=True)
+class Window:
+    """At most `longest` events, left out `step` at a time. Raises ValueError at a step outside of 1..`longest`, which could leave none."""
+
+    longest: int
+    step: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.step <= self.longest:
+            raise ValueError(
+                f"a window of {self.longest} events cannot move in steps of {self.step}; the step must be within 1..{self.longest}"
+            )
+
+    @classmethod
+    def of(cls, longest: int, step: int | None = None) -> "Window":
+        """`step` is an eighth of the window by default: at worst that share of the latest events is not seen, and what is kept lasts for
+        as many events.
+        """
+        return cls(longest, max(1, longest // 8) if step is None else step)
+
+    def start(self, events: int) -> int:
+        """How many of the oldest `events` are left out: none up to `longest`, else the least multiple of `step` that leaves no more.
+
+        Between `longest` - `step` + 1 and `longest` events are left; with a step of 1 always the latest `longest`.
+        """
+        surplus = max(0, events - self.longest)
+        return -(-surplus // self.step) * self.step

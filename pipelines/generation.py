@@ -21,7 +21,7 @@ from cluster.values import (
     UserSequence,
     UserState,
 )
-from cluster.window import default_step, window_start
+from cluster.window import Window
 from pipelines.asking import Ask, asked, check_version, why_none
 from pipelines.candidates import Candidates, broken
 from pipelines.history import ResolvedRequest
@@ -154,7 +154,7 @@ def prompt(states: FloatArray, sequence: UserSequence, longest: int) -> UserStat
     Of a long history they are a window that moves in steps: what decoders keep of a prompt is valid from its first event on. `states` may
     be fewer than the events, or more than the prompt takes.
     """
-    latest = states[window_start(len(sequence), longest, default_step(longest)) - len(sequence) :]
+    latest = states[Window.of(longest).start(len(sequence)) - len(sequence) :]
     return UserState(latest, last_events(sequence, len(latest)))
 
 

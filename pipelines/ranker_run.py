@@ -96,7 +96,7 @@ def _sizes(model: ModelRecord) -> dict[str, JsonValue]:
     """Those of the encoder, in the keys of a ranker's configuration."""
     config = model.config
     width = max(1, int(str(config.get("dim", 50))) // int(str(config.get("heads", 1))))
-    names = ("items", "dim", "layers", "heads", "max_history", "max_length", "dropout", "time_buckets")
+    names = ("items", "dim", "layers", "heads", "max_history", "max_length", "window_step", "dropout", "time_buckets")
     return {
         **{name: config[name] for name in names if name in config},
         **{name: config.get(name, width) for name in ("attention_dim", "linear_dim")},

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from cluster.bundle import Bundle
 from cluster.values import UserSequence
 from integrations.hstu.latest_states import latest_states
 from integrations.hstu.random_bundles import (
@@ -29,10 +30,18 @@ __all__ = [
     "make_ranking_bundle",
     "random_semantic_ids",
     "random_sequence",
+    "with_window_step",
 ]
 
 ONE_BUCKET = (8,)
 """The batch sizes that `torch_compiled` compiles for in tests: each takes Inductor 17 s of processor time."""
+
+
+def with_window_step(bundle: Bundle, step: int) -> Bundle:
+    """The same files, served through a window that moves by `step` events."""
+    model = bundle.manifest.model
+    model = model.model_copy(update={"config": {**model.config, "window_step": step}})
+    return Bundle(bundle.path, bundle.manifest.model_copy(update={"model": model}))
 
 
 def random_sequence(length: int, *, items: int = 200, seed: int = 0) -> UserSequence:

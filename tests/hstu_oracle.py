@@ -1,4 +1,7 @@
-"""HSTU's formula in float64 numpy, one user and one row at a time, with Meta's tensor names; shares no code with the model."""
+"""HSTU's formula in float64 numpy, one user and one row at a time, with Meta's tensor names; shares no code with the model.
+
+Time buckets alone are those of fp32.
+"""
 
 import math
 
@@ -32,6 +35,12 @@ def meta_state(rng, *, rows, dim, layers, heads, dqk, dv, n, buckets=128, scale=
     return state
 
 
+def time_bucket(seconds, last=128):
+    """Meta's (log(abs(x).clamp(min=1)) / 0.301).long(), each step rounded to fp32; here by rounding exact values."""
+    logarithm = np.float32(math.log(np.float32(max(1, abs(seconds)))))
+    return min(last, math.floor(logarithm / np.float32(0.301)))
+
+
 def hstu_states(state, items, times, request_time, *, layers, heads, dqk, dv, n, divisor=None):
     """The L2-normalised state after each event of one user. `items` are embedding rows, `times` in seconds."""
     w = {name: tensor.astype(np.float64) for name, tensor in state.items()}
@@ -54,7 +63,7 @@ def _layer(x, w, times, next_times, heads, dqk, dv, n, divisor):
         v_h = v[:, head * dv : (head + 1) * dv]
         for i in range(len(x)):
             for j in range(i + 1):
-                bucket = min(128, math.floor(math.log(max(1, abs(next_times[i] - times[j]))) / 0.301))
+                bucket = time_bucket(next_times[i] - times[j])
                 bias = w["_rel_attn_bias._ts_w"][bucket] + w["_rel_attn_bias._pos_w"][n - 1 + j - i]
                 mixed[i, head * dv : (head + 1) * dv] += silu(q_h[i] @ k_h[j] + bias) / divisor * v_h[j]
     return (u * layer_norm(mixed)) @ w["_o.weight"].T + w["_o.bias"] + x

@@ -10,7 +10,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import triton
 from msgspec.structs import replace
+from triton import language as tl
 
 from cluster.values import EncodeRequest
 from integrations.hstu.config import HSTUConfig
@@ -22,10 +24,13 @@ from integrations.hstu.kernels.encoder import TritonEncoder
 from integrations.hstu.kernels.fused import FusedHSTU
 from integrations.hstu.kernels.norm_mul_dropout import norm_mul_dropout
 from integrations.hstu.kernels.rows import Rows
+from integrations.hstu.kernels.tiles import time_bucket as bucket_on_device
 from integrations.hstu.latest_states import latest_states
 from integrations.hstu.model import HSTU
+from integrations.hstu.time_buckets import ends_on
 from tests.bundles import make_bundle, random_sequence
-from tests.kernel_examples import Example, InterpretedEncoder, append_inputs, times_of
+from tests.hstu_oracle import time_bucket
+from tests.kernel_examples import BUCKETS, Example, InterpretedEncoder, append_inputs, beside_bucket_edges, times_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # older interpreters' own
 CASES = {
@@ -41,6 +46,21 @@ close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
 def device():
     """The CPU in Triton's interpreter, or CUDA without it."""
     return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+@triton.jit
+def buckets_of(seconds, ends, out, last, TILE: tl.constexpr):
+    index = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    bucket = bucket_on_device(tl.load(seconds + index), tl.zeros((1,), tl.int32), ends, last)
+    tl.store(out + index[:, None], bucket)
+
+
+def test_whole_seconds_beside_the_edges_of_buckets_are_in_the_same_bucket_as_everywhere(device):
+    edges = beside_bucket_edges()
+    seconds = torch.from_numpy(np.resize(edges, -(-len(edges) // 64) * 64)).to(device)
+    out = torch.empty_like(seconds)
+    buckets_of[(len(seconds) // 64,)](seconds, ends_on(seconds.device), out, BUCKETS, 64)
+    assert out.tolist()[: len(edges)] == [time_bucket(int(second)) for second in edges]
 
 
 @pytest.mark.parametrize(("lengths", "shape"), CASES.values(), ids=CASES)

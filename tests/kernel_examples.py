@@ -16,26 +16,21 @@ from integrations.hstu.kernels.encoder import TritonEncoder
 from integrations.hstu.kernels.rows import Rows
 
 N, LONGEST, BUCKETS = 211, 1000, 128
-_BUCKET_WIDTH = 0.301
-_FROM_EDGES = 3e-5
-"""In buckets, more than ways to compute a logarithm in fp32 differ by: where a bucket ends is not what these examples are about."""
 _SHORT = 200
 
 
 def times_of(rng: np.random.Generator, length: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """When the events of a history happened and when the next ones did, seconds to years before the request."""
-    while True:
-        spread, unit = (16.0, 1) if length <= _SHORT else (3.0, int(np.exp(rng.uniform(0, 11))))
-        times = -np.cumsum(unit * np.exp(rng.uniform(-1, spread, length)).astype(np.int64))[::-1]
-        next_times = np.append(times[1:], 0)
-        if _is_clear(times, next_times):
-            return times.astype(np.int32), next_times.astype(np.int32)
+    spread, unit = (16.0, 1) if length <= _SHORT else (3.0, int(np.exp(rng.uniform(0, 11))))
+    times = -np.cumsum(unit * np.exp(rng.uniform(-1, spread, length)).astype(np.int64))[::-1]
+    return times.astype(np.int32), np.append(times[1:], 0).astype(np.int32)
 
 
-def _is_clear(times: npt.NDArray[np.int64], next_times: npt.NDArray[np.int64]) -> bool:
-    seconds = np.unique(np.abs(next_times[:, None] - times))
-    buckets = np.log(seconds[seconds > 1]) / _BUCKET_WIDTH
-    return bool((np.abs(buckets - np.round(buckets)) > _FROM_EDGES).all())
+def beside_bucket_edges(most: int = 64) -> npt.NDArray[np.int32]:
+    """Whole seconds within `most` of where a time bucket ends, as far as int32 goes."""
+    edges = np.exp(0.301 * np.arange(72)).astype(np.int64)
+    seconds = np.unique(edges[:, None] + np.arange(-most, most + 1))
+    return seconds[(seconds >= 0) & (seconds < 2**31)].astype(np.int32)
 
 
 class Example:

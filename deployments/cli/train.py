@@ -25,7 +25,7 @@ from pipelines.train_decoder import DecoderOptions
 from pipelines.train_ranker import RankerOptions
 from pipelines.training_run import RunOptions, forget_checkpoints
 
-MODEL = Fields(("family", "dim", "layers", "heads", "head_dim", "max_history", "dropout"))
+MODEL = Fields(("family", "dim", "layers", "heads", "head_dim", "max_history", "window_step", "dropout"))
 LEARNING = Fields(
     ("epochs", "batch_users", "learning_rate", "schedule", "loss", "negatives", "seen_as_negatives", "window", "validate_every",
      "patience", "seed", "compile"),

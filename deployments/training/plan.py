@@ -32,13 +32,18 @@ class ModelPlan(BaseModel):
     heads: int = 1
     head_dim: int | None = Field(default=None, description="HSTU: width of a head (default: dim / heads)")
     max_history: int = Field(default=200, description="how many of a user's latest events the model sees")
+    window_step: int | None = Field(
+        default=None,
+        description="by how many events the served window moves once it is full; 1: always the latest events (default: an eighth)",
+    )
     dropout: float = 0.2
 
     def record(self, items: int) -> ModelRecord:
         """The model of a catalogue with so many items."""
         sizes = {"dim": self.dim, "layers": self.layers, "heads": self.heads, "max_history": self.max_history}
         lengths = {"max_length": self.max_history + _WINDOW_MARGIN, **self._widths(), "dropout": self.dropout, "items": items}
-        return ModelRecord(family=self.family, config={**sizes, **lengths})
+        window = {} if self.window_step is None else {"window_step": self.window_step}
+        return ModelRecord(family=self.family, config={**sizes, **lengths, **window})
 
     def _widths(self) -> dict[str, int]:
         if self.family != "hstu":

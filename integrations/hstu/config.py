@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from cluster.bundle import RankerRecord
 from cluster.errors import BundleError
 from cluster.ranking import RatingScale, Task
+from cluster.window import Window
 
 
 class SequenceConfig(BaseModel):
@@ -20,12 +21,21 @@ class SequenceConfig(BaseModel):
     heads: int = Field(default=1, ge=1)
     max_length: int = Field(default=211, ge=1, description="N, the padded length that divides the attention; a constant of the weights")
     max_history: int = Field(default=200, ge=1, description="how many of a user's latest events are encoded")
+    window_step: int | None = Field(
+        default=None, ge=1, description="by how many events the served window moves once it is full; an eighth of max_history by default"
+    )
     dropout: float = Field(default=0.2, ge=0, lt=1)
+
+    @property
+    def window(self) -> Window:
+        return Window.of(self.max_history, self.window_step)
 
     @model_validator(mode="after")
     def _history_fits(self) -> Self:
         if self.max_history > self.max_length:
             raise ValueError(f"max_history ({self.max_history}) must be less than or equal to max_length ({self.max_length})")
+        if self.window_step is not None and self.window_step > self.max_history:
+            raise ValueError(f"window_step ({self.window_step}) must be less than or equal to max_history ({self.max_history})")
         return self
 
 

@@ -63,7 +63,7 @@ class TorchEncoder(KeepsRows[KeptStates]):
         def encode(items: "torch.Tensor", times: "torch.Tensor", next_times: "torch.Tensor", lengths: "torch.Tensor") -> "torch.Tensor":
             return latest_states(model, items, times, next_times, lengths, count)
 
-        self._max_history = model.config.max_history
+        self._window = model.config.window
         self._device = device
         if device.type == "cuda":
             self._pool = BufferPool(lambda count, dtype: pinned((count,), dtype))
@@ -76,7 +76,7 @@ class TorchEncoder(KeepsRows[KeptStates]):
         return self.batch_infer([request])[0]
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        batch = engine_batch(requests, self._max_history, len(self._index), self._pool)
+        batch = engine_batch(requests, self._window, len(self._index), self._pool)
         return self._kept.answer(requests, batch, self._index, self._whole) if self._kept else self._whole(requests, batch)
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class CompiledTorchEncoder(TorchEncoder):
         super().load(bundle)
         import torch  # noqa: PLC0415
 
-        self._lengths = doublings(self.shortest, self._max_history)
+        self._lengths = doublings(self.shortest, self._window.longest)
         shapes = [(batch, length) for batch in self.batches for length in self._lengths]
         self._encode = torch.compile(  # type: ignore[call-overload]  # torch 2.13's stubs lack the two options its documentation describes
             self._encode, fullgraph=True, dynamic=False, recompile_limit=len(shapes), isolate_recompiles=True

@@ -8,19 +8,18 @@ from msgspec.structs import replace
 from cluster.engines.buffers import BufferPool
 from cluster.errors import BackendFailed
 from cluster.values import Encoded, EncodeRequest, FloatArray
-from cluster.window import default_step
+from cluster.window import Window
 from integrations.hstu.limits import row_blocks
 from integrations.hstu.user_behavior_schema import BehaviourBatch, collate
 
 
-def engine_batch(requests: Sequence[EncodeRequest], max_history: int, items: int, pool: BufferPool | None = None) -> BehaviourBatch:
-    """Each user's latest events, `max_history` at most, in a window that moves in steps for every engine: see window.py. `pool` as in
-    `collate`.
+def engine_batch(requests: Sequence[EncodeRequest], window: Window, items: int, pool: BufferPool | None = None) -> BehaviourBatch:
+    """Each user's latest events, those that the model's window leaves, the same for every engine: see window.py. `pool` as in `collate`.
 
     Raises BackendFailed at an empty history and at an item outside 1..`items`.
     """
-    step, shortest = default_step(max_history), row_blocks(max_history)
-    batch = collate([request.sequence for request in requests], max_history, step=step, shortest=shortest, pool=pool)
+    sequences, shortest = [request.sequence for request in requests], row_blocks(window.longest)
+    batch = collate(sequences, window.longest, step=window.step, shortest=shortest, pool=pool)
     if not batch.lengths.all():
         raise BackendFailed(f"request {int(batch.lengths.argmin())} of the batch has a history of 0 events; a state needs at least 1")
     given = batch.items[np.arange(batch.items.shape[1]) < batch.lengths[:, None]]

@@ -9,8 +9,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from integrations.hstu.model import HSTU, Attended, HSTULayer, causal, time_buckets
+from integrations.hstu.model import HSTU, Attended, HSTULayer, causal
 from integrations.hstu.sequence_model import SequenceModel, unit
+from integrations.hstu.time_buckets import time_buckets
 
 
 def latest_states(  # noqa: PLR0917 - a batch's own columns

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from cluster.bundle import ModelRecord
+from cluster.window import Window
 from integrations.hstu.config import HSTUConfig, SequenceConfig
 
 WORTH_BLOCKS = 1 << 17
@@ -11,15 +12,18 @@ WORTH_BLOCKS = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`max_history`: how many events are encoded; `max_length`: N, the most the model could take."""
+    """`max_history`: how many events are encoded; `max_length`: N, the most the model could take; `window`: which events are encoded."""
 
     max_history: int
     max_length: int
+    window: Window
 
 
 def limits(model: ModelRecord) -> Limits:
     """The recorded limits or, where the record leaves one out, the default that the model was built with."""
-    return Limits(max_history=_recorded(model, "max_history"), max_length=_recorded(model, "max_length"))
+    longest, step = _recorded(model, "max_history"), model.config.get("window_step")
+    window = Window.of(longest, None if step is None else int(str(step)))
+    return Limits(max_history=longest, max_length=_recorded(model, "max_length"), window=window)
 
 
 def row_blocks(max_history: int) -> int:

@@ -5,17 +5,15 @@ number (a raw movie id, with gaps), a row of ours is a catalogue index. Its rela
 the newest: entry N - 1 + (j - i) is for key j seen from row i, as in ours.
 """
 
-import ast
+import pickle
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
-from pydantic import ValidationError
 from torch import Tensor
 
-from cluster.errors import ConfigError, DataError
+from cluster.errors import DataError
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.model import HSTU
 
@@ -29,53 +27,6 @@ _LAYER_NAMES = {
     "position_weights": "_rel_attn_bias._pos_w",
 }
 _NOT_WEIGHTS = ("_attn_mask",)
-_GIN_KEYS = {
-    "train_fn.item_embedding_dim": "dim",
-    "train_fn.dropout_rate": "dropout",
-    "train_fn.max_sequence_length": "max_history",
-    "hstu_encoder.num_blocks": "layers",
-    "hstu_encoder.num_heads": "heads",
-    "hstu_encoder.dqk": "attention_dim",
-    "hstu_encoder.dv": "linear_dim",
-}
-_OUTPUT_LENGTH = 11
-"""What the research trainer adds to the maximum sequence length: `gr_output_length` (10) and the target."""
-_IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
-    "train_fn.main_module": ("HSTU",),
-    "train_fn.user_embedding_norm": ("l2_norm",),
-    "train_fn.item_l2_norm": (True,),
-    "train_fn.l2_norm_eps": (1e-6,),
-    "train_fn.gr_output_length": (10,),
-    "train_fn.embedding_module_type": ("local",),
-    "train_fn.interaction_module_type": ("DotProduct",),
-    "hstu_encoder.normalization": ("rel_bias", "hstu_rel_bias"),
-    "hstu_encoder.linear_config": ("uvqk",),
-    "hstu_encoder.linear_activation": ("silu",),
-    "hstu_encoder.concat_ua": (False,),
-    "hstu_encoder.enable_relative_attention_bias": (True,),
-}
-"""Settings that change the model's answers and have one meaning here."""
-_REQUIRED = ("train_fn.main_module", "train_fn.item_l2_norm", "train_fn.item_embedding_dim", "hstu_encoder.dqk", "hstu_encoder.dv")
-"""Settings whose default in the trainer is another than ours."""
-_TRAINING_ONLY = ("hstu_encoder.linear_dropout_rate", "hstu_encoder.attn_dropout_rate")
-
-
-def read_meta_config(path: Path, items: int) -> HSTUConfig:
-    """The configuration in the trainer's own .gin file, or in YAML or JSON with the names of `HSTUConfig`.
-
-    Raises ConfigError where it can't be read, leaves out what must be known, or describes a model other than this HSTU.
-    """
-    try:
-        text = path.read_text()
-        values = _gin(path, text) if path.suffix == ".gin" else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} can't be read as a configuration: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no mapping; give a .gin file, or YAML such as: dim: 50")
-    try:
-        return HSTUConfig.model_validate({**values, "items": items})
-    except ValidationError as error:
-        raise ConfigError(f"{path} is not the configuration of an HSTU: {error}") from error
 
 
 def read_meta_checkpoint(path: Path) -> dict[str, Tensor]:
@@ -83,22 +34,39 @@ def read_meta_checkpoint(path: Path) -> dict[str, Tensor]:
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a file of something else leads the unpickler to errors of any kind, such as KeyError
-        raise DataError(f"{path} can't be read as a checkpoint: {error!r}") from error
+        raise DataError(f"{path} can't be read as a checkpoint: {_why(error)}") from error
     state = saved.get("model_state_dict") if isinstance(saved, dict) else None
     if not isinstance(state, dict):
         raise DataError(f"{path} has no 'model_state_dict': it was not saved by Meta's research trainer")
+    if strange := [name for name, value in state.items() if not (isinstance(name, str) and isinstance(value, Tensor))]:
+        raise DataError(f"{path}: {strange[0]!r} of its 'model_state_dict' is no tensor with a name; it was not saved by Meta's trainer")
     return {name.removeprefix("module."): tensor for name, tensor in state.items() if not name.endswith(_NOT_WEIGHTS)}
 
 
-def from_meta(state: Mapping[str, Tensor], config: HSTUConfig, item_rows: Sequence[int]) -> HSTU:
+def _why(error: Exception) -> str:
+    """What torch says or, where it advises to load the file unguarded, which runs code that the file names, the same in our words."""
+    if not isinstance(error, pickle.UnpicklingError) and "weights_only" not in str(error):
+        return repr(error)
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    what = f", such as {named[1]}" if named else ""
+    return (
+        f"it is no checkpoint, or holds objects other than tensors{what}, which could run code as they are loaded; "
+        "save the weights of a checkpoint alone: torch.save({'model_state_dict': model.state_dict()}, FILE)"
+    )
+
+
+def from_meta(state: Mapping[str, Tensor], config: HSTUConfig, item_rows: Sequence[int], *, bf16: bool | None = None) -> HSTU:
     """An HSTU with the checkpoint's weights; `item_rows[i - 1]` is the embedding row of the item with catalogue index i.
 
-    Raises DataError that names every missing, unexpected or misshapen tensor.
+    Weights of bf16 are the same numbers in fp32, in which this HSTU computes. `bf16`: whether they must be, where that is known.
+
+    Raises DataError that names every missing, unexpected or misshapen tensor, and those that are no numbers of one kind.
     """
     model = HSTU(config)
     ours = model.state_dict()
     names = _names(config)
-    problems = _missing(state, names) + _misshapen(state, names, ours) + _bad_rows(state, item_rows)
+    problems = [*_missing(state, names), *_misshapen(state, names, ours)]
+    problems = problems or [*_wrong_kinds(state, bf16), *_not_finite(state), *_bad_rows(state, item_rows)]
     if problems:
         raise DataError("the checkpoint does not fit the configuration: " + "; ".join(problems))
     weights = {our_name: state[meta_name].float() for our_name, meta_name in names.items()}
@@ -136,43 +104,41 @@ def _misshapen(state: Mapping[str, Tensor], names: Mapping[str, str], ours: Mapp
         for name, meta in names.items()
         if meta in state and state[meta].shape != ours[name].shape
     ]
-    if ITEMS in state and (state[ITEMS].dim() != 2 or state[ITEMS].shape[1] != width):
+    if ITEMS in state and (state[ITEMS].dim() != 2 or len(state[ITEMS]) < 2 or state[ITEMS].shape[1] != width):
         problems.append(f"{ITEMS} has shape {tuple(state[ITEMS].shape)}, the configuration wants (rows, {width})")
     return problems
 
 
+def _wrong_kinds(state: Mapping[str, Tensor], bf16: bool | None) -> list[str]:
+    kinds = {str(tensor.dtype).removeprefix("torch."): name for name, tensor in state.items()}
+    known = {None: ("float32", "bfloat16"), False: ("float32",), True: ("bfloat16",)}[bf16]
+    told = "" if bf16 is None else f" (train_fn.main_module_bf16 is {bf16})"
+    problems = [f"{name} is {kind}, not {' or '.join(known)}{told}" for kind, name in kinds.items() if kind not in known]
+    return problems or ([f"tensors are of several kinds: {', '.join(sorted(kinds))}"] if len(kinds) > 1 else [])
+
+
+def is_bf16(state: Mapping[str, Tensor]) -> bool:
+    return state[ITEMS].dtype == torch.bfloat16
+
+
+def last_row(state: Mapping[str, Tensor]) -> int:
+    """The largest item number that the checkpoint has an embedding for."""
+    return len(state[ITEMS]) - 1
+
+
+def _not_finite(state: Mapping[str, Tensor]) -> list[str]:
+    problems = []
+    for name, tensor in state.items():
+        broken = (~torch.isfinite(tensor.reshape(len(tensor), -1))).any(dim=1).nonzero().flatten()
+        if len(broken):
+            problems.append(f"{name} holds NaN or infinity in {len(broken)} of {len(tensor)} rows, such as row {int(broken[0])}")
+    return problems
+
+
 def _bad_rows(state: Mapping[str, Tensor], item_rows: Sequence[int]) -> list[str]:
-    rows = len(state[ITEMS]) if ITEMS in state else None
-    outside = [row for row in item_rows if rows is not None and not 0 < row < rows]
+    last = last_row(state)
+    outside = [row for row in item_rows if not 0 < row <= last]
     if not outside:
         return []
-    return [f"{ITEMS} has rows 1..{(rows or 1) - 1}, but {len(outside)} items have numbers outside, such as {outside[0]}"]
-
-
-def _gin(path: Path, text: str) -> dict[str, Any]:
-    lines = (line.split("#")[0].partition("=") for line in text.splitlines())
-    pairs = {key.strip(): value.strip() for key, equals, value in lines if equals}
-    settings = {key: _literal(path, key, pairs[key]) for key in (*_GIN_KEYS, *_IMPLEMENTED) if key in pairs}
-    if problems := _unlike_ours(settings, pairs):
-        raise ConfigError(f"{path} does not describe the HSTU that is implemented here: " + "; ".join(problems))
-    values = {ours: settings[gin] for gin, ours in _GIN_KEYS.items() if gin in settings}
-    if isinstance(longest := values.get("max_history"), int):
-        values["max_length"] = longest + _OUTPUT_LENGTH
-    return values
-
-
-def _literal(path: Path, key: str, text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        raise ConfigError(f"{path}: {key} = {text} is no number, string or truth value; write the value itself") from None
-
-
-def _unlike_ours(settings: Mapping[str, Any], pairs: Mapping[str, str]) -> list[str]:
-    others = [key for key, values in _IMPLEMENTED.items() if key in settings and settings[key] not in values]
-    known = {*_GIN_KEYS, *_IMPLEMENTED, *_TRAINING_ONLY}
-    return [
-        *(f"{key} is {settings[key]!r}, implemented is {_IMPLEMENTED[key][0]!r}" for key in others),
-        *(f"{key} is missing" for key in _REQUIRED if key not in settings),
-        *(f"{key} = {pairs[key]} is unknown" for key in pairs if key.startswith("hstu_encoder.") and key not in known),
-    ]
+    found = f"{len(outside)} items have numbers outside, such as {outside[0]}, and {max(item_rows)} is the largest"
+    return [f"{ITEMS} has rows 1..{last}, but {found}; give the data set that the checkpoint was trained on"]

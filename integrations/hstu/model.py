@@ -22,16 +22,10 @@ from torch.nn import functional as F
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.limits import block_ends, blocks_worth, row_blocks
 from integrations.hstu.sequence_model import SequenceModel, heads_apart, heads_joined, unit
+from integrations.hstu.time_buckets import time_buckets
 
 _MASKED = -1e4
 _EPSILON = 1e-6
-_SECONDS_PER_BUCKET_LOG = 0.301
-
-
-def time_buckets(next_times_BL: Tensor, times_BP: Tensor, last: int) -> Tensor:
-    """The bucket of the time from event j to the event after event i, (B, L, P), 0..`last`: logarithmic, floor(ln|seconds| / 0.301)."""
-    seconds = (next_times_BL.unsqueeze(2) - times_BP.unsqueeze(1)).abs().clamp(min=1)
-    return (seconds.float().log() / _SECONDS_PER_BUCKET_LOG).long().clamp(0, last)
 
 
 class _Lookup(torch.autograd.Function):
@@ -46,7 +40,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        return grads[0].new_zeros(ctx.size).scatter_add_(0, index.flatten(), grads[0].flatten()), None
+        return grads[0].new_zeros(ctx.size).scatter_add_(0, index.flatten().long(), grads[0].flatten()), None
 
 
 def lookup(weights: Tensor, index: Tensor) -> Tensor:

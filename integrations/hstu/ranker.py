@@ -24,9 +24,10 @@ from torch.nn import functional as F
 from cluster.ranking import Task
 from cluster.values import Action, UserSequence
 from integrations.hstu.config import RankerConfig
-from integrations.hstu.model import Attended, HSTULayer, Past, among_new, time_buckets
+from integrations.hstu.model import Attended, HSTULayer, Past, among_new
 from integrations.hstu.ranker_inputs import event_columns, training_batch
 from integrations.hstu.sequence_model import unit
+from integrations.hstu.time_buckets import time_buckets
 
 _SHARPNESS = 10.0
 """How much nearness counts before anything is learnt: between items that have nothing to do with each other cosines are within 0.2."""

@@ -8,7 +8,6 @@ import numpy.typing as npt
 
 from cluster.ranking import RatingScale
 from cluster.values import Action, FloatArray, Int8Array, UserSequence
-from cluster.window import default_step
 from integrations.hstu.config import RankerConfig
 from integrations.hstu.user_behavior_schema import BehaviourBatch, collate
 
@@ -19,9 +18,9 @@ FURTHEST = 4.0
 def event_columns(sequence: UserSequence, config: RankerConfig) -> dict[str, npt.NDArray[Any]]:
     """One user's latest events, (L,): items, actions, ratings and times as the ranker takes them.
 
-    They stand in a window that moves in steps as every engine's does: see window.py. It may hold none.
+    They are those that the model's window leaves: see window.py. It may hold none.
     """
-    batch = collate([sequence], config.max_history, step=default_step(config.max_history))
+    batch = collate([sequence], config.max_history, step=config.window.step)
     return {name: column[0, : batch.lengths[0]] for name, column in _columns(batch, config).items()}
 
 

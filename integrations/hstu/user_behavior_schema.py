@@ -12,7 +12,7 @@ import numpy as np
 
 from cluster.engines.buffers import BufferPool
 from cluster.values import FloatArray, Int8Array, Int32Array, Int64Array, UserSequence
-from cluster.window import window_start
+from cluster.window import Window
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,8 @@ def collate(
 
     They are the latest `max_history`, or what a window that moves by `step` events leaves of them.
     """
-    lengths = np.array([len(sequence) - window_start(len(sequence), max_history, step) for sequence in sequences], dtype=np.int64)
+    window = Window(max_history, step)
+    lengths = np.array([len(sequence) - window.start(len(sequence)) for sequence in sequences], dtype=np.int64)
     shape = len(sequences), pad_to or max(shortest, int(lengths.max(initial=0)))
     memory = pool or BufferPool()
     batch = BehaviourBatch(

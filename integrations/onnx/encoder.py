@@ -63,14 +63,14 @@ class OnnxRuntimeEncoder(KeepsRows[KeptStates]):
         self._inputs = [node.name for node in self._session.get_inputs() if node.name != "top_n"]
         self._outputs = ["state", "nearest", "scores", *(["states"] if bundle.prompt_length else [])]
         self._index = make_index(self._index_name, bundle.item_vectors)
-        self._max_history = limits(bundle.manifest.model).max_history
+        self._window = limits(bundle.manifest.model).window
         self._kept = self._keep(bundle)
 
     def infer(self, request: EncodeRequest) -> Encoded:
         return self.batch_infer([request])[0]
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        batch = engine_batch(requests, self._max_history, len(self._index), self._pool)
+        batch = engine_batch(requests, self._window, len(self._index), self._pool)
         return self._kept.answer(requests, batch, self._index, self._whole) if self._kept else self._whole(requests, batch)
 
     def close(self) -> None:

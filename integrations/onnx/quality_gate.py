@@ -10,6 +10,7 @@ import numpy as np
 
 from cluster.bundle import Bundle
 from cluster.values import EncodeRequest, FloatArray, Int64Array, UserSequence
+from cluster.window import Window
 from integrations.hstu.engine_batch import engine_batch
 from integrations.hstu.limits import limits
 from integrations.hstu.user_behavior_schema import BehaviourBatch
@@ -75,7 +76,7 @@ def probes(popularity: Int64Array, max_history: int) -> Iterator[BehaviourBatch]
         longest = max(1, max_history // part)
         lengths = [longest, *rng.integers(1, longest, _USERS - 1, endpoint=True)]
         requests = [EncodeRequest(_history(rng, share, int(length)), NEAREST) for length in lengths]
-        yield engine_batch(requests, max_history, len(share))
+        yield engine_batch(requests, Window.of(max_history), len(share))
 
 
 def _history(rng: np.random.Generator, share: "np.ndarray[tuple[int], np.dtype[np.float64]]", length: int) -> UserSequence:

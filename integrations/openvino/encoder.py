@@ -54,7 +54,7 @@ class OpenVinoEncoder:
         """Raises BackendUnavailable, among others where the states in bf16 are too far from those in f32."""
         if not (availability := self.get_availability(bundle)).ok:
             raise BackendUnavailable(availability.reason)
-        self._max_history = limits(bundle.manifest.model).max_history
+        self._window = limits(bundle.manifest.model).window
         engine = self._compiled(bundle, self._precision)
         if self._precision != "f32":
             self._require_quality(bundle, engine)
@@ -66,7 +66,7 @@ class OpenVinoEncoder:
         return self.batch_infer([request])[0]
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        batch = engine_batch(requests, self._max_history, len(self._index))
+        batch = engine_batch(requests, self._window, len(self._index))
         outputs = self._run(self._engine, batch)
         answers = self._index.answer(requests, outputs["state"][: len(batch)])
         return with_states(answers, outputs["states"][: len(batch)], batch) if self._has_prompt else answers
@@ -91,7 +91,8 @@ class OpenVinoEncoder:
     def _run(self, engine: Any, batch: BehaviourBatch) -> Mapping[str, FloatArray]:
         """The graph's outputs, of padding too: OpenVINO compiles for every shape it meets, so few shapes are shown to it."""
         users, events = batch.items.shape
-        shape = _bucket(users, _USERS), min(self._max_history, _bucket(events, max(1, self._max_history // _LENGTHS)))
+        longest = self._window.longest
+        shape = _bucket(users, _USERS), min(longest, _bucket(events, max(1, longest // _LENGTHS)))
         outputs: Mapping[str, FloatArray] = engine({node.any_name: _padded(getattr(batch, node.any_name), shape) for node in engine.inputs})
         return outputs
 

@@ -43,7 +43,7 @@ class TensorRTEncoder:
         except (BundleError, CompileError, ImportError) as error:
             raise BackendUnavailable(str(error)) from error
         self._index = make_index(self._index_name, bundle.item_vectors)
-        self._max_history = limits(bundle.manifest.model).max_history
+        self._window = limits(bundle.manifest.model).window
         self._has_prompt = bool(bundle.prompt_length)
         self.infer(EncodeRequest(_ONE_EVENT, top_n=1))  # TensorRT for RTX finishes its kernels in the first call: not in a user's
 
@@ -60,7 +60,7 @@ class TensorRTEncoder:
             self.__dict__.pop(name, None)
 
     def _answer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        batch = engine_batch(requests, self._max_history, len(self._index))
+        batch = engine_batch(requests, self._window, len(self._index))
         tensors = batch.tensors()
         outputs = self._engine.run({name: tensors[name] for name in _INPUTS})
         answers = self._index.answer(requests, outputs["state"].cpu().numpy())

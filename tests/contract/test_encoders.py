@@ -18,7 +18,7 @@ from cluster.registry import backends, choose
 from cluster.values import EncodeRequest
 from integrations.hstu.encoder import CompiledTorchEncoder
 from integrations.hstu.weights import load_model
-from tests.bundles import ONE_BUCKET, random_sequence
+from tests.bundles import ONE_BUCKET, random_sequence, with_window_step
 from tests.repetitions import times
 
 ITEMS, LONGEST = 200, 20
@@ -94,6 +94,18 @@ def test_finds_the_state_and_the_ten_items_that_pytorch_finds(encoder, model, le
     assert answer.state == pytest.approx(state, abs=TOLERANCE)
     assert answer.items.tolist() == (np.argsort(-cosines[1:], kind="stable")[:10] + 1).tolist()
     assert answer.scores == pytest.approx(cosines[answer.items], abs=TOLERANCE)
+
+
+def test_a_window_that_moves_by_one_event_gives_what_the_model_says_of_the_latest(served, model):
+    encoder, bundle = served
+    exact = type(encoder)()
+    exact.load(with_window_step(bundle, 1))
+    for length in (LONGEST + 1, LONGEST + 9, 3 * LONGEST):
+        state, cosines = truth(model, asked(length))
+        answer = exact.infer(asked(length))
+        assert answer.state == pytest.approx(state, abs=TOLERANCE)
+        assert answer.items.tolist() == (np.argsort(-cosines[1:], kind="stable")[:10] + 1).tolist()
+    exact.close()
 
 
 def test_answers_in_the_types_of_the_interface(encoder):

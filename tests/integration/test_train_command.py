@@ -12,11 +12,14 @@ from typer.testing import CliRunner
 from cluster.bundle import OPTIONAL, RANKER, BundleStore
 from cluster.errors import BundleError, ConfigError, DataError, UnknownChoice
 from cluster.registry import DATASETS, choose
+from cluster.values import EncodeRequest
 from deployments.cli import evaluate, import_, train, train_ranker
 from deployments.training.pretrained import publish_pretrained, read_pretrained
+from integrations.hstu.encoder import TorchEncoder
 from integrations.hstu.weights import load_model
 from pipelines.train_decoder import DecoderTrainer
-from tests.hstu_oracle import meta_state
+from tests.bundles import random_sequence
+from tests.hstu_oracle import hstu_states, meta_state
 
 ENCODER = ["--dim", "8", "--max-history", "10", "--batch-users", "16", "--learning-rate", "0.01", "--ranker-epochs", "1"]
 SMALL = [*ENCODER, "--prompt-length", "8", "--decoder-epochs", "2"]
@@ -198,3 +201,26 @@ def test_publishes_a_checkpoint_of_metas_trainer(table, tmp_path):
     expected = state["_embedding_module._item_emb.weight"][7]
     assert np.array_equal(weights["item_embedding.weight"][index].numpy(), expected)
     assert bundle.manifest.quality["hr@200"] == 1.0
+
+    encoder, embeddings = TorchEncoder(), state["_embedding_module._item_emb.weight"]
+    encoder.load(bundle)
+    sequence = random_sequence(37, items=len(bundle.catalogue))
+    rows = [int(bundle.catalogue[int(item)].item_id) for item in sequence.items[-10:]]
+    shape = {"layers": 2, "heads": 2, "dqk": 4, "dv": 4, "n": 21}
+    theirs = hstu_states(state, rows, sequence.timestamps[-10:].tolist(), sequence.request_time, **shape)[-1]
+    cosines = (embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)) @ theirs
+    best = sorted((int(item.item_id) for item in bundle.catalogue.items), key=lambda row: -cosines[row])
+    assert [int(bundle.catalogue[int(item)].item_id) for item in encoder.infer(EncodeRequest(sequence, 10)).items] == best[:10]
+
+
+def test_importing_tells_of_weights_in_bf16_and_of_rows_that_no_item_has(table, tmp_path):
+    state = meta_state(np.random.default_rng(0), rows=20, dim=8, layers=1, heads=1, dqk=4, dv=4, n=21)
+    torch.save({"model_state_dict": {name: torch.from_numpy(value).bfloat16() for name, value in state.items()}}, tmp_path / "checkpoint")
+    sizes = {"dim": 8, "layers": 1, "heads": 1, "attention_dim": 4, "linear_dim": 4, "max_length": 21, "max_history": 10}
+    (tmp_path / "sizes.yaml").write_text(json.dumps(sizes))
+    where = ["--dataset", "table", "--path", table, "--model-dir", tmp_path / "meta", "--window-step", 2]
+    command = ["import", "meta", tmp_path / "checkpoint", "--config", tmp_path / "sizes.yaml", *where]
+    result = CliRunner().invoke(app, [str(one) for one in command])
+    assert "the weights are bf16, the arithmetic is fp32" in result.stderr
+    assert "has embeddings of items 1..19, the data set's largest item number is 12" in result.stderr
+    assert BundleStore(tmp_path / "meta").open().manifest.model.config["window_step"] == 2

@@ -12,6 +12,7 @@ from cluster.compilation import CompileOptions
 from cluster.engines.buffers import BufferPool
 from cluster.errors import ConfigError, UnknownChoice
 from cluster.values import EncodeRequest, UserSequence
+from cluster.window import Window
 from integrations.datasets.movielens import read_ml_1m
 from integrations.datasets.options import ReadOptions
 from integrations.hstu.encoder import CompiledTorchEncoder, TorchEncoder
@@ -21,7 +22,7 @@ from integrations.hstu.stateful import KeptStates
 from integrations.hstu.torch_append import append_run, device_memory
 from integrations.hstu.weights import load_model
 from integrations.onnx.encoder import OnnxRuntimeEncoder
-from tests.bundles import make_bundle, make_generative_bundle, random_sequence
+from tests.bundles import make_bundle, make_generative_bundle, random_sequence, with_window_step
 from tests.compiled import compiled
 from tests.conftest import shared_data
 from tests.repetitions import times
@@ -101,6 +102,17 @@ def test_answers_of_growing_histories_are_those_of_whole_ones(loaded, engine, st
     for requests in growing([random_sequence(length, seed=length) for length in range(1, 51)], seed=3):
         assert_agree(plain, keeping, requests)
     assert keeping.kept()["hit_rows"] > 0.5 * keeping.kept()["asked_rows"]
+
+
+def test_a_window_that_moves_by_one_event_uses_what_is_kept_until_it_is_full(compiled_hstu, loaded, engine, store):
+    exact = with_window_step(compiled_hstu, 1)
+    plain, keeping = loaded(engine, exact, state_bytes=0), loaded(engine, exact, state_store=store, keep_from=1)
+    sequence, kept = random_sequence(26), []
+    for length in (LONGEST - 1, LONGEST, LONGEST + 1, LONGEST + 2, LONGEST + 2, 26):
+        before = keeping.kept()["hit_rows"]
+        assert_agree(plain, keeping, [asked(of(sequence, slice(length)))])
+        kept.append(keeping.kept()["hit_rows"] - before)
+    assert kept == [0, LONGEST - 2, 0, 0, LONGEST - 1, 0]
 
 
 def test_the_two_engines_answer_alike_from_kept_states(loaded):
@@ -474,5 +486,5 @@ def test_states_on_a_device_answer_as_those_in_host_memory(tmp_path, loaded, mon
 
 
 def test_engine_batches_leave_out_the_same_events_whether_or_not_they_are_kept():
-    batch = engine_batch([asked(random_sequence(length)) for length in (20, 21, 22, 23)], LONGEST, items=200)
+    batch = engine_batch([asked(random_sequence(length)) for length in (20, 21, 22, 23)], Window.of(LONGEST), items=200)
     assert batch.lengths.tolist() == [20, 19, 20, 19]

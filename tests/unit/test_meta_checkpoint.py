@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.errors import ConfigError, DataError
+from cluster.errors import DataError
 from cluster.values import UserSequence
 from integrations.hstu.config import HSTUConfig
-from integrations.hstu.meta_checkpoint import from_meta, raw_id_rows, read_meta_checkpoint, read_meta_config
+from integrations.hstu.meta_checkpoint import from_meta, raw_id_rows, read_meta_checkpoint
 from integrations.hstu.user_behavior_schema import collate
 from tests.hstu_oracle import hstu_states, meta_state
 
@@ -54,7 +54,7 @@ def test_names_every_missing_unexpected_and_misshapen_tensor():
 
 
 def test_refuses_items_the_checkpoint_has_no_row_for():
-    with pytest.raises(DataError, match=r"rows 1\.\.12, but 1 items have numbers outside, such as 13"):
+    with pytest.raises(DataError, match=r"rows 1\.\.12, but 1 items have numbers outside, such as 13, and 13 is the largest; give"):
         from_meta(tensors(), CONFIG, raw_id_rows([*RAW_IDS[:4], "13"]))
 
 
@@ -69,8 +69,9 @@ def test_refuses_a_checkpoint_that_would_run_code(tmp_path):
             return print, ("owned",)
 
     torch.save({"model_state_dict": Malicious()}, tmp_path / "bad")
-    with pytest.raises(DataError, match="can't be read as a checkpoint"):
+    with pytest.raises(DataError, match=r"can't be read as a checkpoint: .* such as print, which could run code") as error:
         read_meta_checkpoint(tmp_path / "bad")
+    assert "weights_only" not in str(error.value)
 
 
 def test_refuses_a_file_of_something_else(tmp_path):
@@ -82,88 +83,61 @@ def test_refuses_a_file_of_something_else(tmp_path):
 def test_refuses_a_file_that_is_no_checkpoint_at_all(tmp_path):
     for content in (b"hello world", b"", b"PK\x03\x04", bytes(range(256))):
         (tmp_path / "text").write_bytes(content)
-        with pytest.raises(DataError, match="text can't be read as a checkpoint"):
+        with pytest.raises(DataError, match="text can't be read as a checkpoint") as error:
             read_meta_checkpoint(tmp_path / "text")
+        assert "weights_only" not in str(error.value)
     with pytest.raises(DataError, match="nowhere can't be read as a checkpoint"):
         read_meta_checkpoint(tmp_path / "nowhere")
 
 
-LARGE = """
-train_fn.dataset_name = "ml-1m"
-train_fn.max_sequence_length = 200   # events
-train_fn.main_module = "HSTU"
-train_fn.dropout_rate = 0.2
-train_fn.user_embedding_norm = "l2_norm"
-train_fn.item_embedding_dim = 50
-hstu_encoder.num_blocks = 8
-hstu_encoder.num_heads = 2
-hstu_encoder.dqk = 25
-hstu_encoder.dv = 25
-hstu_encoder.linear_dropout_rate = 0.2
-train_fn.learning_rate = 1e-3
-train_fn.interaction_module_type = "DotProduct"
-train_fn.item_l2_norm = True
-train_fn.l2_norm_eps = 1e-6
-create_data_loader.num_workers = 8
-"""
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_refuses_a_torchscript_archive_without_advice_to_load_it_unguarded(tmp_path):
+    torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "script")
+    with pytest.raises(DataError, match="script can't be read as a checkpoint") as error:
+        read_meta_checkpoint(tmp_path / "script")
+    assert "weights_only" not in str(error.value)
 
 
-def test_reads_the_trainers_own_configuration_file(tmp_path):
-    (tmp_path / "large.gin").write_text(LARGE)
-    config = read_meta_config(tmp_path / "large.gin", items=3883)
-    assert config == HSTUConfig(items=3883, dim=50, layers=8, heads=2, attention_dim=25, linear_dim=25, max_length=211, max_history=200)
+@pytest.mark.parametrize("state", [{"a": 1}, {1: torch.zeros(1)}])
+def test_refuses_a_state_that_is_not_of_named_tensors(tmp_path, state):
+    torch.save({"model_state_dict": state}, tmp_path / "odd")
+    with pytest.raises(DataError, match="of its 'model_state_dict' is no tensor with a name"):
+        read_meta_checkpoint(tmp_path / "odd")
 
 
-def test_refuses_a_configuration_with_unknown_keys(tmp_path):
-    (tmp_path / "c.yaml").write_text("dim: 50\nwidth: 3\n")
-    with pytest.raises(ConfigError, match="width"):
-        read_meta_config(tmp_path / "c.yaml", items=10)
+@pytest.mark.parametrize(("name", "row"), [("_embedding_module._item_emb.weight", 9), ("_hstu._attention_layers.1._o.bias", 4)])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_refuses_weights_that_are_no_numbers_and_names_their_row(name, row, value):
+    state = tensors()
+    state[name][row] = value
+    with pytest.raises(DataError, match=rf"{name} holds NaN or infinity in 1 of \d+ rows, such as row {row}"):
+        from_meta(state, CONFIG, raw_id_rows(RAW_IDS))
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "implemented"),
-    [
-        ("train_fn.main_module", "'SASRec'", "'HSTU'"),
-        ("train_fn.user_embedding_norm", "'layer_norm'", "'l2_norm'"),
-        ("train_fn.item_l2_norm", "False", "True"),
-        ("train_fn.gr_output_length", "20", "10"),
-        ("train_fn.interaction_module_type", "'MoL'", "'DotProduct'"),
-        ("hstu_encoder.normalization", "'softmax_rel_bias'", "'rel_bias'"),
-        ("hstu_encoder.linear_activation", "'none'", "'silu'"),
-        ("hstu_encoder.concat_ua", "True", "False"),
-        ("hstu_encoder.enable_relative_attention_bias", "False", "True"),
-    ],
-)
-def test_refuses_settings_of_the_trainer_that_make_another_model(tmp_path, key, value, implemented):
-    (tmp_path / "c.gin").write_text(f"{LARGE}\n{key} = {value}\n")
-    with pytest.raises(ConfigError, match=f"{key} is {value}, implemented is {implemented}"):
-        read_meta_config(tmp_path / "c.gin", items=10)
-
-
-@pytest.mark.parametrize("key", ["hstu_encoder.dqk", "hstu_encoder.dv", "train_fn.item_l2_norm", "train_fn.main_module"])
-def test_refuses_a_trainers_file_without_a_setting_whose_default_is_not_ours(tmp_path, key):
-    (tmp_path / "c.gin").write_text("\n".join(line for line in LARGE.splitlines() if not line.startswith(f"{key} ")))
-    with pytest.raises(ConfigError, match=f"{key} is missing"):
-        read_meta_config(tmp_path / "c.gin", items=10)
+def test_weights_of_bf16_are_the_same_numbers_here():
+    state = {name: tensor.bfloat16() for name, tensor in tensors().items()}
+    model = from_meta(state, CONFIG, raw_id_rows(RAW_IDS), bf16=True)
+    assert model.item_embedding.weight.dtype == torch.float32
+    assert torch.equal(model.item_embedding.weight[1:], state["_embedding_module._item_emb.weight"].float()[[int(row) for row in RAW_IDS]])
+    assert torch.equal(model.layers[1].uvqk, state["_hstu._attention_layers.1._uvqk"].float())
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("dtype", "bf16", "message"),
     [
-        ("hstu_encoder.layer_scale = 2", r"hstu_encoder\.layer_scale = 2 is unknown"),
-        ("hstu_encoder.dqk = %WIDTH", r"hstu_encoder\.dqk = %WIDTH is no number"),
-        ("train_fn.max_sequence_length = 'long'", "max_history"),
+        (torch.bfloat16, False, r"is bfloat16, not float32 \(train_fn.main_module_bf16 is False\)"),
+        (torch.float32, True, r"is float32, not bfloat16 \(train_fn.main_module_bf16 is True\)"),
+        (torch.float16, None, "is float16, not float32 or bfloat16"),
+        (torch.int64, None, "is int64, not float32 or bfloat16"),
     ],
 )
-def test_refuses_lines_of_the_trainers_file_that_it_does_not_understand(tmp_path, line, message):
-    (tmp_path / "c.gin").write_text(f"{LARGE}\n{line}\n")
-    with pytest.raises(ConfigError, match=message):
-        read_meta_config(tmp_path / "c.gin", items=10)
+def test_refuses_weights_of_another_kind_than_the_trainer_was_told(dtype, bf16, message):
+    with pytest.raises(DataError, match=message):
+        from_meta({name: tensor.to(dtype) for name, tensor in tensors().items()}, CONFIG, raw_id_rows(RAW_IDS), bf16=bf16)
 
 
-@pytest.mark.parametrize(("name", "content"), [("c.yaml", b"dim: [50"), ("c.json", b"\xff\xfe"), ("c.gin", b"\xff"), ("none.yaml", None)])
-def test_refuses_a_configuration_file_that_cannot_be_read(tmp_path, name, content):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{name} can't be read as a configuration"):
-        read_meta_config(tmp_path / name, items=10)
+def test_refuses_weights_of_several_kinds():
+    state = tensors()
+    state["_hstu._attention_layers.1._o.bias"] = state["_hstu._attention_layers.1._o.bias"].bfloat16()
+    with pytest.raises(DataError, match="tensors are of several kinds: bfloat16, float32"):
+        from_meta(state, CONFIG, raw_id_rows(RAW_IDS))

@@ -7,6 +7,7 @@ import torch
 from cluster.bundle import WEIGHTS, Bundle, ModelRecord
 from cluster.errors import BackendUnavailable
 from cluster.values import EncodeRequest
+from cluster.window import Window
 from integrations.hstu.encoder import CompiledTorchEncoder, TorchEncoder
 from integrations.hstu.limits import Limits, limits
 from tests.bundles import ONE_BUCKET, make_bundle, random_sequence
@@ -41,8 +42,9 @@ def test_compiling_needs_a_compiler_and_says_which(bundle, monkeypatch):
 
 
 def test_knows_the_limits_of_a_model_whose_record_leaves_out_defaults():
-    assert limits(ModelRecord(family="hstu", config={"items": 5})) == Limits(max_history=200, max_length=211)
-    assert limits(ModelRecord(family="sasrec", config={"items": 5, "max_history": 20})) == Limits(max_history=20, max_length=211)
+    assert limits(ModelRecord(family="hstu", config={"items": 5})) == Limits(max_history=200, max_length=211, window=Window(200, 25))
+    sasrec = ModelRecord(family="sasrec", config={"items": 5, "max_history": 20})
+    assert limits(sasrec) == Limits(max_history=20, max_length=211, window=Window(20, 2))
 
 
 class Recording(CompiledTorchEncoder):

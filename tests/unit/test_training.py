@@ -260,6 +260,10 @@ def test_refuses_a_damaged_checkpoint_and_one_of_other_sizes(tmp_path):
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(DataError, match="damaged"):
         load_checkpoint(hstu, path)
+    torch.save({"model": print}, path)
+    with pytest.raises(DataError, match="no file of tensors and plain values") as error:
+        load_checkpoint(hstu, path)
+    assert "weights_only" not in str(error.value)
 
 
 def test_refuses_data_with_nothing_to_learn():

@@ -20,6 +20,7 @@ def test_a_head_of_an_hstu_is_its_share_of_the_width_unless_said_otherwise():
         "items": 12,
     }  # fmt: skip
     assert ModelPlan(head_dim=8).record(12).config["attention_dim"] == 8
+    assert ModelPlan(window_step=1).record(12).config["window_step"] == 1
     assert ModelPlan(family="sasrec", dim=16).record(12).config["feedforward_dim"] == 16
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton import language as tl
 
 from integrations.hstu.kernels.tiles import LAUNCH, attention_weights, head_sizes, load_rows, relate, store_rows
+from integrations.hstu.time_buckets import ends_on
 
 # ruff: noqa: PLR0917 - a kernel takes what a C function takes
 
@@ -31,6 +32,7 @@ def append_forward(
     past_lengths: tl.tensor,
     position_weights: tl.tensor,
     time_weights: tl.tensor,
+    ends: tl.tensor,
     parts: tl.tensor,
     new: tl.tensor,
     past: tl.tensor,
@@ -41,7 +43,7 @@ def append_forward(
     v_row: tl.tensor,
     v_head: tl.tensor,
     n: tl.tensor,
-    last_bucket: tl.tensor,
+    last: tl.tensor,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     W: tl.constexpr,
@@ -73,7 +75,7 @@ def append_forward(
         v_tile = load_rows(v_base, keys, W, there, W, W_TILE)
         key_times = tl.load(past_times + user * past + keys, mask=there, other=0)
         bias, _, allowed = relate(
-            kept + rows, keys, rows < new, there, row_times, key_times, position_weights, time_weights, n, last_bucket, n, WINDOWED=False
+            kept + rows, keys, rows < new, there, row_times, key_times, position_weights, time_weights, ends, n, last, n, WINDOWED=False
         )
         scores = tl.dot(q_tile, kt_tile, input_precision=PRECISION) + bias
         total += tl.dot(attention_weights(scores, allowed, n).to(v_tile.dtype), v_tile, input_precision=PRECISION)
@@ -83,7 +85,7 @@ def append_forward(
         v_tile = load_rows(v + head * v_head, start + keys, v_row, keys < new, W, W_TILE)
         key_times = tl.load(times + start + keys, mask=keys < new, other=0)
         bias, _, allowed = relate(
-            rows, keys, rows < new, keys < new, row_times, key_times, position_weights, time_weights, n, last_bucket, n, WINDOWED=False
+            rows, keys, rows < new, keys < new, row_times, key_times, position_weights, time_weights, ends, n, last, n, WINDOWED=False
         )
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) + bias
         total += tl.dot(attention_weights(scores, allowed, n).to(v_tile.dtype), v_tile, input_precision=PRECISION)
@@ -141,6 +143,7 @@ def append(
         past_lengths=past_lengths_B,
         position_weights=position_weights,
         time_weights=time_weights,
+        ends=ends_on(q.device),
         parts=parts,
         new=new,
         past=past,
@@ -151,7 +154,7 @@ def append(
         v_row=v.stride(0),
         v_head=v.stride(1),
         n=(len(position_weights) + 1) // 2,
-        last_bucket=len(time_weights) - 1,
+        last=len(time_weights) - 1,
         PRECISION=precision,
         **append_sizes(heads, attention_dim, linear_dim, q.element_size()),
         **LAUNCH,

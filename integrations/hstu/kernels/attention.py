@@ -1,6 +1,6 @@
 """HSTU's attention as one kernel forward and three backward: no (rows, keys) matrix is ever in the GPU's memory.
 
-    scores  = q k^T + position_weights[N - 1 - (i - j)] + time_weights[floor(ln|next_times_i - times_j| / 0.301)]
+    scores  = q k^T + position_weights[N - 1 - (i - j)] + time_weights[bucket of next_times_i - times_j]
     out     = sum over j <= i of SiLU(scores) / N * v_j
 
     attention_forward              a tile of rows of a user and head          -> out
@@ -33,6 +33,7 @@ from integrations.hstu.kernels.tiles import (
     smaller,
     store_rows,
 )
+from integrations.hstu.time_buckets import ends_on
 
 # ruff: noqa: PLR0917 - a kernel takes what a C function takes
 
@@ -48,6 +49,7 @@ def attention_forward(
     lengths: tl.tensor,
     position_weights: tl.tensor,
     time_weights: tl.tensor,
+    ends: tl.tensor,
     out: tl.tensor,
     q_row: tl.tensor,
     q_head: tl.tensor,
@@ -56,7 +58,7 @@ def attention_forward(
     v_row: tl.tensor,
     v_head: tl.tensor,
     n: tl.tensor,
-    last_bucket: tl.tensor,
+    last: tl.tensor,
     window: tl.tensor,
     HEADS: tl.constexpr,
     K: tl.constexpr,
@@ -84,7 +86,7 @@ def attention_forward(
         v_tile = load_rows(v + head * v_head, start + keys, v_row, keys < length, W, W_TILE)
         key_times = tl.load(times + start + keys, mask=keys < length, other=0)
         bias, _, allowed = relate(
-            rows, keys, rows < length, keys < length, row_times, key_times, position_weights, time_weights, n, last_bucket, window, WINDOWED
+            rows, keys, rows < length, keys < length, row_times, key_times, position_weights, time_weights, ends, n, last, window, WINDOWED
         )
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) + bias
         total += tl.dot(attention_weights(scores, allowed, n).to(v_tile.dtype), v_tile, input_precision=PRECISION)
@@ -103,6 +105,7 @@ def attention_backward_queries(
     lengths: tl.tensor,
     position_weights: tl.tensor,
     time_weights: tl.tensor,
+    ends: tl.tensor,
     q_gradient: tl.tensor,
     q_row: tl.tensor,
     q_head: tl.tensor,
@@ -111,7 +114,7 @@ def attention_backward_queries(
     v_row: tl.tensor,
     v_head: tl.tensor,
     n: tl.tensor,
-    last_bucket: tl.tensor,
+    last: tl.tensor,
     window: tl.tensor,
     HEADS: tl.constexpr,
     K: tl.constexpr,
@@ -140,7 +143,7 @@ def attention_backward_queries(
         v_tile = load_rows(v + head * v_head, start + keys, v_row, keys < length, W, W_TILE)
         key_times = tl.load(times + start + keys, mask=keys < length, other=0)
         bias, _, allowed = relate(
-            rows, keys, rows < length, keys < length, row_times, key_times, position_weights, time_weights, n, last_bucket, window, WINDOWED
+            rows, keys, rows < length, keys < length, row_times, key_times, position_weights, time_weights, ends, n, last, window, WINDOWED
         )
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) + bias
         gradient = score_gradient(scores, tl.dot(out_tile, tl.trans(v_tile), input_precision=PRECISION), allowed, n)
@@ -160,6 +163,7 @@ def attention_backward_keys(
     lengths: tl.tensor,
     position_weights: tl.tensor,
     time_weights: tl.tensor,
+    ends: tl.tensor,
     k_gradient: tl.tensor,
     v_gradient: tl.tensor,
     q_row: tl.tensor,
@@ -169,7 +173,7 @@ def attention_backward_keys(
     v_row: tl.tensor,
     v_head: tl.tensor,
     n: tl.tensor,
-    last_bucket: tl.tensor,
+    last: tl.tensor,
     window: tl.tensor,
     HEADS: tl.constexpr,
     K: tl.constexpr,
@@ -202,7 +206,7 @@ def attention_backward_keys(
         out_tile = load_rows(out_gradient + head * W, start + rows, HEADS * W, rows < length, W, W_TILE)
         row_times = tl.load(next_times + start + rows, mask=rows < length, other=0)
         bias, _, allowed = relate(
-            rows, keys, rows < length, keys < length, row_times, key_times, position_weights, time_weights, n, last_bucket, window, WINDOWED
+            rows, keys, rows < length, keys < length, row_times, key_times, position_weights, time_weights, ends, n, last, window, WINDOWED
         )
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) + bias
         gradient = score_gradient(scores, tl.dot(out_tile, tl.trans(v_tile), input_precision=PRECISION), allowed, n)
@@ -225,6 +229,7 @@ def attention_backward_bias(
     lengths: tl.tensor,
     position_weights: tl.tensor,
     time_weights: tl.tensor,
+    ends: tl.tensor,
     position_gradient: tl.tensor,
     time_gradient: tl.tensor,
     q_row: tl.tensor,
@@ -234,7 +239,7 @@ def attention_backward_bias(
     v_row: tl.tensor,
     v_head: tl.tensor,
     n: tl.tensor,
-    last_bucket: tl.tensor,
+    last: tl.tensor,
     window: tl.tensor,
     HEADS: tl.constexpr,
     K: tl.constexpr,
@@ -257,7 +262,7 @@ def attention_backward_bias(
         keys = key + tl.arange(0, TILE)
         key_times = tl.load(times + start + keys, mask=keys < length, other=0)
         bias, bucket, allowed = relate(
-            rows, keys, rows < length, keys < length, row_times, key_times, position_weights, time_weights, n, last_bucket, window, WINDOWED
+            rows, keys, rows < length, keys < length, row_times, key_times, position_weights, time_weights, ends, n, last, window, WINDOWED
         )
         gradient = tl.zeros((TILE, TILE), tl.float32)
         for head in range(HEADS):
@@ -268,7 +273,7 @@ def attention_backward_bias(
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) + bias
             gradient += score_gradient(scores, tl.dot(out_tile, tl.trans(v_tile), input_precision=PRECISION), allowed, n)
         _add_by_distance(gradient, first - key, position_gradient, n, TILE)
-        _add_by_bucket(gradient, bucket, allowed, time_gradient, last_bucket)
+        _add_by_bucket(gradient, bucket, allowed, time_gradient, last)
 
 
 @triton.jit
@@ -290,9 +295,9 @@ def _add_at_distance(sums: tl.tensor, distance: tl.tensor, position_gradient: tl
 
 
 @triton.jit
-def _add_by_bucket(gradient: tl.tensor, bucket: tl.tensor, allowed: tl.tensor, time_gradient: tl.tensor, last_bucket: tl.tensor) -> None:
+def _add_by_bucket(gradient: tl.tensor, bucket: tl.tensor, allowed: tl.tensor, time_gradient: tl.tensor, last: tl.tensor) -> None:
     """Adds up the pairs of each bucket between the tile's least and its greatest."""
-    least = tl.min(tl.where(allowed, bucket, last_bucket))
+    least = tl.min(tl.where(allowed, bucket, last))
     greatest = tl.max(tl.where(allowed, bucket, 0))
     for one in range(least, greatest + 1):
         tl.atomic_add(time_gradient + one, tl.sum(tl.where(bucket == one, gradient, 0.0)))
@@ -324,10 +329,11 @@ class _Call:
         return {
             **{name: getattr(self, name) for name in ("q", "k", "v", "next_times", "times", "position_weights", "time_weights")},
             **strides,
+            "ends": ends_on(self.q.device),
             "starts": self.rows.starts,
             "lengths": self.rows.lengths,
             "n": (len(self.position_weights) + 1) // 2,
-            "last_bucket": len(self.time_weights) - 1,
+            "last": len(self.time_weights) - 1,
             "window": self.window or self.rows.longest,
             "WINDOWED": self.window is not None,
             "PRECISION": self.precision,

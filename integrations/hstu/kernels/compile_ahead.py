@@ -31,10 +31,10 @@ DataType: TypeAlias = Literal["fp32", "fp16", "bf16"]
 _TABLES = ("position_weights", "time_weights", "position_gradient", "time_gradient", "parts")
 _TYPES = {
     **dict.fromkeys(_TABLES, "*fp32"),
-    **dict.fromkeys(("next_times", "times", "past_times"), "*i32"),
+    **dict.fromkeys(("next_times", "times", "past_times", "ends"), "*i32"),
     **dict.fromkeys(("starts", "lengths", "past_lengths"), "*i64"),
     **dict.fromkeys(("epsilon", "dropout"), "fp32"),
-    **dict.fromkeys(("new", "past", "count", "n", "last_bucket", "window"), "i32"),
+    **dict.fromkeys(("new", "past", "count", "n", "last", "window"), "i32"),
     "seed": "i64",
 }
 """Arguments by name, in every kernel alike; strides are i32 and what is left are pointers to data."""

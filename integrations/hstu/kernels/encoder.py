@@ -62,7 +62,7 @@ class TritonEncoder(TorchEncoder):
         self._device = torch.device(self.device)
         model.eval().to(self._device)
         self._prompt_length = bundle.prompt_length
-        self._max_history = model.config.max_history
+        self._window = model.config.window
         count = max(1, self._prompt_length)
 
         def encode(items: torch.Tensor, times: torch.Tensor, next_times: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ class TritonEncoder(TorchEncoder):
 
         with torch.inference_mode():
             self._index = make_index(self._index_name, model.item_vectors().cpu().numpy())
-            lengths = doublings(self.shortest, self._max_history)
+            lengths = doublings(self.shortest, self._window.longest)
             self._encode = Bucketed(encode, self.batches, lengths, self._device, self._recorder())
         self._kept = self._keep(bundle, model)
 

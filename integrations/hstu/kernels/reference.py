@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from integrations.hstu.kernels.rows import Rows
-from integrations.hstu.model import time_buckets
+from integrations.hstu.time_buckets import time_buckets
 
 # ruff: noqa: PLR0917 - what the kernels take
 

@@ -8,9 +8,11 @@ from typing import Any
 import triton
 from triton import language as tl
 
+from integrations.hstu.time_buckets import ESTIMATE_WIDTH
+
 # ruff: noqa: PLR0917 - a kernel takes what a C function takes
 
-_BUCKET_WIDTH: tl.constexpr = tl.constexpr(0.301)
+_ESTIMATE_WIDTH: tl.constexpr = tl.constexpr(ESTIMATE_WIDTH)
 _SMALLEST = 16
 """The narrowest operand of a matrix product on a GPU."""
 LAUNCH = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
@@ -67,10 +69,11 @@ def first_key(first: tl.tensor, window: tl.tensor, TILE: tl.constexpr, WINDOWED:
 
 
 @triton.jit
-def time_bucket(next_times: tl.tensor, times: tl.tensor, last_bucket: tl.tensor) -> tl.tensor:
-    """floor(ln|seconds| / 0.301), 0..`last_bucket`, of the time from each key's event to the event after each row."""
-    seconds = tl.maximum(tl.abs(next_times[:, None] - times[None, :]), 1).to(tl.float32)
-    return tl.minimum(tl.div_rn(tl.log(seconds), _BUCKET_WIDTH).to(tl.int32), last_bucket)
+def time_bucket(next_times: tl.tensor, times: tl.tensor, ends: tl.tensor, last: tl.tensor) -> tl.tensor:
+    """The bucket, 0..`last`, of the time from each key's event to the event after each row: see time_buckets.py."""
+    seconds = tl.maximum(tl.abs(next_times[:, None] - times[None, :]), 1)
+    estimate = (tl.log(seconds.to(tl.float32)) / _ESTIMATE_WIDTH).to(tl.int32)
+    return tl.minimum(estimate + (seconds > tl.load(ends + estimate)).to(tl.int32), last)
 
 
 @triton.jit
@@ -83,8 +86,9 @@ def relate(
     key_times: tl.tensor,
     position_weights: tl.tensor,
     time_weights: tl.tensor,
+    ends: tl.tensor,
     n: tl.tensor,
-    last_bucket: tl.tensor,
+    last: tl.tensor,
     window: tl.tensor,
     WINDOWED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -96,7 +100,7 @@ def relate(
     allowed = (distance >= 0) & rows_there[:, None] & keys_there[None, :]
     if WINDOWED:
         allowed = allowed & (distance < window)
-    bucket = time_bucket(row_times, key_times, last_bucket)
+    bucket = time_bucket(row_times, key_times, ends, last)
     position = tl.load(position_weights + tl.maximum(n - 1 - distance, 0), mask=allowed, other=0.0)
     return position + tl.load(time_weights + bucket, mask=allowed, other=0.0), bucket, allowed
 

@@ -59,7 +59,7 @@ class KServeEncoder:
         self.close()
         self._name, self._outputs = self._model_of(bundle), _outputs(bundle)
         self._index = make_index(self._index_name, bundle.item_vectors)
-        self._max_history = limits(bundle.manifest.model).max_history
+        self._window = limits(bundle.manifest.model).window
         self._client = Client(self._url, self._timeouts)
 
     def infer(self, request: EncodeRequest) -> Encoded:
@@ -71,7 +71,7 @@ class KServeEncoder:
             raise BackendUnavailable("kserve has not been loaded, or was closed; call load(bundle)")
         if not requests:
             return []
-        batch = engine_batch(requests, self._max_history, len(self._index))
+        batch = engine_batch(requests, self._window, len(self._index))
         given = {name: getattr(batch, name) for name in INPUTS}
         try:
             outputs = self._client.infer(self._name, given, self._outputs, binary=self._binary, deadline=_last(requests))
