@@ -139,7 +139,10 @@ class Gateway:
 
     def follow(self, rollout: Rollout, orders: Orders) -> None:
         if self._models.models:
+            served = self._versions.stable
             self._versions.update(rollout, orders.fleet)
+            if self._versions.stable is not served:
+                self._data.make_ready()
             self._recorder.look(self.api.edge.statistics(), self._stages.calls(), self._versions.stable.bundle.manifest.version)
 
     async def forget(self, tenant: str | None, user: str | None) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from time import monotonic
 
 from cluster.cache.entry import CacheStatistics
@@ -10,7 +11,7 @@ from cluster.cache.single_flight import Background
 from cluster.cache.tier_values import Invalidated
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
-from cluster.errors import BackendUnavailable
+from cluster.errors import BackendUnavailable, GenrecError
 from cluster.events.store import Event, EventStore, StoredUser
 from cluster.values import Behaviour, Recommendation
 from deployments.admin_api import AdminApi
@@ -30,6 +31,8 @@ from pipelines.remembered import UsualRequests
 from pipelines.stored_history import SWITCHED_OFF
 
 INSIST_EVERY_S = 2.0
+READY_KEYS, READY_SHARE = 100, 0.2
+"""After a change of versions so many of the hottest answers are computed anew, in this share of the time: the rest is for those that ask."""
 RECALLS_AT_ONCE = 16
 """Look-ups of users that this gateway does not know; with more under way, the next ones' answers are computed when they are asked for."""
 logger = logging.getLogger("ray.serve")
@@ -56,6 +59,7 @@ class UserData:
         self.anticipates = settings.events.anticipate
         self._anticipated: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._insisting: set[asyncio.Task[None]] = set()
+        self._preparing: asyncio.Task[None] | None = None
 
     async def append(self, events: Sequence[Event]) -> EventsOut:
         """Durable when it returns. Raises BackendUnavailable, and InvalidRequest where a key was used for another event."""
@@ -134,6 +138,8 @@ class UserData:
     async def close(self) -> None:
         for task in (*self._anticipated.values(), *self._insisting):
             task.cancel()
+        if self._preparing:
+            self._preparing.cancel()
         await self._recalls.close()
         if self._cache:
             await self._cache.close()
@@ -160,6 +166,20 @@ class UserData:
             if not (await self._cache.invalidate(tenant, user_id)).unconfirmed:
                 return
         logger.warning("a cache was away for longer than it keeps answers; what was to be erased is out of date there by now")
+
+    def make_ready(self) -> None:
+        """Another version serves: compute anew what the users that ask most usually ask for, before they do, and beside other work."""
+        if self._preparing:
+            self._preparing.cancel()
+        if self.anticipates and self._cache is not None:
+            self._preparing = asyncio.create_task(self._prepare(self._cache.hottest(READY_KEYS)))
+
+    async def _prepare(self, users: list[tuple[str, str]]) -> None:
+        for user in users:
+            began = monotonic()
+            with suppress(GenrecError):  # a caller that asks for it is told why
+                await self._versions.model_for(*user).answers.prepare(*user)
+            await asyncio.sleep((monotonic() - began) * (1 / READY_SHARE - 1))
 
     def _expect(self, users: set[tuple[str, str]]) -> None:
         """Anticipate those of whom it is known what they usually ask for, here or in another gateway."""

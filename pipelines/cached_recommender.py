@@ -88,6 +88,12 @@ class CachedRecommender:
         if usual is not None and (version := await self._version(usual)) is not None:
             self._refresh(usual, version)
 
+    async def prepare(self, tenant: str, user_id: str) -> None:
+        """As `anticipate`, done when it returns. Raises GenrecError where this version cannot answer the request."""
+        usual = self._usual.of(tenant, user_id)
+        if usual is not None and (version := await self._version(usual)) is not None:
+            await self._kept_or_computed(usual, version)
+
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
         """Forget usual requests and last good answers: of one user, of all users of `tenant`, or of all tenants."""
         self._usual.forget(tenant, user_id)

@@ -94,6 +94,10 @@ class TieredCache(Generic[T]):
         self._background.keep(self._flights.start(key, lambda: self._refreshed(key, compute, newer_than), waiting=1).task)
         return True
 
+    def hottest(self, count: int) -> list[tuple[str, str]]:
+        """Namespaces and groups of the keys that are looked up most, hottest first, each once; of so many keys."""
+        return list(dict.fromkeys((key.namespace, key.group) for key, _ in self._hot.top(count)))
+
     def forget(self, namespace: str | None = None, group: str | None = None) -> int:
         """Remove from this replica's memory a group, a namespace (group None) or everything; returns how many entries.
 

@@ -23,6 +23,7 @@ from tests.fake_stages import Naming, bundle_with_decoder
 from tests.fakes.clock import Clock
 from tests.fakes.handles import Handle
 from tests.fakes.stages import FakeStages
+from tests.waiting import until
 
 HISTORY = (Behaviour("1", 1000), Behaviour("2", 2000))
 TRIAL = Trial(version=1, share=0.5, began=1.0)
@@ -199,6 +200,25 @@ class TestReconfigure:
         assert [source(await one.asked()) for _ in range(2)] == ["computed", "l1"]
         assert await one.status(k=8) == 200
         assert one.stages.told == []
+
+
+async def test_after_a_promotion_the_hottest_answers_are_there_before_they_are_asked_for(gateway: Make, store: BundleStore) -> None:
+    one = await gateway()
+    for user, times in (("ada", 1), ("bob", 3), ("cyd", 2)):
+        assert (await one.http.post("/v1/events", json={"user_id": user, "item_id": "1"})).status_code == 201
+        for _ in range(times):
+            assert await one.status(user_id=user) == 200
+    promoted = one.stages.encoders["tiny/1"]
+    RolloutStore(store).promote(1)
+    try:
+        await until(lambda: len(promoted.asked) == 3)
+        assert [request.user for request in promoted.asked] == ["bob", "cyd", "ada"]
+        answer = await one.gateway.recommend(RecommendRequest("bob"))
+        assert (answer.model_version, source(answer)) in {("tiny/1", "l1"), ("tiny/1", "joined")}
+        assert len(promoted.asked) == 3
+    finally:
+        RolloutStore(store).promote(2)
+        (store.root / ROLLOUT).unlink()
 
 
 async def a_read_of_the_store(one: Served) -> None:
