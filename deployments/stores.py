@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from cluster.cache.actor import connect, name_of, remove_all
-from cluster.cache.admission import AdaptiveAdmission
+from cluster.cache.admission import admission_of
 from cluster.cache.memory import MemoryCache
 from cluster.cache.shared import SharedCache
 from cluster.cache.tier_values import TierSettings
@@ -23,7 +23,7 @@ async def open_cache(settings: CacheSettings, application: str) -> TieredCache[R
     if not settings.enabled:
         await open_shared(settings.model_copy(update={"l2": "off"}), application)
         return None
-    admission = AdaptiveAdmission(settings.minimum_hit_rate) if settings.minimum_hit_rate else None
+    admission = admission_of(settings.minimum_hit_rate)
     l1 = MemoryCache(settings.policy, settings.l1_bytes, admission=admission, namespace_share=settings.tenant_share)
     tiers = TierSettings(
         ttl_s=settings.ttl_s, stale_s=settings.stale_s, negative_ttl_s=settings.negative_ttl_s, hot_per_minute=settings.hot_per_minute

@@ -32,7 +32,7 @@ from pipelines.stored_history import SWITCHED_OFF
 
 INSIST_EVERY_S = 2.0
 READY_KEYS, READY_SHARE = 100, 0.2
-"""After a change of versions so many of the hottest answers are computed anew, in this share of the time: the rest is for those that ask."""
+"""After a change of versions so many of the hottest answers are computed anew, in this share of the time: the rest is for callers."""
 RECALLS_AT_ONCE = 16
 """Look-ups of users that this gateway does not know; with more under way, the next ones' answers are computed when they are asked for."""
 logger = logging.getLogger("ray.serve")

@@ -19,6 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from cluster.cache.admission import admission_of
 from cluster.cache.entry import CacheStatistics, Entry, Key
 from cluster.cache.memory import MemoryCache
 from cluster.cache.shard import CacheShard, Leased, Lookup
@@ -40,6 +41,7 @@ class ShardSettings:
     policy: str
     capacity_bytes: int
     namespace_share: float
+    minimum_hit_rate: float
     given_at: float
 
 
@@ -51,13 +53,15 @@ class CacheActor(CacheShard):
         self._settings = settings
 
     async def configure(self, settings: ShardSettings) -> bool:
-        """Says whether anything changed. The entries are given up then: they are computed again within minutes anyway."""
+        """Says whether anything changed. The entries stay, as far as there is room for them."""
         if settings.given_at <= self._settings.given_at:
             return False
         known, self._settings = self._settings, settings
         if replace(known, given_at=settings.given_at) == settings:
             return False
-        self.memory = _memory(settings)
+        held, self.memory = self.memory.entries(), _memory(settings)
+        for key, entry in held:
+            self.memory.put(key, entry)
         return True
 
 
@@ -148,7 +152,7 @@ async def connect(settings: CacheSettings, name: str, patience: SharedSettings |
     """
     if not ray.is_initialized():  # the first remote call would start a cluster of its own
         raise BackendUnavailable("the cache actors live in a Ray cluster, and this process belongs to none; call ray.init first")
-    shard = ShardSettings(settings.policy, settings.l2_shard_bytes, settings.tenant_share, given_at=time.time())
+    shard = ShardSettings(settings.policy, settings.l2_shard_bytes, settings.tenant_share, settings.minimum_hit_rate, given_at=time.time())
     patience = patience or SharedSettings(deadline_s=settings.l2_deadline_ms / 1000)
     try:
         actors = await asyncio.to_thread(lambda: {one: _find_or_make(one, shard) for one in shard_names(settings.l2_shards, name)})
@@ -207,7 +211,8 @@ def _find_or_make(name: str, settings: ShardSettings) -> Any:
 
 
 def _memory(settings: ShardSettings) -> MemoryCache:
-    return MemoryCache(settings.policy, settings.capacity_bytes, namespace_share=settings.namespace_share)
+    admission = admission_of(settings.minimum_hit_rate)
+    return MemoryCache(settings.policy, settings.capacity_bytes, admission=admission, namespace_share=settings.namespace_share)
 
 
 async def _light(entry: Entry) -> Entry:

@@ -108,6 +108,11 @@ class AdaptiveAdmission:
         return self._frequencies.estimate(key) * (entry.cost_ms or 1.0) / entry.weight
 
 
+def admission_of(minimum_hit_rate: float) -> AdaptiveAdmission | None:
+    """As configured: at 0 a cache takes in everything. Raises ConfigError as AdaptiveAdmission does."""
+    return AdaptiveAdmission(minimum_hit_rate) if minimum_hit_rate else None
+
+
 class SampledKeys:
     """Keys of which a few can be drawn at random in constant time."""
 

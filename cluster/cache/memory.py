@@ -63,6 +63,11 @@ class MemoryCache:
             entry = self._entries.get(key)
             return entry if entry and entry.freshness(self._clock()) != "expired" else None
 
+    def entries(self) -> list[tuple[Key, Entry]]:
+        """All of them, those put earlier first."""
+        with self._lock:
+            return list(self._entries.items())
+
     def put(self, key: Key, entry: Entry) -> bool:
         """Take an entry in, in place of the key's old one; False where it is not taken: it is too heavy, over, or not worth its place.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.cache.actor import CacheActor, ShardSettings
 from cluster.cache.entry import CacheStatistics, Entry, Key
 from cluster.cache.epochs import Epochs
 from cluster.cache.late_leases import LateLeases
@@ -240,6 +242,42 @@ async def test_a_trial_whose_caller_goes_away_leaves_the_next_one_free():
     await asyncio.gather(gone, return_exceptions=True)
     shard.mood = "works"
     assert (await cache.mget([ADA])).epochs.keys() == {ADA}
+
+
+ACTOR = ShardSettings("s3fifo", capacity_bytes=1000, namespace_share=1.0, minimum_hit_rate=0.0, given_at=1.0)
+
+
+async def stored(actor, count):
+    keys = [Key("tenant", "ada", str(number)) for number in range(count)]
+    await actor.mput({key: Entry.lasting(b"x", 10, now=time.time(), fresh_s=600) for key in keys}, (await actor.mget(keys)).epochs)
+    return keys
+
+
+async def test_an_actor_that_is_resized_keeps_what_it_has_room_for():
+    actor = CacheActor(ACTOR)
+    keys = await stored(actor, 50)
+    assert await actor.configure(replace(ACTOR, capacity_bytes=2000, policy="lru", given_at=2.0))
+    assert (await actor.mget(keys)).entries.keys() == set(keys)
+    assert await actor.configure(replace(ACTOR, capacity_bytes=100, given_at=3.0))
+    assert len((await actor.mget(keys)).entries) == 10
+    assert await actor.invalidate("tenant", "ada") == 10
+
+
+async def test_settings_of_an_earlier_time_change_nothing():
+    actor = CacheActor(replace(ACTOR, given_at=2.0))
+    assert not await actor.configure(replace(ACTOR, capacity_bytes=10, given_at=1.0))
+    assert (await actor.statistics()).capacity_bytes == 1000
+
+
+async def test_an_actor_that_hits_too_rarely_takes_in_what_was_asked_for_before():
+    """As the first tier does: a scan of keys that are asked for once turns nothing out."""
+    actor = CacheActor(replace(ACTOR, minimum_hit_rate=0.5))
+    known = await stored(actor, 100)
+    for number in range(2000):
+        scanned = Key("tenant", "scan", str(number))
+        await actor.mput({scanned: Entry.lasting(b"x", 10, now=time.time(), fresh_s=600)}, (await actor.mget([scanned])).epochs)
+    assert len((await actor.mget(known)).entries) > 0
+    assert actor.memory.statistics().rejections > 500
 
 
 async def test_an_erasure_is_tried_even_where_the_breaker_is_open():
