@@ -410,21 +410,25 @@ async def test_where_redis_evicts_an_index_before_its_entries_an_erasure_counts_
         cache = ShardedCache({"redis": RedisCache(url, "full:")}, PATIENT)
         await put(cache, {ADA: entry(), Key("tenant", "bob", "1"): entry()})
         await cache.invalidate("tenant", "bob")
-        indexes = ("full:g:-tenant:-ada", "full:n:-tenant")
+        indexes, others = ("full:g:-tenant:-ada", "full:n:-tenant"), [f"other:{number}" for number in range(20)]
 
-        def idle():
-            return all(server.object("idletime", name) >= 2 for name in indexes)
+        def wait_until_idle(*names):
+            eventually(lambda: all(server.object("idletime", name) >= 2 for name in names), "Redis tells what is used from what is not")
 
         def evicted():
-            """The entry is used while others come, and what leads to it is not."""
+            """The entry is used while others come, and what leads to it is the first to go: the others were put later, the entry last."""
             assert server.get("full:v:-tenant:-ada:-1")
-            server.set(f"other:{time.monotonic_ns()}", b"x" * 100_000, ex=3600)
+            server.set(f"another:{time.monotonic_ns()}", b"x" * 100_000, ex=3600)
             return not server.exists(*indexes)
 
-        eventually(idle, "Redis tells what is used from what is not")
+        wait_until_idle(*indexes)
+        for name in others:
+            server.set(name, b"x" * 100_000, ex=3600)
+        wait_until_idle(*others)
+        assert server.get("full:v:-tenant:-ada:-1")
         for setting, value in {"maxmemory-policy": "volatile-lru", "maxmemory-samples": 64}.items():
             server.config_set(setting, value)
-        server.config_set("maxmemory", server.info("memory")["used_memory"] + 2 * 2**20)
+        server.config_set("maxmemory", server.info("memory")["used_memory"])
         eventually(evicted, "the index is evicted", every_s=0.0)
         assert await present(cache, ADA) == {ADA}
         assert (await cache.invalidate("tenant", "ada")).unconfirmed == ()
