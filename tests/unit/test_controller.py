@@ -96,6 +96,7 @@ class TestChoice:
         assert await here(1, seconds=0.5)
         assert not await here(1), "the last one was not brief"
         assert await here(1)
+
         async def beside_work(leaves):
             entered, working = threading.Event(), threading.Event()
             caller = asyncio.create_task(controller.thread.run(lambda: (entered.set(), working.wait())))
