@@ -14,6 +14,7 @@ from cluster.errors import ConfigError, UnknownChoice
 from cluster.values import EncodeRequest, UserSequence
 from integrations.datasets.movielens import read_ml_1m
 from integrations.datasets.options import ReadOptions
+from integrations.hstu.append_inputs import Shapes
 from integrations.hstu.encoder import CompiledTorchEncoder, TorchEncoder
 from integrations.hstu.engine_batch import engine_batch
 from integrations.hstu.state_options import StateOptions
@@ -27,7 +28,36 @@ from tests.compiled import compiled
 from tests.conftest import shared_data
 from tests.repetitions import times
 
-ENGINES = {"onnxruntime": OnnxRuntimeEncoder, "openvino": OpenVinoEncoder, "torch": TorchEncoder}
+
+def run_eagerly(function, *, recompile_limit, **_):
+    """In place of torch.compile: takes as many shapes as that would compile for, and then no other."""
+    seen = set()
+
+    def run(*inputs):
+        shapes = tuple(tensor.shape for tensor in inputs)
+        if len(seen) < recompile_limit:
+            seen.add(shapes)
+        assert shapes in seen
+        return function(*inputs)
+
+    return run
+
+
+class UncompiledTorchEncoder(CompiledTorchEncoder):
+    """The buckets of torch_compiled, and eager code; what is really compiled runs in the contract suite of encoders."""
+
+    def load(self, bundle):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "compile", run_eagerly)
+            super().load(bundle)
+
+
+ENGINES = {
+    "onnxruntime": OnnxRuntimeEncoder,
+    "openvino": OpenVinoEncoder,
+    "torch": TorchEncoder,
+    "torch_compiled": UncompiledTorchEncoder,
+}
 LONGEST = 20
 """max_history of the bundle; the window moves by 2."""
 
@@ -390,12 +420,24 @@ def test_a_neighbours_memory_is_never_looked_at(loaded, engine, monkeypatch):
     assert_agree(plain, keeping, [asked(sequence, f"user {row}") for row, sequence in enumerate(sequences)])
 
 
-def test_the_compiled_encoder_and_a_sasrec_keep_nothing(compiled_sasrec, loaded, engine):
+def test_a_sasrec_keeps_nothing(compiled_sasrec, loaded, engine):
     encoder = loaded(engine, compiled_sasrec)
     encoder.infer(asked(random_sequence(15)))
     assert encoder.kept() == {}
-    with pytest.raises(TypeError, match="state_bytes"):
-        CompiledTorchEncoder(state_bytes=1)
+
+
+def test_new_rows_and_users_beyond_what_an_engine_takes_are_appended_in_steps(loaded, engine, monkeypatch):
+    monkeypatch.setattr("integrations.hstu.encoder.NEW_BUCKETS", (2, 3))
+    plain, keeping = loaded(engine, state_bytes=0), loaded(engine, keep_from=1)
+    given, run, inputs = [], kept_by(keeping).run, kept_by(keeping).inputs
+    kept_by(keeping).run = lambda inputs: given.append(inputs["items"].shape) or run(inputs)
+    if inputs.shapes.most_new != 3:
+        monkeypatch.setattr(inputs, "shapes", Shapes(past=inputs.shapes.past, most_new=3, most_users=8))
+    for requests in growing([random_sequence(length, seed=length) for length in range(1, 31)], seed=8):
+        assert_agree(plain, keeping, requests)
+    assert max(new for _, new in given) == 3
+    assert max(users for users, _ in given) == 8
+    assert keeping.kept()["hit_rows"]
 
 
 @pytest.mark.parametrize(
@@ -457,7 +499,7 @@ def test_states_on_a_device_answer_as_those_in_host_memory(tmp_path, loaded, mon
     bundle = make_generative_bundle(tmp_path / "generative")
     plain, keeping = loaded(TorchEncoder, bundle, state_bytes=0), loaded(TorchEncoder, bundle, state_bytes=1 << 20)
     cpu, options, model = torch.device("cpu"), StateOptions(bytes=1 << 20, keep_from=1), load_model(bundle)
-    run = append_run(model, cpu)
+    run = append_run(model.append, cpu)
 
     def run_on_tensors(inputs):
         assert isinstance(inputs["past_kt"], torch.Tensor)
