@@ -49,16 +49,17 @@ def compiled_append(model: HSTU, device: torch.device, users: Sequence[int], new
         return run(inputs)
 
     for shape in shapes:
-        run_compiled(_nothing(model.config, *shape))
+        run_compiled(nothing(model.config, *shape))
     return run_compiled
 
 
-def _nothing(config: HSTUConfig, users: int, new: int, past: int) -> Arrays:
+def nothing(config: HSTUConfig, users: int, new: int, past: int) -> Arrays:
     """Inputs of this shape that are all padding."""
     layers, heads = config.layers, config.heads
     return {
         "items": np.zeros((users, new), np.int64),
         **{name: np.zeros((users, new), np.int32) for name in ("times", "next_times")},
+        "lengths": np.ones(users, np.int64),
         "past_times": np.zeros((users, past), np.int32),
         "past_lengths": np.zeros(users, np.int64),
         "past_kt": np.zeros((layers, users, heads, config.attention_dim, past), np.float32),
