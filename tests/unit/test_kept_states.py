@@ -10,7 +10,10 @@ from msgspec.structs import replace
 
 from cluster.compilation import CompileOptions
 from cluster.engines.buffers import BufferPool
+from cluster.engines.controller import FrameworkController
+from cluster.engines.stage_rules import encoder_rules
 from cluster.errors import ConfigError, UnknownChoice
+from cluster.registry import backends
 from cluster.values import EncodeRequest, UserSequence
 from integrations.datasets.movielens import read_ml_1m
 from integrations.datasets.options import ReadOptions
@@ -418,6 +421,19 @@ def test_a_neighbours_memory_is_never_looked_at(loaded, engine, monkeypatch):
 
     monkeypatch.setattr(BufferPool, "array", spoilt)
     assert_agree(plain, keeping, [asked(sequence, f"user {row}") for row, sequence in enumerate(sequences)])
+
+
+async def test_the_fastest_is_measured_with_a_user_who_returns_and_of_whom_nothing_stays(compiled_hstu, caplog):
+    caplog.set_level("INFO")
+    table, options = {name: backends("encoder")[name] for name in ("onnxruntime", "torch")}, {"onnxruntime": {"keep_from": 1}}
+    controller = FrameworkController(
+        "encoder", table, list(table), compiled_hstu, encoder_rules(200), selection="fastest", returning=0.5, options=options
+    )
+    await controller.warm_up([EncodeRequest(random_sequence(length), 10) for length in (1, 18)])
+    kept = controller.kept()["onnxruntime"]
+    assert (kept["hits"], kept["hit_rows"], kept["misses"], kept["users"], kept["failures"]) == (5, 5 * 16, 1, 0, 0)
+    assert "fastest encoder, 50% of users returning: " in caplog.text
+    controller.close()
 
 
 def test_a_sasrec_keeps_nothing(compiled_sasrec, loaded, engine):
