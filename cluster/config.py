@@ -66,8 +66,8 @@ class StageSettings(Section):
         None,
         ge=0,
         le=1,
-        description="share of users who return with a new event, which `fastest` reckons with where engines keep users' states; "
-        "default: what those see, .5 until they have looked up 1,000 histories",
+        description="encoder and ranker: share of users who return with a new event, which `fastest` reckons with; default: as engines "
+        "that keep users' states see it, .5 until they have looked up 1,000 histories",
     )
     disabled: list[str] = Field([], description="backends that are switched off")
     backends: dict[str, str] = Field({}, description="backends of your own: name -> 'module:Class'")
