@@ -52,7 +52,7 @@ class OneUser(CompiledTorchEncoder):
     batches = (1,)
 
 
-ENGINES: Mapping[str, Callable[..., Any]] = {
+ENGINES: Mapping[str, type[Any]] = {
     "onnxruntime": OnnxRuntimeEncoder,
     "openvino": OpenVinoEncoder,
     "torch": TorchEncoder,
@@ -167,6 +167,7 @@ def run_in_turns(contenders: list[Contender], turns: int) -> dict[str, Contender
 
 
 def full_graph(encoder: Any, histories: Histories) -> Contender:
+    run: Callable[[Any], object]
     batch = engine_batch([histories.ending_anew(1)], encoder._max_history, histories.items)
     if isinstance(encoder, TorchEncoder):
         run = encoder._states

@@ -115,7 +115,7 @@ def in_steps(run: Callable[[Arrays], Arrays], inputs: Arrays, most_new: int) -> 
         return run(inputs)
     parts = []
     for start in range(0, count, most_new):
-        new = {name: np.ascontiguousarray(inputs[name][:, start : start + most_new]) for name in NEW_ROWS}
+        new = {name: inputs[name][:, start : start + most_new].copy() for name in NEW_ROWS}  # what is compiled depends on strides
         firsts, left = kept + np.minimum(lengths, start), np.clip(lengths - start, 0, most_new)
         made = run({**inputs, **new, "lengths": np.maximum(left, 1), "past_lengths": firsts})
         for user, (first, rows) in enumerate(zip(firsts.tolist(), left.tolist(), strict=True)):

@@ -130,7 +130,7 @@ class CompiledTorchEncoder(TorchEncoder):
     The append to kept states has few: the first two batch sizes, NEW_BUCKETS, and a quarter of the longest history kept or all of it.
     """
 
-    batches = (1, 8, 32)
+    batches: tuple[int, ...] = (1, 8, 32)
     shortest = 64
 
     def get_availability(self, bundle: Bundle) -> Availability:

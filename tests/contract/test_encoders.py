@@ -35,6 +35,7 @@ CASES = [
 def _few_buckets():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompiledTorchEncoder, "batches", times(CompiledTorchEncoder.batches, ONE_BUCKET))
+        patch.setattr("integrations.hstu.encoder.NEW_BUCKETS", (8,))  # so that longer histories are appended in steps
         yield
 
 

@@ -33,11 +33,11 @@ from tests.repetitions import times
 
 
 def run_eagerly(function, *, recompile_limit, **_):
-    """In place of torch.compile: takes as many shapes as that would compile for, and then no other."""
+    """In place of torch.compile: takes as many shapes and strides as that would compile for, and then no other."""
     seen = set()
 
     def run(*inputs):
-        shapes = tuple(tensor.shape for tensor in inputs)
+        shapes = tuple((tensor.shape, tensor.stride()) for tensor in inputs)
         if len(seen) < recompile_limit:
             seen.add(shapes)
         assert shapes in seen
