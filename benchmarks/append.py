@@ -1,10 +1,11 @@
 """What does keeping users' states save? All events of a history encoded, against the new ones appended to what is kept, in one run.
 
-    python -m benchmarks.append [--model a --model b --model c] [--threads 1] [--rounds 15]
+    python -m benchmarks.append [--model a --model b --model c] [--engine onnxruntime ...] [--threads 1] [--rounds 15]
 
 Models with random weights (models.py), one user at a time, fp32 states in the paged store. "+1" and "+8" are histories of which all but
 the last one or eight events were encoded before; an append encodes one row more, the one that was last then. Every contender takes its
-turn in every round, and every round has new last events, so the same rows are found kept each time. "graph" is the computation alone
+turn in every round, and every round has new last events, so the same rows are found kept each time. torch_compiled is compiled for one
+user at a time. "graph" is the computation alone
 with its inputs at hand; "encoder" is all that a request costs: window, match, gather, run, commit, nearest items.
 Writes benchmarks/results/append_DEVICE_DATE.md.
 """
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,18 +32,32 @@ from cluster.bundle import Bundle
 from cluster.values import EncodeRequest
 from integrations.hstu.append_inputs import AppendInputs
 from integrations.hstu.config import HSTUConfig
-from integrations.hstu.encoder import TorchEncoder
+from integrations.hstu.encoder import CompiledTorchEncoder, TorchEncoder
 from integrations.hstu.engine_batch import engine_batch
 from integrations.hstu.model_parameter_calculator import model_size
 from integrations.onnx.encoder import OnnxRuntimeEncoder
+from integrations.openvino.encoder import OpenVinoEncoder
 from tests.bundles import random_sequence
 
 LENGTHS = {"a": (200,), "b": (512,), "c": (200, 512, 1024, 2048)}
 SHORT = (4, 8, 16, 32, 64, 128)
-ENGINES = {"onnxruntime": OnnxRuntimeEncoder, "torch": TorchEncoder}
 now = time.perf_counter
-"""With one thread its processor time, see main: waiting for a busy processor does not count then."""
+"""With one thread the process's processor time, see main: waiting for a busy processor does not count then."""
 Turn = Callable[[], object]
+
+
+class OneUser(CompiledTorchEncoder):
+    """Compiled for that."""
+
+    batches = (1,)
+
+
+ENGINES: Mapping[str, type[Any]] = {
+    "onnxruntime": OnnxRuntimeEncoder,
+    "openvino": OpenVinoEncoder,
+    "torch": TorchEncoder,
+    "torch_compiled": OneUser,
+}
 
 
 @dataclass
@@ -81,8 +97,10 @@ class Histories:
 
 
 def main(
+    *,
     model: Annotated[list[str] | None, typer.Option(help="by default each of " + ", ".join(LENGTHS))] = None,
-    threads: Annotated[int, typer.Option(help="of torch and of each ONNX Runtime session")] = 1,
+    engine: Annotated[list[str] | None, typer.Option(help="by default each of " + ", ".join(ENGINES))] = None,
+    threads: Annotated[int, typer.Option(help="of torch, of each ONNX Runtime session and of OpenVINO")] = 1,
     rounds: Annotated[int, typer.Option(help="turns of each contender at histories of up to 512 events; fewer above")] = 31,
     bundles: Annotated[
         Path | None, typer.Option(help="keep the compiled models here, and use them again; default: a temporary folder")
@@ -91,7 +109,7 @@ def main(
 ) -> None:
     """Measure, print and file."""
     global now  # noqa: PLW0603 - what the clock counts depends on an option
-    now = time.thread_time if threads == 1 else time.perf_counter
+    now = time.process_time if threads == 1 else time.perf_counter
     torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target, load = output or dated(f"append_{device}", "md"), os.getloadavg()[0]
@@ -99,8 +117,8 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         for name in model or LENGTHS:
             bundle = compiled((bundles or Path(folder)) / name, name)
-            for engine in ENGINES:
-                for table, line in measured(name, engine, bundle, threads, rounds):
+            for kind in engine or ENGINES:
+                for table, line in measured(name, kind, bundle, threads, rounds):
                     tables[table].append(line)
                     target.write_text(report(tables, threads, load))  # what was measured stays, should the next one break
     print(target.read_text())
@@ -109,7 +127,7 @@ def main(
 def measured(name: str, engine: str, bundle: Bundle, threads: int, rounds: int) -> Iterator[tuple[str, str]]:
     """Lines of the tables for this model and engine."""
     whole, keeping = (opened(engine, bundle, threads, state_bytes=size, keep_from=1) for size in (0, 256 << 20))
-    for arena in keeping._kept._store.pool._arenas.values():
+    for arena in keeping._kept.store.pool._arenas.values():
         arena.fill(0)  # memory is touched for the first time once in a process's life, at 5 ms for 2 MB here: not in what is measured
     config = HSTUConfig.model_validate(bundle.manifest.model.config)
     for length in LENGTHS[name]:
@@ -125,7 +143,7 @@ def measured(name: str, engine: str, bundle: Bundle, threads: int, rounds: int) 
 
 
 def opened(engine: str, bundle: Bundle, threads: int, **options: int) -> Any:
-    encoder: Any = OnnxRuntimeEncoder(threads, **options) if engine == "onnxruntime" else TorchEncoder(**options)  # type: ignore[arg-type]
+    encoder = ENGINES[engine](**options, **({} if issubclass(ENGINES[engine], TorchEncoder) else {"threads": threads}))
     encoder.load(bundle)
     return encoder
 
@@ -149,8 +167,14 @@ def run_in_turns(contenders: list[Contender], turns: int) -> dict[str, Contender
 
 
 def full_graph(encoder: Any, histories: Histories) -> Contender:
+    run: Callable[[Any], object]
     batch = engine_batch([histories.ending_anew(1)], encoder._window, histories.items)
-    run = encoder._states if isinstance(encoder, TorchEncoder) else lambda batch: encoder._retrieve(batch, 10)
+    if isinstance(encoder, TorchEncoder):
+        run = encoder._states
+    elif isinstance(encoder, OpenVinoEncoder):
+        run = partial(encoder._run, encoder._engine)
+    else:
+        run = partial(encoder._retrieve, top_n=10)
     return Contender("full graph", run, lambda: batch)
 
 
@@ -171,9 +195,9 @@ def append_graph(encoder: Any, config: HSTUConfig, histories: Histories, count: 
     request = histories.ending_anew(count, user)
     batch = engine_batch([request], encoder._window, histories.items)
     with ExitStack() as held:
-        inputs = AppendInputs(config).of([kept._matched(held, 0, request, batch)], batch)
-    assert inputs["items"].shape == (1, count + 1), inputs["items"].shape
-    return Contender(f"+{count} graph", kept._run, lambda: inputs)
+        inputs = AppendInputs(config, shapes=kept.inputs.shapes).of([kept._matched(held, 0, request, batch)], batch)
+    assert inputs["lengths"].tolist() == [count + 1], inputs["lengths"]
+    return Contender(f"+{count} graph", kept.run, lambda: inputs)
 
 
 def parts_line(name: str, encoder: Any, histories: Histories, turns: int) -> str:
@@ -189,14 +213,14 @@ def parts_line(name: str, encoder: Any, histories: Histories, turns: int) -> str
         with ExitStack() as held:
             append = kept._matched(held, 0, request, batch)
             marks.append(now())
-            inputs = kept._inputs.of([append], batch)
+            inputs = kept.inputs.of([append], batch)
             marks.append(now())
-            outputs = kept._run(inputs)
+            outputs = kept.run(inputs)
             marks.append(now())
             kept._kept_and_latest(append, 0, outputs)
         marks.append(now())
         laps.append(np.diff(marks))
-    gathered = append.kept * model_size(kept._inputs._config).kv_bytes_per_event
+    gathered = append.kept * model_size(kept.inputs._config).kv_bytes_per_event
     medians = np.median(laps[2:], axis=0)
     return f"| {name} | {' | '.join(f'{ms:.3f}' for ms in medians * 1e3)} | {gathered / medians[2] / 1e9:.1f} |"
 
@@ -257,7 +281,7 @@ def report(tables: Mapping[str, list[str]], threads: int, load: float) -> str:
     for name, (title, note, columns) in HEADINGS.items():
         if lines := tables[name]:
             sections += [title, "", note, "", columns, "|---" * (columns.count("|") - 1) + "|", *lines, ""]
-    clock = "the one thread's processor time" if threads == 1 else "elapsed time"
+    clock = "the processor time of a process whose engine has one thread" if threads == 1 else "elapsed time"
     heading = [
         "# Appending to kept states against encoding everything",
         "",
@@ -265,7 +289,7 @@ def report(tables: Mapping[str, list[str]], threads: int, load: float) -> str:
         "",
         *described(LENGTHS),
     ]
-    return "\n".join([*heading, *sections, *Machine.now("benchmarks.append", ("torch", "onnxruntime", "numpy"), load).lines()])
+    return "\n".join([*heading, *sections, *Machine.now("benchmarks.append", ("torch", "onnxruntime", "openvino", "numpy"), load).lines()])
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class WholeWindows(CompiledTorchEncoder):
     """Compiled for the one length that is measured."""
 
     def __init__(self, length: int) -> None:
-        super().__init__()
+        super().__init__(state_bytes=0)
         self.shortest = length
 
 
@@ -181,7 +181,7 @@ def contenders_of(bundle: Bundle, model: HSTU, threads: int) -> Iterator[tuple[s
         "torch": TorchEncoder(state_bytes=0),
         "torch_compiled": WholeWindows(model.config.max_history),
         "onnxruntime": OnnxRuntimeEncoder(threads=threads, state_bytes=0),
-        "openvino": OpenVinoEncoder(threads=threads),
+        "openvino": OpenVinoEncoder(threads=threads, state_bytes=0),
     }
     for name, backend in encoders.items():
         backend.load(bundle)
@@ -221,7 +221,7 @@ def chosen_by_controller(bundle: Bundle, requests: Sequence[EncodeRequest], thre
         "torch": {"state_bytes": 0},
         "torch_compiled": {"length": length},
         "onnxruntime": {"threads": threads, "state_bytes": 0},
-        "openvino": {"threads": threads},
+        "openvino": {"threads": threads, "state_bytes": 0},
     }
     controller = FrameworkController("encoder", table, order, bundle, rules, selection="fastest", options=options)
     asyncio.run(controller.warm_up(requests))

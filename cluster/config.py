@@ -62,6 +62,13 @@ class StageSettings(Section):
 
     order: list[str] = Field(min_length=1, description="backends, first choice first")
     selection: Literal["ordered", "fastest"] = Field("ordered", description="ordered: as listed; fastest: as measured at warm-up")
+    returning: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="encoder and ranker: share of users who return with a new event, which `fastest` reckons with; default: as engines "
+        "that keep users' states see it, .5 until they have looked up 1,000 histories",
+    )
     disabled: list[str] = Field([], description="backends that are switched off")
     backends: dict[str, str] = Field({}, description="backends of your own: name -> 'module:Class'")
     options: dict[str, dict[str, Any]] = Field({}, description="keyword arguments of backends' constructors: name -> {argument: value}")

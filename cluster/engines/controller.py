@@ -49,7 +49,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     """Everything belongs to one event loop at a time; engines that take batches run in a thread, one call after another.
 
     `table` names every backend of the stage (name -> import string), `order` those that may serve, most wanted first. `selection` "fastest"
-    reorders them by speed on the requests given to `warm_up`. `retries` bounds the search for bad requests in a batch that broke (0: none).
+    reorders them by speed on the requests given to `warm_up`, the last of which is also asked as users ask who return: `returning` is their
+    share, None for the one that is seen. `retries` bounds the search for bad requests in a batch that broke (0: none).
     `options` are the keyword arguments of the backends' constructors, by name. `join` makes batches behind the order, for a stage of which
     some engines have queues of their own; without it, `call` is given batches.
     Raises UnknownChoice or ConfigError where the order does not fit the table.
@@ -64,6 +65,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         rules: StageRules[RequestT, AnswerT],
         *,
         selection: Selection = "ordered",
+        returning: float | None = None,
         breaker: BreakerSettings | None = None,
         retries: int = 2,
         probe_interval_s: float = 5.0,
@@ -73,8 +75,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     ) -> None:
         self.stage, self._clock, self._probe_interval_s = stage, clock, probe_interval_s
         self._room = EngineRoom(bundle, rules, breaker or BreakerSettings(), retries, clock, join)
-        self._roster = Roster(stage, self._room, table, order, selection=selection, options=options or {})
-        self._measuring = Measuring(rules, self._roster)
+        self._roster = Roster(stage, self._room, table, order, selection=selection, returning=returning, options=options or {})
+        self._measuring = Measuring(stage, rules, self._roster)
         self._samples: Sequence[RequestT] = ()
         self._probed_at: float | None = None
         self._probing = asyncio.Lock()
@@ -97,6 +99,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             bundle,
             rules,
             selection=settings.selection,
+            returning=settings.returning,
             breaker=settings.breaker,
             probe_interval_s=settings.probe_interval_s,
             retries=settings.retries,
@@ -256,6 +259,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         await self.reconfigure(
             order=settings.order,
             selection=settings.selection,
+            returning=settings.returning,
             enabled={name: name not in settings.disabled for name in settings.order},
             table=registry.backends(settings.stage_name, settings.backends),
             options=settings.options,

@@ -1,10 +1,13 @@
 """With `selection: fastest`: time the loaded backends of a stage, and exclude those that disagree with the reference.
 
-An excluded one may be fast, but it is not the same model.
+An excluded one may be fast, but it is not the same model. Where a stage's engines may keep users' states, each is also timed with users who
+return with a new last event, and these count by their share.
 """
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from statistics import median
 from typing import Generic, TypeVar
@@ -12,28 +15,57 @@ from typing import Generic, TypeVar
 from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.roster import Roster
 from cluster.engines.skipped import all_answered
-from cluster.engines.stage_rules import StageRules
+from cluster.engines.stage_rules import REHEARSING, StageRules
 
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
+logger = logging.getLogger(__name__)
 MEASURED_ROUNDS = 5
+UNSEEN_SHARE = 0.5
+SEEN_FROM = 1000
+"""Histories looked up among kept states from which on their share of hits counts, in tenths, in place of UNSEEN_SHARE."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of a backend's calls with the samples: as histories never met, and of users of whom it may keep all but the last event."""
+
+    new_ms: float
+    returning_ms: float
+
+    def mean(self, returning: float) -> float:
+        """With this share of users who return."""
+        return (1 - returning) * self.new_ms + returning * self.returning_ms
 
 
 class Measuring(Generic[RequestT, AnswerT]):
     """The reference is the last backend in the order that can answer; where that changes, everything is measured anew."""
 
-    def __init__(self, rules: StageRules[RequestT, AnswerT], roster: Roster[RequestT, AnswerT]) -> None:
-        self._rules, self._roster, self._reference, self._turn = rules, roster, "", asyncio.Lock()
+    def __init__(self, stage: str, rules: StageRules[RequestT, AnswerT], roster: Roster[RequestT, AnswerT]) -> None:
+        self._stage, self._rules, self._roster, self._reference, self._turn = stage, rules, roster, "", asyncio.Lock()
+        self._times: dict[ManagedBackend[RequestT, AnswerT], Times] = {}
+        self._share: float | None = None
 
     async def measure(self, samples: Sequence[RequestT]) -> None:
-        """Time what has not been timed."""
+        """Time what has not been timed, and weigh all times by the share of users who return now."""
         async with self._turn:
             if (ready := self._roster.ready()) and ready[-1].name != self._reference:
                 for backend in self._roster:
                     backend.measured_ms, backend.exclusion = None, ""
                 ready = self._roster.ready()
-            if any(backend.measured_ms is None for backend in ready):
+            share, anew = self._returning(), any(backend.measured_ms is None for backend in ready)
+            if anew:
                 await self._measure(ready, samples)
+            if anew or share != self._share:
+                self._weigh(share)
+
+    def _returning(self) -> float:
+        """The configured share of users who return or, to the tenth, the one that engines have seen."""
+        if self._roster.returning is not None:
+            return self._roster.returning
+        figures = [backend.kept() for backend in self._roster]
+        hits, misses = (sum(kept.get(name, 0) for kept in figures) for name in ("hits", "misses"))
+        return round(hits / (hits + misses), 1) if hits + misses >= SEEN_FROM else UNSEEN_SHARE
 
     async def _measure(self, ready: Sequence[ManagedBackend[RequestT, AnswerT]], samples: Sequence[RequestT]) -> None:
         answers = [(backend, await backend.rehearse(samples)) for backend in ready]
@@ -43,22 +75,57 @@ class Measuring(Generic[RequestT, AnswerT]):
             return
         expected = sound[-1][1]
         new = [(backend, found) for backend, found in sound if backend.measured_ms is None]
-        times = await median_ms([backend for backend, _ in new], samples)
-        for (backend, found), measured_ms in zip(new, times, strict=True):
-            if backend.loaded:
+        times = await self._timed([backend for backend, _ in new], samples)
+        for (backend, found), measured in zip(new, times, strict=True):
+            if backend.loaded and measured:
                 problems = map(self._rules.disagreement, expected, found)
-                backend.measured_ms = measured_ms
+                self._times[backend], backend.measured_ms = measured, measured.new_ms
                 backend.exclusion = next((f"disagrees with {self._reference}: {problem}" for problem in problems if problem), "")
 
+    async def _timed(self, backends: Sequence[ManagedBackend[RequestT, AnswerT]], samples: Sequence[RequestT]) -> list[Times | None]:
+        """None for one that broke while it was timed. One that cannot forget a user is shown none."""
+        returning, keeping = dict[str, float](), list[ManagedBackend[RequestT, AnswerT]]()
+        if again := self._rules.returning:
+            keeping = [backend for backend in backends if backend.forgets]
+            returning = await median_ms(keeping, lambda number: [*samples[:-1], again(samples[-1], number)])
+            for backend in keeping:
+                await backend.forget(*REHEARSING)
+        new = await median_ms([one for one in backends if one not in keeping or one.name in returning], lambda _: samples)
+        return [Times(new[one.name], returning.get(one.name, new[one.name])) if one.name in new else None for one in backends]
 
-async def median_ms(backends: Sequence[ManagedBackend[RequestT, AnswerT]], samples: Sequence[RequestT]) -> list[float | None]:
-    """Of calls in turns, so that what slows the machine for a while slows them all; None for one that broke while it was timed."""
+    def _weigh(self, share: float) -> None:
+        """The log says what was found, and which is the fastest."""
+        self._share = share
+        timed = {backend: times for backend, times in self._times.items() if backend in self._roster and backend.measured_ms is not None}
+        self._times = timed
+        for backend, times in timed.items():
+            backend.measured_ms = times.mean(share)
+        if timed:
+            logger.info("%s", self._told(share, sorted(timed, key=lambda backend: timed[backend].mean(share))))
+
+    def _told(self, share: float, backends: Iterable[ManagedBackend[RequestT, AnswerT]]) -> str:
+        def figures(backend: ManagedBackend[RequestT, AnswerT]) -> str:
+            times = self._times[backend]
+            parts = f" (new {times.new_ms:.2f}, returning {times.returning_ms:.2f})" if self._rules.returning else ""
+            return f"{backend.name} {times.mean(share):.2f} ms{parts}" + (f", which {backend.exclusion}" if backend.exclusion else "")
+
+        users = f", {share:.0%} of users returning" if self._rules.returning else ""
+        return f"fastest {self._stage}{users}: {'; '.join(map(figures, backends))}"
+
+
+async def median_ms(
+    backends: Sequence[ManagedBackend[RequestT, AnswerT]], samples: Callable[[int], Sequence[RequestT]]
+) -> dict[str, float]:
+    """By name, of calls in turns, so that what slows the machine for a while slows them all; without those that broke while they were
+    timed. `samples` gives the requests of each round; the first is not counted: there, nobody has returned yet.
+    """
     durations: dict[str, list[float]] = {backend.name: [] for backend in backends}
     broken = set()
-    for _, backend in product(range(MEASURED_ROUNDS), backends):
+    for number, backend in product(range(MEASURED_ROUNDS + 1), backends):
         if backend.name in broken:
             continue
-        if not all_answered(await backend.rehearse(samples)):
+        if not all_answered(await backend.rehearse(samples(number))):
             broken.add(backend.name)
-        durations[backend.name].append(backend.rehearsed_ms)
-    return [None if name in broken else median(times) for name, times in durations.items()]
+        elif number:
+            durations[backend.name].append(backend.rehearsed_ms)
+    return {name: median(times) for name, times in durations.items() if name not in broken}

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from cluster.engines.breaker import BreakerState
 from cluster.engines.engine import Engine, Nonsense, Queue, together
-from cluster.engines.forgetting import forget, kept
+from cluster.engines.forgetting import FORGETTING, forget, kept
 from cluster.engines.halving import in_parts
 from cluster.engines.health import Health
 from cluster.engines.room import AskOne, EngineRoom, Run, beside
@@ -68,6 +68,11 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     def proven(self) -> bool:
         """Whether it has answered a user's request here."""
         return self.health.calls > self.health.failures
+
+    @property
+    def forgets(self) -> bool:
+        """Whether its engine is loaded and can forget users."""
+        return self._slot.engine is not None and any(hasattr(self._slot.engine.backend, name) for name in FORGETTING)
 
     @property
     def queued(self) -> bool:

@@ -19,6 +19,7 @@ class Changes(TypedDict, total=False):
     order: Sequence[str]
     enabled: Mapping[str, bool]
     selection: Selection
+    returning: float | None
     table: Mapping[str, str]
     options: Mapping[str, Mapping[str, Any]]
 
@@ -26,6 +27,7 @@ class Changes(TypedDict, total=False):
 class Roster(Generic[RequestT, AnswerT]):
     """`first` is asked before all others, also where the order leaves it out; `suspects` after them, until they have answered here.
 
+    `returning`: the share of users who return that "fastest" reckons with; None: as it is seen.
     Raises UnknownChoice or ConfigError where the order does not fit the table.
     """
 
@@ -37,10 +39,12 @@ class Roster(Generic[RequestT, AnswerT]):
         order: Sequence[str],
         *,
         selection: Selection,
+        returning: float | None,
         options: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self.first: str | None = None
         self.suspects: frozenset[str] = frozenset()
+        self.returning = returning
         self._stage, self._room = stage, room
         self._backends: dict[str, ManagedBackend[RequestT, AnswerT]] = {}
         self._backends = self._made(table, options)
@@ -79,6 +83,7 @@ class Roster(Generic[RequestT, AnswerT]):
         switched = [(self._known(name, backends), on) for name, on in given.get("enabled", {}).items()]
         gone = [backend for name, backend in self._backends.items() if backends.get(name) is not backend]
         self._backends, self._order, self.selection = backends, new_order, new_selection
+        self.returning = given.get("returning", self.returning)
         for backend, on in switched:
             backend.enabled = on
         return gone

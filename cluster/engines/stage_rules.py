@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from cluster.ranking import Ranked, RankRequest
 from cluster.values import Encoded, EncodeRequest, FloatArray, Generated, GenerateRequest, Int32Array
@@ -17,11 +18,26 @@ AnswerT = TypeVar("AnswerT")
 @dataclass(frozen=True, slots=True)
 class StageRules(Generic[RequestT, AnswerT]):
     """Both functions say what is wrong, or "" where nothing is: `nonsense` given a request and its answer, `disagreement` given the
-    reference backend's answer and another's to the same request.
+    reference backend's answer and another's to the same request. `returning` makes of a sample the request of a user, REHEARSING, who was
+    here before: of all numbers it has the same events but the last. None for a stage to which that makes no difference.
     """
 
     nonsense: Callable[[RequestT, AnswerT], str]
     disagreement: Callable[[AnswerT, AnswerT], str]
+    returning: Callable[[RequestT, int], RequestT] | None = None
+
+
+REHEARSING = ("genrec rehearses", "returning")
+"""A tenant and a user that no request can have: a tenant's name has no blanks."""
+AsksForUserT = TypeVar("AsksForUserT", EncodeRequest, RankRequest)
+
+
+def returning(request: AsksForUserT, number: int) -> AsksForUserT:
+    """For StageRules. The last event is so many seconds later."""
+    timestamps = request.sequence.timestamps.copy()
+    timestamps[-1:] += number
+    tenant, user = REHEARSING
+    return replace(request, sequence=replace(request.sequence, timestamps=timestamps), tenant=tenant, user=user)
 
 
 STATE_TOLERANCE = 0.01
@@ -136,7 +152,7 @@ def generator_rules(catalogue_size: int) -> StageRules[GenerateRequest, Generate
 
 def encoder_rules(catalogue_size: int) -> StageRules[EncodeRequest, Encoded]:
     """The rules of the encoder stage, for a catalogue of that many items."""
-    return StageRules(partial(encoder_nonsense, catalogue_size=catalogue_size), encoder_disagreement)
+    return StageRules(partial(encoder_nonsense, catalogue_size=catalogue_size), encoder_disagreement, returning)
 
 
 def ranker_nonsense(request: RankRequest, answer: Ranked) -> str:
@@ -162,7 +178,7 @@ def distance_of_predictions(reference: FloatArray, other: FloatArray) -> float:
 
 def ranker_rules(_: int) -> StageRules[RankRequest, Ranked]:
     """The rules of the ranker stage, for any catalogue."""
-    return StageRules(ranker_nonsense, ranker_disagreement)
+    return StageRules(ranker_nonsense, ranker_disagreement, returning)
 
 
 RULES: Mapping[str, Callable[[int], StageRules[Any, Any]]] = {

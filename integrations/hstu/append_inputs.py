@@ -3,7 +3,8 @@
 Shapes as in model.HSTU.append: B users, S new rows, P kept rows.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,9 +17,29 @@ from integrations.hstu.state.store import Held
 from integrations.hstu.user_behavior_schema import BehaviourBatch
 
 Arrays: TypeAlias = dict[str, Any]
+NEW_ROWS = ("items", "times", "next_times")
 GROUP_BYTES = 128 << 20
 """The most that the kept rows of one group take, padding included, unless a single user's take more."""
 _FEW_NEW, _FEW_KEPT = 8, 64
+Size: TypeAlias = Callable[[int], int]
+
+
+def _as_it_is(size: int) -> int:
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """The shapes that an engine takes: what B, S and P are padded to, and how many users and new rows it takes at once.
+
+    New rows beyond `most_new` are appended in steps. The default is an engine that takes any shape.
+    """
+
+    users: Size = _as_it_is
+    new: Size = _as_it_is
+    past: Size = _as_it_is
+    most_users: int = sys.maxsize
+    most_new: int = sys.maxsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,48 +61,82 @@ class AppendRequest:
         return self.length - self.kept
 
 
-def groups(users: Iterable[AppendRequest], row_bytes: int) -> Iterator[list[AppendRequest]]:
+def groups(users: Iterable[AppendRequest], row_bytes: int, most_users: int = sys.maxsize) -> Iterator[list[AppendRequest]]:
     """The users in groups within which new rows, and kept rows, differ by less than a factor of two (or are few anyway)."""
     alike: dict[tuple[int, int], list[AppendRequest]] = {}
     for user in users:
         alike.setdefault((max(user.new, _FEW_NEW).bit_length(), max(user.kept, _FEW_KEPT).bit_length()), []).append(user)
     for group in alike.values():
-        at_once = max(1, GROUP_BYTES // (row_bytes * max(1, *(user.kept for user in group), 1)))
+        at_once = min(most_users, max(1, GROUP_BYTES // (row_bytes * max(1, *(user.kept for user in group), 1))))
         yield from (group[start : start + at_once] for start in range(0, len(group), at_once))
 
 
 class AppendInputs:
     """Assembles the inputs of a group. The kept rows lie in memory that the next call uses again: not for two threads."""
 
-    def __init__(self, config: HSTUConfig, pool: BufferPool | None = None) -> None:
-        self._config, self._pool = config, pool or BufferPool()
+    def __init__(self, config: HSTUConfig, pool: BufferPool | None = None, shapes: Shapes | None = None) -> None:
+        self._config, self._pool, self.shapes = config, pool or BufferPool(), shapes or Shapes()
 
     def clear(self) -> None:
         """Let go of the rows that were last put side by side."""
         self._pool.clear()
 
     def of(self, group: Sequence[AppendRequest], batch: BehaviourBatch) -> Arrays:
-        """All eight inputs by name, right-padded; past_kt and past_v are valid until the next call."""
-        kept = np.array([user.kept for user in group], np.int64)
-        lengths = np.array([user.new for user in group], np.int64)
-        new = {name: _padded(getattr(batch, name), group, lengths) for name in ("items", "times", "next_times")}
-        past_times = batch.times[[user.index for user in group], : int(kept.max())]
-        return {**new, "lengths": lengths, "past_times": past_times, "past_lengths": kept, **self._past(group, int(kept.max()))}
+        """All eight inputs by name, right-padded; past_kt and past_v are valid until the next call. A user that pads has one new row."""
+        shapes, most = self.shapes, max(user.new for user in group)
+        steps = most > shapes.most_new  # the rows of one are kept rows to the next
+        shape = shapes.users(len(group)), shapes.new(most)
+        past = shapes.past(max(user.length if steps else user.kept for user in group))
+        kept, lengths = np.zeros(shape[0], np.int64), np.ones(shape[0], np.int64)
+        kept[: len(group)], lengths[: len(group)] = [user.kept for user in group], [user.new for user in group]
+        new = {name: _new_rows(getattr(batch, name), group, shape) for name in NEW_ROWS}
+        past_times = np.zeros((shape[0], past), batch.times.dtype)
+        known = batch.times[[user.index for user in group], :past]
+        past_times[: len(group), : known.shape[1]] = known
+        return {**new, "lengths": lengths, "past_times": past_times, "past_lengths": kept, **self._past(group, shape[0], past)}
 
-    def _past(self, group: Sequence[AppendRequest], past: int) -> Arrays:
+    def _past(self, group: Sequence[AppendRequest], users: int, past: int) -> Arrays:
         config = self._config
-        kt = self._pool.array("past_kt", (config.layers, len(group), config.heads, config.attention_dim, past))
-        v = self._pool.array("past_v", (config.layers, len(group), config.heads, past, config.linear_dim))
+        kt = self._pool.array("past_kt", (config.layers, users, config.heads, config.attention_dim, past))
+        v = self._pool.array("past_v", (config.layers, users, config.heads, past, config.linear_dim))
+        kt[:, len(group) :] = 0  # what was left there may be anything: a mask of -1e4 does not silence a NaN
+        v[:, len(group) :] = 0
         for column, user in enumerate(group):
-            kt[:, column, :, :, user.kept :] = 0  # what was left there may be anything: a mask of -1e4 does not silence a NaN
+            kt[:, column, :, :, user.kept :] = 0
             v[:, column, :, user.kept :] = 0
             user.held.read({"kt": kt[:, column], "v": v[:, column]})
         return {"past_kt": kt, "past_v": v}
 
 
-def _padded(column: Any, group: Sequence[AppendRequest], lengths: Int64Array) -> Any:
+def in_steps(run: Callable[[Arrays], Arrays], inputs: Arrays, most_new: int) -> Arrays:
+    """What `run` makes of the inputs, given at most `most_new` new rows a call. It writes into the inputs' kept rows."""
+    count, lengths, kept = inputs["items"].shape[1], inputs["lengths"], inputs["past_lengths"]
+    if count <= most_new:
+        return run(inputs)
+    parts = []
+    for start in range(0, count, most_new):
+        new = {name: inputs[name][:, start : start + most_new].copy() for name in NEW_ROWS}  # what is compiled depends on strides
+        firsts, left = kept + np.minimum(lengths, start), np.clip(lengths - start, 0, most_new)
+        made = run({**inputs, **new, "lengths": np.maximum(left, 1), "past_lengths": firsts})
+        for user, (first, rows) in enumerate(zip(firsts.tolist(), left.tolist(), strict=True)):
+            inputs["past_kt"][:, user, :, :, first : first + rows] = made["kt"][:, user, :, :, :rows]
+            inputs["past_v"][:, user, :, first : first + rows] = made["v"][:, user, :, :rows]
+        parts.append(made)
+    return {name: _joined([part[name] for part in parts], axis) for name, axis in {"states": 1, "kt": 4, "v": 3}.items()}
+
+
+def _joined(parts: Sequence[Any], axis: int) -> Any:
+    """Arrays, or tensors where the engine's memory is not the host's."""
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts, axis)
+    import torch  # noqa: PLC0415 - loaded where there are tensors
+
+    return torch.cat(tuple(parts), axis)
+
+
+def _new_rows(column: Any, group: Sequence[AppendRequest], shape: tuple[int, int]) -> Any:
     """Rows kept..length-1 of each user, (B, S), zeros where there are fewer."""
-    out = np.zeros((len(group), int(lengths.max())), column.dtype)
+    out = np.zeros(shape, column.dtype)
     for row, user in enumerate(group):
         out[row, : user.new] = column[user.index, user.kept : user.length]
     return out

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +14,22 @@ from cluster.engines.buffers import BufferPool
 from cluster.errors import BackendUnavailable, BundleError
 from cluster.nearest import index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
+from integrations.hstu.append_inputs import Shapes
 from integrations.hstu.engine_batch import engine_batch, with_states
 from integrations.hstu.keeps_rows import KeepsRows
 from integrations.hstu.state.copies import pinned
-from integrations.hstu.stateful import KeptStates
+from integrations.hstu.stateful import KeptStates, RunAppend
 from integrations.hstu.user_behavior_schema import BehaviourBatch
 
 if TYPE_CHECKING:
     import torch
 
+    from integrations.hstu.model import HSTU
     from integrations.hstu.sequence_model import SequenceModel
 
 _INPUTS = ("items", "times", "next_times", "lengths")
+NEW_BUCKETS = (8, 64)
+"""New rows that an append is compiled for: a returning user's, and those of a step of a user of whom nothing is kept."""
 
 
 class TorchEncoder(KeepsRows[KeptStates]):
@@ -93,14 +98,19 @@ class TorchEncoder(KeepsRows[KeptStates]):
     def _keep(self, bundle: Bundle, model: "SequenceModel") -> KeptStates | None:
         """The users' states, or None where they are switched off or this model cannot keep any."""
         from integrations.hstu.model import HSTU  # noqa: PLC0415 - imports torch
-        from integrations.hstu.torch_append import append_run, device_memory  # noqa: PLC0415 - imports torch
+        from integrations.hstu.torch_append import device_memory  # noqa: PLC0415 - imports torch
 
         if not self._state_options.bytes or not isinstance(model, HSTU):
             return None
-        run = append_run(model, self._device)
-        if self._device.type == "cpu":
-            return KeptStates(bundle, run, self._state_options)
-        return KeptStates(bundle, run, self._state_options, *device_memory(model.config, self._state_options, bundle, self._device))
+        run, shapes = self._appending(model)
+        memory = () if self._device.type == "cpu" else device_memory(model.config, self._state_options, bundle, self._device)
+        return KeptStates(bundle, run, self._state_options, *memory, shapes=shapes)
+
+    def _appending(self, model: "HSTU") -> tuple[RunAppend, Shapes]:
+        """The model's append, and the shapes it takes."""
+        from integrations.hstu.torch_append import append_run  # noqa: PLC0415 - imports torch
+
+        return append_run(model.append, self._device), Shapes()
 
     def _states(self, batch: BehaviourBatch) -> FloatArray:
         """The latest states of each user, (B, C, D)."""
@@ -116,15 +126,12 @@ class CompiledTorchEncoder(TorchEncoder):
     """The model through torch.compile, one compilation for each bucket of length and batch size.
 
     Left to itself, torch.compile recompiles for new shapes and after eight of them runs eagerly without a word. Here every shape is a
-    bucket that `load` has compiled, inputs are padded up to it, and a shape outside the buckets is an error. It keeps no
-    user's state, whose lengths would be shapes too.
+    bucket that `load` has compiled, inputs are padded up to it, and a shape outside the buckets is an error.
+    The append to kept states has few: the first two batch sizes, NEW_BUCKETS, and a quarter of the longest history kept or all of it.
     """
 
-    batches = (1, 8, 32)
+    batches: tuple[int, ...] = (1, 8, 32)
     shortest = 64
-
-    def __init__(self, *, index: str = "exact") -> None:
-        super().__init__(index=index, state_bytes=0)
 
     def get_availability(self, bundle: Bundle) -> Availability:
         if not (eager := super().get_availability(bundle)).ok:
@@ -148,14 +155,21 @@ class CompiledTorchEncoder(TorchEncoder):
         for batch, length in shapes:
             self._compiled(_padding(batch, length))
 
+    def _appending(self, model: "HSTU") -> tuple[RunAppend, Shapes]:
+        from integrations.hstu.torch_append import compiled_append  # noqa: PLC0415 - imports torch
+
+        longest = self._window.longest
+        users, new = self.batches[:2], sorted({min(rows, longest) for rows in NEW_BUCKETS})
+        kept = sorted({min(max(self.shortest, longest // 4), longest), longest})
+        return compiled_append(model, self._device, users, new, kept), bucket_shapes(users, new, kept)
+
     def _states(self, batch: BehaviourBatch) -> FloatArray:
         largest = self.batches[-1]
         starts = range(0, max(1, len(batch)), largest)  # of an empty batch too, an empty part
         return np.concatenate([self._bucketed(batch, start, min(start + largest, len(batch))) for start in starts])
 
     def _bucketed(self, batch: BehaviourBatch, start: int, stop: int) -> FloatArray:
-        length = next(bucket for bucket in self._lengths if bucket >= batch.items.shape[1])
-        padded = _padding(next(bucket for bucket in self.batches if bucket >= stop - start), length)
+        padded = _padding(_bucket(self.batches, stop - start), _bucket(self._lengths, batch.items.shape[1]))
         for name in _INPUTS:
             source, target = getattr(batch, name)[start:stop], getattr(padded, name)
             target[tuple(slice(size) for size in source.shape)] = source
@@ -167,6 +181,20 @@ class CompiledTorchEncoder(TorchEncoder):
 
         torch.set_autocast_cache_enabled(True)
         return super()._states(batch)
+
+
+def bucket_shapes(users: Sequence[int], new: Sequence[int], kept: Sequence[int]) -> Shapes:
+    """The shapes of an append that is compiled for these sizes, each ascending."""
+
+    def rows(count: int) -> int:
+        """The steps of many new rows are all as large as can be."""
+        return _bucket(new, count) if count <= new[-1] else -(-count // new[-1]) * new[-1]
+
+    return Shapes(partial(_bucket, users), rows, partial(_bucket, kept), users[-1], new[-1])
+
+
+def _bucket(sizes: Sequence[int], size: int) -> int:
+    return next(bucket for bucket in sizes if bucket >= size)
 
 
 def doublings(shortest: int, longest: int) -> list[int]:

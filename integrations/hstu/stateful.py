@@ -3,10 +3,11 @@
     history -> window -> rows' identities -> store.match -> kept K^T, V -> append (rows kept..n-1) -> store.commit (rows kept..n-2)
                                                                                                    -> latest states -> nearest items
 
-The engine is a function, `RunAppend`: the ONNX graph or the torch model. Any error here costs time and no answer: the request is
-answered by encoding all of its events, as it is without state, and what is kept of its user is dropped.
+The engine is a function, `RunAppend`: the ONNX graph, an engine made of it, or the torch model. Any error here costs time and no answer:
+the request is answered by encoding all of its events, as it is without state, and what is kept of its user is dropped.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TypeAlias
@@ -16,10 +17,12 @@ from msgspec.structs import replace
 
 from cluster.bundle import WEIGHTS, Bundle
 from cluster.engines.buffers import BufferPool
+from cluster.errors import ConfigError
 from cluster.nearest import NearestItems
 from cluster.values import Encoded, EncodeRequest, FloatArray
-from integrations.hstu.append_inputs import AppendInputs, AppendRequest, Arrays, groups
+from integrations.hstu.append_inputs import AppendInputs, AppendRequest, Arrays, Shapes, groups, in_steps
 from integrations.hstu.config import HSTUConfig
+from integrations.hstu.limits import row_blocks
 from integrations.hstu.model_parameter_calculator import model_size
 from integrations.hstu.state.device import DeviceTier
 from integrations.hstu.state.kept_rows import KeptRows
@@ -32,6 +35,7 @@ RunAppend: TypeAlias = Callable[[Arrays], Arrays]
 """Inputs of the append by name -> `states` (B, S, D), `kt` (layers, B, H, K, S) and `v` (layers, B, H, S, W) of the new rows."""
 FullPath: TypeAlias = Callable[[Sequence[EncodeRequest], BehaviourBatch], list[Encoded]]
 
+_LOG = logging.getLogger(__name__)
 COMPLAINT = "kept states could not be used; such requests are encoded whole"
 
 
@@ -39,14 +43,24 @@ class KeptStates(KeptRows):
     """The users' states of one encoder and one model. For one thread at a time, but `statistics` from any."""
 
     def __init__(
-        self, bundle: Bundle, run: RunAppend, options: StateOptions, store: StateStore | None = None, pool: BufferPool | None = None
+        self,
+        bundle: Bundle,
+        run: RunAppend,
+        options: StateOptions,
+        store: StateStore | None = None,
+        pool: BufferPool | None = None,
+        *,
+        shapes: Shapes | None = None,
     ) -> None:
-        """`store` is made as the options say, unless one is given; `pool` as in AppendInputs. Raises ConfigError where no row fits."""
+        """`store` is made as the options say, unless one is given; `pool` and `shapes` as in AppendInputs. Raises ConfigError where no row
+        fits.
+        """
         config = HSTUConfig.model_validate(bundle.manifest.model.config)
         store = store or make_store(config, options, with_states=bool(bundle.prompt_length))
         super().__init__(store, bundle.manifest.files[WEIGHTS].sha256, COMPLAINT)
         self.run, self._keep_from, self._prompt_length = run, options.keep_from, bundle.prompt_length
-        self.inputs, self._row_bytes = AppendInputs(config, pool), model_size(config).kv_bytes_per_event
+        self.inputs, self._row_bytes = AppendInputs(config, pool, shapes), model_size(config).kv_bytes_per_event
+        self._shortest = row_blocks(config.max_history)
 
     def close(self) -> None:
         """Give back what the store holds beside memory."""
@@ -63,7 +77,7 @@ class KeptStates(KeptRows):
         states = self.encode(requests, batch)
         answers: dict[int, Encoded] = {}
         if rest := [row for row in range(len(requests)) if row not in states]:
-            answers.update(zip(rest, full([requests[row] for row in rest], batch.take(rest)), strict=True))
+            answers.update(zip(rest, full([requests[row] for row in rest], batch.take(rest, self._shortest)), strict=True))
         if states:
             asked = [requests[row] for row in states]
             nearest = index.answer(asked, np.stack([states_TD[-1] for states_TD in states.values()]))
@@ -89,8 +103,9 @@ class KeptStates(KeptRows):
         states: dict[int, FloatArray] = {}
         with ExitStack() as held:
             users = [self._matched(held, row, requests[row], batch) for row in mine]
-            for group in groups(users, self._row_bytes):
-                outputs = self.run(self.inputs.of(group, batch))
+            shapes = self.inputs.shapes
+            for group in groups(users, self._row_bytes, shapes.most_users):
+                outputs = in_steps(self.run, self.inputs.of(group, batch), shapes.most_new)
                 for column, user in enumerate(group):
                     if (latest := self._kept_and_latest(user, column, outputs)) is not None:
                         states[user.index] = latest
@@ -127,3 +142,16 @@ class KeptStates(KeptRows):
 
     def _owner_of(self, request: EncodeRequest) -> Owner:
         return self._owner(request.tenant, request.user)
+
+
+def states_if_any(engine: str, bundle: Bundle, options: StateOptions, keep: Callable[[], KeptStates]) -> KeptStates | None:
+    """What `keep` makes; None where states are switched off, the model has none, or its append cannot be opened, which the log says."""
+    if not options.bytes or bundle.manifest.model.family != "hstu":
+        return None
+    try:
+        return keep()
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - an engine may raise anything, and serves without state
+        _LOG.warning("%s keeps no user's state: %s", engine, error)
+        return None

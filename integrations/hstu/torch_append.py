@@ -1,4 +1,8 @@
-"""HSTU's append in eager PyTorch, and the memory that kept states have on an accelerator."""
+"""HSTU's append in PyTorch, eager and compiled, and the memory that kept states have on an accelerator."""
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -14,18 +18,53 @@ from integrations.hstu.state_options import StateOptions, make_store
 from integrations.hstu.stateful import RunAppend
 
 _INPUTS = ("items", "times", "next_times", "past_times", "past_lengths", "past_kt", "past_v")
+Append: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""HSTU.append."""
 
 
-def append_run(model: HSTU, device: torch.device) -> RunAppend:
-    """The model's append as a function of arrays; on a CPU nothing is copied on the way in or out, and K and V stay where they are made."""
+def append_run(append: Append, device: torch.device) -> RunAppend:
+    """A model's append as a function of arrays; on a CPU nothing is copied on the way in or out, and K and V stay where they are made."""
 
     def run(inputs: Arrays) -> Arrays:
         with torch.inference_mode():
-            states, kt, v = model.append(*(torch.as_tensor(inputs[name], device=device) for name in _INPUTS))
+            states, kt, v = append(*(torch.as_tensor(inputs[name], device=device) for name in _INPUTS))
         kept = {"kt": kt, "v": v} if device.type != "cpu" else {"kt": kt.numpy(), "v": v.numpy()}
         return {"states": states.cpu().numpy(), **kept}
 
     return run
+
+
+def compiled_append(model: HSTU, device: torch.device, users: Sequence[int], new: Sequence[int], kept: Sequence[int]) -> RunAppend:
+    """The append through torch.compile, compiled here for each combination of these sizes: another shape is an error."""
+    shapes = list(product(users, new, kept))
+
+    def append(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return model.append(*inputs)
+
+    options = {"fullgraph": True, "dynamic": False, "recompile_limit": len(shapes), "isolate_recompiles": True}
+    run = append_run(torch.compile(append, **options), device)  # type: ignore[call-overload]  # as in CompiledTorchEncoder
+
+    def run_compiled(inputs: Arrays) -> Arrays:
+        torch.set_autocast_cache_enabled(True)  # as in CompiledTorchEncoder
+        return run(inputs)
+
+    for shape in shapes:
+        run_compiled(nothing(model.config, *shape))
+    return run_compiled
+
+
+def nothing(config: HSTUConfig, users: int, new: int, past: int) -> Arrays:
+    """Inputs of this shape that are all padding."""
+    layers, heads = config.layers, config.heads
+    return {
+        "items": np.zeros((users, new), np.int64),
+        **{name: np.zeros((users, new), np.int32) for name in ("times", "next_times")},
+        "lengths": np.ones(users, np.int64),
+        "past_times": np.zeros((users, past), np.int32),
+        "past_lengths": np.zeros(users, np.int64),
+        "past_kt": np.zeros((layers, users, heads, config.attention_dim, past), np.float32),
+        "past_v": np.zeros((layers, users, heads, past, config.linear_dim), np.float32),
+    }
 
 
 def device_memory(config: HSTUConfig, options: StateOptions, bundle: Bundle, device: torch.device) -> tuple[DeviceTier, BufferPool]:

@@ -39,10 +39,10 @@ class BehaviourBatch:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def take(self, rows: Sequence[int]) -> "BehaviourBatch":
-        """These users in this order, as long as the longest of them."""
+    def take(self, rows: Sequence[int], shortest: int = 1) -> "BehaviourBatch":
+        """These users in this order, as long as the longest of them, and at least `shortest` where this batch is."""
         lengths = self.lengths[rows]
-        longest = max(1, int(lengths.max(initial=0)))
+        longest = max(shortest, int(lengths.max(initial=0)))
         columns = {name: getattr(self, name)[rows, :longest] for name in ("items", "times", "next_times", "actions", "values")}
         return BehaviourBatch(**columns, lengths=lengths)
 

@@ -1,6 +1,5 @@
 """HSTU and SASRec on ONNX Runtime, through the `retrieve` graph: state and nearest items in one call, no torch needed."""
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -9,7 +8,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from cluster.bundle import Bundle
-from cluster.compilation import compile_command
 from cluster.errors import BackendUnavailable, UnknownChoice
 from cluster.nearest import finite, index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
@@ -17,13 +15,12 @@ from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.engine_batch import engine_batch, with_states
 from integrations.hstu.keeps_rows import KeepsRows
 from integrations.hstu.limits import limits
-from integrations.hstu.stateful import KeptStates, RunAppend
+from integrations.hstu.stateful import KeptStates, states_if_any
 from integrations.hstu.user_behavior_schema import BehaviourBatch
-from integrations.onnx.files import compiled_graph, graph_file
-from integrations.onnx.layers import by_layer
+from integrations.onnx.append import GRAPH, OUTPUTS, append_run
+from integrations.onnx.files import compiled_graph
 from integrations.onnx.session import open_session
 
-_LOG = logging.getLogger(__name__)
 Precision = Literal["fp32", "int8"]
 
 
@@ -64,7 +61,7 @@ class OnnxRuntimeEncoder(KeepsRows[KeptStates]):
         self._outputs = ["state", "nearest", "scores", *(["states"] if bundle.prompt_length else [])]
         self._index = make_index(self._index_name, bundle.item_vectors)
         self._window = limits(bundle.manifest.model).window
-        self._kept = self._keep(bundle)
+        self._kept = states_if_any("onnxruntime", bundle, self._state_options, partial(self._keep, bundle))
 
     def infer(self, request: EncodeRequest) -> Encoded:
         return self.batch_infer([request])[0]
@@ -96,30 +93,11 @@ class OnnxRuntimeEncoder(KeepsRows[KeptStates]):
         outputs: list[FloatArray] = self._session.run(self._outputs, {**given, "top_n": np.array(top_n, np.int64)})
         return outputs
 
-    def _keep(self, bundle: Bundle) -> KeptStates | None:
-        """The users' states, or None where they are switched off, or this model or its graphs cannot keep any."""
-        if not self._state_options.bytes or bundle.manifest.model.family != "hstu":
-            return None
-        try:
-            run = _append_run(bundle, self._threads)
-        except Exception as error:  # noqa: BLE001 - ONNX Runtime may raise anything, and serves without state
-            _LOG.warning("onnxruntime keeps no user's state: %s", error)
-            return None
-        return KeptStates(bundle, run, self._state_options)
+    def _keep(self, bundle: Bundle) -> KeptStates:
+        session = open_session(compiled_graph(bundle, GRAPH), self._threads)
+        inputs, outputs = ([node.name for node in nodes] for nodes in (session.get_inputs(), session.get_outputs()))
 
+        def call(given: Arrays) -> Arrays:
+            return dict(zip(OUTPUTS, session.run(OUTPUTS, given), strict=True))
 
-def _append_run(bundle: Bundle, threads: int | None) -> RunAppend:
-    """The append graph as a function. Raises BackendUnavailable where this version has none that is of use."""
-    session = open_session(compiled_graph(bundle, "append"), threads)
-    inputs_taken, outputs_made = ({node.name for node in nodes} for nodes in (session.get_inputs(), session.get_outputs()))
-    if missing := ({"past_kt_0", "past_v_0"} - inputs_taken) | ({"states", "kt", "v"} - outputs_made):
-        older = f"{bundle.version}'s graph {graph_file('append', 'fp32')} lacks {', '.join(sorted(missing))}: an older genrec compiled it"
-        raise BackendUnavailable(f"{older}; run: {compile_command(bundle)}")
-    return partial(_run_append, session, inputs_taken)
-
-
-def _run_append(session: Any, inputs_taken: set[str], inputs: Arrays) -> Arrays:
-    """`inputs_taken`: what the exporter left of the inputs; it drops what the outputs that are asked for do not depend on."""
-    outputs = ["states", "kt", "v"]
-    given = inputs | by_layer(inputs["past_kt"], inputs["past_v"])
-    return dict(zip(outputs, session.run(outputs, {name: given[name] for name in inputs_taken}), strict=True))
+        return KeptStates(bundle, append_run(bundle, call, inputs, outputs), self._state_options)

@@ -1,5 +1,6 @@
 """How the append graph names the kept keys and values: one input a layer, since taking a layer out of one large input copies all of it."""
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -7,3 +8,9 @@ def by_layer(past_kt: Any, past_v: Any) -> dict[str, Any]:
     """K^T (layers, B, H, K, P) and V (layers, B, H, P, W), arrays or tensors, as the graph's inputs: every layer's K^T, then every V."""
     kts = {f"past_kt_{layer}": kt for layer, kt in enumerate(past_kt)}
     return {**kts, **{f"past_v_{layer}": v for layer, v in enumerate(past_v)}}
+
+
+def graph_inputs(names: Iterable[str], inputs: dict[str, Any]) -> dict[str, Any]:
+    """Those of the inputs, by layer, that a graph takes: the exporter drops what the outputs do not depend on."""
+    given = inputs | by_layer(inputs["past_kt"], inputs["past_v"])
+    return {name: given[name] for name in names}

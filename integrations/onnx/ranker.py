@@ -1,6 +1,5 @@
 """The ranker on ONNX Runtime: the graphs `rank_append` and `rank`, no torch needed."""
 
-from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,7 +10,7 @@ from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.ranker_backend import RankerBackend
 from integrations.hstu.ranking_engine import RunAppend, RunRank
 from integrations.onnx.files import compiled_graph
-from integrations.onnx.layers import by_layer
+from integrations.onnx.layers import graph_inputs
 from integrations.onnx.session import open_session
 
 GRAPHS = ("rank_append", "rank")
@@ -42,12 +41,6 @@ class OnnxRuntimeRanker(RankerBackend):
             return kt, v
 
         return run_append, lambda inputs: _run(rank, ("predictions",), inputs)[0]
-
-
-def graph_inputs(names: Iterable[str], inputs: Arrays) -> Arrays:
-    """Those of the inputs, by layer, that the graph takes: the exporter drops what the outputs do not depend on."""
-    given = inputs | by_layer(inputs["past_kt"], inputs["past_v"])
-    return {name: given[name] for name in names}
 
 
 def _run(session: Any, outputs: tuple[str, ...], inputs: Arrays) -> list[FloatArray]:

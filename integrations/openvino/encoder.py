@@ -12,9 +12,13 @@ from cluster.bundle import Bundle
 from cluster.errors import BackendUnavailable
 from cluster.nearest import index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
+from integrations.hstu.append_inputs import Shapes
 from integrations.hstu.engine_batch import engine_batch, with_states
+from integrations.hstu.keeps_rows import KeepsRows
 from integrations.hstu.limits import limits
+from integrations.hstu.stateful import KeptStates, states_if_any
 from integrations.hstu.user_behavior_schema import BehaviourBatch
+from integrations.onnx import append
 from integrations.onnx.files import compiled_graph
 from integrations.onnx.quality_gate import LEAST, compare
 from integrations.onnx.session import threads_granted
@@ -24,21 +28,22 @@ _LOG = logging.getLogger(__name__)
 GRAPH = "encode"
 _USERS = 8
 _LENGTHS = 8
-"""Shapes are padded to multiples of 8 users (1, 2, 4 below that) and of an eighth of the longest history (powers of two below that)."""
+"""Shapes are padded to multiples of 8 users (1, 2, 4 below that) and of an eighth of the longest history (powers of two below that):
+events, new rows and kept rows."""
 
 
-class OpenVinoEncoder:
-    """Encodes every history whole: it keeps nothing of users.
-
-    Against ONNX Runtime, on one thread: with 4 layers of 256 a quarter less time for 512 events, and as much for histories of all lengths;
-    with 2 layers of 50 and 200 events a quarter less for 32 users at a time, and a quarter more for one.
+class OpenVinoEncoder(KeepsRows[KeptStates]):
+    """Against ONNX Runtime, on one thread, for users without kept rows: with 4 layers of 256 a quarter less time for 512 events, and as
+    much for histories of all lengths; with 2 layers of 50 and 200 events a quarter less for 32 users at a time, and a quarter more for one.
     `threads`: by default what Ray grants the replica. `precision`: bf16 takes a third off that where the CPU multiplies bf16, and moves a
     state by up to 8e-3; other CPUs compute in f32 all the same. A model that bf16 is too coarse for is found out as it is loaded.
-    `index`: see cluster/nearest.py.
+    Users with kept rows are encoded in f32. `index`: see cluster/nearest.py. `state`: what is kept of users, see StateOptions; the
+    `append` graph then encodes their new events only.
     """
 
-    def __init__(self, threads: int | None = None, precision: Precision = "f32", index: str = "exact") -> None:
-        """Raises UnknownChoice at an option that means nothing."""
+    def __init__(self, threads: int | None = None, precision: Precision = "f32", index: str = "exact", **state: Any) -> None:
+        """Raises UnknownChoice or ConfigError at an option that means nothing."""
+        super().__init__(**state)
         self._threads, self._precision, self._index_name = threads, known_precision(precision), known_index(index)
 
     def get_availability(self, bundle: Bundle) -> Availability:
@@ -55,31 +60,44 @@ class OpenVinoEncoder:
         if not (availability := self.get_availability(bundle)).ok:
             raise BackendUnavailable(availability.reason)
         self._window = limits(bundle.manifest.model).window
-        engine = self._compiled(bundle, self._precision)
+        engine = self._compiled(bundle, GRAPH, self._precision)
         if self._precision != "f32":
             self._require_quality(bundle, engine)
         self._engine = engine
         self._index = make_index(self._index_name, bundle.item_vectors)
         self._has_prompt = bool(bundle.prompt_length)
+        self._kept = states_if_any("openvino", bundle, self._state_options, partial(self._keep, bundle))
 
     def infer(self, request: EncodeRequest) -> Encoded:
         return self.batch_infer([request])[0]
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        batch = engine_batch(requests, self._window, len(self._index))
+        batch = engine_batch(requests, self._window, len(self._index), self._pool)
+        return self._kept.answer(requests, batch, self._index, self._whole) if self._kept else self._whole(requests, batch)
+
+    def close(self) -> None:
+        super().close()
+        for name in ("_engine", "_index"):
+            self.__dict__.pop(name, None)
+
+    def _whole(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch) -> list[Encoded]:
+        """The answers from all events of each history."""
         outputs = self._run(self._engine, batch)
         answers = self._index.answer(requests, outputs["state"][: len(batch)])
         return with_states(answers, outputs["states"][: len(batch)], batch) if self._has_prompt else answers
 
-    def close(self) -> None:
-        for name in ("_engine", "_index"):
-            self.__dict__.pop(name, None)
+    def _keep(self, bundle: Bundle) -> KeptStates:
+        engine = self._compiled(bundle, append.GRAPH, "f32")
+        inputs, outputs = ([node.any_name for node in nodes] for nodes in (engine.inputs, engine.outputs))
+        rows = partial(_bucket, step=self._step)
+        shapes = Shapes(users=partial(_bucket, step=_USERS), new=rows, past=rows)
+        return KeptStates(bundle, append.append_run(bundle, engine, inputs, outputs), self._state_options, shapes=shapes)
 
-    def _compiled(self, bundle: Bundle, precision: Precision) -> Any:
-        return compiled(compiled_graph(bundle, GRAPH), self._threads or threads_granted(), precision)
+    def _compiled(self, bundle: Bundle, graph: str, precision: Precision) -> Any:
+        return compiled(compiled_graph(bundle, graph), self._threads or threads_granted(), precision)
 
     def _require_quality(self, bundle: Bundle, engine: Any) -> None:
-        quality = compare(bundle, partial(self._states, engine), partial(self._states, self._compiled(bundle, "f32")))
+        quality = compare(bundle, partial(self._states, engine), partial(self._states, self._compiled(bundle, GRAPH, "f32")))
         found = f"openvino in {self._precision}"
         if missed := quality.shortcoming(LEAST):
             raise BackendUnavailable(f"{found} is too coarse for {bundle.version}: {missed}; set its option precision to f32")
@@ -88,11 +106,14 @@ class OpenVinoEncoder:
     def _states(self, engine: Any, batch: BehaviourBatch) -> FloatArray:
         return self._run(engine, batch)["state"][: len(batch)]
 
+    @property
+    def _step(self) -> int:
+        return max(1, self._window.longest // _LENGTHS)
+
     def _run(self, engine: Any, batch: BehaviourBatch) -> Mapping[str, FloatArray]:
         """The graph's outputs, of padding too: OpenVINO compiles for every shape it meets, so few shapes are shown to it."""
         users, events = batch.items.shape
-        longest = self._window.longest
-        shape = _bucket(users, _USERS), min(longest, _bucket(events, max(1, longest // _LENGTHS)))
+        shape = _bucket(users, _USERS), min(self._window.longest, _bucket(events, self._step))
         outputs: Mapping[str, FloatArray] = engine({node.any_name: _padded(getattr(batch, node.any_name), shape) for node in engine.inputs})
         return outputs
 

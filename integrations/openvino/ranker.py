@@ -10,7 +10,8 @@ from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.ranker_backend import RankerBackend
 from integrations.hstu.ranking_engine import RunAppend, RunRank
 from integrations.onnx.files import compiled_graph
-from integrations.onnx.ranker import GRAPHS, graph_inputs
+from integrations.onnx.layers import graph_inputs
+from integrations.onnx.ranker import GRAPHS
 from integrations.onnx.session import threads_granted
 from integrations.openvino.engine import INSTALL, compiled
 

@@ -57,7 +57,8 @@ def profile_ranges(graph: str, manifest: Manifest) -> dict[str, Range]:
         return _ranker_ranges(manifest)
     longest, usual = limits(manifest.model).max_length, limits(manifest.model).max_history
     if graph == "append":
-        return {"batch": (1, 8, 32), "new": (1, 1, min(32, longest)), "past": (0, usual, longest)}
+        block = -(-longest // row_blocks(usual))  # of rows that `encode` attends at once: as much memory
+        return {"batch": (1, 8, 32), "new": (1, 1, max(min(32, longest), block)), "past": (0, usual, longest)}
     return {"batch": (1, 8, 32), "length": (row_blocks(usual), usual, longest)}
 
 

@@ -1,6 +1,8 @@
-"""HSTU and SASRec on a TensorRT engine: the `encode` graph on the GPU, then the nearest items by scan."""
+"""HSTU and SASRec on TensorRT engines: the `encode` and `append` graphs on the GPU, then the nearest items by scan."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -9,11 +11,18 @@ from cluster.compilation import Precision
 from cluster.errors import BackendUnavailable, BundleError, CompileError
 from cluster.nearest import index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, UserSequence
+from integrations.hstu.append_inputs import Arrays, Shapes
+from integrations.hstu.config import HSTUConfig
 from integrations.hstu.engine_batch import engine_batch, with_states
+from integrations.hstu.keeps_rows import KeepsRows
 from integrations.hstu.limits import limits
+from integrations.hstu.stateful import KeptStates, states_if_any
+from integrations.hstu.user_behavior_schema import BehaviourBatch
+from integrations.onnx import append
 from integrations.tensorrt.engine_files import checked_engine, engine_of
 
 GRAPH = "encode"
+KEPT = ("kt", "v")
 _INPUTS = ("items", "times", "next_times", "lengths")
 _ONE_EVENT = UserSequence(
     items=np.ones(1, np.int32),
@@ -24,10 +33,13 @@ _ONE_EVENT = UserSequence(
 )
 
 
-class TensorRTEncoder:
-    """Takes the engine of this GPU's architecture in the first of `precisions` there is. `index`: see cluster/nearest.py."""
+class TensorRTEncoder(KeepsRows[KeptStates]):
+    """Takes the engines of this GPU's architecture in the first of `precisions` there is. `index`: see cluster/nearest.py. `state`: what is
+    kept of users, see StateOptions; the `append` engine then encodes their new events only.
+    """
 
-    def __init__(self, precisions: Sequence[Precision] = ("fp32", "fp16"), *, index: str = "exact") -> None:
+    def __init__(self, precisions: Sequence[Precision] = ("fp32", "fp16"), *, index: str = "exact", **state: Any) -> None:
+        super().__init__(**state)
         self._precisions, self._index_name = tuple(precisions), known_index(index)
 
     def get_availability(self, bundle: Bundle) -> Availability:
@@ -45,6 +57,7 @@ class TensorRTEncoder:
         self._index = make_index(self._index_name, bundle.item_vectors)
         self._window = limits(bundle.manifest.model).window
         self._has_prompt = bool(bundle.prompt_length)
+        self._kept = states_if_any("tensorrt", bundle, self._state_options, partial(self._keep, bundle))
         self.infer(EncodeRequest(_ONE_EVENT, top_n=1))  # TensorRT for RTX finishes its kernels in the first call: not in a user's
 
     def infer(self, request: EncodeRequest) -> Encoded:
@@ -56,12 +69,36 @@ class TensorRTEncoder:
         return [answer for part in parts for answer in self._answer(part)]
 
     def close(self) -> None:
+        super().close()
         for name in ("_engine", "_index"):
             self.__dict__.pop(name, None)
 
     def _answer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        batch = engine_batch(requests, self._window, len(self._index))
+        batch = engine_batch(requests, self._window, len(self._index), self._pool)
+        return self._kept.answer(requests, batch, self._index, self._whole) if self._kept else self._whole(requests, batch)
+
+    def _whole(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch) -> list[Encoded]:
+        """The answers from all events of each history."""
         tensors = batch.tensors()
         outputs = self._engine.run({name: tensors[name] for name in _INPUTS})
         answers = self._index.answer(requests, outputs["state"].cpu().numpy())
         return with_states(answers, outputs["states"].cpu().numpy(), batch) if self._has_prompt else answers
+
+    def _keep(self, bundle: Bundle) -> KeptStates:
+        """With the kept rows on the GPU."""
+        import torch  # noqa: PLC0415 - loaded with the engine
+
+        from integrations.hstu.torch_append import device_memory, nothing  # noqa: PLC0415 - imports torch
+
+        engine = checked_engine(bundle, engine_of(bundle, append.GRAPH, self._precisions))
+        config, on_gpu = HSTUConfig.model_validate(bundle.manifest.model.config), torch.cuda.is_available()
+
+        def call(inputs: Arrays) -> Arrays:
+            outputs = engine.run({name: torch.as_tensor(given) for name, given in inputs.items()})
+            return {name: made if on_gpu and name in KEPT else made.cpu().numpy() for name, made in outputs.items()}
+
+        run = append.append_run(bundle, call, engine.inputs, engine.outputs)
+        run(nothing(config, 1, 1, 1))  # as in `load`
+        memory = device_memory(config, self._state_options, bundle, torch.device("cuda")) if on_gpu else ()
+        shapes = Shapes(most_users=engine.largest_batch, most_new=engine.largest("items", 1))
+        return KeptStates(bundle, run, self._state_options, *memory, shapes=shapes)

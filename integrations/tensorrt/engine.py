@@ -29,20 +29,25 @@ class Engine:
             raise BackendUnavailable(f"{title(library)} cannot run {file.name} here, as for a lack of GPU memory: {self._reasons()}")
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
         self.inputs = [name for name in names if self._engine.get_tensor_mode(name) == library.TensorIOMode.INPUT]
-        self._outputs = {name: _torch_type(library, self._engine.get_tensor_dtype(name)) for name in names if name not in self.inputs}
+        self.outputs = {name: _torch_type(library, self._engine.get_tensor_dtype(name)) for name in names if name not in self.inputs}
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._nowhere = torch.empty(1, device="cuda")  # the address of tensors without elements, which must not be null
 
     @property
     def largest_batch(self) -> int:
         """How many users one call may hold: the upper end of the optimisation profile."""
-        return int(self._engine.get_tensor_profile_shape(self.inputs[0], 0)[2][0])
+        return self.largest(self.inputs[0], 0)
+
+    def largest(self, name: str, axis: int) -> int:
+        """How long one call's input of that name may be along that axis."""
+        return int(self._engine.get_tensor_profile_shape(name, 0)[2][axis])
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Outputs by name, on the GPU. Raises BackendFailed where a shape is outside the profile or the engine breaks."""
+        self._stream.wait_stream(torch.cuda.current_stream())  # on which kept rows may still be put side by side
         with torch.cuda.stream(self._stream):
             held = {name: self._bind(name, inputs[name]) for name in self.inputs}
-            outputs = {name: self._allocate(name, dtype) for name, dtype in self._outputs.items()}
+            outputs = {name: self._allocate(name, dtype) for name, dtype in self.outputs.items()}
             ran = self._context.execute_async_v3(self._stream.cuda_stream)
         self._stream.synchronize()
         del held  # inputs may only go once the stream has read them

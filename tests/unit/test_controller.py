@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from cluster.engines.stage_rules import StageRules
 from cluster.errors import BackendFailed, ConfigError, UnknownChoice
 from cluster.values import SkippedBackend
 from tests import scripted_backends
-from tests.scripted_backends import CLOCK, RULES, TABLE, First, Second, Third
+from tests.scripted_backends import CLOCK, RULES, TABLE, First, Keeping, Second, Third
 from tests.waiting import until
 
 ORDER = ("first", "second", "third")
@@ -496,6 +497,14 @@ class TestWarmUp:
             await controller.warm_up([])
 
 
+def measuring_users(tmp_path, **more):
+    """`keeping` takes 300 ms, for a user who returns 50; `second` always 200."""
+    Keeping.seconds, Keeping.again_s, Second.seconds = 0.3, 0.05, 0.2
+    rules = replace(RULES, returning=lambda request, number: 1000 + number)
+    table = {"keeping": "tests.scripted_backends:Keeping", "second": TABLE["second"]}
+    return make(tmp_path, selection="fastest", table=table, order=list(table), rules=rules, **more)
+
+
 class TestFastest:
     async def test_the_fastest_that_agrees_with_the_last_is_asked_first(self, tmp_path):
         First.seconds, Second.seconds, Third.seconds = 0.3, 0.1, 0.2
@@ -545,6 +554,42 @@ class TestFastest:
         )
         controller = make(tmp_path, selection="fastest")
         await controller.warm_up([1])
+        assert (await controller.call_one(1)).backend == "second"
+
+    @pytest.mark.parametrize(
+        ("returning", "fastest"), [(0.0, "second"), (0.1, "second"), (0.9, "keeping"), (1.0, "keeping"), (None, "keeping")]
+    )
+    async def test_users_who_return_count_by_their_share_and_the_log_tells_the_figures(self, tmp_path, caplog, returning, fastest):
+        caplog.set_level("INFO")
+        controller = measuring_users(tmp_path, returning=returning)
+        assert await controller.warm_up([1, 2]) == f"doubler={fastest}"
+        mean = 300 - 250 * (0.5 if returning is None else returning)
+        assert f"keeping {mean:.2f} ms (new 300.00, returning 50.00)" in caplog.text
+        assert "second 200.00 ms (new 200.00, returning 200.00)" in caplog.text
+        assert f"fastest doubler, {0.5 if returning is None else returning:.0%} of users returning: {fastest}" in caplog.text
+
+    async def test_what_was_kept_of_the_user_who_was_made_up_is_forgotten(self, tmp_path):
+        await measuring_users(tmp_path).warm_up([1, 2])
+        assert Keeping.log.count("forget returning of genrec rehearses") == 1
+        assert Keeping.log.index("forget returning of genrec rehearses") > max(n for n, done in enumerate(Keeping.log) if done == "user")
+
+    async def test_the_share_of_users_who_return_is_the_one_that_is_seen_once_a_thousand_were_looked_up(self, tmp_path):
+        controller = measuring_users(tmp_path)
+        await controller.warm_up([1, 2])
+        calls = len(Keeping.log)
+        Keeping.hits, Keeping.misses = 20, 979
+        await controller.refresh()
+        assert (await controller.call_one(1)).backend == "keeping", "too few to say"
+        Keeping.misses = 980
+        CLOCK.advance(5)
+        await controller.refresh()
+        assert (await controller.call_one(1)).backend == "second"
+        assert len(Keeping.log) == calls + 2, "nothing is timed again for that"
+
+    async def test_the_share_may_be_changed_while_it_serves(self, tmp_path):
+        controller = measuring_users(tmp_path)
+        await controller.warm_up([1, 2])
+        await controller.reconfigure(returning=0.0)
         assert (await controller.call_one(1)).backend == "second"
 
     async def test_measuring_is_not_counted_as_calls(self, tmp_path):

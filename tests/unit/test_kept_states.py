@@ -10,11 +10,15 @@ from msgspec.structs import replace
 
 from cluster.compilation import CompileOptions
 from cluster.engines.buffers import BufferPool
+from cluster.engines.controller import FrameworkController
+from cluster.engines.stage_rules import encoder_rules
 from cluster.errors import ConfigError, UnknownChoice
+from cluster.registry import backends
 from cluster.values import EncodeRequest, UserSequence
 from cluster.window import Window
 from integrations.datasets.movielens import read_ml_1m
 from integrations.datasets.options import ReadOptions
+from integrations.hstu.append_inputs import Shapes
 from integrations.hstu.encoder import CompiledTorchEncoder, TorchEncoder
 from integrations.hstu.engine_batch import engine_batch
 from integrations.hstu.state_options import StateOptions
@@ -22,19 +26,52 @@ from integrations.hstu.stateful import KeptStates
 from integrations.hstu.torch_append import append_run, device_memory
 from integrations.hstu.weights import load_model
 from integrations.onnx.encoder import OnnxRuntimeEncoder
+from integrations.openvino.encoder import OpenVinoEncoder
 from tests.bundles import make_bundle, make_generative_bundle, random_sequence, with_window_step
 from tests.compiled import compiled
 from tests.conftest import shared_data
 from tests.repetitions import times
 
-ENGINES = {"onnxruntime": OnnxRuntimeEncoder, "torch": TorchEncoder}
+
+def run_eagerly(function, *, recompile_limit, **_):
+    """In place of torch.compile: takes as many shapes and strides as that would compile for, and then no other."""
+    seen = set()
+
+    def run(*inputs):
+        shapes = tuple((tensor.shape, tensor.stride()) for tensor in inputs)
+        if len(seen) < recompile_limit:
+            seen.add(shapes)
+        assert shapes in seen
+        return function(*inputs)
+
+    return run
+
+
+class UncompiledTorchEncoder(CompiledTorchEncoder):
+    """The buckets of torch_compiled, and eager code; what is really compiled runs in the contract suite of encoders."""
+
+    def load(self, bundle):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "compile", run_eagerly)
+            super().load(bundle)
+
+
+ENGINES = {
+    "onnxruntime": OnnxRuntimeEncoder,
+    "openvino": OpenVinoEncoder,
+    "torch": TorchEncoder,
+    "torch_compiled": UncompiledTorchEncoder,
+}
 LONGEST = 20
 """max_history of the bundle; the window moves by 2."""
 
 
 @pytest.fixture(params=ENGINES)
-def engine(request):
-    return ENGINES[request.param]
+def engine(request, compiled_hstu):
+    kind = ENGINES[request.param]
+    if not (availability := kind().get_availability(compiled_hstu)).ok:
+        pytest.skip(f"{request.param}: {availability.reason}")
+    return kind
 
 
 @pytest.fixture(params=["paged", "radix"])
@@ -115,10 +152,10 @@ def test_a_window_that_moves_by_one_event_uses_what_is_kept_until_it_is_full(com
     assert kept == [0, LONGEST - 2, 0, 0, LONGEST - 1, 0]
 
 
-def test_the_two_engines_answer_alike_from_kept_states(loaded):
-    onnxruntime, eager = (loaded(kind, keep_from=1) for kind in ENGINES.values())
+def test_every_engine_answers_from_kept_states_as_eager_pytorch_does(loaded, engine):
+    compared, eager = loaded(engine, keep_from=1), loaded(TorchEncoder, keep_from=1)
     for requests in growing([random_sequence(length, seed=length) for length in range(1, 21)], seed=4):
-        for ours, theirs in zip(onnxruntime.batch_infer(requests), eager.batch_infer(requests), strict=True):
+        for ours, theirs in zip(compared.batch_infer(requests), eager.batch_infer(requests), strict=True):
             assert ours.state == pytest.approx(theirs.state, abs=1e-5)
 
 
@@ -132,7 +169,7 @@ def test_half_precision_moves_states_by_less_than_a_thousandth(loaded, engine, s
 def test_only_rows_behind_the_kept_ones_are_encoded(loaded, engine):
     keeping = loaded(engine, keep_from=1)
     given, run = [], kept_by(keeping).run
-    kept_by(keeping).run = lambda inputs: given.append((inputs["items"].shape[1], inputs["past_kt"].shape[-1])) or run(inputs)
+    kept_by(keeping).run = lambda inputs: given.append((inputs["lengths"].max(), inputs["past_lengths"].max())) or run(inputs)
     sequence = random_sequence(18)
     for length in (10, 11, 14, 14, 18):
         keeping.infer(asked(of(sequence, slice(length))))
@@ -398,12 +435,37 @@ def test_a_neighbours_memory_is_never_looked_at(loaded, engine, monkeypatch):
     assert_agree(plain, keeping, [asked(sequence, f"user {row}") for row, sequence in enumerate(sequences)])
 
 
-def test_the_compiled_encoder_and_a_sasrec_keep_nothing(compiled_sasrec, loaded, engine):
+async def test_the_fastest_is_measured_with_a_user_who_returns_and_of_whom_nothing_stays(compiled_hstu, caplog):
+    caplog.set_level("INFO")
+    table, options = {name: backends("encoder")[name] for name in ("onnxruntime", "torch")}, {"onnxruntime": {"keep_from": 1}}
+    controller = FrameworkController(
+        "encoder", table, list(table), compiled_hstu, encoder_rules(200), selection="fastest", returning=0.5, options=options
+    )
+    await controller.warm_up([EncodeRequest(random_sequence(length), 10) for length in (1, 18)])
+    kept = controller.kept()["onnxruntime"]
+    assert (kept["hits"], kept["hit_rows"], kept["misses"], kept["users"], kept["failures"]) == (5, 5 * 16, 1, 0, 0)
+    assert "fastest encoder, 50% of users returning: " in caplog.text
+    controller.close()
+
+
+def test_a_sasrec_keeps_nothing(compiled_sasrec, loaded, engine):
     encoder = loaded(engine, compiled_sasrec)
     encoder.infer(asked(random_sequence(15)))
     assert encoder.kept() == {}
-    with pytest.raises(TypeError, match="state_bytes"):
-        CompiledTorchEncoder(state_bytes=1)
+
+
+def test_new_rows_and_users_beyond_what_an_engine_takes_are_appended_in_steps(loaded, engine, monkeypatch):
+    monkeypatch.setattr("integrations.hstu.encoder.NEW_BUCKETS", (2, 3))
+    plain, keeping = loaded(engine, state_bytes=0), loaded(engine, keep_from=1)
+    given, run, inputs = [], kept_by(keeping).run, kept_by(keeping).inputs
+    kept_by(keeping).run = lambda inputs: given.append(inputs["items"].shape) or run(inputs)
+    if inputs.shapes.most_new != 3:
+        monkeypatch.setattr(inputs, "shapes", Shapes(past=inputs.shapes.past, most_new=3, most_users=8))
+    for requests in growing([random_sequence(length, seed=length) for length in range(1, 31)], seed=8):
+        assert_agree(plain, keeping, requests)
+    assert max(new for _, new in given) == 3
+    assert max(users for users, _ in given) == 8
+    assert keeping.kept()["hit_rows"]
 
 
 @pytest.mark.parametrize(
@@ -465,7 +527,7 @@ def test_states_on_a_device_answer_as_those_in_host_memory(tmp_path, loaded, mon
     bundle = make_generative_bundle(tmp_path / "generative")
     plain, keeping = loaded(TorchEncoder, bundle, state_bytes=0), loaded(TorchEncoder, bundle, state_bytes=1 << 20)
     cpu, options, model = torch.device("cpu"), StateOptions(bytes=1 << 20, keep_from=1), load_model(bundle)
-    run = append_run(model, cpu)
+    run = append_run(model.append, cpu)
 
     def run_on_tensors(inputs):
         assert isinstance(inputs["past_kt"], torch.Tensor)

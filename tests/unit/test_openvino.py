@@ -195,3 +195,31 @@ def test_shows_openvino_few_shapes_because_it_compiles_for_each(loaded):
         answers = encoder.batch_infer([EncodeRequest(random_sequence(20, seed=seed), 3) for seed in range(users)])
         assert len(answers) == users
     assert {batch for batch, _ in shapes} == {1, 2, 4, 8, 16, 24, 32, 40}
+
+
+def first_of(sequence, count):
+    columns = (getattr(sequence, name)[:count] for name in ("items", "timestamps", "actions", "values"))
+    return UserSequence(*columns, request_time=sequence.request_time)
+
+
+def test_shows_openvino_few_shapes_of_kept_states(loaded):
+    encoder = loaded(keep_from=1)
+    kept, shapes = encoder._kept, set()  # noqa: SLF001 - the engine that is called is listened to
+    run = kept.run
+    kept.run = lambda inputs: shapes.add((*inputs["items"].shape, inputs["past_times"].shape[1])) or run(inputs)
+    for users in (1, 3, 9):
+        for length in range(1, 21):
+            histories = [first_of(random_sequence(20, seed=seed), length) for seed in range(users)]
+            encoder.batch_infer([EncodeRequest(history, 3, user=f"{users} {seed}") for seed, history in enumerate(histories)])
+    assert {batch for batch, _, _ in shapes} == {1, 4, 16}
+    assert {new for _, new, _ in shapes} == {1, 2}
+    assert {past for _, _, past in shapes} == {1, *range(2, 19, 2)}
+
+
+def test_keeps_no_state_where_the_append_graph_is_missing_and_says_how_to_make_it(loaded, compiled_hstu, caplog):
+    artifacts = [artifact for artifact in compiled_hstu.manifest.artifacts if artifact.graph != "append"]
+    bare = replace(compiled_hstu, manifest=compiled_hstu.manifest.model_copy(update={"artifacts": artifacts}))
+    encoder = loaded(bare, keep_from=1)
+    assert encoder.infer(EncodeRequest(random_sequence(9), 3, user="ann")).items.size == 3
+    assert encoder.kept() == {}
+    assert "openvino keeps no user's state: tiny-hstu/2 has no onnx artifact 'append'; run: genrec compile" in caplog.text

@@ -6,19 +6,22 @@ import onnx
 import pytest
 import torch
 
-from cluster.bundle import Bundle, FailedStep
+from cluster.bundle import Bundle, FailedStep, ModelRecord
 from cluster.compilation import CompileOptions
 from cluster.errors import BackendUnavailable, CompileError
 from cluster.values import EncodeRequest
+from integrations.hstu.encoder import TorchEncoder
 from integrations.hstu.weights import load_model
 from integrations.onnx.files import graph_file
+from integrations.onnx.graphs import graphs
 from integrations.tensorrt import build, device, engine_files
 from integrations.tensorrt.build import build_engine, builder_config, profile_ranges
 from integrations.tensorrt.encoder import TensorRTEncoder
 from integrations.tensorrt.engine import Engine
 from integrations.tensorrt.engine_files import engine_of
 from integrations.tensorrt.library import FULL, RTX, load_library, make_logger
-from tests.bundles import last_states, random_sequence
+from tests.bundles import random_sequence
+from tests.unit.test_kept_states import assert_agree, growing
 
 rtx = pytest.importorskip(RTX, reason="TensorRT-RTX is not installed; run: pip install 'genrec[cpu]'")
 
@@ -278,22 +281,31 @@ def test_an_engine_that_cannot_start_where_it_was_built_fails_its_step(compiled_
 class TorchEngine:
     """An engine whose answers are the model's, times `factor`; it counts its calls."""
 
-    largest_batch = 32
+    largest_batch, most_new = 32, 4
 
-    def __init__(self, model, factor):
-        self._model, self._factor, self.calls = model, factor, 0
+    def __init__(self, graph, factor):
+        self._graph, self._factor, self.calls = graph, factor, 0
+        self.inputs, self.outputs = list(graph.inputs), list(graph.outputs)
+
+    def largest(self, name, axis):
+        assert (name, axis) == ("items", 1)
+        return self.most_new
 
     def run(self, inputs):
+        assert self._graph.name != "append" or inputs["items"].shape[1] <= 8
         self.calls += 1
         with torch.no_grad():
-            return {"state": last_states(self._model, *inputs.values()) * self._factor}
+            made = self._graph.module(*(inputs[name] for name in self.inputs))
+        return {name: output * self._factor for name, output in zip(self.outputs, made, strict=True)}
 
 
-def served_with(monkeypatch, bundle, factor):
+def served_with(monkeypatch, bundle, factor, append_factor=1.0):
+    """The `encode` engine by which TensorRTEncoder will then serve; `append` has its own factor."""
     on_gpu(monkeypatch, "sm_89")
-    engine = TorchEngine(load_model(bundle), factor)
-    monkeypatch.setattr("integrations.tensorrt.engine.Engine", lambda library, file: engine)
-    return engine
+    factors = {"encode": factor, "retrieve": factor, "append": append_factor}
+    engines = {graph.name: TorchEngine(graph, factors[graph.name]) for graph in graphs(load_model(bundle), bundle.prompt_length)}
+    monkeypatch.setattr("integrations.tensorrt.engine.Engine", lambda library, file: engines[file.name.split(".")[0]])
+    return engines["encode"]
 
 
 @pytest.mark.parametrize("factor", [0.9, float("nan")])
@@ -312,3 +324,66 @@ def test_an_engine_that_answers_as_the_model_does_serves_and_one_checked_when_it
     checked = served_with(monkeypatch, compiled_hstu, 1.0)
     TensorRTEncoder().load(with_artifacts(compiled_hstu, artifacts))
     assert (checked.calls, unchecked.calls > 2) == (1, True)
+
+
+@pytest.fixture
+def keeping(compiled_hstu, monkeypatch):
+    served_with(monkeypatch, compiled_hstu, 1.0)
+    encoder = TensorRTEncoder(keep_from=1)
+    encoder.load(compiled_hstu)
+    yield encoder
+    encoder.close()
+
+
+@pytest.fixture
+def plain(compiled_hstu):
+    encoder = TorchEncoder(state_bytes=0)
+    encoder.load(compiled_hstu)
+    return encoder
+
+
+def test_appends_to_kept_states_by_the_append_engine_in_steps_that_it_takes(keeping, plain):
+    for requests in growing([random_sequence(length, seed=length) for length in range(1, 31)], seed=3):
+        assert_agree(plain, keeping, requests)
+    assert keeping.kept()["hit_rows"] > 0.5 * keeping.kept()["asked_rows"]
+    assert keeping.forget("default", "user 29") > 0
+
+
+def test_a_user_of_whom_everything_but_the_last_event_is_kept_costs_one_call_of_the_append_engine_and_none_of_the_other(keeping, plain):
+    request = EncodeRequest(random_sequence(20), 10, user="ann")
+    keeping.infer(request)
+    encode, append = keeping._engine, keeping._kept  # noqa: SLF001 - the engines count their calls
+    run, sizes = append.run, []
+    append.run = lambda inputs: sizes.append(inputs["items"].shape) or run(inputs)
+    before = encode.calls
+    assert keeping.infer(request).state == pytest.approx(plain.infer(request).state, abs=1e-5)
+    assert (sizes, encode.calls) == ([(1, 1)], before)
+
+
+@pytest.mark.parametrize("factor", [0.9, float("nan")])
+def test_an_append_engine_that_is_wrong_keeps_no_state_and_every_history_is_encoded_whole(
+    compiled_hstu, monkeypatch, plain, caplog, factor
+):
+    served_with(monkeypatch, compiled_hstu, 1.0, append_factor=factor)
+    encoder, request = TensorRTEncoder(keep_from=1), EncodeRequest(random_sequence(20), 10, user="ann")
+    encoder.load(compiled_hstu)
+    assert encoder.infer(request).state == pytest.approx(plain.infer(request).state, abs=1e-5)
+    assert encoder.kept() == {}
+    assert "tensorrt keeps no user's state: tensorrt/append.fp32.sm_89.engine, built without its GPU" in caplog.text
+
+
+def test_keeps_no_state_where_there_is_no_append_engine_and_says_how_to_build_it(compiled_hstu, monkeypatch, caplog):
+    bare = with_artifacts(compiled_hstu, [a for a in compiled_hstu.manifest.artifacts if (a.kind, a.graph) != ("tensorrt", "append")])
+    served_with(monkeypatch, bare, 1.0)
+    encoder = TensorRTEncoder(keep_from=1)
+    encoder.load(bare)
+    assert len(encoder.infer(EncodeRequest(random_sequence(20), 10, user="ann")).items) == 10
+    assert encoder.kept() == {}
+    assert "tensorrt keeps no user's state: tiny-hstu/2 has no tensorrt artifact 'append'; run: genrec compile" in caplog.text
+
+
+def test_an_append_engine_takes_as_many_new_rows_as_encode_attends_at_once(compiled_hstu):
+    config = {**compiled_hstu.manifest.model.config, "max_history": 2048, "max_length": 2059}
+    manifest = compiled_hstu.manifest.model_copy(update={"model": ModelRecord(family="hstu", config=config)})
+    assert profile_ranges("append", manifest)["new"] == (1, 1, 258)
+    assert profile_ranges("append", compiled_hstu.manifest)["new"][2] <= 32

@@ -64,7 +64,7 @@ class Recording(CompiledTorchEncoder):
 
 
 def test_pads_every_batch_up_to_a_bucket_that_was_compiled(bundle):
-    encoder, plain = Recording(), TorchEncoder()
+    encoder, plain = Recording(state_bytes=0), TorchEncoder()
     encoder.load(bundle)
     plain.load(bundle)
     for sizes in ([1], [5], [6], [30], [3] * 2, [3, 20] * 4, [2] * 9, [7] * 70):
@@ -81,7 +81,7 @@ def test_a_shape_outside_the_buckets_is_an_error_and_never_runs_eagerly(bundle):
     class OneBucket(CompiledTorchEncoder):
         batches = ONE_BUCKET
 
-    encoder = OneBucket()
+    encoder = OneBucket(state_bytes=0)
     encoder.load(bundle)
     torch.set_autocast_cache_enabled(False)  # as other code may have left it in the thread that asks
     assert len(encoder.infer(EncodeRequest(random_sequence(5), 3)).items) == 3
