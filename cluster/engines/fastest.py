@@ -117,7 +117,7 @@ async def median_ms(
     backends: Sequence[ManagedBackend[RequestT, AnswerT]], samples: Callable[[int], Sequence[RequestT]]
 ) -> dict[str, float]:
     """By name, of calls in turns, so that what slows the machine for a while slows them all; without those that broke while they were
-    timed. `samples` gives the requests of each round; the first is not counted: there, nobody has returned yet.
+    timed. `samples` gives the requests of each round; the first is not counted: there, no user has returned yet.
     """
     durations: dict[str, list[float]] = {backend.name: [] for backend in backends}
     broken = set()
