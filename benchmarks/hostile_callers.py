@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 TRICKLE_S = 1.0
 """Between two bytes of a slow caller."""
 MIB = 2**20
-LAWFUL = json.dumps({"user_id": "hostile", "behaviours": [], "k": 1000, "cache": "bypass"}).encode()
+LAWFUL = json.dumps({"user_id": "hostile", "behaviours": [], "k": 1000, "strategy": "retrieval", "cache": "bypass"}).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ async def leaving(line: Line) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`connections` at a time, each opened again `pause_s` after it has ended."""
+    """`connections` at a time, each opened again `pause_s` after it has ended, on average."""
 
     talk: Callable[[Line], Awaitable[str]]
     connections: int
@@ -196,8 +196,8 @@ async def call(url: str, kind: Kind, seconds: float) -> Counter[str]:
 
     async def caller() -> None:
         while True:
+            await asyncio.sleep(random.uniform(0, 2 * kind.pause_s))  # not all of them at one moment
             over[await once(url, next(addresses), kind)] += 1
-            await asyncio.sleep(kind.pause_s)
 
     async with asyncio.TaskGroup() as group:
         callers = [group.create_task(caller()) for _ in range(kind.connections)]

@@ -45,11 +45,11 @@ _log = logging.getLogger(__name__)
 
 
 class BodyTooLarge(HTTPException):
-    """The body has more bytes than the service reads. An HTTPException: FastAPI makes any other error of reading a body a 400."""
+    """The body has more bytes, or values, than are read. An HTTPException: FastAPI makes any other error of reading a body a 400."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, most: int, of: str = "bytes") -> None:
         self.field = "body"
-        self.problem = f"has more than the {max_bytes} bytes this service takes; send the most recent behaviours only"
+        self.problem = f"has more than the {most} {of} this service takes; send the most recent behaviours only"
         super().__init__(413, f"{self.field}: {self.problem}")
 
     def __str__(self) -> str:

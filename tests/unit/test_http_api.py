@@ -178,12 +178,12 @@ async def test_what_is_hardly_json_is_refused_and_never_a_server_error(client, r
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
-        ("/v1/recommend", {"user_id": "a", "behaviours": [0] * 250_000}, "behaviours[0]"),
-        ("/v1/recommend", {"user_id": "a", "blocked": [{}] * 250_000}, "blocked[0]"),
-        ("/v1/recommend", {"user_id": "a", "blocked": [1] * 400_000}, "blocked"),
-        ("/v1/recommend:batch", {"requests": [{}] * 250_000}, "requests[0].user_id"),
-        ("/v1/rank", {"user_id": "a", "candidates": [[]] * 250_000}, "candidates[0]"),
-        ("/v1/events", {"events": [0] * 250_000}, "events[0]"),
+        ("/v1/recommend", {"user_id": "a", "behaviours": [0] * 90_000}, "behaviours[0]"),
+        ("/v1/recommend", {"user_id": "a", "blocked": [{}] * 90_000}, "blocked[0]"),
+        ("/v1/recommend", {"user_id": "a", "blocked": [1] * 90_000}, "blocked"),
+        ("/v1/recommend:batch", {"requests": [{}] * 90_000}, "requests[0].user_id"),
+        ("/v1/rank", {"user_id": "a", "candidates": [[]] * 90_000}, "candidates[0]"),
+        ("/v1/events", {"events": [0] * 90_000}, "events[0]"),
     ],
 )
 async def test_a_large_body_that_is_wrong_throughout_is_refused_by_its_first_wrong_entry(service, path, body, field):
@@ -197,6 +197,20 @@ async def test_a_large_body_that_is_wrong_throughout_is_refused_by_its_first_wro
     assert response.status_code == 422
     assert [error["field"] for error in response.json()["errors"]] == [field]
     assert peak < 64 * 2**20
+
+
+@pytest.mark.parametrize("path", ["/v1/recommend", "/v1/recommend:batch", "/v1/rank", "/v1/events"])
+async def test_a_body_of_more_values_than_any_request_needs_is_refused_before_they_become_objects(service, path):
+    transport = httpx.ASGITransport(create_api(service, None, GatewaySettings()))
+    content = b'{"user_id": "a", "behaviours": [' + b"1," * 500_000 + b"1]}"
+    async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
+        tracemalloc.start()
+        response = await client.post(path, content=content, headers={"content-type": "application/json"})
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert (response.status_code, response.json()["errors"][0]["field"]) == (413, "body")
+    assert "104857 values" in response.json()["detail"]
+    assert peak < 8 * 2**20
 
 
 async def test_a_bad_request_in_a_batch_is_named_by_its_place(client):
