@@ -9,11 +9,12 @@ full. Writes benchmarks/results/size_cpu_DATE.md.
 """
 
 import asyncio
+import json
 import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ MODELS: Mapping[str, Mapping[str, int]] = {
 }
 WINDOW = 128
 DECODER = {"hidden": 128, "layers": 4, "heads": 4, "feedforward": 512, "prompt_length": 64}
-USERS, CLIENTS, LOADED_WITHIN_S, POLL_S = 500, 4, 600.0, 2.0
+USERS, CLIENTS, LOADED_WITHIN_S, POLL_S = 500, 32, 600.0, 2.0
 ROLES = {
     "gateway": "ServeReplica:genrec:gateway",
     "encoder": "ServeReplica:genrec:encoder",
@@ -59,7 +60,13 @@ REST = "Ray and Serve"
 CHANGES: Mapping[str, Any] = {
     "events": {"enabled": False},
     "cache": {"l1_bytes": 4 << 20, "l2_shard_bytes": 4 << 20},
-    "gateway": {"deadline_s": 60, "ranking_deadline_s": 60, "generation_deadline_s": 60, "request_within_s": 300},
+    "gateway": {
+        "deadline_s": 60,
+        "ranking_deadline_s": 60,
+        "generation_deadline_s": 60,
+        "request_within_s": 300,
+        "max_held_bytes": 1 << 20,
+    },
 }
 
 
@@ -96,10 +103,10 @@ def resident(serving: int) -> dict[str, int]:
 
 
 def compared(plan: Plan, measured: Mapping[str, int], *, used: bool) -> list[Compared]:
-    """`used`: with what is kept."""
+    """`used`: with what is kept, and what requests have had it allocate."""
 
     def predicted(one: Process) -> int:
-        return one.count * one.bytes("start", "mapped", *(("filled",) if used else ()))
+        return one.count * one.bytes("start", "mapped", *(("filled", "passing") if used else ()))
 
     return [Compared(one.name, predicted(one), measured.get(one.name, 0)) for one in plan.processes]
 
@@ -120,14 +127,24 @@ def _missing(told: Mapping[str, Any], wanted: Mapping[str, Sequence[str]]) -> It
         yield from (f"{stage['stage']} {name}" for name in wanted.get(stage["stage"], ()) if here[name]["reasons"])
 
 
-async def ask(url: str, asked: Sequence[str]) -> None:
+def rankings(asked: Sequence[str]) -> Iterator[str]:
+    """The same users with candidates: their own items."""
+    for body in map(json.loads, asked):
+        yield json.dumps({**{key: body[key] for key in ("user_id", "behaviours", "request_time")}, "candidates": _items(body)})
+
+
+def _items(body: Mapping[str, Any]) -> list[str]:
+    return [one["item_id"] for one in body["behaviours"]]
+
+
+async def ask(url: str, path: str, asked: Iterable[str]) -> None:
     """Each once."""
     waiting = iter(asked)
     async with aiohttp.ClientSession(url, headers={"content-type": "application/json"}) as http:
 
         async def client() -> None:
             for body in waiting:
-                async with http.post("/v1/recommend", data=body) as response:
+                async with http.post(path, data=body) as response:
                     if response.status != 200:
                         raise SystemExit(f"a request was answered {response.status}: {await response.text()}")
 
@@ -144,7 +161,9 @@ def measured(bundle: Bundle, port: int) -> tuple[list[Compared], list[Compared]]
     with serving as url:
         wait_until_loaded(url, wanted)
         first = compared(plan_of(settings, sizes, count, Use(users=0), "host"), resident(serving.pid), used=False)
-        asyncio.run(ask(url, bodies(bundle.path.parent, users=USERS, events=WINDOW)))
+        asked = bodies(bundle.path.parent, users=USERS, events=WINDOW)
+        asyncio.run(ask(url, "/v1/recommend", asked))
+        asyncio.run(ask(url, "/v1/rank", rankings(asked)))
         time.sleep(5 * POLL_S)
         return first, compared(plan_of(settings, sizes, count, Use(USERS, WINDOW), "host"), resident(serving.pid), used=True)
 

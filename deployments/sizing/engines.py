@@ -34,10 +34,10 @@ LIBRARIES = {
     "openvino": (60 * MIB, 90 * MIB),
     "torch": (130 * MIB, 75 * MIB),
     "torch_beam": (36 * MIB, 82 * MIB),
-    "vllm": (170 * MIB, 60 * MIB),
+    "vllm": (215 * MIB, 95 * MIB),
 }
 """What importing them takes: own memory, and mapped files; measured on a CPU by benchmarks/size.py. torch's counts for those below it."""
-VLLM_ENGINE = (470 * MIB, 235 * MIB)
+VLLM_ENGINE, VLLM_WORK = (470 * MIB, 235 * MIB), 200 * MIB
 CUDA_CONTEXT = 512 * MIB
 """On a GPU, of each process that uses it; a usual size, not measured here."""
 PROMPT_PAGE_ROWS = 16
@@ -83,7 +83,7 @@ def stage_parts(stage: str, settings: Settings, sizes: Sizes, use: Use, place: P
         yield from _semantic_ids(sizes)
     if (stage == "generator" and names) or (stage == "encoder" and {"onnxruntime", "openvino", "tensorrt"} & set(names)):
         yield Part(f"{stage}: item vectors", sizes.vector_bytes)
-    if names:
+    if names and names[0] != "vllm":  # which has no batches of ours
         yield _batch(stage, settings.engines(stage), sizes, place)
 
 
@@ -113,6 +113,7 @@ def engine_process(settings: Settings, sizes: Sizes, place: Place) -> tuple[Part
         Part("Python and vLLM", mapped, "mapped"),
         Part("vllm: weights", sizes.decoder.parameters * width, place=place),
         Part("vllm: KV cache", options.get("kv_cache_bytes", 256 * MIB), place=place, key="generator.options.vllm.kv_cache_bytes"),
+        Part("vllm: requests", VLLM_WORK, "passing", place),
         *([Part("CUDA context", CUDA_CONTEXT, place="gpu")] if place == "gpu" else ()),
     )
 
@@ -155,7 +156,7 @@ def _ranker(name: str, settings: Settings, sizes: Sizes, use: Use, place: Place)
         yield Part(f"ranker {name}: weights to append", weights, place=place)
     if state_bytes := options.get("state_bytes", DEFAULT_BYTES):
         planes = state_planes(config, _dtype(options), with_states=False)
-        yield from _kept(f"ranker {name}", planes, state_bytes, options, use.within(config.max_history + 1))
+        yield from _kept(f"ranker {name}", planes, state_bytes, options, use.within(config.max_history))
 
 
 def _generator(name: str, settings: Settings, sizes: Sizes, use: Use, place: Place) -> Iterator[Part]:
@@ -181,10 +182,10 @@ def _generator(name: str, settings: Settings, sizes: Sizes, use: Use, place: Pla
 def _kept(
     name: str, planes: dict[str, Plane], budget: int, options: dict[str, Any], use: Use, *, on_device: bool = False
 ) -> Iterator[Part]:
-    """The states of users, whose last event's row is never kept."""
-    history = use.history or 0
-    rows = history - 1 if history >= options.get("keep_from", KEEP_FROM) else 0
+    """The states of users. Of the encoder's, the last event's row is not final, and never kept."""
     stage, _, engine = name.partition(" ")
+    history = use.history or 0
+    rows = history - (stage == "encoder") if history >= options.get("keep_from", KEEP_FROM) else 0
     key, (size, users) = f"{stage}.options.{engine}.state_bytes", kept_bytes(planes, budget, PAGE_ROWS, rows, use.users)
     if on_device:  # pinned host memory is taken at once, and the device's copy fills up
         yield Part(f"{name}: kept states", size, "filled", "gpu", key, users)

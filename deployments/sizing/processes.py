@@ -11,11 +11,17 @@ from deployments.sizing.engines import Use, engine_process, library_parts, loade
 from deployments.sizing.model import Sizes
 from deployments.sizing.parts import MIB, Part, Place, Plan, Process, present
 
-BASE = (150 * MIB, 100 * MIB)
-"""Python, Ray Serve and genrec in a replica that serves nothing yet: own memory, and mapped files. Measured by benchmarks/size.py."""
-ACTOR = (110 * MIB, 80 * MIB)
-RAY = (1500 * MIB, 100 * MIB)
-"""Ray's and Serve's own processes on a head node, all together: raylet, GCS, dashboard, agents, controller, proxy."""
+BASES = {
+    "gateway": (150 * MIB, 105 * MIB),
+    "stage": (133 * MIB, 98 * MIB),
+    "switchboard": (115 * MIB, 94 * MIB),
+    "cache actor": (62 * MIB, 70 * MIB),
+    "Ray and Serve": (830 * MIB, 1340 * MIB),
+}
+"""What each kind of process takes that serves nothing yet, with Python, Ray and genrec in it: own memory, and what it shares with others,
+mapped files above all. Ray's and Serve's are a head node's, all together: raylet, GCS, dashboard, agents, controller, proxy, HAProxy; the
+dashboard's processes share what they were forked with. Measured by benchmarks/size.py.
+"""
 SHOWN_USERS = 10_000
 
 
@@ -47,7 +53,7 @@ def replica(role: str, settings: Settings, sizes: Sizes, use: Use, place: Place)
     for stage in stages:
         parts += stage_parts(stage, settings, sizes, use, place)
     names = {name for stage in stages for name in loaded(stage, settings, sizes, place)}
-    return Process(role, 1, present([*_base(BASE, "Python, Ray and genrec"), *library_parts(names, place), *parts]))
+    return Process(role, 1, present([*_base("gateway" if role == "gateway" else "stage"), *library_parts(names, place), *parts]))
 
 
 def _processes(settings: Settings, sizes: Sizes, count: Mapping[str, int], use: Use, place: Place) -> Iterator[Process]:
@@ -59,12 +65,12 @@ def _processes(settings: Settings, sizes: Sizes, count: Mapping[str, int], use: 
         yield Process("vLLM's engine", generators, present(parts))
     if settings.cache.enabled and settings.cache.l2 == "actors":
         budget = Part("kept answers (l2)", settings.cache.l2_shard_bytes, "filled", key="cache.l2_shard_bytes")
-        yield Process("cache actor", settings.cache.l2_shards, present([*_base(ACTOR, "Python and Ray"), budget]))
-    yield Process("switchboard", 1, tuple(_base(BASE, "Python, Ray and genrec")))
+        yield Process("cache actor", settings.cache.l2_shards, present([*_base("cache actor"), budget]))
+    yield Process("switchboard", 1, tuple(_base("switchboard")))
     if settings.zeromq is not None:
         requests = Part("requests", settings.zeromq.max_bytes, "passing", key="zeromq.max_bytes")
-        yield Process("zeromq", 1, (*_base(BASE, "Python, Ray and genrec"), requests))
-    yield Process("Ray and Serve", 1, tuple(_base(RAY, "their processes")))
+        yield Process("zeromq", 1, (*_base("switchboard"), requests))
+    yield Process("Ray and Serve", 1, tuple(_base("Ray and Serve")))
 
 
 def _gateway(settings: Settings, sizes: Sizes, use: Use) -> Iterator[Part]:
@@ -83,10 +89,10 @@ def _gateway(settings: Settings, sizes: Sizes, use: Use) -> Iterator[Part]:
     yield Part("requests' bodies", edge.max_held_bytes, "passing", key="gateway.max_held_bytes")
 
 
-def _base(sizes: tuple[int, int], name: str) -> Iterator[Part]:
-    own, mapped = sizes
-    yield Part(name, own)
-    yield Part(name, mapped, "mapped")
+def _base(kind: str) -> Iterator[Part]:
+    own, shared = BASES[kind]
+    yield Part("Python, Ray and genrec", own)
+    yield Part("Python, Ray and genrec", shared, "mapped")
 
 
 def _shared_out(use: Use, number: int) -> Use:
