@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -15,6 +15,7 @@ from cluster.errors import ConfigError
 from cluster.machine import memory_limit
 from cluster.ranking import Task
 from cluster.served import served_bundle
+from cluster.stages import STAGES
 from deployments.cli.config import ConfigFile
 from deployments.sizing.engines import Use
 from deployments.sizing.fit import UNITS, said, unfit
@@ -55,7 +56,8 @@ def size(
     settings = settings if model_dir is None else settings.model_copy(update={"model_dir": model_dir})
     thought_of = {"layers": layers, "dim": dim, "heads": heads, "max_history": window}
     sizes = _untrained(items, thought_of, decoder, ranker=ranker) if any(thought_of.values()) else _trained(settings, items)
-    count = {**replicas(read_document(path), most=most), **dict(map(_count, replica or []))}
+    known = ("gateway", *(STAGES if settings.placement == "split" else ()))
+    count = {**replicas(read_document(path), most=most), **dict(_count(text, known) for text in replica or [])}
     place: Place = "gpu" if device == "gpu" else "host"
     plan = plan_of(settings, sizes, count, Use(users, history), place)
     problem = unfit(plan, room) if room else ""
@@ -108,8 +110,10 @@ def _with_precision(settings: Settings, precision: str) -> Settings:
     return parse(tree)
 
 
-def _count(text: str) -> tuple[str, int]:
+def _count(text: str, known: Sequence[str]) -> tuple[str, int]:
     name, _, number = text.partition("=")
+    if name not in known:
+        raise ConfigError(f"there is no deployment {name!r} to have replicas of; choose from {', '.join(known)}")
     if not name or not number.isdecimal():
         raise ConfigError(f"--replicas {text!r} is not of the form DEPLOYMENT=NUMBER, as encoder=2")
     return name, int(number)

@@ -16,7 +16,7 @@ from deployments.sizing.engines import Use
 from deployments.sizing.model import Sizes, sizes_of
 from deployments.sizing.parts import Part, Place, Plan, Process
 from deployments.sizing.processes import plan_of, replica
-from deployments.telemetry.gpus import nvml
+from deployments.telemetry.gpus import any_gpu
 
 TOLERANCE = 0.15
 """How far a prediction may be off what is measured; benchmarks/size.py compares them."""
@@ -41,7 +41,7 @@ def require_replica_fits(settings: Settings, bundle: Bundle, role: StageName | s
 
 def here() -> Place:
     """Where engines compute on this machine."""
-    return "gpu" if nvml() else "host"
+    return "gpu" if any_gpu() else "host"
 
 
 def unfit(plan: Plan, room: int) -> str:

@@ -26,23 +26,22 @@ SHOWN_USERS = 10_000
 
 
 def replicas(document: Mapping[str, Any], *, most: bool) -> dict[str, int]:
-    """Deployment -> how many replicas the first application of a Serve config file starts with, or has at `most`."""
+    """Deployment -> how many replicas the first application of a Serve config file starts with, or has at `most`. Raises ConfigError."""
     found = {}
     for one in document["applications"][0].get("deployments") or []:
         scaled = one.get("autoscaling_config") or {}
         first = scaled.get("initial_replicas") or scaled.get("min_replicas", 1)
         count = one.get("num_replicas") or (scaled.get("max_replicas", 1) if most else first)
-        found[one["name"]] = int(count) if count != "auto" else 1
+        if count != "auto" and not isinstance(count, int):
+            raise ConfigError(f"deployment {one.get('name')} has {count!r} replicas; give a number, or auto")
+        found[str(one.get("name"))] = 1 if count == "auto" else count
     return found
 
 
 def plan_of(settings: Settings, sizes: Sizes, count: Mapping[str, int], use: Use, place: Place) -> Plan:
     """What serves this configuration, on one machine. `count` of replicas, 1 where nothing is said; `use` is that of all of them, and users
-    are shared out. Raises ConfigError where it names no deployment.
+    are shared out.
     """
-    known = {"gateway", "switchboard", "zeromq", *(STAGES if settings.placement == "split" else ())}
-    if strangers := sorted(set(count) - known - set(STAGES)):
-        raise ConfigError(f"there is no deployment {strangers[0]!r} to have replicas of; there are {', '.join(sorted(known))}")
     return Plan(sizes.name, tuple(_processes(settings, sizes, count, use, place)))
 
 

@@ -180,6 +180,9 @@ class TestProcesses:
         document = {"applications": [{"deployments": [{"name": "gateway", "num_replicas": 2}, scaled]}]}
         assert replicas(document, most=False) == {"gateway": 2, "encoder": 1}
         assert replicas(document, most=True) == {"gateway": 2, "encoder": 5}
+        wrong = {"applications": [{"deployments": [{"name": "gateway", "num_replicas": "two"}]}]}
+        with pytest.raises(ConfigError, match="deployment gateway has 'two' replicas"):
+            replicas(wrong, most=False)
 
     def test_a_gpu_holds_weights_and_states(self, bundle):
         settings = parse({**TORCH, "encoder": {"order": ["torch"], "options": {"torch": {"state_bytes": 2**20}}}})
@@ -351,6 +354,7 @@ class TestCommand:
             (("--memory", "0"), "--memory '0' is not a size"),
             (("--replicas", "encoder"), "--replicas 'encoder' is not of the form"),
             (("--replicas", "coder=2"), "there is no deployment 'coder'"),
+            (("--replicas", "encoder=many"), "--replicas 'encoder=many' is not of the form"),
             (("--layers", "3"), "give --items"),
         ],
     )
