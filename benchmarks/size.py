@@ -46,7 +46,7 @@ MODELS: Mapping[str, Mapping[str, int]] = {
 }
 WINDOW = 128
 DECODER = {"hidden": 128, "layers": 4, "heads": 4, "feedforward": 512, "prompt_length": 64}
-USERS, CLIENTS, LOADED_WITHIN_S, POLL_S = 500, 32, 600.0, 2.0
+USERS, CLIENTS, LOADED_WITHIN_S, POLL_S = 500, 16, 600.0, 2.0
 ROLES = {
     "gateway": "ServeReplica:genrec:gateway",
     "encoder": "ServeReplica:genrec:encoder",
@@ -66,6 +66,7 @@ CHANGES: Mapping[str, Any] = {
         "generation_deadline_s": 60,
         "request_within_s": 300,
         "max_held_bytes": 1 << 20,
+        "admission": {"target_ms": 60_000, "max_wait_ms": 60_000},
     },
 }
 
