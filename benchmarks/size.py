@@ -24,6 +24,7 @@ import aiohttp
 import httpx
 import psutil
 import typer
+import yaml
 
 from benchmarks.load_bodies import bodies
 from benchmarks.reporting import Machine, dated, table
@@ -152,13 +153,26 @@ async def ask(url: str, path: str, asked: Iterable[str]) -> None:
         await asyncio.gather(*(client() for _ in range(CLIENTS)))
 
 
+def one_of_each(path: Path) -> Path:
+    """The configuration, where no deployment gets a second replica meanwhile."""
+    document = read_document(CONFIG)
+    for one in document["applications"][0]["deployments"]:
+        one.pop("autoscaling_config", None)
+        one["num_replicas"] = 1
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
 def measured(bundle: Bundle, port: int) -> tuple[list[Compared], list[Compared]]:
     """At the start, and in use."""
+    name = bundle.path.parent.name
+    config = one_of_each(Path(".genrec") / f"size-{name}-config.yaml")
     changes = {"model_dir": str(bundle.path.parent), **CHANGES}
-    settings = parse({**(read_document(CONFIG)["applications"][0]["args"]), **changes})
-    sizes, count = sizes_of(bundle, sampled_entry(bundle)), replicas(read_document(CONFIG), most=False)
+    settings = parse({**read_document(config)["applications"][0]["args"], **changes})
+    sizes, count = sizes_of(bundle, sampled_entry(bundle)), replicas(read_document(config), most=False)
     wanted = {stage: loaded(stage, settings, sizes, "host") for stage in ("encoder", "generator", "ranker")}
-    serving = LocalServe(CONFIG, changes, port=port, log=Path(f".genrec/size-{bundle.path.parent.name}.log"))
+    serving = LocalServe(config, changes, port=port, log=Path(".genrec") / f"size-{name}.log")
     with serving as url:
         wait_until_loaded(url, wanted)
         first = compared(plan_of(settings, sizes, count, Use(users=0), "host"), resident(serving.pid), used=False)

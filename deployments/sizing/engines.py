@@ -21,6 +21,7 @@ from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, state_plan
 from integrations.vllm import library
 
 GPU_ONLY = ("tensorrt", "triton")
+BY_TORCH = {"torch", "torch_compiled", "triton", "tensorrt", "torch_beam", "vllm"}
 GRAPHS = {
     ("encoder", "onnxruntime"): "onnx/retrieve",
     ("encoder", "openvino"): "onnx/encode",
@@ -31,12 +32,14 @@ GRAPHS = {
 }
 LIBRARIES = {
     "onnxruntime": (8 * MIB, 20 * MIB),
-    "openvino": (60 * MIB, 90 * MIB),
+    "openvino": (18 * MIB, 42 * MIB),
     "torch": (130 * MIB, 75 * MIB),
     "torch_beam": (36 * MIB, 82 * MIB),
     "vllm": (215 * MIB, 95 * MIB),
 }
-"""What importing them takes: own memory, and mapped files; measured on a CPU by benchmarks/size.py. torch's counts for those below it."""
+"""What importing them takes: own memory, and mapped files; on a CPU, checked by benchmarks/size.py, but openvino's, which was looked at in
+a process that serves nothing. torch's counts for all that compute by it.
+"""
 VLLM_ENGINE, VLLM_WORK = (470 * MIB, 235 * MIB), 200 * MIB
 CUDA_CONTEXT = 512 * MIB
 """On a GPU, of each process that uses it; a usual size, not measured here."""
@@ -89,10 +92,8 @@ def stage_parts(stage: str, settings: Settings, sizes: Sizes, use: Use, place: P
 
 def library_parts(names: set[str], place: Place) -> Iterator[Part]:
     """What the programs of these backends take in their process."""
-    needed = ({"torch"} if names & {"torch", "torch_compiled", "triton", "tensorrt", "torch_beam", "vllm"} else set()) | names & set(
-        LIBRARIES
-    )
-    for name in sorted(needed):
+    needed = names | ({"torch"} if names & BY_TORCH else set())
+    for name in sorted(needed & set(LIBRARIES)):
         own, mapped = LIBRARIES[name]
         yield Part(f"library {name}", own)
         yield Part(f"library {name}", mapped, "mapped")
