@@ -188,6 +188,11 @@ class Bundle:
         return read_catalogue(self.path / CATALOGUE)
 
     @cached_property
+    def items(self) -> int:
+        """V, how many items the catalogue holds; told without reading it."""
+        return len(np.load(self.path / POPULARITY, mmap_mode="r")) - 1
+
+    @cached_property
     def popularity(self) -> Int64Array:
         """Events per catalogue index in the training data, (V + 1,)."""
         counts: Int64Array = np.load(self.path / POPULARITY)

@@ -359,6 +359,9 @@ class Settings(Section):
     cache: CacheSettings = CacheSettings()
     events: EventSettings = EventSettings()
     zeromq: ZeroMQSettings | None = Field(None, description="a front door besides HTTP; default: none")
+    memory_check: Literal["refuse", "warn"] = Field(
+        "refuse", description="what cannot fit into the memory there is (genrec size) is refused before it is loaded; warn: it is tried"
+    )
 
     @model_validator(mode="after")
     def _a_body_fits_the_other_door(self) -> Self:

@@ -42,6 +42,7 @@ from deployments.http.playground import Offers
 from deployments.replicas.encoder import Encoder
 from deployments.replicas.generator import Generator
 from deployments.replicas.ranker import Ranker
+from deployments.sizing.fit import require_replica_fits
 from deployments.stages import ColocatedStages, SplitStages, Stages
 from deployments.stores import open_cache, open_events
 from deployments.telemetry.logs import SlowAnswers, join_serves_log
@@ -213,6 +214,7 @@ class Gateway:
         return replace(request, strategy=flags.strategy, sampling=sampling)
 
     async def _make(self, bundle: Bundle) -> ServedModel:
+        await asyncio.to_thread(require_replica_fits, self._settings, bundle, "gateway")
         return await asyncio.to_thread(
             ServedModel, bundle, self._settings, self._stages, self._histories, cache=self._cache, usual=self._usual
         )

@@ -27,6 +27,7 @@ COMMANDS = {
     "events": "deployments.cli.events:app",
     "backends": "deployments.cli.backends:app",
     "top": "deployments.cli.top:top",
+    "size": "deployments.cli.size:size",
     "bench": "deployments.cli.bench:app",
     "keys": "deployments.cli.keys:app",
     "config": "deployments.cli.config:config",

@@ -33,6 +33,8 @@ from cluster.profile import ProfileName, free_block, of_one_machine
 from cluster.served import served_bundle
 from deployments.cli.processes import kill_session
 from deployments.cli.serve import LATER, run_command
+from deployments.sizing.fit import require_all_fit
+from deployments.sizing.processes import replicas
 
 READY_WITHIN_S = 400.0
 POLL_S = 0.3
@@ -167,7 +169,7 @@ def local_document(config: Path, changes: Mapping[str, Any], port: int, *, check
     application = document["applications"][0]
     settings = parse({**(application.get("args") or {}), **changes}, str(config))
     if checked:
-        served_bundle(settings)
+        require_all_fit(settings, served_bundle(settings), replicas(document, most=False))
     application["args"] = {**(application.get("args") or {}), **changes, "model_dir": str(settings.model_dir.absolute())}
     return document
 

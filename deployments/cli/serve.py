@@ -16,6 +16,8 @@ from cluster.errors import ConfigError
 from cluster.profile import ProfileName, free_block, of_one_machine
 from cluster.served import served_bundle
 from deployments.cli.config import ConfigFile
+from deployments.sizing.fit import require_all_fit
+from deployments.sizing.processes import replicas
 
 LATER = "later"
 Profile = Annotated[ProfileName | None, typer.Option("--profile", help="how requests are carried (default: fast, where it works)")]
@@ -36,12 +38,14 @@ def serve(
 
     Where RAY_ADDRESS names a cluster, it is deployed there, and the cluster's own profile holds.
     """
-    settings = read(path, host)
+    settings, document = read(path, host), read_document(path)
     bundle = served_bundle(settings if model_dir is None else settings.model_copy(update={"model_dir": model_dir}))
+    if "RAY_ADDRESS" not in os.environ:  # else its processes may be on several machines, and each looks for itself
+        require_all_fit(settings, bundle, replicas(document, most=False))
     typer.echo(f"serving {bundle.version} as {path} says", err=True)
     profiled = {} if "RAY_ADDRESS" in os.environ else _alone(profile)
     as_it_is = model_dir is None and host is None and port is None
-    config = path if as_it_is else _written(changed(read_document(path), model_dir, port, host))
+    config = path if as_it_is else _written(changed(document, model_dir, port, host))
     os.execve(sys.executable, run_command(config), {**profiled, **os.environ})  # noqa: S606 - one process serves, and gets the signals
 
 

@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
 from cluster.bundle import Bundle, BundleStore
-from cluster.engines.heap import collect_discarded, freeze_loaded
+from cluster.engines.heap import collect_discarded, freeze_loaded, return_freed
 from cluster.errors import BundleError, GenrecError
 from cluster.fleet.board import READY
 
@@ -83,6 +83,7 @@ class ModelCache(Generic[Model]):
         for version in others:
             if version not in self._models:
                 await self._load(version)
+        await asyncio.to_thread(return_freed)
 
     def want(self, versions: Iterable[int]) -> None:
         """Hold these from now on, beside what is asked for meanwhile; one thing after the other, in the background."""

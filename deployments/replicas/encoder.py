@@ -27,7 +27,7 @@ class EncoderModel(BatchedModel[EncodeRequest, Encoded]):
 
     def _samples(self) -> list[EncodeRequest]:
         """Histories of several lengths over real items, so that every engine has run before the first user comes."""
-        items = len(self.bundle.catalogue)
+        items = self.bundle.items
         return [EncodeRequest(sample_history(length, items), top_n=min(WARM_UP_ITEMS, items)) for length in WARM_UP_LENGTHS]
 
 

@@ -63,7 +63,7 @@ class GeneratorModel(StageModel[GenerateRequest, Generated]):
 
     def _samples(self) -> list[GenerateRequest]:
         """Random states before real items: the shortest prompt and the longest."""
-        items, dim = len(self.bundle.catalogue), self.bundle.item_vectors.shape[1]
+        items, dim = self.bundle.items, self.bundle.item_vectors.shape[1]
         lengths = sorted({1, self.bundle.prompt_length or 1})
         k, beam = min(WARM_UP_ITEMS, items), self._settings.generator.beam
         return [GenerateRequest(_user_of(length, items, dim), k, beam, blocked=np.zeros(0, np.int32)) for length in lengths]

@@ -25,7 +25,7 @@ class RankerModel(BatchedModel[RankRequest, Ranked]):
 
     def _samples(self) -> list[RankRequest]:
         """Histories of several lengths over real items, and real candidates."""
-        items = len(self.bundle.catalogue)
+        items = self.bundle.items
         candidates = np.arange(1, min(WARM_UP_CANDIDATES, items) + 1, dtype=np.int32)
         return [RankRequest(sample_history(length, items), candidates) for length in WARM_UP_LENGTHS]
 

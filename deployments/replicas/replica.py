@@ -33,6 +33,7 @@ from cluster.values import StageAnswer
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.model_cache import ModelCache
 from deployments.replicas.stage_model import StageModel
+from deployments.sizing.fit import require_replica_fits
 from deployments.telemetry.logs import join_serves_log
 from deployments.telemetry.metrics import StageRecorder, meter
 
@@ -220,6 +221,7 @@ class StageReplica(Generic[ModelT]):
         return (self._latency.summary(now).p95_ms or 0.0) if now - self._called_at <= 2 * LATENCY_WINDOW_S else 0.0
 
     async def _make(self, bundle: Bundle) -> ModelT:
+        await asyncio.to_thread(require_replica_fits, self._settings, bundle, self.stage)
         model = cast(ModelT, self.model_type(self._settings, bundle))
         try:
             await self._instruct(model)

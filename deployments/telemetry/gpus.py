@@ -22,7 +22,7 @@ class Gpus:
 
     def show(self, meter: Meter) -> None:
         try:
-            for gpu, device in self._visible():
+            for gpu, device in self.visible():
                 memory = self._library.nvmlDeviceGetMemoryInfo(device)
                 meter.set(m.GPU_USED, float(memory.used), gpu=gpu)
                 meter.set(m.GPU_MEMORY, float(memory.total), gpu=gpu)
@@ -34,7 +34,7 @@ class Gpus:
         else:
             self._failing = False
 
-    def _visible(self) -> Iterator[tuple[str, Any]]:
+    def visible(self) -> Iterator[tuple[str, Any]]:
         """Number on the node and handle of each GPU that CUDA_VISIBLE_DEVICES names, up to the first that is none; unset, of all."""
         count = self._library.nvmlDeviceGetCount()
         named = os.environ.get(VISIBLE)
@@ -60,3 +60,13 @@ def nvml() -> Any | None:
     except library.NVMLError:
         return None
     return library
+
+
+def any_gpu() -> bool:
+    """Whether this process may use one."""
+    if (library := nvml()) is None:
+        return False
+    try:
+        return next(Gpus(library).visible(), None) is not None
+    except library.NVMLError:
+        return False

@@ -28,6 +28,12 @@ class DecoderConfig(BaseModel):
     def head_dim(self) -> int:
         return self.hidden // self.heads
 
+    @property
+    def parameters(self) -> int:
+        """Of the Llama alone, without its soft prompt."""
+        layer = 4 * self.hidden**2 + 3 * self.hidden * self.feedforward + 2 * self.hidden
+        return 2 * self.vocabulary * self.hidden + self.layers * layer + self.hidden
+
     @model_validator(mode="after")
     def _heads_can_be_served(self) -> Self:
         if self.hidden % self.heads or self.head_dim not in SERVABLE_HEAD_DIMS:

@@ -10,7 +10,8 @@ matrix products are counted, as torch.utils.flop_counter does.
 from dataclasses import dataclass
 from itertools import pairwise
 
-from integrations.hstu.config import HSTUConfig, SASRecConfig, SequenceConfig
+from cluster.values import Action
+from integrations.hstu.config import HSTUConfig, RankerConfig, SASRecConfig, SequenceConfig
 from integrations.hstu.limits import block_ends, blocks_worth
 
 
@@ -32,7 +33,7 @@ def model_size(config: SequenceConfig, *, batch: int = 1, length: int | None = N
     """The sizes for B = `batch` histories of L = `length` events (default: the model's longest)."""
     rows = length or config.max_history
     embeddings = (config.items + 1 + config.max_length) * config.dim
-    parameters = embeddings + config.layers * _layer_parameters(config)
+    parameters = embeddings + config.layers * _layer_parameters(config) + _ranking_parameters(config)
     per_event = config.layers * _kv_width(config) * bytes_per_number
     return ModelSize(
         parameters=parameters,
@@ -52,6 +53,14 @@ def _layer_parameters(config: SequenceConfig) -> int:
         biases = (2 * config.max_length - 1) + (config.time_buckets + 1)
         return config.dim * _projected(config) + mixed * config.dim + config.dim + biases
     return 4 * _linear(config.dim, config.dim) + 4 * config.dim + 2 * config.dim * _hidden(config) + _hidden(config) + config.dim
+
+
+def _ranking_parameters(config: SequenceConfig) -> int:
+    """Of a ranker: the embeddings of actions, the two directions, the sharpness, and the heads."""
+    if not isinstance(config, RankerConfig):
+        return 0
+    heads = _linear(config.dim, 2 * config.dim) + _linear(2 * config.dim, len(config.tasks))
+    return len(Action) * config.dim + 2 * config.dim + 1 + heads
 
 
 def _layer_flops(config: SequenceConfig, batch: int, rows: int) -> int:

@@ -50,12 +50,22 @@ def make_generative_bundle(root: Path, *, items: int = 200, seed: int = 0, sizes
     return _add_decoder(make_bundle(root, items=items, seed=seed), seed, sizes, decoder)
 
 
-def make_complete_bundle(root: Path, *, items: int = 200, seed: int = 0, max_history: int = 64) -> Bundle:
-    """An encoder, a decoder and a ranker, with a window that is long enough for engines that keep users' states to keep them."""
-    longest = max_history + 11
-    ranker = _ranker_record(items, {"max_history": max_history, "max_length": longest})
-    bundle = make_bundle(root, items=items, seed=seed, ranker=ranker, max_history=max_history, max_length=longest)
-    return _add_decoder(bundle, seed, (8, 8), {})
+def make_complete_bundle(
+    root: Path,
+    *,
+    items: int = 200,
+    seed: int = 0,
+    max_history: int = 64,
+    codes: tuple[int, ...] = (8, 8),
+    decoder: dict[str, int] | None = None,
+    **sizes: int,
+) -> Bundle:
+    """An encoder, a decoder and a ranker, with a window that is long enough for engines that keep users' states to keep them. `sizes` are
+    of encoder and ranker, `decoder` as in `make_generative_bundle`.
+    """
+    config: dict[str, JsonValue] = {**sizes, "max_history": max_history, "max_length": max_history + 11}
+    bundle = make_bundle(root, items=items, family="hstu", seed=seed, ranker=_ranker_record(items, config), **config)
+    return _add_decoder(bundle, seed, codes, decoder or {})
 
 
 def _add_decoder(bundle: Bundle, seed: int, sizes: tuple[int, ...], decoder: dict[str, int]) -> Bundle:

@@ -214,3 +214,11 @@ def test_the_presets_have_heads_that_vllm_serves_and_others_are_refused():
         DecoderConfig(vocabulary=300, levels=3, state_dim=50, **sizes)
     with pytest.raises(ValidationError, match="must be one of 32, 64"):
         DecoderConfig(vocabulary=300, levels=3, state_dim=50, hidden=64, heads=4)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "base"])
+def test_counts_every_parameter_of_the_real_decoder(preset):
+    ids = random_semantic_ids(50, (8, 8))
+    config = DecoderConfig(levels=ids.levels, state_dim=16, vocabulary=ids.vocabulary, **PRESETS[preset])
+    decoder = SemanticIdDecoder(config, ids, np.zeros((51, 16), np.float32))
+    assert config.parameters == sum(parameter.numel() for parameter in decoder.lm.parameters())

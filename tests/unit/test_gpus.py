@@ -8,7 +8,7 @@ import pytest
 from cluster import metrics as m
 from cluster.metrics import SILENT
 from deployments.telemetry import gpus, metrics
-from deployments.telemetry.gpus import VISIBLE, Gpus
+from deployments.telemetry.gpus import VISIBLE, Gpus, any_gpu
 from deployments.telemetry.metrics import StageRecorder
 from tests.noted import Noted
 
@@ -98,3 +98,15 @@ def test_without_the_package_or_its_driver_no_gpu_is_watched(monkeypatch):
     monkeypatch.setattr(gpus, "import_module", lambda name: SimpleNamespace(NVMLError=Library.NVMLError, nvmlInit=no_driver))
     assert gpus.nvml() is None
     gpus.nvml.cache_clear()
+
+
+@pytest.mark.parametrize(("named", "there"), [(None, True), ("1", True), ("", False), ("-1", False)])
+def test_a_process_has_a_gpu_where_it_may_use_one_and_the_driver_answers(monkeypatch, named, there):
+    library = Library()
+    monkeypatch.setattr(gpus, "nvml", lambda: library)
+    monkeypatch.delenv(VISIBLE, raising=False) if named is None else monkeypatch.setenv(VISIBLE, named)
+    assert any_gpu() is there
+    library.broken = True
+    assert not any_gpu()
+    monkeypatch.setattr(gpus, "nvml", lambda: None)
+    assert not any_gpu()

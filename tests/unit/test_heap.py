@@ -1,11 +1,28 @@
 """What is frozen costs later collections nothing; what is discarded is collected all the same."""
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 
 import pytest
 
 from cluster.engines.heap import collect_discarded, freeze_loaded
+
+FREED = """
+import resource
+from pathlib import Path
+from cluster.engines.heap import freeze_loaded
+
+resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+blocks = [bytearray(100_000) for _ in range(1000)]  # each below the size from which on memory is mapped by itself
+kept = bytearray(100_000)  # behind them: the end of the heap cannot move down
+full = resident()
+del blocks
+freeze_loaded()
+print(full - resident())
+"""
 
 
 class Model:
@@ -46,3 +63,9 @@ def test_garbage_of_loading_is_not_kept_for_ever():
     del model
     freeze_loaded()
     assert gone() is None
+
+
+@pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="only glibc is asked to return memory")
+def test_what_a_load_freed_goes_back_to_the_system():
+    given_back = int(subprocess.run([sys.executable, "-c", FREED], capture_output=True, check=True, text=True).stdout)
+    assert given_back >= 90_000_000

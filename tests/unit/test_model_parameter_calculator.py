@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from integrations.hstu.config import HSTUConfig, SASRecConfig
+from cluster.ranking import Task
+from integrations.hstu.config import HSTUConfig, RankerConfig, SASRecConfig
 from integrations.hstu.model import HSTU
 from integrations.hstu.model_parameter_calculator import model_size
+from integrations.hstu.ranker import HSTURanker
 from integrations.hstu.sasrec import SASRec
 
 HSTUS = [
@@ -15,6 +17,7 @@ HSTUS = [
     HSTUConfig(items=77, dim=24, layers=3, heads=4, attention_dim=5, linear_dim=7, max_length=40, max_history=30, time_buckets=64),
 ]
 SASRECS = [SASRecConfig(items=3883), SASRecConfig(items=77, dim=24, layers=3, heads=4, feedforward_dim=31, max_length=40, max_history=30)]
+RANKERS = [RankerConfig(items=77, dim=24, layers=3, heads=4, attention_dim=5, linear_dim=7, tasks=(Task.CLICK, Task.RATING))]
 MODELS = [*((HSTU, config) for config in HSTUS), *((SASRec, config) for config in SASRECS)]
 
 
@@ -22,7 +25,7 @@ def inputs(batch, length):
     return torch.ones(batch, length, dtype=torch.int64), *(torch.zeros(batch, length, dtype=torch.int32) for _ in range(2))
 
 
-@pytest.mark.parametrize(("family", "config"), MODELS)
+@pytest.mark.parametrize(("family", "config"), [*MODELS, *((HSTURanker, config) for config in RANKERS)])
 def test_counts_every_parameter_of_the_real_model(family, config):
     model = family(config)
     size = model_size(config)

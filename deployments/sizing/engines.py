@@ -1,0 +1,249 @@
+"""The memory of each stage's engines. What of a model a backend of someone else's holds is not known: it counts nothing.
+
+V items, D width, 4 bytes a number. Of a stage's engines all that can run are loaded, so that a fallback is there at once; what they keep of
+users is counted for the first one, which serves.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cluster.config import EngineSettings, Settings
+from cluster.nearest import AUTO, AUTO_FROM
+from deployments.sizing.model import Sizes
+from deployments.sizing.parts import MIB, Part, Place
+from integrations.hstu.config import HSTUConfig, SequenceConfig
+from integrations.hstu.model_parameter_calculator import model_size
+from integrations.hstu.state.pool import PAGE_ROWS, Plane
+from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, state_planes
+from integrations.vllm import library
+
+GPU_ONLY = ("tensorrt", "triton")
+BY_TORCH = {"torch", "torch_compiled", "triton", "tensorrt", "torch_beam", "vllm"}
+GRAPHS = {
+    ("encoder", "onnxruntime"): "onnx/retrieve",
+    ("encoder", "openvino"): "onnx/encode",
+    ("encoder", "tensorrt"): "tensorrt/encode",
+    ("ranker", "onnxruntime"): "onnx/rank",
+    ("ranker", "openvino"): "onnx/rank",
+    ("ranker", "tensorrt"): "tensorrt/rank",
+}
+LIBRARIES = {
+    "onnxruntime": (8 * MIB, 20 * MIB),
+    "openvino": (18 * MIB, 42 * MIB),
+    "torch": (130 * MIB, 75 * MIB),
+    "torch_beam": (36 * MIB, 82 * MIB),
+    "vllm": (215 * MIB, 95 * MIB),
+}
+"""What importing them takes: own memory, and mapped files; on a CPU, checked by benchmarks/size.py, but openvino's, which was looked at in
+a process that serves nothing. torch's counts for all that compute by it.
+"""
+VLLM_ENGINE, VLLM_WORK = (470 * MIB, 235 * MIB), 200 * MIB
+CUDA_CONTEXT = 512 * MIB
+"""On a GPU, of each process that uses it; a usual size, not measured here."""
+PROMPT_PAGE_ROWS = 16
+OWNER_BYTES, ROW_BYTES = 600, 24
+"""What is noted of a kept user, and of each of the user's rows, beside the rows themselves."""
+WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """`users` that come back to one replica while their states are kept, each with `history` events; None: as many as there is room for."""
+
+    users: int | None = None
+    history: int | None = None
+
+    def within(self, window: int) -> "Use":
+        """What a model keeps of them that takes so many events."""
+        return Use(self.users, min(window, self.history or window))
+
+
+def can_run(stage: str, name: str, sizes: Sizes, place: Place) -> bool:
+    """Whether such a backend is loaded for the model: what it is compiled to is there, its stage is in the model, the device fits."""
+    if (stage == "generator" and not sizes.decoder) or (stage == "ranker" and not sizes.ranker):
+        return False
+    if (name in GPU_ONLY and place != "gpu") or (name == "vllm" and library.obstacle()):
+        return False
+    return (graph := GRAPHS.get((stage, name))) is None or graph in sizes.graphs
+
+
+def loaded(stage: str, settings: Settings, sizes: Sizes, place: Place) -> list[str]:
+    """The backends of the stage's order that are loaded, first choice first."""
+    engines = settings.engines(stage)
+    return [name for name in engines.order if name not in engines.disabled and can_run(stage, name, sizes, place)]
+
+
+def stage_parts(stage: str, settings: Settings, sizes: Sizes, use: Use, place: Place) -> Iterator[Part]:
+    """The parts of all engines of a stage in one replica, libraries left out."""
+    names = loaded(stage, settings, sizes, place)
+    parts = {"encoder": _encoder, "generator": _generator, "ranker": _ranker}[stage]
+    for position, name in enumerate(names):
+        yield from parts(name, settings, sizes, use if position == 0 else Use(users=0), place)
+    if stage == "generator" and names:
+        yield from _semantic_ids(sizes)
+    if (stage == "generator" and names) or (stage == "encoder" and {"onnxruntime", "openvino", "tensorrt"} & set(names)):
+        yield Part(f"{stage}: item vectors", sizes.vector_bytes)
+    if names and names[0] != "vllm":  # which has no batches of ours
+        yield _batch(stage, settings.engines(stage), sizes, place)
+
+
+def library_parts(names: set[str], place: Place) -> Iterator[Part]:
+    """What the programs of these backends take in their process."""
+    needed = names | ({"torch"} if names & BY_TORCH else set())
+    for name in sorted(needed & set(LIBRARIES)):
+        own, mapped = LIBRARIES[name]
+        yield Part(f"library {name}", own)
+        yield Part(f"library {name}", mapped, "mapped")
+    if place == "gpu" and names:
+        yield Part("CUDA context", CUDA_CONTEXT, place="gpu")
+
+
+def engine_process(settings: Settings, sizes: Sizes, place: Place) -> tuple[Part, ...]:
+    """The process of vLLM's own beside a replica of the generator; nothing where it has none."""
+    if sizes.decoder is None or "vllm" not in loaded("generator", settings, sizes, place):
+        return ()
+    options = settings.generator.options.get("vllm", {})
+    dtype = options.get("dtype", "auto")
+    width = WIDTHS.get(dtype, 2 if place == "gpu" else 4)
+    own, mapped = VLLM_ENGINE
+    return (
+        Part("Python and vLLM", own),
+        Part("Python and vLLM", mapped, "mapped"),
+        Part("vllm: weights", sizes.decoder.parameters * width, place=place),
+        Part("vllm: KV cache", options.get("kv_cache_bytes", 256 * MIB), place=place, key="generator.options.vllm.kv_cache_bytes"),
+        Part("vllm: requests", VLLM_WORK, "passing", place),
+        *([Part("CUDA context", CUDA_CONTEXT, place="gpu")] if place == "gpu" else ()),
+    )
+
+
+def _encoder(name: str, settings: Settings, sizes: Sizes, use: Use, place: Place) -> Iterator[Part]:
+    options = settings.encoder.options.get(name, {})
+    weights = model_size(sizes.encoder).weight_bytes
+    keeps = name in {"onnxruntime", "torch", "triton"} and isinstance(sizes.encoder, HSTUConfig)
+    state_bytes = options.get("state_bytes", DEFAULT_BYTES) if keeps else 0
+    match name:
+        case "onnxruntime":
+            search = _narrowed(sizes.encoder) if options.get("precision") == "int8" else weights
+            yield Part(f"encoder {name}: weights", search + sizes.vector_bytes, place=place)
+            if state_bytes and "onnx/append" in sizes.graphs:
+                yield Part(f"encoder {name}: weights to append", weights, place=place)
+        case "openvino":
+            yield Part(f"encoder {name}: weights", weights)
+        case "tensorrt":
+            yield Part(f"encoder {name}: weights", weights * _engine_width(options) // 4, place="gpu")
+        case "torch" | "torch_compiled" | "triton":
+            yield Part(f"encoder {name}: weights", weights, place=place)
+            yield Part(f"encoder {name}: item vectors", sizes.vector_bytes)
+        case _:
+            return
+    if _index(options.get("index", "exact"), sizes.items) != "exact":
+        yield Part(f"encoder {name}: index of nearest items", sizes.vector_bytes // 2)
+    if isinstance(sizes.encoder, HSTUConfig) and state_bytes:
+        planes = state_planes(sizes.encoder, _dtype(options), with_states=bool(sizes.decoder))
+        on_device = place == "gpu" and name != "onnxruntime"
+        yield from _kept(f"encoder {name}", planes, state_bytes, options, use.within(sizes.encoder.max_history), on_device=on_device)
+
+
+def _ranker(name: str, settings: Settings, sizes: Sizes, use: Use, place: Place) -> Iterator[Part]:
+    if (config := sizes.ranker) is None or name not in {"onnxruntime", "openvino", "tensorrt", "torch"}:
+        return
+    options, weights = settings.ranker.options.get(name, {}), model_size(config).weight_bytes
+    weights = weights * _engine_width(options) // 4 if name == "tensorrt" else weights
+    yield Part(f"ranker {name}: weights", weights, place=place)
+    if name != "torch":
+        yield Part(f"ranker {name}: weights to append", weights, place=place)
+    if state_bytes := options.get("state_bytes", DEFAULT_BYTES):
+        planes = state_planes(config, _dtype(options), with_states=False)
+        yield from _kept(f"ranker {name}", planes, state_bytes, options, use.within(config.max_history))
+
+
+def _generator(name: str, settings: Settings, sizes: Sizes, use: Use, place: Place) -> Iterator[Part]:
+    if (config := sizes.decoder) is None or name not in {"vllm", "torch_beam"}:
+        return
+    options = settings.generator.options.get(name, {})
+    yield Part(f"generator {name}: soft prompt", sizes.vector_bytes)
+    if name == "vllm":
+        return
+    width = WIDTHS.get(options.get("dtype", "float32"), 4)
+    yield Part(f"generator {name}: weights", config.parameters * width, place=place)
+    yield Part(
+        f"generator {name}: kept logits", options.get("cache_bytes", 8 * MIB), "filled", place, f"generator.options.{name}.cache_bytes"
+    )
+    dtype = np.float32 if width == 4 else np.int16
+    planes = {str(layer): Plane((2, config.heads, config.head_dim), 0, dtype) for layer in range(config.layers)}
+    budget, key = options.get("prompt_bytes", 64 * MIB), f"generator.options.{name}.prompt_bytes"
+    rows = min(config.prompt_length, use.history or config.prompt_length) - 1
+    size, users = kept_bytes(planes, budget, PROMPT_PAGE_ROWS, rows, use.users)
+    yield Part(f"generator {name}: kept prompts", size, "filled", key=key, users=users)
+
+
+def _kept(
+    name: str, planes: dict[str, Plane], budget: int, options: dict[str, Any], use: Use, *, on_device: bool = False
+) -> Iterator[Part]:
+    """The states of users. Of the encoder's, the last event's row is not final, and never kept."""
+    stage, _, engine = name.partition(" ")
+    history = use.history or 0
+    rows = history - (stage == "encoder") if history >= options.get("keep_from", KEEP_FROM) else 0
+    key, (size, users) = f"{stage}.options.{engine}.state_bytes", kept_bytes(planes, budget, PAGE_ROWS, rows, use.users)
+    if on_device:  # pinned host memory is taken at once, and the device's copy fills up
+        yield Part(f"{name}: kept states", size, "filled", "gpu", key, users)
+        yield Part(f"{name}: kept states", budget, "start", "host", key)
+    else:
+        yield Part(f"{name}: kept states", size, "filled", "host", key, users)
+
+
+def kept_bytes(planes: dict[str, Plane], budget: int, page_rows: int, rows: int, users: int | None) -> tuple[int, int]:
+    """Of so many users' rows in a pool of that budget, as PagePool has them, and what is noted beside them; and of how many users they are.
+    `users` None: as many as fit.
+    """
+    page = page_rows * sum(plane.row_bytes for plane in planes.values())
+    each = -(-rows // page_rows)
+    pages = budget // page if page else 0
+    if not each or not pages:
+        return 0, 0
+    fit = pages // each if users is None else min(users, pages // each)
+    return (pages if users is None else min(pages, users * each)) * page + fit * (OWNER_BYTES + rows * ROW_BYTES), fit
+
+
+def _semantic_ids(sizes: Sizes) -> Iterator[Part]:
+    """Codes, the same as tokens, and the trie: an item's nodes, each with a token, a parent, where its children begin, and a count."""
+    if sizes.decoder is not None:
+        yield Part("generator: semantic IDs", 4 * (sizes.items + 1) * (2 * sizes.decoder.levels + 8))
+
+
+def _batch(stage: str, settings: EngineSettings, sizes: Sizes, place: Place) -> Part:
+    """The largest batch while it is computed."""
+    limits = settings.batching
+    match stage:
+        case "encoder":
+            users = max(1, min(limits.max_requests, limits.max_tokens // sizes.encoder.max_history))
+            size = model_size(sizes.encoder, batch=users).activation_bytes + 8 * limits.max_requests * sizes.items
+        case "ranker":
+            assert sizes.ranker is not None
+            size = model_size(sizes.ranker, length=sizes.ranker.max_history + 1).activation_bytes
+        case _:
+            assert sizes.decoder is not None
+            size = 4 * limits.max_tokens * sizes.decoder.hidden * (2 * sizes.decoder.layers + 8)
+    return Part(f"{stage}: a batch", size, "passing", place, f"{stage}.batching")
+
+
+def _narrowed(config: SequenceConfig) -> int:
+    """Weights of which the layers' are int8."""
+    size = model_size(config)
+    return 4 * size.embedding_parameters + size.parameters - size.embedding_parameters
+
+
+def _engine_width(options: dict[str, Any]) -> int:
+    """Bytes of a number in a TensorRT engine."""
+    return WIDTHS.get(next(iter(options.get("precisions", ("fp32",)))), 4)
+
+
+def _index(name: str, items: int) -> str:
+    return ("bf16" if items >= AUTO_FROM else "exact") if name == AUTO else name
+
+
+def _dtype(options: dict[str, Any]) -> "np.dtype[Any]":
+    return np.dtype("float16" if options.get("state_dtype") == "fp16" else "float32")

@@ -1,0 +1,88 @@
+"""What cannot fit is refused before it is loaded: otherwise the system kills a process later, in the middle of its work.
+
+Only what certainly does not fit: what is taken at once is more than all memory there is, by more than predictions are off; or what one
+setting has kept is more than that by itself. Memory that others use now may be free by then, and counts as free. What a GPU cannot hold its
+engine refuses by itself, and the next one serves.
+"""
+
+import logging
+
+from cluster.bundle import Bundle
+from cluster.config import Settings
+from cluster.errors import BundleError, ConfigError
+from cluster.machine import memory_limit
+from cluster.stages import StageName
+from deployments.sizing.engines import Use
+from deployments.sizing.model import Sizes, sizes_of
+from deployments.sizing.parts import Part, Place, Plan, Process
+from deployments.sizing.processes import plan_of, replica
+from deployments.telemetry.gpus import any_gpu
+
+TOLERANCE = 0.15
+"""How far a prediction may be off what is measured; benchmarks/size.py compares them."""
+UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+logger = logging.getLogger("ray.serve")
+
+
+def require_all_fit(settings: Settings, bundle: Bundle, count: dict[str, int], room: int | None = None) -> None:
+    """Raises ConfigError where the processes of this configuration cannot be on this machine together. `room`: memory in bytes, by default
+    what there is.
+    """
+    if sizes := _sizes(bundle):
+        _require(plan_of(settings, sizes, count, Use(), here()), settings, room)
+
+
+def require_replica_fits(settings: Settings, bundle: Bundle, role: StageName | str, room: int | None = None) -> None:
+    """The same of one replica, for what it is to load: other processes may be elsewhere."""
+    role = "gateway" if settings.placement == "colocated" else role
+    if sizes := _sizes(bundle):
+        _require(Plan(sizes.name, (replica(role, settings, sizes, Use(), here()),)), settings, room)
+
+
+def here() -> Place:
+    """Where engines compute on this machine."""
+    return "gpu" if any_gpu() else "host"
+
+
+def unfit(plan: Plan, room: int) -> str:
+    """Why the plan cannot fit into so many bytes, and what to do; "" where it may."""
+    needed = plan.bytes("start")
+    if needed * (1 - TOLERANCE) > room:
+        most = "; ".join(map(_described, plan.largest("start")))
+        return (
+            f"{plan.model} takes {said(needed)} of memory as soon as it serves, and there are {said(room)}. The most: {most}. "
+            "Take a larger machine or a smaller model, fewer engines in `order`, or fewer replicas"
+        )
+    for process, part in plan.largest("filled", most=1):
+        if part.key and part.bytes > room:
+            return f"{part.key} has {process.name} keep {said(part.bytes)}, and there are {said(room)} of memory; lower it"
+    return ""
+
+
+def said(count: int) -> str:
+    """A number of bytes, for people too."""
+    scale = min(len(UNITS) - 1, max(0, (count.bit_length() - 1) // 10))
+    return f"{count:,} bytes" + (f" ({count / 1024**scale:.1f} {UNITS[scale]})" if scale else "")
+
+
+def _sizes(bundle: Bundle) -> Sizes | None:
+    """None of a model of someone else's family, which only its own backends know."""
+    try:
+        return sizes_of(bundle)
+    except BundleError:
+        return None
+
+
+def _require(plan: Plan, settings: Settings, room: int | None) -> None:
+    room = memory_limit() if room is None else room
+    if room is None or not (problem := unfit(plan, room)):
+        return
+    if settings.memory_check == "refuse":
+        raise ConfigError(f"{problem}; `genrec size` lists every part, and memory_check: warn has it tried all the same")
+    logger.warning("memory_check: warn: %s", problem)
+
+
+def _described(held: tuple[Process, Part]) -> str:
+    process, part = held
+    times = f"{process.count} times " if process.count > 1 else ""
+    return f"{process.name}: {part.name}, {times}{said(part.bytes)}"

@@ -1,0 +1,64 @@
+"""Parts of memory, and the processes that hold them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeAlias, get_args
+
+MIB = 2**20
+Place: TypeAlias = Literal["host", "gpu"]
+When: TypeAlias = Literal["start", "filled", "passing", "mapped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`when`: start, taken as soon as it serves; filled, what it keeps once it is full; passing, what requests under way take at most;
+    mapped, of programs' files, which processes on a machine share and the system can take back. `key`: the setting that says how much it
+    is; `users`: of how many users it is, where it is of users.
+    """
+
+    name: str
+    bytes: int
+    when: When = "start"
+    place: Place = "host"
+    key: str = ""
+    users: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One of `count` that are alike."""
+
+    name: str
+    count: int
+    parts: tuple[Part, ...]
+
+    def bytes(self, *when: When, place: Place = "host") -> int:
+        """Of one of them; `when` nothing is said, all that it comes to."""
+        return sum(part.bytes for part in self.parts if part.place == place and (not when or part.when in when))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All processes of a configuration, on one machine."""
+
+    model: str
+    processes: tuple[Process, ...]
+
+    def bytes(self, *when: When, place: Place = "host") -> int:
+        """Of all together; what is mapped counts once, as the most that any of them maps."""
+        return sum(map(partial(self._bytes, place), when or get_args(When)))
+
+    def _bytes(self, place: Place, when: When) -> int:
+        of_each = [one.count * one.bytes(when, place=place) for one in self.processes]
+        return sum(of_each) if when != "mapped" else max((one.bytes(when, place=place) for one in self.processes), default=0)
+
+    def largest(self, *when: When, place: Place = "host", most: int = 3) -> list[tuple[Process, Part]]:
+        """The parts that take the most, over all processes that have them."""
+        held = ((one, part) for one in self.processes for part in one.parts if part.place == place and part.when in when)
+        return sorted(held, key=lambda pair: -pair[0].count * pair[1].bytes)[:most]
+
+
+def present(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Those that take any memory."""
+    return tuple(part for part in parts if part.bytes)

@@ -1,0 +1,99 @@
+"""The processes that serve a configuration, and what each holds."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cluster.config import Settings
+from cluster.errors import ConfigError
+from cluster.stages import STAGES
+from deployments.shown_items import MOST_ITEMS
+from deployments.sizing.engines import Use, engine_process, library_parts, loaded, stage_parts
+from deployments.sizing.model import Sizes
+from deployments.sizing.parts import MIB, Part, Place, Plan, Process, present
+
+BASES = {
+    "gateway": (150 * MIB, 105 * MIB),
+    "stage": (133 * MIB, 98 * MIB),
+    "switchboard": (115 * MIB, 94 * MIB),
+    "cache actor": (62 * MIB, 70 * MIB),
+    "Ray and Serve": (830 * MIB, 1340 * MIB),
+}
+"""What each kind of process takes that serves nothing yet, with Python, Ray and genrec in it: own memory, and what it shares with others,
+mapped files above all. Ray's and Serve's are a head node's, all together: raylet, GCS, dashboard, agents, controller, proxy, HAProxy; the
+dashboard's processes share what they were forked with. Measured by benchmarks/size.py.
+"""
+SHOWN_USERS = 10_000
+
+
+def replicas(document: Mapping[str, Any], *, most: bool) -> dict[str, int]:
+    """Deployment -> how many replicas the first application of a Serve config file starts with, or has at `most`. Raises ConfigError."""
+    found = {}
+    for one in document["applications"][0].get("deployments") or []:
+        scaled = one.get("autoscaling_config") or {}
+        first = scaled.get("initial_replicas") or scaled.get("min_replicas", 1)
+        count = one.get("num_replicas") or (scaled.get("max_replicas", 1) if most else first)
+        if count != "auto" and not isinstance(count, int):
+            raise ConfigError(f"deployment {one.get('name')} has {count!r} replicas; give a number, or auto")
+        found[str(one.get("name"))] = 1 if count == "auto" else count
+    return found
+
+
+def plan_of(settings: Settings, sizes: Sizes, count: Mapping[str, int], use: Use, place: Place) -> Plan:
+    """What serves this configuration, on one machine. `count` of replicas, 1 where nothing is said; `use` is that of all of them, and users
+    are shared out.
+    """
+    return Plan(sizes.name, tuple(_processes(settings, sizes, count, use, place)))
+
+
+def replica(role: str, settings: Settings, sizes: Sizes, use: Use, place: Place) -> Process:
+    """One replica of the gateway or, where these are apart from it, of a stage."""
+    stages = [role] if role != "gateway" else list(STAGES) if settings.placement == "colocated" else []
+    parts = [*_gateway(settings, sizes, use)] if role == "gateway" else []
+    for stage in stages:
+        parts += stage_parts(stage, settings, sizes, use, place)
+    names = {name for stage in stages for name in loaded(stage, settings, sizes, place)}
+    return Process(role, 1, present([*_base("gateway" if role == "gateway" else "stage"), *library_parts(names, place), *parts]))
+
+
+def _processes(settings: Settings, sizes: Sizes, count: Mapping[str, int], use: Use, place: Place) -> Iterator[Process]:
+    for role in ("gateway", *(STAGES if settings.placement == "split" else ())):
+        number = count.get(role, 1)
+        yield Process(role, number, replica(role, settings, sizes, _shared_out(use, number), place).parts)
+    generators = count.get("generator" if settings.placement == "split" else "gateway", 1)
+    if parts := engine_process(settings, sizes, place):
+        yield Process("vLLM's engine", generators, present(parts))
+    if settings.cache.enabled and settings.cache.l2 == "actors":
+        budget = Part("kept answers (l2)", settings.cache.l2_shard_bytes, "filled", key="cache.l2_shard_bytes")
+        yield Process("cache actor", settings.cache.l2_shards, present([*_base("cache actor"), budget]))
+    yield Process("switchboard", 1, tuple(_base("switchboard")))
+    if settings.zeromq is not None:
+        requests = Part("requests", settings.zeromq.max_bytes, "passing", key="zeromq.max_bytes")
+        yield Process("zeromq", 1, (*_base("switchboard"), requests))
+    yield Process("Ray and Serve", 1, tuple(_base("Ray and Serve")))
+
+
+def _gateway(settings: Settings, sizes: Sizes, use: Use) -> Iterator[Part]:
+    cache, edge = settings.cache, settings.gateway
+    yield Part("catalogue", sizes.catalogue_bytes)
+    yield Part("item vectors", sizes.vector_bytes)
+    yield Part("items' counts and first days", (8 + 8 + 4 + 4) * (sizes.items + 1))
+    yield Part("items' JSON in answers", sizes.json_bytes, "filled")
+    if edge.playground:
+        yield Part("titles to search", sizes.items * (sizes.entry.title + 1 + 8 + 32), "filled", key="gateway.playground")
+    if cache.enabled:
+        yield Part("kept answers (l1)", cache.l1_bytes, "filled", key="cache.l1_bytes")
+    if settings.events.enabled:
+        users = SHOWN_USERS if use.users is None else min(SHOWN_USERS, use.users)
+        yield Part("items shown lately", users * (MOST_ITEMS * 8 + 600), "filled")
+    yield Part("requests' bodies", edge.max_held_bytes, "passing", key="gateway.max_held_bytes")
+
+
+def _base(kind: str) -> Iterator[Part]:
+    own, shared = BASES[kind]
+    yield Part("Python, Ray and genrec", own)
+    yield Part("Python, Ray and genrec", shared, "mapped")
+
+
+def _shared_out(use: Use, number: int) -> Use:
+    """A user's requests go to the replica that keeps the user's state."""
+    return use if use.users is None else Use(-(-use.users // max(1, number)), use.history)

@@ -1,0 +1,371 @@
+"""Predicted memory against the bytes of real tensors, pools and objects; what is refused, and what never is; the command."""
+
+import json
+import logging
+import os
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from cluster.bundle import CATALOGUE, DECODER
+from cluster.catalogue_file import write_catalogue
+from cluster.compilation import CompileOptions
+from cluster.config import parse
+from cluster.dataset import Catalogue
+from cluster.errors import ConfigError
+from cluster.fleet.board import READY
+from cluster.machine import memory_limit
+from cluster.ranking import RankRequest
+from cluster.values import EncodeRequest, GenerateRequest, Item, UserState
+from deployments.cli import app
+from deployments.cli.local_serve import local_document
+from deployments.cli.serve import serve
+from deployments.cli.size import size
+from deployments.fleet.heartbeat import Heartbeat
+from deployments.fleet.switchboard import SwitchboardDeployment
+from deployments.replicas.encoder import Encoder
+from deployments.sizing import fit
+from deployments.sizing.engines import OWNER_BYTES, ROW_BYTES, Use
+from deployments.sizing.fit import TOLERANCE, require_all_fit, require_replica_fits, unfit
+from deployments.sizing.model import Sizes, sampled_entry, sizes_of
+from deployments.sizing.parts import Part, Plan, Process
+from deployments.sizing.processes import plan_of, replica, replicas
+from integrations.hstu.config import HSTUConfig
+from integrations.hstu.encoder import TorchEncoder
+from integrations.hstu.torch_ranker import TorchRanker
+from integrations.hstu.weights import load_model, load_ranker
+from integrations.torch_beam.generator import TorchBeamGenerator
+from tests.bundles import make_bundle, make_complete_bundle, random_sequence
+from tests.compiled import compiled
+from tests.fakes.handles import Handle
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+TORCH = {"encoder": {"order": ["torch"]}, "generator": {"order": ["torch_beam"]}, "ranker": {"order": ["torch"]}}
+LARGE = Sizes("large/1", HSTUConfig(items=2_000_000, dim=256, layers=8, heads=8, attention_dim=32, linear_dim=32))
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return make_complete_bundle(tmp_path_factory.mktemp("size") / "whole", items=3000, dim=32)
+
+
+def parts_of(bundle, tree, users=None, history=None, role="gateway"):
+    """Name -> part, of one replica on a CPU."""
+    settings = parse({"placement": "colocated" if role == "gateway" else "split", **tree})
+    made = replica(role, settings, sizes_of(bundle), Use(users, history), "host")
+    return {part.name: part for part in made.parts if part.when != "mapped"}
+
+
+def machine(root, *, total=64 * GIB, swap=0, group="/", limits=(), version=2):
+    """The files of a machine with cgroups, `limits`: (group, bytes)."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: {total // 1024} kB\nMemFree: 1 kB\nSwapTotal: {swap // 1024} kB\nHugePages_Total: 0\n")
+    (root / "proc/self/cgroup").write_text(f"0::{group}\n" if version == 2 else f"5:cpu:/elsewhere\n9:memory:{group}\n")
+    mount, file = ("sys/fs/cgroup", "memory.max") if version == 2 else ("sys/fs/cgroup/memory", "memory.limit_in_bytes")
+    for name, limit in limits:
+        (root / mount / name.strip("/")).mkdir(parents=True, exist_ok=True)
+        (root / mount / name.strip("/") / file).write_text(f"{limit}\n")
+    return root
+
+
+class TestBytes:
+    def test_weights_are_those_of_the_real_models(self, bundle):
+        parts = parts_of(bundle, TORCH)
+        for name, model in {"encoder torch": load_model(bundle), "ranker torch": load_ranker(bundle)}.items():
+            assert parts[f"{name}: weights"].bytes == sum(parameter.nbytes for parameter in model.parameters())
+        decoder = load_file(bundle.path / DECODER / "model.safetensors")
+        assert parts["generator torch_beam: weights"].bytes == sum(tensor.nbytes for tensor in decoder.values())
+
+    def test_vectors_are_those_of_the_bundle(self, bundle):
+        parts = parts_of(bundle, TORCH)
+        for name in ("item vectors", "encoder torch: item vectors", "generator: item vectors", "generator torch_beam: soft prompt"):
+            assert parts[name].bytes == bundle.item_vectors.nbytes
+
+    def test_compiled_graphs_are_as_large_as_their_files(self, bundle):
+        made = compiled(bundle.path.parent, CompileOptions(targets=(), precisions=("fp32",)), only=["onnx"])
+        files = {one.graph: (made.path / one.file).stat().st_size for one in made.manifest.artifacts}
+        encoder, ranker = parts_of(made, {}, role="encoder"), parts_of(made, {}, role="ranker")
+        assert encoder["encoder onnxruntime: weights"].bytes == pytest.approx(files["retrieve"], rel=0.15)
+        assert encoder["encoder onnxruntime: weights to append"].bytes == pytest.approx(files["append"], rel=0.25)
+        assert ranker["ranker onnxruntime: weights"].bytes == pytest.approx(files["rank"], rel=0.25)
+
+    @pytest.mark.parametrize("options", [{}, {"state_dtype": "fp16"}, {"state_store": "radix"}])
+    @pytest.mark.parametrize("length", [40, 64])
+    def test_kept_states_are_as_many_pages_as_the_store_uses(self, bundle, options, length):
+        users = 3
+        encoder = TorchEncoder(**options)
+        encoder.load(bundle)
+        encoder.batch_infer([EncodeRequest(random_sequence(length, items=3000, seed=user), 5, user=f"u{user}") for user in range(users)])
+        tree = {**TORCH, "encoder": {"order": ["torch"], "options": {"torch": options}}}
+        part = parts_of(bundle, tree, users, length)["encoder torch: kept states"]
+        assert part.users == users
+        assert part.bytes - users * (OWNER_BYTES + (length - 1) * ROW_BYTES) == encoder.kept()["used_bytes"]
+
+    def test_kept_events_of_a_ranker_are_as_many_pages_as_its_store_uses(self, bundle):
+        ranker = TorchRanker()
+        ranker.load(bundle)
+        ranker.infer(RankRequest(random_sequence(64, items=3000), np.arange(1, 9, dtype=np.int32), user="ada"))
+        part = parts_of(bundle, TORCH, 1, 64)["ranker torch: kept states"]
+        assert part.bytes - OWNER_BYTES - 64 * ROW_BYTES == ranker.kept()["used_bytes"]
+
+    def test_kept_states_fill_the_budget_and_no_more(self, bundle):
+        tree = {**TORCH, "encoder": {"order": ["torch"], "options": {"torch": {"state_bytes": 2**20}}}}
+        whole, more = (parts_of(bundle, tree, users)["encoder torch: kept states"] for users in (None, 10**9))
+        assert whole == more
+        assert whole.bytes - whole.users * (OWNER_BYTES + 63 * ROW_BYTES) == pytest.approx(2**20, rel=0.05)
+
+    def test_nothing_is_kept_of_short_histories_or_without_a_budget(self, bundle):
+        off = {**TORCH, "encoder": {"order": ["torch"], "options": {"torch": {"state_bytes": 0}}}}
+        assert "encoder torch: kept states" not in parts_of(bundle, off)
+        assert "encoder torch: kept states" not in parts_of(bundle, TORCH, users=5, history=31)
+
+    def test_kept_prompts_are_as_many_pages_as_the_store_uses(self, bundle):
+        generator = TorchBeamGenerator()
+        generator.load(bundle)
+        rng, length = np.random.default_rng(0), bundle.prompt_length
+        states = rng.standard_normal((length, 32)).astype(np.float32)
+        user = UserState(states, random_sequence(length, items=3000))
+        generator.infer(GenerateRequest(user, 5, 4, blocked=np.empty(0, np.int32), user_id="ada"))
+        part = parts_of(bundle, TORCH, users=1)["generator torch_beam: kept prompts"]
+        assert part.bytes - OWNER_BYTES - (length - 1) * ROW_BYTES == generator.kept()["used_bytes"]
+
+    def test_the_catalogue_is_as_large_as_python_makes_it(self, tmp_path):
+        made = make_bundle(tmp_path / "m", items=5000)
+        items = [Item(f"sku-{i}", f"A thing with the number {i}", {"brand": f"brand {i % 7}", "colour": "red"}) for i in range(5000)]
+        write_catalogue(Catalogue(items), made.path / CATALOGUE)
+        sizes = sizes_of(made, sampled_entry(made))
+        tracemalloc.start()
+        try:
+            catalogue = made.catalogue
+            assert len(catalogue) == 5000
+            held = tracemalloc.get_traced_memory()[0]
+            assert sizes.catalogue_bytes == pytest.approx(held, rel=0.3)
+            for index in range(1, 5001):
+                assert catalogue.beginnings[index]
+            assert sizes.json_bytes == pytest.approx(tracemalloc.get_traced_memory()[0] - held, rel=0.3)
+        finally:
+            tracemalloc.stop()
+
+    def test_caches_take_what_the_configuration_gives_them(self, bundle):
+        plan = plan_of(
+            parse({**TORCH, "cache": {"l1_bytes": 2**20, "l2_shard_bytes": 2**21, "l2_shards": 3}}), sizes_of(bundle), {}, Use(), "host"
+        )
+        kept = {one.key: (process.count, one.bytes) for process in plan.processes for one in process.parts if one.key.startswith("cache.")}
+        assert kept == {"cache.l1_bytes": (1, 2**20), "cache.l2_shard_bytes": (3, 2**21)}
+        without = plan_of(parse({**TORCH, "cache": {"enabled": False}}), sizes_of(bundle), {}, Use(), "host")
+        assert not any(one.key.startswith("cache.") for process in without.processes for one in process.parts)
+
+
+class TestProcesses:
+    def test_colocated_stages_are_in_the_gateway(self, bundle):
+        names = {placement: [one.name for one in _plan(bundle, placement=placement).processes] for placement in ("split", "colocated")}
+        assert set(names["split"]) - set(names["colocated"]) == {"encoder", "generator", "ranker"}
+        assert "encoder torch: weights" in parts_of(bundle, TORCH)
+
+    def test_users_are_shared_out_among_replicas(self, bundle):
+        settings, sizes = parse(TORCH), sizes_of(bundle)
+        one, three = (plan_of(settings, sizes, {"encoder": count}, Use(90), "host").processes[1] for count in (1, 3))
+        users = [next(part.users for part in process.parts if part.users is not None) for process in (one, three)]
+        assert users == [90, 30]
+        assert (one.count, three.count) == (1, 3)
+
+    def test_replicas_are_those_of_the_file(self):
+        scaled = {"name": "encoder", "autoscaling_config": {"min_replicas": 0, "initial_replicas": 1, "max_replicas": 5}}
+        document = {"applications": [{"deployments": [{"name": "gateway", "num_replicas": 2}, scaled]}]}
+        assert replicas(document, most=False) == {"gateway": 2, "encoder": 1}
+        assert replicas(document, most=True) == {"gateway": 2, "encoder": 5}
+        wrong = {"applications": [{"deployments": [{"name": "gateway", "num_replicas": "two"}]}]}
+        with pytest.raises(ConfigError, match="deployment gateway has 'two' replicas"):
+            replicas(wrong, most=False)
+
+    def test_a_gpu_holds_weights_and_states(self, bundle):
+        settings = parse({**TORCH, "encoder": {"order": ["torch"], "options": {"torch": {"state_bytes": 2**20}}}})
+        sizes = replace(sizes_of(bundle), decoder=None)
+        process = replica("encoder", settings, sizes, Use(), "gpu")
+        on_gpu = {part.name for part in process.parts if part.place == "gpu"}
+        assert {"encoder torch: weights", "encoder torch: kept states", "encoder: a batch"} <= on_gpu
+        pinned = [part.bytes for part in process.parts if part.name == "encoder torch: kept states" and part.place == "host"]
+        assert pinned == [2**20]
+
+    def test_what_is_mapped_counts_once(self):
+        process = Process("one", 3, (Part("own", 10), Part("programs", 7, "mapped")))
+        assert Plan("m", (process, process)).bytes() == 2 * 3 * 10 + 7
+
+
+class TestMachine:
+    @pytest.mark.parametrize("version", [1, 2])
+    def test_the_least_limit_of_the_groups_around_a_process_holds(self, tmp_path, version):
+        limits = [("/pod", 4 * GIB), ("/pod/container", 6 * GIB)]
+        assert memory_limit(machine(tmp_path, group="/pod/container", limits=limits, version=version)) == 4 * GIB
+
+    def test_a_group_without_a_limit_has_the_machines(self, tmp_path):
+        assert memory_limit(machine(tmp_path, total=8 * GIB, swap=GIB, group="/a", limits=[("/a", "max")])) == 9 * GIB
+
+    def test_a_container_that_sees_its_own_group_as_the_outermost(self, tmp_path):
+        assert memory_limit(machine(tmp_path, group="/docker/abc", limits=[("/", 4 * GIB)])) == 4 * GIB
+
+    def test_what_cannot_be_read_is_no_limit(self, tmp_path):
+        assert memory_limit(tmp_path) is None
+        (tmp_path / "proc").mkdir()
+        (tmp_path / "proc/meminfo").write_text("nonsense\n")
+        assert memory_limit(tmp_path) is None
+
+    def test_this_machine_has_some(self):
+        assert memory_limit() > 2**28
+
+
+class TestFit:
+    def test_a_model_that_is_too_large_for_4_gib_is_refused_there_and_not_on_16(self, tmp_path):
+        plan = plan_of(parse(TORCH), LARGE, {}, Use(), "host")
+        small, large = (memory_limit(machine(tmp_path / str(gib), limits=[("/", gib * GIB)])) for gib in (4, 16))
+        assert unfit(plan, large) == ""
+        problem = unfit(plan, small)
+        assert f"{plan.bytes('start'):,} bytes" in problem
+        assert f"{4 * GIB:,} bytes (4.0 GiB)" in problem
+        assert "encoder torch: weights, 2,0" in problem
+        assert "fewer replicas" in problem
+
+    def test_nothing_is_refused_that_may_fit(self):
+        plan = Plan(
+            "m", (Process("one", 2, (Part("weights", 100), Part("cache", 90, "filled", key="a.b"), Part("batch", 500, "passing"))),)
+        )
+        assert plan.bytes("start") == 200
+        assert unfit(plan, int(200 * (1 - TOLERANCE))) == "", "a prediction may be so far off"
+        assert "weights" in unfit(plan, int(200 * (1 - TOLERANCE)) - 1)
+
+    def test_a_cache_that_no_memory_could_hold_is_refused(self):
+        plan = Plan("m", (Process("one", 1, (Part("cache", 2000, "filled", key="cache.l1_bytes"),)),))
+        assert unfit(plan, 2000) == ""
+        assert unfit(plan, 1999) == (
+            "cache.l1_bytes has one keep 2,000 bytes (2.0 KiB), and there are 1,999 bytes (2.0 KiB) of memory; lower it"
+        )
+
+    def test_the_configuration_can_have_it_tried(self, bundle, caplog):
+        with pytest.raises(ConfigError, match="memory_check: warn has it tried"):
+            require_all_fit(parse(TORCH), bundle, {}, room=1000)
+        with caplog.at_level(logging.WARNING):
+            require_all_fit(parse({**TORCH, "memory_check": "warn"}), bundle, {}, room=1000)
+        assert "takes" in caplog.text
+
+    def test_a_replica_is_asked_for_its_own_part_only(self, bundle):
+        settings = parse(TORCH)
+        alone = replica("encoder", settings, sizes_of(bundle), Use(), "host").bytes("start")
+        require_replica_fits(settings, bundle, "encoder", room=max(alone, 300 * 2**20))
+        with pytest.raises(ConfigError):
+            require_replica_fits(settings, bundle, "encoder", room=alone // 2)
+
+    def test_a_machine_that_does_not_tell_refuses_nothing(self, bundle, monkeypatch):
+        monkeypatch.setattr(fit, "memory_limit", lambda: None)
+        require_all_fit(parse(TORCH), bundle, {})
+
+
+class TestStart:
+    """What is refused as it starts, on a machine of 1 MiB."""
+
+    @pytest.fixture
+    def tiny(self, monkeypatch):
+        monkeypatch.setattr(fit, "memory_limit", lambda: 2**20)
+
+    @pytest.fixture
+    async def encoder(self, three_versions):
+        settings = {"model_dir": str(three_versions), "encoder": {"order": ["torch"]}}
+        made = Encoder(tree := parse(settings), Heartbeat(tree, Handle(SwitchboardDeployment(settings)), "a"))
+        yield made
+        await made.close()
+
+    def test_genrec_serve_refuses_before_anything_is_started(self, tiny, bundle, monkeypatch):
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("it was started"))
+        with pytest.raises(ConfigError, match="1,048,576 bytes"):
+            serve(ROOT / "ray_config.yaml", model_dir=bundle.path.parent, profile="default")
+
+    def test_a_cluster_elsewhere_is_not_measured_by_this_machine(self, tiny, bundle, monkeypatch):
+        monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
+        started = []
+        monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
+        serve(ROOT / "ray_config.yaml", model_dir=bundle.path.parent, profile="default")
+        assert started
+
+    def test_so_does_what_serves_for_as_long_as_a_block_lasts(self, tiny, bundle):
+        with pytest.raises(ConfigError, match="memory_check"):
+            local_document(ROOT / "ray_config.yaml", {"model_dir": str(bundle.path.parent)}, 8000)
+
+    async def test_a_replica_that_cannot_hold_its_model_does_not_start(self, tiny, encoder):
+        with pytest.raises(ConfigError, match="1,048,576 bytes"):
+            await encoder.start()
+
+    async def test_a_version_that_does_not_fit_is_not_taken_up_and_the_one_before_serves_on(self, encoder, monkeypatch):
+        await encoder.load([3], only=True)
+        monkeypatch.setattr(fit, "memory_limit", lambda: 2**20)
+        encoder.model_cache.want([3, 2])
+        await encoder.model_cache.settled()
+        assert encoder.holds[3] == READY
+        assert "memory_check: warn" in encoder.holds[2]
+
+
+class TestCommand:
+    @pytest.fixture
+    def run(self):
+        app.command("size")(size)  # as the program registers what is called
+        yield lambda *arguments: CliRunner().invoke(app, ["size", "--config", str(ROOT / "ray_config.yaml"), *arguments])
+        app.registered_commands.pop()
+
+    def test_json_has_every_part_in_bytes(self, run, bundle):
+        told = json.loads(run("--model-dir", str(bundle.path.parent), "--json", "--users", "10", "--replicas", "encoder=2").stdout)
+        encoder = next(one for one in told["processes"] if one["name"] == "encoder")
+        assert encoder["count"] == 2
+        assert encoder["bytes"]["start"] == sum(one["bytes"] for one in encoder["parts"] if one["when"] == "start")
+        assert told["bytes"]["start"] == sum(one["count"] * one["bytes"]["start"] for one in told["processes"])
+        assert told["items"] == 3000
+        assert told["refused"] == ""
+
+    def test_a_table_names_parts_and_the_settings_that_say_how_much(self, run, bundle):
+        shown = run("--model-dir", str(bundle.path.parent), "--memory", "64GiB").stdout
+        assert "kept answers (l1)" in shown
+        assert "cache.l1_bytes" in shown
+        assert shown.endswith("It fits.\n")
+
+    def test_a_model_that_is_not_trained_is_sized_by_its_numbers(self, run):
+        sizes = ("--items", "1000000", "--layers", "4", "--dim", "128", "--heads", "4", "--window", "500")
+        told = json.loads(run(*sizes, "--json", "--decoder", "none", "--no-ranker").stdout)
+        parts = {one["name"]: one["bytes"] for process in told["processes"] for one in process["parts"]}
+        assert parts["encoder torch: weights"] > 4 * 1_000_000 * 128
+        assert not any(name.startswith(("generator", "ranker")) for name in parts)
+
+    def test_another_catalogue_of_the_same_model(self, run, bundle):
+        told = json.loads(run("--model-dir", str(bundle.path.parent), "--items", "1000000", "--json").stdout)
+        assert told["items"] == 1_000_000
+
+    def test_status_1_where_the_memory_that_is_given_does_not_suffice(self, run, bundle):
+        asked = run("--model-dir", str(bundle.path.parent), "--memory", "200 MB")
+        assert asked.exit_code == 1
+        assert "Serving would be refused" in asked.stdout
+
+    @pytest.mark.parametrize(
+        ("arguments", "problem"),
+        [
+            (("--memory", "much"), "--memory 'much' is not a size"),
+            (("--memory", "0"), "--memory '0' is not a size"),
+            (("--replicas", "encoder"), "--replicas 'encoder' is not of the form"),
+            (("--replicas", "coder=2"), "there is no deployment 'coder'"),
+            (("--replicas", "encoder=many"), "--replicas 'encoder=many' is not of the form"),
+            (("--layers", "3"), "give --items"),
+        ],
+    )
+    def test_bad_input_is_told(self, run, bundle, arguments, problem):
+        asked = run("--model-dir", str(bundle.path.parent), *arguments)
+        assert isinstance(asked.exception, ConfigError)
+        assert problem in str(asked.exception)
+
+    def test_a_missing_model_says_what_to_do(self, run, tmp_path):
+        assert "genrec train" in str(run("--model-dir", str(tmp_path / "none")).exception)
+
+
+def _plan(bundle, **tree):
+    return plan_of(parse({**TORCH, **tree}), sizes_of(bundle), {}, Use(), "host")
