@@ -226,7 +226,7 @@ def main(
     began = monotonic()
     with tempfile.TemporaryDirectory() as directory:
         changes = {"model_dir": str(model_dir), "events": {"url": f"sqlite:///{directory}/events.db"}}
-        serving = LocalServe(two_gateways(Path(directory)), changes, port=port, log=Path(".genrec/kill_caches.log"))
+        serving = LocalServe(with_gateways(Path(directory), 2), changes, port=port, log=Path(".genrec/kill_caches.log"))
         with serving as url:
             traffic, lost = asyncio.run(drive(url, serving, items, requests=requests, users=users, concurrency=concurrency, every=every))
     text = report(traffic, lost, monotonic() - began)
@@ -234,14 +234,14 @@ def main(
     (ROOT / "benchmarks" / "results" / f"kill_caches_cpu_{datetime.now(UTC):%Y-%m-%d}.md").write_text(text)
 
 
-def two_gateways(directory: Path) -> Path:
-    """ray_config.yaml with a second gateway, so that one is left."""
+def with_gateways(directory: Path, count: int) -> Path:
+    """ray_config.yaml with so many gateways."""
     document = read_document(ROOT / "ray_config.yaml")
     for deployment in document["applications"][0]["deployments"]:
         if deployment["name"] == "gateway":
-            deployment["autoscaling_config"] |= {"min_replicas": 2, "max_replicas": 2}
-            deployment["ray_actor_options"] |= {"num_cpus": 0.1}  # two cores are enough for it and the other stages
-    path = directory / "two_gateways.yaml"
+            deployment["autoscaling_config"] |= {"min_replicas": count, "max_replicas": count}
+            deployment["ray_actor_options"] |= {"num_cpus": 0.1}  # two cores are enough for them and the other stages
+    path = directory / "gateways.yaml"
     path.write_text(yaml.safe_dump(document, sort_keys=False))
     return path
 
