@@ -286,7 +286,7 @@ class CacheSettings(Section):
     l2: Literal["actors", "redis", "off"] = Field("actors", description="actors: named detached Ray actors; redis: a server")
     l2_shards: int = Field(1, ge=1, le=256, description="cache actors; each is a process of one core at most")
     l2_shard_bytes: int = Field(256 * 2**20, ge=2**16, description="memory of a cache actor")
-    l2_deadline_ms: float = Field(20.0, gt=0, le=1000, description="a cache that has not answered by then counts as a miss")
+    l2_deadline_ms: float = Field(100.0, gt=0, le=1000, description="a cache that has not answered by then counts as a miss")
     redis_url: str | None = Field(None, description="such as redis://host:6379/0")
     ttl_s: float = Field(60.0, gt=0, description="how long an answer is fresh, give or take a tenth")
     stale_s: float = Field(300.0, ge=0, description="how long after that it is still given, while it is computed anew")
