@@ -182,7 +182,7 @@ class UserData:
             await asyncio.sleep((monotonic() - began) * (1 / READY_SHARE - 1))
 
     def _expect(self, users: set[tuple[str, str]]) -> None:
-        """Anticipate those of whom it is known what they usually ask for, here or in another gateway."""
+        """Anticipate the users with a usual request that is known, here or in another gateway."""
         known = {user for user in users if self._usual.of(*user) is not None}
         for user in known:
             self._anticipate(*user)
