@@ -46,12 +46,14 @@ check: .venv/dev
 yardstick: .venv/dev
 	@$(BIN)/python -m benchmarks.yardstick
 
+# The pip that came with Python may be one that takes two minutes, not one, for all these packages.
 # pip compiles on one core and compileall on all of them. Left out, every process compiles anew where PYTHONDONTWRITEBYTECODE is set.
 # compileall also meets templates that are no Python, which it reports and passes over.
 .venv/cpu: EXTRAS := cpu
 .venv/dev: EXTRAS := cpu,dev
 .venv/cpu .venv/dev: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	-$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --no-compile --editable '.[$(EXTRAS)]'
 	$(BIN)/pip install --quiet --no-compile --no-deps $(VLLM)
 	-$(BIN)/python -m compileall -qq -j 0 .venv/lib

@@ -22,17 +22,17 @@ CLUSTERS = {
     "fast": (
         "tests/integration/live/",
         "tests/integration/test_playground_browser.py",
-        "tests/integration/test_killed_caches.py",
         "tests/chaos/test_artifacts_and_disks.py",
         "tests/chaos/test_cancelled_work.py",
-        "tests/chaos/test_malformed.py",
         "tests/chaos/test_broken_stages.py",
         "tests/chaos/test_changes_under_load.py",
         "tests/chaos/test_overload.py",
         "tests/chaos/test_tenants.py",
         "tests/chaos/test_soak.py",
         "tests/chaos/test_erasure_drill.py",
-        "tests/chaos/test_killed_processes.py",  # the last, since it kills what the others lean on
+        "tests/chaos/test_malformed.py",  # from here on one application, of which the last ones kill processes
+        "tests/chaos/test_killed_caches.py",
+        "tests/chaos/test_killed_processes.py",
     ),
     "nodes": ("tests/integration/test_nodes.py",),
 }

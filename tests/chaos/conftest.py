@@ -11,7 +11,9 @@ from cluster.bundle import Bundle, BundleStore
 from cluster.compilation import CompileOptions
 from cluster.config import read_document
 from tests.bundles import make_generative_bundle
+from tests.chaos.engines import ENCODERS
 from tests.chaos.rows import Row, recorded
+from tests.chaos.served import DEPLOYMENTS, Served, served
 from tests.clusters import SharedCluster
 from tests.compiled import compiled
 from tests.documents import ROOT
@@ -75,6 +77,20 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     root = tmp_path_factory.mktemp("chaos") / "tiny"
     make_generative_bundle(root)
     yield compiled(root, CompileOptions(targets=()), only=["onnx"])
+
+
+@pytest.fixture(scope="package")
+def two(model: Bundle, cluster: SharedCluster, long: bool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Two replicas of each deployment, in short of gateway and encoder; the files that ask for it run one after the other."""
+    directory = tmp_path_factory.mktemp("two")
+    args = {
+        "encoder": {"order": ["onnxruntime", "torch"], "backends": ENCODERS},
+        "generator": {"order": ["torch_beam"]},
+        "events": {"url": f"sqlite:///{directory}/events.db"},
+    }
+    replicas = dict.fromkeys(DEPLOYMENTS if long else ("gateway", "encoder"), 2)
+    with served(cluster, directory, model.path.parent, args, replicas=replicas) as serving:
+        yield serving
 
 
 @pytest.fixture(scope="session")

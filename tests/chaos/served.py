@@ -54,6 +54,13 @@ class Served:
     def running(self, deployment: str) -> set[int]:
         return self.serving.running(deployment)
 
+    def wanted(self) -> dict[str, int]:
+        """How many replicas of each deployment are to run."""
+        return {entry["name"]: entry["num_replicas"] for entry in self.serving.entry["deployments"] if entry["name"] in DEPLOYMENTS}
+
+    def is_complete(self) -> bool:
+        return all(len(self.running(name)) == wanted for name, wanted in self.wanted().items())
+
     # questions
 
     def ask(self, **request: Any) -> httpx.Response:
@@ -102,8 +109,7 @@ def served(
     shutil.copytree(model_dir, copied, ignore=shutil.ignore_patterns("events.db*"))
     with cluster.application(fixed(replicas, deployments), {"model_dir": str(copied), **args}) as serving:
         one = Served(serving.url, copied, serving, requests(copied, **{"cache": "bypass", **(body or {})}))
-        wanted = {entry["name"]: entry["num_replicas"] for entry in serving.entry["deployments"]}
-        eventually(lambda: all(len(one.running(name)) == wanted[name] for name in DEPLOYMENTS), "every replica runs", START_WITHIN_S, 1)
+        eventually(one.is_complete, "every replica runs", START_WITHIN_S, 1)
         yield one
 
 

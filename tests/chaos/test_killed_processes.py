@@ -11,59 +11,50 @@ import pytest
 
 from benchmarks.load import Phase
 from benchmarks.load_bodies import bodies as requests
-from tests.chaos.engines import ENCODERS
 from tests.chaos.rows import Row
-from tests.chaos.served import CACHE_ACTOR, CONTROLLER, DEPLOYMENTS, Served, before_and_after, seconds_until, served
-from tests.clusters import SharedCluster
+from tests.chaos.served import CACHE_ACTOR, CONTROLLER, DEPLOYMENTS, Served, before_and_after, seconds_until
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
-LOAD, SHORT_LOAD = 0.7, 0.3
-"""Of what the cluster can do: at length, and where phases are cut short to fit CI. There a new replica's imports may take most of what
-cores there are, and who is then turned away says something of the machine, nothing of what was lost with the process."""
+LOAD = 0.7
+"""Of what the cluster can do."""
+SHORT_RATE = 30.0
+"""Requests/s where phases are cut short to fit CI. There a new replica's imports may take most of what cores there are, and requests that
+are then turned away say something of the machine, nothing of what was lost with the process."""
 RETRIED_LOAD = 0.45
 """For the proxy: what was lost comes again within as many seconds, so that there is then twice as much."""
 EVENT_S = 15.0
 """How long after the fault the load is looked at by itself."""
 RETRY_PAUSE_S = 5.0
 """What a client waits who is told nothing by a proxy that is gone."""
-ARGS = {
-    "encoder": {"order": ["onnxruntime", "torch"], "backends": ENCODERS},
-    "generator": {"order": ["torch_beam"]},
-}
-
-
-@pytest.fixture(scope="module")
-def two(model, cluster: SharedCluster, tmp_path_factory) -> Iterator[Served]:
-    with served(cluster, tmp_path_factory.mktemp("two"), model.path.parent, ARGS, replicas=2) as serving:
-        yield serving
 
 
 @pytest.fixture(autouse=True)
 def _whole_again(two: Served) -> Iterator[None]:
-    """Every test begins and ends with two replicas of each deployment that report."""
+    """Every test begins and ends with all replicas of each deployment, and each of them reports."""
     yield
-    eventually(lambda: all(len(two.running(name)) == 2 for name in DEPLOYMENTS), "two replicas of each", 120)
-    eventually(lambda: all(two.stages()[stage]["replicas"] == 2 for stage in ("encoder", "generator")), "two of each report", 120)
+    wanted = two.wanted()
+    eventually(two.is_complete, "every replica runs", 120)
+    eventually(lambda: all(two.stages()[stage]["replicas"] == wanted[stage] for stage in ("encoder", "generator")), "each reports", 120)
     eventually(lambda: two.ask(behaviours=[]).status_code == 200, "an answer", 60)
 
 
 def phases(*, long: bool, event_s: float = EVENT_S) -> tuple[list[Phase], float]:
     """The load's phases but for their rate, and when the fault is due."""
-    before_s = 10.0 if long else 5.0
+    before_s, event_s = (10.0, event_s) if long else (3.0, event_s / 2)
     return [Phase("before", 0, before_s), Phase("event", 0, event_s), Phase("after", 0, before_s)], before_s
 
 
 def load_rate(two: Served, *, long: bool) -> float:
     """Requests/s."""
-    return (LOAD if long else SHORT_LOAD) * two.capacity()
+    return LOAD * two.capacity() if long else SHORT_RATE
 
 
 def at(rate: float, shape: list[Phase]) -> list[Phase]:
     return [Phase(phase.name, rate, phase.seconds) for phase in shape]
 
 
-# in short: one of them here, gateways in integration/
+# in short: one of them here, gateways in test_killed_caches.py
 @pytest.mark.parametrize("deployment", ["encoder", *(pytest.param(one, marks=pytest.mark.chaos) for one in ("gateway", "generator"))])
 def test_no_request_fails_when_a_replica_is_killed(two: Served, deployment: str, record, long: bool, run: int):
     shape, fault_s = phases(long=long)
@@ -77,7 +68,7 @@ def test_no_request_fails_when_a_replica_is_killed(two: Served, deployment: str,
             back = seconds_until(lambda: len(two.running(deployment) - {victim.pid}) == 2, 60)
             row.mark(load.now, "replaced")
             results = load.results()
-        row.took(results, capacity_per_s=two.capacity(), rate_per_s=rate)
+        row.took(results, capacity_per_s=two.capacities.get(""), rate_per_s=rate)
         calm, event = before_and_after(results, fault_s, EVENT_S)
         row.figures |= {"before": calm.summary(), "event": event.summary()}
         row.claim("failed requests", results.failed.sum() + results.rejected.sum(), most=0)
@@ -85,7 +76,7 @@ def test_no_request_fails_when_a_replica_is_killed(two: Served, deployment: str,
         row.claim("seconds until the replica was replaced", back, most=15, timing=True)
 
 
-@pytest.mark.chaos  # in short, with gateways, in integration/
+@pytest.mark.chaos  # in short, with gateways, in test_killed_caches.py
 def test_no_request_fails_when_the_cache_actor_is_killed(two: Served, record, long: bool, run: int):
     """Answers are asked for again and again, so that most come out of caches."""
     shape, fault_s = phases(long=long)
@@ -119,7 +110,7 @@ def test_no_request_fails_when_the_controller_is_killed(two: Served, record, lon
             controller.kill()
             killed = load.now
             eventually(lambda: any(one.pid != controller.pid for one in two.processes(CONTROLLER)), "a new controller", 60)
-            known = seconds_until(lambda: all(len(two.running(name)) == 2 for name in DEPLOYMENTS), 60)
+            known = seconds_until(two.is_complete, 60)
             recovered = load.now - killed if np.isfinite(known) else known
             row.mark(load.now, "it knows every replica")
             results = load.results()

@@ -14,14 +14,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
-from tests.chaos.engines import ENCODERS
 from tests.chaos.rows import Row
-from tests.chaos.served import DEPLOYMENTS, Served, served
-from tests.clusters import SharedCluster
+from tests.chaos.served import DEPLOYMENTS, Served
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
-ARGS = {"encoder": {"order": ["onnxruntime"], "backends": ENCODERS}, "generator": {"order": ["torch_beam"]}}
 SWITCHES = "/v1/backends/{stage}/{name}:{switch}"
 GENERATED_SHARE = 0.6
 ODD: list[Any] = [
@@ -35,16 +32,10 @@ FIELDS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def one(model, cluster: SharedCluster, tmp_path_factory) -> Iterator[Served]:
-    with served(cluster, tmp_path_factory.mktemp("malformed"), model.path.parent, ARGS) as serving:
-        yield serving
-
-
-def test_no_malformed_input_is_answered_with_a_server_error_or_ends_a_process(one: Served, record, long: bool, run: int):
+def test_no_malformed_input_is_answered_with_a_server_error_or_ends_a_process(two: Served, record, long: bool, run: int):
     inputs = 10_000 if long else 200
     with record(Row("10,000 malformed inputs (schemathesis and hand-made)", "0 5xx, 0 restarts", run)) as row:
-        before = {name: one.running(name) for name in DEPLOYMENTS}
+        before = {name: two.running(name) for name in DEPLOYMENTS}
         statuses, worst = Counter[int](), list[str]()
 
         def seen(response: httpx.Response | Any, what: str) -> None:
@@ -52,8 +43,8 @@ def test_no_malformed_input_is_answered_with_a_server_error_or_ends_a_process(on
             if response.status_code >= 500:
                 worst.append(f"{response.status_code} {what[:300]}")
 
-        generated(one.url, int(inputs * GENERATED_SHARE), run, seen)
-        with httpx.Client(base_url=one.url, timeout=30) as client:
+        generated(two.url, int(inputs * GENERATED_SHARE), run, seen)
+        with httpx.Client(base_url=two.url, timeout=30) as client:
             for content, path in hand_made(inputs - statuses.total(), run):
                 response = client.post(path, content=content, headers={"content-type": "application/json"})
                 seen(response, f"{path} {content!r}")
@@ -61,9 +52,9 @@ def test_no_malformed_input_is_answered_with_a_server_error_or_ends_a_process(on
         row.notes += worst[:10]
         row.claim("inputs", sum(statuses.values()), least=inputs)
         row.claim("answered with a 5xx", sum(count for status, count in statuses.items() if status >= 500), most=0)
-        restarted = sum(len(before[name] - one.running(name)) for name in DEPLOYMENTS)
+        restarted = sum(len(before[name] - two.running(name)) for name in DEPLOYMENTS)
         row.claim("restarts", restarted, most=0)
-        eventually(lambda: one.ask(behaviours=[]).status_code == 200, "an answer afterwards", 30)
+        eventually(lambda: two.ask(behaviours=[]).status_code == 200, "an answer afterwards", 30)
 
 
 def hand_made(count: int, run: int) -> Iterator[tuple[bytes, str]]:
