@@ -31,7 +31,7 @@ chaos: .venv/dev
 	rm -f .genrec/chaos/rows.jsonl
 	-$(BIN)/pytest tests/chaos tests/integration/test_generation.py -m "" --chaos-long --chaos-strict --chaos-runs 3 $(CHAOS)
 	$(BIN)/python -m benchmarks.chaos_report
-	$(if $(CHAOS),,$(PYTEST) tests/unit tests/contract --thorough --api-cases 200)
+	$(if $(CHAOS),,$(PYTEST) tests/unit tests/contract tests/integration/test_power_loss.py --thorough --api-cases 200)
 
 # Broken input for all that reads what others write: FUZZ='-k zeromq' for some of it.
 fuzz: .venv/dev
