@@ -35,10 +35,13 @@ REPORTED_S = 6.0
 
 @dataclass
 class Found:
-    """Of one run: where first answers after an event came from, how long they took in ms, events, and what the encoder was asked."""
+    """Of one run: where first answers after an event came from, how long they took in ms, how often each user asked, events, and what the
+    encoder was asked.
+    """
 
     tiers: Counter[str] = field(default_factory=Counter)
     took: list[float] = field(default_factory=list)
+    times_asked: Counter[int] = field(default_factory=Counter)
     events: int = 0
     asked: int = 0
     computed: int = 0
@@ -89,13 +92,18 @@ def main(
     print(page)
 
 
-def run(url: str, steps: list[Step], items: list[str]) -> Found:
+def run(url: str, steps: list[Step], items: list[str], strategy: str = "retrieval") -> Found:
     """Do what the users do, each thing when it is due."""
     before, found = encoder_calls(url), Found()
-    asyncio.run(_done(url, steps, items, found))
+    asyncio.run(_done(url, steps, items, strategy, found))
     time.sleep(REPORTED_S)
     found.asked = encoder_calls(url) - before
     return found
+
+
+def visitor(number: int) -> str:
+    """The id of a user."""
+    return f"visitor-{number}"
 
 
 def encoder_calls(url: str) -> int:
@@ -104,28 +112,29 @@ def encoder_calls(url: str) -> int:
     return sum(backend["calls"] for stage in stages if stage["stage"] == "encoder" for backend in stage["backends"])
 
 
-async def _done(url: str, steps: list[Step], items: list[str], found: Found) -> None:
-    began, times_asked = time.monotonic(), Counter[int]()
+async def _done(url: str, steps: list[Step], items: list[str], strategy: str, found: Found) -> None:
+    began = time.monotonic()
     async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as http, asyncio.TaskGroup() as group:
         for step in steps:
             await asyncio.sleep(max(0.0, began + step.due - time.monotonic()))
-            group.create_task(_step(http, step, items, found, times_asked))
+            group.create_task(_step(http, step, items, strategy, found))
 
 
-async def _step(http: aiohttp.ClientSession, step: Step, items: list[str], found: Found, times_asked: Counter[int]) -> None:
-    user = f"visitor-{step.user}"
+async def _step(http: aiohttp.ClientSession, step: Step, items: list[str], strategy: str, found: Found) -> None:
+    user = visitor(step.user)
     if step.item is not None:
         async with http.post("/v1/events", json={"user_id": user, "item_id": items[step.item]}) as response:
             response.raise_for_status()
         found.events += 1
         return
     began = time.monotonic()
-    async with http.post("/v1/recommend", json={"user_id": user, "k": 10, "strategy": "retrieval"}) as response:
+    async with http.post("/v1/recommend", json={"user_id": user, "k": 10, "strategy": strategy}) as response:
         response.raise_for_status()
-        tier = (await response.json())["cache"]["tier"]
+        cache = (await response.json())["cache"]
+    tier = cache["tier"] if cache else "computed"
     found.computed += tier == "computed"
-    times_asked[step.user] += 1
-    if times_asked[step.user] > 1:
+    found.times_asked[step.user] += 1
+    if found.times_asked[step.user] > 1:
         found.tiers[tier] += 1
         found.took.append((time.monotonic() - began) * 1e3)
 
