@@ -17,6 +17,7 @@ from tests.chaos.served import DEPLOYMENTS, Served, served
 from tests.clusters import SharedCluster
 from tests.compiled import compiled
 from tests.documents import ROOT
+from tests.integration.conftest import PATIENT
 
 Recorder = Callable[[Row], AbstractContextManager[Row]]
 
@@ -81,12 +82,16 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="package")
 def two(model: Bundle, cluster: SharedCluster, long: bool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Two replicas of each deployment, in short of gateway and encoder; the files that ask for it run one after the other."""
+    """Two replicas of each deployment; in short of gateway and encoder, with gateways that have requests wait rather than refuse them: a
+    replica's start may take most of what cores there are, and what is then turned away says something of the machine, nothing of what was
+    lost with the process. The files that ask for it run one after the other.
+    """
     directory = tmp_path_factory.mktemp("two")
     args = {
         "encoder": {"order": ["onnxruntime", "torch"], "backends": ENCODERS},
         "generator": {"order": ["torch_beam"]},
         "events": {"url": f"sqlite:///{directory}/events.db"},
+        "gateway": {} if long else PATIENT,
     }
     replicas = dict.fromkeys(DEPLOYMENTS if long else ("gateway", "encoder"), 2)
     with served(cluster, directory, model.path.parent, args, replicas=replicas) as serving:
