@@ -6,6 +6,7 @@ from math import ceil
 from typing import Annotated
 
 from fastapi import Depends, Request
+from starlette.exceptions import HTTPException
 
 from cluster.config import ApiKeySettings, GatewaySettings
 from cluster.errors import InvalidRequest
@@ -53,8 +54,7 @@ class Caller:
         """Raises HTTPException (403) unless the caller has the right."""
         if self.key is not None and not self.may(right):
             has = ", ".join(self.key.rights)
-            caller = "a caller without a key" if self.key is ANONYMOUS else f"the key {self.key.name!r}"
-            raise problems.forbidden(f"{caller} has not the right {right!r} (it has {has}); use a key that has it")
+            raise self._forbidden(f"the key {self.key.name!r}", f"has not the right {right!r} (it has {has}); use a key that has it")
 
     def acts_for(self, tenant: str | None = None, cost: int = 1, right: Right = "read") -> str:
         """Charge `cost` to the tenant, by default the key's own, and return it, for what the right allows. Raises HTTPException (403, 429,
@@ -100,9 +100,13 @@ class Caller:
 
     def _allowed(self, tenant: str | None) -> str:
         if self.tenant is not None and tenant not in (None, self.tenant):
-            caller = "a caller without a key" if self.key is ANONYMOUS else f"the key of tenant {self.tenant!r}"
-            raise problems.forbidden(f"{caller} may not act for tenant {tenant!r}; leave `tenant` out")
+            raise self._forbidden(f"the key of tenant {self.tenant!r}", f"may not act for tenant {tenant!r}; leave `tenant` out")
         return self.named(tenant)
+
+    def _forbidden(self, key: str, problem: str) -> HTTPException:
+        """`key`: as the problem names it, where there is one."""
+        named = "a caller without a key" if self.key is ANONYMOUS else key
+        return problems.forbidden(f"{named} {problem}", has_key=self.key is not ANONYMOUS)
 
 
 def _anywhere(_: str) -> bool:

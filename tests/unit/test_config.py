@@ -260,7 +260,7 @@ def test_the_application_is_refused_where_serve_listens_for_others_and_there_are
 @pytest.mark.parametrize("gateway", [{"api_keys": [KEY]}, {"allow_anonymous": True}], ids=["keys", "anonymous"])
 def test_not_every_caller_becomes_an_operator_by_the_way(gateway):
     settings = parse({"gateway": gateway})
-    with pytest.raises(ConfigError, match="user_config of the gateway leaves no api_keys and no allow_anonymous: every caller could operate"):
+    with pytest.raises(ConfigError, match="gateway leaves no api_keys and no allow_anonymous: every caller could operate"):
         with_changes(settings, "gateway", {"api_keys": [], "allow_anonymous": False}, "user_config of the gateway")
     for guarded in ({"api_keys": [], "allow_anonymous": True}, {"api_keys": [KEY], "allow_anonymous": False}):
         assert not with_changes(settings, "gateway", guarded, "user_config of the gateway").gateway.unguarded

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from benchmarks import first_answer as benchmark
-from cluster.engines.health import LOADING
 from cluster.config import parse
+from cluster.engines.health import LOADING
 from cluster.errors import ConfigError
 from cluster.traffic import api_keys
 from deployments.cli import compiling, demo_answers, local_serve
