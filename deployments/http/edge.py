@@ -35,7 +35,7 @@ OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS | api_pages.P
 """Paths that need no key and no place. Every other path is protected, whether there is a route or not."""
 OPERATION = ("/v1/backends", "/v1/cache", "/v1/gateway", "/v1/models")
 """Where operators call. They need no place: their calls may be what ends an overload."""
-NONE = "; or leave the header out: a caller without a key may read and store events"
+OR_NONE = "; or leave the header out: a caller without a key may read and store events"
 INTERACTIVE, BATCH = 3, 6
 """Urgency of a request without a Priority header: RFC 9218's default; lower for a batch."""
 _HEADERS = frozenset({b"authorization", b"content-length", b"priority"})
@@ -200,7 +200,7 @@ def identify(headers: Mapping[bytes, bytes], settings: GatewaySettings, now: Cal
         return ANONYMOUS
     scheme, _, presented = said.partition(b" ")
     if scheme.lower() != b"bearer":
-        raise problems.unauthorized(f"give your API key: `Authorization: Bearer genrec_...`{NONE if settings.allow_anonymous else ''}")
+        raise problems.unauthorized(f"give your API key: `Authorization: Bearer genrec_...`{OR_NONE if settings.allow_anonymous else ''}")
     key = api_keys.find(presented.strip(), settings.api_keys)
     if key is None:
         raise problems.unauthorized("this API key is not known here; ask the operator of this service for one", error="invalid_token")
