@@ -247,13 +247,18 @@ class GatewaySettings(Section):
     admission: AdmissionSettings = AdmissionSettings()
     rate_limits: RateLimitSettings = RateLimitSettings()
     api_keys: list[ApiKeySettings] = Field(
-        [], description="keys of those that may call; none: every caller may, and operate the system, so it listens on 127.0.0.1 only"
+        [],
+        description="keys of those that may call; none, and no allow_anonymous: every caller may, and operate the system, so it listens "
+        "on 127.0.0.1 only",
     )
-    allow_anonymous: bool = Field(False, description="true: without api_keys it may listen where other machines reach it, all the same")
+    allow_anonymous: bool = Field(
+        False,
+        description="true: a caller without a key may read and store events of the tenant `default`, and no more, wherever it listens",
+    )
     hosts: list[str] = Field(
         [],
         description="names that browsers reach this service by, as rec.example.org; an operator's call from a page of another site is "
-        "refused, and without api_keys one by another name than these, addresses and names without a dot",
+        "refused, and where no key is asked for one by another name than these, addresses and names without a dot",
     )
     flags: FlagSettings = FlagSettings()
     slow_ms: float | None = Field(
@@ -263,6 +268,11 @@ class GatewaySettings(Section):
         None, description="a file, by its absolute path, that every erasure and operator's call adds a line of JSON to; default: none does"
     )
     playground: bool = Field(True, description="the page at /, to try the system in a browser; false: nothing is there")
+
+    @property
+    def unguarded(self) -> bool:
+        """Whether every caller may do everything."""
+        return not (self.api_keys or self.allow_anonymous)
 
     @model_validator(mode="after")
     def _the_audit_log_is_found_from_everywhere(self) -> Self:
@@ -423,12 +433,12 @@ def read(path: Path, host: str | None = None) -> Settings:
 
 def require_keys(settings: Settings, host: str | None, source: str = "configuration") -> None:
     """Raises ConfigError where other machines reach `host` and callers need no key. None: not known yet."""
-    if host is None or is_loopback(host) or settings.gateway.api_keys or settings.gateway.allow_anonymous:
+    if host is None or is_loopback(host) or not settings.gateway.unguarded:
         return
     raise ConfigError(
         f"{source}: http_options.host = {host} lets other machines in, and gateway.api_keys is empty, so every caller could use and "
         "operate this service; add a key (genrec keys new --name operator --right operate), or listen on 127.0.0.1, or set "
-        "gateway.allow_anonymous: true"
+        "gateway.allow_anonymous: true, by which every caller may read and store events, and no more"
     )
 
 
@@ -450,8 +460,8 @@ def with_changes(settings: Settings, section: str, changes: dict[str, Any], sour
         inner = isinstance(getattr(own, key, None), Section) and isinstance(value, dict)
         tree[section][key] = {**tree[section][key], **value} if inner else value
     changed = parse(tree, source)
-    if settings.gateway.api_keys and not (changed.gateway.api_keys or changed.gateway.allow_anonymous):
-        raise ConfigError(f"{source} takes the last of api_keys away: every caller could operate; leave one, or add allow_anonymous: true")
+    if changed.gateway.unguarded and not settings.gateway.unguarded:
+        raise ConfigError(f"{source} leaves no api_keys and no allow_anonymous: every caller could operate; leave one, or the other")
     return changed
 
 

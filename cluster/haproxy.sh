@@ -21,16 +21,19 @@ problem() { # FILE STATUS TITLE DETAIL: an answer of HAProxy's own, as a gateway
     printf 'HTTP/1.1 %s\r\nContent-Type: application/problem+json\r\nRetry-After: 2\r\nContent-Length: %s\r\n\r\n%s' "$2" ${#body} "$body" > "$1"
 }
 
-limit() { # Rules of the frontend, limits of its gateways, and the tables that count callers. `idempotency-key`: HAProxy itself may send a
+limit() { # Rules of the frontend, its log: what `option httplog` says, of the path no user and no query; limits of its gateways, and the tables that count callers. `idempotency-key`: HAProxy itself may send a
     # request to a second gateway, and its events are stored once. `x-request-...`: a gateway watches its clients and ends what takes too
     # long itself; told so, Serve awaits it directly.
     problem "$config.408.http" '408 Request Timeout' 'Too slow' 'headers or body did not arrive in time; send them at once'
     problem "$config.503.http" '503 Service Unavailable' 'Not available now' 'no gateway takes the request now; send it again later'
     cat > "$config.rules" <<RULES
     maxconn $GENREC_HAPROXY_CONNECTIONS
+    log-format "%ci:%cp [%tr] %ft %b/%s %TR/%Tw/%Tc/%Tr/%Ta %ST %B %CC %CS %tsc %ac/%fc/%bc/%sc/%rc %sq/%bq %hr %hs %{+Q,+E}[var(txn.genrec_logged)]"
     timeout http-request 10s
     tcp-request connection track-sc1 src table genrec_addresses unless { src 127.0.0.1 }
     tcp-request connection reject if { sc1_conn_cur gt $GENREC_HAPROXY_PER_ADDRESS }
+    http-request set-var-fmt(txn.genrec_logged) "%HM %[path] %HV"
+    http-request set-var-fmt(txn.genrec_logged) "%HM /v1/users/... %HV" if { path,url_dec -m sub /v1/users/ }
     acl genrec_has_key req.fhdr(authorization) -m found
     http-request set-var(txn.genrec_caller) req.fhdr(authorization),sha1,hex if genrec_has_key
     http-request set-var(txn.genrec_caller) src unless genrec_has_key or { src 127.0.0.1 }

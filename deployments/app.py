@@ -36,8 +36,8 @@ def build(args: dict[str, Any]) -> Application:
     """The application for a configuration tree. Raises ConfigError or BundleError before anything is started."""
     settings = resolved(parse(args))
     require_keys(settings, _host())
-    if settings.gateway.allow_anonymous and not settings.gateway.api_keys:
-        logger.warning("gateway.allow_anonymous: every caller that reaches this service may use and operate it; api_keys would end that")
+    if settings.gateway.allow_anonymous:
+        logger.warning("gateway.allow_anonymous: a caller without a key may read histories and store events, of the tenant 'default'")
     tree = settings.model_dump(mode="json")
     switchboard = serve.deployment(name="switchboard", max_ongoing_requests=MOST_PROCESSES)(SwitchboardDeployment).bind(tree)
     gateway = serve.deployment(name="gateway", user_config={})(serve.ingress()(GatewayDeployment))

@@ -8,7 +8,7 @@ Behaviours, events and answers are the JSON of docs/api.md. Instead of an answer
     Refused     the service said no (problem+json): which field, which value, what to do
     httpx's own errors, such as ConnectError: nothing was heard in the time and the retries there were
 
-python examples/client.py [URL]      # asks a running genrec, both ways; GENREC_API_KEY where keys are asked for
+python examples/client.py [URL]      # asks a running genrec, both ways; GENREC_API_KEY where keys are asked for, as by `make demo`
 """
 
 import asyncio

@@ -1,5 +1,6 @@
 #!/bin/sh
 # The API by hand, a call at a time, each with its answer: sh examples/curl.sh [URL]      (GENREC_API_KEY, where keys are asked for)
+# Of `make demo` the key is the one in the address that it prints: without it no user is erased, and no engine looked at.
 # Works with any model: the items are the service's own most popular ones.
 set -eu
 url=${1:-http://127.0.0.1:8000}

@@ -11,7 +11,7 @@ import threading
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
 import typer
@@ -20,8 +20,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from cluster.bundle import Bundle, BundleStore
+from cluster.config import read_document
 from cluster.dataset import Dataset
 from cluster.errors import BundleError
+from cluster.traffic import api_keys
 from cluster.values import Action
 from deployments.cli.compiling import CompiledBeside
 from deployments.cli.dataset_options import open_dataset
@@ -51,8 +53,9 @@ def demo(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's `genrec demo &` starts with SIGINT ignored
     signal.signal(signal.SIGTERM, _interrupt)
     require_free(port)
-    log = Path(".genrec/serve.log")
-    with closing(LocalServe(RAY_CONFIG, {"model_dir": str(model_dir)}, port=port, log=log, profile=profile)) as serving:
+    log, key = Path(".genrec/serve.log"), api_keys.new_key()
+    changes = {"model_dir": str(model_dir), "gateway": guarded(key)}
+    with closing(LocalServe(RAY_CONFIG, changes, port=port, log=log, profile=profile)) as serving:
         serving.start()
         console.print(f"[bold]serve[/]  Ray and Serve start; their log is {log}")
         dataset = open_dataset(DatasetOptions(name="ml-100k", cache=cache))
@@ -68,7 +71,7 @@ def demo(
         for asked in (first, *(ask(serving.url, request) for request in requests[1:])):
             show(asked, dataset)
         if not once:
-            tell_where(serving.url, first)
+            tell_where(serving.url, first, key)
         with nullcontext() if once else suppress(KeyboardInterrupt):
             best = improved(serving.url, first, bundle)
             show(best, dataset)
@@ -76,6 +79,13 @@ def demo(
                 threading.Event().wait()
     if once:
         print(json.dumps(best.answer, ensure_ascii=False))
+
+
+def guarded(key: str) -> dict[str, Any]:
+    """The gateway's settings with this key, which may do everything; a caller without one is recommended to, and stores events."""
+    shipped = read_document(RAY_CONFIG)["applications"][0]["args"]["gateway"]
+    entry = {"name": "demo", "sha256": api_keys.digest(key.encode()), "rights": list(get_args(api_keys.Right))}
+    return {**shipped, "allow_anonymous": True, "api_keys": [entry]}
 
 
 def improved(url: str, first: Asked, bundle: Bundle) -> Asked:
@@ -169,12 +179,13 @@ def _title(dataset: Dataset, item_id: str) -> str:
     return item_id if index is None else dataset.catalogue[index].title
 
 
-def tell_where(url: str, asked: Asked) -> None:
-    """Say where everything is."""
+def tell_where(url: str, asked: Asked, key: str) -> None:
+    """Say where everything is, and how it is called. The page takes the key out of its address; browsers send no part behind the `#`."""
     small = {**asked.request, "behaviours": asked.request["behaviours"][-2:], "k": 3}
-    console.print(f"page   {url}/\nAPI    {url}/v1/recommend\ndocs   {url}/docs\nstate  {url}/v1/backends\n")
-    print(f"curl -s {url}/v1/recommend -H 'content-type: application/json' -d '{json.dumps(small)}'\n")
-    console.print("Ctrl-C stops it\n")
+    print(f"page   {url}/#key={key}\nAPI    {url}/v1/recommend\ndocs   {url}/docs\n")
+    print(f"curl -s {url}/v1/recommend -H 'content-type: application/json' -d '{json.dumps(small)}'")
+    print(f"curl -s {url}/v1/backends -H 'authorization: Bearer {key}'\n")
+    print("The key operates this service, and ends with it. Ctrl-C stops it\n", flush=True)
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -6,6 +6,7 @@ from math import ceil
 from typing import Annotated
 
 from fastapi import Depends, Request
+from starlette.exceptions import HTTPException
 
 from cluster.config import ApiKeySettings, GatewaySettings
 from cluster.errors import InvalidRequest
@@ -16,12 +17,14 @@ from deployments.http.origins import foreign_page
 
 Take = Callable[[str, int], Grant | None]
 Belong = Callable[[str], bool]
+ANONYMOUS = ApiKeySettings(name="none", sha256="0" * 64, tenant="default", rights=["read", "events"])
+"""In place of a key, what a caller without one may do where `allow_anonymous` lets it in."""
 
 
 class Caller:
-    """The caller of one request. `key`: None if the service has no keys. `arrived`: when the whole request was there, on this process's
-    monotonic clock. `refused`: the status of a refusal after the message was read, or 0. `unaudited`: its line of the audit log is lost.
-    `leave_place`: give the place back before the end.
+    """The caller of one request. `key`: None where every caller may do everything. `arrived`: when the whole request was there, on this
+    process's monotonic clock. `refused`: the status of a refusal after the message was read, or 0. `unaudited`: its line of the audit log
+    is lost. `leave_place`: give the place back before the end.
     """
 
     def __init__(self, key: ApiKeySettings | None, take: Take) -> None:
@@ -44,14 +47,14 @@ class Caller:
         return 0 if self.key is None else self.key.most_urgent
 
     def may(self, right: Right) -> bool:
-        """Whether its key has the right; without keys every caller has it."""
+        """Whether its key has the right; where every caller may do everything it has."""
         return self.key is None or right in self.key.rights
 
     def require(self, right: Right) -> None:
         """Raises HTTPException (403) unless the caller has the right."""
         if self.key is not None and not self.may(right):
             has = ", ".join(self.key.rights)
-            raise problems.forbidden(f"the key {self.key.name!r} has not the right {right!r} (it has {has}); use a key that has it")
+            raise self._forbidden(f"the key {self.key.name!r}", f"has not the right {right!r} (it has {has}); use a key that has it")
 
     def acts_for(self, tenant: str | None = None, cost: int = 1, right: Right = "read") -> str:
         """Charge `cost` to the tenant, by default the key's own, and return it, for what the right allows. Raises HTTPException (403, 429,
@@ -97,8 +100,13 @@ class Caller:
 
     def _allowed(self, tenant: str | None) -> str:
         if self.tenant is not None and tenant not in (None, self.tenant):
-            raise problems.forbidden(f"the key of tenant {self.tenant!r} may not act for tenant {tenant!r}; leave `tenant` out")
+            raise self._forbidden(f"the key of tenant {self.tenant!r}", f"may not act for tenant {tenant!r}; leave `tenant` out")
         return self.named(tenant)
+
+    def _forbidden(self, key: str, problem: str) -> HTTPException:
+        """`key`: as the problem names it, where there is one."""
+        named = "a caller without a key" if self.key is ANONYMOUS else key
+        return problems.forbidden(f"{named} {problem}", has_key=self.key is not ANONYMOUS)
 
 
 def _anywhere(_: str) -> bool:

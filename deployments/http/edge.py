@@ -13,7 +13,7 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
@@ -26,7 +26,7 @@ from cluster.traffic.admission import Admission, Standing, Ticket
 from cluster.traffic.rate_limits import Grant, RateLimiter
 from deployments.http import api_pages, problems
 from deployments.http.batches import Batches
-from deployments.http.callers import Caller
+from deployments.http.callers import ANONYMOUS, Caller
 from deployments.http.connection import BodyBudget, Connection
 from deployments.http.playground import PATHS
 
@@ -35,6 +35,7 @@ OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS | api_pages.P
 """Paths that need no key and no place. Every other path is protected, whether there is a route or not."""
 OPERATION = ("/v1/backends", "/v1/cache", "/v1/gateway", "/v1/models")
 """Where operators call. They need no place: their calls may be what ends an overload."""
+OR_NONE = "; or leave the header out: a caller without a key may read and store events"
 INTERACTIVE, BATCH = 3, 6
 """Urgency of a request without a Priority header: RFC 9218's default; lower for a batch."""
 _HEADERS = frozenset({b"authorization", b"content-length", b"priority"})
@@ -117,7 +118,7 @@ class Edge:
     def _caller(self, headers: dict[bytes, bytes]) -> Caller:
         """Raises the HTTPException that refuses the request."""
         self._check_length(headers)
-        caller = Caller(identify(headers, self.settings.api_keys, self._now), self._take)
+        caller = Caller(identify(headers, self.settings, self._now), self._take)
         if caller.tenant is not None:
             caller.pay(caller.tenant, 1)
         return caller
@@ -190,14 +191,17 @@ class Edge:
         return problems.overloaded(detail, held.wait_s(self._clock()), held.running + held.waiting if full else None)
 
 
-def identify(headers: Mapping[bytes, bytes], keys: Sequence[ApiKeySettings], now: Callable[[], float]) -> ApiKeySettings | None:
-    """The caller's key, unless it has expired by `now`; None if the service has no keys. Raises HTTPException (401)."""
-    if not keys:
+def identify(headers: Mapping[bytes, bytes], settings: GatewaySettings, now: Callable[[], float]) -> ApiKeySettings | None:
+    """The caller's key, unless it has expired by `now`; None where every caller may do everything. Raises HTTPException (401)."""
+    if settings.unguarded:
         return None
-    scheme, _, presented = headers.get(b"authorization", b"").partition(b" ")
+    said = headers.get(b"authorization", b"")
+    if settings.allow_anonymous and not said:
+        return ANONYMOUS
+    scheme, _, presented = said.partition(b" ")
     if scheme.lower() != b"bearer":
-        raise problems.unauthorized("give your API key: `Authorization: Bearer genrec_...`")
-    key = api_keys.find(presented.strip(), keys)
+        raise problems.unauthorized(f"give your API key: `Authorization: Bearer genrec_...`{OR_NONE if settings.allow_anonymous else ''}")
+    key = api_keys.find(presented.strip(), settings.api_keys)
     if key is None:
         raise problems.unauthorized("this API key is not known here; ask the operator of this service for one", error="invalid_token")
     if key.expires is not None and key.expires.timestamp() <= now():

@@ -27,6 +27,7 @@ from cluster.errors import BackendError, BackendUnavailable, BundleError, Invali
 from deployments.http.messages import ONE, SEVERAL, FieldProblem, Problem
 
 MEDIA_TYPE = "application/problem+json"
+CHALLENGE = 'Bearer realm="genrec"'
 _TITLES = {
     401: "Unauthorized",
     403: "Forbidden",
@@ -65,12 +66,12 @@ class TooSlow(HTTPException):
 
 def unauthorized(detail: str, error: str = "") -> HTTPException:
     """The caller's key is missing or unknown. `error`: a code of RFC 6750."""
-    return HTTPException(401, detail, {"WWW-Authenticate": 'Bearer realm="genrec"' + (f', error="{error}"' if error else "")})
+    return HTTPException(401, detail, {"WWW-Authenticate": CHALLENGE + (f', error="{error}"' if error else "")})
 
 
-def forbidden(detail: str) -> HTTPException:
-    """The caller's key does not allow the call."""
-    return HTTPException(403, detail)
+def forbidden(detail: str, *, has_key: bool = True) -> HTTPException:
+    """The caller's key does not allow the call. Without one the answer asks for it, as one of 401 does."""
+    return HTTPException(403, detail, None if has_key else {"WWW-Authenticate": CHALLENGE})
 
 
 def too_many(tenant: str, wait_s: float, headers: Mapping[str, str]) -> HTTPException:

@@ -16,6 +16,7 @@ import pytest
 from cluster.bundle import CATALOGUE, BundleStore
 from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue
+from cluster.traffic import api_keys
 from cluster.values import Item
 from tests.bundles import make_generative_bundle
 from tests.clusters import SharedCluster, fixed
@@ -28,6 +29,15 @@ SETTINGS = {
     # tensorrt is absent without a GPU and "mean" stands behind torch: there is something to fall back from and to
     "encoder": {"order": ["tensorrt", "torch", "mean"], "backends": {"mean": "own_backend:MeanEncoder"}},
     "generator": {"order": ["torch_beam"], "options": {"torch_beam": {"threads": 1}}},
+}
+KEY, OPERATES = api_keys.new_key(), api_keys.new_key()
+"""May do everything, as the key of `make demo`, and operate alone. A caller without one reads and stores events."""
+GUARDED = {
+    "allow_anonymous": True,
+    "api_keys": [
+        {"name": name, "sha256": api_keys.digest(key.encode()), "rights": rights}
+        for name, key, rights in (("demo", KEY, ["read", "events", "erase", "operate"]), ("engineer", OPERATES, ["operate"]))
+    ],
 }
 FIRST = ["Quiet", "Silver", "Last", "Northern", "Hidden", "Paper", "Golden", "Second", "Winter", "Distant"]
 THEN = ["Harbour", "Garden", "Letter", "Station", "Orchard", "Mirror", "Voyage", "Island", "Summer", "Lantern"]
@@ -50,7 +60,9 @@ def url(models: Path, fast: SharedCluster) -> Iterator[str]:
         (draft.path / CATALOGUE).unlink(missing_ok=True)  # it may be the older version's own file
         write_catalogue(Catalogue([film(number) for number in range(1, 201)]), draft.path / CATALOGUE)
         draft.compiled_from = None
-    with fast.application(fixed(), {"model_dir": str(root), **SETTINGS}) as serving:
+    document = fixed()
+    gateway = {**document["applications"][0]["args"].get("gateway", {}), **GUARDED}
+    with fast.application(document, {"model_dir": str(root), "gateway": gateway, **SETTINGS}) as serving:
         events = [{"user_id": "ada", "item_id": str(item), "action": "like"} for item in (3, 14, 15, 92, 65)]
         httpx.post(f"{serving.url}/v1/events", json={"events": events}, timeout=30).raise_for_status()
         yield serving.url
@@ -76,15 +88,18 @@ def browser():
 
 
 @contextmanager
-def opened(browser, url, **context):
-    """The page, once it recommends; whatever it logged as an error fails the test: a refusal by its security policy is one."""
+def opened(browser, url, key=KEY, recommends=True, **context):
+    """The page at an address with the key, once it recommends; whatever it logged as an error fails the test: a refusal by its security
+    policy is one.
+    """
     options = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **context}
     with browser.new_context(**options) as context:
         page, errors = context.new_page(), []
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: message.type == "error" and REFUSED not in message.text and errors.append(message.text))
-        page.goto(f"{url}/")
-        expect(page.locator("#items-a > li[data-item]")).to_have_count(10)
+        page.goto(f"{url}/#key={key}" if key else f"{url}/")
+        if recommends:
+            expect(page.locator("#items-a > li[data-item]")).to_have_count(10)
         yield page
         assert errors == []
 
@@ -230,12 +245,81 @@ def test_nothing_is_polled_while_nobody_looks(page):
 
 
 def test_a_key_is_kept_for_the_tab_and_nowhere_else(page):
-    page.get_by_text("API key", exact=True).click()
-    page.get_by_label("Kept in this tab only").fill("genrec_secret")
     with page.expect_request("**/v1/options") as asked:
-        page.get_by_role("button", name="Use", exact=True).click()
+        give_key(page, "genrec_secret")
     assert asked.value.headers["authorization"] == "Bearer genrec_secret"
     assert page.evaluate("[sessionStorage.length, localStorage.length, document.cookie]") == [1, 0, ""]
+
+
+def test_a_key_in_the_address_is_kept_for_the_tab_goes_from_the_address_and_is_logged_nowhere(browser, url, fast):
+    with opened(browser, url) as page:
+        assert page.url == f"{url}/"
+        assert page.evaluate("[sessionStorage.length, localStorage.length, document.cookie]") == [1, 0, ""]
+        assert [page.evaluate("sessionStorage.key(0)"), page.evaluate("Object.values(sessionStorage)")] == ["genrec-api-key", [KEY]]
+        page.locator("#cluster-title").scroll_into_view_if_needed()
+        with page.expect_request("**/v1/backends") as asked:
+            expect(page.get_by_label("Ask torch in the stage encoder")).to_be_checked()
+        assert (asked.value.headers["authorization"], "key" in asked.value.url) == (f"Bearer {KEY}", False)
+        page.reload()
+        expect(page.get_by_label("Ask torch in the stage encoder")).to_be_checked()
+    assert KEY not in fast.logs()
+
+
+def test_without_a_key_it_recommends_and_where_engines_are_switched_it_says_what_is_missing_and_where_to_get_it(browser, url):
+    with opened(browser, url, key=None) as page:
+        asked = []
+        page.on("request", lambda request: asked.append(request.url.rpartition("/")[2]))
+        page.locator("#cluster-title").scroll_into_view_if_needed()
+        missing = page.locator("#cluster-panel .missing")
+        expect(missing).to_contain_text("a caller without a key has not the right 'operate'")
+        expect(missing).to_contain_text("open the address that make demo printed")
+        expect(page.locator("#engines")).to_be_hidden()
+        for _ in range(2):
+            page.wait_for_event("requestfinished", lambda request: request.url.endswith("/readyz"))
+        assert asked.count("backends") == 1, "it asks no more for what it may not see"
+        page.evaluate("key => (location.hash = `key=${key}`)", KEY)
+        expect(page.get_by_label("Ask torch in the stage encoder")).to_be_checked()
+        expect(missing).to_be_hidden()
+        assert page.url == f"{url}/"
+        expect(page.locator("#items-a > li[data-item]")).to_have_count(10)
+
+
+def test_with_a_key_that_may_only_operate_engines_are_switched_and_the_other_panels_say_what_is_missing(browser, url):
+    with opened(browser, url, key=OPERATES, recommends=False) as page:
+        for panel in ("who", "results"):
+            expect(page.locator(f"#{panel}-panel .missing")).to_have_text(
+                "the key 'engineer' has not the right 'read' (it has operate); use a key that has it"
+            )
+        for hidden in ("#user-form", "#history", "#settings-a", "#compare"):
+            expect(page.locator(hidden)).to_be_hidden()
+        page.locator("#cluster-title").scroll_into_view_if_needed()
+        engine = page.get_by_label("Ask torch in the stage encoder")
+        try:
+            engine.uncheck()
+            expect(page.locator("[data-engine='encoder/torch'] .reason")).to_contain_text(re.compile("off|disabled"), timeout=15_000)
+        finally:
+            engine.check()
+        expect(page.locator("[data-engine='encoder/torch'] .reason")).not_to_contain_text(re.compile("off|disabled"), timeout=15_000)
+        expect(page.get_by_role("alert")).to_be_hidden()
+        give_key(page, KEY)
+        expect(page.locator("#items-a > li[data-item]")).to_have_count(10)
+        expect(page.locator("#who-panel .missing")).to_be_hidden()
+
+
+def test_a_key_that_is_not_known_any_more_is_told_and_without_it_the_page_recommends_again(page):
+    give_key(page, api_keys.new_key())
+    expect(page.get_by_role("alert")).to_contain_text("this API key is not known here")
+    expect(page.get_by_role("alert")).to_contain_text("open the address that make demo printed")
+    expect(page.locator("#key")).to_be_focused()
+    page.get_by_role("button", name="Use", exact=True).click()
+    expect(page.locator("#items-a > li[data-item]")).to_have_count(10)
+    expect(page.get_by_role("alert")).to_be_hidden()
+
+
+def give_key(page, key):
+    page.get_by_text("API key", exact=True).click()
+    page.get_by_label("Kept in this tab only").fill(key)
+    page.get_by_role("button", name="Use", exact=True).click()
 
 
 def test_what_is_wrong_is_said(page):

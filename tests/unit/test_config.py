@@ -252,16 +252,19 @@ def test_the_application_is_refused_where_serve_listens_for_others_and_there_are
     build({**tree, "gateway": {"api_keys": [KEY]}})
     assert "allow_anonymous" not in caplog.text
     build({**tree, "gateway": {"allow_anonymous": True}})
-    assert "every caller that reaches this service may use and operate it" in caplog.text
+    assert "gateway.allow_anonymous: a caller without a key may read histories and store events" in caplog.text
     monkeypatch.setattr("deployments.app._host", lambda: "127.0.0.1")
     build(tree)
 
 
-def test_the_last_key_is_not_taken_away_by_the_way():
-    settings = parse({"gateway": {"api_keys": [KEY]}})
-    with pytest.raises(ConfigError, match=r"takes the last of api_keys away.*allow_anonymous: true"):
-        with_changes(settings, "gateway", {"api_keys": []}, "user_config of the gateway")
-    assert with_changes(settings, "gateway", {"api_keys": [], "allow_anonymous": True}, "user_config of the gateway").gateway.api_keys == []
+@pytest.mark.parametrize("gateway", [{"api_keys": [KEY]}, {"allow_anonymous": True}], ids=["keys", "anonymous"])
+def test_not_every_caller_becomes_an_operator_by_the_way(gateway):
+    settings = parse({"gateway": gateway})
+    with pytest.raises(ConfigError, match="gateway leaves no api_keys and no allow_anonymous: every caller could operate"):
+        with_changes(settings, "gateway", {"api_keys": [], "allow_anonymous": False}, "user_config of the gateway")
+    for guarded in ({"api_keys": [], "allow_anonymous": True}, {"api_keys": [KEY], "allow_anonymous": False}):
+        assert not with_changes(settings, "gateway", guarded, "user_config of the gateway").gateway.unguarded
+    assert parse({}).gateway.unguarded
 
 
 def test_serve_listens_where_it_is_told_to(tmp_path, monkeypatch):

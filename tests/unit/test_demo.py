@@ -5,14 +5,19 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from benchmarks import first_answer as benchmark
+from cluster.config import parse
 from cluster.engines.health import LOADING
 from cluster.errors import ConfigError
+from cluster.traffic import api_keys
 from deployments.cli import compiling, demo_answers, local_serve
 from deployments.cli.compiling import CompiledBeside
+from deployments.cli.demo import guarded, tell_where
 from deployments.cli.demo_answers import Asked, best_answer, first_answer
-from deployments.cli.local_serve import LocalServe
+from deployments.cli.local_serve import LocalServe, local_document
+from deployments.shipped import RAY_CONFIG
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +108,22 @@ def test_a_best_answer_that_does_not_come_is_an_error_with_the_place_to_look(say
     says(answer("torch", "vllm"))
     with pytest.raises(ConfigError, match=r"ml/2 did not answer .* see http://127.0.0.1:1/v1/backends"):
         best_answer("http://127.0.0.1:1", Asked(REQUEST, answer("torch", "vllm")), lambda: "ml/2", lambda *_: None)
+
+
+def test_the_printed_address_and_the_call_that_operates_carry_a_key_of_which_what_is_served_has_the_hash_alone(tmp_path, capsys):
+    key = api_keys.new_key()
+    tell_where("http://127.0.0.1:8000", Asked({**REQUEST, "behaviours": []}, answer("torch", "vllm")), key)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"page   http://127.0.0.1:8000/#key={key}"
+    recommends, operates = (line for line in printed if line.startswith("curl"))
+    assert "authorization" not in recommends
+    assert operates == f"curl -s http://127.0.0.1:8000/v1/backends -H 'authorization: Bearer {key}'"
+    document = local_document(RAY_CONFIG, {"model_dir": str(tmp_path), "gateway": guarded(key)}, 8000, checked=False)
+    gateway = parse(document["applications"][0]["args"]).gateway
+    entry = api_keys.find(key.encode(), gateway.api_keys)
+    assert entry is not None
+    assert (gateway.allow_anonymous, entry.rights) == (True, ["read", "events", "erase", "operate"])
+    assert key not in yaml.safe_dump(document)
 
 
 def test_what_ends_before_it_serves_is_told_with_the_end_of_its_log(tmp_path, monkeypatch):

@@ -620,6 +620,48 @@ async def test_a_key_does_what_it_has_the_right_to_and_is_told_which_one_is_miss
         assert (served.service.asked, served.data.tenants) == ([], [])
 
 
+@pytest.mark.parametrize("keys", [KEYS, []], ids=["beside keys", "without any"])
+@pytest.mark.parametrize(("needs", "method", "path", "body"), ROUTES, ids=[f"{method} {path}" for _, method, path, _ in ROUTES])
+async def test_a_caller_without_a_key_that_is_let_in_reads_and_stores_events_and_no_more(keys, needs, method, path, body):
+    served = Served(api_keys=keys, allow_anonymous=True)
+    served.service.gate.set()
+    answer = None
+    with suppress(AttributeError):  # as above
+        answer = await served.http.request(method, path, json=body)
+    if needs in ("read", "events"):
+        assert answer is None or answer.status_code not in (401, 403)
+        assert {request.tenant for request in served.service.asked} | set(served.data.tenants) <= {"default"}
+    else:
+        assert (answer.status_code, served.data.tenants) == (403, [])
+        assert answer.json()["detail"] == f"a caller without a key has not the right '{needs}' (it has read, events); use a key that has it"
+        assert answer.headers["www-authenticate"].startswith("Bearer"), "the page says where a key is to be had"
+
+
+async def test_beside_callers_without_a_key_each_key_is_what_it_was_and_a_wrong_one_is_refused():
+    served = Served(api_keys=KEYS, allow_anonymous=True)
+    served.service.gate.set()
+    erase, switched = ("DELETE", "/v1/users/u/history"), ("GET", "/v1/backends")
+    for name, statuses in {"shop": [200, 403], "any": [200, 403], "boss": [200, 200]}.items():
+        answers = [await served.http.request(*call, headers=bearer(name)) for call in (erase, switched)]
+        assert [answer.status_code for answer in answers] == statuses
+        assert "www-authenticate" not in answers[1].headers, "the page offers no key to a caller that has one"
+    for headers in ({"authorization": "Basic Z2VucmVj"}, bearer("unknown"), {"authorization": "Bearer"}):
+        answer = await served.ask(headers=headers)
+        assert (answer.status_code, answer.headers["www-authenticate"][:6]) == (401, "Bearer")
+        assert ("leave the header out" in answer.json()["detail"]) == ("Basic" in headers["authorization"])
+    assert (await served.ask(headers={"authorization": ""})).status_code == 200
+
+
+async def test_a_caller_without_a_key_acts_for_no_other_tenant_and_is_no_more_urgent_than_a_key():
+    served = Served(api_keys=KEYS, allow_anonymous=True, admission={**ONE_PLACE, "max_queued": 1})
+    for answer in (await served.ask(tenant="shop"), await served.http.get("/v1/users/u/history?tenant=shop")):
+        assert (answer.status_code, "without a key may not act for tenant 'shop'" in answer.json()["detail"]) == (403, True)
+    [running, waiting] = await served.asking("a", "b")
+    assert (await served.ask(headers={"priority": "u=0"})).status_code == 503, "it takes no other's place"
+    served.service.gate.set()
+    assert [(await answer).status_code for answer in (running, waiting)] == [200, 200]
+
+
 def test_the_table_of_rights_has_every_protected_route():
     there = [(method.upper(), re.sub(r"\{\w+\}", "[^/]+", path)) for path, methods in documented_paths().items() for method in methods]
     assert len(there) > 15
@@ -655,11 +697,11 @@ async def test_an_expired_key_is_told_so_and_its_successor_of_the_same_name_serv
 
 
 def test_a_key_serves_until_the_moment_that_it_expires_at():
-    keys = GatewaySettings.model_validate({"api_keys": [{**KEYS[0], "expires": "2027-01-31T18:00:00+01:00"}]}).api_keys
+    settings = GatewaySettings.model_validate({"api_keys": [{**KEYS[0], "expires": "2027-01-31T18:00:00+01:00"}]})
     moment = datetime(2027, 1, 31, 17, tzinfo=UTC).timestamp()
-    assert identify({b"authorization": b"Bearer genrec_shop"}, keys, lambda: moment - 0.001) is keys[0]
+    assert identify({b"authorization": b"Bearer genrec_shop"}, settings, lambda: moment - 0.001) is settings.api_keys[0]
     with pytest.raises(HTTPException, match="has expired"):
-        identify({b"authorization": b"Bearer genrec_shop"}, keys, lambda: moment)
+        identify({b"authorization": b"Bearer genrec_shop"}, settings, lambda: moment)
 
 
 # Settings that change

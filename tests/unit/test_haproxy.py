@@ -69,14 +69,17 @@ class Answers(BaseHTTPRequestHandler):
 
 
 class Proxy:
-    def __init__(self, gateway: Gateway, directory: Path, limits: dict[str, int]) -> None:
-        self.gateway, self.port, self.config = gateway, free_port(), directory / "haproxy.cfg"
+    """HAProxy before the gateway. `log`: what it sends its log to."""
+
+    def __init__(self, gateway: Gateway, directory: Path, log: socket.socket, limits: dict[str, int]) -> None:
+        self.gateway, self.port, self.config, self.log = gateway, free_port(), directory / "haproxy.cfg", log
         self.ports = {"stats_port": free_port(), "metrics_port": free_port()}
         self.url = f"http://127.0.0.1:{self.port}"
         self.environment = os.environ | profile.fast() | {f"GENREC_HAPROXY_{name}": str(value) for name, value in limits.items()}
         settings = HAProxyConfig(
             http_options=HTTPOptions(host="0.0.0.0", port=self.port),
             socket_path=f"{directory}/admin.sock",
+            log_target="{}:{}".format(*log.getsockname()),
             enable_hap_optimization=False,
             metrics_enabled=False,
             nbthread=1,
@@ -121,7 +124,10 @@ def proxied(tmp_path: Path) -> Iterator[object]:
             gateway = stack.enter_context(Gateway())
             threading.Thread(target=gateway.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
             stack.callback(gateway.shutdown)
-            return Proxy(gateway, tmp_path, limits)
+            log = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            log.bind(("127.0.0.1", 0))
+            log.settimeout(300)
+            return Proxy(gateway, tmp_path, log, limits)
 
         yield make
 
@@ -282,6 +288,18 @@ def test_events_without_a_key_are_given_one_so_that_a_second_gateway_knows_them_
         assert given[0] != given[1]
         assert client.post("/v1/events", content=b"{}", headers={"idempotency-key": "mine"}).json()["key"] == "mine"
         assert client.get("/v1/events").json()["key"] is None
+
+
+def test_neither_a_user_nor_a_query_nor_a_key_stands_in_the_log_of_requests(proxied):
+    users = ["/v1/users/ada/history?tenant=ada", "/shop/v1/users/ada/history", "/v1/%75sers/ada/history", "/v1/users%2Fa%0Aada"]
+    with proxied().running() as proxy, proxy.client() as client:
+        for path in [*users, "/v1/items?query=ada"]:
+            assert client.get(path, headers={"authorization": "Bearer genrec_ada"}).status_code == 200
+        logged = list[str]()
+        while len(logged) <= len(users):  # other lines are of health checks
+            logged += [line for line in [proxy.log.recv(2**16).decode()] if " http_frontend " in line]
+    assert [line.split('"')[1] for line in logged] == ["GET /v1/users/... HTTP/1.1"] * len(users) + ["GET /v1/items HTTP/1.1"]
+    assert "ada" not in "".join(logged)
 
 
 def test_statistics_and_metrics_are_closed_to_other_addresses(proxied):

@@ -473,6 +473,14 @@ async def test_keys_and_tenants_hold():
         assert [status for status, _, _ in told] == [401, 403, 200]
 
 
+async def test_a_caller_without_a_key_that_is_let_in_operates_nothing_here_either():
+    async with opened_door(gateway={"api_keys": KEYS, "allow_anonymous": True}) as served:
+        client = served.client()
+        statuses = [(await client.ask(body={"user_id": "ada"}))[0], (await client.ask(b"statistics"))[0]]
+        statuses += [(await client.ask(body={"user_id": "ada"}, headers={"authorization": "Bearer genrec_other"}))[0]]
+    assert statuses == [200, 403, 401]
+
+
 async def test_keys_that_are_changed_while_it_is_open_count_for_its_statistics_too():
     async with opened_door() as served:
         client = served.client()

@@ -9,14 +9,28 @@ export function useKey(key) {
   else sessionStorage.removeItem(KEY);
 }
 
-// `problem`: the body of RFC 9457, which says what to do.
+// The key of an address that ends in `#key=...`, as `make demo` prints one, is kept for this tab and goes from the address. Whether there was one.
+export function takeKey() {
+  const key = new URLSearchParams(location.hash.slice(1)).get("key");
+  if (key === null) return false;
+  useKey(key.trim());
+  window.history.replaceState(null, "", location.pathname + location.search);
+  return true;
+}
+
+// `problem`: the body of RFC 9457, which says what to do. `challenge`: the service asks for a key, or for another.
 export class ApiError extends Error {
-  constructor(status, problem) {
+  constructor(status, problem, challenge) {
     super(problem.detail || problem.title || `the service answered ${status}`);
     this.status = status;
     this.problem = problem;
+    this.refused = status === 401 || status === 403;
+    this.challenge = challenge;
   }
 }
+
+const CURE = 'Give it under "API key", or open the address that make demo printed, which ends in #key=...';
+export const told = (error) => (error.challenge ? `${error.message}. ${CURE}` : error.message);
 
 async function call(method, path, { query = {}, body, headers = {}, signal, accepted = [] } = {}) {
   const url = new URL(path, ROOT);
@@ -33,15 +47,18 @@ async function call(method, path, { query = {}, body, headers = {}, signal, acce
     },
     body: body === undefined ? undefined : JSON.stringify(body),
   });
-  const answer = await response.json().catch(() => ({}));
-  if (!response.ok && !accepted.includes(response.status)) throw new ApiError(response.status, answer);
+  const answer = await response.json().catch((error) => {
+    if (error.name === "AbortError") throw error;
+    return {};
+  });
+  if (!response.ok && !accepted.includes(response.status)) throw new ApiError(response.status, answer, response.headers.has("WWW-Authenticate"));
   return answer;
 }
 
 const user = (id) => `v1/users/${encodeURIComponent(id)}/history`;
 
-export const options = () => call("GET", "v1/options");
-export const examples = () => call("GET", "v1/examples", { query: { limit: 4 } });
+export const options = (signal) => call("GET", "v1/options", { signal });
+export const examples = (signal) => call("GET", "v1/examples", { query: { limit: 4 }, signal });
 export const search = (query, signal) => call("GET", "v1/items", { query: { query, limit: 8 }, signal });
 export const recommend = (body, signal) => call("POST", "v1/recommend", { body, signal });
 export const history = (id, limit, signal) => call("GET", user(id), { query: { limit }, signal });

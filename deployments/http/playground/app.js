@@ -3,7 +3,7 @@
 import * as api from "./api.js";
 import { watchCluster } from "./cluster.js";
 import { showComparing, showComparison } from "./compare.js";
-import { byId } from "./dom.js";
+import { byId, refuse } from "./dom.js";
 import { showActions, showExamples, showHistory, titleFinder } from "./history.js";
 import { showItems, showMeta, summary } from "./results.js";
 import { showSettings } from "./settings.js";
@@ -12,17 +12,38 @@ import { showWaterfall } from "./waterfall.js";
 
 const state = createState();
 let running = new AbortController();
+let loading = new AbortController();
 
+// Anew with each key. One that may not read leaves the options empty, and the panels that need it say so.
 async function load() {
-  state.options = await api.options();
+  loading.abort();
+  const { signal } = (loading = new AbortController());
+  const readers = [byId("who-panel"), byId("results-panel")];
+  try {
+    state.options = await api.options(signal);
+  } catch (error) {
+    if (!error.refused) throw error;
+    state.options = null;
+    readers.forEach((panel) => refuse(panel, api.told(error)));
+    if (error.status === 401) throw error;
+    return;
+  }
+  readers.forEach((panel) => refuse(panel, ""));
   showActions(state.options.actions);
   for (const pane of ["a", "b"]) showSettings(byId(`settings-${pane}`), pane, state.settings[pane], state.options, (changed) => run({ only: changed }));
-  const examples = await api.examples();
+  const examples = await api.examples(signal);
   showExamples(examples, { onUser: openUser, onCompose: compose });
   const [user] = examples.users;
   const [history] = examples.histories;
   if (user) await openUser(user.user_id);
   else await compose(history?.items ?? []);
+}
+
+function begin() {
+  running.abort();
+  byId("key").placeholder = api.apiKey() ? "one is in use" : "none";
+  lookAnew();
+  guarded(load);
 }
 
 function wire() {
@@ -36,8 +57,9 @@ function wire() {
     api.useKey(byId("key").value.trim());
     byId("key").value = "";
     byId("key-panel").open = false;
-    guarded(load);
+    begin();
   });
+  window.addEventListener("hashchange", () => api.takeKey() && begin());
   byId("clear").addEventListener("click", () => compose([]));
   byId("compare").addEventListener("change", ({ target }) => {
     state.comparing = target.checked;
@@ -80,6 +102,7 @@ function forget(place) {
 
 // `only`: the pane whose settings changed; `refresh`: kept answers tell of engines that served before.
 async function run({ only, refresh } = {}) {
+  if (state.options === null) return;
   running.abort();
   const { signal } = (running = new AbortController());
   await guarded(async () => {
@@ -115,7 +138,7 @@ async function guarded(work) {
 }
 
 function showProblem(error) {
-  byId("problem").textContent = error instanceof TypeError ? `The service does not answer (${error.message}).` : error.message;
+  byId("problem").textContent = error instanceof TypeError ? `The service does not answer (${error.message}).` : api.told(error);
   byId("problem").hidden = false;
   if (error.status === 401) {
     byId("key-panel").open = true;
@@ -123,6 +146,7 @@ function showProblem(error) {
   }
 }
 
+api.takeKey();
 wire();
-watchCluster({ onSwitched: () => run({ refresh: true }), onProblem: showProblem });
-guarded(load);
+const lookAnew = watchCluster({ onSwitched: () => run({ refresh: true }), onProblem: showProblem });
+begin();

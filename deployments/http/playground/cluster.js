@@ -1,33 +1,41 @@
-// The cluster as it is now: asked every two seconds, while somebody can see it. Rows are kept, so that a switch keeps the focus.
+// The cluster as it is now: asked every two seconds, while somebody can see it and may. Rows are kept, so that a switch keeps the focus.
 
 import * as api from "./api.js";
-import { byId, el, say } from "./dom.js";
+import { byId, el, refuse, say } from "./dom.js";
 
 const EVERY_MS = 2000;
 const rows = new Map();
 
-// `onSwitched` is called after an engine was switched; `onProblem` with what went wrong then.
+// `onSwitched` is called after an engine was switched; `onProblem` with what went wrong then. Returns what looks at once, with another key.
 export function watchCluster({ onSwitched, onProblem }) {
-  const section = byId("engines").closest("section");
   let inView = false;
+  let may = true;
   let timer = 0;
   let asked = 0;
 
+  const cluster = async () => {
+    if (inView && may) may = await showCluster(onSwitched, onProblem);
+  };
   const visible = () => document.visibilityState === "visible";
   const look = async () => {
     clearTimeout(timer);
     const mine = ++asked;
     if (!visible()) return;
-    await Promise.all([showReadiness(), inView ? showCluster(onSwitched, onProblem) : null]);
+    await Promise.all([showReadiness(), cluster()]);
     if (mine === asked) timer = setTimeout(look, EVERY_MS);
   };
 
-  document.addEventListener("visibilitychange", look);
+  const anew = () => {
+    may = true;
+    look();
+  };
+
+  document.addEventListener("visibilitychange", anew);
   new IntersectionObserver(([entry]) => {
     inView = entry.isIntersecting;
-    if (inView) look();
-  }).observe(section);
-  look();
+    if (inView) anew();
+  }).observe(byId("cluster-panel"));
+  return anew;
 }
 
 async function showReadiness() {
@@ -39,15 +47,22 @@ async function showReadiness() {
   say(byId("readiness-text"), text);
 }
 
+// Whether the key may operate: one that may not is not asked with again.
 async function showCluster(onSwitched, onProblem) {
+  const key = api.apiKey();
   try {
     const [backends, models, cache, gateway] = await Promise.all([api.backends(), api.models(), api.cache(), api.gateway()]);
     showFigures(figures(backends, models, cache, gateway));
     backends.stages.forEach((stage) => showStage(stage, onSwitched, onProblem));
     say(byId("cluster-age"), "live, every two seconds");
+    refuse(byId("cluster-panel"), "");
   } catch (error) {
+    if (key !== api.apiKey()) return true;
     say(byId("cluster-age"), error.message);
+    if (error.refused) refuse(byId("cluster-panel"), api.told(error));
+    return !error.refused;
   }
+  return true;
 }
 
 // Name -> value and what it is of.

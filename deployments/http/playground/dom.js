@@ -18,6 +18,12 @@ export function fill(element, ...children) {
   return element;
 }
 
+// A panel that may not ask for what it shows says why instead, until it may.
+export function refuse(panel, why) {
+  panel.classList.toggle("refused", why !== "");
+  say(panel.querySelector(".missing"), why);
+}
+
 // Touch the page only where it changes, so that nobody's focus or selection is lost.
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
