@@ -21,9 +21,9 @@ problem() { # FILE STATUS TITLE DETAIL: an answer of HAProxy's own, as a gateway
     printf 'HTTP/1.1 %s\r\nContent-Type: application/problem+json\r\nRetry-After: 2\r\nContent-Length: %s\r\n\r\n%s' "$2" ${#body} "$body" > "$1"
 }
 
-limit() { # Rules of the frontend, its log: what `option httplog` says, of the path no user and no query; limits of its gateways, and the tables that count callers. `idempotency-key`: HAProxy itself may send a
-    # request to a second gateway, and its events are stored once. `x-request-...`: a gateway watches its clients and ends what takes too
-    # long itself; told so, Serve awaits it directly.
+limit() { # Rules of the frontend, limits of its gateways, and the tables that count callers. The log is that of `option httplog`, without a
+    # user and without a query. `idempotency-key`: HAProxy itself may send a request to a second gateway, and its events are stored once.
+    # `x-request-...`: a gateway watches its clients and ends what takes too long itself; told so, Serve awaits it directly.
     problem "$config.408.http" '408 Request Timeout' 'Too slow' 'headers or body did not arrive in time; send them at once'
     problem "$config.503.http" '503 Service Unavailable' 'Not available now' 'no gateway takes the request now; send it again later'
     cat > "$config.rules" <<RULES
