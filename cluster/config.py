@@ -55,6 +55,12 @@ class BatchingSettings(Section):
         description="padded rows that a batch may hold in any case: one more call of the engine costs more than so many rows",
     )
     max_wait_ms: float = Field(0.0, ge=0, le=1000, description="how long a batch's first request waits for others while the engine idles")
+    target_ms: float | None = Field(
+        None,
+        gt=0,
+        description="how long a batch may take on average: while batches take longer, fewer requests go into one, down to a sixteenth of "
+        "max_requests; null: as many as wait and the limits allow",
+    )
 
 
 class StageSettings(Section):

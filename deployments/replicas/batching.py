@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 
 from cluster import tracing
 from cluster.config import BatchingSettings
+from cluster.traffic.adaptive_limit import AdaptiveLimit
 from cluster.traffic.batcher import Batcher, Member
 
 TOO_LATE = "the time was over while the request waited for a batch"
@@ -38,6 +39,7 @@ def engine_batcher(
     `compute` answers a batch with one answer for each request, in order; `rows`: how many a request takes up. Requests that are past their
     deadlines are not computed, as they would cost the others time: they get what `too_late` makes.
     """
+    most = BatchLimits(limits)
 
     async def run(members: Sequence[Member[Request, Answer]]) -> Sequence[Answer]:
         now, sizes = monotonic(), [member.size for member in members]
@@ -46,9 +48,26 @@ def engine_batcher(
         timely = [request.deadline is None or request.deadline > now for request in requests]
         with tracing.joined_span("batch", [member.trace for member in members], requests=len(members), longest=max(sizes)):
             answers = iter(await compute(list(compress(requests, timely))) if any(timely) else ())
+            most.after(len(members), monotonic() - now)
             return [next(answers) if in_time else too_late() for in_time in timely]
 
-    return Batcher(run, lambda sizes: alike(sizes, limits), limits.max_requests, size=rows, wait_s=limits.max_wait_ms / 1e3)
+    return Batcher(run, lambda sizes: alike(sizes, most.limits), limits.max_requests, size=rows, wait_s=limits.max_wait_ms / 1e3)
+
+
+class BatchLimits:
+    """`limits` of the next batch: those of the configuration, with fewer requests while batches take longer than `target_ms`."""
+
+    def __init__(self, limits: BatchingSettings) -> None:
+        self.limits = limits
+        self._adaptive = None if limits.target_ms is None else AdaptiveLimit(limits.max_requests, limits.target_ms / 1e3)
+
+    def after(self, requests: int, took_s: float) -> None:
+        """With one more batch, of so many requests."""
+        if self._adaptive is None:
+            return
+        self._adaptive = self._adaptive.after(took_s, monotonic(), full=requests >= self._adaptive.places)
+        if self._adaptive.places != self.limits.max_requests:
+            self.limits = self.limits.model_copy(update={"max_requests": self._adaptive.places})
 
 
 def alike(tokens: Sequence[int], limits: BatchingSettings) -> list[int]:

@@ -64,7 +64,8 @@ class Engine:
     def __init__(self, **changes):
         self.batches, self.waited, self.gate = [], [], asyncio.Event()
         self.gate.set()
-        self.batcher = engine_batcher(self.compute, limits(**changes), lambda one: one.rows, lambda: LATE, self.watch)
+        self.limits = limits(**changes)
+        self.batcher = engine_batcher(self.compute, self.limits, lambda one: one.rows, lambda: LATE, self.watch)
 
     async def compute(self, batch):
         self.batches.append([one.name for one in batch])
@@ -125,6 +126,23 @@ async def test_while_the_engine_is_busy_the_next_batch_gathers():
     engine.gate.set()
     assert await asyncio.gather(*first, *rest) == [0, 2, 4, 6]
     assert engine.batches == [[0], [1, 2, 3]]
+
+
+async def test_batches_become_smaller_while_they_take_longer_than_they_may_and_larger_again_afterwards():
+    """The engine takes 10 ms a request, or 1 ms: 40 ms are 4 requests, or all 32 that may go together."""
+    engine, each_s = Engine(max_requests=32, max_tokens=1000, target_ms=40), 0.01
+
+    async def compute(batch):
+        engine.batches.append(len(batch))
+        await asyncio.sleep(each_s * len(batch))
+        return [2 * one.name for one in batch]
+
+    engine.batcher = engine_batcher(compute, engine.limits, lambda one: one.rows, lambda: LATE, engine.watch)
+    await asyncio.gather(*engine.asked(*range(400)))
+    assert 2 <= max(engine.batches[-10:-1]) <= 6
+    each_s = 0.001
+    await asyncio.gather(*engine.asked(*range(4000)))
+    assert engine.batches[-2] == 32
 
 
 async def test_a_caller_that_goes_away_leaves_the_queue_and_takes_no_other_along():
