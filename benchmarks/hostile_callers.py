@@ -44,7 +44,8 @@ class Line:
 
     async def answered(self) -> str:
         """The status of what is answered; "closed" where nothing is."""
-        words = (await asyncio.wait_for(self.reader.readline(), PATIENCE_S)).split()
+        async with asyncio.timeout(PATIENCE_S):
+            words = (await self.reader.readline()).split()
         return words[1].decode() if len(words) > 1 else "closed"
 
     def head(self, *headers: str, method: str = "POST", path: str = "/v1/recommend") -> bytes:
@@ -100,10 +101,13 @@ async def slow_reader(line: Line) -> str:
     """Asks for a stream of a thousand items and reads it by the byte."""
     await line.send(line.head(f"Content-Length: {len(LAWFUL)}", "Accept: text/event-stream") + LAWFUL)
     answer = b""
-    while byte := await asyncio.wait_for(line.reader.read(1), PATIENCE_S):
+    while True:
+        async with asyncio.timeout(PATIENCE_S):  # not wait_for: of Python 3.11, it may lose the caller's end
+            byte = await line.reader.read(1)
+        if not byte:
+            return answer[9:12].decode() or "closed"
         answer += byte
         await asyncio.sleep(TRICKLE_S / 10)
-    return answer[9:12].decode() or "closed"
 
 
 async def malformed(line: Line) -> str:

@@ -240,7 +240,17 @@ class GatewaySettings(Section):
     max_listed_items: int = Field(10_000, ge=1, le=MOST_ENTRIES, description="item ids `blocked` or `allowed` may list")
     max_batch: int = Field(256, ge=1, le=MOST_REQUESTS, description="requests in one call of /v1/recommend:batch")
     max_body_bytes: int = Field(2**20, ge=1024, description="size of a request's body")
-    max_held_bytes: int = Field(256 * 2**20, ge=1024, description="bodies that a gateway holds at a time, in bytes together")
+    max_held_bytes: int = Field(
+        256 * 2**20,
+        ge=1024,
+        description="bodies that a gateway holds at a time, in bytes together; half of it may be streams that slow readers have not taken",
+    )
+    slow_bytes_per_s: int = Field(
+        4 * 2**20,
+        ge=2**16,
+        description="bodies of more than 64 KiB that are slow to read (batches, events, values to be converted or refused) that are read a "
+        "second, in bytes together; the next ones wait, no longer than admission.max_wait_ms, or are answered 503",
+    )
     body_within_s: float = Field(10.0, gt=0, le=600, description="how long a body may take to arrive; then the request is answered 408")
     request_within_s: float = Field(30.0, gt=0, le=3600, description="time for a request once its body is there; then it ends (408)")
     deadline_s: float = Field(5.0, gt=0, description="how long the encoder may take before the last good answer, or popularity, is given")

@@ -119,7 +119,7 @@ def recommend_directly(service: Service, limits: Callable[[], GatewaySettings]) 
         request = message.to_value(tenant, caller.arrived)
         accepted = b",".join([value for name, value in scope["headers"] if name == b"accept"]).decode("latin-1")
         if media_type := streaming.wanted(accepted):
-            return await streaming.respond(service.stream(request), media_type, scope["path"])
+            return await streaming.respond(service.stream(request), media_type, scope["path"], caller.computed)
         return answer_json(await service.recommend(request))
 
     return DirectRoute(msgspec.json.Decoder(RecommendBody), answer)
@@ -135,7 +135,7 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings], ba
         _give_tenants([message], caller)
         request = message.to_value(caller.arrived)
         if media_type := streaming.wanted(",".join(http.headers.getlist("accept"))):
-            return await streaming.respond(service.stream(request), media_type, http.url.path)
+            return await streaming.respond(service.stream(request), media_type, http.url.path, caller.computed)
         return Response(answer_json(await service.recommend(request)), media_type="application/json")
 
     @routes.post("/v1/recommend:batch", tags=["recommendations"], response_model=RecommendBatchOut)

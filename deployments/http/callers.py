@@ -24,7 +24,8 @@ ANONYMOUS = ApiKeySettings(name="none", sha256="0" * 64, tenant="default", right
 class Caller:
     """The caller of one request. `key`: None where every caller may do everything. `arrived`: when the whole request was there, on this
     process's monotonic clock. `refused`: the status of a refusal after the message was read, or 0. `unaudited`: its line of the audit log
-    is lost. `leave_place`: give the place back before the end.
+    is lost. `leave_place`: give the place back before the end; `computed`: the same for an answer of so many bytes, which only waits for
+    its reader.
     """
 
     def __init__(self, key: ApiKeySettings | None, take: Take) -> None:
@@ -32,6 +33,7 @@ class Caller:
         self.arrived = 0.0
         self.belong: Belong = _anywhere
         self.leave_place: Callable[[], None] = _nothing
+        self.computed: Callable[[int], None] = _nothing
         self._paid: dict[str, int] = {}
         self.grant: Grant | None = None
         self.refused, self.unaudited = 0, False
@@ -113,7 +115,7 @@ def _anywhere(_: str) -> bool:
     return True
 
 
-def _nothing() -> None:
+def _nothing(*_: int) -> None:
     pass
 
 

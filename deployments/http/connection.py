@@ -9,6 +9,7 @@ Serve's proxy and uvicorn tell of a client that left by `http.disconnect`, once 
 
 import asyncio
 from collections.abc import Callable, Sequence
+from math import inf
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +18,8 @@ from starlette.types import Message, Receive, Send
 from cluster.config import GatewaySettings
 from deployments.http.problems import BodyTooLarge, TooSlow, overloaded
 
+SMALL = 2**16
+"""Bytes of a body that takes no turn: to read it costs no more than to answer it."""
 WATCH_AFTER_S = 0.05
 """How long a request is at work before its client is watched: most answers are sent by then, and a watch costs a task."""
 
@@ -26,7 +29,7 @@ class ClientLeft(Exception):
 
 
 class BodyBudget:
-    """Bytes of bodies that one process may hold at a time, `most`, and those that it holds."""
+    """Bytes of bodies, and of answers that wait for a slow reader, that one process may hold at a time, `most`, and those that it holds."""
 
     def __init__(self, most: int) -> None:
         self.most, self.held = most, 0
@@ -36,6 +39,28 @@ class BodyBudget:
         if self.held + size > self.most:
             raise overloaded(f"the bodies of other requests take up the {self.most} bytes there are for them; ask again later", wait_s=1)
         self.held += size
+
+    def keep(self, size: int) -> bool:
+        """Take as much for an answer, if half is left for bodies."""
+        fits = self.held + size <= self.most / 2
+        self.held += fits * size
+        return fits
+
+
+class Turns:
+    """When bodies that are slow to read are read: one after the other as they come, `per_s` bytes of them a second, with time passed in."""
+
+    def __init__(self, per_s: float) -> None:
+        self.per_s, self._next = per_s, -inf
+
+    def take(self, size: int, now: float, within_s: float) -> float:
+        """How long until the body's turn. Raises HTTPException (503) where that is more than `within_s`; its turn is then another's."""
+        began = max(now, self._next)
+        if began - now > within_s:
+            told = f"batches, events and bodies with values to convert, of more than {SMALL} bytes, are read at {self.per_s:.0f} a second"
+            raise overloaded(f"{told}, and others are before this one; ask again later, or in smaller parts", began - now)
+        self._next = began + size / self.per_s
+        return began - now
 
 
 class Connection:

@@ -1,12 +1,13 @@
 """The checks before the routes.
 
-    size ──► key ──► rate ──► room ──► body ──► place ──► routes ──► tenant and cost, which the body names
-    413      401     429      503      408      503                  403, 429, 503
-                                       413, 503
+    size ──► key ──► rate ──► room ──► body ──► turn ──► place ──► routes ──► tenant and cost, which the body names
+    413      401     429      503      408      413      503                  403, 429, 503
+                                       413, 503 503
 
 A refusal costs microseconds. A request takes a place once its body is there, so that slow clients hold up no other; a process holds a
-limited number of bytes of bodies. An admitted request has its Caller in `request.state.caller`, with the time of its arrival: waiting
-counts against its deadline. When the client leaves, the request's place in the queue is freed and its work is cancelled.
+limited number of bytes of bodies. Large bodies that are slow to read take turns before they take a place, for a share of the time. An
+admitted request has its Caller in `request.state.caller`, with the time of its arrival: waiting counts against its deadline. When the
+client leaves, the request's place in the queue is freed and its work is cancelled.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
@@ -27,10 +29,11 @@ from cluster.traffic.rate_limits import Grant, RateLimiter
 from deployments.http import api_pages, problems
 from deployments.http.batches import Batches
 from deployments.http.callers import ANONYMOUS, Caller
-from deployments.http.connection import BodyBudget, Connection
+from deployments.http.connection import SMALL, BodyBudget, Connection, Turns
 from deployments.http.playground import PATHS
 
 Answer = Callable[[Scope, Connection], Awaitable[None]]
+IsSlow = Callable[[Scope, bytes], bool]
 OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS | api_pages.PATHS
 """Paths that need no key and no place. Every other path is protected, whether there is a route or not."""
 OPERATION = ("/v1/backends", "/v1/cache", "/v1/gateway", "/v1/models")
@@ -73,7 +76,7 @@ class Edge:
         self._admission = Admission(settings.admission, _target_s(settings))
         self.batches = Batches(settings.admission, lambda: self._admission.places)
         self._rates = RateLimiter(settings.rate_limits)
-        self._bodies = BodyBudget(settings.max_held_bytes)
+        self._bodies, self._turns_to_read = BodyBudget(settings.max_held_bytes), Turns(settings.slow_bytes_per_s)
         self._turns: dict[Ticket, asyncio.Future[None]] = {}
         self._refused: Counter[int] = Counter()
 
@@ -81,7 +84,7 @@ class Edge:
         """Take new settings. Running requests go on; waiting ones wait no longer than the new settings allow."""
         self.settings, self.batches.settings = settings, settings.admission
         self._rates.reconfigure(settings.rate_limits)
-        self._bodies.most = settings.max_held_bytes
+        self._bodies.most, self._turns_to_read.per_s = settings.max_held_bytes, settings.slow_bytes_per_s
         now = self._clock()
         self._tell(self._admission.reconfigure(settings.admission, _target_s(settings), now))
         if self._turns:
@@ -91,8 +94,10 @@ class Edge:
         held, refused = self._admission, self._refused + Counter({503: self.batches.refused})
         return EdgeStatistics(held.running, held.waiting, held.places, self.batches.held, dict(refused))
 
-    async def serve(self, answer: Answer, scope: Scope, connection: Connection) -> None:
-        """Answer one HTTP request: with a refusal, or by `answer` once it has a place."""
+    async def serve(self, answer: Answer, scope: Scope, connection: Connection, is_slow: IsSlow) -> None:
+        """Answer one HTTP request: with a refusal, or by `answer` once it has a place. `is_slow`: whether its body is slow to read; raises
+        the HTTPException that refuses it.
+        """
         try:
             with connection:
                 headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
@@ -101,6 +106,9 @@ class Edge:
                 if not operates and self._admission.full(self._clock(), urgent, caller.tenant):
                     raise self._overloaded()
                 await connection.read(self.settings, self._bodies)
+                caller.arrived = self._clock()
+                if len(connection.body) > SMALL and is_slow(scope, connection.body):
+                    await self._turn_to_read(connection)
                 if operates:
                     await self._admitted(answer, scope, connection, caller)
                 else:
@@ -123,9 +131,18 @@ class Edge:
             caller.pay(caller.tenant, 1)
         return caller
 
+    async def _turn_to_read(self, connection: Connection) -> None:
+        """Raises HTTPException (503) where it would come too late."""
+        within_s = self.settings.admission.max_wait_ms / 1e3
+        if wait_s := self._turns_to_read.take(len(connection.body), self._clock(), within_s):
+            connection.watch()
+            await asyncio.sleep(wait_s)
+
     async def _with_a_place(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller, urgent: int) -> None:
         """Raises HTTPException (503) where there is none in time."""
         ticket = self._arrive(caller, urgent)
+        caller.leave_place = lambda: self._tell(self._admission.leave(ticket, self._clock(), _first_byte_s(scope, ticket, connection)))
+        caller.computed = lambda size: self._computed(caller, connection, size)
         try:
             if ticket.standing is Standing.WAITING:
                 connection.watch()
@@ -134,7 +151,13 @@ class Edge:
             self._meter.observe(ADMISSION_WAIT, ticket.started - ticket.arrived)
             await self._admitted(answer, scope, connection, caller)
         finally:
-            self._tell(self._admission.leave(ticket, self._clock(), _first_byte_s(scope, ticket, connection)))
+            caller.leave_place()
+
+    def _computed(self, caller: Caller, connection: Connection, size: int) -> None:
+        """An answer that waits for its reader holds no place, but where such answers take up too much memory."""
+        if self._bodies.keep(size):
+            connection.held += size
+            caller.leave_place()
 
     async def _admitted(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller) -> None:
         connection.headers = caller.headers
@@ -152,14 +175,12 @@ class Edge:
         return self._rates.take(tenant, cost, self._clock(), self._gateways())
 
     def _arrive(self, caller: Caller, urgency: int) -> Ticket:
-        caller.arrived = self._clock()
-        ticket, displaced = self._admission.arrive(caller.arrived, urgency, caller.tenant)
+        ticket, displaced = self._admission.arrive(self._clock(), urgency, caller.tenant)
         if displaced is not None:
             self._tell([displaced])
         if ticket.standing is Standing.REFUSED:
             raise self._overloaded()
         caller.belong = lambda tenant: self._admission.belong(ticket, tenant)
-        caller.leave_place = lambda: self._tell(self._admission.leave(ticket, self._clock()))
         return ticket
 
     async def _wait(self, ticket: Ticket) -> Standing:
@@ -226,7 +247,9 @@ def _operates(caller: Caller, scope: Scope) -> bool:
 
 
 def _first_byte_s(scope: Scope, ticket: Ticket, connection: Connection) -> float | None:
-    """Seconds until the answer began; None for routes other than /v1/recommend, which take much more or less time."""
-    if connection.first_byte_at is None or not scope["path"].endswith("/v1/recommend"):
+    """Seconds until the answer began; None for a refusal, which says nothing of how long answers take, and for routes other than
+    /v1/recommend, which take much more or less time.
+    """
+    if connection.first_byte_at is None or connection.status != HTTPStatus.OK or not scope["path"].endswith("/v1/recommend"):
         return None
     return connection.first_byte_at - ticket.started

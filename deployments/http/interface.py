@@ -1,12 +1,13 @@
 """The HTTP interface as one ASGI callable.
 
-    request ──► size, key, rate, body, place (edge.py) ──► POST /v1/recommend, /v1/rank: decoded, answered and sent here
+    request ──► size, key, rate, body, turn, place (edge.py) ──► POST /v1/recommend, /v1/rank: decoded, answered and sent here
                                                 └──► every other path, and a body that msgspec refuses: FastAPI's routes (api.py)
 
 FastAPI reads the schema of the two direct routes off functions of its own, which answer what comes here in no other way.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -52,22 +53,38 @@ class HttpInterface:
             if _path(scope) in OPEN:
                 await self.fastapi(scope, receive, connection.send)
             else:
-                await self.edge.serve(self._answer, scope, connection)
+                await self.edge.serve(self._answer, scope, connection, self._is_slow)
         except Exception:
             connection.status = connection.status or 500  # what answers it stands outside of the application
             raise
         finally:
             self._record(scope, connection.status, perf_counter() - began)
 
+    def _is_slow(self, scope: Scope, body: bytes) -> bool:
+        """Whether pydantic reads the body, which takes it twenty times as long as msgspec. Raises BodyTooLarge where the body has too many
+        values, before anything is made of it: each becomes an object, in one go.
+
+        What msgspec reads here it reads again once there is a place: the message takes several times the memory of the body.
+        """
+        route = self._direct_route(scope)
+        if route is not None:
+            with suppress(*REFUSED):
+                route.decoder.decode(body)
+                return False
+        most = max(MOST_VALUES, self.edge.settings.max_body_bytes // 10)
+        if body.count(b",") > most:
+            raise problems.BodyTooLarge(most, "values")
+        return True
+
     async def _answer(self, scope: Scope, connection: Connection) -> None:
-        route = self._direct.get(_path(scope))
-        if route is None or scope["method"] != "POST" or not _is_json(scope):
-            await self._by_fastapi(scope, connection)
+        route = self._direct_route(scope)
+        if route is None:
+            await self.fastapi(scope, connection.receive, connection.send)
             return
         try:
             message = route.decoder.decode(connection.body)
         except REFUSED:
-            await self._by_fastapi(scope, connection)
+            await self.fastapi(scope, connection.receive, connection.send)
             return
         try:
             answer = await route.answer(message, scope["state"]["caller"], scope)
@@ -79,12 +96,8 @@ class HttpInterface:
         else:
             await answer(scope, connection.receive, connection.send)
 
-    async def _by_fastapi(self, scope: Scope, connection: Connection) -> None:
-        """Raises BodyTooLarge where the body has too many values, before anything is made of it: each becomes an object, in one go."""
-        most = max(MOST_VALUES, self.edge.settings.max_body_bytes // 10)
-        if connection.body.count(b",") > most:
-            raise problems.BodyTooLarge(most, "values")
-        await self.fastapi(scope, connection.receive, connection.send)
+    def _direct_route(self, scope: Scope) -> DirectRoute | None:
+        return self._direct.get(_path(scope)) if scope["method"] == "POST" and _is_json(scope) else None
 
     def _record(self, scope: Scope, status: int, duration_s: float) -> None:
         """Count and time a request, those too that the edge turns away."""

@@ -12,8 +12,10 @@
 """
 
 import logging
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
+from itertools import islice
 from math import ceil
 from typing import Any
 
@@ -43,6 +45,25 @@ _TITLES = {
 _SHOWN_ERRORS = 20
 _SHOWN_CHARACTERS = 100
 _log = logging.getLogger(__name__)
+
+
+class _Beginning(reprlib.Repr):
+    """What is shown of a value, made of its beginning alone: a megabyte that is written out whole takes as long as reading it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxdict = self.maxstring = self.maxlong = self.maxother = _SHOWN_CHARACTERS
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)  # else all of its keys are sorted
+
+
+_BEGINNING = _Beginning()
+
+
+def shown(value: object) -> str:
+    """The beginning of a value, as Python writes it."""
+    return _BEGINNING.repr(value)[:_SHOWN_CHARACTERS]
 
 
 class BodyTooLarge(HTTPException):
@@ -171,7 +192,7 @@ async def _invalid_message(request: Request, error: Exception) -> JSONResponse:
 
 
 def _field_problem(error: dict[str, Any]) -> FieldProblem:
-    field, value = field_path(error["loc"]), repr(error.get("input"))[:_SHOWN_CHARACTERS]
+    field, value = field_path(error["loc"]), shown(error.get("input"))
     match error["type"]:
         case "extra_forbidden":
             return FieldProblem(

@@ -1,11 +1,11 @@
 """POST /v1/rank: given candidates, in the order in which a user would want them."""
 
 from collections.abc import Callable
-from typing import Protocol, Self
+from typing import Annotated, Protocol, Self
 
 import msgspec
 from fastapi import APIRouter, Response
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 from starlette.types import Scope
 
 from cluster.config import GatewaySettings
@@ -15,7 +15,7 @@ from deployments.http.answer_json import Fields, as_json, stage_fields
 from deployments.http.bodies import RankBody
 from deployments.http.callers import Caller, CallerHere
 from deployments.http.interface import DirectRoute
-from deployments.http.messages import Behaviours, ItemIds, ItemOut, Message, StageOut, Tenant, Timestamp, UserId
+from deployments.http.messages import Behaviours, ItemIds, ItemOut, Message, StageOut, Tenant, Timestamp, UserId, few_fields
 
 
 class RankingService(Protocol):
@@ -43,7 +43,7 @@ class RankIn(Message):
     user_id: UserId
     candidates: ItemIds = Field(min_length=1, description="items to order; those that are given twice are ranked once")
     behaviours: Behaviours | None = Field(None, description="in any order. Default: what is stored of the user (/v1/events)")
-    weights: dict[Task, float] | None = Field(
+    weights: Annotated[dict[Task, float], BeforeValidator(few_fields)] | None = Field(
         None,
         description="task -> how much it counts. The score is p(click) * (weight of click + the other tasks' weights * their predictions): "
         "what showing the item is worth. Default: as the model's training chose",

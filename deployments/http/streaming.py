@@ -2,11 +2,13 @@
 
     stage, item, item, ..., stage, item, ..., stage, answer
 
-`answer` holds what the plain response does. It alone is final: items before it need not be in it. An error before the first event is a
-plain response; after it, an `error` event with a problem as in RFC 9457 ends the stream.
+Events that are there at once are sent together: a thousand messages cost many times what they hold. `answer` holds what the plain
+response does. It alone is final: items before it need not be in it. An error before the first event is a plain response; after it, an
+`error` event with a problem as in RFC 9457 ends the stream.
 """
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -43,25 +45,61 @@ def wanted(accept: str) -> str | None:
     return best if best in (SSE, NDJSON) else None
 
 
-async def respond(parts: AsyncGenerator[AnswerPart, None], media_type: str, path: str) -> StreamingResponse:
-    """A response that sends `parts` as they come. Raises what the first of them raises."""
+async def respond(
+    parts: AsyncGenerator[AnswerPart, None], media_type: str, path: str, computed: Callable[[int], None]
+) -> StreamingResponse:
+    """A response that sends `parts` as they come, and calls `computed` with the bytes of all after the last. Raises what the first of
+    them raises.
+    """
     first = await anext(parts)
-    return _EventStream(_sent(parts, first, media_type, path), media_type)
+    return _EventStream(_events(parts, first, media_type, path), media_type, computed)
 
 
 class _EventStream(StreamingResponse):
-    """Closes `events` when the client leaves, so that engines stop."""
+    """Takes `events` as fast as they come, however slow the client reads: what waits to be sent is no more than one answer. Closes them
+    when the client leaves, so that engines stop.
+    """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], media_type: str) -> None:
-        super().__init__(events, media_type=media_type, headers=_HEADERS)
-        self._events = events
+    def __init__(self, events: AsyncGenerator[bytes, None], media_type: str, computed: Callable[[int], None]) -> None:
+        super().__init__(self._chunks(), media_type=media_type, headers=_HEADERS)
+        self._events, self._computed = events, computed
+        self._ready, self._news = list[bytes](), asyncio.Event()
+        self._taking: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
-            await super().__call__(scope, receive, send)
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                if self._taking is not None:
+                    self._taking.cancel()
+                    await asyncio.wait([self._taking])
+
+    async def _chunks(self) -> AsyncGenerator[bytes, None]:
+        """All events that are there, joined, each time that the client has taken what was there before."""
+        self._taking = asyncio.create_task(self._take())
+        while self._ready or not self._taking.done():
+            await self._news.wait()
+            self._news.clear()
+            chunk = b"".join(self._ready)
+            self._ready.clear()
+            if chunk:
+                yield chunk
+        self._taking.result()
+
+    async def _take(self) -> None:
+        size = 0
+        try:
+            async for event in self._events:
+                size += len(event)
+                self._ready.append(event)
+                self._news.set()
+            self._computed(size)
+        finally:
+            self._news.set()
 
 
-async def _sent(parts: AsyncGenerator[AnswerPart, None], first: AnswerPart, media_type: str, path: str) -> AsyncGenerator[bytes, None]:
+async def _events(parts: AsyncGenerator[AnswerPart, None], first: AnswerPart, media_type: str, path: str) -> AsyncGenerator[bytes, None]:
     written = _as_sse if media_type == SSE else _as_line
     async with aclosing(parts):
         try:

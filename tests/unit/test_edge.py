@@ -304,6 +304,57 @@ async def test_a_stream_whose_client_leaves_is_ended():
     assert served.edge.statistics().running == 0
 
 
+class SlowReader(Client):
+    """Takes the head of the answer and the first message, and nothing more."""
+
+    async def send(self, message):
+        await super().send(message)
+        if len(self.sent) > 1:
+            await asyncio.get_running_loop().create_future()
+
+
+async def test_a_stream_whose_reader_is_slow_holds_no_place_once_it_is_computed():
+    served = Served(admission=ONE_PLACE)
+    client = SlowReader(served, headers=[(b"accept", b"text/event-stream")])
+    await settled()
+    assert (client.status, served.edge.statistics().running) == (200, 1)
+    [honest] = await served.asking("honest")
+    served.service.gate.set()
+    assert (await honest).status_code == 200
+    assert (served.service.closed, client.task.done()) == (["u"], False)
+    client.gone.set()
+    await client.task
+
+
+async def test_streams_hold_their_places_while_slow_readers_leave_too_many_bytes_unread_and_bodies_have_room():
+    served = Served(admission={"max_concurrent": 4}, max_held_bytes=1500)
+    served.service.gate.set()
+    clients = [SlowReader(served, headers=[(b"accept", b"text/event-stream")]) for _ in range(4)]
+    await settled()
+    assert {client.status for client in clients} == {200}
+    assert 0 < served.edge.statistics().running < 4
+    for client in clients:
+        client.gone.set()
+        await client.task
+    assert served.edge.statistics().running == 0
+    again = SlowReader(served, headers=[(b"accept", b"text/event-stream")])
+    await settled()
+    assert served.edge.statistics().running == 0, "there is room for its answer again"
+    again.gone.set()
+    await again.task
+
+
+async def test_a_refusal_says_nothing_of_how_long_answers_take():
+    """However long it took the gateway to read what it then refused, as many places are left."""
+    served = Served(admission={"max_concurrent": 8, "target_ms": 1e-6})
+    for _ in range(20):
+        assert (await served.ask(k="many")).status_code == 422
+    assert served.edge.statistics().places == 8
+    served.service.gate.set()
+    assert (await served.ask()).status_code == 200
+    assert served.edge.statistics().places == 4
+
+
 async def test_a_server_that_tells_more_than_the_body_ends_no_stream():
     served = Served()
     client = Client(served, headers=[(b"accept", b"text/event-stream")])
@@ -459,6 +510,74 @@ async def test_a_body_that_does_not_tell_its_length_is_refused_once_it_is_too_la
     client = Client(served, body={"user_id": "u" * 10_000}, chunk=512)
     await client.task
     assert client.status == 413
+
+
+MALFORMED = {"user_id": "u", "behaviours": [{"item_id": 1, "timestamp": "x"}] * 10_000}
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/recommend", MALFORMED),
+        ("/v1/recommend", {"user_id": "u", "behaviours": [{"item_id": 1, "timestamp": 1}] * 10_001}),
+        ("/v1/recommend:batch", {"requests": [MALFORMED]}),
+        ("/v1/events", {"events": [{**entry, "user_id": "u"} for entry in MALFORMED["behaviours"]]}),
+    ],
+    ids=["malformed", "converted", "batch", "events"],
+)
+async def test_large_bodies_that_are_slow_to_read_are_read_one_after_the_other_and_wait_without_a_place(path, body):
+    served = Served(admission=ONE_PLACE, slow_bytes_per_s=len(json.dumps(body)))
+    served.service.gate.set()
+    clients = [Client(served, path, body) for _ in range(5)]
+    answered = []
+    for second in range(5):
+        await until(lambda least=second + 1: sum(client.task.done() for client in clients) >= least)
+        answered.append(asyncio.get_running_loop().time())
+        assert (await served.ask("honest")).status_code == 200, "it needs no turn, and there is a place"
+        assert [client.task.done() for client in clients] == [True] * (second + 1) + [False] * (4 - second)
+    assert [later - answered[0] for later in answered] == pytest.approx(range(5), abs=0.1)
+    assert {client.status for client in clients} == {422}
+    assert all(json.loads(client.sent[1]["body"])["errors"][0]["problem"] for client in clients)
+
+
+@pytest.mark.virtual_time
+async def test_a_large_body_whose_turn_would_come_too_late_is_refused_and_told_to_come_again():
+    served = Served(admission={"max_wait_ms": 2500}, slow_bytes_per_s=len(json.dumps(MALFORMED)))
+    clients = [Client(served, body=MALFORMED) for _ in range(5)]
+    await clients[-1].task
+    assert [client.task.done() for client in clients] == [True, False, False, True, True], "two wait"
+    assert dict(clients[-1].sent[0]["headers"])[b"retry-after"] == b"3"
+    assert "in smaller parts" in json.loads(clients[-1].sent[1]["body"])["detail"]
+    await asyncio.gather(*[client.task for client in clients])
+    assert [client.status for client in clients] == [422, 422, 422, 503, 503]
+
+
+@pytest.mark.virtual_time
+async def test_large_bodies_that_are_fast_to_read_and_small_ones_take_no_turns():
+    served = Served(slow_bytes_per_s=2**16)
+    served.service.gate.set()
+    large = {"user_id": "u", "behaviours": [{"item_id": "1", "timestamp": 1}] * 10_000}
+    small = {"user_id": "u", "behaviours": [{"item_id": 1, "timestamp": 1}] * 1000}
+    began = asyncio.get_running_loop().time()
+    clients = [Client(served, body=body) for body in [large, small] * 5]
+    await asyncio.gather(*[client.task for client in clients])
+    assert {client.status for client in clients} == {200}
+    assert asyncio.get_running_loop().time() == pytest.approx(began)
+
+
+@pytest.mark.virtual_time
+async def test_waiting_to_be_read_counts_against_the_deadline_and_ends_when_the_client_leaves():
+    body = {"user_id": "u", "deadline_ms": 5000, "behaviours": [{"item_id": 1, "timestamp": 1}] * 10_000}
+    served = Served(slow_bytes_per_s=len(json.dumps(body)), admission={"max_wait_ms": 2500})
+    served.service.gate.set()
+    began = time.monotonic()
+    first, second, third = (Client(served, body=body) for _ in range(3))
+    await first.task
+    second.gone.set()
+    await asyncio.gather(second.task, third.task)
+    assert ([client.status for client in (first, third)], second.sent) == ([200, 200], [])
+    assert [request.deadline for request in served.service.asked] == pytest.approx([began + 5] * 2)
 
 
 # Rates

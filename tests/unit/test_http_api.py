@@ -1,6 +1,7 @@
 """The HTTP interface over the real pipeline and a real torch encoder, in this process."""
 
 import json
+import re
 import tracemalloc
 
 import httpx
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from cluster.config import GatewaySettings
 from cluster.errors import BackendUnavailable, BundleError, UnknownChoice
 from cluster.values import StageAnswer, StageReport
+from deployments.http import problems
 from deployments.http.api import create_api
 from deployments.http.messages import BackendsOut, ReadyOut, StageReadyOut, SwitchOut
 from integrations.hstu.encoder import TorchEncoder
@@ -21,6 +23,7 @@ from tests.fake_stages import Ascending, bundle_with_ranker
 from tests.repetitions import times
 
 LIMITS = GatewaySettings(max_k=100, max_behaviours=50, max_listed_items=20, max_batch=4, max_body_bytes=20_000)
+STRANGE = {f"f{number}": 0 for number in range(1000)}
 
 
 class InProcess:
@@ -197,6 +200,38 @@ async def test_a_large_body_that_is_wrong_throughout_is_refused_by_its_first_wro
     assert response.status_code == 422
     assert [error["field"] for error in response.json()["errors"]] == [field]
     assert peak < 64 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/recommend", {"user_id": "a", **STRANGE}, "body"),
+        ("/v1/recommend", {"user_id": "a", "behaviours": [{"item_id": "1", "timestamp": 1, **STRANGE}]}, "behaviours[0]"),
+        ("/v1/recommend", {"user_id": "a", "sampling": STRANGE}, "sampling"),
+        ("/v1/recommend:batch", {"requests": [{"user_id": "a", **STRANGE}]}, "requests[0]"),
+        ("/v1/rank", {"user_id": "a", "candidates": ["1"], "weights": STRANGE}, "weights"),
+        ("/v1/events", {"user_id": "a", "item_id": "1", **STRANGE}, "body"),
+    ],
+)
+async def test_thousands_of_unknown_fields_are_told_as_one(client, path, body, field):
+    response = await client.post(path, json=body)
+    (problem,) = response.json()["errors"]
+    assert (response.status_code, problem["field"]) == (422, field)
+    assert re.match(r"has 100\d fields; see /docs for the fields there are, and remove the others", problem["problem"])
+
+
+def test_no_more_of_a_wrong_value_is_written_out_than_is_shown():
+    class Entry:
+        written = 0
+
+        def __repr__(self):
+            Entry.written += 1
+            return "{}"
+
+    assert problems.shown([Entry()] * 100_000) == f"[{'{}, ' * 25}"[:100]
+    assert problems.shown(dict.fromkeys(range(100_000), Entry())).startswith("{0: {}, 1: {}, ")
+    assert Entry.written <= 200
+    assert (problems.shown("x" * 1000)[:3], len(problems.shown("x" * 1000))) == ("'xx", 100)
 
 
 @pytest.mark.parametrize("path", ["/v1/recommend", "/v1/recommend:batch", "/v1/rank", "/v1/events"])

@@ -1,6 +1,8 @@
 """Streaming over HTTP: both formats, over a service whose parts the test gives."""
 
+import asyncio
 import json
+from contextlib import aclosing
 
 import httpx
 import pytest
@@ -91,26 +93,59 @@ class TestBothFormats:
         assert (problem["status"], problem["detail"]) == (503, "no replica could be reached")
 
 
-async def test_events_are_sent_as_they_come_and_a_caller_who_leaves_ends_the_stream():
-    sent, service = [], Service(STAGE, *[ITEM] * 1000, ANSWER)
-    body = json.dumps(ASK).encode()
-    headers = [(b"accept", SSE.encode()), (b"content-type", b"application/json")]
+class Waiting(Service):
+    """Has the next part once it is asked for."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.wanted = asyncio.Semaphore(1)
+
+    async def stream(self, request):
+        async with aclosing(super().stream(request)) as parts:
+            async for part in parts:
+                await self.wanted.acquire()
+                yield part
+
+
+async def streamed(service, send) -> None:
+    """One raw ASGI request for a stream."""
     scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "http_version": "1.1", "method": "POST", "path": "/v1/recommend"}
-    scope |= {"raw_path": b"/v1/recommend", "query_string": b"", "root_path": "", "scheme": "http", "headers": headers}
+    scope |= {"raw_path": b"/v1/recommend", "query_string": b"", "root_path": "", "scheme": "http"}
+    scope["headers"] = [(b"accept", SSE.encode()), (b"content-type", b"application/json")]
 
     async def receive():
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": json.dumps(ASK).encode(), "more_body": False}
+
+    await create_api(service, None, GatewaySettings())(scope, receive, send)
+
+
+async def test_events_are_sent_as_they_come_and_a_caller_who_leaves_ends_the_stream():
+    sent, service = [], Waiting(STAGE, *[ITEM] * 1000, ANSWER)
 
     async def send(message):
         sent.append(message)
         if len(sent) == 4:
             raise OSError("the caller has gone")
+        service.wanted.release()
 
     with pytest.raises(ClientDisconnect):
-        await create_api(service, None, GatewaySettings())(scope, receive, send)
+        await streamed(service, send)
     assert [message["type"] for message in sent] == ["http.response.start", *["http.response.body"] * 3]
-    assert sent[1]["body"].startswith(b"event: stage\n"), "one event a message"
+    assert sent[1]["body"].startswith(b"event: stage\n")
     assert service.closed
+
+
+async def test_events_that_are_there_at_once_are_one_message():
+    """A message for each of a thousand items took the gateway 25 ms."""
+    sent, service = [], Service(STAGE, *[ITEM] * 1000, ANSWER)
+
+    async def send(message):
+        sent.append(message)
+
+    await streamed(service, send)
+    assert [message["type"] for message in sent] == ["http.response.start", *["http.response.body"] * 2]
+    assert sent[1]["body"].count(b"event: ") == 1002
+    assert (sent[2]["body"], service.closed) == (b"", True)
 
 
 @pytest.mark.parametrize(
