@@ -45,12 +45,23 @@ class TitledItems(Sequence[ScoredItem]):
     def as_json(self) -> str:
         """A JSON array with the fields of messages.ScoredItemOut for each item; a score that is no finite number is null."""
         if not self._json:
-            said = self.catalogue.beginnings
-            numbers = map(repr, self.scores) if math.isfinite(sum(self.scores)) else map(_number, self.scores)
-            begun = [said[index] + number for index, number in zip(self.indices, numbers, strict=True)]
-            end = f',"stage":"{self.stage}","explanation":null}}'
-            self._json = f"[{f'{end},'.join(begun)}{end}]" if begun else "[]"
+            end = self._end()
+            self._json = f"[{f'{end},'.join(begun)}{end}]" if (begun := self._begun()) else "[]"
         return self._json
+
+    def each_as_json(self) -> list[str]:
+        """The JSON of each item, as in `as_json`."""
+        end = self._end()
+        return [begun + end for begun in self._begun()]
+
+    def _begun(self) -> list[str]:
+        """The JSON of each item, up to its score."""
+        said = self.catalogue.beginnings
+        numbers = map(repr, self.scores) if math.isfinite(sum(self.scores)) else map(_number, self.scores)
+        return [said[index] + number for index, number in zip(self.indices, numbers, strict=True)]
+
+    def _end(self) -> str:
+        return f',"stage":"{self.stage}","explanation":null}}'
 
 
 def _number(score: float) -> str:

@@ -332,5 +332,5 @@ class Recommendation(Struct, frozen=True):
     cache: CacheReport | None = None
 
 
-AnswerPart: TypeAlias = StageReport | ScoredItem | Recommendation
-"""What a streamed answer consists of: a stage's report, an item as it is found, lastly the whole."""
+AnswerPart: TypeAlias = StageReport | ScoredItem | Sequence[ScoredItem] | Recommendation
+"""What a streamed answer consists of: a stage's report, an item or several as they are found, lastly the whole."""

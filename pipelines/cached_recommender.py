@@ -19,6 +19,7 @@ from cluster.cache.entry import Key
 from cluster.cache.tier_values import Computed, Found
 from cluster.cache.tiered import TieredCache
 from cluster.errors import BackendError, DeadlineExceeded
+from cluster.titled_items import TitledItems
 from cluster.traffic.budget import Budget, in_time, started, unhurried
 from cluster.values import AnswerPart, CacheReport, Recommendation, RecommendRequest, StageReport
 from pipelines.answer_key import answer_key, cacheable, version_of
@@ -179,7 +180,8 @@ class CachedRecommender:
 
 def _parts(answer: Recommendation) -> tuple[AnswerPart, ...]:
     """As a stream has them."""
-    return *answer.stages, *answer.items, answer
+    items = (answer.items,) if isinstance(answer.items, TitledItems) else answer.items
+    return *answer.stages, *items, answer
 
 
 def _is_cached(answer: Recommendation) -> bool:

@@ -83,7 +83,8 @@ class Recommender:
         return self._answer(lists, resolved, request)
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
-        """Each stage's report as soon as it has answered, items as they are found, and lastly the same answer as `recommend`'s.
+        """Each stage's report as soon as it has answered, items as they are found, those of a moment together, and lastly the same answer
+        as `recommend`'s.
 
         The first `k` retrieved items come best first, unless the strategy is generative. A stage yields no item twice. Only the answer is
         final: it need not hold the items before it. InvalidRequest is raised in place of the first part.
@@ -93,14 +94,13 @@ class Recommender:
 
         lists = [await self._retrieval.find(resolved, self._pool_for(request, strategy, ranks=ranks), budget)]
         yield lists[0].report
-        if strategy != "generative":
-            for item in self._titled(lists[0].at(slice(request.k))):
-                yield item
+        if strategy != "generative" and (items := self._titled(lists[0].at(slice(request.k)))):
+            yield items
         if strategy != "retrieval":
             async with aclosing(self._generation.stream(lists[0], resolved, request, budget)) as found:
                 async for part in found:
-                    for item in () if part.complete else self._titled(part):
-                        yield item
+                    if not part.complete and (items := self._titled(part)):
+                        yield items
             lists.append(part)  # the last one is complete
             yield part.report
         if strategy == "unified" and lists[-1].served:

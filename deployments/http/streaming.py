@@ -15,6 +15,7 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from cluster.titled_items import TitledItems
 from cluster.values import AnswerPart, Recommendation, ScoredItem, StageReport
 from deployments.http import problems
 from deployments.http.answer_json import answer_json, as_json, item_fields, stage_fields
@@ -103,21 +104,25 @@ async def _events(parts: AsyncGenerator[AnswerPart, None], first: AnswerPart, me
     written = _as_sse if media_type == SSE else _as_line
     async with aclosing(parts):
         try:
-            yield written(*_event(first))
+            yield _events_of(first, written)
             async for part in parts:
-                yield written(*_event(part))
+                yield _events_of(part, written)
         except Exception as error:  # noqa: BLE001 - the status has been sent: the last event tells the error
             yield written("error", problems.problem_of(path, error).model_dump_json().encode())
 
 
-def _event(part: AnswerPart) -> tuple[str, bytes]:
+def _events_of(part: AnswerPart, written: Callable[[str, bytes], bytes]) -> bytes:
     match part:
         case StageReport():
-            return "stage", as_json(stage_fields(part))
+            return written("stage", as_json(stage_fields(part)))
         case ScoredItem():
-            return "item", as_json(item_fields(part))
+            return written("item", as_json(item_fields(part)))
+        case TitledItems():
+            return b"".join([written("item", one.encode()) for one in part.each_as_json()])
         case Recommendation():
-            return "answer", answer_json(part)
+            return written("answer", answer_json(part))
+        case _:
+            return b"".join([_events_of(one, written) for one in part])
 
 
 def _as_sse(event: str, data: bytes) -> bytes:

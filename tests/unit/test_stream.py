@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from cluster.errors import BackendFailed, InvalidRequest
+from cluster.titled_items import TitledItems
 from cluster.values import Behaviour, Generated, Recommendation, RecommendRequest, SamplingOptions, ScoredItem, StageReport
 from pipelines.recommend import Recommender
 from tests.fake_stages import Descending, Naming, bundle_with_decoder
@@ -30,9 +31,10 @@ def recommender(bundle, generator, **more):
 
 
 def shown(parts):
-    """Items as stage:id, reports as +stage, the answer as =."""
+    """Items as stage:id, reports as +stage, the answer as =; of items that were found together the first."""
     names = {
         ScoredItem: lambda one: f"{one.stage}:{one.item.item_id}",
+        TitledItems: lambda items: f"{items.stage}:{items[0].item.item_id}",
         StageReport: lambda one: f"+{one.stage}",
         Recommendation: lambda _: "=",
     }
@@ -53,7 +55,8 @@ def without_durations(answer):
 
 
 async def streamed(recommender, request):
-    return [part async for part in recommender.stream(request)]
+    """All parts, items one by one."""
+    return [one async for part in recommender.stream(request) for one in (part if isinstance(part, TitledItems) else [part])]
 
 
 async def test_retrieved_items_come_first_then_generated_ones_as_they_are_found_then_the_answer(bundle):
