@@ -204,7 +204,7 @@ def report(found: Mapping[str, list[Figures]], bases: Mapping[str, list[Figures]
         [
             "# What each optimisation is worth",
             "",
-            f"Colocated, fast profile, users of {HISTORY} events that come back with a new one, {rates} for {seconds:g} s, {rounds} rounds.",
+            f"Colocated, fast profile, users of {HISTORY} events come back with a new one, {rates} for {seconds:g} s, {rounds} rounds.",
             "Rows as shipped: medians (ms; requests/s; MiB). Other rows: times that, medians of the rounds (least to most).",
             "",
             *table(["", *COLUMNS.values()], rows),
