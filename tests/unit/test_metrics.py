@@ -345,7 +345,7 @@ def test_events_are_counted_by_what_was_done(monkeypatch):
 class Refusing(Edge):
     """An edge that turns away a request that has a header, before the routes."""
 
-    async def serve(self, answer, scope, connection):
+    async def serve(self, answer, scope, connection, is_slow):
         if any(name == b"refuse" for name, _ in scope.get("headers", ())):
             await connection.send({"type": "http.response.start", "status": 503, "headers": []})
             await connection.send({"type": "http.response.body", "body": b""})
