@@ -8,8 +8,8 @@ started in turn, given the users' histories, and asked by the same trace; afterw
 holds. A figure of the table is the median over rounds of its ratio to the service as shipped in the same round. Processor time is that of
 all processes of the service, Ray's and HAProxy's among them. Writes benchmarks/results/ablation_cpu_DATE.md.
 
-Not here, since no key switches them: single flight (`joined` in benchmarks.anticipation), pools (benchmarks.buffers). Which policy keeps
-what users ask for again: `genrec bench cache`.
+Not here, since no key switches them: single flight (`joined` in benchmarks.anticipation), pools (benchmarks.buffers); nor hedging, which
+takes a second encoder. Which policy keeps what users ask for again: `genrec bench cache`.
 """
 
 import asyncio
@@ -35,6 +35,7 @@ from benchmarks.reporting import Machine, dated, table
 from benchmarks.serving import SHIPPED, settle
 from benchmarks.visits import Step, visits
 from cluster.bundle import BundleStore
+from cluster.config import read_document
 from deployments.cli.local_serve import LocalServe
 
 AS_SHIPPED = "as shipped"
@@ -46,23 +47,21 @@ Changes = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests of one strategy, so many a second; `changes` hold for every service it is asked of, `otherwise` is each thing switched."""
+    """Requests of one strategy, so many a second, then `callers` that never wait; `otherwise`: what is switched, and how."""
 
     strategy: str
     rate: float
     callers: int
     otherwise: Mapping[str, Changes]
-    changes: Changes
 
 
-ENCODER = {"order": ["onnxruntime", "torch"]}
-GENERATOR = {"order": ["torch_beam"]}
+ENGINES = {"encoder": {"order": ["onnxruntime", "torch"]}, "generator": {"order": ["torch_beam"]}}
+"""Those that serve, in the service as shipped and in every other."""
 TRACES = (
     Trace(
         "retrieval",
         rate=40.0,
         callers=16,
-        changes={"encoder": ENCODER, "generator": GENERATOR},
         otherwise={
             "no answer cache": {"cache": {"enabled": False}},
             "no anticipation": {"events": {"anticipate": False}},
@@ -70,7 +69,6 @@ TRACES = (
             "kept states in a radix tree, not pages": {"encoder": {"options": {"onnxruntime": {"state_store": "radix"}}}},
             "one request a batch": {"encoder": {"batching": {"max_requests": 1}}},
             "selection: fastest": {"encoder": {"selection": "fastest"}},
-            "hedging": {"gateway": {"flags": {"hedge": True}}},
             "answers also kept by cache actors (l2)": {"cache": {"l2": "actors"}},
         },
     ),
@@ -78,7 +76,6 @@ TRACES = (
         "unified",
         rate=4.0,
         callers=4,
-        changes={"encoder": ENCODER, "generator": GENERATOR},
         otherwise={
             "unified: no kept prompts": {"generator": {"options": {"torch_beam": {"prompt_bytes": 0}}}},
             "unified: no LogitsCache": {"generator": {"options": {"torch_beam": {"cache_bytes": 0}}}},
@@ -118,10 +115,12 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def serving(changes: Mapping[str, Any], port: int) -> Iterator[LocalServe]:
-    """Colocated, with the fast profile, once all engines are loaded."""
+    """Colocated, with the fast profile, once all engines are loaded: what is shipped, but for `changes`."""
+    config = SHIPPED["colocated"]
+    shipped = merged(read_document(config)["applications"][0]["args"], ENGINES)
     with tempfile.TemporaryDirectory() as directory:
-        changed = merged({"events": {"url": f"sqlite:///{directory}/events.db"}}, changes)
-        serve = LocalServe(SHIPPED["colocated"], changed, port=port, log=Path(".genrec/ablation.log"), profile="fast")
+        changed = merged({**shipped, "events": {"url": f"sqlite:///{directory}/events.db"}}, changes)
+        serve = LocalServe(config, changed, port=port, log=Path(".genrec/ablation.log"), profile="fast")
         with serve as url:
             settle(url)
             yield serve
@@ -187,7 +186,7 @@ def main(
         for number in range(rounds if switched else 0):
             steps = visits(trace.rate, seconds, len(items), seed=number)
             for name, changes in {f"{trace.strategy}: {AS_SHIPPED}": {}, **switched}.items():
-                with serving(merged(merged({"model_dir": str(model_dir)}, trace.changes), changes), port) as serve:
+                with serving({"model_dir": str(model_dir), **changes}, port) as serve:
                     found.setdefault(name, []).append(measure(serve, trace, steps, items, closed))
                 print(f"round {number + 1}, {name}: {found[name][-1]}", flush=True)
         bases |= dict.fromkeys(switched, found.get(f"{trace.strategy}: {AS_SHIPPED}", []))

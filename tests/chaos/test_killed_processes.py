@@ -24,7 +24,7 @@ PATIENCE_S = 60.0
 """How long callers wait there."""
 RETRIED_LOAD = 0.45
 """For the proxy: what was lost comes again within as many seconds, so that there is then twice as much."""
-EVENT_S = 15.0
+EVENT_S, SHORT_EVENT_S = 15.0, 8.0
 """How long after the fault the load is looked at by itself."""
 RETRY_PAUSE_S = 5.0
 """What a client waits who is told nothing by a proxy that is gone."""
@@ -42,7 +42,7 @@ def _whole_again(two: Served) -> Iterator[None]:
 
 def phases(*, long: bool, event_s: float = EVENT_S) -> tuple[list[Phase], float]:
     """The load's phases but for their rate, and when the fault is due."""
-    before_s, event_s = (10.0, event_s) if long else (3.0, event_s / 2)
+    before_s = 10.0 if long else 3.0
     return [Phase("before", 0, before_s), Phase("event", 0, event_s), Phase("after", 0, before_s)], before_s
 
 
@@ -58,7 +58,8 @@ def at(rate: float, shape: list[Phase]) -> list[Phase]:
 # in short: one of them here, gateways in test_killed_caches.py
 @pytest.mark.parametrize("deployment", ["encoder", *(pytest.param(one, marks=pytest.mark.chaos) for one in ("gateway", "generator"))])
 def test_no_request_fails_when_a_replica_is_killed(two: Served, deployment: str, record, long: bool, run: int):
-    shape, fault_s = phases(long=long)
+    event_s = EVENT_S if long else SHORT_EVENT_S
+    shape, fault_s = phases(long=long, event_s=event_s)
     rate = load_rate(two, long=long)
     with record(Row(f"kill -9 a {deployment} replica", "0 failed requests; p99 <= 2x during the event; capacity back <= 15 s", run)) as row:
         with two.load(*at(rate, shape), **({} if long else {"timeout_s": PATIENCE_S})) as load:
@@ -70,7 +71,7 @@ def test_no_request_fails_when_a_replica_is_killed(two: Served, deployment: str,
             row.mark(load.now, "replaced")
             results = load.results()
         row.took(results, capacity_per_s=two.capacities.get(""), rate_per_s=rate)
-        calm, event = before_and_after(results, fault_s, EVENT_S)
+        calm, event = before_and_after(results, fault_s, event_s)
         row.figures |= {"before": calm.summary(), "event": event.summary()}
         row.claim("failed requests", results.failed.sum() + results.rejected.sum(), most=0)
         row.claim("p99 during the event / p99 before", event.percentile(99) / calm.percentile(99), most=2, timing=True)
