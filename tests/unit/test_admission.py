@@ -39,6 +39,25 @@ def test_as_many_run_as_there_are_places_as_many_wait_as_may_and_the_rest_is_ref
     assert standings(arrive(admission(), 3, 3, 3, 3, 3)) == [RUNNING, RUNNING, WAITING, WAITING, REFUSED]
 
 
+@pytest.mark.parametrize("took_s", [0.0, 0.01, 0.05, 0.4, 3.0])
+def test_as_many_are_taken_as_was_said_before(took_s):
+    held = admission(max_concurrent=4, max_queued=50)
+    for ticket in arrive(held, 3, 3, 3):
+        held.leave(ticket, took_s)
+    said = held.most(took_s)
+    assert standings(arrive(held, *[7] * 60, now=took_s)) == [RUNNING] * 4 + [WAITING] * (said - 4) + [REFUSED] * (60 - said)
+
+
+def test_fewer_are_taken_while_the_queue_stands():
+    held = admission(max_concurrent=2, max_queued=50)
+    running, now = deque(arrive(held, 3, 3, 3)), 0.0
+    while now < 2:
+        now += 0.01
+        held.leave(running.popleft(), now)
+        running += arrive(held, 3, now=now)
+    assert held.most(now) < 10 < 40 < admission(max_concurrent=2, max_queued=50).most(now)
+
+
 def test_the_most_urgent_starts_first_and_of_equals_the_oldest():
     held = admission(max_concurrent=1, max_queued=9)
     running, *waiting = arrive(held, 3, 6, 3, 3, 0)
