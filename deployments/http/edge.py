@@ -146,9 +146,8 @@ class Edge:
         caller.leave_place = lambda: self._tell(self._admission.leave(ticket, self._clock(), _first_byte_s(scope, ticket, connection)))
         caller.computed = lambda size: self._computed(caller, connection, size)
         try:
-            if ticket.standing is Standing.WAITING:
-                if await self._wait(ticket) is Standing.REFUSED:
-                    raise self._overloaded()
+            if ticket.standing is Standing.WAITING and await self._wait(ticket) is Standing.REFUSED:
+                raise self._overloaded()
             self._meter.observe(ADMISSION_WAIT, ticket.started - ticket.arrived)
             await self._admitted(answer, scope, connection, caller)
         finally:
