@@ -1,6 +1,6 @@
 """What an operator may change of a gateway while requests are served: a whole gateway without Ray, before stages that are played."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -13,7 +13,7 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import parse
 from cluster.errors import ConfigError
 from cluster.events.store import open_event_store
-from cluster.fleet.rollout import ROLLOUT, RolloutStore, Trial
+from cluster.fleet.rollout import ROLLOUT, Arm, RolloutStore, Trial
 from cluster.values import Behaviour, Recommendation, RecommendRequest
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import TTL_S, SwitchboardDeployment
@@ -122,9 +122,7 @@ class TestFlags:
             one = await gateway(gateway={"flags": {"strategy": "generative"}})
         finally:
             (store.root / ROLLOUT).unlink()
-        with_decoder, without = (
-            next(f"user {n}" for n in range(99) if trial.includes("default", f"user {n}") is tried) for tried in (False, True)
-        )
+        without, with_decoder = one_of_each(trial)
         answers = [await one.asked(user) for user in (with_decoder, without)]
         assert [(answer.model_version, stages_of(answer)) for answer in answers] == [("tiny/2", GENERATIVE), ("tiny/1", RETRIEVAL)]
 
@@ -141,6 +139,71 @@ class TestFlags:
         flagged = await (await gateway(gateway={"flags": {"cache": False, "strategy": "retrieval"}})).asked(**request)
         plain = await (await gateway()).asked(**request)
         assert (flagged.items, stages_of(flagged), flagged.cache) == (plain.items, UNIFIED, None)
+
+
+@pytest.fixture
+def trial_of_flags(store: BundleStore) -> Iterator[Trial]:
+    flags = {"cache": False, "strategy": "retrieval"}
+    trial = RolloutStore(store).promote(2, Trial(version=2, kind="ab", share=0.5, flags=flags)).trial
+    assert trial
+    yield trial
+    (store.root / ROLLOUT).unlink()
+
+
+class TestTrialOfFlags:
+    async def test_the_users_of_the_share_are_served_with_its_flags_and_the_others_with_the_configured_ones(
+        self, gateway: Make, store: BundleStore, trial_of_flags: Trial
+    ) -> None:
+        one = await gateway()
+        tried, other = one_of_each(trial_of_flags)
+        for _ in range(2):
+            answer = await one.asked(tried)
+            assert (source(answer), stages_of(answer), answer.model_version) == (None, RETRIEVAL, "tiny/2")
+        for tier in ("computed", "l1"):
+            answer = await one.asked(other)
+            assert (source(answer), stages_of(answer), answer.model_version) == (tier, UNIFIED, "tiny/2")
+        assert stages_of(await one.asked(tried, strategy="generative")) == GENERATIVE, "a request's own choice holds"
+        told = one.gateway.presence(RolloutStore(store).read())
+        assert {arm: figures.requests for arm, figures in told.figures.items()} == {Arm(2): 2, trial_of_flags.arm: 3}
+
+    async def test_the_operator_sees_it_beside_the_stable_version(self, gateway: Make, trial_of_flags: Trial) -> None:
+        one = await gateway()
+        versions = (await one.http.get("/v1/models")).json()["versions"]
+        rows = [(row["role"], row["share"], row["flags"]) for row in versions if row["version"] == 2]
+        assert rows == [("stable", None, {}), ("ab", 0.5, {"cache": False, "strategy": "retrieval"})]
+
+    async def test_the_configured_flags_hold_for_what_the_trial_leaves_open_and_for_all_after_it(
+        self, gateway: Make, store: BundleStore, trial_of_flags: Trial
+    ) -> None:
+        one = await gateway(gateway={"flags": {"strategy": "generative"}})
+        tried, other = one_of_each(trial_of_flags)
+        assert [stages_of(await one.asked(user)) for user in (tried, other)] == [RETRIEVAL, GENERATIVE]
+        RolloutStore(store).rollback("enough was seen")
+
+        async def served_as_the_others() -> bool:
+            return stages_of(await one.asked(tried)) == GENERATIVE
+
+        await until(served_as_the_others)
+        assert source(await one.asked(tried)) == "l1"
+
+    async def test_no_answer_is_computed_ahead_for_users_that_have_it_switched_off(self, gateway: Make, trial_of_flags: Trial) -> None:
+        """Each user asks once, and an event follows."""
+        one = await gateway(events={"anticipate_after_s": 0})
+        for user in one_of_each(trial_of_flags):
+            assert (await one.http.post("/v1/events", json={"user_id": user, "item_id": "1"})).status_code == 201
+            assert await one.status(user_id=user) == 200
+            assert (await one.http.post("/v1/events", json={"user_id": user, "item_id": "2"})).status_code == 201
+        while one.encoded < 3:  # the test's own time limit ends it
+            await a_read_of_the_store(one)
+        for _ in range(3):
+            await a_read_of_the_store(one)
+        assert one.encoded == 3
+
+
+def one_of_each(trial: Trial) -> tuple[str, str]:
+    """A user on trial, and another."""
+    tried, other = (next(f"user {n}" for n in range(99) if trial.includes("default", f"user {n}") is on) for on in (True, False))
+    return tried, other
 
 
 class TestReconfigure:
