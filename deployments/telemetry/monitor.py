@@ -57,8 +57,8 @@ def problems_of(before: Look, now: Look, limits: Thresholds) -> Iterator[tuple[s
         rate = tier.recent_hit_rate
         if limits.least_hit_rate is not None and rate is not None and rate < limits.least_hit_rate:
             yield f"cache {tier.tier}", f"hits {rate:.0%}, less than {limits.least_hit_rate:.0%}"
-    for version in {one.version: one for one in now.models.versions if one.role}.values():
-        if version.obstacles:
+    for version in now.models.versions:
+        if version.role and version.obstacles:
             yield f"version {version.version}", "cannot be served everywhere: " + "; ".join(version.obstacles)
 
 

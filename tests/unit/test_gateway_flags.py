@@ -141,9 +141,10 @@ class TestFlags:
         assert (flagged.items, stages_of(flagged), flagged.cache) == (plain.items, UNIFIED, None)
 
 
-@pytest.fixture
-def trial_of_flags(store: BundleStore) -> Iterator[Trial]:
-    flags = {"cache": False, "strategy": "retrieval"}
+@pytest.fixture(params=[{"cache": False, "strategy": "retrieval"}], ids=["flags"])
+def trial_of_flags(store: BundleStore, request: pytest.FixtureRequest) -> Iterator[Trial]:
+    """It is going on. Other flags are an indirect parameter."""
+    flags = request.param
     trial = RolloutStore(store).promote(2, Trial(version=2, kind="ab", share=0.5, flags=flags)).trial
     assert trial
     yield trial
@@ -166,6 +167,16 @@ class TestTrialOfFlags:
         told = one.gateway.presence(RolloutStore(store).read())
         assert {arm: figures.requests for arm, figures in told.figures.items()} == {Arm(2): 2, trial_of_flags.arm: 3}
 
+    async def test_the_metrics_name_the_flags_of_an_answer(
+        self, gateway: Make, trial_of_flags: Trial, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one, named = await gateway(), list[str]()
+        monkeypatch.setattr(one.gateway._recorder, "answered", lambda *_, flags, **__: named.append(flags))  # noqa: SLF001 - Ray's beyond it
+        for user in one_of_each(trial_of_flags):
+            await one.asked(user)
+            assert [part async for part in one.gateway.stream(RecommendRequest(user, HISTORY))]
+        assert named == ["cache=false, strategy=retrieval"] * 2 + [""] * 2
+
     async def test_the_operator_sees_it_beside_the_stable_version(self, gateway: Make, trial_of_flags: Trial) -> None:
         one = await gateway()
         versions = (await one.http.get("/v1/models")).json()["versions"]
@@ -186,6 +197,7 @@ class TestTrialOfFlags:
         await until(served_as_the_others)
         assert source(await one.asked(tried)) == "l1"
 
+    @pytest.mark.parametrize("trial_of_flags", [{"anticipate": False}], indirect=True)
     async def test_no_answer_is_computed_ahead_for_users_that_have_it_switched_off(self, gateway: Make, trial_of_flags: Trial) -> None:
         """Each user asks once, and an event follows."""
         one = await gateway(events={"anticipate_after_s": 0})
