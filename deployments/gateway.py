@@ -18,12 +18,12 @@ from ray.serve.handle import DeploymentHandle
 from cluster.bundle import Bundle, BundleStore
 from cluster.cache.shared_notes import SharedNotes
 from cluster.cache.tiered import TieredCache
-from cluster.config import Settings, parse, split_changes, with_changes
+from cluster.config import FlagSettings, Settings, parse, split_changes, with_changes
 from cluster.dataset import Catalogue
 from cluster.events.store import EventStore
 from cluster.fleet.board import Presence
 from cluster.fleet.heartbeat import Orders
-from cluster.fleet.rollout import Rollout
+from cluster.fleet.rollout import Rollout, said_flags
 from cluster.fleet.switchboard import Position
 from cluster.ranking import Ranking, RankingRequest
 from cluster.tracing import say_whence, span
@@ -82,7 +82,16 @@ class Gateway:
         self._admin = AdminApi(switchboard, lambda: self._versions.stable.bundle)
         self._readiness = SharedAnswer(self._admin.readiness, READINESS_S)
         self._recorder, self._slow = GatewayRecorder(meter()), SlowAnswers()
-        self._data = UserData(settings, self._admin, self._versions, cache=cache, events=events, usual=self._usual, recorder=self._recorder)
+        self._data = UserData(
+            settings,
+            self._admin,
+            self._versions,
+            cache=cache,
+            events=events,
+            usual=self._usual,
+            recorder=self._recorder,
+            anticipates=self._anticipates,
+        )
         self.api = create_api(self, self._data, self._limits, gateways=lambda: heartbeat.gateways, meter=meter())
         self._utilisation = Utilisation(monotonic(), process_time())
         self._cache_figures: asyncio.Task[None] | None = None
@@ -98,8 +107,6 @@ class Gateway:
         """Take new limits and flags, and a colocated stage's settings, while requests are served; what is not given is as in `args`."""
         own, of_stages = split_changes(user_config)
         self._limits = with_changes(self._settings, "gateway", own, "user_config of the gateway").gateway
-        flags = self._limits.flags
-        self._data.anticipates = self._settings.events.anticipate and flags.anticipate and flags.cache
         self.api.edge.reconfigure(self._limits)
         await self._stages.reconfigure(of_stages, self._limits.flags)
 
@@ -158,7 +165,8 @@ class Gateway:
         with span("recommend", strategy=request.strategy or "", k=request.k) as current:
             answer = await self._versions.recommend(self._flagged(request))
             say_whence(current, answer)
-        self._recorder.answered(request, answer, took_s := perf_counter() - began)
+        took_s = perf_counter() - began
+        self._recorder.answered(request, answer, took_s, flags=self._tried_flags(request))
         self._slow.note(answer, took_s, self._limits.slow_ms)
         return answer
 
@@ -167,7 +175,7 @@ class Gateway:
         async with aclosing(self._versions.stream(self._flagged(request))) as parts:
             async for part in parts:
                 if isinstance(part, Recommendation):
-                    self._recorder.answered(request, part, began=began)
+                    self._recorder.answered(request, part, began=began, flags=self._tried_flags(request))
                 yield part
 
     async def rank(self, request: RankingRequest) -> Ranking:
@@ -204,7 +212,7 @@ class Gateway:
 
     def _flagged(self, request: RecommendRequest) -> RecommendRequest:
         """As the flags of the moment have it, where the request leaves it open."""
-        flags = self._limits.flags
+        flags = self._flags_for(request.tenant, request.user_id)
         request = replace(request, cache="bypass") if not flags.cache else request
         if flags.strategy is None or request.strategy is not None:
             return request
@@ -212,6 +220,19 @@ class Gateway:
             return request
         sampling = None if flags.strategy == "retrieval" else request.sampling  # sampling draws generated items, and none are
         return replace(request, strategy=flags.strategy, sampling=sampling)
+
+    def _flags_for(self, tenant: str, user_id: str) -> FlagSettings:
+        """Those of the trial that the user is served under, and for the rest the configured ones."""
+        trial = self._versions.trial_for(tenant, user_id)
+        return self._limits.flags.model_copy(update=trial.flags) if trial else self._limits.flags
+
+    def _tried_flags(self, request: RecommendRequest) -> str:
+        trial = self._versions.trial_for(request.tenant, request.user_id)
+        return said_flags(trial.flags) if trial else ""
+
+    def _anticipates(self, tenant: str, user_id: str) -> bool:
+        flags = self._flags_for(tenant, user_id)
+        return self._settings.events.anticipate and flags.anticipate and flags.cache
 
     async def _make(self, bundle: Bundle) -> ServedModel:
         await asyncio.to_thread(require_replica_fits, self._settings, bundle, "gateway")

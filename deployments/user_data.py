@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic
 
@@ -39,7 +39,9 @@ logger = logging.getLogger("ray.serve")
 
 
 class UserData:
-    """`events` is None where they are switched off, `cache` where answers are not kept. `anticipates` may be set at any time."""
+    """`events` is None where they are switched off, `cache` where answers are not kept. `anticipates`: whether answers of a
+    tenant's user are computed ahead, asked each time; default: as the settings have it.
+    """
 
     def __init__(
         self,
@@ -51,12 +53,13 @@ class UserData:
         events: EventStore | None,
         usual: UsualRequests | None = None,
         recorder: GatewayRecorder | None = None,
+        anticipates: Callable[[str, str], bool] | None = None,
     ) -> None:
         self._settings, self._admin, self._versions = settings, admin, versions
         self._cache, self._events, self._recorder = cache, events, recorder or GatewayRecorder()
         self._usual = UsualRequests() if usual is None else usual
         self._recalls = Background(RECALLS_AT_ONCE)
-        self.anticipates = settings.events.anticipate
+        self._anticipates = anticipates or (lambda *_: settings.events.anticipate)
         self._anticipated: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._insisting: set[asyncio.Task[None]] = set()
         self._preparing: asyncio.Task[None] | None = None
@@ -67,8 +70,8 @@ class UserData:
         for event, place in zip(events, stored, strict=True):
             if not place.duplicate:
                 self._recorder.happened(event)
-        if self.anticipates and self._cache is not None:
-            self._expect({(event.tenant, event.user_id) for event in events})
+        if self._cache is not None:
+            self._expect({user for user in {(event.tenant, event.user_id) for event in events} if self._anticipates(*user)})
         return EventsOut.from_values(stored, list(events), self._versions.stable.catalogue)
 
     async def history(self, tenant: str, user_id: str, limit: int) -> HistoryOut:
@@ -171,8 +174,9 @@ class UserData:
         """Another version serves: compute anew what the users that ask most usually ask for, before they do, and beside other work."""
         if self._preparing:
             self._preparing.cancel()
-        if self.anticipates and self._cache is not None:
-            self._preparing = asyncio.create_task(self._prepare(self._cache.hottest(READY_KEYS)))
+        if self._cache is not None:
+            hottest = [user for user in self._cache.hottest(READY_KEYS) if self._anticipates(*user)]
+            self._preparing = asyncio.create_task(self._prepare(hottest))
 
     async def _prepare(self, users: list[tuple[str, str]]) -> None:
         for user in users:

@@ -25,7 +25,7 @@ from cluster.config import Settings
 from cluster.dataset import Catalogue
 from cluster.engines.latency import LatencyRecorder
 from cluster.fleet.board import FleetNews
-from cluster.fleet.rollout import Rollout, VersionFigures
+from cluster.fleet.rollout import Arm, Rollout, Trial, VersionFigures
 from cluster.ranking import Ranking, RankingRequest
 from cluster.stages import ENCODER, GENERATOR, RANKER, Stage
 from cluster.titled_items import item_ids
@@ -110,7 +110,7 @@ class ServedModel:
 
 
 class VersionRecorder:
-    """What a trial is judged by, of one version."""
+    """What a trial is judged by, of one arm."""
 
     def __init__(self) -> None:
         self._requests = self._degraded = self._overlaps = 0
@@ -141,7 +141,7 @@ class VersionRouter:
         self._rollout = Rollout(stable=1)
         self._tried: int | None = None
         self._trial = ""
-        self._recorders: dict[int, VersionRecorder] = {}
+        self._recorders: dict[Arm, VersionRecorder] = {}
         self._shadows: set[asyncio.Task[None]] = set()
 
     @property
@@ -151,9 +151,12 @@ class VersionRouter:
 
     def model_for(self, tenant: str, user_id: str) -> ServedModel:
         """What answers this user."""
-        if self._tried is not None and self._rollout.version_for(tenant, user_id) == self._tried:
-            return self._model_cache.get(self._tried) or self.stable
-        return self.stable
+        trial = self.trial_for(tenant, user_id)
+        return (trial and self._model_cache.get(trial.version)) or self.stable
+
+    def trial_for(self, tenant: str, user_id: str) -> Trial | None:
+        """The trial that this user is served under."""
+        return None if self._tried is None else self._rollout.trial_for(tenant, user_id)
 
     def update(self, rollout: Rollout, news: FleetNews) -> None:
         """Change over to the version that every replica holds by now."""
@@ -173,8 +176,8 @@ class VersionRouter:
     def uses(self) -> frozenset[int]:
         return frozenset({self._serving, self._tried or self._serving} - {0})
 
-    def figures(self) -> dict[int, VersionFigures]:
-        return {version: recorder.figures() for version, recorder in self._recorders.items()}
+    def figures(self) -> dict[Arm, VersionFigures]:
+        return {arm: recorder.figures() for arm, recorder in self._recorders.items()}
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """Raises InvalidRequest."""
@@ -197,8 +200,8 @@ class VersionRouter:
         model = self.model_for(request.tenant, request.user_id)
         async with aclosing(model.answers.stream(request)) as parts:
             async for part in parts:
-                if self._trial and isinstance(part, Recommendation) and part.cache is None:
-                    self._recorder(model).answered(part, None)
+                if isinstance(part, Recommendation) and self._counts(part):
+                    self._recorder(model, request).answered(part, None)
                 yield part
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
@@ -228,12 +231,20 @@ class VersionRouter:
     async def _timed(self, model: ServedModel, request: RecommendRequest) -> Recommendation:
         began = perf_counter()
         answer = await model.answers.recommend(request)
-        if self._trial and (answer.cache is None or answer.cache.tier == "computed"):
-            self._recorder(model).answered(answer, (perf_counter() - began) * 1e3)
+        if self._counts(answer):
+            self._recorder(model, request).answered(answer, (perf_counter() - began) * 1e3)
         return answer
 
-    def _recorder(self, model: ServedModel) -> VersionRecorder:
-        return self._recorders.setdefault(model.bundle.manifest.version, VersionRecorder())
+    def _counts(self, answer: Recommendation) -> bool:
+        """What comes from a cache says nothing of a version, and is what flags may differ in."""
+        trial = self._rollout.trial
+        return trial is not None and (bool(trial.flags) or answer.cache is None or answer.cache.tier == "computed")
+
+    def _recorder(self, model: ServedModel, request: RecommendRequest) -> VersionRecorder:
+        version, trial = model.bundle.manifest.version, self._rollout.trial
+        among_them = version != self._rollout.stable or self.trial_for(request.tenant, request.user_id) is not None
+        arm = Arm(version, tried=trial is not None and version == trial.version and among_them)
+        return self._recorders.setdefault(arm, VersionRecorder())
 
     def _shadowed(self, request: RecommendRequest) -> bool:
         trial = self._rollout.trial
@@ -249,6 +260,6 @@ class VersionRouter:
 
     async def _compare(self, model: ServedModel, request: RecommendRequest, answer: Recommendation) -> None:
         try:
-            self._recorder(model).compared(await self._timed(model, request), answer)
+            self._recorder(model, request).compared(await self._timed(model, request), answer)
         except Exception:
             logger.exception("the shadow of an answer could not be computed by %s", model.bundle.version)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from cluster.fleet.rollout import Rollout, Trial, VersionFigures, judge
+from cluster.fleet.rollout import Arm, Rollout, Trial, VersionFigures, judge
 from cluster.stages import StageName
 
 Role: TypeAlias = StageName | Literal["gateway"]
@@ -20,14 +20,14 @@ READY = ""
 @dataclass(frozen=True, slots=True)
 class Presence:
     """What a process tells of itself. `holds`: version -> READY, or why it cannot serve it (yet); `uses`: versions whose answers a gateway
-    gives; `figures` of the versions in the trial of that name.
+    gives; `figures` of the arms in the trial of that name.
     """
 
     role: Role
     holds: Mapping[int, str]
     uses: frozenset[int] = frozenset()
     trial: str = ""
-    figures: Mapping[int, VersionFigures] = field(default_factory=dict)
+    figures: Mapping[Arm, VersionFigures] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class FleetStatus:
     holders: Mapping[int, Mapping[str, int]]
     obstacles: Mapping[int, tuple[str, ...]]
     used: Mapping[int, int]
-    figures: Mapping[int, VersionFigures]
+    figures: Mapping[Arm, VersionFigures]
 
 
 class FleetBoard:
@@ -66,7 +66,7 @@ class FleetBoard:
     def __init__(self, ttl_s: float = 5.0, *, now: float = 0.0) -> None:
         self._ttl_s, self._made_at = ttl_s, now
         self._present: dict[str, tuple[float, Presence]] = {}
-        self._figures: dict[str, Mapping[int, VersionFigures]] = {}
+        self._figures: dict[str, Mapping[Arm, VersionFigures]] = {}
         self._trial = ""
 
     def report(self, name: str, presence: Presence, *, now: float) -> FleetNews:
@@ -93,14 +93,14 @@ class FleetBoard:
         if trial is None or trial.name != self._trial:
             return ""
         figures = self.figures(trial)
-        return judge(trial.guard, figures.get(rollout.stable, VersionFigures()), figures.get(trial.version, VersionFigures()))
+        return judge(trial.guard, figures.get(Arm(rollout.stable), VersionFigures()), figures.get(trial.arm, VersionFigures()))
 
-    def figures(self, trial: Trial | None) -> dict[int, VersionFigures]:
-        """By version, over all gateways that have taken part in the trial."""
-        total: dict[int, VersionFigures] = {}
+    def figures(self, trial: Trial | None) -> dict[Arm, VersionFigures]:
+        """By arm, over all gateways that have taken part in the trial."""
+        total: dict[Arm, VersionFigures] = {}
         for measured in self._figures.values() if trial and trial.name == self._trial else ():
-            for version, figures in measured.items():
-                total[version] = total.get(version, VersionFigures()) + figures
+            for arm, figures in measured.items():
+                total[arm] = total.get(arm, VersionFigures()) + figures
         return total
 
     def status(self, rollout: Rollout, *, now: float) -> FleetStatus:

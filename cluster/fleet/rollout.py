@@ -7,29 +7,36 @@
 
     promote(4)            4 is stable
     promote(4, trial)     4 is tried: on a share of the users (canary, ab), or in the shadow of the stable one's answers
+    promote(3, trial)     where 3 is stable: the trial's flags are tried on a share of its users
     rollback(reason)      the trial ends, or what was stable before is stable again
 
 Every process that serves reads both files; no other process has to be told, and no restart forgets it.
 """
 
 import fcntl
+import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from cluster.bundle import BundleStore, write_whole
+from cluster.bundle import Bundle, BundleStore, write_whole
+from cluster.config import FlagSettings
 from cluster.engines.latency import LatencySummary, merge
 from cluster.errors import BundleError
 
 ROLLOUT = "rollout.json"
 TrialKind: TypeAlias = Literal["canary", "ab", "shadow"]
 Outcome: TypeAlias = Literal["promoted", "rolled back", "replaced"]
+UNTRIED: Mapping[str, str] = {
+    "hedge": "one call of an encoder carries several users' requests, and is sent twice or not; set it for all in the gateway's user_config"
+}
+"""Flag -> why it is not tried on some of the users."""
 REMEMBERED = 20
 FEWEST = 20
 """Requests without which no share of them means anything."""
@@ -51,28 +58,75 @@ class Guard(_Record):
     least_overlap: float = Field(0.0, ge=0, le=1, description="shadow: mean share of items that both versions must have in common")
 
 
+class Arm(NamedTuple):
+    """Answers of a version that are measured together; `tried`: those of a trial, which may be of the stable version with other flags."""
+
+    version: int
+    tried: bool = False
+
+
 class Trial(_Record):
     """`version` is tried on the `share` of users whose hash falls to it: the same users as long as it lasts.
 
     canary: a guarded first step before promotion; ab: the same, meant to last; shadow: those users are answered by the stable version, the
     tried one computes the same beside it, and only the comparison is kept.
+
+    `flags` are tried with it. A trial of the stable version is one of its flags alone.
     """
 
     version: int = Field(ge=1)
     kind: TrialKind = "canary"
+    flags: dict[str, Any] = Field({}, description="what the users of the share are served with in place of the gateway's flags")
     share: float = Field(gt=0, le=1)
     guard: Guard = Guard()
     began: float = Field(0.0, description="seconds since 1970")
+    beside: int = Field(0, description="the version that was stable then")
+
+    @field_validator("flags")
+    @classmethod
+    def _flags_can_be_tried(cls, flags: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        choices = sorted(FlagSettings.model_fields.keys() - UNTRIED.keys())
+        for name in flags:
+            if name in UNTRIED:
+                raise ValueError(f"{name} cannot be tried on a share of the users: {UNTRIED[name]}")
+            if name not in choices:
+                raise ValueError(f"unknown flag {name!r}; choose from {', '.join(choices)}")
+        if flags and info.data.get("kind") == "shadow":
+            raise ValueError("a shadow answers no user, and flags are what users are served with; try them as a canary or ab")
+        try:
+            return FlagSettings.model_validate(flags).model_dump(include=set(flags))
+        except ValidationError as error:
+            refused = (f"{one['loc'][0]} = {one['input']!r}: {one['msg']}" for one in error.errors())
+            raise ValueError("; ".join(refused)) from error
 
     @property
     def name(self) -> str:
         """Tells it from every other trial."""
         return f"{self.version}@{self.began:.3f}"
 
+    @property
+    def tried(self) -> str:
+        """What is tried."""
+        return with_flags(self.version, self.flags)
+
+    @property
+    def arm(self) -> Arm:
+        return Arm(self.version, tried=True)
+
     def includes(self, tenant: str, user: str) -> bool:
         """Whether a user belongs to the share; independent of every other trial's."""
         digest = blake2b(f"{self.name}\0{tenant}\0{user}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
         return int.from_bytes(digest) < self.share * 2**64
+
+
+def with_flags(what: object, flags: Mapping[str, Any]) -> str:
+    """As ``4`` or ``4 with cache=false``."""
+    return f"{what} with {said_flags(flags)}" if flags else str(what)
+
+
+def said_flags(flags: Mapping[str, Any]) -> str:
+    """As an operator gives them: ``cache=false, strategy=retrieval``."""
+    return ", ".join(f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in flags.items())
 
 
 class EndedTrial(_Record):
@@ -102,18 +156,18 @@ class Rollout(_Record):
     @property
     def versions(self) -> tuple[int, ...]:
         """What has to be loaded, the stable one first."""
-        return (self.stable,) if self.trial is None else (self.stable, self.trial.version)
+        return tuple(dict.fromkeys((self.stable, self.trial.version))) if self.trial else (self.stable,)
 
-    def version_for(self, tenant: str, user: str) -> int:
-        """The version of the answers that a user gets."""
+    def trial_for(self, tenant: str, user: str) -> Trial | None:
+        """The trial that a user is served under."""
         trial = self.trial
-        return trial.version if trial and trial.kind != "shadow" and trial.includes(tenant, user) else self.stable
+        return trial if trial and trial.kind != "shadow" and trial.includes(tenant, user) else None
 
 
 @dataclass(frozen=True, slots=True)
 class VersionFigures:
-    """What was measured of a version's computed answers; `overlaps`: answers that were compared with the stable version's in its shadow,
-    `overlap` the sum of the shares of items in common.
+    """What was measured of an arm's answers: of all of them where flags are tried, else of those that were computed. `overlaps`: answers
+    that were compared with the stable version's in its shadow, `overlap` the sum of the shares of items in common.
     """
 
     requests: int = 0
@@ -168,12 +222,12 @@ class RolloutStore:
         if stable is None:
             raise BundleError(f"no model has been published in {self.store.root}; run: genrec train DATASET --model-dir {self.store.root}")
         kept = self._kept()
-        trial = None if kept.trial and kept.trial.version == stable else kept.trial
+        trial = None if kept.trial and _is_over(kept.trial, stable) else kept.trial
         return Rollout(stable=stable, trial=trial, previous=self.store.previous(), ended=kept.ended)
 
     def promote(self, version: int, trial: Trial | None = None) -> Rollout:
         """Make a verified version the stable one, or begin its trial; one that was going on ends. Raises BundleError."""
-        self.store.open(version)
+        _require_decoder(self.store.open(version), trial)
         with self._changing() as before:
             if trial is not None:
                 self._write(self._began(before, trial))
@@ -199,10 +253,11 @@ class RolloutStore:
                 self._write(self._ended(before, "rolled back", reason))
 
     def _began(self, before: Rollout, trial: Trial) -> Rollout:
-        if trial.version == before.stable:
-            raise BundleError(f"version {trial.version} is the stable one already; try another of {self.store.versions()}")
-        ended = self._ended(before, "replaced", f"a trial of {trial.version} began")
-        return ended.model_copy(update={"trial": trial.model_copy(update={"began": self._clock()})})
+        if trial.version == before.stable and not trial.flags:
+            others = f"try another of {self.store.versions()}, or this one with other flags"
+            raise BundleError(f"version {trial.version} is the stable one already; {others}")
+        ended = self._ended(before, "replaced", f"a trial of {trial.tried} began")
+        return ended.model_copy(update={"trial": trial.model_copy(update={"began": self._clock(), "beside": before.stable})})
 
     def _ended(self, before: Rollout, outcome: Outcome, reason: str) -> Rollout:
         if before.trial is None:
@@ -227,3 +282,14 @@ class RolloutStore:
 
     def _write(self, rollout: Rollout) -> None:
         write_whole(self.store.root / ROLLOUT, _Kept(trial=rollout.trial, ended=rollout.ended).model_dump_json(indent=2))
+
+
+def _is_over(trial: Trial, stable: int) -> bool:
+    """Whether another way than `promote` made the version on trial stable, or, where flags alone are tried, another version."""
+    return (trial.version == stable) is not (trial.version == trial.beside)
+
+
+def _require_decoder(bundle: Bundle, trial: Trial | None) -> None:
+    strategy = trial.flags.get("strategy") if trial else None
+    if strategy in ("unified", "generative") and bundle.manifest.decoder is None:
+        raise BundleError(f"{bundle.version} has no decoder, and cannot be tried with strategy={strategy}; choose retrieval, or train one")

@@ -54,7 +54,7 @@ def as_options(prefix: str = "") -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        refused = ((str(problem["loc"][0]), problem["msg"]) for problem in error.errors())
+        refused = ((str(problem["loc"][0]), problem["msg"].removeprefix("Value error, ")) for problem in error.errors())
         named = (f"--{(prefix + CALLED.get(name, name)).replace('_', '-')}: {why}" for name, why in refused)
         raise ConfigError("; ".join(named)) from error
 

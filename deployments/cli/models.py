@@ -14,7 +14,7 @@ from rich.table import Table
 
 from cluster.bundle import MANIFEST, Bundle, BundleStore
 from cluster.errors import BundleError, ConfigError
-from cluster.fleet.rollout import Guard, RolloutStore, Trial, TrialKind
+from cluster.fleet.rollout import Guard, RolloutStore, Trial, TrialKind, said_flags, with_flags
 from deployments.cli.audit import AuditLog, audited_here
 from deployments.cli.fields import as_options
 
@@ -31,11 +31,12 @@ def list_(*, model_dir: ModelDir = Path("models/ml-100k")) -> None:
     table = Table("version", "serves", "published", "hr@10", "compiled")
     for version in store.versions():
         trial = rollout.trial if rollout.trial and rollout.trial.version == version else None
-        role = "stable" if version == rollout.stable else f"{trial.kind}, {trial.share:.1%} of users" if trial else ""
+        tried = f"{with_flags(trial.kind, trial.flags)}, {trial.share:.1%} of users" if trial else ""
+        role = "; ".join(filter(None, ("stable" if version == rollout.stable else "", tried)))
         table.add_row(str(version), role, *_described(store, version))
     Console().print(table)
     for ended in rollout.ended[-3:]:
-        typer.echo(f"the {ended.trial.kind} of {ended.trial.version} was {ended.outcome}: {ended.reason}")
+        typer.echo(f"the {ended.trial.kind} of {ended.trial.tried} was {ended.outcome}: {ended.reason}")
 
 
 @app.command()
@@ -60,25 +61,40 @@ def promote(
     canary: Share = None,
     ab: Share = None,
     shadow: Share = None,
+    flags: Annotated[str, typer.Option(help="flags to try with it, or on the stable version: cache=false,strategy=retrieval")] = "",
     degraded_margin: Annotated[float, typer.Option(help="a trial ends where so much more of its answers are degraded")] = 0.02,
     latency_ratio: Annotated[float, typer.Option(help="a trial ends where its p95 is so many times the stable version's")] = 1.5,
     least_overlap: Annotated[float, typer.Option(help="a shadow ends where fewer of its items are the stable version's too")] = 0.0,
     audit_log: AuditLog = None,
 ) -> None:
-    """Make a version the stable one, or try it on a share of the users first. A trial that goes badly is rolled back by itself."""
+    """Make a version the stable one, or try it, or other flags, on a share of the users first. A trial that goes badly is rolled back by
+    itself.
+    """
     kinds: list[tuple[TrialKind, float | None]] = [("canary", canary), ("ab", ab), ("shadow", shadow)]
     asked = [(kind, share) for kind, share in kinds if share is not None]
     if len(asked) > 1 or any(share == 0 for _, share in asked):
         raise ConfigError("give one of --canary, --ab and --shadow, with a share above 0, or none of them")
+    if flags and not asked:
+        raise ConfigError(
+            "give --canary or --ab with --flags, with a share; what all users are served with stands in the gateway's user_config"
+        )
     trial = None
     for kind, share in asked:
         with as_options():
             guard = Guard(degraded_margin=degraded_margin, latency_ratio=latency_ratio, least_overlap=least_overlap)
-        trial = Trial(version=version, kind=kind, share=share or 1.0, guard=guard)
+            trial = Trial(version=version, kind=kind, flags=_flags(flags), share=share or 1.0, guard=guard)
     action = f"model.{trial.kind}" if trial else "model.promote"
-    with audited_here(audit_log, action, f"{model_dir.name}/{version}"):
-        rollout = RolloutStore(BundleStore(model_dir)).promote(version, trial)
-    begun = f"the {trial.kind} of {version} begins, on {trial.share:.1%} of users; " if trial else ""
+    with audited_here(audit_log, action, f"{model_dir.name}/{version}") as line:
+        line.more |= {"flags": trial.flags} if trial and trial.flags else {}
+        rollouts = RolloutStore(BundleStore(model_dir))
+        before = None if trial else rollouts.read().trial
+        rollout = rollouts.promote(version, trial)
+    if before and before.version == version and before.flags:
+        kept = said_flags(before.flags).replace("=", ": ")
+        typer.echo(
+            f"the trial of its flags ends; to keep them, write `flags: {{{kept}}}` into the gateway's user_config, and run serve deploy"
+        )
+    begun = f"the {trial.kind} of {trial.tried} begins, on {trial.share:.1%} of users; " if trial else ""
     typer.echo(f"{begun}{model_dir.name}/{rollout.stable} is stable; clusters that serve it follow within seconds")
 
 
@@ -111,12 +127,25 @@ def status(
     Console().print(_table(answer.json()))
 
 
+def _flags(given: str) -> dict[str, str | None]:
+    """As ``cache=false,strategy=retrieval``."""
+    named = [one.partition("=") for one in given.split(",") if given]
+    if wrong := [name for name, equals, value in named if not (name.strip() and equals and value.strip())]:
+        raise ConfigError(f"--flags: {wrong[0]!r} is no flag with its value; give them as cache=false,strategy=retrieval")
+    return {name.strip(): None if value.strip() == "null" else value.strip() for name, _, value in named}
+
+
 def _table(told: dict[str, Any]) -> Table:
     table = Table("version", "role", "held by", "answers", "degraded", "p95 ms", "overlap", title=f"{told['model_version']} is stable")
     for one in told["versions"]:
         held = ", ".join(f"{count} {role}" for role, count in one["holders"].items()) + "".join(f"; {why}" for why in one["obstacles"])
         figures = [one["requests"], one["degraded"], one["p95_ms"], one["overlap"]]
-        table.add_row(str(one["version"]), one["role"], held, *("" if figure is None else f"{figure:g}" for figure in figures))
+        table.add_row(
+            str(one["version"]),
+            with_flags(one["role"], one.get("flags", {})),
+            held,
+            *("" if figure is None else f"{figure:g}" for figure in figures),
+        )
     return table
 
 

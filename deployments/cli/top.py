@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.errors import ConfigError
+from cluster.fleet.rollout import with_flags
 from deployments.http.event_messages import CacheOut
 from deployments.http.messages import BackendOut, BackendsOut
 from deployments.http.models import ModelsOut
@@ -116,7 +117,8 @@ def screen(url: str, before: Look, now: Look, alerts: Sequence[Alert]) -> Group:
 
 def _versions(look: Look) -> str:
     tried = [one for one in look.models.versions if one.role not in ("", "stable")]
-    return ", ".join(f"{one.role} of version {one.version}" + (f" on {one.share:.1%} of users" if one.share else "") for one in tried)
+    what = [f"{one.role} of version {with_flags(one.version, one.flags)}" for one in tried]
+    return ", ".join(f"{said} on {one.share:.1%} of users" if one.share else said for said, one in zip(what, tried, strict=True))
 
 
 def _cache(look: Look) -> str:

@@ -130,7 +130,7 @@ class SwitchboardDeployment:
         try:
             rollout = await asyncio.to_thread(self._rollouts.read)
             if rollout.trial and (reason := self._fleet.judge(rollout)):
-                logger.error("the trial of version %d ends: %s", rollout.trial.version, reason)
+                logger.error("the trial of version %s ends: %s", rollout.trial.tried, reason)
                 await asyncio.to_thread(self._rollouts.end, rollout.trial, reason)
         except (BundleError, OSError):
             logger.exception("whether the trial may go on is not known")

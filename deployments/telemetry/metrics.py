@@ -147,13 +147,19 @@ class GatewayRecorder:
         return self._erasures.now
 
     def answered(
-        self, request: RecommendRequest, answer: Recommendation, duration_s: float | None = None, *, began: int | None = None
+        self,
+        request: RecommendRequest,
+        answer: Recommendation,
+        duration_s: float | None = None,
+        *,
+        began: int | None = None,
+        flags: str = "",
     ) -> None:
         """`duration_s`: None where the reader's pace is part of it. `began`: the `epoch` as it began: what was shown to a user that was
-        erased since is not remembered.
+        erased since is not remembered. `flags`: those on trial, beside the version that the answer counts for.
         """
         tier = answer.cache.tier if answer.cache else "none"
-        version, items = answer.model_version, item_ids(answer.items)
+        version, items = f"{answer.model_version} {flags}".rstrip(), item_ids(answer.items)
         self._meter.add(m.ANSWERS, tier=tier, degraded=_said(answer.degraded), model_version=version)
         if duration_s is not None:
             self._meter.observe(m.ANSWER_DURATION, duration_s, tier=tier)

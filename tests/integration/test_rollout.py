@@ -234,6 +234,29 @@ def test_a_canary_that_goes_badly_is_rolled_back_by_itself(live: Live, fault: st
 
 
 @split
+def test_a_share_of_the_users_is_served_with_other_flags_until_the_trial_ends(live: Live):
+    with httpx.Client(timeout=30) as client:
+
+        def generated() -> dict[str, bool]:
+            """User -> whether the answer's items were generated too."""
+            return {user: any(stage["stage"] == "generate" for stage in live.ask(client, user)["stages"]) for user in USERS}
+
+        trial = live.rollouts.promote(1, Trial(version=1, kind="ab", share=0.5, flags={"strategy": "retrieval"})).trial
+        assert trial
+        until_right(generated, lambda seen: seen == {user: not trial.includes("default", user) for user in USERS})
+        rows = until_right(
+            lambda: json_of(f"{live.url}/v1/models")["versions"], lambda rows: all(row["requests"] for row in of_version_1(rows))
+        )
+        assert [(row["role"], row["flags"]) for row in of_version_1(rows)] == [("stable", {}), ("ab", {"strategy": "retrieval"})]
+        live.rollouts.rollback("enough was seen")
+        until_right(generated, lambda seen: all(seen.values()))
+
+
+def of_version_1(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["version"] == 1]
+
+
+@split
 @pytest.mark.parametrize(("of", "alike"), [(1, True), (2, False)], ids=["the same model", "another one"])
 def test_a_shadow_answers_nobody_and_its_overlap_is_told(live: Live, of: int, alike: bool):
     tried = live.publish(of)

@@ -4,10 +4,11 @@ import pytest
 
 from cluster.engines.latency import LatencySummary
 from cluster.fleet.board import READY, FleetBoard, FleetNews, Presence
-from cluster.fleet.rollout import Rollout, Trial, VersionFigures
+from cluster.fleet.rollout import Arm, Rollout, Trial, VersionFigures
 
 LOADING = "it is being loaded"
 TRIAL = Trial(version=2, share=0.5, began=1.0)
+STABLE, TRIED = Arm(1), TRIAL.arm
 ROLLOUT = Rollout(stable=1, trial=TRIAL)
 
 
@@ -20,7 +21,7 @@ def stage(role: str, *ready: int, **obstacles: str) -> Presence:
     return Presence(role, {**dict.fromkeys(ready, READY), **{int(name[1:]): why for name, why in obstacles.items()}})
 
 
-def gateway(*uses: int, trial: str = "", figures: dict[int, VersionFigures] | None = None) -> Presence:
+def gateway(*uses: int, trial: str = "", figures: dict[Arm, VersionFigures] | None = None) -> Presence:
     return Presence("gateway", {1: READY}, frozenset(uses), trial, figures or {})
 
 
@@ -68,46 +69,52 @@ def measured(requests: int, degraded: int = 0) -> VersionFigures:
 
 
 def test_figures_are_added_up_over_the_gateways_and_those_of_a_dead_one_still_count(board: FleetBoard):
-    board.report("a", gateway(1, 2, trial=TRIAL.name, figures={1: measured(10), 2: measured(5, 1)}), now=0)
-    board.report("b", gateway(1, 2, trial=TRIAL.name, figures={2: measured(1)}), now=0)
-    board.report("b", gateway(1, 2, trial=TRIAL.name, figures={2: measured(7, 2)}), now=60)
+    board.report("a", gateway(1, 2, trial=TRIAL.name, figures={STABLE: measured(10), TRIED: measured(5, 1)}), now=0)
+    board.report("b", gateway(1, 2, trial=TRIAL.name, figures={TRIED: measured(1)}), now=0)
+    board.report("b", gateway(1, 2, trial=TRIAL.name, figures={TRIED: measured(7, 2)}), now=60)
     total = board.figures(TRIAL)
-    assert {version: (one.requests, one.degraded) for version, one in total.items()} == {1: (10, 0), 2: (12, 3)}
+    assert {arm: (one.requests, one.degraded) for arm, one in total.items()} == {STABLE: (10, 0), TRIED: (12, 3)}
 
 
 def test_figures_of_one_trial_are_not_those_of_the_next(board: FleetBoard):
     next_ = TRIAL.model_copy(update={"began": 2.0})
-    board.report("a", gateway(1, trial=TRIAL.name, figures={2: measured(100, 100)}), now=0)
+    board.report("a", gateway(1, trial=TRIAL.name, figures={TRIED: measured(100, 100)}), now=0)
     assert (board.figures(next_), board.judge(Rollout(stable=1, trial=next_))) == ({}, "")
-    board.report("a", gateway(1, trial=next_.name, figures={2: measured(1)}), now=1)
-    assert (board.figures(TRIAL), board.figures(next_)[2].requests) == ({}, 1)
+    board.report("a", gateway(1, trial=next_.name, figures={TRIED: measured(1)}), now=1)
+    assert (board.figures(TRIAL), board.figures(next_)[TRIED].requests) == ({}, 1)
     assert board.figures(None) == {}
 
 
 def test_the_trial_is_judged_by_what_all_gateways_measured_together(board: FleetBoard):
-    board.report("a", gateway(1, trial=TRIAL.name, figures={1: measured(500), 2: measured(15, 15)}), now=0)
+    board.report("a", gateway(1, trial=TRIAL.name, figures={STABLE: measured(500), TRIED: measured(15, 15)}), now=0)
     assert board.judge(ROLLOUT) == ""
-    board.report("b", gateway(1, trial=TRIAL.name, figures={2: measured(15, 15)}), now=0)
+    board.report("b", gateway(1, trial=TRIAL.name, figures={TRIED: measured(15, 15)}), now=0)
     assert board.judge(ROLLOUT).startswith("30 of 30 answers are degraded")
     assert board.judge(Rollout(stable=1)) == ""
+
+
+def test_a_trial_of_flags_is_judged_beside_the_other_users_of_the_same_version(board: FleetBoard):
+    trial = Trial(version=1, share=0.5, flags={"strategy": "retrieval"}, began=1.0)
+    board.report("a", gateway(1, trial=trial.name, figures={STABLE: measured(500), trial.arm: measured(30, 30)}), now=0)
+    assert board.judge(Rollout(stable=1, trial=trial)).startswith("30 of 30 answers are degraded")
 
 
 def test_the_status_says_who_holds_what_and_why_somebody_does_not(board: FleetBoard):
     board.report("e1", stage("encoder", 1, 2), now=0)
     board.report("e2", stage("encoder", 1, v2="it is cut off"), now=0)
     board.report("e3", stage("encoder", 1, v2="it is cut off"), now=0)
-    board.report("a", gateway(1, 2, trial=TRIAL.name, figures={2: measured(3)}), now=0)
+    board.report("a", gateway(1, 2, trial=TRIAL.name, figures={TRIED: measured(3)}), now=0)
     status = board.status(ROLLOUT, now=1)
     assert status.processes == {"encoder": 3, "gateway": 1}
     assert status.holders == {1: {"encoder": 3, "gateway": 1}, 2: {"encoder": 1, "gateway": 0}}
     assert status.obstacles == {1: (), 2: ("it is cut off",)}
     assert status.used == {1: 1, 2: 1}
-    assert status.figures[2].requests == 3
+    assert status.figures[TRIED].requests == 3
     assert board.status(ROLLOUT, now=60).processes == {}
 
 
 def test_a_restarted_board_knows_everything_again_after_the_next_exchanges(board: FleetBoard):
-    told = {"e1": stage("encoder", 1, 2), "a": gateway(1, trial=TRIAL.name, figures={2: measured(3)})}
+    told = {"e1": stage("encoder", 1, 2), "a": gateway(1, trial=TRIAL.name, figures={TRIED: measured(3)})}
     restarted = FleetBoard(ttl_s=5.0, now=50.0)
     for name, presence in told.items():
         board.report(name, presence, now=60)

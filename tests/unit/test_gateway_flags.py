@@ -1,6 +1,6 @@
 """What an operator may change of a gateway while requests are served: a whole gateway without Ray, before stages that are played."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -13,7 +13,7 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import parse
 from cluster.errors import ConfigError
 from cluster.events.store import open_event_store
-from cluster.fleet.rollout import ROLLOUT, RolloutStore, Trial
+from cluster.fleet.rollout import ROLLOUT, Arm, RolloutStore, Trial
 from cluster.values import Behaviour, Recommendation, RecommendRequest
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import TTL_S, SwitchboardDeployment
@@ -122,9 +122,7 @@ class TestFlags:
             one = await gateway(gateway={"flags": {"strategy": "generative"}})
         finally:
             (store.root / ROLLOUT).unlink()
-        with_decoder, without = (
-            next(f"user {n}" for n in range(99) if trial.includes("default", f"user {n}") is tried) for tried in (False, True)
-        )
+        without, with_decoder = one_of_each(trial)
         answers = [await one.asked(user) for user in (with_decoder, without)]
         assert [(answer.model_version, stages_of(answer)) for answer in answers] == [("tiny/2", GENERATIVE), ("tiny/1", RETRIEVAL)]
 
@@ -141,6 +139,82 @@ class TestFlags:
         flagged = await (await gateway(gateway={"flags": {"cache": False, "strategy": "retrieval"}})).asked(**request)
         plain = await (await gateway()).asked(**request)
         assert (flagged.items, stages_of(flagged), flagged.cache) == (plain.items, UNIFIED, None)
+
+
+@pytest.fixture(params=[{"cache": False, "strategy": "retrieval"}], ids=["flags"])
+def trial_of_flags(store: BundleStore, request: pytest.FixtureRequest) -> Iterator[Trial]:
+    """It is going on. Other flags are an indirect parameter."""
+    flags = request.param
+    trial = RolloutStore(store).promote(2, Trial(version=2, kind="ab", share=0.5, flags=flags)).trial
+    assert trial
+    yield trial
+    (store.root / ROLLOUT).unlink()
+
+
+class TestTrialOfFlags:
+    async def test_the_users_of_the_share_are_served_with_its_flags_and_the_others_with_the_configured_ones(
+        self, gateway: Make, store: BundleStore, trial_of_flags: Trial
+    ) -> None:
+        one = await gateway()
+        tried, other = one_of_each(trial_of_flags)
+        for _ in range(2):
+            answer = await one.asked(tried)
+            assert (source(answer), stages_of(answer), answer.model_version) == (None, RETRIEVAL, "tiny/2")
+        for tier in ("computed", "l1"):
+            answer = await one.asked(other)
+            assert (source(answer), stages_of(answer), answer.model_version) == (tier, UNIFIED, "tiny/2")
+        assert stages_of(await one.asked(tried, strategy="generative")) == GENERATIVE, "a request's own choice holds"
+        told = one.gateway.presence(RolloutStore(store).read())
+        assert {arm: figures.requests for arm, figures in told.figures.items()} == {Arm(2): 2, trial_of_flags.arm: 3}
+
+    async def test_the_metrics_name_the_flags_of_an_answer(
+        self, gateway: Make, trial_of_flags: Trial, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one, named = await gateway(), list[str]()
+        monkeypatch.setattr(one.gateway._recorder, "answered", lambda *_, flags, **__: named.append(flags))  # noqa: SLF001 - Ray's beyond it
+        for user in one_of_each(trial_of_flags):
+            await one.asked(user)
+            assert [part async for part in one.gateway.stream(RecommendRequest(user, HISTORY))]
+        assert named == ["cache=false, strategy=retrieval"] * 2 + [""] * 2
+
+    async def test_the_operator_sees_it_beside_the_stable_version(self, gateway: Make, trial_of_flags: Trial) -> None:
+        one = await gateway()
+        versions = (await one.http.get("/v1/models")).json()["versions"]
+        rows = [(row["role"], row["share"], row["flags"]) for row in versions if row["version"] == 2]
+        assert rows == [("stable", None, {}), ("ab", 0.5, {"cache": False, "strategy": "retrieval"})]
+
+    async def test_the_configured_flags_hold_for_what_the_trial_leaves_open_and_for_all_after_it(
+        self, gateway: Make, store: BundleStore, trial_of_flags: Trial
+    ) -> None:
+        one = await gateway(gateway={"flags": {"strategy": "generative"}})
+        tried, other = one_of_each(trial_of_flags)
+        assert [stages_of(await one.asked(user)) for user in (tried, other)] == [RETRIEVAL, GENERATIVE]
+        RolloutStore(store).rollback("enough was seen")
+
+        async def served_as_the_others() -> bool:
+            return stages_of(await one.asked(tried)) == GENERATIVE
+
+        await until(served_as_the_others)
+        assert source(await one.asked(tried)) == "l1"
+
+    @pytest.mark.parametrize("trial_of_flags", [{"anticipate": False}], indirect=True)
+    async def test_no_answer_is_computed_ahead_for_users_that_have_it_switched_off(self, gateway: Make, trial_of_flags: Trial) -> None:
+        """Each user asks once, and an event follows."""
+        one = await gateway(events={"anticipate_after_s": 0})
+        for user in one_of_each(trial_of_flags):
+            assert (await one.http.post("/v1/events", json={"user_id": user, "item_id": "1"})).status_code == 201
+            assert await one.status(user_id=user) == 200
+            assert (await one.http.post("/v1/events", json={"user_id": user, "item_id": "2"})).status_code == 201
+        tried, other = one_of_each(trial_of_flags)
+        encoded = one.stages.encoders["tiny/2"].asked
+        await until(lambda: [request.user for request in encoded].count(other) == 2)
+        assert [request.user for request in encoded] == [tried, other, other], "what would be computed for the first one would be by now"
+
+
+def one_of_each(trial: Trial) -> tuple[str, str]:
+    """A user on trial, and another."""
+    tried, other = (next(f"user {n}" for n in range(99) if trial.includes("default", f"user {n}") is on) for on in (True, False))
+    return tried, other
 
 
 class TestReconfigure:

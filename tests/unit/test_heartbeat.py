@@ -10,7 +10,7 @@ from cluster.engines.snapshots import StageSnapshot
 from cluster.errors import BundleError
 from cluster.fleet.board import READY, Presence
 from cluster.fleet.heartbeat import Report
-from cluster.fleet.rollout import ROLLOUT, RolloutStore, Trial, VersionFigures
+from cluster.fleet.rollout import ROLLOUT, Arm, RolloutStore, Trial, VersionFigures
 from deployments.fleet import heartbeat as module
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.model_cache import ModelCache
@@ -154,7 +154,7 @@ async def test_a_version_that_cannot_be_served_is_told_with_the_reason(process, 
 async def test_a_version_on_trial_is_held_beside_the_stable_one_and_its_figures_are_told_during_the_trial_only(
     process, handle, board, rollouts
 ):
-    figures = {2: VersionFigures(requests=5)}
+    figures = {Arm(2, tried=True): VersionFigures(requests=5)}
     member = Member(rollouts.store, "gateway", uses={1, 2}, figures=figures)
     await process(member).start()
     told = beats(handle)[-1].presences["gateway/a"]

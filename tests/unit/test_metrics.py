@@ -324,6 +324,17 @@ def test_the_memory_of_what_was_shown_is_bounded_and_forgets_who_is_erased():
     assert not len(shown)
 
 
+def test_what_flags_on_trial_brought_is_counted_apart(monkeypatch):
+    noted = Noted()
+    recorder = GatewayRecorder(noted)
+    monkeypatch.setattr("deployments.telemetry.metrics.time", lambda: 1000.0)
+    recorder.answered(asked("1"), answer("2", "3"), flags="strategy=retrieval")
+    recorder.happened(Event("ada", Behaviour("2", 1001, Action.CLICK)))
+    assert noted.total(m.ANSWERS, model_version="tiny/1 strategy=retrieval") == 1
+    assert noted.total(m.RECOMMENDED, model_version="tiny/1 strategy=retrieval") == 2
+    assert noted.total(m.FOLLOWED, action="click", model_version="tiny/1 strategy=retrieval") == 1
+
+
 def test_events_are_counted_by_what_was_done(monkeypatch):
     noted = Noted()
     recorder = GatewayRecorder(noted)

@@ -55,6 +55,34 @@ def test_a_guard_that_cannot_be_is_refused_by_the_name_of_its_option(model_dir):
     assert RolloutStore(BundleStore(model_dir)).read().trial is None
 
 
+def test_flags_are_tried_on_the_stable_version_and_to_be_written_down_once_they_are_promoted(model_dir):
+    said = genrec_models("promote", 3, "--ab", 0.1, "--flags", "cache=false,strategy=retrieval", "--model-dir", model_dir)[1]
+    assert said.startswith("the ab of 3 with cache=false, strategy=retrieval begins, on 10.0% of users; tiny/3 is stable")
+    assert RolloutStore(BundleStore(model_dir)).read().trial.flags == {"cache": False, "strategy": "retrieval"}
+    assert "stable; ab with cache=false, strategy=retrieval, 10.0% of users" in genrec_models("list", "--model-dir", model_dir)[1]
+    said = genrec_models("promote", 3, "--model-dir", model_dir)[1]
+    assert "write `flags: {cache: false, strategy: retrieval}` into the gateway's user_config, and run serve deploy" in said
+    assert "flags" not in genrec_models("promote", 3, "--model-dir", model_dir)[1]
+    assert "the ab of 3 with cache=false, strategy=retrieval was promoted" in genrec_models("list", "--model-dir", model_dir)[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--ab", 0.1, "--flags", "hedge=true"), "--flags: hedge cannot be tried on a share of the users"),
+        (("--ab", 0.1, "--flags", "cach=false"), "--flags: unknown flag 'cach'; choose from anticipate, cache, strategy"),
+        (("--ab", 0.1, "--flags", "strategy=popular"), "--flags: strategy = 'popular': Input should be"),
+        (("--ab", 0.1, "--flags", "cache=false,strategy"), "--flags: 'strategy' is no flag with its value; give them as cache=false"),
+        (("--shadow", 0.1, "--flags", "cache=false"), "--flags: a shadow answers no user"),
+        (("--flags", "cache=false"), "give --canary or --ab with --flags"),
+    ],
+)
+def test_flags_that_cannot_be_tried_are_refused_by_name(model_dir, options, why):
+    with pytest.raises(ConfigError, match=why):
+        genrec_models("promote", 3, *options, "--model-dir", model_dir)
+    assert RolloutStore(BundleStore(model_dir)).read().trial is None
+
+
 def test_a_corrupt_version_is_not_promoted_and_the_list_says_why(model_dir):
     (model_dir / "2" / WEIGHTS).unlink()
     with pytest.raises(BundleError, match=r"weights\.safetensors is missing"):
@@ -97,6 +125,7 @@ TOLD = {
     "versions": [
         {"version": 1, "role": "stable", "holders": {"encoder": 2}, "obstacles": [], "requests": 9, "degraded": 0, "p95_ms": 12.5},
         {"version": 2, "role": "shadow", "holders": {"encoder": 1}, "obstacles": ["it is cut off"], "requests": 3, "degraded": 1},
+        {"version": 1, "role": "ab", "flags": {"cache": False}, "holders": {}, "obstacles": [], "requests": 4, "degraded": 0},
     ],
 }
 
@@ -113,7 +142,7 @@ def test_the_status_shows_what_a_cluster_tells_and_brings_the_key(monkeypatch):
     monkeypatch.setattr(httpx, "get", get)
     shown = genrec_models("status", "--url", "http://here:8000", "--key", "secret")[1]
     assert asked == [("http://here:8000/v1/models", {"authorization": "Bearer secret"})]
-    for part in ("tiny/1 is stable", "2 encoder", "1 encoder; it is cut off", "12.5", "0.8"):
+    for part in ("tiny/1 is stable", "2 encoder", "1 encoder; it is cut off", "12.5", "0.8", "ab with cache=false"):
         assert part in shown, part
 
 

@@ -61,7 +61,8 @@ def test_who_belongs_to_one_trial_says_nothing_of_the_next_nor_of_another_tenant
 @pytest.mark.parametrize(("kind", "answers"), [("canary", {1, 2}), ("ab", {1, 2}), ("shadow", {1})])
 def test_only_a_shadow_answers_nobody(kind: str, answers: set[int]):
     rollout = Rollout(stable=1, trial=canary(kind=kind))
-    assert {rollout.version_for("default", user) for user in USERS} == answers
+    tried = [rollout.trial_for("default", user) for user in USERS]
+    assert {trial.version if trial else rollout.stable for trial in tried} == answers
     assert rollout.versions == (1, 2)
 
 
@@ -169,6 +170,60 @@ def test_exactly_the_trial_that_was_judged_ends(rollouts: RolloutStore, clock: C
     rollouts.end(again, "it was slow")
     rollout = rollouts.read()
     assert (rollout.trial, [one.reason for one in rollout.ended]) == (None, ["a trial of 2 began", "it was slow"])
+
+
+def flags(version: int = 1, **changed: object) -> Trial:
+    return canary(version, kind="ab", flags=changed)
+
+
+def test_flags_alone_are_tried_on_users_of_the_stable_version_and_promoted_or_rolled_back_as_a_version_is(rollouts: RolloutStore):
+    began = rollouts.promote(1, flags(cache="false", strategy="retrieval"))
+    assert (began.stable, began.versions, began.trial.flags) == (1, (1,), {"cache": False, "strategy": "retrieval"})
+    assert {trial is not None for user in USERS for trial in [began.trial_for("default", user)]} == {True, False}
+    assert rollouts.read() == began, "a restart forgets nothing"
+    promoted = rollouts.promote(1)
+    assert (promoted.stable, promoted.trial, promoted.ended[-1].outcome) == (1, None, "promoted")
+    rollouts.promote(1, flags(anticipate=False))
+    rolled_back = rollouts.rollback("by hand")
+    assert (rolled_back.stable, rolled_back.trial, rolled_back.ended[-1].outcome) == (1, None, "rolled back")
+
+
+def test_a_version_may_be_tried_with_flags(rollouts: RolloutStore):
+    began = rollouts.promote(2, flags(2, cache=False))
+    assert (began.versions, began.trial.tried) == ((1, 2), "2 with cache=false")
+    rollouts.store.promote(2)
+    assert rollouts.read().trial is None
+
+
+def test_a_trial_of_flags_is_over_once_another_version_is_stable(rollouts: RolloutStore):
+    rollouts.promote(1, flags(cache=False))
+    rollouts.store.promote(2)
+    assert (rollouts.read().stable, rollouts.read().trial) == (2, None)
+    rollouts.store.promote(1)
+    rollouts.promote(1, flags(cache=False))
+    assert rollouts.promote(2).ended[-1].outcome == "replaced"
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "why"),
+    [
+        ({"hedge": True}, "ab", "hedge cannot be tried on a share of the users: one call of an encoder carries several users"),
+        ({"cach": False}, "ab", "unknown flag 'cach'; choose from anticipate, cache, strategy"),
+        ({"cache": "perhaps"}, "ab", "cache = 'perhaps': Input should be a valid boolean"),
+        ({"strategy": "popular"}, "canary", "strategy = 'popular': Input should be 'unified', 'retrieval' or 'generative'"),
+        ({"cache": False}, "shadow", "a shadow answers no user"),
+    ],
+)
+def test_flags_that_cannot_be_tried_are_refused_by_name_and_value(changed: dict[str, object], kind: str, why: str):
+    with pytest.raises(ValueError, match=why):
+        Trial(version=1, kind=kind, share=0.5, flags=changed)
+
+
+@pytest.mark.parametrize("strategy", ["unified", "generative"])
+def test_what_needs_a_decoder_is_not_tried_on_a_version_without_one(rollouts: RolloutStore, strategy: str):
+    with pytest.raises(BundleError, match=f"tiny/1 has no decoder, and cannot be tried with strategy={strategy}; choose retrieval"):
+        rollouts.promote(1, flags(strategy=strategy))
+    assert rollouts.read().trial is None
 
 
 def test_what_cannot_serve_is_not_promoted_and_changes_nothing(rollouts: RolloutStore):

@@ -12,7 +12,7 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.fleet.board import FleetNews
-from cluster.fleet.rollout import Rollout, Trial, VersionFigures
+from cluster.fleet.rollout import Arm, Rollout, Trial, VersionFigures
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
 from deployments.replicas.replica import ModelGone
 from deployments.version_router import SHADOWS_AT_ONCE, ServedModel, VersionRouter
@@ -29,6 +29,7 @@ ITEMS = {1: 20, 2: 30, 3: 40}
 USERS = [f"user {number}" for number in range(40)]
 HISTORY = (Behaviour("1", 1000),)
 HALF = Trial(version=2, share=0.5, began=1.0)
+TRIED = HALF.arm
 
 
 class FakeModelCache:
@@ -85,9 +86,9 @@ class Rig:
     def encoder(self, version):
         return self.stages.encoders[f"tiny/{version}"]
 
-    async def compared(self, version, times):
-        """Until so many answers were compared with those of this version in their shadow."""
-        await until(lambda: self.versions.figures().get(version, VersionFigures()).overlaps == times)
+    async def compared(self, times):
+        """Until so many answers were compared with those of version 2 in their shadow."""
+        await until(lambda: self.versions.figures().get(TRIED, VersionFigures()).overlaps == times)
 
 
 @pytest.fixture
@@ -228,8 +229,9 @@ async def test_figures_are_kept_of_both_versions_during_a_trial_and_begin_anew_w
         await rig.ask(user)
     tried = sum(HALF.includes("default", user) for user in USERS)
     figures = rig.versions.figures()
-    assert {v: (one.requests, one.degraded) for v, one in figures.items()} == {1: (len(USERS) - tried, 0), 2: (tried, tried)}
-    assert figures[1].latency.p95_ms > 0
+    counts = {arm: (one.requests, one.degraded) for arm, one in figures.items()}
+    assert counts == {Arm(1): (len(USERS) - tried, 0), TRIED: (tried, tried)}
+    assert figures[Arm(1)].latency.p95_ms > 0
     rig.learn(1, HALF.model_copy(update={"began": 2.0}))
     assert rig.versions.figures() == {}
 
@@ -242,6 +244,33 @@ async def test_what_comes_from_a_cache_says_nothing_of_a_version(three):
     assert sum(one.requests for one in rig.versions.figures().values()) == 1
 
 
+FLAGS = Trial(version=1, share=0.5, flags={"cache": False}, began=1.0)
+
+
+async def test_a_trial_of_flags_has_every_user_served_by_the_stable_version_and_both_arms_measured_apart(rig):
+    rig.learn(1, FLAGS)
+    assert {await rig.served_by(user) for user in USERS} == {1}
+    tried = sum(FLAGS.includes("default", user) for user in USERS)
+    assert {arm: one.requests for arm, one in rig.versions.figures().items()} == {Arm(1): len(USERS) - tried, FLAGS.arm: tried}
+    assert {user for user in USERS if rig.versions.trial_for("default", user)} == {
+        user for user in USERS if FLAGS.includes("default", user)
+    }
+
+
+async def test_nobody_is_on_trial_before_the_trial_has_begun_everywhere(rig):
+    rig.learn(1, FLAGS, settled=False)
+    assert not any(rig.versions.trial_for("default", user) for user in USERS)
+
+
+async def test_a_trial_of_flags_counts_what_comes_from_a_cache_too(three):
+    rig = Rig(BundleStore(three), cached=True)
+    rig.learn(1, FLAGS)
+    for _ in range(5):
+        await rig.ask()
+    [parts async for parts in rig.versions.stream(RecommendRequest("ada", HISTORY, k=3))]
+    assert sum(one.requests for one in rig.versions.figures().values()) == 6
+
+
 SHADOW = Trial(version=2, kind="shadow", share=1.0, began=1.0)
 
 
@@ -249,18 +278,18 @@ async def test_a_shadow_answers_nobody_and_is_compared_with_the_answer(rig):
     rig.learn(1, SHADOW)
     for times, user in enumerate(USERS[:3], 1):
         assert await rig.served_by(user) == 1
-        await rig.compared(2, times)
+        await rig.compared(times)
     (asked, *_) = rig.encoder(2).asked
     assert asked.model_version == "tiny/2"
     figures = rig.versions.figures()
-    assert (figures[1].requests, figures[2].requests, figures[2].overlaps, figures[2].overlap) == (3, 3, 3, 0.0)
+    assert (figures[Arm(1)].requests, figures[TRIED].requests, figures[TRIED].overlaps, figures[TRIED].overlap) == (3, 3, 3, 0.0)
 
 
 async def test_overlap_is_the_share_of_items_in_common(rig):
     rig.learn(1, SHADOW)
     await rig.ask(allowed=frozenset({"20", "19", "18", "17"}), blocked=frozenset({"1"}))
-    await rig.compared(2, 1)
-    assert rig.versions.figures()[2].overlap == 1.0
+    await rig.compared(1)
+    assert rig.versions.figures()[TRIED].overlap == 1.0
 
 
 async def test_a_shadow_is_not_waited_for_whatever_becomes_of_it(rig, caplog):
@@ -288,7 +317,7 @@ async def test_a_shadow_takes_nothing_from_the_cache_and_leaves_nothing_there(th
     rig.learn(1, SHADOW)
     for times in (1, 2):
         await rig.ask()
-        await rig.compared(2, times)
+        await rig.compared(times)
     assert len(rig.encoder(2).asked) == 2
     rig.learn(2)
     assert (await rig.ask()).cache.tier == "computed"
