@@ -67,10 +67,10 @@ class Part:
 
 
 class Watch:
-    """Notes stalls of the loop that it is constructed in, until `stop`."""
+    """Counts stalls of the loop that it is constructed in, until `stop`, and keeps the longest: all would be memory that grows."""
 
     def __init__(self) -> None:
-        self.stalls: list[Stall] = []
+        self.count, self.longest = 0, list[Stall]()
         self._loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
         self._seen, self._collecting_s, self._began = time.perf_counter(), 0.0, 0.0
         self._over = threading.Event()
@@ -104,7 +104,9 @@ class Watch:
             frames = _innermost(sys._current_frames().get(self._thread_id))  # noqa: SLF001 - the documented way to another thread's stack
             while self._seen == seen and not self._over.wait(LOOK_S):
                 pass
-            self.stalls.append(Stall(self._seen - seen, self._collecting_s - collecting_s, frames))
+            self.count += 1
+            self.longest.append(Stall(self._seen - seen, self._collecting_s - collecting_s, frames))
+            self.longest = sorted(self.longest, key=lambda one: one.seconds, reverse=True)[:SHOWN]
 
 
 def _innermost(frame: FrameType | None) -> tuple[str, ...]:
@@ -141,8 +143,8 @@ async def ask(gateway: Gateway, asked: Sequence[bytes], requests: int) -> float:
     return requests / (time.perf_counter() - began)
 
 
-async def measured(settings: Settings, asked: Sequence[bytes], requests: int) -> tuple[int, list[Part], list[Stall]]:
-    """The resident memory after the warm-up, the parts one after the other, and the stalls."""
+async def measured(settings: Settings, asked: Sequence[bytes], requests: int) -> tuple[int, list[Part], Watch]:
+    """The resident memory after the warm-up, the parts one after the other, and what was seen of stalls."""
     async with colocated(settings) as gateway:
         await ask(gateway, asked, WARM_UP)
         before, watch, parts = resident(), Watch(), list[Part]()
@@ -150,7 +152,7 @@ async def measured(settings: Settings, asked: Sequence[bytes], requests: int) ->
             per_s = await ask(gateway, asked, requests // PARTS)
             parts.append(Part(per_s, resident()))
         watch.stop()
-        return before, parts, watch.stalls
+        return before, parts, watch
 
 
 def resident() -> int:
@@ -158,15 +160,14 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def report(requests: int, before: int, parts: Sequence[Part], stalls: Sequence[Stall], machine: Machine) -> str:
+def report(requests: int, before: int, parts: Sequence[Part], watch: Watch, machine: Machine) -> str:
     """As Markdown."""
     first, last = parts[0], parts[-1]
-    worst = sorted(stalls, key=lambda one: one.seconds, reverse=True)[:SHOWN]
     lines = [
         "# A gateway that goes on",
         "",
         f"{requests:,} retrievals of {CALLERS} callers that never wait, for 64 users, nothing cached, colocated, without Serve.",
-        f"Resident memory: {before / 1e6:.1f} MB after {WARM_UP:,} requests of warm-up, {last.resident / 1e6:.1f} MB at the end, ",
+        f"Resident memory: {before / 1e6:.1f} MB after {WARM_UP:,} requests of warm-up, {last.resident / 1e6:.1f} MB at the end,",
         f"{(last.resident - before) / requests:+.0f} bytes a request. Requests/s, last tenth over first: {last.per_s / first.per_s:.2f}.",
         "",
         *table(
@@ -174,13 +175,13 @@ def report(requests: int, before: int, parts: Sequence[Part], stalls: Sequence[S
             [[str(number), f"{one.per_s:.0f}", f"{one.resident / 1e6:.1f}"] for number, one in enumerate(parts, 1)],
         ),
         "",
-        f"{len(stalls)} stalls of the event loop of {STALL_S * 1e3:.0f} ms or more; the longest:",
+        f"{watch.count} stalls of the event loop of {STALL_S * 1e3:.0f} ms or more; the longest:",
         "",
         *table(
             ["ms", "of it garbage collection, ms", "what the loop did, the innermost call last"],
             [
                 [f"{one.seconds * 1e3:.1f}", f"{one.collecting_s * 1e3:.1f}", " > ".join(f"`{frame}`" for frame in one.frames)]
-                for one in worst
+                for one in watch.longest
             ],
         ),
         "",
@@ -206,8 +207,8 @@ def main(
     }
     asked = [body.encode() for body in bodies(model_dir, strategy="retrieval", cache="bypass")]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        before, parts, stalls = runner.run(measured(parse(tree), asked, requests))
-    page = report(requests, before, parts, stalls, Machine.now("benchmarks.steadiness", ("torch", "onnxruntime", "uvloop"), load))
+        before, parts, watch = runner.run(measured(parse(tree), asked, requests))
+    page = report(requests, before, parts, watch, Machine.now("benchmarks.steadiness", ("torch", "onnxruntime", "uvloop"), load))
     (out or dated("steadiness_cpu", "md")).write_text(page)
     print(page)
 

@@ -46,15 +46,15 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     http-request set-header x-request-timeout-seconds 0
 RULES
     # A gateway's answers say how many requests it would take just now. More than that, times the gateways, are refused here, which costs the
-    # gateway no time: a flood would keep it from its answers, and from its health checks. Operators' calls may be what ends an overload,
-    # and a probe's answer ends none. What is refused so is not logged, which takes as long as all else. A check waits for 3 s: what answers
-    # more slowly is stopped, or stuck.
+    # gateway no time: a flood would keep it from its answers, and from its health checks. Each application has a variable of its own.
+    # Operators' calls may be what ends an overload, and a probe's answer ends none. What is refused so is not logged, which takes a fifth
+    # of the time. A check waits for 3 s: what answers more slowly is stopped, or stuck.
     cat > "$config.full" <<'RULES'
     timeout check 3s
-    http-response set-var(proc.genrec_most) res.hdr(genrec-most),add(0) if { res.hdr(genrec-most) -m found }
+    http-response set-var(proc.genrec_most_BACKEND) res.hdr(genrec-most),add(0) if { res.hdr(genrec-most) -m found }
     http-response del-header genrec-most
     http-request set-var(txn.genrec_gateways) nbsrv
-    http-request set-var(txn.genrec_most) var(proc.genrec_most),mul(txn.genrec_gateways) if { var(proc.genrec_most) -m found }
+    http-request set-var(txn.genrec_most) var(proc.genrec_most_BACKEND),mul(txn.genrec_gateways) if { var(proc.genrec_most_BACKEND) -m found }
     acl genrec_full be_conn,sub(txn.genrec_most) gt 0
     acl genrec_let_through path_beg /v1/backends /v1/cache /v1/gateway /v1/models /healthz /readyz
     http-request set-log-level silent if { var(txn.genrec_most) -m found } genrec_full !genrec_let_through
@@ -64,9 +64,11 @@ RULES
     sed -i -e '/^global/a\    tune.pool-low-fd-ratio 90\n    tune.pool-high-fd-ratio 95' \
         -e "/^frontend http_frontend/,/^ *bind /{/^ *bind /r $config.rules
 }" -e "s|^\( *\)errorfile 503 .*|\1errorfile 503 $config.503.http\n\1errorfile 408 $config.408.http|" \
-        -e "/^ *server .* check/{/ backup/!s/\$/ maxconn $GENREC_HAPROXY_PER_GATEWAY/}" \
-        -e "/^backend default_backend/!{/^backend /r $config.full
-}" "$config"
+        -e "/^ *server .* check/{/ backup/!s/\$/ maxconn $GENREC_HAPROXY_PER_GATEWAY/}" "$config"
+    sed -n '/^backend default_backend/!s/^backend //p' "$config" | while read -r backend; do
+        sed "s/BACKEND/$(printf %s "$backend" | tr -c A-Za-z0-9 _)/g" "$config.full" > "$config.backend"
+        sed -i "/^backend $backend\$/r $config.backend" "$config"
+    done
     cat >> "$config" <<'TABLES'
 backend genrec_callers
     stick-table type string len 40 size 100k expire 60s store http_req_rate(10s)

@@ -89,8 +89,9 @@ class Proxy:
             has_received_servers=True,
             **self.ports,
         )
-        there = BackendConfig("genrec", "/", servers=[ServerConfig("one", "127.0.0.1", gateway.server_port)])
-        HAProxyApi(settings, {"genrec": there}, str(self.config))._generate_config_file_internal()  # noqa: SLF001 - Ray has no other door
+        servers = [ServerConfig("one", "127.0.0.1", gateway.server_port)]
+        there = {name: BackendConfig(name, prefix, servers=servers) for name, prefix in (("http-genrec", "/"), ("http-other", "/other"))}
+        HAProxyApi(settings, there, str(self.config))._generate_config_file_internal()  # noqa: SLF001 - Ray has no other door
 
     def command(self, *more: str) -> list[str]:
         return [str(profile.STARTER), "-db", "-f", str(self.config), "-dR", *more]
@@ -235,6 +236,7 @@ def test_more_than_a_gateway_takes_is_refused_before_it_and_operators_still_reac
         refused = client.get("/refused")
         assert (refused.status_code, refused.headers["retry-after"], refused.json()["title"]) == (503, "2", "Not available now")
         assert client.get("/v1/backends/encoder").status_code == 200
+        assert client.get("/other/x").status_code == 200, "another application, which has room"
         assert "/refused" not in proxy.gateway.asked
         proxy.gateway.gate.set()
         eventually(lambda: client.get("/x").status_code == 200, "there is room")
