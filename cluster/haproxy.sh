@@ -49,16 +49,17 @@ RULES
     # gateway no time: a flood would keep it from its answers, and from its health checks. Each application has a variable of its own.
     # Operators' calls may be what ends an overload, and a probe's answer ends none. What is refused so is not logged, which takes a fifth
     # of the time. A check waits for 3 s: what answers more slowly is stopped, or stuck.
+    # Until an answer has said it, the variables are not set, and nothing is full.
     cat > "$config.full" <<'RULES'
     timeout check 3s
-    http-response set-var(proc.genrec_most_BACKEND) res.hdr(genrec-most),add(0) if { res.hdr(genrec-most) -m found }
+    http-response set-var(proc.genrec_most_BACKEND) res.hdr(genrec-most),add(0)
     http-response del-header genrec-most
     http-request set-var(txn.genrec_gateways) nbsrv
-    http-request set-var(txn.genrec_most) var(proc.genrec_most_BACKEND),mul(txn.genrec_gateways) if { var(proc.genrec_most_BACKEND) -m found }
+    http-request set-var(txn.genrec_most) var(proc.genrec_most_BACKEND),mul(txn.genrec_gateways)
     acl genrec_full be_conn,sub(txn.genrec_most) gt 0
     acl genrec_let_through path_beg /v1/backends /v1/cache /v1/gateway /v1/models /healthz /readyz
-    http-request set-log-level silent if { var(txn.genrec_most) -m found } genrec_full !genrec_let_through
-    http-request deny deny_status 503 if { var(txn.genrec_most) -m found } genrec_full !genrec_let_through
+    http-request set-log-level silent if genrec_full !genrec_let_through
+    http-request deny deny_status 503 if genrec_full !genrec_let_through
 RULES
     # `tune.pool`: with a fifth of its descriptors in use, HAProxy would open a connection for each request, and close it.
     sed -i -e '/^global/a\    tune.pool-low-fd-ratio 90\n    tune.pool-high-fd-ratio 95' \

@@ -122,9 +122,8 @@ class Admission:
         """Whether a request that arrived now would be refused at once."""
         if self.running < self.places and not self._has_its_share(tenant):
             return False
-        stands, may_wait_s = self._stands(now)
-        if self.wait_s(now, urgency) > may_wait_s:
-            self._stands_until = now + _LULL_S if stands else self._stands_until
+        if self.wait_s(now, urgency) > self._may_wait_s(now):
+            self._stands_until = now + _LULL_S if self._stands(now) else self._stands_until
             return True
         if self._queues_its_share(tenant):
             return True
@@ -132,8 +131,8 @@ class Admission:
 
     def most(self, now: float) -> int:
         """How many requests may run and wait before one of no urgency is refused."""
-        each_s, (_, may_wait_s) = self._each_s(now), self._stands(now)
-        return self.places + (min(self._settings.max_queued, int(may_wait_s / each_s)) if each_s else self._settings.max_queued)
+        each_s, queued = self._each_s(now), self._settings.max_queued
+        return self.places + (min(queued, int(self._may_wait_s(now) / each_s)) if each_s else queued)
 
     def leave(self, ticket: Ticket, now: float, first_byte_s: float | None = None) -> list[Ticket]:
         """A request has its answer, or its client has gone; the tickets that may start now. Does nothing for a refused one.
@@ -188,10 +187,12 @@ class Admission:
         """How soon one request is foretold to follow the other."""
         return max(self._mean_s / self.places, self._full.each_s(now, self.places))
 
-    def _stands(self, now: float) -> tuple[bool, float]:
-        """Whether the queue stands, and how long a request may then wait."""
-        stands = self._full.lasts_s(now) > _STANDS_S or now < self._stands_until
-        return stands, (_SHORT if stands else _LONG) * self._settings.max_wait_ms / 1e3
+    def _stands(self, now: float) -> bool:
+        return self._full.lasts_s(now) > _STANDS_S or now < self._stands_until
+
+    def _may_wait_s(self, now: float) -> float:
+        """What a request may be foretold to wait."""
+        return (_SHORT if self._stands(now) else _LONG) * self._settings.max_wait_ms / 1e3
 
     def _last(self) -> Ticket | None:
         """The least urgent, latest request of the queue, which makes room for a more urgent one where the queue is full."""
