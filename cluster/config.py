@@ -311,6 +311,9 @@ class CacheSettings(Section):
     l1_bytes: int = Field(64 * 2**20, ge=2**16, description="memory of l1 in each gateway replica")
     l2: Literal["actors", "redis", "off"] = Field("actors", description="actors: named detached Ray actors; redis: a server")
     l2_shards: int = Field(1, ge=1, le=256, description="cache actors; each is a process of one core at most")
+    l2_max_shards: int | None = Field(
+        None, ge=1, le=256, description="as many as the load needs, from l2_shards up to so many; default: l2_shards, whatever the load"
+    )
     l2_shard_bytes: int = Field(256 * 2**20, ge=2**16, description="memory of a cache actor")
     l2_deadline_ms: float = Field(100.0, gt=0, le=1000, description="a cache that has not answered by then counts as a miss")
     redis_url: str | None = Field(None, description="such as redis://host:6379/0")
@@ -320,6 +323,17 @@ class CacheSettings(Section):
     minimum_hit_rate: float = Field(0.05, ge=0, lt=1, description="below it, what was not asked for lately is not kept; 0: never mind")
     tenant_share: float = Field(1.0, gt=0, le=1, description="of a cache's memory, what one tenant may take at most")
     hot_per_minute: float = Field(6.0, gt=0, description="an answer asked for more often is computed anew before its time is over")
+
+    @property
+    def most_shards(self) -> int:
+        """Of cache actors, at any time."""
+        return self.l2_shards if self.l2_max_shards is None else self.l2_max_shards
+
+    @model_validator(mode="after")
+    def _the_most_shards_are_not_the_fewest(self) -> Self:
+        if self.most_shards < self.l2_shards:
+            raise ValueError(f"l2_max_shards ({self.l2_max_shards}) must be greater than or equal to l2_shards ({self.l2_shards})")
+        return self
 
     @model_validator(mode="after")
     def _redis_has_a_url(self) -> Self:

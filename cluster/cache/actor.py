@@ -4,6 +4,8 @@
 
 They are named by the Serve application: two applications on one cluster share none.
 
+How many there are may change while they serve (see cluster.cache.elastic): they hand each other what they hold.
+
 An actor that dies is restarted by Ray, empty; until then its keys are misses. One that was removed for good is made anew. A large value
 stays in the object store of the node that computed it: only a reference passes through the actor, and it is a miss once that is lost.
 """
@@ -12,7 +14,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +22,16 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.cache.admission import admission_of
+from cluster.cache.elastic import ElasticCache
 from cluster.cache.entry import CacheStatistics, Entry, Key
+from cluster.cache.layout import Layout
 from cluster.cache.memory import MemoryCache
-from cluster.cache.shard import CacheShard, Leased, Lookup
-from cluster.cache.shared import ShardedCache, SharedSettings
+from cluster.cache.moving import MovingShard, ShardState
+from cluster.cache.shard import Leased, Lookup
+from cluster.cache.shared import SharedSettings
 from cluster.config import CacheSettings
 from cluster.errors import BackendUnavailable
+from cluster.traffic.utilisation import Utilisation
 
 NAMESPACE = "genrec"
 LARGE_BYTES = 100_000
@@ -45,11 +51,12 @@ class ShardSettings:
     given_at: float
 
 
-class CacheActor(CacheShard):
+class CacheActor(MovingShard):
     """The shard behind a name; each of its methods is a remote call."""
 
-    def __init__(self, settings: ShardSettings) -> None:
-        super().__init__(_memory(settings))
+    def __init__(self, name: str, settings: ShardSettings) -> None:
+        used = Utilisation(time.monotonic(), time.process_time())
+        super().__init__(name, _memory(settings), _peer, busy=lambda: used.share(time.monotonic(), time.process_time()))
         self._settings = settings
 
     async def configure(self, settings: ShardSettings) -> bool:
@@ -66,10 +73,14 @@ class CacheActor(CacheShard):
 
 
 class ActorShard:
-    """An actor as a Shard. After a call that failed it is found again by its name, or made anew, beside the calls."""
+    """An actor as a Movable. After a call that failed it is found again by its name, or made anew, beside the calls; not where it is not
+    `wanted` any more.
+    """
 
-    def __init__(self, name: str, settings: ShardSettings, large_within_s: float, actor: Any) -> None:
-        self._name, self._settings, self._large_within_s = name, settings, large_within_s
+    def __init__(
+        self, name: str, settings: ShardSettings, large_within_s: float, actor: Any, wanted: Callable[[str], bool] = lambda _: True
+    ) -> None:
+        self._name, self._settings, self._large_within_s, self._wanted = name, settings, large_within_s, wanted
         self._actor = actor
         self._search: asyncio.Task[None] | None = None
 
@@ -105,6 +116,14 @@ class ActorShard:
         count: int = await self._call("invalidate", namespace, group)
         return count
 
+    async def follow(self, layout: Layout) -> ShardState:
+        state: ShardState = await self._call("follow", layout)
+        return state
+
+    async def erase(self, namespace: str | None, group: str | None, layout: Layout) -> tuple[int, Layout]:
+        answer: tuple[int, Layout] = await self._call("erase", namespace, group, layout)
+        return answer
+
     async def statistics(self) -> CacheStatistics:
         answer: CacheStatistics = await self._call("statistics")
         self._actor.configure.remote(self._settings)  # restarted since, it has those it was first made with; else this changes nothing
@@ -134,7 +153,7 @@ class ActorShard:
             return None
 
     def _find_again(self) -> None:
-        if self._search is None or self._search.done():
+        if self._wanted(self._name) and (self._search is None or self._search.done()):
             self._search = asyncio.get_running_loop().create_task(self._found())
 
     async def _found(self) -> None:
@@ -144,9 +163,44 @@ class ActorShard:
             logger.warning("cache actor %s cannot be had: %s: %s", self._name, type(error).__name__, error)
 
 
-async def connect(settings: CacheSettings, name: str, patience: SharedSettings | None = None) -> ShardedCache:
-    """The shared cache of this name; its actors are made where they do not exist, and told the settings where they do. Actors of earlier
-    settings, beyond `l2_shards`, are ended: no replica asks them any more, and no erasure would reach what they hold.
+class ActorShards:
+    """The cache actors of a name, as Shards."""
+
+    def __init__(self, name: str, settings: ShardSettings, large_within_s: float) -> None:
+        self._name, self._settings, self._large_within_s = name, settings, large_within_s
+        self._wanted = frozenset[str]()
+
+    async def make(self, names: Sequence[str]) -> Mapping[str, ActorShard]:
+        self._wanted = frozenset(names)
+        try:
+            actors = await asyncio.to_thread(lambda: {one: _find_or_make(one, self._settings) for one in names})
+        except REFUSALS as error:
+            raise _cannot_be_had(error) from error
+        return {one: self._shard(one, actor) for one, actor in actors.items()}
+
+    async def others(self, names: Sequence[str]) -> Mapping[str, ActorShard]:
+        try:
+            actors = await asyncio.to_thread(lambda: {one: _find(one) for one in _named(self._name) if one not in names})
+        except REFUSALS as error:
+            raise _cannot_be_had(error) from error
+        return {one: self._shard(one, actor) for one, actor in actors.items() if actor is not None}
+
+    async def end(self, name: str) -> None:
+        try:
+            await asyncio.to_thread(_kill, name)
+        except REFUSALS as error:
+            raise _cannot_be_had(error) from error
+
+    def _shard(self, name: str, actor: Any) -> ActorShard:
+        return ActorShard(name, self._settings, self._large_within_s, actor, self._wanted_still)
+
+    def _wanted_still(self, name: str) -> bool:
+        return name in self._wanted
+
+
+async def connect(settings: CacheSettings, name: str, patience: SharedSettings | None = None) -> ElasticCache:
+    """The shared cache of this name; its actors are made where they do not exist, and told the settings where they do. Actors that are not
+    wanted any more, as of earlier settings, give what they hold to the others, and are ended.
 
     `patience`: the deadlines, in place of those of the settings. Raises BackendUnavailable where Ray refuses.
     """
@@ -154,13 +208,8 @@ async def connect(settings: CacheSettings, name: str, patience: SharedSettings |
         raise BackendUnavailable("the cache actors live in a Ray cluster, and this process belongs to none; call ray.init first")
     shard = ShardSettings(settings.policy, settings.l2_shard_bytes, settings.tenant_share, settings.minimum_hit_rate, given_at=time.time())
     patience = patience or SharedSettings(deadline_s=settings.l2_deadline_ms / 1000)
-    try:
-        actors = await asyncio.to_thread(lambda: {one: _find_or_make(one, shard) for one in shard_names(settings.l2_shards, name)})
-        await asyncio.to_thread(_end, name, settings.l2_shards)
-    except REFUSALS as error:
-        raise BackendUnavailable(f"the cache actors cannot be had: {type(error).__name__}: {error}; see: ray status") from error
-    shards = {one: ActorShard(one, shard, patience.deadline_s / 2, actor) for one, actor in actors.items()}
-    return ShardedCache(shards, patience)
+    place = ActorShards(name, shard, patience.deadline_s / 2)
+    return await ElasticCache.made(name, place, least=settings.l2_shards, most=settings.most_shards, settings=patience)
 
 
 def remove_all(name: str) -> None:
@@ -170,7 +219,8 @@ def remove_all(name: str) -> None:
     if not ray.is_initialized():
         return
     try:
-        _end(name, 0)
+        for one in _named(name):
+            _kill(one)
     except REFUSALS as error:
         logger.warning("cache actors may live on (%s: %s); look for them with: ray list actors", type(error).__name__, error)
 
@@ -180,17 +230,19 @@ def name_of(application: str) -> str:
     return f"{application}-cache"
 
 
-def shard_names(shards: int, name: str) -> list[str]:
-    return [f"{name}-{index}" for index in range(shards)]
+def _named(name: str) -> list[str]:
+    """The cache actors there are. Blocks."""
+    numbered = re.compile(rf"{re.escape(name)}-\d+")
+    there = ray.util.list_named_actors(all_namespaces=True)
+    return [one["name"] for one in there if one["namespace"] == NAMESPACE and numbered.fullmatch(one["name"])]
 
 
-def _end(name: str, first: int) -> None:
-    """The actors numbered from `first` on. Blocks."""
-    numbered = re.compile(rf"{re.escape(name)}-(\d+)")
-    for one in ray.util.list_named_actors(all_namespaces=True):
-        known = numbered.fullmatch(one["name"]) if one["namespace"] == NAMESPACE else None
-        if known and int(known[1]) >= first:
-            _kill(one["name"])
+def _find(name: str) -> Any | None:
+    """None where it has ended."""
+    try:
+        return ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        return None
 
 
 def _kill(name: str) -> None:
@@ -205,9 +257,28 @@ def _find_or_make(name: str, settings: ShardSettings) -> Any:
     """Blocks for as long as Ray's head needs; not until the actor runs."""
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
     placed = {"num_cpus": 0, "max_concurrency": MAX_CONCURRENCY, "scheduling_strategy": "SPREAD"}
-    actor: Any = ray.remote(CacheActor).options(**options, **placed).remote(settings)
+    actor: Any = ray.remote(CacheActor).options(**options, **placed).remote(name, settings)
     actor.configure.remote(settings)
     return actor
+
+
+class _Peer:
+    """Another actor, as an actor sees it."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def take_over(self, entries: Mapping[Key, Entry], epoch: int, layout: Layout) -> int:
+        now: int = await self._actor.take_over.remote(dict(entries), epoch, layout)
+        return now
+
+
+async def _peer(name: str) -> _Peer:
+    return _Peer(await asyncio.to_thread(ray.get_actor, name, NAMESPACE))
+
+
+def _cannot_be_had(error: Exception) -> BackendUnavailable:
+    return BackendUnavailable(f"the cache actors cannot be had: {type(error).__name__}: {error}; see: ray status")
 
 
 def _memory(settings: ShardSettings) -> MemoryCache:

@@ -88,6 +88,12 @@ class MemoryCache:
         with self._lock:
             return bool(self._invalidate((key,)))
 
+    def discard(self, keys: Iterable[Key]) -> None:
+        """Forget these, which another cache has now; that counts as nothing."""
+        with self._lock:
+            for key in keys:
+                self._forget(key)
+
     def invalidate(self, namespace: str | None = None, group: str | None = None) -> int:
         """Forget all entries, a namespace's, or a group's of a namespace; returns how many. Takes time in proportion to that number.
 

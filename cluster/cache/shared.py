@@ -11,17 +11,20 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from cluster.cache.entry import CacheStatistics, Entry, Key
 from cluster.cache.late_leases import LateLeases
+from cluster.cache.layout import Layout, ShardsSeen
 from cluster.cache.rendezvous import pick
-from cluster.cache.shard import Leased, Lookup
+from cluster.cache.shard import Granted, Held, Leased, Lookup
 from cluster.engines.breaker import Breaker, BreakerSettings, BreakerState
 from cluster.errors import ConfigError
 
 T = TypeVar("T")
+EPOCHS = 2**16
+"""How many shards' epochs a process can tell from each other."""
 logger = logging.getLogger(__name__)
 
 
@@ -73,6 +76,15 @@ class SharedCache(Protocol):
     async def statistics(self) -> Mapping[str, CacheStatistics]: ...
     def health(self) -> tuple[ShardHealth, ...]: ...
     async def close(self) -> None: ...
+
+    @property
+    def seen(self) -> ShardsSeen | None:
+        """What there is to tell of its shards; None where their number is fixed."""
+        ...
+
+    def follow(self, layout: Layout) -> None:
+        """Have so many shards, where their number is not fixed, and no later layout is followed. Returns at once; idempotent."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,30 +160,50 @@ class GuardedShard:
 
 
 class ShardedCache:
-    """The SharedCache over `shards`, by name; a key belongs to the same one in every process that names them alike."""
+    """The SharedCache over `shards`, by name; a key belongs to the same one in every process that names them alike.
+
+    An epoch counts at the shard that told it. Those that this cache tells say which shard that was, and nothing is put elsewhere with them:
+    by then a key may have another owner.
+    """
 
     def __init__(
         self, shards: Mapping[str, Shard], settings: SharedSettings | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         if not shards:
             raise ConfigError("the shared cache has no shards; give it at least one")
-        settings = settings or SharedSettings()
-        self._shards = {name: GuardedShard(name, shard, settings, clock) for name, shard in shards.items()}
-        self._names = sorted(shards)
-        self._late = LateLeases(settings.operator_s)
+        self._settings, self._clock = settings or SharedSettings(), clock
+        self._shards: dict[str, GuardedShard] = {}
+        self._numbers: dict[str, int] = {}
+        self._own(shards)
+        self._late = LateLeases(self._settings.operator_s)
+
+    @property
+    def seen(self) -> ShardsSeen | None:
+        return None
+
+    def follow(self, layout: Layout) -> None:
+        """Its shards are those that it was made with."""
 
     async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup:
         """Keys of a shard that fails are neither found nor have an epoch."""
-        parts = await self._each(self._by_shard(keys), lambda shard, asked: shard.ask(lambda s: s.mget(asked, counted=counted)))
+
+        async def look_up(shard: GuardedShard, asked: list[Key]) -> Lookup | None:
+            found = await shard.ask(lambda s: s.mget(asked, counted=counted))
+            return found and Lookup(found.entries, {key: self._told(shard, epoch) for key, epoch in found.epochs.items()})
+
+        parts = await self._each(self._by_shard(keys), look_up)
         return Lookup(
             {key: entry for part in parts for key, entry in part.entries.items()},
             {key: epoch for part in parts for key, epoch in part.epochs.items()},
         )
 
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
-        def put(shard: GuardedShard, keys: list[Key]) -> Awaitable[frozenset[Key] | None]:
-            kept = {key: entries[key] for key in keys}
-            return shard.ask(lambda s: s.mput(kept, {key: epochs[key] for key in keys if key in epochs}))
+        """What another shard told the epoch of is not put, and not refused: it is a miss."""
+
+        async def put(shard: GuardedShard, keys: list[Key]) -> frozenset[Key] | None:
+            own = {key: epochs[key] // EPOCHS for key in keys if key in epochs and epochs[key] % EPOCHS == self._numbers[shard.name]}
+            kept = {key: entries[key] for key in keys if key in own or key not in epochs}
+            return await shard.ask(lambda s: s.mput(kept, own)) if kept else None
 
         return frozenset[Key]().union(*await self._each(self._by_shard(entries), put))
 
@@ -185,7 +217,7 @@ class ShardedCache:
         leased = None
         try:
             leased = await shard.ask(call)
-            return leased
+            return replace(leased, epoch=self._told(shard, leased.epoch)) if isinstance(leased, Granted | Held) else leased
         finally:
             if leased is None and sent:
                 self._late.give_back(sent[0], lambda: shard.shard.release(key, holder))
@@ -206,8 +238,9 @@ class ShardedCache:
 
     async def statistics(self) -> Mapping[str, CacheStatistics]:
         """By shard; those that do not answer are left out."""
-        answers = await asyncio.gather(*(self._shards[name].insist(lambda s: s.statistics()) for name in self._names))
-        return {name: answer for name, answer in zip(self._names, answers, strict=True) if answer is not None}
+        shards = [self._shards[name] for name in self._names]
+        answers = await asyncio.gather(*(shard.insist(lambda s: s.statistics()) for shard in shards))
+        return {shard.name: answer for shard, answer in zip(shards, answers, strict=True) if answer is not None}
 
     def health(self) -> tuple[ShardHealth, ...]:
         return tuple(self._shards[name].health() for name in self._names)
@@ -215,6 +248,19 @@ class ShardedCache:
     async def close(self) -> None:
         await self._late.close()
         await asyncio.gather(*(shard.insist(lambda s: s.close()) for shard in self._shards.values()))
+
+    def _own(self, shards: Mapping[str, Shard]) -> None:
+        """Have these own the keys from now on."""
+        self._shards = {name: self._shards.get(name) or self._guarded(name, shard) for name, shard in shards.items()}
+        self._names = sorted(shards)
+        for name in self._names:
+            self._numbers.setdefault(name, len(self._numbers))
+
+    def _guarded(self, name: str, shard: Shard) -> GuardedShard:
+        return GuardedShard(name, shard, self._settings, self._clock)
+
+    def _told(self, shard: GuardedShard, epoch: int) -> int:
+        return epoch * EPOCHS + self._numbers[shard.name]
 
     def _shard(self, key: Key) -> GuardedShard:
         return self._shards[pick(key, self._names)]

@@ -64,7 +64,7 @@ def _processes(settings: Settings, sizes: Sizes, count: Mapping[str, int], use: 
         yield Process("vLLM's engine", generators, present(parts))
     if settings.cache.enabled and settings.cache.l2 == "actors":
         budget = Part("kept answers (l2)", settings.cache.l2_shard_bytes, "filled", key="cache.l2_shard_bytes")
-        yield Process("cache actor", settings.cache.l2_shards, present([*_base("cache actor"), budget]))
+        yield Process("cache actor", settings.cache.most_shards, present([*_base("cache actor"), budget]))
     yield Process("switchboard", 1, tuple(_base("switchboard")))
     if settings.zeromq is not None:
         requests = Part("requests", settings.zeromq.max_bytes, "passing", key="zeromq.max_bytes")

@@ -10,9 +10,10 @@ import pytest
 import ray
 from ray.exceptions import RayError
 
-from cluster.cache.actor import NAMESPACE, connect, remove_all, shard_names
+from cluster.cache.actor import NAMESPACE, connect, remove_all
 from cluster.cache.codec import Codec
 from cluster.cache.entry import Entry, Key
+from cluster.cache.layout import Layout, shard_names
 from cluster.cache.memory import MemoryCache
 from cluster.cache.shard import Granted
 from cluster.cache.shared import SharedSettings
@@ -147,7 +148,7 @@ async def named(*expected):
     return there == set(expected)
 
 
-async def test_actors_beyond_the_configured_number_are_ended_with_what_they_hold(actors):
+async def test_actors_beyond_the_configured_number_are_ended(actors):
     await connect(SETTINGS.model_copy(update={"l2_shards": 3}), NAME, PATIENT)
     stays = await connect(SETTINGS.model_copy(update={"l2_shards": 1}), f"{NAME}-1", PATIENT)  # its name begins like theirs
     assert await named(*shard_names(3, NAME), f"{NAME}-1-0")
@@ -160,6 +161,46 @@ async def test_actors_beyond_the_configured_number_are_ended_with_what_they_hold
     remove_all(f"{NAME}-1")
     await until(named)
     remove_all(NAME)
+
+
+async def test_entries_are_hits_after_the_actors_became_two_and_one_again(actors):
+    settings = CacheSettings(l2_max_shards=2)
+    shared = await connect(settings, NAME, PATIENT)
+    await until(lambda: all_serve(shared))
+    small, large = (
+        {key: entry(key.digest.encode()) for key in keys(500)},
+        {Key("tenant", "eve", str(one)): entry(LARGE) for one in range(8)},
+    )
+    stored = small | large
+    await put(shared, stored)
+    held = []
+    for number, owners in ((1, 2), (2, 1)):
+        shared.follow(Layout(number, owners))
+        await shared.settled()
+        assert await named(*shard_names(owners, NAME))
+        assert (await shared.mget(list(stored))).entries == stored
+        held.append({name: figures.entries for name, figures in (await shared.statistics()).items()})
+        assert (await connect(settings, NAME, PATIENT)).seen is not None
+    assert sum(held[0].values()) == held[1][f"{NAME}-0"] == len(stored) + 20  # and what was put to see whether it serves
+    assert min(held[0].values()) > 150
+    assert (await shared.invalidate("tenant", "eve")).unconfirmed == ()
+    assert (await shared.mget(list(stored))).entries == small
+
+
+async def test_an_actor_that_is_killed_in_the_middle_of_a_move_costs_misses_and_no_call_fails(actors):
+    shared = await connect(CacheSettings(l2_max_shards=2), NAME, PATIENT)
+    await until(lambda: all_serve(shared))
+    stored = {key: entry(key.digest.encode()) for key in keys(2000)}
+    await put(shared, stored)
+    before = process_of(f"{NAME}-0")
+    shared.follow(Layout(1, 2))
+    await until(lambda: shared.seen.layout.owners == 2)
+    os.kill(before, signal.SIGKILL)
+    assert (await shared.mget(list(stored))).entries.items() <= stored.items()
+    await shared.settled()
+    await until(lambda: all_serve(shared))
+    assert (await shared.mget(list(stored))).entries.items() <= stored.items()
+    assert await named(*shard_names(2, NAME))
 
 
 def test_nothing_is_removed_or_started_where_there_is_no_ray(monkeypatch):

@@ -254,7 +254,7 @@ async def stored(actor, count):
 
 
 async def test_an_actor_that_is_resized_keeps_what_it_has_room_for():
-    actor = CacheActor(ACTOR)
+    actor = CacheActor("cache-0", ACTOR)
     keys = await stored(actor, 50)
     assert await actor.configure(replace(ACTOR, capacity_bytes=2000, policy="lru", given_at=2.0))
     assert (await actor.mget(keys)).entries.keys() == set(keys)
@@ -264,14 +264,14 @@ async def test_an_actor_that_is_resized_keeps_what_it_has_room_for():
 
 
 async def test_settings_of_an_earlier_time_change_nothing():
-    actor = CacheActor(replace(ACTOR, given_at=2.0))
+    actor = CacheActor("cache-0", replace(ACTOR, given_at=2.0))
     assert not await actor.configure(replace(ACTOR, capacity_bytes=10, given_at=1.0))
     assert (await actor.statistics()).capacity_bytes == 1000
 
 
 async def test_an_actor_that_hits_too_rarely_takes_in_what_was_asked_for_before():
     """As the first tier does: a scan of keys that are asked for once turns nothing out."""
-    actor = CacheActor(replace(ACTOR, minimum_hit_rate=0.5))
+    actor = CacheActor("cache-0", replace(ACTOR, minimum_hit_rate=0.5))
     known = await stored(actor, 100)
     for number in range(2000):
         scanned = Key("tenant", "scan", str(number))

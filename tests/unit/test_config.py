@@ -42,6 +42,7 @@ ONE_MACHINE = RAY_CONFIG.parent / "cluster" / "launch" / "one_machine.yaml"
         ({"placement": "together"}, "placement = 'together': Input should be 'split' or 'colocated'"),
         ({"gateway": {"flags": {"hedging": True}}}, "gateway.flags.hedging = True: Extra inputs are not permitted"),
         ({"gateway": {"flags": {"strategy": "popular"}}}, "gateway.flags.strategy = 'popular'"),
+        ({"cache": {"l2_shards": 3, "l2_max_shards": 2}}, r"l2_max_shards \(2\) must be greater than or equal to l2_shards \(3\)"),
     ],
 )
 def test_a_wrong_key_is_named_with_its_value_and_the_rule(tree, message):

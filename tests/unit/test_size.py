@@ -154,7 +154,7 @@ class TestBytes:
 
     def test_caches_take_what_the_configuration_gives_them(self, bundle):
         plan = plan_of(
-            parse({**TORCH, "cache": {"l1_bytes": 2**20, "l2_shard_bytes": 2**21, "l2_shards": 3}}), sizes_of(bundle), {}, Use(), "host"
+            parse({**TORCH, "cache": {"l1_bytes": 2**20, "l2_shard_bytes": 2**21, "l2_max_shards": 3}}), sizes_of(bundle), {}, Use(), "host"
         )
         kept = {one.key: (process.count, one.bytes) for process in plan.processes for one in process.parts if one.key.startswith("cache.")}
         assert kept == {"cache.l1_bytes": (1, 2**20), "cache.l2_shard_bytes": (3, 2**21)}

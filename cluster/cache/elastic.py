@@ -1,0 +1,185 @@
+"""The shared cache whose shards become more and fewer while it serves, without losing what they hold.
+
+    follow(layout) -> the owners are made -> keys go to them -> all shards are told: entries move -> shards that own nothing are ended
+
+Erasures reach every shard that exists, of whatever layout, and are repeated until no entry can have slipped through (see
+cluster.cache.moving).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol, TypeVar, cast
+
+from cluster.cache.entry import CacheStatistics
+from cluster.cache.layout import Layout, ShardsSeen
+from cluster.cache.moving import ShardState
+from cluster.cache.shared import Erased, Shard, ShardedCache, SharedSettings
+from cluster.errors import BackendUnavailable
+
+T = TypeVar("T")
+LOOK_S = 0.5
+"""How often shards are asked whether they still give entries away."""
+ROUNDS = 6
+"""Of an erasure, after which it is unconfirmed: layouts change more slowly than that."""
+logger = logging.getLogger(__name__)
+
+
+class Movable(Shard, Protocol):
+    """See MovingShard for what each does."""
+
+    async def follow(self, layout: Layout) -> ShardState: ...
+    async def erase(self, namespace: str | None, group: str | None, layout: Layout) -> tuple[int, Layout]: ...
+
+
+class Shards(Protocol):
+    """Where shards are had, by name. Each method raises BackendUnavailable where that cannot be said."""
+
+    async def make(self, names: Sequence[str]) -> Mapping[str, Movable]:
+        """Those of these names, whether they exist or not. No others are made any more."""
+        ...
+
+    async def others(self, names: Sequence[str]) -> Mapping[str, Movable]:
+        """Those that exist beside them."""
+        ...
+
+    async def end(self, name: str) -> None:
+        """For good; what it holds is lost."""
+        ...
+
+
+class ElasticCache(ShardedCache):
+    """Use `made`. It begins with `least` shards, follows a later layout that the shards know of, and has them within `least` and `most`
+    again where that one is of another configuration.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        place: Shards,
+        shards: Mapping[str, Movable],
+        bounds: tuple[int, int],
+        settings: SharedSettings,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(shards, settings, clock)
+        self._name, self._place, self._bounds = name, place, bounds
+        self._layout = self._wanted = Layout(0, bounds[0])
+        self._is_new = True
+        self._seen = ShardsSeen(self._layout)
+        self._work: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def made(
+        cls,
+        name: str,
+        place: Shards,
+        *,
+        least: int,
+        most: int,
+        settings: SharedSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> "ElasticCache":
+        """Raises BackendUnavailable."""
+        shards = await place.make(Layout(0, least).names(name))
+        made = cls(name=name, place=place, shards=shards, bounds=(least, most), settings=settings or SharedSettings(), clock=clock)
+        made.follow(Layout(0, least))
+        return made
+
+    @property
+    def seen(self) -> ShardsSeen | None:
+        return self._seen
+
+    def follow(self, layout: Layout) -> None:
+        self._wanted = max(layout, self._wanted)
+        if (self._wanted != self._layout or self._seen.moving) and (self._work is None or self._work.done()):
+            self._work = asyncio.get_running_loop().create_task(self._settle())
+
+    async def settled(self) -> None:
+        """Until every shard follows the layout, and holds nothing that another one owns."""
+        if self._work is not None:
+            await asyncio.shield(self._work)
+
+    async def invalidate(self, namespace: str | None = None, group: str | None = None) -> Erased:
+        """As every shared cache, also while entries move."""
+        count, before = 0, dict[str, Layout]()
+        for _ in range(ROUNDS):
+            latest = max([self._layout, *before.values()])
+            try:
+                answers = await self._of_all(lambda shard: shard.erase(namespace, group, latest))  # noqa: B023 - awaited in this round
+            except (BackendUnavailable, TimeoutError) as error:
+                logger.warning("which cache shards there are is not known: %s", error or type(error).__name__)
+                return Erased(count, tuple(self._names))
+            count += sum(answer[0] for answer in answers.values() if answer is not None)
+            if silent := tuple(name for name, answer in answers.items() if answer is None):
+                return Erased(count, silent)
+            layouts = {name: answer[1] for name, answer in answers.items() if answer is not None}
+            self.follow(max(layouts.values()))
+            if layouts == before and len(set(layouts.values())) == 1:
+                return Erased(count)
+            before = layouts
+        return Erased(count, tuple(self._names))
+
+    async def statistics(self) -> Mapping[str, CacheStatistics]:
+        """A shard that was restarted is told the layout with it."""
+        if self._work is None or self._work.done():
+            await self._looked()
+            self.follow(self._wanted)
+        return await super().statistics()
+
+    async def close(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+        await super().close()
+
+    async def _settle(self) -> None:
+        while True:
+            try:
+                await self._make_owners()
+            except BackendUnavailable as error:
+                logger.warning("the cache stays with %d shards: %s", self._layout.owners, error)
+            if await self._looked() and self._wanted == self._layout:
+                return
+            await asyncio.sleep(LOOK_S)
+
+    async def _make_owners(self) -> None:
+        """Before any shard gives them what they own."""
+        if (layout := self._wanted) != self._layout:
+            self._own(await self._place.make(layout.names(self._name)))
+            logger.info("%s: keys belong to %d shards from now on", self._name, layout.owners)
+            self._layout, self._seen = layout, ShardsSeen(layout)
+
+    async def _looked(self) -> bool:
+        """Tell all shards the layout, and end those that own nothing and have given all away; whether nothing moves any more."""
+        try:
+            states = await self._of_all(lambda shard: shard.follow(self._layout))
+            known = {name: state for name, state in states.items() if state is not None}
+            if known:
+                self._take(max(state.layout for state in known.values()), all_known=len(known) == len(states))
+            done = {name for name, state in known.items() if state.layout == self._layout and not state.moving}
+            for name in done - set(self._names):
+                await self._place.end(name)
+        except (BackendUnavailable, TimeoutError) as error:
+            logger.warning("which cache shards there are is not known: %s", error or type(error).__name__)
+            return False
+        busy = sum(state.busy for name, state in known.items() if name in self._names)
+        self._seen = ShardsSeen(self._layout, busy, moving=done != states.keys())
+        return done == states.keys()
+
+    def _take(self, latest: Layout, *, all_known: bool) -> None:
+        """Follow the latest layout that a shard follows; the first one may be of a configuration with other bounds."""
+        least, most = self._bounds
+        if self._is_new and all_known and not least <= latest.owners <= most:
+            latest = Layout(latest.number + 1, min(max(latest.owners, least), most))
+        self._is_new = self._is_new and not all_known
+        self._wanted = max(latest, self._wanted)
+
+    async def _of_all(self, call: Callable[[Movable], Awaitable[T]]) -> dict[str, T | None]:
+        """What the owners, and all others that exist, answer; None where one does not. Raises BackendUnavailable or TimeoutError."""
+        async with asyncio.timeout(self._settings.operator_s):
+            others = await self._place.others(self._names)
+        guarded = {**{name: self._guarded(name, shard) for name, shard in others.items()}, **self._shards}
+        answers = await asyncio.gather(*(shard.insist(lambda asked: call(cast(Movable, asked))) for shard in guarded.values()))
+        return dict(zip(guarded, answers, strict=True))

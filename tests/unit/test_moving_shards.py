@@ -1,0 +1,356 @@
+"""The shared cache while its shards become more and fewer: what is kept, what is erased, and what a shard that dies costs."""
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+from cluster.cache.elastic import ElasticCache
+from cluster.cache.entry import Entry, Key
+from cluster.cache.layout import Layout, shard_names
+from cluster.cache.memory import MemoryCache
+from cluster.cache.moving import BATCH, MovingShard
+from cluster.cache.shard import Granted
+from cluster.cache.shared import SharedSettings
+from cluster.errors import BackendUnavailable
+from tests.fakes.clock import Clock
+from tests.waiting import settled, until
+
+pytestmark = pytest.mark.virtual_time
+
+NAME = "cache"
+KEYS = [Key("tenant", f"user {index % 50}", str(index)) for index in range(3 * BATCH)]
+PATIENT = SharedSettings(deadline_s=60.0, operator_s=300.0)
+
+
+class Place:
+    """Shards in this process. Each call of one takes as many turns of the loop as `turns` says; the shards in `away` do not answer."""
+
+    def __init__(self, turns=lambda: 0):
+        self.shards, self.away, self.ended, self.clock, self.turns = {}, set(), [], Clock(1000.0), turns
+        self.given, self.before_given, self.ends = Counter(), None, []
+
+    async def make(self, names):
+        for name in names:
+            self.shards.setdefault(name, self.new(name))
+        return {name: Far(self, name) for name in names}
+
+    async def others(self, names):
+        return {name: Far(self, name) for name in self.shards if name not in names}
+
+    async def end(self, name):
+        self.ended.append(name)
+        self.shards.pop(name, None)
+
+    async def peer(self, name):
+        return Far(self, name)
+
+    def new(self, name):
+        self.clock.now += 1  # one that is made later begins with a later epoch
+        return MovingShard(name, MemoryCache(clock=self.clock), self.peer, busy=lambda: 0.25, clock=self.clock)
+
+    def kill(self, name):
+        """It is restarted, empty."""
+        self.ends.append(asyncio.create_task(self.shards[name].close()))
+        self.shards[name] = self.new(name)
+
+    def held(self, user=None):
+        """Shard -> the keys that it holds, of a user or of all."""
+        return {
+            name: {key for key, _ in shard.memory.entries() if user in {None, key.group}} for name, shard in sorted(self.shards.items())
+        }
+
+
+class Far:
+    """A shard of a place, a few turns away, by its name: another one may have that by then."""
+
+    def __init__(self, place, name):
+        self.place, self.name = place, name
+
+    def __getattr__(self, method):
+        async def called(*arguments, **named):
+            await self.way()
+            if method == "take_over":
+                self.place.given[self.name] += len(arguments[0])
+                if arguments[0] and self.place.before_given is not None:
+                    await self.place.before_given(self.name)
+            if self.name in self.place.away or self.name not in self.place.shards:
+                raise ConnectionResetError(f"{self.name} is away")
+            answer = await getattr(self.place.shards[self.name], method)(*arguments, **named)
+            await self.way()
+            return answer
+
+        return called
+
+    async def way(self):
+        for _ in range(self.place.turns()):
+            await asyncio.sleep(0)
+
+
+def entry(payload=b"answer"):
+    return Entry.lasting(payload, len(payload), now=1000.0, fresh_s=1e6)
+
+
+def stored(keys=KEYS):
+    return {key: entry(key.digest.encode()) for key in keys}
+
+
+async def cache_of(place, least=1, most=8):
+    cache = await ElasticCache.made(NAME, place, least=least, most=most, settings=PATIENT)
+    await cache.settled()
+    return cache
+
+
+async def put(cache, entries):
+    await cache.mput(entries, (await cache.mget(list(entries))).epochs)
+
+
+async def change(cache, owners):
+    cache.follow(Layout(cache.seen.layout.number + 1, owners))
+    await cache.settled()
+
+
+async def found(cache, keys=KEYS):
+    return dict((await cache.mget(list(keys))).entries)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (1, 4), (4, 1), (3, 2)])
+async def test_what_was_kept_is_still_a_hit_when_shards_are_added_or_taken_away(before, after):
+    place = Place()
+    cache = await cache_of(place, before)
+    await put(cache, stored())
+    held = place.held()
+    await change(cache, after)
+    assert await found(cache) == stored()
+    assert list(place.shards) == shard_names(after, NAME)
+    assert sum(map(len, place.held().values())) == len(KEYS), "each key is in one shard"
+    stayed = sum(len(held[name] & now) for name, now in place.held().items() if name in held)
+    assert sum(place.given.values()) == len(KEYS) - stayed, "what keeps its owner stays where it is"
+    assert cache.seen.layout.owners == after
+    assert not cache.seen.moving
+
+
+async def test_entries_move_in_batches_and_requests_go_on_in_between():
+    place = Place()
+    cache = await cache_of(place)
+    await put(cache, stored())
+    sizes, answered = [], []
+
+    async def asked(name):
+        sizes.append(place.given[name] - sum(sizes))
+        answered.append(len(await found(cache)))
+
+    place.before_given = asked
+    await change(cache, 2)
+    assert len(sizes) == len(KEYS) / BATCH
+    assert max(sizes) <= BATCH
+    assert min(answered) > 0
+
+
+async def test_an_entry_that_the_new_owner_has_computed_meanwhile_is_not_replaced_by_the_old_one():
+    place = Place()
+    cache = await cache_of(place)
+    await put(cache, stored())
+    newer = dict.fromkeys(KEYS, entry(b"newer"))
+
+    async def computed(_):
+        place.before_given = None
+        await put(cache, newer)
+
+    place.before_given = computed
+    await change(cache, 2)
+    moved = place.held()["cache-1"]
+    assert {one.payload for key, one in (await found(cache)).items() if key in moved} == {b"newer"}
+
+
+async def test_a_gateway_that_has_not_heard_of_the_change_has_misses_and_no_errors_until_a_shard_tells_it():
+    place = Place()
+    cache, late = await cache_of(place), await cache_of(place)
+    await put(cache, stored())
+    await change(cache, 2)
+    stays = place.held()["cache-0"]
+    assert (await found(late)).keys() == stays
+    assert await late.mput(dict.fromkeys(KEYS, entry(b"late")), (await late.mget(KEYS)).epochs) == frozenset()
+    assert place.held()["cache-0"] == stays, "it takes in nothing that another one owns"
+    assert {health.failures for health in late.health()} == {0}
+    await late.statistics()
+    await late.settled()
+    assert late.seen.layout == cache.seen.layout
+    assert (await found(late)).keys() == set(KEYS)
+
+
+async def test_a_shard_that_is_emptied_takes_in_nothing_more_and_is_ended_once_it_is_empty():
+    place = Place()
+    cache, late = await cache_of(place, 2), await cache_of(place, 2)
+    taken = []
+
+    async def written(_):
+        taken.append(await late.mput(dict.fromkeys(KEYS, entry(b"late")), (await late.mget(KEYS)).epochs))
+        taken.append(len(place.held()["cache-1"]))
+
+    await put(cache, stored())
+    leaving = len(place.held()["cache-1"])
+    place.before_given = written
+    await change(cache, 1)
+    assert taken[:2] == [frozenset(), leaving]
+    assert place.ended == ["cache-1"]
+    place.before_given = None
+    await late.statistics()
+    await late.settled()
+    assert list(place.shards) == ["cache-0"]
+
+
+async def test_what_began_at_the_old_owner_is_not_put_at_the_new_one():
+    """Epochs of two shards have nothing in common: one of a younger shard would pass for a later one."""
+    place = Place()
+    cache = await cache_of(place, 2)
+    leased = {key: await cache.lease(key, "me", 30) for key in KEYS[:50]}
+    looked_up = (await cache.mget(KEYS[50:])).epochs
+    await change(cache, 1)
+    await cache.invalidate("tenant")
+    began = {key: granted.epoch for key, granted in leased.items()} | looked_up
+    assert await cache.mput(stored(), began) < set(KEYS)  # what the old owner granted is a miss, the rest is refused
+    assert await found(cache) == {}
+
+
+async def test_callers_that_wait_at_the_old_owner_are_told_at_once():
+    place = Place()
+    cache = await cache_of(place, 2)
+    granted = {key: await cache.lease(key, "me", 3600) for key in KEYS[:40]}
+    assert all(isinstance(one, Granted) for one in granted.values())
+    waiting = {key: asyncio.create_task(cache.wait(key, 3600)) for key in granted}
+    await settled()
+    await change(cache, 1)
+    told = {key for key, task in waiting.items() if task.done()}
+    assert 0 < len(told) < 40
+    assert {isinstance(await cache.lease(key, "you", 30), Granted) for key in told} == {True}
+    for task in waiting.values():
+        task.cancel()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 1)])
+async def test_an_erased_user_does_not_come_back_whatever_is_on_its_way_at_that_moment(before, after):
+    for seed in range(40):
+        draw = random.Random(seed)
+        place = Place(lambda draw=draw: draw.randrange(12))
+        cache, late = await cache_of(place, before), await cache_of(place, before)
+        await put(cache, stored())
+        cache.follow(Layout(1, after))
+        for _ in range(draw.randrange(120)):
+            await asyncio.sleep(0)
+        erased = await draw.choice((cache, late)).invalidate("tenant", "user 7")
+        if not erased.unconfirmed:
+            assert set().union(*place.held("user 7").values()) == set(), f"seed {seed}: it is confirmed, and not erased"
+        else:
+            await until(lambda late=late: confirms(late))
+        await cache.settled()
+        assert set().union(*place.held("user 7").values()) == set(), f"seed {seed}: it came back"
+        others = {key: one for key, one in stored().items() if key.group != "user 7"}
+        assert await found(cache) == others, f"seed {seed}"
+
+
+async def confirms(cache):
+    return not (await cache.invalidate("tenant", "user 7")).unconfirmed
+
+
+async def test_an_erasure_is_not_confirmed_while_a_shard_that_may_hold_the_user_does_not_answer():
+    place = Place()
+    cache, late = await cache_of(place), await cache_of(place)
+    await put(cache, stored())
+    await change(cache, 2)
+    place.away = {"cache-1"}
+    assert (await late.invalidate("tenant", "user 7")).unconfirmed == ("cache-1",), "also by a gateway that does not know of it yet"
+    place.away = set()
+    assert (await late.invalidate("tenant", "user 7")).unconfirmed == ()
+    assert set().union(*place.held("user 7").values()) == set()
+
+
+async def test_an_erasure_is_not_confirmed_where_it_is_not_known_which_shards_there_are(monkeypatch):
+    place = Place()
+    cache = await cache_of(place)
+
+    async def unknown(_):
+        raise BackendUnavailable("the head is away")
+
+    monkeypatch.setattr(place, "others", unknown)
+    assert (await cache.invalidate("tenant", "user 7")).unconfirmed == ("cache-0",)
+
+
+@pytest.mark.parametrize("killed", ["cache-0", "cache-1"])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+async def test_a_shard_that_is_killed_in_the_middle_of_a_move_costs_misses_and_no_wrong_answer(before, after, killed):
+    place = Place()
+    cache = await cache_of(place, before)
+    await put(cache, stored())
+    batches = []
+
+    async def kill(name):
+        batches.append(name)
+        if len(batches) == 1:
+            place.kill(killed)
+
+    place.before_given = kill
+    await change(cache, after)
+    kept = await found(cache)
+    assert kept.items() <= stored().items()
+    assert len(kept) < len(KEYS)
+    assert list(place.shards) == shard_names(after, NAME)
+    await put(cache, stored())
+    assert await found(cache) == stored()
+
+
+async def test_what_an_owner_does_not_take_over_is_given_up():
+    place = Place()
+    cache = await cache_of(place)
+    await put(cache, stored())
+    await place.make(shard_names(2, NAME))
+
+    async def silent(_):
+        raise ConnectionResetError("it ended in the middle of a call")
+
+    place.before_given = silent
+    await change(cache, 2)
+    assert place.held() == {"cache-0": (await found(cache)).keys(), "cache-1": set()}
+    assert 0 < len(await found(cache)) < len(KEYS)
+
+
+async def test_a_newer_change_overtakes_one_that_is_under_way():
+    place = Place()
+    cache = await cache_of(place)
+    await put(cache, stored())
+
+    async def overtaken(_):
+        place.before_given = None
+        cache.follow(Layout(2, 3))
+
+    place.before_given = overtaken
+    await change(cache, 2)
+    assert (cache.seen.layout, cache.seen.moving) == (Layout(2, 3), False)
+    assert await found(cache) == stored()
+
+
+async def test_an_earlier_layout_changes_nothing():
+    place = Place()
+    cache = await cache_of(place)
+    await change(cache, 2)
+    cache.follow(Layout(0, 5))
+    await cache.settled()
+    assert list(place.shards) == shard_names(2, NAME)
+
+
+@pytest.mark.parametrize(("least", "most", "owners"), [(1, 8, 3), (1, 2, 2), (4, 6, 4), (1, 1, 1)])
+async def test_a_gateway_that_starts_finds_what_is_kept_and_has_as_many_shards_as_it_may(least, most, owners):
+    place = Place()
+    cache = await cache_of(place)
+    await put(cache, stored())
+    await change(cache, 3)
+    again = await cache_of(place, least, most)
+    assert again.seen.layout.owners == owners
+    assert await found(again) == stored()
+    assert list(place.shards) == shard_names(owners, NAME)
+
+
+async def test_tells_how_busy_the_shards_are():
+    cache = await cache_of(Place(), 3)
+    assert cache.seen.busy == 0.75
