@@ -73,7 +73,7 @@ class Gateway:
     ) -> None:
         self._settings, self._limits, self._stages, self._cache = settings, settings.gateway, stages, cache
         self._heartbeat = heartbeat
-        shared = cache.shared if cache is not None else None
+        self._shared = shared = cache.shared if cache is not None else None
         self._usual = UsualRequests(None if shared is None else SharedNotes(shared, REQUEST_CODEC))
         self._histories = StoredHistories(events, self._limits.max_behaviours)
 
@@ -139,13 +139,16 @@ class Gateway:
         await self._models.fill(versions, only=only)
 
     def presence(self, rollout: Rollout) -> Presence:
-        trial, uses = rollout.trial, self._versions.uses()
-        return Presence("gateway", self._models.holds, uses, trial.name if trial else "", self._versions.figures() if trial else {})
+        trial, uses, shards = rollout.trial, self._versions.uses(), self._shared.seen if self._shared is not None else None
+        figures = self._versions.figures() if trial else {}
+        return Presence("gateway", self._models.holds, uses, trial.name if trial else "", figures, shards)
 
     def snapshot(self) -> None:
         """It has no engines of its own."""
 
     def follow(self, rollout: Rollout, orders: Orders) -> None:
+        if self._shared is not None and orders.layout is not None:
+            self._shared.follow(orders.layout)
         if self._models.models:
             served = self._versions.stable
             self._versions.update(rollout, orders.fleet)

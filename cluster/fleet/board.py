@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from cluster.cache.layout import ShardsSeen
 from cluster.fleet.rollout import Arm, Rollout, Trial, VersionFigures, judge
 from cluster.stages import StageName
 
@@ -20,7 +21,7 @@ READY = ""
 @dataclass(frozen=True, slots=True)
 class Presence:
     """What a process tells of itself. `holds`: version -> READY, or why it cannot serve it (yet); `uses`: versions whose answers a gateway
-    gives; `figures` of the arms in the trial of that name.
+    gives; `figures` of the arms in the trial of that name; `shards`: those of the shared cache, where their number may change.
     """
 
     role: Role
@@ -28,6 +29,7 @@ class Presence:
     uses: frozenset[int] = frozenset()
     trial: str = ""
     figures: Mapping[Arm, VersionFigures] = field(default_factory=dict)
+    shards: ShardsSeen | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.cache.layout import Layout
 from cluster.engines.snapshots import StageSnapshot
 from cluster.fleet.board import FleetNews, Presence
 from cluster.fleet.erasures import NO_PLACE, News, Place
@@ -36,8 +37,9 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a process has to follow: the switches, the backends that broke elsewhere by stage, which versions others hold and use, and what
-    to erase. `mark` tells the state of the switchboard from its earlier ones.
+    """What a process has to follow: the switches, the backends that broke elsewhere by stage, which versions others hold and use, what to
+    erase, and how many shards the shared cache has (None: that is not known yet). `mark` tells the state of the switchboard from its
+    earlier ones.
     """
 
     mark: int = 0
@@ -46,3 +48,4 @@ class Orders:
     suspects: Mapping[str, frozenset[str]] = field(default_factory=dict)
     fleet: FleetNews = field(default_factory=FleetNews)
     erasures: News = field(default_factory=lambda: News(NO_PLACE))
+    layout: Layout | None = None

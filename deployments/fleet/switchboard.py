@@ -16,6 +16,7 @@ from cluster.bundle import BundleStore
 from cluster.config import parse
 from cluster.errors import BackendUnavailable, BundleError
 from cluster.fleet.board import FleetBoard, FleetStatus
+from cluster.fleet.cache_shards import CacheShards
 from cluster.fleet.clock import steady
 from cluster.fleet.erasures import News
 from cluster.fleet.heartbeat import Orders, Report
@@ -49,6 +50,7 @@ class SwitchboardDeployment:
         self._board, self._fleet = Switchboard(TTL_S, now=clock()), FleetBoard(TTL_S, now=clock())
         tree = parse(settings)
         self._rollouts, self._pinned = RolloutStore(BundleStore(tree.model_dir)), tree.version
+        self._shards = CacheShards(tree.cache.l2_shards, tree.cache.most_shards, TTL_S, now=clock())
         self._judged_at = 0.0
         self._orders = Orders(mark=int(clock() * 1000))
         self._changed = asyncio.Event()
@@ -60,6 +62,8 @@ class SwitchboardDeployment:
         now = self._clock()
         for name, presence in report.presences.items():
             self._fleet.report(name, presence, now=now)
+            if presence.shards is not None:
+                self._shards.report(name, presence.shards, now=now)
         for name, snapshot in report.snapshots.items():
             stage, _, replica_id = name.partition("/")
             self._board.report(stage, replica_id, snapshot, report.switches_version, report.switches, now=now)
@@ -112,7 +116,8 @@ class SwitchboardDeployment:
         """Orders that differ from the last ones get a mark of their own, and every process that waits for some is answered."""
         now = self._clock()
         suspects = {stage: self._board.suspects(stage, now=now) for stage in STAGES}
-        orders = Orders(self._orders.mark, *self._board.switches(), suspects, self._fleet.news(now=now), News(self._board.place))
+        news = self._fleet.news(now=now), News(self._board.place)
+        orders = Orders(self._orders.mark, *self._board.switches(), suspects, *news, self._shards.layout)
         if orders != self._orders:
             self._orders = replace(orders, mark=self._orders.mark + 1)
             self._changed.set()
