@@ -7,12 +7,16 @@ import httpx
 import pytest
 
 from cluster.bundle import BundleStore
+from cluster.cache.layout import Layout, ShardsSeen
 from cluster.cache.memory import MemoryCache
+from cluster.cache.shared import SharedCache
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import parse
 from cluster.errors import ConfigError
 from cluster.events.store import open_event_store
+from cluster.fleet.board import Presence
+from cluster.fleet.heartbeat import Report
 from cluster.fleet.rollout import ROLLOUT, Arm, RolloutStore, Trial
 from cluster.values import Behaviour, Recommendation, RecommendRequest
 from deployments.fleet.heartbeat import Heartbeat
@@ -23,6 +27,7 @@ from tests.fake_stages import Naming, bundle_with_decoder
 from tests.fakes.clock import Clock
 from tests.fakes.handles import Handle
 from tests.fakes.stages import FakeStages
+from tests.unit.test_moving_shards import Place, cache_of
 from tests.waiting import until
 
 HISTORY = (Behaviour("1", 1000), Behaviour("2", 2000))
@@ -40,10 +45,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> BundleStore:
 
 
 class Served:
-    """A gateway, its stages, and its door."""
+    """A gateway, its stages, its switchboard, and its door."""
 
-    def __init__(self, gateway: Gateway, stages: FakeStages) -> None:
-        self.gateway, self.stages = gateway, stages
+    def __init__(self, gateway: Gateway, stages: FakeStages, board: SwitchboardDeployment) -> None:
+        self.gateway, self.stages, self.board = gateway, stages, board
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(gateway.api), base_url="http://genrec")
 
     async def asked(self, user: str = "ada", **request: Any) -> Recommendation:
@@ -79,16 +84,16 @@ async def gateway(store: BundleStore, tmp_path: Any) -> AsyncIterator[Make]:
     """Makes a gateway of these settings that serves. Its switchboard has heard of every replica."""
     made: list[Served] = []
 
-    async def make(**tree: Any) -> Served:
+    async def make(shared: SharedCache | None = None, **tree: Any) -> Served:
         settings, clock = parse({"model_dir": str(store.root), **tree}), Clock()
         board = SwitchboardDeployment(settings.model_dump(mode="json"), clock)
         clock.advance(2 * TTL_S)
         stages = FakeStages(store)
         stages.generators["tiny/2"] = Naming(store.open(2), 7, 8, 9)
-        cache = TieredCache(MemoryCache("s3fifo", 2**20), None, TierSettings(), ANSWER_CODEC)
+        cache = TieredCache(MemoryCache("s3fifo", 2**20), shared, TierSettings(), ANSWER_CODEC)
         events = await open_event_store(f"sqlite:///{tmp_path}/{len(made)}.db")
         heartbeat = Heartbeat(settings, handle := Handle(board), "a")
-        one = Served(Gateway(settings, handle, heartbeat, stages, cache=cache, events=events), stages)
+        one = Served(Gateway(settings, handle, heartbeat, stages, cache=cache, events=events), stages, board)
         await one.gateway.start()
         made.append(one)
         return one
@@ -97,6 +102,15 @@ async def gateway(store: BundleStore, tmp_path: Any) -> AsyncIterator[Make]:
     for one in made:
         await one.http.aclose()
         await one.gateway.close()
+
+
+async def test_a_gateway_tells_how_many_cache_shards_it_sees_and_follows_the_switchboards_order(gateway: Make) -> None:
+    shared = await cache_of(Place())
+    one = await gateway(shared)
+    elsewhere = ShardsSeen(Layout(1, 2), moving=False)
+    assert (await one.board.beat("b", Report(), -1, 0.0)).layout == Layout(0, 1)
+    await one.board.beat("b", Report({"gateway/b": Presence("gateway", {}, shards=elsewhere)}), -1, 0.0)
+    await until(lambda: shared.seen == ShardsSeen(Layout(1, 2), busy=0.5, moving=False))
 
 
 class TestFlags:
