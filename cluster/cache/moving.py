@@ -7,7 +7,7 @@ takes over nothing that it has erased anything of since the giver read it; and a
 same shards, all in the same layout (see ElasticCache). In one layout an entry moves once, from a shard that does not own it to the one that
 does: the first round leaves it nowhere but there, or on the way there, and the second erases the one and has the other refused.
 
-An owner that cannot be reached costs its entries, never an answer. Leases do not move: a key whose owner changes may be computed twice.
+An owner that cannot be reached costs its entries, never an answer. Leases do not move: a key that changes its owner may be computed twice.
 """
 
 import asyncio
