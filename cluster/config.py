@@ -114,12 +114,29 @@ class EngineSettings(StageSettings):
         return self
 
 
+class HandoverSettings(Section):
+    """What becomes of users' kept states as a replica of the encoder stops in an orderly way: the switchboard holds them until the replicas
+    that are the users' homes then have taken them over.
+    """
+
+    max_bytes: int = Field(
+        0,
+        ge=0,
+        description="of states handed over, the hottest first; the switchboard holds as many of all replicas; 0: none are",
+    )
+    within_s: float = Field(
+        5.0, gt=0, le=600, description="time for it as a replica stops, of its graceful_shutdown_timeout_s (20); and as one starts"
+    )
+    keep_s: float = Field(600.0, gt=0, le=86_400, description="how long a state is held, for its home may have to start first")
+
+
 class EncoderSettings(EngineSettings):
     """The encoder stage: history -> user state and nearest items."""
 
     stage_name = "encoder"
 
     order: list[str] = Field(["tensorrt", "onnxruntime", "torch"], min_length=1, description="backends, first choice first")
+    handover: HandoverSettings = HandoverSettings()
 
 
 class GeneratorSettings(EngineSettings):
@@ -394,6 +411,15 @@ class Settings(Section):
         if self.zeromq is not None and self.zeromq.max_bytes < self.gateway.max_body_bytes:
             raise ValueError(
                 f"zeromq.max_bytes ({self.zeromq.max_bytes}) must be at least gateway.max_body_bytes ({self.gateway.max_body_bytes})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _states_have_homes(self) -> Self:
+        if self.encoder.handover.max_bytes and self.placement == "colocated":
+            raise ValueError(
+                f"encoder.handover.max_bytes is {self.encoder.handover.max_bytes} and placement colocated: users have homes among replicas "
+                "of the encoder alone; set placement: split, or max_bytes: 0"
             )
         return self
 

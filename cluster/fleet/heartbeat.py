@@ -37,7 +37,8 @@ class Report:
 @dataclass(frozen=True, slots=True)
 class Orders:
     """What a process has to follow: the switches, the backends that broke elsewhere by stage, which versions others hold and use, and what
-    to erase. `mark` tells the state of the switchboard from its earlier ones.
+    to erase. `mark` tells the state of the switchboard from its earlier ones; `handed_over` is another number where there may be more
+    states to take over.
     """
 
     mark: int = 0
@@ -46,3 +47,4 @@ class Orders:
     suspects: Mapping[str, frozenset[str]] = field(default_factory=dict)
     fleet: FleetNews = field(default_factory=FleetNews)
     erasures: News = field(default_factory=lambda: News(NO_PLACE))
+    handed_over: int = 0

@@ -1,0 +1,111 @@
+"""A replica's part in handing users' states over, by way of the switchboard.
+
+It gives as it stops, and takes as it starts, as others stop, and as it loads another engine.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from time import monotonic
+from typing import Any, Protocol
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.config import HandoverSettings
+from cluster.engines.handover import KeptUser
+from cluster.errors import BackendError
+from cluster.fleet.erasures import NO_PLACE, Place
+from cluster.fleet.handover import Taken
+from cluster.fleet.heartbeat import Orders
+from deployments.calls.remote import ask
+from deployments.fleet.heartbeat import Heartbeat
+
+logger = logging.getLogger("ray.serve")
+
+
+class Keeper(Protocol):
+    """What keeps states: a FrameworkController."""
+
+    def openings(self) -> dict[str, int]: ...
+    def hand_over(self) -> AsyncIterator[list[KeptUser]]: ...
+    async def take_over(self, states: Sequence[KeptUser], most_bytes: int, wanted: Any) -> int: ...
+
+
+class Handover:
+    """One for each replica. `process` is its id, by which Serve's router knows it as a home."""
+
+    def __init__(self, settings: HandoverSettings, switchboard: DeploymentHandle[Any], process: str, heartbeat: Heartbeat) -> None:
+        self._settings, self._switchboard, self._process, self._heartbeat = settings, switchboard, process, heartbeat
+        self._erased: list[tuple[str | None, str | None]] = []  # while states are on their way here
+        self._looked_at: Any = None
+        self._taking: asyncio.Task[None] | None = None
+
+    def erase(self, tenant: str | None, user: str | None) -> None:
+        """States on their way here that this is one of are not kept. To be called before those that are kept are erased."""
+        self._erased.append((tenant, user))
+
+    def look(self, orders: Orders, keepers: Sequence[Keeper]) -> None:
+        """Take over, in the background, where there may be more for this replica: others have stopped, or another engine is loaded."""
+        kinds = frozenset(kind for keeper in keepers for kind in keeper.openings())
+        seen = orders.handed_over, orders.fleet.replicas.get("encoder", ()), kinds
+        if orders.handed_over and kinds and seen != self._looked_at and (self._taking is None or self._taking.done()):
+            self._looked_at = seen
+            self._taking = asyncio.create_task(self._take(keepers))
+
+    async def start(self, keepers: Sequence[Keeper]) -> None:
+        """Take over before the first request comes, for a while at most."""
+        taking = self._taking = asyncio.create_task(self._take(keepers))
+        await asyncio.wait({taking}, timeout=self._settings.within_s)
+
+    def close(self) -> None:
+        if self._taking is not None:
+            self._taking.cancel()
+
+    async def give(self, keepers: Sequence[Keeper]) -> None:
+        """Hand over what they keep, within the time and the bytes there are for it. What cannot be is computed anew elsewhere."""
+        self.close()
+        began, given = monotonic(), [0, 0]
+        try:
+            async with asyncio.timeout(self._settings.within_s):
+                place = await self._heartbeat.leave()
+                for keeper in keepers:
+                    await self._give(keeper, place, given)
+        except TimeoutError:
+            logger.warning("states are handed over for %g s at most, which were not enough for all", self._settings.within_s)
+        except Exception:
+            logger.exception("states could not be handed over")
+        logger.info("%d users' states handed over, %d bytes, in %.3f s", *given, monotonic() - began)
+
+    async def _give(self, keeper: Keeper, place: Place, given: list[int]) -> None:
+        async for states in keeper.hand_over():
+            held = await self._ask("hand_over", place, states)
+            given[0] += held
+            given[1] += sum(len(one.data) for one in states)
+            if not held or given[1] >= self._settings.max_bytes:
+                return
+
+    async def _take(self, keepers: Sequence[Keeper]) -> None:
+        left = {kind: (keeper, most) for keeper in keepers for kind, most in keeper.openings().items()}
+        users = after = 0
+        try:
+            while left and self._heartbeat.place != NO_PLACE:
+                self._erased.clear()
+                found: Taken = await self._ask("take_over", self._heartbeat.place, tuple(left), after)
+                for kind, (keeper, most) in list(left.items()):
+                    if mine := [one for one in found.states if one.kind == kind]:
+                        users += len(mine)
+                        left[kind] = keeper, most - await keeper.take_over(mine, most, self._wanted)
+                left = {kind: (keeper, most) for kind, (keeper, most) in left.items() if most > 0}
+                if found.after == after:
+                    break
+                after = found.after
+        except BackendError as error:
+            logger.warning("states that were handed over cannot be taken: %s", error)
+        if users:
+            logger.info("%d users' states taken over", users)
+
+    def _wanted(self, state: KeptUser) -> bool:
+        return not any(state.is_of(tenant, user) for tenant, user in self._erased)
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        return await ask(self._switchboard, method, self._process, *args, within_s=self._settings.within_s)
