@@ -20,6 +20,8 @@ from cluster.traffic import api_keys
 
 RESTARTS = ("deadline_s", "generation_deadline_s", "ranking_deadline_s", "pool", "rank_pool", "max_behaviours")
 """Of the gateway's settings, those that are read once."""
+SERVES_GRACE_S = 20.0
+"""A deployment's graceful_shutdown_timeout_s where its configuration says nothing."""
 GRACE_S = 1.0
 """How much later than at its deadlines a request may still have an engine compute."""
 
@@ -470,6 +472,7 @@ def read(path: Path, host: str | None = None) -> Settings:
             for name, changed in {"gateway": own, **of_stages}.items():
                 with_changes(settings, name, changed, f"{path}: user_config of the gateway")
         _check_policy(deployment, path)
+        _check_grace(settings, deployment, path)
     return settings
 
 
@@ -515,6 +518,16 @@ def _check_policy(deployment: dict[str, Any], path: Path) -> None:
             QueuePolicy(**policy.get("policy_kwargs") or {})
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{path}: autoscaling policy of {deployment.get('name')}: {error}") from error
+
+
+def _check_grace(settings: Settings, deployment: dict[str, Any], path: Path) -> None:
+    """Raises ConfigError where Serve would end an encoder that hands its states over."""
+    handover, grace_s = settings.encoder.handover, deployment.get("graceful_shutdown_timeout_s", SERVES_GRACE_S)
+    if deployment.get("name") == "encoder" and handover.max_bytes and handover.within_s >= grace_s:
+        raise ConfigError(
+            f"{path}: args.encoder.handover.within_s ({handover.within_s:g}) must be less than the encoder's graceful_shutdown_timeout_s "
+            f"({grace_s:g}), after which Serve kills it; requests under way take their part of that, too"
+        )
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -5,7 +5,8 @@ It gives as it stops, and takes as it starts, as others stop, and as it loads an
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from time import monotonic
 from typing import Any, Protocol
 
@@ -27,8 +28,8 @@ class Keeper(Protocol):
     """What keeps states: a FrameworkController."""
 
     def openings(self) -> dict[str, int]: ...
-    def hand_over(self) -> AsyncIterator[list[KeptUser]]: ...
-    async def take_over(self, states: Sequence[KeptUser], most_bytes: int, wanted: Any) -> int: ...
+    def hand_over(self) -> AsyncGenerator[list[KeptUser], None]: ...
+    async def take_over(self, states: Sequence[KeptUser], most_bytes: int, wanted: Callable[[KeptUser], bool]) -> int: ...
 
 
 class Handover:
@@ -46,9 +47,11 @@ class Handover:
 
     def look(self, orders: Orders, keepers: Sequence[Keeper]) -> None:
         """Take over, in the background, where there may be more for this replica: others have stopped, or another engine is loaded."""
+        if not orders.handed_over or (self._taking is not None and not self._taking.done()):
+            return
         kinds = frozenset(kind for keeper in keepers for kind in keeper.openings())
         seen = orders.handed_over, orders.fleet.replicas.get("encoder", ()), kinds
-        if orders.handed_over and kinds and seen != self._looked_at and (self._taking is None or self._taking.done()):
+        if kinds and seen != self._looked_at:
             self._looked_at = seen
             self._taking = asyncio.create_task(self._take(keepers))
 
@@ -72,17 +75,20 @@ class Handover:
                     await self._give(keeper, place, given)
         except TimeoutError:
             logger.warning("states are handed over for %g s at most, which were not enough for all", self._settings.within_s)
+        except BackendError as error:
+            logger.warning("states could not be handed over: %s", error)
         except Exception:
-            logger.exception("states could not be handed over")
+            logger.exception("states could not be handed over, for a reason that is not known")
         logger.info("%d users' states handed over, %d bytes, in %.3f s", *given, monotonic() - began)
 
     async def _give(self, keeper: Keeper, place: Place, given: list[int]) -> None:
-        async for states in keeper.hand_over():
-            held = await self._ask("hand_over", place, states)
-            given[0] += held
-            given[1] += sum(len(one.data) for one in states)
-            if not held or given[1] >= self._settings.max_bytes:
-                return
+        async with aclosing(keeper.hand_over()) as chunks:
+            async for states in chunks:
+                held = await self._ask("hand_over", place, states)
+                given[0] += held
+                given[1] += sum(len(one.data) for one in states)
+                if not held or given[1] >= self._settings.max_bytes:
+                    return
 
     async def _take(self, keepers: Sequence[Keeper]) -> None:
         left = {kind: (keeper, most) for keeper in keepers for kind, most in keeper.openings().items()}

@@ -215,7 +215,7 @@ def test_another_process_goes_on_from_what_is_handed_over(served, encoder, keepi
     try:
         for tenant, user, data in keeping.hand_over():
             assert heir.take_over(tenant, user, data) > 0
-            assert heir.take_over(tenant, user, data) == 0, "something of the user is kept"
+            assert heir.take_over(tenant, user, data) == 0, "all of it is kept"
         grown = [first(user, 15) for user in users]
         for ours, uninterrupted, plain in zip(
             heir.batch_infer(grown), keeping.batch_infer(grown), encoder.batch_infer([replace(one, user="") for one in grown]), strict=True

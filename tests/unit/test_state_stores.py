@@ -265,7 +265,18 @@ def test_of_several_histories_the_latest_is_copied(store_of):
     assert assert_copied(store, ANN, store_of(20)) == len(edited)
 
 
-def test_what_is_kept_of_a_user_already_stays_as_it_is(store_of):
+def test_an_older_history_of_the_user_goes_on_with_a_newer_one_and_not_the_other_way_round(store_of):
+    older, newer = store_of(20), store_of(20)
+    remember(older, ANN, history(*EVENTS[:7]))
+    remember(newer, ANN, history(*EVENTS[:20]))
+    assert newer.adopt(ANN, *older.copy(ANN)) == 0
+    assert older.adopt(ANN, *newer.copy(ANN)) == 3 * older.pool.page_bytes
+    assert [kept(store, ANN, history(*EVENTS)) for store in (older, newer)] == [19, 19]
+    assert older.adopt(ANN, *newer.copy(ANN)) == 0
+    assert [store.statistics().adopted for store in (older, newer)] == [1, 0]
+
+
+def test_what_is_kept_of_a_user_already_stays_where_it_is_of_another_history(store_of):
     store, other, rows = store_of(20), store_of(20), history(*EVENTS[:9])
     remember(store, ANN, history(*EVENTS[20:30]))
     remember(other, ANN, rows)

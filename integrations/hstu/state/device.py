@@ -220,8 +220,7 @@ class DeviceTier(Matching):
 
     def adopt(self, owner: Owner, rows: Int64Array, new: Rows) -> int:
         """Into the host's store: the device has it with the user's next request."""
-        with self._lock:
-            return 0 if self.users.get(owner) else self.store.adopt(owner, rows, new)
+        return self.store.adopt(owner, rows, new)
 
     def statistics(self) -> StateStatistics:
         """Of the device; `rejected` counts users that found no room, and rows that were too many to go to the host at once.

@@ -44,8 +44,8 @@ class KeptRows:
                 yield owner.namespace.removeprefix(model), owner.user, packed(layout, rows, planes)
 
     def take_over(self, tenant: str, user: str, data: bytes) -> int:
-        """Keep what `hand_over` gave in another process, unless something is kept of the user: the bytes that takes. Raises ValueError at
-        rows of another model or layout, and at what is damaged.
+        """Keep what `hand_over` gave in another process, where it goes on from what is kept here: the bytes that takes. Raises ValueError
+        at rows of another model or layout, and at what is damaged.
         """
         return self.store.adopt(self._owner(tenant, user), *unpacked(data, self._layout()))
 

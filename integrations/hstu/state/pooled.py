@@ -10,6 +10,7 @@ import numpy as np
 
 from cluster.values import Int64Array
 from integrations.hstu.state.pool import PagePool, Plane
+from integrations.hstu.state.rows import common_rows
 from integrations.hstu.state.store import Held, Matching, Owner, Rows, StateStatistics
 
 
@@ -105,16 +106,16 @@ class PooledStates(Matching, ABC):
         if self.pool.rows_of(new) != len(rows):
             raise ValueError(f"{self.pool.rows_of(new)} rows were given for a history of {len(rows)}")
         with self._lock:
-            if self._has(owner) or not len(rows):
+            own, pages = self._history(owner)
+            if len(own) >= len(rows) or common_rows(own, rows) < len(own):
                 return 0
             held = self._find(owner, rows)
             try:
                 self._keep(held, rows, 0, new)
             finally:
                 self._let_go(held)
-            taken = self._has(owner)
-            self._counts["adopted"] += taken
-        return taken * self.pool.pages_for(len(rows)) * self.pool.page_bytes
+            self._counts["adopted"] += self._has(owner)
+            return (len(self._history(owner)[1]) - len(pages)) * self.pool.page_bytes
 
     def statistics(self) -> StateStatistics:
         with self._lock:

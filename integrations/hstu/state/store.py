@@ -30,7 +30,7 @@ class StateStatistics:
 
     `hits`, `misses`: matches with and without a kept row; `hit_rows` of `asked_rows` were kept. `evictions`: users (tree: leaves) given up
     for others; `rejected`: commits of which not all found room, or whose beginning was no longer kept; `forgotten`: users forgotten;
-    `adopted`: users taken over from another store.
+    `adopted`: histories taken over from another store.
     `used_bytes` counts pages that are still read after they were forgotten.
     """
 
@@ -119,8 +119,8 @@ class StateStore(Protocol):
         ...
 
     def adopt(self, owner: Owner, rows: Int64Array, new: Rows) -> int:
-        """Keep what another store has kept of the owner, `new` being all rows of the history, unless something is kept already: the bytes
-        that takes. No look-up is counted. Raises ValueError at arrays that do not have these rows.
+        """Keep what another store has kept of the owner, `new` being all rows of the history, where it goes on from what is kept here: the
+        bytes that takes. No look-up is counted. Raises ValueError at arrays that do not have these rows.
         """
         ...
 
