@@ -285,12 +285,12 @@ class FrameworkController(Generic[RequestT, AnswerT]):
                 async for chunk in chunks:
                     yield chunk
 
-    async def take_over(self, states: Sequence[KeptUser], most_bytes: int, wanted: Callable[[KeptUser], bool]) -> int:
-        """Have each loaded backend keep the states of its kind, until they take as much: the bytes they take. See ManagedBackend."""
+    async def take_over(self, states: Sequence[KeptUser], wanted: Callable[[KeptUser], bool]) -> int:
+        """Have each loaded backend keep the states of its kind: how many were taken. See ManagedBackend."""
         taken = 0
         for backend in self._roster.ranked():
             if mine := [one for one in states if one.kind == backend.kind]:
-                taken += await backend.take_over(mine, most_bytes - taken, wanted)
+                taken += await backend.take_over(mine, wanted)
         return taken
 
     def kept(self) -> dict[str, dict[str, float]]:

@@ -71,16 +71,14 @@ def room_for(kept: Mapping[str, float]) -> int:
     return int(max(budget / 2, budget - kept.get("used_bytes", 0.0)))
 
 
-def take_over(backend: Any, kind: str, states: Iterable[KeptUser], most_bytes: int) -> int:
-    """Have the engine keep these, until they take as much: the bytes they take. What is damaged, or not its own, is refused, and costs a
-    log line and that user's next request the time of a whole encoding.
+def take_over(backend: Any, kind: str, states: Iterable[KeptUser]) -> int:
+    """Have the engine keep these: how many it took. What is damaged, or not its own, is refused, and costs a log line and that user's next
+    request the time of a whole encoding.
     """
     taken, refused, why = 0, 0, ""
     for one in states:
-        if taken >= most_bytes:
-            break
         try:
-            taken += int(_taken(backend, kind, one) or 0)
+            taken += bool(_taken(backend, kind, one))
         except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything, and the user's state can be computed anew
             refused, why = refused + 1, why or f"{error}"
     if refused:

@@ -194,16 +194,16 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             while chunk := await self._room.thread.run(lambda: chunk_of(states)):
                 yield chunk
 
-    async def take_over(self, states: Sequence[KeptUser], most_bytes: int, wanted: Callable[[KeptUser], bool]) -> int:
-        """Have its engine keep these states, until they take as much: the bytes they take. `wanted` is asked in the backend's turn: an
-        erasure is carried out before it, or follows.
+    async def take_over(self, states: Sequence[KeptUser], wanted: Callable[[KeptUser], bool]) -> int:
+        """Have its engine keep these states: how many it took. `wanted` is asked in the backend's turn: an erasure is carried out before
+        it, or follows.
         """
         async with self._turn:
             kind, engine = self.kind, self._slot.engine
             if engine is None or not kind:
                 return 0
             still = [one for one in states if wanted(one)]
-            return await self._room.thread.run(lambda: take_over(engine.backend, kind, still, most_bytes))
+            return await self._room.thread.run(lambda: take_over(engine.backend, kind, still))
 
     def kept(self) -> dict[str, float]:
         """What it says it keeps of users; empty where it says nothing."""

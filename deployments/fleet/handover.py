@@ -21,6 +21,8 @@ from cluster.fleet.heartbeat import Orders
 from deployments.calls.remote import ask
 from deployments.fleet.heartbeat import Heartbeat
 
+AT_A_TIME = 32
+"""States that an engine takes over in one go; its requests wait meanwhile."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -29,7 +31,7 @@ class Keeper(Protocol):
 
     def openings(self) -> dict[str, int]: ...
     def hand_over(self) -> AsyncGenerator[list[KeptUser], None]: ...
-    async def take_over(self, states: Sequence[KeptUser], most_bytes: int, wanted: Callable[[KeptUser], bool]) -> int: ...
+    async def take_over(self, states: Sequence[KeptUser], wanted: Callable[[KeptUser], bool]) -> int: ...
 
 
 class Handover:
@@ -37,7 +39,7 @@ class Handover:
 
     def __init__(self, settings: HandoverSettings, switchboard: DeploymentHandle[Any], process: str, heartbeat: Heartbeat) -> None:
         self._settings, self._switchboard, self._process, self._heartbeat = settings, switchboard, process, heartbeat
-        self._erased: list[tuple[str | None, str | None]] = []  # while states are on their way here
+        self._erased: list[tuple[str | None, str | None]] = []  # since states were last asked for
         self._looked_at: Any = None
         self._taking: asyncio.Task[None] | None = None
 
@@ -91,24 +93,31 @@ class Handover:
                     return
 
     async def _take(self, keepers: Sequence[Keeper]) -> None:
-        left = {kind: (keeper, most) for keeper in keepers for kind, most in keeper.openings().items()}
-        users = after = 0
+        self._erased.clear()
+        states = await self._arrived({kind: most for keeper in keepers for kind, most in keeper.openings().items()})
+        count = 0
+        while states:  # the coldest first: what is kept first is the first to be given up
+            chunk = [states.pop() for _ in range(min(len(states), AT_A_TIME))]
+            count += sum([await keeper.take_over(chunk, self._wanted) for keeper in keepers])
+        if count:
+            logger.info("%d users' states taken over", count)
+
+    async def _arrived(self, room: dict[str, int]) -> list[KeptUser]:
+        """What is held for this replica, the hottest first: as many bytes of each kind as there is room for."""
+        states, after = list[KeptUser](), 0
         try:
-            while left and self._heartbeat.place != NO_PLACE:
-                self._erased.clear()
-                found: Taken = await self._ask("take_over", self._heartbeat.place, tuple(left), after)
-                for kind, (keeper, most) in list(left.items()):
-                    if mine := [one for one in found.states if one.kind == kind]:
-                        users += len(mine)
-                        left[kind] = keeper, most - await keeper.take_over(mine, most, self._wanted)
-                left = {kind: (keeper, most) for kind, (keeper, most) in left.items() if most > 0}
+            while room and self._heartbeat.place != NO_PLACE:
+                found: Taken = await self._ask("take_over", self._heartbeat.place, tuple(room), after)
+                for one in found.states:
+                    states.append(one)
+                    room[one.kind] -= len(one.data)
+                room = {kind: left for kind, left in room.items() if left > 0}
                 if found.after == after:
                     break
                 after = found.after
         except BackendError as error:
             logger.warning("states that were handed over cannot be taken: %s", error)
-        if users:
-            logger.info("%d users' states taken over", users)
+        return states
 
     def _wanted(self, state: KeptUser) -> bool:
         return not any(state.is_of(tenant, user) for tenant, user in self._erased)

@@ -6,13 +6,14 @@ from time import monotonic
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from cluster.bundle import BundleStore
 from cluster.config import HandoverSettings, parse
 from cluster.engines.handover import CHUNK_BYTES, KeptUser, chunk_of, kind_of_engine, room_for, take_over
 from cluster.errors import ConfigError
 from cluster.fleet.erasures import Erasure, News, Place
-from cluster.fleet.handover import LOOK_AT, HeldStates
+from cluster.fleet.handover import LOOK_AT, HeldStates, Taken
 from cluster.fleet.rollout import RolloutStore
 from cluster.traffic.user_router import in_order_of
 from cluster.values import EncodeRequest, UserSequence
@@ -155,18 +156,16 @@ class TestStatesOnTheirWay:
     )
     def test_a_damaged_one_is_refused_and_the_log_says_so(self, damage, caplog):
         engine = Engine()
-        assert take_over(engine, "k", [replace(state("ann"), **damage), state("eve")], 1000) == 100
+        assert take_over(engine, "k", [replace(state("ann"), **damage), state("eve")]) == 1
         assert list(engine.users) == [("shop", "eve")]
         assert "1 states that were handed over are not used: it is damaged" in caplog.text
 
     def test_what_the_engine_raises_at_or_is_of_another_kind_is_refused(self, caplog):
         engine = Engine(spoilt={"ann"})
-        assert take_over(engine, "k", [state("ann"), state("bob", kind="l"), state("eve")], 1000) == 100
+        assert take_over(engine, "k", [state("ann"), state("bob", kind="l"), state("eve")]) == 1
         assert "2 states that were handed over are not used: rows of another layout" in caplog.text
 
-    def test_an_engine_takes_what_it_has_room_for(self):
-        engine = Engine()
-        assert take_over(engine, "k", map(state, USERS), 250) == 300
+    def test_there_is_room_for_what_is_free_or_for_half_of_the_memory(self):
         assert room_for({"budget_bytes": 100.0, "used_bytes": 20.0}) == 80
         assert room_for({"budget_bytes": 100.0, "used_bytes": 99.0}) == 50
 
@@ -433,26 +432,52 @@ async def test_without_the_setting_nothing_is_handed_over_and_serve_has_nothing_
 
 
 class Keeper:
+    """Has room for 250 bytes; `taken` in the order in which they are."""
+
+    def __init__(self):
+        self.taken = []
+
     def openings(self):
-        return {"k": 1 << 20}
+        return {"k": 250}
 
     async def hand_over(self):
         yield [state("ann")]
 
+    async def take_over(self, states, wanted):
+        self.taken += names(filter(wanted, states))
+        return len(states)
+
+
+async def leave():
+    return Place("epoch", 1)
+
+
+def handover_by(*outcomes):
+    """Beside a switchboard that answers so."""
+    heartbeat = SimpleNamespace(place=Place("epoch", 1), leave=leave)
+    return Handover(HandoverSettings(max_bytes=1000, within_s=5), ScriptedHandle(*outcomes), "a", heartbeat)
+
+
+async def test_the_hottest_states_are_taken_over_last_and_no_more_than_there_is_room_for():
+    hot, warm, cold, icy = map(state, ("hot", "warm", "cold", "icy"))
+    await handover_by(Taken((hot, warm), 2), Taken((cold,), 3), Taken((icy,), 4)).start([keeper := Keeper()])
+    assert keeper.taken == ["cold", "warm", "hot"]
+
+
+async def test_what_arrived_before_the_switchboard_went_away_is_taken_over(caplog):
+    await handover_by(Taken((state("ann"),), 1), ActorDiedError()).start([keeper := Keeper()])
+    assert keeper.taken == ["ann"]
+    assert "cannot be taken" in caplog.text
+
 
 @pytest.mark.virtual_time
 async def test_a_replica_takes_no_longer_to_stop_or_to_start_than_it_may(caplog):
-    async def leave():
-        return Place("epoch", 1)
-
-    heartbeat = SimpleNamespace(place=Place("epoch", 1), leave=leave)
-    handover = Handover(HandoverSettings(max_bytes=1000, within_s=5), ScriptedHandle(NEVER, NEVER), "a", heartbeat)
-    began = monotonic()
+    handover, began = handover_by(NEVER, NEVER), monotonic()
     await handover.start([Keeper()])
     assert monotonic() - began == pytest.approx(5)
     await handover.give([Keeper()])
     assert monotonic() - began == pytest.approx(10)
-    assert "states could not be handed over" in caplog.text or "not enough for all" in caplog.text
+    assert "not enough for all" in caplog.text or "could not be handed over" in caplog.text
 
 
 def test_a_colocated_encoder_has_no_homes_to_hand_over_to():
