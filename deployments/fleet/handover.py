@@ -5,7 +5,7 @@ It gives as it stops, and takes as it starts, as others stop, and as it loads an
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from time import monotonic
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import HandoverSettings
-from cluster.engines.handover import KeptUser
+from cluster.engines.handover import KeptUser, chunk_of
 from cluster.errors import BackendError
 from cluster.fleet.erasures import NO_PLACE, Place
 from cluster.fleet.handover import Taken
@@ -21,8 +21,6 @@ from cluster.fleet.heartbeat import Orders
 from deployments.calls.remote import ask
 from deployments.fleet.heartbeat import Heartbeat
 
-AT_A_TIME = 32
-"""States that an engine takes over in one go; its requests wait meanwhile."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -95,9 +93,8 @@ class Handover:
     async def _take(self, keepers: Sequence[Keeper]) -> None:
         self._erased.clear()
         states = await self._arrived({kind: most for keeper in keepers for kind, most in keeper.openings().items()})
-        count = 0
-        while states:  # the coldest first: what is kept first is the first to be given up
-            chunk = [states.pop() for _ in range(min(len(states), AT_A_TIME))]
+        coldest_first, count = _popped(states), 0  # what is kept first is the first to be given up
+        while chunk := chunk_of(coldest_first):
             count += sum([await keeper.take_over(chunk, self._wanted) for keeper in keepers])
         if count:
             logger.info("%d users' states taken over", count)
@@ -124,3 +121,9 @@ class Handover:
 
     async def _ask(self, method: str, *args: Any) -> Any:
         return await ask(self._switchboard, method, self._process, *args, within_s=self._settings.within_s)
+
+
+def _popped(states: list[KeptUser]) -> Iterator[KeptUser]:
+    """From the last to the first; the list lets go of each."""
+    while states:
+        yield states.pop()
