@@ -58,7 +58,7 @@ def main(
 
 
 def measured(root: Path, name: str, users: int) -> list[str]:
-    sizes = MODELS[name]
+    sizes: dict[str, Any] = dict(MODELS[name])
     bundle = make_bundle(root, **{**sizes, "max_length": sizes["max_history"] + 11})
     old, heir, stranger = (TorchEncoder(state_bytes=STATE_BYTES) for _ in range(3))
     for encoder in (old, heir, stranger):
