@@ -30,9 +30,10 @@ class KeptUser:
     def intact(self) -> bool:
         return self.digest == _digest(self.kind, self.tenant, self.user, self.data)
 
-    def is_of(self, tenant: str | None, user: str | None) -> bool:
-        """Whether an erasure of this user, of all the tenant's users or of all users (None) is one of this state."""
-        return tenant in (None, self.tenant) and user in (None, self.user)
+    @property
+    def erased_by(self) -> tuple[tuple[str | None, str | None], ...]:
+        """The (tenant, user) of erasures that reach it: of the user, of all the tenant's users, of all users."""
+        return (self.tenant, self.user), (self.tenant, None), (None, None)
 
 
 def kind_of_engine(version: str, import_string: str, options: Mapping[str, Any]) -> str:

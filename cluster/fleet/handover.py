@@ -57,7 +57,10 @@ class HeldStates:
     def give(self, states: Iterable[KeptUser], missed: News, *, now: float) -> int:
         """Hold these, less the users that are erased in what the giver has `missed`; how many of them found room."""
         self.expire(now)
-        return 0 if missed.lost_track else sum(self._keep(one, now) for one in states if not _erased(one, missed))
+        if missed.lost_track:
+            return 0
+        erased = {(one.tenant, one.user) for one in missed.erasures}
+        return sum(self._keep(one, now) for one in states if erased.isdisjoint(one.erased_by))
 
     def take(self, process: str, kinds: Collection[str], homes: Sequence[str], after: int = 0) -> Taken:
         """Of the states of these kinds, behind the one of number `after`, the next ones of users whose home among `homes` is `process`."""
@@ -76,7 +79,7 @@ class HeldStates:
 
     def forget(self, tenant: str | None, user: str | None) -> None:
         """Drop a user's, all of the tenant's users' where `user` is None, and all where `tenant` is None too."""
-        for held in [held for held in self._held.values() if held.state.is_of(tenant, user)]:
+        for held in [held for held in self._held.values() if (tenant, user) in held.state.erased_by]:
             self._drop(held)
 
     def expire(self, now: float) -> None:
@@ -110,10 +113,6 @@ class HeldStates:
 
 def _key(state: KeptUser) -> tuple[str, str, str]:
     return state.kind, state.tenant, state.user
-
-
-def _erased(state: KeptUser, news: News) -> bool:
-    return any(state.is_of(one.tenant, one.user) for one in news.erasures)
 
 
 def _home(state: KeptUser, homes: Sequence[str]) -> str:

@@ -37,13 +37,13 @@ class Handover:
 
     def __init__(self, settings: HandoverSettings, switchboard: DeploymentHandle[Any], process: str, heartbeat: Heartbeat) -> None:
         self._settings, self._switchboard, self._process, self._heartbeat = settings, switchboard, process, heartbeat
-        self._erased: list[tuple[str | None, str | None]] = []  # since states were last asked for
+        self._erased: set[tuple[str | None, str | None]] = set()  # since states were last asked for
         self._looked_at: Any = None
         self._taking: asyncio.Task[None] | None = None
 
     def erase(self, tenant: str | None, user: str | None) -> None:
         """States on their way here that this is one of are not kept. To be called before those that are kept are erased."""
-        self._erased.append((tenant, user))
+        self._erased.add((tenant, user))
 
     def look(self, orders: Orders, keepers: Sequence[Keeper]) -> None:
         """Take over, in the background, where there may be more for this replica: others have stopped, or another engine is loaded."""
@@ -117,7 +117,7 @@ class Handover:
         return states
 
     def _wanted(self, state: KeptUser) -> bool:
-        return not any(state.is_of(tenant, user) for tenant, user in self._erased)
+        return self._erased.isdisjoint(state.erased_by)
 
     async def _ask(self, method: str, *args: Any) -> Any:
         return await ask(self._switchboard, method, self._process, *args, within_s=self._settings.within_s)
