@@ -1,4 +1,4 @@
-"""What does a handed-over state cost and save? Users who come back to a replica that took theirs over, beside one that encodes them again.
+"""What does a handed-over state cost and save? Users that come back to a replica with their states, and to one without.
 
     OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python -m benchmarks.handover [--model a --model b] [--users 24]
 

@@ -1,7 +1,7 @@
 """Users' states between the replica that stopped and the one that is their home now.
 
     replica that stops -> give(states, hottest first) -> held for a while, less what was erased since they were read
-    any other replica  -> take(process, kinds)        -> those of users whose home it is, each once
+    any other replica  -> take(process, kinds)        -> those of the users that it is the home of, each once
 
 They stay when they are taken, until their time is over or others need the room: replicas that are restarted one after the other each find
 theirs. They lie in memory alone, so that an erasure here is one everywhere; times are passed in, in seconds.
@@ -63,7 +63,7 @@ class HeldStates:
         return sum(self._keep(one, now) for one in states if erased.isdisjoint(one.erased_by))
 
     def take(self, process: str, kinds: Collection[str], homes: Sequence[str], after: int = 0) -> Taken:
-        """Of the states of these kinds, behind the one of number `after`, the next ones of users whose home among `homes` is `process`."""
+        """Of the states of these kinds, behind the one of number `after`, the next ones of users that `process` is the home of."""
         mine, size, looked = list[KeptUser](), 0, 0
         for held in self._held.values():
             if held.number <= after:

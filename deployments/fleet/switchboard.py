@@ -104,8 +104,8 @@ class SwitchboardDeployment:
         return held
 
     async def take_over(self, process: str, place: Place, kinds: Collection[str], after: int) -> Taken:
-        """Some of the states of these kinds whose home is the process, behind those of the last call, which ended at `after`. From now on
-        the process keeps something of users: erasures wait for it.
+        """Some of the states of these kinds that the process is the home of, behind those of the last call, which ended at `after`. The
+        process keeps something of users from now on: erasures wait for it.
         """
         now = self._clock()
         self._board.report_place(process, place)

@@ -1,7 +1,8 @@
-"""Users whose encoder stops, on a real cluster: their next home appends to what that one had kept, unless they are erased."""
+"""An encoder stops, on a real cluster: its users' next home appends to what it had kept, unless they are erased."""
 
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -48,12 +49,17 @@ def ask(application: Application, user: str, *more: int) -> None:
     assert response.status_code == 200, response.text
 
 
+def replicas_of(stages: list[dict[str, Any]]) -> dict[str, int]:
+    return {stage["stage"]: stage["replicas"] for stage in stages}
+
+
 def states(application: Application) -> dict[str, float]:
     kept: dict[str, float] = json_of(f"{application.url}/v1/cache")["user_states"].get("encoder", {}).get("onnxruntime", {})
     return kept
 
 
 def test_a_returning_user_is_an_append_after_the_encoder_was_scaled_down_and_after_it_was_restarted(served):
+    until_right(lambda: json_of(f"{served.url}/v1/backends")["stages"], lambda now: {"encoder": 2}.items() <= replicas_of(now).items())
     for user in USERS:
         ask(served, user)
     until_right(lambda: states(served), lambda now: now.get("users") == len(USERS))

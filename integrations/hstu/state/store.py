@@ -111,7 +111,7 @@ class StateStore(Protocol):
         ...
 
     def hottest(self) -> list[Owner]:
-        """The owners whose histories can be copied, the most recently used first."""
+        """The owners with a history that can be copied, the most recently used first."""
         ...
 
     def copy(self, owner: Owner) -> tuple[Int64Array, Rows]:
