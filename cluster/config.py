@@ -20,6 +20,8 @@ from cluster.traffic import api_keys
 
 RESTARTS = ("deadline_s", "generation_deadline_s", "ranking_deadline_s", "pool", "rank_pool", "max_behaviours")
 """Of the gateway's settings, those that are read once."""
+SERVES_GRACE_S = 20.0
+"""A deployment's graceful_shutdown_timeout_s where its configuration says nothing."""
 GRACE_S = 1.0
 """How much later than at its deadlines a request may still have an engine compute."""
 
@@ -114,12 +116,29 @@ class EngineSettings(StageSettings):
         return self
 
 
+class HandoverSettings(Section):
+    """What becomes of users' kept states as a replica of the encoder stops in an orderly way: the switchboard holds them until the replicas
+    that are the users' homes then have taken them over.
+    """
+
+    max_bytes: int = Field(
+        0,
+        ge=0,
+        description="of states handed over, the hottest first; the switchboard holds as many of all replicas; 0: none are",
+    )
+    within_s: float = Field(
+        5.0, gt=0, le=600, description="time for it as a replica stops, of its graceful_shutdown_timeout_s (20); and as one starts"
+    )
+    keep_s: float = Field(600.0, gt=0, le=86_400, description="how long a state is held, for its home may have to start first")
+
+
 class EncoderSettings(EngineSettings):
     """The encoder stage: history -> user state and nearest items."""
 
     stage_name = "encoder"
 
     order: list[str] = Field(["tensorrt", "onnxruntime", "torch"], min_length=1, description="backends, first choice first")
+    handover: HandoverSettings = HandoverSettings()
 
 
 class GeneratorSettings(EngineSettings):
@@ -411,6 +430,15 @@ class Settings(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _states_have_homes(self) -> Self:
+        if self.encoder.handover.max_bytes and self.placement == "colocated":
+            raise ValueError(
+                f"encoder.handover.max_bytes is {self.encoder.handover.max_bytes} and placement colocated: users have homes among replicas "
+                "of the encoder alone; set placement: split, or max_bytes: 0"
+            )
+        return self
+
     @property
     def event_store_url(self) -> str:
         """Where events are stored; a file by its absolute path."""
@@ -458,6 +486,7 @@ def read(path: Path, host: str | None = None) -> Settings:
             for name, changed in {"gateway": own, **of_stages}.items():
                 with_changes(settings, name, changed, f"{path}: user_config of the gateway")
         _check_policy(deployment, path)
+        _check_grace(settings, deployment, path)
     return settings
 
 
@@ -503,6 +532,16 @@ def _check_policy(deployment: dict[str, Any], path: Path) -> None:
             QueuePolicy(**policy.get("policy_kwargs") or {})
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{path}: autoscaling policy of {deployment.get('name')}: {error}") from error
+
+
+def _check_grace(settings: Settings, deployment: dict[str, Any], path: Path) -> None:
+    """Raises ConfigError where Serve would end an encoder that hands its states over."""
+    handover, grace_s = settings.encoder.handover, deployment.get("graceful_shutdown_timeout_s", SERVES_GRACE_S)
+    if deployment.get("name") == "encoder" and handover.max_bytes and handover.within_s >= grace_s:
+        raise ConfigError(
+            f"{path}: args.encoder.handover.within_s ({handover.within_s:g}) must be less than the encoder's graceful_shutdown_timeout_s "
+            f"({grace_s:g}), after which Serve kills it; requests under way take their part of that, too"
+        )
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -21,6 +21,11 @@ And for these, of a backend that keeps something of users beyond their requests:
     forget_everything() -> int            the same of all users
     kept() -> dict[str, float]            what it takes: users, rows, bytes, hits ...; replicas' figures are added up
 
+    hand_over() -> iterator of (tenant, user, bytes)   what it keeps of users, the hottest first, for an engine of the same class, options
+                                          and version of the model in another process
+    take_over(tenant, user, bytes) -> int keep that, unless what is kept of the user is newer: the bytes of memory it takes; raises where
+                                          the bytes are not what `hand_over` gives. Both in the thread that calls `batch_infer`
+
 Of the first three, the narrowest that a backend has is called. Where it has none that is wide enough, or the call raises, the backend is
 unloaded: `close` frees all, and `load` starts with nothing. They are called from the thread that calls `batch_infer`, never while it runs,
 but beside `ainfer`, and twice for each erasure: once more when every request that was under way the first time is over. `kept` may be

@@ -16,6 +16,7 @@ CLUSTERS = {
         "tests/integration/test_deploy.py",
         "tests/integration/test_autoscaling.py",
         "tests/integration/test_user_affinity.py",
+        "tests/integration/test_handover.py",
         "tests/integration/test_rollout.py",
         "tests/integration/test_generation.py",
     ),

@@ -126,3 +126,31 @@ def erases_one_user_only(subject: Subject) -> None:
     after = _figures(subject.backend.kept(), "kept")["users"]
     if before - after != 1:
         raise Failed(f"it kept {before:g} users, and {after:g} after {ADA} of {HERE} was erased; {before - 1:g} should be left")
+
+
+def hands_users_over(subject: Subject) -> None:
+    """Answers are the same from what was handed over, and from what was cut on its way."""
+    backend = subject.backend
+    has = [name for name in ("hand_over", "take_over") if hasattr(backend, name)]
+    if not has:
+        raise Skipped("it has neither hand_over nor take_over: what it keeps of users ends with its replica")
+    if len(has) == 1 or not hasattr(backend, "forget_everything"):
+        raise Failed(f"it has {has[0]}, which takes hand_over, take_over and forget_everything together")
+    before = _ask_for_all(subject)
+    states = list(backend.hand_over())
+    for part, what in ((1, "was handed over"), (2, "was cut in half on its way")):
+        backend.forget_everything()
+        for tenant, user, data in states:
+            _taken(backend, (tenant, user, data[: len(data) // part]), whole=part == 1)
+        subject.all_same(before, _ask_for_all(subject), f"before and after what it keeps of users {what}")
+
+
+def _taken(backend: Any, state: tuple[str, str, bytes], *, whole: bool) -> None:
+    try:
+        taken = backend.take_over(*state)
+    except Exception:
+        if whole:
+            raise
+        return
+    if not isinstance(taken, int):
+        raise Failed(f"take_over returned {taken!r}, not how many bytes of memory that takes")

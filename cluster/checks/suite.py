@@ -66,6 +66,7 @@ LOADED = (
     Check("does not mix up users", optional.does_not_mix_up_users),
     Check("forgets users", optional.forgets_users),
     Check("erases one user only", optional.erases_one_user_only),
+    Check("hands users over", optional.hands_users_over),
     Check("leaves a second one of it alone", answers.leaves_a_second_one_alone),
     Check("answers the same after close and load", answers.answers_after_close_and_load),
 )

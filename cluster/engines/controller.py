@@ -21,6 +21,7 @@ from cluster.bundle import Bundle
 from cluster.config import EngineSettings
 from cluster.engines.breaker import BreakerSettings
 from cluster.engines.fastest import Measuring
+from cluster.engines.handover import KeptUser, room_for
 from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.room import EngineRoom, EngineThread, Join, beside
 from cluster.engines.roster import Changes, Roster, Selection
@@ -272,6 +273,25 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         it kept is erased too. A backend that breaks over it is unloaded, and the others still are told.
         """
         return sum([await backend.forget(tenant, user) for backend in self._roster])
+
+    def openings(self) -> dict[str, int]:
+        """Kind of states that a loaded backend can take over -> how many bytes of them it has room for."""
+        return {kind: room_for(backend.kept()) for backend in self._roster.ranked() if (kind := backend.kind)}
+
+    async def hand_over(self) -> AsyncGenerator[list[KeptUser], None]:
+        """What the loaded backends keep of users, the first choice's first, of each the hottest first; a few MiB at a time."""
+        for backend in self._roster.ranked():
+            async with aclosing(backend.hand_over()) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def take_over(self, states: Sequence[KeptUser], wanted: Callable[[KeptUser], bool]) -> int:
+        """Have each loaded backend keep the states of its kind: how many were taken. See ManagedBackend."""
+        taken = 0
+        for backend in self._roster.ranked():
+            if mine := [one for one in states if one.kind == backend.kind]:
+                taken += await backend.take_over(mine, wanted)
+        return taken
 
     def kept(self) -> dict[str, dict[str, float]]:
         """What the loaded backends say they keep of users, by backend."""

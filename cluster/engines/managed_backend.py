@@ -21,6 +21,7 @@ from cluster.engines.breaker import BreakerState
 from cluster.engines.engine import Engine, Nonsense, Queue, together
 from cluster.engines.forgetting import FORGETTING, forget, kept
 from cluster.engines.halving import in_parts
+from cluster.engines.handover import KeptUser, chunk_of, hands_over, kind_of_engine, sealed, take_over
 from cluster.engines.health import Health
 from cluster.engines.room import AskOne, EngineRoom, Run, beside
 from cluster.engines.skipped import OutOfTime, any_answer, has_failed, kind_of, reason_of
@@ -176,6 +177,33 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
                 self.health.note(f"could not forget a user and was unloaded: {reason_of(error)}", error)
                 await self._unload(self._room.thread.run)
                 return 0
+
+    @property
+    def kind(self) -> str:
+        """What states have to be of to be taken over here; "" where none can be, as long as it is not loaded."""
+        engine = self._slot.engine if self.loaded and not self.loading else None
+        if engine is None or not hands_over(engine.backend):
+            return ""
+        return kind_of_engine(self._room.bundle.version, self.import_string, self.options)
+
+    async def hand_over(self) -> AsyncGenerator[list[KeptUser], None]:
+        """What its engine keeps of users, the hottest first, a few MiB at a time. It takes no batch until that is read, or closed."""
+        async with self._turn:
+            kind, engine = self.kind, self._slot.engine
+            states = sealed(engine.backend, kind) if engine and kind else iter(())
+            while chunk := await self._room.thread.run(lambda: chunk_of(states)):
+                yield chunk
+
+    async def take_over(self, states: Sequence[KeptUser], wanted: Callable[[KeptUser], bool]) -> int:
+        """Have its engine keep these states: how many it took. `wanted` is asked in the backend's turn: an erasure is carried out before
+        it, or follows.
+        """
+        async with self._turn:
+            kind, engine = self.kind, self._slot.engine
+            if engine is None or not kind:
+                return 0
+            still = [one for one in states if wanted(one)]
+            return await self._room.thread.run(lambda: take_over(engine.backend, kind, still))
 
     def kept(self) -> dict[str, float]:
         """What it says it keeps of users; empty where it says nothing."""

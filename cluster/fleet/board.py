@@ -89,6 +89,14 @@ class FleetBoard:
         replicas: dict[Role, tuple[str, ...]] = {role: _ids_of(role, live) for role in roles if role != "gateway"}
         return FleetNews(self._ready(live), used, max(1, roles["gateway"]), settled, replicas)
 
+    def leave(self, name: str) -> None:
+        """A process has said that it stops."""
+        self._present.pop(name, None)
+
+    def serving(self, role: Role, *, now: float) -> tuple[str, ...]:
+        """The ids of the role's live processes that hold a version: those that are given requests."""
+        return _ids_of(role, {name: one for name, one in self._live(now).items() if READY in one.holds.values()})
+
     def judge(self, rollout: Rollout) -> str:
         """Why the trial has to end by what the gateways have measured, "" where it may go on."""
         trial = rollout.trial

@@ -39,7 +39,7 @@ class Report:
 class Orders:
     """What a process has to follow: the switches, the backends that broke elsewhere by stage, which versions others hold and use, what to
     erase, and how many shards the shared cache has (None: that is not known yet). `mark` tells the state of the switchboard from its
-    earlier ones.
+    earlier ones; `handed_over` is another number where there may be more states to take over.
     """
 
     mark: int = 0
@@ -49,3 +49,4 @@ class Orders:
     fleet: FleetNews = field(default_factory=FleetNews)
     erasures: News = field(default_factory=lambda: News(NO_PLACE))
     layout: Layout | None = None
+    handed_over: int = 0

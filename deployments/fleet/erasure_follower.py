@@ -37,6 +37,17 @@ class ErasureFollower:
             self._work = asyncio.create_task(self._carry_out(news))
         await asyncio.wait({self._work}, timeout=PATIENCE_S)
 
+    async def finish(self) -> Place:
+        """To be called when no request is under way any more, and no news follow: carry out at once what waits for that. How far the
+        process has come. Raises what `forget` raises.
+        """
+        if self._work is not None:
+            await asyncio.wait({self._work})
+        while self._again:
+            await self._forget(self._again[0][1].tenant, self._again[0][1].user)
+            self._again.popleft()
+        return self.place
+
     async def _carry_out(self, news: News) -> None:
         try:
             if news.lost_track:

@@ -18,7 +18,7 @@ from cluster.config import Settings
 from cluster.engines.snapshots import StageSnapshot
 from cluster.errors import BackendError, BundleError
 from cluster.fleet.board import Presence, Role
-from cluster.fleet.erasures import News
+from cluster.fleet.erasures import News, Place
 from cluster.fleet.heartbeat import Orders, Report
 from cluster.fleet.rollout import Rollout, RolloutStore
 from deployments.calls.remote import ask
@@ -97,6 +97,16 @@ class Heartbeat:
     def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
+
+    @property
+    def place(self) -> Place:
+        """How far the process has carried out erasures."""
+        return self._follower.place
+
+    async def leave(self) -> Place:
+        """The last beat was told, and no request is under way: what has to be erased is, up to this place. Raises what erasing raises."""
+        self.close()
+        return await self._follower.finish()
 
     @property
     def _wanted(self) -> tuple[int, ...]:

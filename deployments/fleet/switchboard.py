@@ -2,11 +2,12 @@
 
 process -> beat(report, the orders it follows) -> new orders, at once or as soon as there are any
 gateway -> set, erase, status, versions        -> what an operator asked for
+replica -> hand_over(states) as it stops; take_over -> those of its users
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
@@ -14,11 +15,13 @@ from typing import Any
 
 from cluster.bundle import BundleStore
 from cluster.config import parse
+from cluster.engines.handover import KeptUser
 from cluster.errors import BackendUnavailable, BundleError
 from cluster.fleet.board import FleetBoard, FleetStatus
 from cluster.fleet.cache_shards import CacheShards
 from cluster.fleet.clock import steady
-from cluster.fleet.erasures import News
+from cluster.fleet.erasures import News, Place
+from cluster.fleet.handover import HeldStates, Taken
 from cluster.fleet.heartbeat import Orders, Report
 from cluster.fleet.rollout import Rollout, RolloutStore
 from cluster.fleet.switchboard import Position, StageStatus, Switchboard
@@ -49,6 +52,8 @@ class SwitchboardDeployment:
         self._live, self._asking, self._asked_at = live, asyncio.Lock(), -inf
         self._board, self._fleet = Switchboard(TTL_S, now=clock()), FleetBoard(TTL_S, now=clock())
         tree = parse(settings)
+        handover = tree.encoder.handover
+        self._states = HeldStates(handover.max_bytes, handover.keep_s)
         self._rollouts, self._pinned = RolloutStore(BundleStore(tree.model_dir)), tree.version
         self._shards = CacheShards(tree.cache.l2_shards, tree.cache.most_shards, TTL_S, now=clock())
         self._judged_at = 0.0
@@ -68,6 +73,7 @@ class SwitchboardDeployment:
             stage, _, replica_id = name.partition("/")
             self._board.report(stage, replica_id, snapshot, report.switches_version, report.switches, now=now)
         self._board.report_place(process, report.place)
+        self._states.expire(now)
         await self._judge(presence.trial for presence in report.presences.values())
         self._refresh_orders()
         if self._orders.mark == mark:
@@ -84,6 +90,7 @@ class SwitchboardDeployment:
 
     async def erase(self, tenant: str | None, user: str | None) -> int:
         number = self._board.erase(tenant, user, now=self._clock())
+        self._states.forget(tenant, user)
         self._refresh_orders()
         return number
 
@@ -92,6 +99,23 @@ class SwitchboardDeployment:
         if not self._board.erased(number):
             await self._ask_which_live()
         return self._board.erased(number)
+
+    async def hand_over(self, process: str, place: Place, states: Sequence[KeptUser]) -> int:
+        """What a replica that stops has kept of users, erased up to `place`; how many are held for the users' new homes."""
+        self._fleet.leave(f"encoder/{process}")
+        held = self._states.give(states, self._board.erasures_since(place), now=self._clock())
+        self._refresh_orders()
+        return held
+
+    async def take_over(self, process: str, place: Place, kinds: Collection[str], after: int) -> Taken:
+        """Some of the states of these kinds that the process is the home of, behind those of the last call, which ended at `after`. The
+        process keeps something of users from now on: erasures wait for it.
+        """
+        now = self._clock()
+        self._board.report_place(process, place)
+        self._states.expire(now)
+        homes = {process, *self._fleet.serving("encoder", now=now)}
+        return self._states.take(process, kinds, sorted(homes), after)
 
     async def status(self) -> tuple[StageStatus, ...]:
         return self._board.status(now=self._clock())
@@ -117,7 +141,7 @@ class SwitchboardDeployment:
         now = self._clock()
         suspects = {stage: self._board.suspects(stage, now=now) for stage in STAGES}
         news = self._fleet.news(now=now), News(self._board.place)
-        orders = Orders(self._orders.mark, *self._board.switches(), suspects, *news, self._shards.layout)
+        orders = Orders(self._orders.mark, *self._board.switches(), suspects, *news, self._shards.layout, self._states.number)
         if orders != self._orders:
             self._orders = replace(orders, mark=self._orders.mark + 1)
             self._changed.set()

@@ -6,7 +6,7 @@ follow switches, suspicions, the rollout and erasures
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar, cast
@@ -30,6 +30,7 @@ from cluster.fleet.switchboard import Switches
 from cluster.stages import StageName
 from cluster.traffic.utilisation import Utilisation
 from cluster.values import StageAnswer
+from deployments.fleet.handover import Handover
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.model_cache import ModelCache
 from deployments.replicas.stage_model import StageModel
@@ -55,7 +56,8 @@ class StageReplica(Generic[ModelT]):
     stage: ClassVar[StageName]
     model_type: ClassVar[type[StageModel[Any, Any]]]
 
-    def __init__(self, settings: Settings, heartbeat: Heartbeat) -> None:
+    def __init__(self, settings: Settings, heartbeat: Heartbeat, handover: Handover | None = None) -> None:
+        """`handover` is for what engines keep of users; without it, that ends with the process."""
         join_serves_log()
         self._settings, self._heartbeat = settings, heartbeat
         self._wanted = settings.engines(self.stage)
@@ -70,6 +72,7 @@ class StageReplica(Generic[ModelT]):
         self._recorder = StageRecorder(self.stage, meter())
         self._calls, self._called_at, self._retired_busy_s = 0, 0.0, 0.0
         self._refreshing: asyncio.Task[None] | None = None
+        self._handover = handover
         heartbeat.join(self.stage, self)
 
     async def start(self) -> None:
@@ -78,14 +81,21 @@ class StageReplica(Generic[ModelT]):
 
     async def close(self) -> None:
         self._heartbeat.close()
+        if handover := self._no_more_handover():
+            handover.close()
         if self._refreshing:
             self._refreshing.cancel()
         await self._models.close()
 
-    def __del__(self) -> None:
-        """Serve calls it when it stops a replica, also one that could not be constructed."""
-        for model in self._models.models if hasattr(self, "_models") else ():
-            model.close()
+    def __del__(self) -> Awaitable[None] | None:
+        """Serve calls it when it stops a replica, also one that could not be constructed, and awaits what it returns; no request is under
+        way then. Afterwards the interpreter calls it once more.
+        """
+        handover = self._no_more_handover()
+        if handover is not None and self._models.models:
+            return self._hand_over(handover)
+        self._close_engines()
+        return None
 
     async def answer(self, request: Any, within_s: float) -> StageAnswer[Any] | NoBackendAnswered | ModelGone:
         """As `ask`, but why there is no answer is a value, since for Ray this call did not fail."""
@@ -163,6 +173,8 @@ class StageReplica(Generic[ModelT]):
 
     async def load(self, versions: Sequence[int], *, only: bool) -> None:
         await self._models.fill(versions, only=only)
+        if self._handover is not None:
+            await self._handover.start(self._controllers())
         self._refreshing = asyncio.create_task(self._refresh_forever())
 
     def presence(self, _: Rollout) -> Presence:
@@ -188,10 +200,33 @@ class StageReplica(Generic[ModelT]):
             self._switches_version, self._switches = orders.switches_version, orders.switches
             for model in self._models.models:
                 self._apply(model)
+        if self._handover is not None:
+            self._handover.look(orders, self._controllers())
 
     async def forget(self, tenant: str | None, user: str | None) -> None:
         """After the batches that run, so that nothing of a user is kept by them later."""
+        if self._handover is not None:
+            self._handover.erase(tenant, user)
         await asyncio.gather(*(model.controller.forget(tenant, user) for model in self._models.models))
+
+    def _no_more_handover(self) -> Handover | None:
+        handover, self._handover = getattr(self, "_handover", None), None
+        return handover
+
+    async def _hand_over(self, handover: Handover) -> None:
+        if self._refreshing:
+            self._refreshing.cancel()
+        await handover.give(self._controllers())
+        self._close_engines()
+
+    def _close_engines(self) -> None:
+        for model in self._models.models if hasattr(self, "_models") else ():
+            model.close()
+
+    def _controllers(self) -> list[FrameworkController[Any, Any]]:
+        """Of the versions that are held, the one that serves first."""
+        primary = self._primary()
+        return [model.controller for model in sorted(self._models.models, key=lambda model: model is not primary)]
 
     def _model_for(self, model_version: str) -> ModelT:
         """What answers a request of a gateway that serves this version; "" is the stable one. Raises ModelGone."""
@@ -272,8 +307,11 @@ class AsDeployment:
     """A StageReplica as Serve makes it, with handles of other deployments; Serve awaits the constructor."""
 
     async def __init__(self: StageReplica[Any], settings: dict[str, Any], switchboard: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
-        tree = parse(settings)
-        StageReplica.__init__(self, tree, Heartbeat(tree, switchboard, serve.get_replica_context().replica_id.unique_id))
+        tree, replica = parse(settings), serve.get_replica_context().replica_id.unique_id
+        heartbeat = Heartbeat(tree, switchboard, replica)
+        hands_over = self.stage == "encoder" and tree.encoder.handover.max_bytes
+        handover = Handover(tree.encoder.handover, switchboard, replica, heartbeat) if hands_over else None
+        StageReplica.__init__(self, tree, heartbeat, handover)
         await self.start()
 
 

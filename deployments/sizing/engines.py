@@ -86,6 +86,8 @@ def stage_parts(stage: str, settings: Settings, sizes: Sizes, use: Use, place: P
         yield from _semantic_ids(sizes)
     if (stage == "generator" and names) or (stage == "encoder" and {"onnxruntime", "openvino", "tensorrt"} & set(names)):
         yield Part(f"{stage}: item vectors", sizes.vector_bytes)
+    if stage == "encoder" and names:
+        yield Part("encoder: states taken over", settings.encoder.handover.max_bytes, "passing", key="encoder.handover.max_bytes")
     if names and names[0] != "vllm":  # which has no batches of ours
         yield _batch(stage, settings.engines(stage), sizes, place)
 

@@ -65,7 +65,8 @@ def _processes(settings: Settings, sizes: Sizes, count: Mapping[str, int], use: 
     if settings.cache.enabled and settings.cache.l2 == "actors":
         budget = Part("kept answers (l2)", settings.cache.l2_shard_bytes, "filled", key="cache.l2_shard_bytes")
         yield Process("cache actor", settings.cache.most_shards, present([*_base("cache actor"), budget]))
-    yield Process("switchboard", 1, tuple(_base("switchboard")))
+    states = Part("users' states handed over", settings.encoder.handover.max_bytes, "filled", key="encoder.handover.max_bytes")
+    yield Process("switchboard", 1, present([*_base("switchboard"), states]))
     if settings.zeromq is not None:
         requests = Part("requests", settings.zeromq.max_bytes, "passing", key="zeromq.max_bytes")
         yield Process("zeromq", 1, (*_base("switchboard"), requests))

@@ -1,5 +1,6 @@
 """What backends that may keep their users' rows have in common: options, forgetting, figures."""
 
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from cluster.engines.buffers import BufferPool
@@ -46,6 +47,14 @@ class KeepsRows(Generic[KeptT]):
         """The same of all users."""
         self._pool.clear()
         return self._kept.clear() if self._kept else 0
+
+    def hand_over(self) -> Iterator[tuple[str, str, bytes]]:
+        """See KeptRows; nothing while nothing is kept."""
+        return self._kept.hand_over() if self._kept else iter(())
+
+    def take_over(self, tenant: str, user: str, data: bytes) -> int:
+        """See KeptRows."""
+        return self._kept.take_over(tenant, user, data) if self._kept else 0
 
     def kept(self) -> dict[str, float]:
         """What is kept and how often it served, and how often batches found memory that was there, as plain numbers; empty while nothing is

@@ -61,7 +61,7 @@ def make_store(config: HSTUConfig, options: StateOptions, *, with_states: bool, 
         pool = PagePool(planes, budget_bytes=options.bytes, allocate=allocate)
     except ValueError as error:
         raise ConfigError(f"state_bytes ({options.bytes}) is too small for this model: {error}; 0 keeps nothing") from error
-    return PagedStates(pool) if options.store == "paged" else RadixStates(pool, policy=options.policy)
+    return PagedStates(pool) if options.store == "paged" else RadixStates(pool, policy=options.policy, copies=True)
 
 
 def state_planes(config: HSTUConfig, dtype: "np.dtype[Any]", *, with_states: bool) -> dict[str, Plane]:

@@ -204,6 +204,31 @@ def test_whose_history_it_is_does_not_change_the_answer_as_the_history_grows(enc
         assert not figures["failures"]
 
 
+def test_another_process_goes_on_from_what_is_handed_over(served, encoder, keeping):
+    if not hasattr(keeping, "kept") or not keeping.kept():
+        pytest.skip(f"{type(keeping).__name__} keeps nothing of this model's users")
+    users = [asked(LONGEST, seed=seed, user=f"user {seed}") for seed in range(4)]
+    for count in (5, 12):
+        keeping.batch_infer([first(user, count) for user in users])
+    heir = type(keeping)(keep_from=1)
+    heir.load(served[1])
+    try:
+        for tenant, user, data in keeping.hand_over():
+            assert heir.take_over(tenant, user, data) > 0
+            assert heir.take_over(tenant, user, data) == 0, "all of it is kept"
+        grown = [first(user, 15) for user in users]
+        for ours, uninterrupted, plain in zip(
+            heir.batch_infer(grown), keeping.batch_infer(grown), encoder.batch_infer([replace(one, user="") for one in grown]), strict=True
+        ):
+            assert_same(ours, uninterrupted)
+            assert_same(ours, plain)
+        figures = heir.kept()
+        assert (figures["adopted"], figures["hits"], figures["misses"], figures["hit_rows"]) == (4, 4, 0, 4 * 11)
+        assert not figures["failures"]
+    finally:
+        heir.close()
+
+
 def test_what_is_kept_of_a_user_can_be_erased_and_counted(keeping):
     if not hasattr(keeping, "kept"):
         pytest.skip(f"{type(keeping).__name__} keeps nothing of its users")

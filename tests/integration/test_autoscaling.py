@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
 
 import httpx
 import pytest
@@ -46,10 +47,24 @@ def eventually(url: str, calls: int, seconds: float, serving: int) -> set[str]:
     return until_right(lambda: replicas(url, calls, seconds), lambda found: len(found) == serving, within_s=300)
 
 
+def under_load(url: str, calls: int, seconds: float, serving: int, within_s: float = 300) -> set[str]:
+    """As many as `serving`, which have answered while so many calls were on the way all the time."""
+    seen, deadline = set[str](), monotonic() + within_s
+
+    def ask(_: int) -> None:
+        while len(seen) < serving and monotonic() < deadline:
+            seen.update(replicas(url, 1, seconds))
+
+    with ThreadPoolExecutor(calls) as callers:
+        list(callers.map(ask, range(calls)))
+    assert len(seen) >= serving, f"after {within_s:g} s {seen} have answered"
+    return seen
+
+
 def test_replicas_come_with_the_load_go_when_it_is_over_and_come_again_from_none(sleeping: Application):
     url = sleeping.url
     first = eventually(url, calls=1, seconds=0, serving=1)
-    three = eventually(url, calls=9, seconds=1, serving=3)
+    three = under_load(url, calls=9, seconds=1, serving=3)
     (last,) = eventually(url, calls=2, seconds=0.2, serving=1)
     assert last in first | three
     until_right(lambda: sleeping.running("sleeper"), lambda running: not running, within_s=300)

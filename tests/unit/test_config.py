@@ -278,3 +278,20 @@ def test_serve_listens_where_it_is_told_to(tmp_path, monkeypatch):
     ((*_, written),) = handed_over
     assert read_document(Path(written))["http_options"]["host"] == "127.0.0.2"
     Path(written).unlink()
+
+
+@pytest.mark.parametrize(("within_s", "grace"), [(20, {}), (8, {"graceful_shutdown_timeout_s": 8})])
+def test_a_handover_that_serve_would_not_wait_for_is_refused(tmp_path, within_s, grace):
+    document = read_document(RAY_CONFIG)
+    application = document["applications"][0]
+    application["args"]["encoder"]["handover"] |= {"max_bytes": 1, "within_s": within_s}
+    next(one for one in application["deployments"] if one["name"] == "encoder").update(grace)
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(document))
+    with pytest.raises(
+        ConfigError, match=rf"within_s \({within_s}\) must be less than the encoder's graceful_shutdown_timeout_s \({within_s}\)"
+    ):
+        read(config)
+    application["args"]["encoder"]["handover"]["max_bytes"] = 0
+    config.write_text(yaml.safe_dump(document))
+    read(config)

@@ -363,6 +363,30 @@ def test_a_user_forgotten_while_being_encoded_is_not_kept(loaded, engine, store)
     assert keeping.kept()["used_bytes"] == keeping.kept()["users"] == 0
 
 
+def test_what_is_handed_over_is_used_whatever_store_keeps_it(loaded, engine, store):
+    options = {"state_store": store, "keep_from": 1}
+    keeping, heir, plain = loaded(engine, **options), loaded(engine, **options), loaded(engine, state_bytes=0)
+    sequences = [random_sequence(length, seed=length) for length in range(3, 16)]
+    keeping.batch_infer([asked(sequence, f"user {row}", f"tenant {row % 2}") for row, sequence in enumerate(sequences)])
+    keeping.infer(asked(sequences[2], "user 2", "tenant 0"))
+    handed = list(keeping.hand_over())
+    assert handed[0][:2] == ("tenant 0", "user 2"), "the hottest first"
+    assert sum(heir.take_over(*one) > 0 for one in handed) == len(sequences)
+    later = [replace(sequence, request_time=sequence.request_time + 60) for sequence in sequences]
+    assert_agree(plain, heir, [asked(sequence, f"user {row}", f"tenant {row % 2}") for row, sequence in enumerate(later)])
+    assert (heir.kept()["hits"], heir.kept()["misses"]) == (len(sequences), 0)
+
+
+def test_rows_of_another_model_or_precision_are_refused_and_nothing_is_kept_of_them(loaded, engine, compiled_hstu, tmp_path):
+    keeping, half = loaded(engine, keep_from=1), loaded(engine, keep_from=1, state_dtype="fp16")
+    keeping.infer(asked(random_sequence(9)))
+    ((tenant, user, data),) = keeping.hand_over()
+    for other in (half, loaded(TorchEncoder, make_bundle(tmp_path / "other", seed=5), keep_from=1)):
+        with pytest.raises(ValueError, match="another model or layout"):
+            other.take_over(tenant, user, data)
+        assert other.kept()["users"] == 0
+
+
 @pytest.mark.parametrize("state_bytes", [0, 1 << 20])
 def test_an_encoder_that_keeps_nothing_has_nothing_to_forget_or_to_tell(loaded, state_bytes):
     encoder = TorchEncoder(state_bytes=state_bytes)

@@ -161,6 +161,12 @@ class TestBytes:
         without = plan_of(parse({**TORCH, "cache": {"enabled": False}}), sizes_of(bundle), {}, Use(), "host")
         assert not any(one.key.startswith("cache.") for process in without.processes for one in process.parts)
 
+    def test_states_that_are_handed_over_take_what_they_may_in_the_switchboard_and_on_their_way(self, bundle):
+        settings = parse({"encoder": {**TORCH["encoder"], "handover": {"max_bytes": 2**20}}})
+        plan = plan_of(settings, sizes_of(bundle), {}, Use(), "host")
+        taken = {process.name: one.when for process in plan.processes for one in process.parts if one.key == "encoder.handover.max_bytes"}
+        assert taken == {"encoder": "passing", "switchboard": "filled"}
+
 
 class TestProcesses:
     def test_colocated_stages_are_in_the_gateway(self, bundle):

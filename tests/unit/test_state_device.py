@@ -1,5 +1,7 @@
 """The tier of tensors over a store in host memory, on a GPU or with the CPU for a device: the same code, without streams."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -20,7 +22,7 @@ def users(count, rows=12):
     return count * rows * ROW_BYTES
 
 
-@pytest.fixture(params=[PagedStates, RadixStates])
+@pytest.fixture(params=[PagedStates, partial(RadixStates, copies=True)], ids=["paged", "radix"])
 def tier_of(request, device):
     made, memory = [], {"allocate": pinned} if device == "cuda" else {}
 
@@ -53,6 +55,18 @@ def kept(tier, owner, rows):
     with tier.matched(owner, rows) as held:
         assert_holds(held, rows)
         return held.rows
+
+
+def test_what_one_device_has_committed_another_adopts(tier_of):
+    tier, other = tier_of(), tier_of()
+    for owner in (ANN, BOB):
+        remember(tier, owner, history(*EVENTS[:20]))
+    remember(tier, ANN, history(*EVENTS[:30]))
+    assert tier.hottest() == [ANN, BOB]
+    for owner in tier.hottest():
+        assert other.adopt(owner, *tier.copy(owner)) > 0
+    assert [remember(other, ANN, history(*EVENTS)), kept(other, BOB, history(*EVENTS))] == [29, 19]
+    assert other.adopt(ANN, *tier.copy(ANN)) == 0
 
 
 def test_a_growing_history_is_read_without_the_host(tier_of):

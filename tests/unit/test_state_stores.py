@@ -17,10 +17,10 @@ PLANES = {"kt": Plane((2, 1, 3), axis=3), "v": Plane((2, 1, 2), axis=2), "states
 PAGE_ROWS = 4
 STORES = {
     "paged": PagedStates,
-    "radix": RadixStates,
-    "radix lfu": lambda pool: RadixStates(pool, policy="lfu"),
-    "radix fifo": lambda pool: RadixStates(pool, policy="fifo"),
-    "radix shared": lambda pool: RadixStates(pool, share_users=True),
+    "radix": lambda pool: RadixStates(pool, copies=True),
+    "radix lfu": lambda pool: RadixStates(pool, policy="lfu", copies=True),
+    "radix fifo": lambda pool: RadixStates(pool, policy="fifo", copies=True),
+    "radix shared": lambda pool: RadixStates(pool, share_users=True, copies=True),
 }
 
 
@@ -236,6 +236,91 @@ def test_statistics_count_what_was_asked_and_found(store_of):
     assert (found.users, found.rows, found.held, found.pages) == (1, 11, 0, 3)
 
 
+def assert_copied(store, owner, other):
+    """What is copied is what was committed, and found in another store that adopts it; how many rows that is."""
+    rows, planes = store.copy(owner)
+    for name, array in contents(rows).items() if len(rows) else ():
+        np.testing.assert_array_equal(planes[name], array)
+    assert (other.adopt(owner, rows, planes) > 0) == (len(rows) > 0)
+    assert kept(other, owner, rows) == len(rows)
+    return len(rows)
+
+
+def test_a_history_goes_on_in_another_store_that_adopts_it(store_of):
+    store, other = store_of(20), store_of(20)
+    for length in (11, 12, 13, 30):
+        remember(store, ANN, history(*EVENTS[:length]))
+    assert assert_copied(store, ANN, other) == 29
+    assert remember(other, ANN, history(*EVENTS)) == 29
+    assert kept(other, ANN, history(*EVENTS)) == 39
+    found = other.statistics()
+    assert (found.adopted, found.users, found.rows, found.hits, found.misses) == (1, 1, 39, 3, 0)
+
+
+def test_of_several_histories_the_latest_is_copied(store_of):
+    store, edited = store_of(40), history(*EVENTS[:10], (9, 95), *EVENTS[10:20])
+    for rows in (history(*EVENTS), edited):
+        remember(store, ANN, rows)
+    np.testing.assert_array_equal(store.copy(ANN)[0], edited)
+    assert assert_copied(store, ANN, store_of(20)) == len(edited)
+
+
+def test_an_older_history_of_the_user_goes_on_with_a_newer_one_and_not_the_other_way_round(store_of):
+    older, newer = store_of(20), store_of(20)
+    remember(older, ANN, history(*EVENTS[:7]))
+    remember(newer, ANN, history(*EVENTS[:20]))
+    assert newer.adopt(ANN, *older.copy(ANN)) == 0
+    assert older.adopt(ANN, *newer.copy(ANN)) == 3 * older.pool.page_bytes
+    assert [kept(store, ANN, history(*EVENTS)) for store in (older, newer)] == [19, 19]
+    assert older.adopt(ANN, *newer.copy(ANN)) == 0
+    assert [store.statistics().adopted for store in (older, newer)] == [1, 0]
+
+
+def test_what_is_kept_of_a_user_already_stays_where_it_is_of_another_history(store_of):
+    store, other, rows = store_of(20), store_of(20), history(*EVENTS[:9])
+    remember(store, ANN, history(*EVENTS[20:30]))
+    remember(other, ANN, rows)
+    assert other.adopt(ANN, *store.copy(ANN)) == 0
+    assert (kept(other, ANN, rows), other.statistics().adopted) == (8, 0)
+
+
+def test_the_users_that_were_asked_about_last_come_first_and_forgotten_ones_not_at_all(store_of):
+    store, users = store_of(20), [Owner("model/shop", user) for user in "abcd"]
+    for step, user in enumerate(users):
+        remember(store, user, history(*EVENTS[5 * step : 5 * step + 10]))
+    kept(store, users[1], history(*EVENTS[5:15]))
+    store.forget(users[2])
+    with store.matched(users[0], history(*EVENTS[:10])):
+        assert store.hottest() == [users[0], users[1], users[3]]
+        assert not len(store.copy(users[2])[0])
+
+
+def test_adopting_gives_up_the_idle_but_never_the_held(store_of):
+    store, other, rows = store_of(3), store_of(20), history(*EVENTS[:10])
+    remember(other, BOB, history(*EVENTS[20:30]))
+    remember(store, ANN, rows)
+    with store.matched(ANN, rows):
+        store.adopt(BOB, *other.copy(BOB))
+        assert not kept(store, BOB, history(*EVENTS[20:30]))
+    store.adopt(BOB, *other.copy(BOB))
+    assert kept(store, BOB, history(*EVENTS[20:30])) == 9
+    assert not kept(store, ANN, rows)
+
+
+def test_adopting_rows_that_are_not_those_of_the_history_is_refused(store_of):
+    rows = history(*EVENTS[:10])
+    with pytest.raises(ValueError, match="8 rows were given for a history of 9"):
+        store_of(20).adopt(ANN, rows, contents(rows, 1))
+    with pytest.raises(ValueError, match="of the planes"):
+        store_of(20).adopt(ANN, rows, {"kt": contents(rows)["kt"]})
+
+
+def test_a_tree_that_keeps_digests_alone_has_no_history_to_copy():
+    store = RadixStates(pool_of(20))
+    remember(store, ANN, history(*EVENTS[:10]))
+    assert (store.hottest(), len(store.copy(ANN)[0])) == ([], 0)
+
+
 class Requests(RuleBasedStateMachine):
     """Users with histories that grow, shrink and are edited; some are held across other requests."""
 
@@ -290,6 +375,11 @@ class Requests(RuleBasedStateMachine):
         self.store.forget(Owner("m", user))
         if not (isinstance(self.store, RadixStates) and self.store.share_users):
             assert kept(self.store, Owner("m", user), self.rows(user)) == 0
+
+    @rule()
+    def all_are_copied(self):
+        for owner in self.store.hottest():
+            assert assert_copied(self.store, owner, type(self).make(pool_of(20)))
 
     @invariant()
     def held_rows_are_as_committed(self):

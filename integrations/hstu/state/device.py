@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from cluster.values import Int64Array
 from integrations.hstu.state.copies import SideCopies, require
 from integrations.hstu.state.device_users import DeviceUser, DeviceUsers
+from integrations.hstu.state.pool import Plane
 from integrations.hstu.state.pooled import PooledHeld, PooledStates
 from integrations.hstu.state.rows import common_rows
 from integrations.hstu.state.store import Held, Matching, Owner, Rows, StateStatistics
@@ -71,6 +72,10 @@ class DeviceTier(Matching):
         self._thread = ThreadPoolExecutor(1, "state-write-back")
         self._pending: deque[tuple[Future[None], int]] = deque()
         self._late = self._held = 0
+
+    @property
+    def planes(self) -> Mapping[str, Plane]:
+        return self.store.planes
 
     def match(self, owner: Owner, rows: Int64Array) -> DeviceHeld:
         with self._lock:
@@ -202,6 +207,20 @@ class DeviceTier(Matching):
     def clear(self) -> int:
         with self._lock:
             return self.store.clear() + self.users.clear()
+
+    def hottest(self) -> list[Owner]:
+        """As the host's store has it, which knows all users."""
+        self.flush()
+        return self.store.hottest()
+
+    def copy(self, owner: Owner) -> tuple[Int64Array, Rows]:
+        """Of the host's store."""
+        self.flush()
+        return self.store.copy(owner)
+
+    def adopt(self, owner: Owner, rows: Int64Array, new: Rows) -> int:
+        """Into the host's store: the device has it with the user's next request."""
+        return self.store.adopt(owner, rows, new)
 
     def statistics(self) -> StateStatistics:
         """Of the device; `rejected` counts users that found no room, and rows that were too many to go to the host at once.

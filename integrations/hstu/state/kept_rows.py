@@ -1,9 +1,10 @@
 """What engines that keep their users' rows have in common: the rows' owners, how users are forgotten, what happens where that fails."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 
+from integrations.hstu.state.packed import Layout, layout_of, packed, unpacked
 from integrations.hstu.state.store import Owner, StateStore
 
 _LOG = logging.getLogger(__name__)
@@ -34,9 +35,26 @@ class KeptRows:
         """The same of all users."""
         return self._forgotten(self.store.clear)
 
+    def hand_over(self) -> Iterator[tuple[str, str, bytes]]:
+        """(tenant, user, rows) of all users that can be copied, the most recently used first."""
+        layout, model = self._layout(), self._namespace("")
+        for owner in self.store.hottest():
+            rows, planes = self.store.copy(owner)
+            if len(rows) and owner.namespace.startswith(model):
+                yield owner.namespace.removeprefix(model), owner.user, packed(layout, rows, planes)
+
+    def take_over(self, tenant: str, user: str, data: bytes) -> int:
+        """Keep what `hand_over` gave in another process, where it goes on from what is kept here: the bytes that takes. Raises ValueError
+        at rows of another model or layout, and at what is damaged.
+        """
+        return self.store.adopt(self._owner(tenant, user), *unpacked(data, self._layout()))
+
     def statistics(self) -> dict[str, float]:
         """The store's statistics, and how often what it holds could not be used (`failures`)."""
         return {name: float(value) for name, value in (asdict(self.store.statistics()) | {"failures": self._failures}).items()}
+
+    def _layout(self) -> Layout:
+        return layout_of(self._model, self.store.planes)
 
     def _forgotten(self, drop: Callable[[], int]) -> int:
         before = self.store.statistics().rows

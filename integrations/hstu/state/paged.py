@@ -110,6 +110,14 @@ class PagedStates(PooledStates):
     def _has(self, owner: Owner) -> bool:
         return bool(self._tables.get(owner, UserPages(owner)).pages)
 
+    def _latest(self) -> list[Owner]:
+        held = [user.owner for user in self._tables.values() if user.holders and user.pages]
+        return held + [user.owner for user in self._idle][::-1]
+
+    def _history(self, owner: Owner) -> tuple[Int64Array, list[int]]:
+        user = self._tables.get(owner, UserPages(owner))
+        return user.identities, list(user.pages)
+
     def _owners(self) -> set[Owner]:
         return set(self._tables)
 

@@ -2,11 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Mapping
 from threading import RLock
 from typing import Any
 
+import numpy as np
+
 from cluster.values import Int64Array
-from integrations.hstu.state.pool import PagePool
+from integrations.hstu.state.pool import PagePool, Plane
+from integrations.hstu.state.rows import common_rows
 from integrations.hstu.state.store import Held, Matching, Owner, Rows, StateStatistics
 
 
@@ -34,6 +38,10 @@ class PooledStates(Matching, ABC):
         self._lock = RLock()
         self._counts: Counter[str] = Counter()
         self._holds: dict[Owner, set[PooledHeld]] = {}
+
+    @property
+    def planes(self) -> Mapping[str, Plane]:
+        return self.pool.planes
 
     def match(self, owner: Owner, rows: Int64Array) -> PooledHeld:
         with self._lock:
@@ -78,6 +86,36 @@ class PooledStates(Matching, ABC):
     def clear(self) -> int:
         with self._lock:
             return sum(self.forget(owner) for owner in self._everyone())
+
+    def hottest(self) -> list[Owner]:
+        with self._lock:
+            return self._latest()
+
+    def copy(self, owner: Owner) -> tuple[Int64Array, Rows]:
+        with self._lock:
+            rows, pages = self._history(owner)
+            self.pool.retain(pages)
+        try:
+            copies = {name: np.empty(plane.stacked(len(rows)), plane.dtype) for name, plane in self.pool.planes.items()}
+            self.pool.gather(pages, len(rows), copies)
+        finally:
+            self.pool.release(pages)
+        return rows, copies
+
+    def adopt(self, owner: Owner, rows: Int64Array, new: Rows) -> int:
+        if self.pool.rows_of(new) != len(rows):
+            raise ValueError(f"{self.pool.rows_of(new)} rows were given for a history of {len(rows)}")
+        with self._lock:
+            own, pages = self._history(owner)
+            if len(own) >= len(rows) or common_rows(own, rows) < len(own):
+                return 0
+            held = self._find(owner, rows)
+            try:
+                self._keep(held, rows, 0, new)
+            finally:
+                self._let_go(held)
+            self._counts["adopted"] += self._has(owner)
+            return (len(self._history(owner)[1]) - len(pages)) * self.pool.page_bytes
 
     def statistics(self) -> StateStatistics:
         with self._lock:
@@ -128,6 +166,14 @@ class PooledStates(Matching, ABC):
 
     @abstractmethod
     def _has(self, owner: Owner) -> bool: ...
+
+    @abstractmethod
+    def _latest(self) -> list[Owner]:
+        """The owners with rows, the most recently used first."""
+
+    @abstractmethod
+    def _history(self, owner: Owner) -> tuple[Int64Array, list[int]]:
+        """The owner's latest history: its row identities, and its pages from the first on."""
 
     @abstractmethod
     def _owners(self) -> set[Owner]: ...

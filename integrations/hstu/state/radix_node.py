@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from itertools import takewhile
 
+import numpy as np
+
 from cluster.values import Int64Array
 from integrations.hstu.state.rows import NO_ROWS
 from integrations.hstu.state.store import Owner
@@ -13,16 +15,19 @@ class RadixNode:
 
     `tails` are leaves of one partly filled page, which has no digest: one for each owner, whose `identities` they have. So a node's page is
     never shared with its siblings, and a partly filled page never with another owner.
+    `whole` has the identities of the rows of whole pages, by which the history is known elsewhere.
     `owners` committed a history that runs through here. `locks` is how many holders stand here or further down.
     `used`, `uses` and `made` are what eviction goes by: the tick of the last use, the number of uses, the tick it was made.
     """
 
     __slots__ = (
         "children", "digests", "identities", "locks", "made", "owners", "pages", "parent", "queued", "removed", "tails", "used", "uses",
+        "whole",
     )  # fmt: skip
 
     def __init__(self, parent: "RadixNode | None", digests: list[bytes], pages: list[int], identities: Int64Array = NO_ROWS) -> None:
         self.parent, self.digests, self.pages, self.identities = parent, digests, pages, identities
+        self.whole = NO_ROWS
         self.children: dict[bytes, RadixNode] = {}
         self.tails: dict[Owner, RadixNode] = {}
         self.owners: set[Owner] = set()
@@ -35,6 +40,11 @@ class RadixNode:
         while node is not None:
             yield node
             node = node.parent
+
+    def history(self) -> Int64Array:
+        """The identities of all rows from the root to the node's end."""
+        parts = [rows for node in reversed(list(self.path())) for rows in (node.whole, node.identities) if len(rows)]
+        return np.concatenate(parts) if parts else NO_ROWS
 
     def same(self, digests: list[bytes]) -> int:
         """How many of its pages the digests begin with."""
@@ -55,6 +65,8 @@ class RadixNode:
         upper.owners, upper.locks = set(self.owners), self.locks
         upper.made, upper.used, upper.uses = self.made, self.used, self.uses
         self.parent.children[self.digests[0]] = upper
+        cut = at * (len(self.whole) // len(self.digests))
+        upper.whole, self.whole = self.whole[:cut], self.whole[cut:]
         self.digests, self.pages, self.parent = self.digests[at:], self.pages[at:], upper
         upper.children[self.digests[0]] = self
         return upper

@@ -3,12 +3,15 @@
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from cluster.values import Int64Array
+
+if TYPE_CHECKING:
+    from integrations.hstu.state.pool import Plane
 
 Rows: TypeAlias = Mapping[str, npt.NDArray[np.floating[Any]]]
 """Rows of each plane by its name; how many, each array's length along its plane's axis says."""
@@ -26,7 +29,8 @@ class StateStatistics:
     """What a store holds now (`users`, `rows`, `pages`, bytes, `held`) and has done since it was made.
 
     `hits`, `misses`: matches with and without a kept row; `hit_rows` of `asked_rows` were kept. `evictions`: users (tree: leaves) given up
-    for others; `rejected`: commits of which not all found room, or whose beginning was no longer kept; `forgotten`: users forgotten.
+    for others; `rejected`: commits of which not all found room, or whose beginning was no longer kept; `forgotten`: users forgotten;
+    `adopted`: histories taken over from another store.
     `used_bytes` counts pages that are still read after they were forgotten.
     """
 
@@ -44,6 +48,7 @@ class StateStatistics:
     evictions: int = 0
     rejected: int = 0
     forgotten: int = 0
+    adopted: int = 0
 
 
 class Held(Protocol):
@@ -67,6 +72,11 @@ class Held(Protocol):
 
 class StateStore(Protocol):
     """Keeps rows by owner. Every method may be called from any thread."""
+
+    @property
+    def planes(self) -> Mapping[str, "Plane"]:
+        """What a row consists of, as it is stored."""
+        ...
 
     def match(self, owner: Owner, rows: Int64Array) -> Held:
         """The longest kept beginning of a history with these row identities (n - 1, 3). Release it, also where nothing was kept."""
@@ -98,6 +108,20 @@ class StateStore(Protocol):
 
     def clear(self) -> int:
         """Drop everything: the bytes freed."""
+        ...
+
+    def hottest(self) -> list[Owner]:
+        """The owners with a history that can be copied, the most recently used first."""
+        ...
+
+    def copy(self, owner: Owner) -> tuple[Int64Array, Rows]:
+        """The row identities of the owner's latest history, and a copy of its rows as they are stored; none where nothing is kept."""
+        ...
+
+    def adopt(self, owner: Owner, rows: Int64Array, new: Rows) -> int:
+        """Keep what another store has kept of the owner, `new` being all rows of the history, where it goes on from what is kept here: the
+        bytes that takes. No look-up is counted. Raises ValueError at arrays that do not have these rows.
+        """
         ...
 
     def statistics(self) -> StateStatistics: ...

@@ -1,0 +1,101 @@
+"""What an engine keeps of users, on its way to an engine of the same kind in another process; see `hand_over` in cluster.protocols."""
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+CHUNK_BYTES = 4 << 20
+"""What goes in one call, unless a single user's state is larger: the receiver's event loop is busy with it for a few milliseconds."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptUser:
+    """`data` is the engine's own. `kind` names the version of the model, the engine and its options: another one's states are not used."""
+
+    kind: str
+    tenant: str
+    user: str
+    data: bytes = field(repr=False)
+    digest: bytes = field(repr=False)
+
+    @classmethod
+    def sealed(cls, kind: str, tenant: str, user: str, data: bytes) -> "KeptUser":
+        return cls(kind, tenant, user, data, _digest(kind, tenant, user, data))
+
+    @property
+    def intact(self) -> bool:
+        return self.digest == _digest(self.kind, self.tenant, self.user, self.data)
+
+    @property
+    def erased_by(self) -> tuple[tuple[str | None, str | None], ...]:
+        """The (tenant, user) of erasures that reach it: of the user, of all the tenant's users, of all users."""
+        return (self.tenant, self.user), (self.tenant, None), (None, None)
+
+
+def kind_of_engine(version: str, import_string: str, options: Mapping[str, Any]) -> str:
+    """A digest: options may hold what no other process should know."""
+    said = json.dumps([version, import_string, options], sort_keys=True, default=str)
+    return blake2b(said.encode(), digest_size=16).hexdigest()
+
+
+def hands_over(backend: object) -> bool:
+    return hasattr(backend, "hand_over") and hasattr(backend, "take_over")
+
+
+def sealed(backend: Any, kind: str) -> Iterator[KeptUser]:
+    """What it keeps, the hottest first; ends where it raises, which the log says."""
+    try:
+        for tenant, user, data in backend.hand_over():
+            yield KeptUser.sealed(kind, tenant, user, data)
+    except Exception:  # a foreign engine may raise anything, and what it keeps can be computed anew
+        logger.warning("an engine's states could not all be handed over", exc_info=True)
+
+
+def chunk_of(states: Iterator[KeptUser], most_bytes: int = CHUNK_BYTES) -> list[KeptUser]:
+    """The next of them, up to the first with which they are as large; none where there are no more."""
+    chunk, size = list[KeptUser](), 0
+    while size < most_bytes and (one := next(states, None)):
+        chunk.append(one)
+        size += len(one.data)
+    return chunk
+
+
+def room_for(kept: Mapping[str, float]) -> int:
+    """How many bytes an engine that says so of what it keeps should take over: what is free, or half of its memory at the cost of the least
+    recently used, since those that are handed over are no hotter than its own.
+    """
+    budget = kept.get("budget_bytes", float(1 << 62))
+    return int(max(budget / 2, budget - kept.get("used_bytes", 0.0)))
+
+
+def take_over(backend: Any, kind: str, states: Iterable[KeptUser]) -> int:
+    """Have the engine keep these: how many it took. What is damaged, or not its own, is refused, and costs a log line and that user's next
+    request the time of a whole encoding.
+    """
+    taken, refused, why = 0, 0, ""
+    for one in states:
+        try:
+            taken += bool(_taken(backend, kind, one))
+        except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything, and the user's state can be computed anew
+            refused, why = refused + 1, why or f"{error}"
+    if refused:
+        logger.warning("%d states that were handed over are not used: %s", refused, why)
+    return taken
+
+
+def _taken(backend: Any, kind: str, one: KeptUser) -> Any:
+    if one.kind != kind:
+        raise ValueError("it is of another version, engine or configuration")
+    if not one.intact:
+        raise ValueError("it is damaged: its digest is another one")
+    return backend.take_over(one.tenant, one.user, one.data)
+
+
+def _digest(kind: str, tenant: str, user: str, data: bytes) -> bytes:
+    digest = blake2b(json.dumps([kind, tenant, user]).encode(), digest_size=16)
+    digest.update(data)
+    return digest.digest()

@@ -1,0 +1,120 @@
+"""Users' states between the replica that stopped and the one that is their home now.
+
+    replica that stops -> give(states, hottest first) -> held for a while, less what was erased since they were read
+    any other replica  -> take(process, kinds)        -> those of the users that it is the home of, each once
+
+They stay when they are taken, until their time is over or others need the room: replicas that are restarted one after the other each find
+theirs. They lie in memory alone, so that an erasure here is one everywhere; times are passed in, in seconds.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.engines.handover import CHUNK_BYTES, KeptUser
+from cluster.fleet.erasures import News
+from cluster.traffic.user_router import in_order_of
+
+LOOK_AT = 1000
+"""States that one call looks at, at most: the switchboard has other things to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """`after` is where the next call goes on; where it is the last one's, there is no more."""
+
+    states: tuple[KeptUser, ...]
+    after: int
+
+
+@dataclass(slots=True)
+class _Held:
+    number: int
+    state: KeptUser
+    until: float
+    takers: set[str] = field(default_factory=set)
+
+    @property
+    def size(self) -> int:
+        return len(self.state.data)
+
+
+class HeldStates:
+    """Plain Python, for one thread at a time: `max_bytes` of them at most, each for `keep_s`."""
+
+    def __init__(self, max_bytes: int, keep_s: float) -> None:
+        self._max_bytes, self._keep_s = max_bytes, keep_s
+        self._held: dict[tuple[str, str, str], _Held] = {}  # in the order of their numbers
+        self._number = self.used_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def number(self) -> int:
+        """Of the last one that was given: something else where there may be more to take."""
+        return self._number
+
+    def give(self, states: Iterable[KeptUser], missed: News, *, now: float) -> int:
+        """Hold these, less the users that are erased in what the giver has `missed`; how many of them found room."""
+        self.expire(now)
+        if missed.lost_track:
+            return 0
+        erased = {(one.tenant, one.user) for one in missed.erasures}
+        return sum(self._keep(one, now) for one in states if erased.isdisjoint(one.erased_by))
+
+    def take(self, process: str, kinds: Collection[str], homes: Sequence[str], after: int = 0) -> Taken:
+        """Of the states of these kinds, behind the one of number `after`, the next ones of users that `process` is the home of."""
+        mine, size, looked = list[KeptUser](), 0, 0
+        for held in self._held.values():
+            if held.number <= after:
+                continue
+            if size >= CHUNK_BYTES or looked >= LOOK_AT:
+                break
+            after, looked = held.number, looked + 1
+            if held.state.kind in kinds and process not in held.takers and _home(held.state, homes) == process:
+                held.takers.add(process)
+                mine.append(held.state)
+                size += held.size
+        return Taken(tuple(mine), after)
+
+    def forget(self, tenant: str | None, user: str | None) -> None:
+        """Drop a user's, all of the tenant's users' where `user` is None, and all where `tenant` is None too."""
+        for held in [held for held in self._held.values() if (tenant, user) in held.state.erased_by]:
+            self._drop(held)
+
+    def expire(self, now: float) -> None:
+        while self._held and (oldest := next(iter(self._held.values()))).until <= now:
+            self._drop(oldest)
+
+    def _keep(self, state: KeptUser, now: float) -> bool:
+        if older := self._held.get(_key(state)):
+            self._drop(older)
+        held = _Held(self._number + 1, state, now + self._keep_s)
+        if not self._has_room(held.size):
+            return False
+        self._number += 1
+        self._held[_key(state)] = held
+        self.used_bytes += held.size
+        return True
+
+    def _has_room(self, size: int) -> bool:
+        """Made, where need be, of what was taken already."""
+        if self.used_bytes + size > self._max_bytes:
+            for taken in [held for held in self._held.values() if held.takers]:
+                self._drop(taken)
+                if self.used_bytes + size <= self._max_bytes:
+                    break
+        return self.used_bytes + size <= self._max_bytes
+
+    def _drop(self, held: _Held) -> None:
+        del self._held[_key(held.state)]
+        self.used_bytes -= held.size
+
+
+def _key(state: KeptUser) -> tuple[str, str, str]:
+    return state.kind, state.tenant, state.user
+
+
+def _home(state: KeptUser, homes: Sequence[str]) -> str:
+    """Where the user's requests go, see cluster.traffic.user_router."""
+    return in_order_of(f"{state.tenant}/{state.user}", homes)[0]

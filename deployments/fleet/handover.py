@@ -1,0 +1,129 @@
+"""A replica's part in handing users' states over, by way of the switchboard.
+
+It gives as it stops, and takes as it starts, as others stop, and as it loads another engine.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from time import monotonic
+from typing import Any, Protocol
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.config import HandoverSettings
+from cluster.engines.handover import KeptUser, chunk_of
+from cluster.errors import BackendError
+from cluster.fleet.erasures import NO_PLACE, Place
+from cluster.fleet.handover import Taken
+from cluster.fleet.heartbeat import Orders
+from deployments.calls.remote import ask
+from deployments.fleet.heartbeat import Heartbeat
+
+logger = logging.getLogger("ray.serve")
+
+
+class Keeper(Protocol):
+    """What keeps states: a FrameworkController."""
+
+    def openings(self) -> dict[str, int]: ...
+    def hand_over(self) -> AsyncGenerator[list[KeptUser], None]: ...
+    async def take_over(self, states: Sequence[KeptUser], wanted: Callable[[KeptUser], bool]) -> int: ...
+
+
+class Handover:
+    """One for each replica. `process` is its id, by which Serve's router knows it as a home."""
+
+    def __init__(self, settings: HandoverSettings, switchboard: DeploymentHandle[Any], process: str, heartbeat: Heartbeat) -> None:
+        self._settings, self._switchboard, self._process, self._heartbeat = settings, switchboard, process, heartbeat
+        self._erased: set[tuple[str | None, str | None]] = set()  # since states were last asked for
+        self._looked_at: Any = None
+        self._taking: asyncio.Task[None] | None = None
+
+    def erase(self, tenant: str | None, user: str | None) -> None:
+        """States on their way here that this is one of are not kept. To be called before those that are kept are erased."""
+        self._erased.add((tenant, user))
+
+    def look(self, orders: Orders, keepers: Sequence[Keeper]) -> None:
+        """Take over, in the background, where there may be more for this replica: others have stopped, or another engine is loaded."""
+        if not orders.handed_over or (self._taking is not None and not self._taking.done()):
+            return
+        kinds = frozenset(kind for keeper in keepers for kind in keeper.openings())
+        seen = orders.handed_over, orders.fleet.replicas.get("encoder", ()), kinds
+        if kinds and seen != self._looked_at:
+            self._looked_at = seen
+            self._taking = asyncio.create_task(self._take(keepers))
+
+    async def start(self, keepers: Sequence[Keeper]) -> None:
+        """Take over before the first request comes, for a while at most."""
+        taking = self._taking = asyncio.create_task(self._take(keepers))
+        await asyncio.wait({taking}, timeout=self._settings.within_s)
+
+    def close(self) -> None:
+        if self._taking is not None:
+            self._taking.cancel()
+
+    async def give(self, keepers: Sequence[Keeper]) -> None:
+        """Hand over what they keep, within the time and the bytes there are for it. What cannot be is computed anew elsewhere."""
+        self.close()
+        began, given = monotonic(), [0, 0]
+        try:
+            async with asyncio.timeout(self._settings.within_s):
+                place = await self._heartbeat.leave()
+                for keeper in keepers:
+                    await self._give(keeper, place, given)
+        except TimeoutError:
+            logger.warning("states are handed over for %g s at most, which were not enough for all", self._settings.within_s)
+        except BackendError as error:
+            logger.warning("states could not be handed over: %s", error)
+        except Exception:
+            logger.exception("states could not be handed over, for a reason that is not known")
+        logger.info("%d users' states handed over, %d bytes, in %.3f s", *given, monotonic() - began)
+
+    async def _give(self, keeper: Keeper, place: Place, given: list[int]) -> None:
+        async with aclosing(keeper.hand_over()) as chunks:
+            async for states in chunks:
+                held = await self._ask("hand_over", place, states)
+                given[0] += held
+                given[1] += sum(len(one.data) for one in states)
+                if not held or given[1] >= self._settings.max_bytes:
+                    return
+
+    async def _take(self, keepers: Sequence[Keeper]) -> None:
+        self._erased.clear()
+        states = await self._arrived({kind: most for keeper in keepers for kind, most in keeper.openings().items()})
+        coldest_first, count = _popped(states), 0  # what is kept first is the first to be given up
+        while chunk := chunk_of(coldest_first):
+            count += sum([await keeper.take_over(chunk, self._wanted) for keeper in keepers])
+        if count:
+            logger.info("%d users' states taken over", count)
+
+    async def _arrived(self, room: dict[str, int]) -> list[KeptUser]:
+        """What is held for this replica, the hottest first: as many bytes of each kind as there is room for."""
+        states, after = list[KeptUser](), 0
+        try:
+            while room and self._heartbeat.place != NO_PLACE:
+                found: Taken = await self._ask("take_over", self._heartbeat.place, tuple(room), after)
+                for one in found.states:
+                    states.append(one)
+                    room[one.kind] -= len(one.data)
+                room = {kind: left for kind, left in room.items() if left > 0}
+                if found.after == after:
+                    break
+                after = found.after
+        except BackendError as error:
+            logger.warning("states that were handed over cannot be taken: %s", error)
+        return states
+
+    def _wanted(self, state: KeptUser) -> bool:
+        return self._erased.isdisjoint(state.erased_by)
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        return await ask(self._switchboard, method, self._process, *args, within_s=self._settings.within_s)
+
+
+def _popped(states: list[KeptUser]) -> Iterator[KeptUser]:
+    """From the last to the first; the list lets go of each."""
+    while states:
+        yield states.pop()
