@@ -171,7 +171,7 @@ async def test_a_pinned_version_is_the_only_one_whatever_is_promoted(process, ro
     await process(pinned, version=3).start()
     await process(free, name="b").start()
     rollouts.promote(2)
-    await until(lambda: free.stable == 2 and free.model_cache.holds[2] == READY)
+    await until(lambda: free.stable == 2 and free.model_cache.holds.get(2) == READY)
     assert (pinned.model_cache.holds, pinned.rollout.versions) == ({3: READY}, (3,))
 
 
