@@ -124,7 +124,7 @@ TRACES = (
     Trace(
         "unified by vllm",
         "unified",
-        rate=1.0,
+        rate=2.0,
         callers=2,
         always={"generator": {"order": ["vllm"]}},
         otherwise={"vllm: no prefix cache": {"generator": {"options": {"vllm": {"prefix_caching": False}}}}},
@@ -241,6 +241,8 @@ def returning(url: str, trace: Trace, model_dir: Path, seconds: float, seed: int
 
     def ask() -> Asked:
         found = visited(url, steps, items, trace.strategy)
+        if not found.took:
+            raise SystemExit(f"{trace.name}: in {seconds:g} s no user came back for a second answer; give --seconds 25 or more")
         return Asked(found.took, sum(step.item is None for step in steps), found.tiers)
 
     return ask
