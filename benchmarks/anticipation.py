@@ -22,7 +22,7 @@ import httpx
 import numpy as np
 import typer
 
-from benchmarks.kill_caches import with_gateways
+from benchmarks.kill_caches import with_replicas
 from benchmarks.reporting import Machine, dated, table
 from benchmarks.serving import settle
 from benchmarks.visits import MEDIAN_GAP_S, Step, visits
@@ -81,7 +81,7 @@ def main(
         for anticipate, runs in found.items():
             with tempfile.TemporaryDirectory() as directory:
                 events = {"url": f"sqlite:///{directory}/events.db", "anticipate": anticipate}
-                config = with_gateways(Path(directory), gateways)
+                config = with_replicas(Path(directory), gateway=gateways)
                 log = Path(".genrec/anticipation.log")
                 with LocalServe(config, {"model_dir": str(model_dir), "events": events}, port=port, log=log) as url:
                     settle(url)

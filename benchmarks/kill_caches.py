@@ -191,12 +191,12 @@ def named(serving: int, title: str) -> list[int]:
     return found
 
 
-def wait_for_gateways(serving: Killable) -> None:
+def wait_for_two(serving: Killable, deployment: str) -> None:
     """Raises TimeoutError: where the machine has too few cores for both, the second would be waited for in vain."""
     deadline = monotonic() + BOTH_WITHIN_S
-    while len(serving.running("gateway")) < 2:
+    while len(serving.running(deployment)) < 2:
         if monotonic() > deadline:
-            raise TimeoutError(f"no second gateway ran within {BOTH_WITHIN_S:g} s; see the log, and whether its num_cpus are free")
+            raise TimeoutError(f"no second {deployment} ran within {BOTH_WITHIN_S:g} s; see the log, and whether its num_cpus are free")
         sleep(1)
 
 
@@ -204,7 +204,7 @@ async def drive(
     url: str, serving: Killable, items: list[str], *, requests: int, users: int, concurrency: int, every: float
 ) -> tuple[Traffic, list[str]]:
     """The traffic to two gateways, once it is over, and the events that were lost."""
-    await asyncio.to_thread(wait_for_gateways, serving)
+    await asyncio.to_thread(wait_for_two, serving, "gateway")
     traffic = Traffic(url, items, min(users, len(items) // (OWNED * len(TENANTS))), concurrency)
     running = asyncio.create_task(traffic.run(requests))
     await asyncio.gather(running, kill_until(running, serving, traffic.tally, every))
@@ -226,7 +226,7 @@ def main(
     began = monotonic()
     with tempfile.TemporaryDirectory() as directory:
         changes = {"model_dir": str(model_dir), "events": {"url": f"sqlite:///{directory}/events.db"}}
-        serving = LocalServe(with_gateways(Path(directory), 2), changes, port=port, log=Path(".genrec/kill_caches.log"))
+        serving = LocalServe(with_replicas(Path(directory), gateway=2), changes, port=port, log=Path(".genrec/kill_caches.log"))
         with serving as url:
             traffic, lost = asyncio.run(drive(url, serving, items, requests=requests, users=users, concurrency=concurrency, every=every))
     text = report(traffic, lost, monotonic() - began)
@@ -234,14 +234,14 @@ def main(
     (ROOT / "benchmarks" / "results" / f"kill_caches_cpu_{datetime.now(UTC):%Y-%m-%d}.md").write_text(text)
 
 
-def with_gateways(directory: Path, count: int) -> Path:
-    """ray_config.yaml with so many gateways."""
+def with_replicas(directory: Path, **counts: int) -> Path:
+    """ray_config.yaml with so many replicas of these deployments."""
     document = read_document(ROOT / "ray_config.yaml")
     for deployment in document["applications"][0]["deployments"]:
-        if deployment["name"] == "gateway":
+        if count := counts.get(deployment["name"]):
             deployment["autoscaling_config"] |= {"min_replicas": count, "max_replicas": count}
             deployment["ray_actor_options"] |= {"num_cpus": 0.1}  # two cores are enough for them and the other stages
-    path = directory / "gateways.yaml"
+    path = directory / "replicas.yaml"
     path.write_text(yaml.safe_dump(document, sort_keys=False))
     return path
 

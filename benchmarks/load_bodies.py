@@ -1,6 +1,7 @@
 """Bodies of requests to a model: users with a few events over its items, always the same."""
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +9,29 @@ import numpy as np
 
 from cluster.bundle import BundleStore
 
+START = 1_700_000_000
+
 
 def bodies(model_dir: Path, users: int = 64, events: int | None = None, **fields: Any) -> tuple[str, ...]:
     """`users` requests of the items of the model that is served, with so many events, else 3 to 19 of them, and `fields` in each."""
-    bundle, _ = BundleStore(model_dir).open_last_good()
-    items = [item.item_id for item in bundle.catalogue.items]
-    rng = np.random.default_rng(0)
-    return tuple(json.dumps({**_user(rng, number, items, events), "k": 10, **fields}) for number in range(users))
+    items, rng = _items(model_dir), np.random.default_rng(0)
+    chosen = (rng.choice(len(items), events or rng.integers(3, 20), replace=False) for _ in range(users))
+    return tuple(_body(number, items, mine, fields) for number, mine in enumerate(chosen))
 
 
-def _user(rng: np.random.Generator, number: int, items: list[str], events: int | None) -> dict[str, Any]:
-    chosen = rng.choice(len(items), events or rng.integers(3, 20), replace=False)
-    behaviours = [{"item_id": items[item], "timestamp": 1_700_000_000 + 3600 * step} for step, item in enumerate(chosen)]
-    return {"user_id": f"load-{number}", "behaviours": behaviours, "request_time": 1_700_000_000 + 3600 * max(len(chosen), 55)}
+def alike(model_dir: Path, users: int, shared: int, own: int, **fields: Any) -> tuple[str, ...]:
+    """As `bodies`, of users with the same `shared` first events, at the same times, and so many of their `own` behind them."""
+    items, rng = _items(model_dir), np.random.default_rng(0)
+    first = rng.choice(len(items), shared, replace=False)
+    chosen = (np.concatenate([first, rng.choice(len(items), own, replace=False)]) for _ in range(users))
+    return tuple(_body(number, items, mine, fields) for number, mine in enumerate(chosen))
+
+
+def _items(model_dir: Path) -> list[str]:
+    return [item.item_id for item in BundleStore(model_dir).open_last_good()[0].catalogue.items]
+
+
+def _body(number: int, items: list[str], chosen: Iterable[int], fields: Mapping[str, Any]) -> str:
+    behaviours = [{"item_id": items[item], "timestamp": START + 3600 * step} for step, item in enumerate(chosen)]
+    asked_at = START + 3600 * max(len(behaviours), 55)
+    return json.dumps({"user_id": f"load-{number}", "behaviours": behaviours, "request_time": asked_at, "k": 10, **fields})

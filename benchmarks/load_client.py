@@ -8,10 +8,12 @@ import asyncio
 import re
 import sys
 import zlib
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
+from types import MappingProxyType
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -145,7 +147,7 @@ class Driver:
         parts = urlsplit(plan.url)
         self._plan, self._words, self._rows = plan, Words(), list[tuple[Any, ...]]()
         self._pool = Pool(parts.hostname or "127.0.0.1", parts.port or 80, asyncio.Semaphore(plan.connections))
-        self._requests = [_request(plan, parts.netloc, parts.path + plan.path, body.encode()) for body in plan.bodies]
+        self._requests = [request_bytes(parts.netloc, parts.path + plan.path, body.encode(), plan.headers) for body in plan.bodies]
 
     async def run(self) -> dict[str, np.ndarray[Any, Any]]:
         self._began = monotonic() + FIRST_DUE_AFTER_S
@@ -221,9 +223,10 @@ def _first(pattern: re.Pattern[bytes], text: bytes) -> str:
     return found[1].decode() if found else ""
 
 
-def _request(plan: Plan, host: str, path: str, body: bytes) -> bytes:
-    headers = {"Host": host, "Content-Type": "application/json", "Content-Length": str(len(body)), **plan.headers}
-    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+def request_bytes(host: str, path: str, body: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    """A POST, ready to be written."""
+    lines = {"Host": host, "Content-Type": "application/json", "Content-Length": str(len(body)), **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body
 
 

@@ -15,14 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import httpx
 import numpy as np
@@ -30,6 +32,7 @@ import typer
 
 from benchmarks.load import Phase, Plan, run
 from benchmarks.load_bodies import bodies
+from cluster.config import read_document
 from cluster.profile import ProfileName, free_block, of_one_machine
 from deployments.cli.local_serve import LocalServe, is_ready
 
@@ -37,7 +40,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = {"split": ROOT / "ray_config.yaml", "colocated": ROOT / "cluster" / "launch" / "one_machine.yaml"}
 CLIENTS = 16
 WARM_UP_S, ALONE_S, CLOSED_S, STEP_S = 5.0, 5.0, 6.0, 6.0
-STEPS = 6
+STEPS, BEYOND = 6, 1.2
+"""Rates that are tried, all below so many times what callers get that never wait."""
 READY_WITHIN_S = 240.0
 
 
@@ -53,14 +57,31 @@ class Figures:
 
 
 @contextmanager
-def genrec(model_dir: Path, port: int, *, profile: ProfileName, placement: str) -> Iterator[str]:
-    """As shipped, on this machine."""
+def genrec(
+    model_dir: Path, port: int, *, profile: ProfileName, placement: str, changes: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[str]:
+    """As shipped but for `changes`, on this machine."""
+    log = Path(f".genrec/serving-{placement}-{profile}.log")
+    with served(SHIPPED[placement], {"model_dir": str(model_dir), **changes}, port, profile=profile, log=log) as serve:
+        yield serve.url
+
+
+@contextmanager
+def served(config: Path, changes: Mapping[str, Any], port: int, *, profile: ProfileName, log: Path) -> Iterator[LocalServe]:
+    """What `config` describes but for `changes`, at every depth, with an event store of its own, once all engines are loaded."""
+    shipped = read_document(config)["applications"][0]["args"]
     with tempfile.TemporaryDirectory() as directory:
-        changes = {"model_dir": str(model_dir), "events": {"url": f"sqlite:///{directory}/events.db"}}
-        log = Path(f".genrec/serving-{placement}-{profile}.log")
-        with LocalServe(SHIPPED[placement], changes, port=port, log=log, profile=profile) as url:
+        changed = merged({**shipped, "events": {"url": f"sqlite:///{directory}/events.db"}}, changes)
+        serve = LocalServe(config, changed, port=port, log=log, profile=profile)
+        with serve as url:
             settle(url)
-            yield url
+            yield serve
+
+
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `other` over those of `one`, at every depth."""
+    both = {key: merged(one[key], value) if isinstance(value, Mapping) and key in one else value for key, value in other.items()}
+    return {**one, **both}
 
 
 def settle(url: str) -> None:
@@ -128,14 +149,23 @@ def measure(url: str, asked: tuple[str, ...], bound_ms: float, seed: int) -> Fig
 
 def sustained(url: str, asked: tuple[str, ...], closed_per_s: float, bound_ms: float, seed: int) -> float:
     """The largest rate tried at which every request is answered and p99 stays within the bound; 0 where none is."""
-    lowest, highest = 0.0, 1.2 * closed_per_s
-    for step in range(STEPS):
-        rate = (lowest + highest) / 2
-        plan = Plan(url, (Phase("step", rate, STEP_S),), asked, arrivals="poisson", timeout_s=5.0, seed=seed + step)
+    seeds = count(seed)
+
+    def within(rate: float) -> bool:
+        plan = Plan(url, (Phase("step", rate, STEP_S),), asked, arrivals="poisson", timeout_s=5.0, seed=next(seeds))
         results = run(plan)
-        within = bool(results.ok.all()) and results.percentile(99) <= bound_ms
-        lowest, highest = (rate, highest) if within else (lowest, rate)
         time.sleep(1.0)  # what queued is worked off
+        return bool(results.ok.all()) and results.percentile(99) <= bound_ms
+
+    return largest(within, BEYOND * closed_per_s, STEPS)
+
+
+def largest(holds: Callable[[float], bool], highest: float, steps: int) -> float:
+    """The largest value tried for which it holds, found by halving what lies between 0 and `highest`; 0 where it holds for none."""
+    lowest = 0.0
+    for _ in range(steps):
+        value = (lowest + highest) / 2
+        lowest, highest = (value, highest) if holds(value) else (lowest, value)
     return lowest
 
 

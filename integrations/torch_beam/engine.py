@@ -44,7 +44,16 @@ class BeamEngine:
     `cache_bytes` 0: no logits are recalled; `prompt_bytes` 0: no keys and values of prompts are kept.
     """
 
-    def __init__(self, bundle: Bundle, dtype: str, cache_bytes: int, prompt_bytes: int = 0, prompt_policy: str = "lru") -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        dtype: str,
+        cache_bytes: int,
+        *,
+        prompt_bytes: int = 0,
+        prompt_policy: str = "lru",
+        share_prompts: bool = False,
+    ) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         directory = verified_decoder(bundle)
         self._prompt, self._ids = load_soft_prompt(bundle), bundle.semantic_ids
@@ -53,7 +62,8 @@ class BeamEngine:
         self._model_hash = f"{bundle.manifest.files[f'{DECODER}/model.safetensors'].sha256}-{self._ids.version}-{dtype}"
         self._cache = LogitsCache(cache_bytes) if cache_bytes else None
         inputs = "-".join(bundle.manifest.files[name].sha256 for name in (SOFT_PROMPT, ITEM_VECTORS))
-        self._kept = KeptPrompts(self._llama, f"{self._model_hash}-{inputs}", prompt_bytes, prompt_policy) if prompt_bytes else None
+        model = f"{self._model_hash}-{inputs}"
+        self._kept = KeptPrompts(self._llama, model, prompt_bytes, prompt_policy, share_users=share_prompts) if prompt_bytes else None
         self._sampler = Sampler()
         self.trie = Trie.of(self._ids)
 

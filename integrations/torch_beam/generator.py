@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ class TorchBeamGenerator:
 
     `cache_bytes`: how much memory the logits of prompts seen before may take; 0 recalls nothing. `prompt_bytes`: the same of the keys and
     values of users' prompts, so that of one that grew only the new rows are computed; 0 keeps none. `prompt_policy`: lru, lfu or fifo.
+    `share_prompts`: users of a tenant whose prompts begin alike share the rows of that, 16 at a time; right where many histories do.
     """
 
     def __init__(
@@ -32,6 +33,8 @@ class TorchBeamGenerator:
         cache_bytes: int = 8 << 20,
         prompt_bytes: int = 64 << 20,
         prompt_policy: str = "lru",
+        *,
+        share_prompts: bool = False,
     ) -> None:
         for what, name, choices in (("dtype", dtype, DTYPES), ("prompt_policy", prompt_policy, POLICIES)):
             if name not in choices:
@@ -39,7 +42,7 @@ class TorchBeamGenerator:
         if prompt_bytes < 0:
             raise ConfigError(f"prompt_bytes ({prompt_bytes}) must be at least 0, which keeps nothing")
         self._dtype, self._threads, self._cache_bytes = dtype, threads, cache_bytes
-        self._prompt_bytes, self._prompt_policy = prompt_bytes, prompt_policy
+        self._prompts: dict[str, Any] = {"prompt_bytes": prompt_bytes, "prompt_policy": prompt_policy, "share_prompts": share_prompts}
         self._loaded: BeamEngine | None = None
 
     def get_availability(self, bundle: Bundle) -> Availability:
@@ -61,7 +64,7 @@ class TorchBeamGenerator:
         if self._threads:
             torch.set_num_threads(self._threads)
         try:
-            self._loaded = BeamEngine(bundle, self._dtype, self._cache_bytes, self._prompt_bytes, self._prompt_policy)
+            self._loaded = BeamEngine(bundle, self._dtype, self._cache_bytes, **self._prompts)
         except (BundleError, ConfigError) as error:
             raise BackendUnavailable(str(error)) from error
 

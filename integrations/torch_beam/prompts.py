@@ -34,10 +34,11 @@ COMPLAINT = "kept prompts could not be used; such prompts are computed whole"
 class KeptPrompts(KeptRows):
     """Of one decoder, by `model_hash` of all that makes keys and values of a prompt. `prefill` is for one thread, the rest for any.
 
-    `policy`: which leaf of the tree is evicted, lru, lfu or fifo. Raises ConfigError at a budget that holds no row.
+    `policy`: which leaf of the tree is evicted, lru, lfu or fifo. `share_users`: users of a tenant share whole pages of equal rows. Raises
+    ConfigError at a budget that holds no row.
     """
 
-    def __init__(self, llama: Llama, model_hash: str, budget_bytes: int, policy: str) -> None:
+    def __init__(self, llama: Llama, model_hash: str, budget_bytes: int, policy: str, *, share_users: bool = False) -> None:
         self._llama = llama
         sizes, dtype = llama.sizes, _STORED[llama.dtype]
         planes = {str(layer): Plane((2, sizes.heads, sizes.head_dim), 0, dtype) for layer in range(sizes.layers)}
@@ -47,7 +48,7 @@ class KeptPrompts(KeptRows):
                 f"prompt_bytes ({budget_bytes}) holds no row of a prompt ({row_bytes} bytes); raise it, or set 0: nothing is kept"
             )
         pool = PagePool(planes, budget_bytes=budget_bytes, page_rows=min(PAGE_ROWS, budget_bytes // row_bytes))
-        super().__init__(RadixStates(pool, policy=policy), model_hash, COMPLAINT)
+        super().__init__(RadixStates(pool, policy=policy, share_users=share_users), model_hash, COMPLAINT)
         self._rows = self._rows_kept = 0
 
     def prefill(self, requests: Sequence[GenerateRequest], prompts: Sequence[Tensor], spare: int) -> tuple[Tensor, Memory]:

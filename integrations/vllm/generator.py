@@ -43,7 +43,8 @@ class VllmGenerator:
     `dtype`: float32, bfloat16, float16, or auto: bfloat16 on a GPU that multiplies it, else float32. `kv_cache_bytes`: the memory that
     holds what was computed of prompts. `max_num_seqs`: requests computed together, of which a user makes up to `beam` at a time. `compile`:
     through torch.compile, which makes the start half a minute longer. `gpu_memory_share`: how much of a GPU's memory must be free at the
-    start, 0 to 1. `patience_s`: how long a request without a deadline may take before the engine counts as stuck.
+    start, 0 to 1. `patience_s`: how long a request without a deadline may take before the engine counts as stuck. `prefix_caching`: blocks
+    of a prompt are computed once for all paths, and for as long as they are kept; false only to measure what that is worth.
 
     `ainfer`, `astream`, `alive` and `queue` may be called from any thread and event loop, many at a time.
     """
@@ -57,11 +58,13 @@ class VllmGenerator:
         *,
         gpu_memory_share: float = 0.3,
         patience_s: float = 60.0,
+        prefix_caching: bool = True,
     ) -> None:
         if dtype not in {AUTO, *BYTES}:
             raise UnknownChoice("dtype of vllm", dtype, (AUTO, *BYTES))
         self._asked_dtype, self._kv_cache_bytes, self._max_num_seqs = dtype, kv_cache_bytes, max_num_seqs
         self._compile, self._gpu_memory_share, self._patience_s = compile, gpu_memory_share, patience_s
+        self._prefix_caching = prefix_caching
         self._lease: Lease[Engine] | None = None
 
     @cached_property
@@ -106,7 +109,15 @@ class VllmGenerator:
         self._soft_prompt, self._longest = load_soft_prompt(bundle), config.prompt_length
         self._trie, self._version, self._torch = Trie.of(bundle.semantic_ids), bundle.version, torch
         rows = config.prompt_length + config.levels
-        settings = EngineSettings(self._dtype, self._kv_cache_bytes, self._max_num_seqs, self._compile, self._gpu_memory_share, rows)
+        settings = EngineSettings(
+            dtype=self._dtype,
+            kv_cache_bytes=self._kv_cache_bytes,
+            max_num_seqs=self._max_num_seqs,
+            compile=self._compile,
+            gpu_memory_share=self._gpu_memory_share,
+            prefix_caching=self._prefix_caching,
+            rows=rows,
+        )
         decoder = verified_decoder(bundle)
         self._lease = lease = ENGINES.take((_digests(bundle), settings), lambda: Engine(decoder, settings))
         try:

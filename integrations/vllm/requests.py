@@ -25,6 +25,7 @@ class EngineSettings:
     max_num_seqs: int
     compile: bool
     gpu_memory_share: float
+    prefix_caching: bool
     rows: int
 
 
@@ -38,7 +39,7 @@ def engine_args(decoder: Path, settings: EngineSettings) -> Any:
         generation_config="vllm",  # its own defaults: the decoder's file is to change nothing
         max_logprobs=-1,
         logprobs_mode="processed_logprobs",  # after all but the allowed tokens are masked: renormalised over them
-        enable_prefix_caching=True,
+        enable_prefix_caching=settings.prefix_caching,
         block_size=BLOCK,
         kv_cache_memory_bytes=settings.kv_cache_bytes,
         gpu_memory_utilization=settings.gpu_memory_share,

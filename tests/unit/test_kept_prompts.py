@@ -176,6 +176,18 @@ def test_nothing_is_read_across_users_or_tenants_and_nothing_is_kept_of_nobody(k
     assert keeping.kept()["users"] == 3
 
 
+def test_users_of_a_tenant_share_whole_pages_of_equal_beginnings_where_that_is_asked_for(bundle, whole):
+    sharing = loaded(bundle, share_prompts=True)
+    kept = []
+    for user, tenant in (("ada", "a"), ("bob", "a"), ("ada", "b"), ("bob", "a")):
+        agree([sharing.infer(asked(20, user, tenant=tenant))], [whole.infer(asked(20, user, tenant=tenant))])
+        kept.append(rows(sharing))
+    assert kept == [(20, 0), (20, PAGE_ROWS), (20, 0), (20, 19)]
+    sharing.forget("a", "ada")
+    agree([sharing.infer(asked(20, "bob", tenant="a"))], [whole.infer(asked(20, "bob", tenant="a"))])
+    assert rows(sharing) == (20, 19)
+
+
 def test_a_batch_of_users_of_whom_more_less_and_nothing_is_kept_answers_as_if_nothing_were(keeping, whole):
     lengths = dict(enumerate((1, 2, 9, 17, 30, LONGEST)))
     keeping.batch_infer([asked(max(1, length - 3), str(seed), seed=seed) for seed, length in lengths.items() if seed != 4])

@@ -370,6 +370,13 @@ def test_starts_an_engine_that_takes_prompts_renormalises_and_keeps_what_it_comp
     assert (args.enable_prefix_caching, args.block_size, args.max_model_len) == (True, 32, 8 + 3)
 
 
+def test_the_prefix_cache_is_off_where_that_is_asked_for(scripted, bundle):
+    generator = VllmGenerator(prefix_caching=False)
+    generator.load(bundle)
+    generator.close()
+    assert made[-1].args.enable_prefix_caching is False
+
+
 def test_asks_one_token_of_each_path_among_its_children_for_the_users_own_number_of_rows(generator, llm, bundle):
     generator.infer(asked(5, k=6, beam=4))
     (prompt, sampling), *rest = llm.asked

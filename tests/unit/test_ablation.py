@@ -1,0 +1,69 @@
+"""The rows of the ablation: each switches something that genrec takes, and the report sets it beside its own trace's base."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from benchmarks.ablation import COLUMNS, TRACES, Figures, chosen, report
+from benchmarks.load_bodies import alike, bodies
+from benchmarks.reporting import Machine
+from benchmarks.serving import SHIPPED, merged
+from cluster.config import parse, read_document
+from cluster.registry import BACKENDS, resolve
+from tests.bundles import make_bundle
+
+ROWS = [(trace, name) for trace in TRACES for name in trace.otherwise]
+
+
+def configured(trace, changes):
+    config = SHIPPED["split" if trace.pauses else "colocated"]
+    return parse(merged(merged(read_document(config)["applications"][0]["args"], trace.always), changes), str(config))
+
+
+@pytest.mark.parametrize(("trace", "name"), ROWS, ids=[name for _, name in ROWS])
+def test_a_row_is_a_configuration_other_than_its_base(trace, name):
+    settings = configured(trace, trace.otherwise[name])
+    assert settings != configured(trace, {})
+    for stage in ("encoder", "generator"):
+        for backend, options in getattr(settings, stage).options.items():
+            resolve(BACKENDS[stage][backend])(**options)
+
+
+def test_rows_and_traces_have_names_of_their_own():
+    names = [name for trace in TRACES for name in (trace.name, trace.base, *trace.otherwise)]
+    assert len(set(names)) == len(names) - sum(trace.name in trace.otherwise for trace in TRACES)
+
+
+def test_rows_are_chosen_by_their_names_or_by_their_traces():
+    retrieval, unified = TRACES[:2]
+    assert chosen(retrieval, []) == chosen(retrieval, ["retrieval"]) == retrieval.otherwise
+    assert list(chosen(retrieval, ["no anticipation", "unified"])) == ["no anticipation"]
+    assert chosen(unified, ["no anticipation"]) == {}
+
+
+def test_a_row_stands_as_a_ratio_to_its_base_in_the_same_round():
+    trace = TRACES[0]
+    found = {
+        trace.base: [Figures(4, 10, 20, 100, 1000, {"l1": 3}), Figures(2, 10, 20, 100, 1000)],
+        "no answer cache": [
+            Figures(8, 10, 20, 50, 1000, {"computed": 5}, {"encoder": 0.5}),
+            Figures(6, 10, 20, 50, 1000, {"computed": 1, "joined": 1}, {"encoder": 0.7}),
+        ],
+    }
+    machine = Machine("2026-01-01", "a processor", 2, 0.1, 0.2, {}, "python -m benchmarks.ablation")
+    lines = report(found, [trace], 40, 2, machine).splitlines()
+    assert f"| {trace.base} | 3.0 | 10.0 | 20.0 | 100.0 | 1000.0 |" in lines
+    assert f"| no answer cache | 2.50 (2.00 to 3.00) |{' 1.00 (1.00 to 1.00) |' * 2} 0.50 (0.50 to 0.50) | 1.00 (1.00 to 1.00) |" in lines
+    assert "| no answer cache | computed 6, joined 1 | encoder 60% |" in lines
+    assert len(COLUMNS) == 5
+
+
+def test_histories_that_are_alike_begin_with_the_same_events_and_go_on_apart(tmp_path):
+    make_bundle(tmp_path / "tiny")
+    asked = [json.loads(body) for body in alike(tmp_path / "tiny", 5, 6, 2, strategy="unified")]
+    assert len({one["user_id"] for one in asked}) == 5
+    assert {json.dumps(one["behaviours"][:6]) for one in asked} == {json.dumps(asked[0]["behaviours"][:6])}
+    assert len({json.dumps(one["behaviours"]) for one in asked}) == 5
+    assert Counter(len(one["behaviours"]) for one in asked) == {8: 5}
+    assert bodies(tmp_path / "tiny", users=3) == bodies(tmp_path / "tiny", users=3)
