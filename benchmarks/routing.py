@@ -1,11 +1,11 @@
 """Where users' requests go: how many reach their homes, find kept states, and wait, when the cluster is as it should be and when not.
 
-    python -m benchmarks.routing                        # simulated only
-    OMP_NUM_THREADS=1 python -m benchmarks.routing --live     # and on a real cluster (with the demo's model: run `make demo ONCE=1` before)
+    python -m benchmarks.routing                              # simulated
+    OMP_NUM_THREADS=1 python -m benchmarks.routing --live     # on a real cluster, with the demo's model (run `make demo ONCE=1` before)
 
 Simulated (benchmarks/simulated_routing.py): two tenants whose users have the same ids, eight gateways, eight encoder replicas, each case
 from several seeds, of which the worst counts. Live (benchmarks/routing_live.py): four gateways, four encoders, on this machine.
-Writes benchmarks/results/routing_cpu_DATE.md.
+Writes benchmarks/results/routing_cpu_DATE.md or routing_live_cpu_DATE.md.
 """
 
 import os
@@ -88,7 +88,7 @@ def simulated(world: World, seeds: int) -> list[str]:
     }
     failed = sum(one.failed for case in cases for one in vars(case).values() if isinstance(one, Outcome))
     return [
-        "## Simulated",
+        "# Where users' requests go, simulated",
         "",
         f"{len(TENANTS)} tenants of {world.users:,} users with the same ids, {world.gateways} gateways, {world.replicas} encoder replicas,",
         f"{world.rate:g} requests/s for {world.seconds:g} s; what happens does so after {since_s:g} s. The code that routes is the real",
@@ -134,21 +134,22 @@ def _percent(share: float) -> str:
 
 def main(
     *,
-    seeds: Annotated[int, typer.Option(min=0, help="of each simulated case; 0: none is simulated")] = 3,
-    seconds: Annotated[float, typer.Option(min=3, help="of each simulated case")] = 60.0,
-    live: Annotated[bool, typer.Option("--live", help="a real cluster on this machine, too")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="of each simulated case")] = 3,
+    seconds: Annotated[float, typer.Option(min=3, help="of each simulated case")] = 30.0,
+    live: Annotated[bool, typer.Option("--live", help="a real cluster on this machine instead")] = False,
     model_dir: Annotated[Path, typer.Option(help="for the real cluster")] = Path("models/ml-100k"),
-    out: Annotated[Path | None, typer.Option(help="default: benchmarks/results/routing_cpu_DATE.md")] = None,
+    out: Annotated[Path | None, typer.Option(help="default: a file of today in benchmarks/results")] = None,
 ) -> None:
-    """Simulate, serve, print and write."""
+    """Simulate or serve, print and write."""
     load = os.getloadavg()[0]
-    lines = ["# Where users' requests go", "", *(simulated(World(seconds=seconds), seeds) if seeds else [])]
     if live:
-        from benchmarks.routing_live import served  # noqa: PLC0415 - it needs pytest and Ray
+        from benchmarks.routing_live import served  # noqa: PLC0415 - what it needs, a simulation does not
 
-        lines += served(model_dir)
-    page = "\n".join([*lines, *Machine.now("benchmarks.routing", ("ray", "torch"), load).lines()])
-    (out or dated("routing_cpu", "md")).write_text(page)
+        lines = served(model_dir)
+    else:
+        lines = simulated(World(seconds=seconds), seeds)
+    page = "\n".join([*lines, *Machine.now("benchmarks.routing", ("ray", "torch") if live else ("ray",), load).lines()])
+    (out or dated("routing_live_cpu" if live else "routing_cpu", "md")).write_text(page)
     print(page)
 
 

@@ -26,7 +26,7 @@ from benchmarks.simulated_routing import TENANTS
 from cluster.bundle import BundleStore
 from cluster.traffic.user_router import in_order_of
 from tests.clusters import Application, SharedCluster, fixed
-from tests.waiting import until_right
+from tests.waiting import eventually
 
 GATEWAYS, ENCODERS, ADDED = 4, 4, 2
 USERS, EVENTS, RATE = 150, 40, 40.0
@@ -144,8 +144,8 @@ def served(model_dir: Path) -> list[str]:
     """What came out, as Markdown."""
     items = [item.item_id for item in BundleStore(model_dir).open().catalogue.items]
     with cluster(model_dir) as (application, copied):
-        for deployment, wanted in (("gateway", GATEWAYS), ("encoder", ENCODERS)):
-            until_right(lambda name=deployment: len(application.running(name)), lambda found, wanted=wanted: found == wanted, 300.0)
+        eventually(lambda: len(application.running("gateway")) == GATEWAYS, "all gateways serve")
+        eventually(lambda: len(encoders(application)) == ENCODERS, "all encoders serve")
         before, notes, traffic = encoders(application), Notes(copied), Traffic(application.url, items)
         slow, phases = before[0], list[Phase]()
 
@@ -164,7 +164,7 @@ def served(model_dir: Path) -> list[str]:
         phases.append(measured("calm again", CALM_S))
         _add(application)
         phases.append(measured(f"{ADDED} encoders come", SLOW_S))
-        until_right(lambda: len(encoders(application)), lambda found: found == ENCODERS + ADDED, 300.0)
+        eventually(lambda: len(encoders(application)) == ENCODERS + ADDED, "the new encoders serve")
         after = encoders(application)
         phases.append(measured(f"{ADDED} encoders more", SLOW_S))
     return report(phases, before, after, slow)
@@ -196,7 +196,7 @@ def report(phases: Sequence[Phase], before: Sequence[str], after: Sequence[str],
     calm, slowed = ([phase.p99_ms for phase in phases if phase.name == name] for name in ("calm", "one encoder slow"))
     ratios = ", ".join(f"{one / other:.2f}" for one, other in zip(slowed, calm, strict=True))
     return [
-        "## Live",
+        "# Where users' requests go, on a real cluster",
         "",
         f"{GATEWAYS} gateways and {len(before)} encoders (PyTorch, one thread) of the demo's model on this machine, with HAProxy;",
         f"{RATE:g} retrievals a second of {len(TENANTS)} tenants of {USERS} users, none from the cache, each with one event more than the",

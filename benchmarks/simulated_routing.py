@@ -10,7 +10,7 @@ states, else `ANEW_S`, which is what a history of 512 events takes ONNX Runtime 
 import asyncio
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import Any, cast
@@ -162,7 +162,7 @@ class SimulatedHandle:
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    call: Callable[[Together], Any]
+    call: Callable[[Together], Coroutine[Any, Any, Any]]
 
     def remote(self, together: Together) -> "asyncio.Future[Any]":
         return asyncio.ensure_future(self.call(together))
