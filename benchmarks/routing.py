@@ -136,6 +136,7 @@ def main(
     *,
     seeds: Annotated[int, typer.Option(min=1, help="of each simulated case")] = 3,
     seconds: Annotated[float, typer.Option(min=3, help="of each simulated case")] = 30.0,
+    rate: Annotated[float, typer.Option(min=1, help="requests/s of each simulated case")] = 480.0,
     live: Annotated[bool, typer.Option("--live", help="a real cluster on this machine instead")] = False,
     model_dir: Annotated[Path, typer.Option(help="for the real cluster")] = Path("models/ml-100k"),
     out: Annotated[Path | None, typer.Option(help="default: a file of today in benchmarks/results")] = None,
@@ -147,7 +148,7 @@ def main(
 
         lines = served(model_dir)
     else:
-        lines = simulated(World(seconds=seconds), seeds)
+        lines = simulated(World(seconds=seconds, rate=rate), seeds)
     page = "\n".join([*lines, *Machine.now("benchmarks.routing", ("ray", "torch") if live else ("ray",), load).lines()])
     (out or dated("routing_live_cpu" if live else "routing_cpu", "md")).write_text(page)
     print(page)

@@ -14,7 +14,7 @@ from ray.serve.request_router import PendingRequest
 from ray.serve.schema import DeploymentSchema
 
 from cluster.errors import ConfigError
-from cluster.traffic.paces import AVOIDING, ENOUGH
+from cluster.traffic.paces import AVOIDING, ENOUGH, LATEST
 from cluster.traffic.user_router import capacity, choose, in_order_of, user_key
 from cluster.values import EncodeRequest, GenerateRequest, UserState
 from deployments.routers import SILENT_S
@@ -212,7 +212,7 @@ async def test_the_users_of_a_slow_replica_go_to_the_next_of_their_orders_until_
     for name in (home, second, third):
         for _ in range(ENOUGH):
             await answered(router, name, 0.005)
-    for _ in range(AVOIDING.failures_to_open):
+    for _ in range(LATEST // 2 + 1):
         assert await chosen(router, pending("ada")) == [home, second, third]
         await answered(router, home, 0.05)
     assert await chosen(router, pending("ada")) == [second, third, home], "it is there for what the others have no room for"
