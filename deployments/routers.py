@@ -20,8 +20,8 @@ from cluster.errors import ConfigError
 from cluster.traffic.balancing import least_loaded, weighted
 
 SILENT_S = 1.0
-"""A replica says how busy it is as soon as it is sent a request, however long the answer takes: one that does not is stopped, or stuck. Over
-gRPC (the fast profile) it says so with the answer, unless that is a stream; one that computes for longer is asked, and says it then.
+"""A replica says how busy it is as soon as it is sent a request, however long the answer takes: one that does not is stopped, or stuck.
+Over gRPC (the fast profile) it says so with the answer, unless that is a stream; one that computes for longer is asked, and says it then.
 """
 
 
