@@ -70,6 +70,7 @@ class Paces:
         pace.late.append(late)
         if pace.on_trial:
             pace.on_trial, pace.breaker = False, pace.breaker if late else pace.breaker.succeeded()
+            pace.late.clear()  # of calls that were under way when it was left out
         elif pace.breaker.trial_at is None and sum(pace.late) > LATEST // 2 and now - pace.since >= NEW_S:
             pace.breaker = pace.breaker.failed(now)
             pace.late.clear()

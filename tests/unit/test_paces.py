@@ -46,6 +46,13 @@ def test_after_a_pause_one_call_is_a_trial_and_a_quick_answer_brings_the_replica
     assert paces.slow(due + 0.1) == frozenset()
 
 
+def test_calls_that_were_under_way_when_a_replica_was_left_out_do_not_count_after_a_quick_trial():
+    paces, due = known(*NAMES), AVOIDING.pause_s
+    answers(paces, "a", MOST + LATEST, SLOW_S, 0.0)
+    answers(paces, "a", 2, QUICK_S, due)
+    assert paces.slow(due) == frozenset()
+
+
 def test_a_trial_that_is_slow_or_never_answered_makes_the_next_pause_twice_as_long():
     paces, due = known(*NAMES), AVOIDING.pause_s
     answers(paces, "a", MOST, SLOW_S, 0.0)
