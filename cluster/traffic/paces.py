@@ -67,13 +67,13 @@ class Paces:
             return
         pace.took_s.append(took_s)
         pace.most_s = sorted(pace.took_s)[int(SHARE * len(pace.took_s))] if len(pace.took_s) >= ENOUGH else None
-        pace.late.append(late)
         if pace.on_trial:
             pace.on_trial, pace.breaker = False, pace.breaker if late else pace.breaker.succeeded()
-            pace.late.clear()  # of calls that were under way when it was left out
-        elif pace.breaker.trial_at is None and sum(pace.late) > LATEST // 2 and now - pace.since >= NEW_S:
-            pace.breaker = pace.breaker.failed(now)
-            pace.late.clear()
+        elif pace.breaker.trial_at is None and now - pace.since >= NEW_S:  # calls under way when it was left out do not count afterwards
+            pace.late.append(late)
+            if sum(pace.late) > LATEST // 2:
+                pace.breaker = pace.breaker.failed(now)
+                pace.late.clear()
 
     def slow(self, now: float) -> frozenset[str]:
         """The replicas to leave out; not among them one that is due for a trial."""

@@ -100,7 +100,9 @@ def test_a_new_replica_has_time_to_compute_its_users_states_anew():
     paces.keep([*NAMES, "new"], 10.0)
     answers(paces, "new", 20, SLOW_S, 10.0)
     assert paces.slow(10.0) == frozenset()
-    answers(paces, "new", MOST, SLOW_S, 10.0 + NEW_S)
+    answers(paces, "new", MOST - 1, SLOW_S, 10.0 + NEW_S)
+    assert paces.slow(10.0 + NEW_S) == frozenset(), "what it took before does not count"
+    answers(paces, "new", 1, SLOW_S, 10.0 + NEW_S)
     assert paces.slow(10.0 + NEW_S) == {"new"}
 
 
