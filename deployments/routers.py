@@ -9,7 +9,7 @@ request_router_config:                     # left out: Serve's power of two choi
 
 from collections import Counter
 from collections.abc import Mapping
-from random import Random
+from random import Random, sample
 from time import monotonic
 from typing import Any
 
@@ -20,7 +20,9 @@ from cluster.errors import ConfigError
 from cluster.traffic.balancing import least_loaded, weighted
 
 SILENT_S = 1.0
-"""A replica says how busy it is as soon as it is sent a request, however long the answer takes: one that does not is stopped, or stuck."""
+"""A replica says how busy it is as soon as it is sent a request, however long the answer takes: one that does not is stopped, or stuck.
+Over gRPC (the fast profile) it says so with the answer, unless that is a stream; one that computes for longer is asked, and says it then.
+"""
 
 
 class RankingRouter(PowerOfTwoChoicesRequestRouter):
@@ -51,9 +53,13 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         loads = {name: self._load(replica.replica_id) for name, replica in replicas.items()}
         if pending_request is None or (ranking := self.rank(replicas, loads, pending_request)) is None:
-            return await super().choose_replicas(candidate_replicas, pending_request)
+            return self._among(candidate_replicas, await super().choose_replicas(candidate_replicas, pending_request))
         pending_request.routing_context.should_backoff = True
         return [[replicas[name]] for name in ranking]
+
+    def _among(self, candidates: list[RunningReplica], ranks: list[list[RunningReplica]]) -> list[list[RunningReplica]]:
+        """What the parent chose, less those that are no candidates: it draws from all replicas. Where none is left, two candidates."""
+        return [[one for one in rank if one in candidates] or sample(candidates, min(2, len(candidates))) for rank in ranks]
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         super().on_send_request(replica_id)

@@ -4,15 +4,20 @@ In ray_config.yaml:
 
 request_router_config:
   request_router_class: "deployments.user_router:UserAffinityRouter"
-  request_router_kwargs: {bound: 1.25, slack: 8}
+  request_router_kwargs: {bound: 1.25, slack: 8, slow_times: 1.5}
 """
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from math import inf
+from time import monotonic, time
+from typing import Any, Protocol, runtime_checkable
 
-from ray.serve.request_router import PendingRequest, RunningReplica
+from ray.serve._private.replica_result import ReplicaResult
+from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from cluster.errors import ConfigError
+from cluster.traffic.paces import TIMES, Paces
 from cluster.traffic.user_router import BOUND, SLACK, choose, user_key
 from deployments.routers import RankingRouter, refuse
 
@@ -20,15 +25,44 @@ from deployments.routers import RankingRouter, refuse
 class UserAffinityRouter(RankingRouter):
     """Routes a request to its user's home unless that is busy, and a request without a user by Serve's power of two choices.
 
-    The user is the handle's `session_id` if given, else the request's.
+    The user is the handle's `session_id` if given, else the request's. A replica most of whose answers take `slow_times` as long as all but
+    a tenth of the others' is left out, and its users go to the next of their orders, until a trial is quick again; 0: none is.
     """
 
-    def initialize_state(self, bound: float = BOUND, slack: int = SLACK, **unknown: Any) -> None:
+    def initialize_state(self, bound: float = BOUND, slack: int = SLACK, slow_times: float = TIMES, **unknown: Any) -> None:
         """The keys of `request_router_kwargs`. Raises ConfigError."""
-        refuse(unknown, "UserAffinityRouter", "bound and slack")
+        refuse(unknown, "UserAffinityRouter", "bound, slack and slow_times")
         if not bound >= 1 or not isinstance(slack, int) or slack < 0:
             raise ConfigError(f"bound is {bound} and slack {slack}; give a bound of 1 or more and a slack of 0 or more requests")
-        self._bound, self._slack = bound, slack
+        if not (slow_times > 1 or slow_times == 0):
+            raise ConfigError(f"slow_times is {slow_times}; give more than 1, or 0 to leave no slow replica out")
+        self._bound, self._slack, self._paces = bound, slack, Paces(slow_times or inf)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The slow ones last: where the others are full."""
+        slow = self._paces.slow(monotonic())
+        quick = [one for one in candidate_replicas if one.replica_id.unique_id not in slow] or candidate_replicas
+        ranks = await super().choose_replicas(quick, pending_request)
+        return [*ranks, *([one] for one in candidate_replicas if one not in quick)]
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._paces.keep((one.replica_id.unique_id for one in replicas), monotonic())
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        super().on_send_request(replica_id)
+        self._paces.sent(replica_id.unique_id, monotonic())
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
+        super().on_request_routed(pending_request, replica_id, result)
+        # over gRPC a replica says that it takes a request only with the answer: that time runs from before, on the clock of Ray's choice
+        answered = partial(self._answered, replica_id.unique_id, pending_request.created_at)
+        result.add_done_callback(lambda outcome: self._event_loop.call_soon_threadsafe(answered, outcome))  # in a thread of Ray's
+
+    def _answered(self, replica: str, created_at: float, outcome: object) -> None:
+        self._paces.answered(replica, time() - created_at, monotonic(), failed=isinstance(outcome, Exception) or _was_cancelled(outcome))
 
     def rank(self, replicas: Mapping[str, RunningReplica], loads: Mapping[str, int], request: PendingRequest) -> list[str] | None:  # noqa: ARG002
         user = _user_of(request)
@@ -38,3 +72,13 @@ class UserAffinityRouter(RankingRouter):
 def _user_of(pending: PendingRequest) -> str:
     session: str = pending.metadata.session_id
     return session or next(filter(None, map(user_key, pending.args)), "")
+
+
+def _was_cancelled(outcome: object) -> bool:
+    """Of a call over gRPC, which is given as it is; of any other call Ray gives the error, or the result."""
+    return bool(isinstance(outcome, _Call) and outcome.cancelled())
+
+
+@runtime_checkable
+class _Call(Protocol):
+    def cancelled(self) -> bool: ...

@@ -14,11 +14,14 @@ from ray.serve.request_router import PendingRequest
 from ray.serve.schema import DeploymentSchema
 
 from cluster.errors import ConfigError
+from cluster.traffic.paces import AVOIDING, ENOUGH, LATEST
 from cluster.traffic.user_router import capacity, choose, in_order_of, user_key
 from cluster.values import EncodeRequest, GenerateRequest, UserState
+from deployments.routers import SILENT_S
 from deployments.user_router import UserAffinityRouter
 from tests.bundles import random_sequence
 from tests.fakes.routers import ENCODER, Replica, replicas_of, routed, router_of
+from tests.waiting import settled
 
 pytestmark = pytest.mark.virtual_time
 
@@ -193,9 +196,62 @@ async def test_a_caller_who_leaves_while_all_are_full_is_not_waited_for(router):
     assert found.replica_id.unique_id == in_order_of("default/bob", ["one", "two", "three"])[0]
 
 
-@pytest.mark.parametrize("wrong", [{"bound": 0.9}, {"bound": float("nan")}, {"slack": -1}, {"slack": 1.5}, {"bounds": 2}])
+async def answered(router: UserAffinityRouter, name: str, seconds: float) -> None:
+    """A request is sent to this replica, which answers it after so long."""
+    replica, result = ReplicaID(name, ENCODER), asyncio.get_running_loop().create_future()
+    router.on_send_request(replica)
+    router.on_new_queue_len_info(replica, 0)
+    router.on_request_routed(pending(), replica, result)
+    await asyncio.sleep(seconds)
+    result.set_result(None)
+    await settled()
+
+
+async def test_the_users_of_a_slow_replica_go_to_the_next_of_their_orders_until_a_trial_is_quick(router):
+    home, second, third = in_order_of("default/ada", ["one", "two", "three"])
+    for name in (home, second, third):
+        for _ in range(ENOUGH):
+            await answered(router, name, 0.005)
+    for _ in range(LATEST // 2 + 1):
+        assert await chosen(router, pending("ada")) == [home, second, third]
+        await answered(router, home, 0.05)
+    assert await chosen(router, pending("ada")) == [second, third, home], "it is there for what the others have no room for"
+    assert home not in await chosen_of_nobody(router)
+    await asyncio.sleep(AVOIDING.pause_s)
+    assert (await chosen(router, pending("ada")))[0] == home
+    await answered(router, home, 0.005)
+    assert await chosen(router, pending("ada")) == [home, second, third]
+
+
+async def test_a_request_without_a_user_goes_to_no_replica_that_says_nothing(router):
+    router.on_send_request(ReplicaID("one", ENCODER))
+    for one in replicas_of(router):
+        one.get_queue_len = lambda *, deadline_s: asyncio.sleep(deadline_s, 0)
+    await asyncio.sleep(1.1 * SILENT_S)
+    assert await chosen_of_nobody(router) == {"two", "three"}
+
+
+async def chosen_of_nobody(router: UserAffinityRouter) -> set[str]:
+    """Where requests without a user may go first."""
+    ranks = [(await router.choose_replicas(replicas_of(router), pending(request_id=f"{number}")))[0] for number in range(50)]
+    return {one.replica_id.unique_id for rank in ranks for one in rank}
+
+
+async def test_where_it_is_not_wanted_no_replica_is_left_out_for_being_slow(router):
+    router.initialize_state(slow_times=0)
+    router.update_replicas(replicas_of(router))
+    home, *_ = in_order_of("default/ada", ["one", "two", "three"])
+    for name in ("one", "two", "three"):
+        for _ in range(ENOUGH):
+            await answered(router, name, 5.0 if name == home else 0.005)
+    assert (await chosen(router, pending("ada")))[0] == home
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"bound": 0.9}, {"bound": float("nan")}, {"slack": -1}, {"slack": 1.5}, {"bounds": 2}, {"slow_times": 1}]
+)
 async def test_wrong_settings_are_refused(router, wrong):
-    with pytest.raises(ConfigError, match="bound"):
+    with pytest.raises(ConfigError, match="|".join(wrong)):
         router.initialize_state(**wrong)
 
 

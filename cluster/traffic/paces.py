@@ -1,0 +1,88 @@
+"""Which replicas answer far more slowly than the others, so that a router leaves them out until a trial is quick again.
+
+    an answer -> late, where it took half as long again as nine tenths of the other replicas' answers
+    most of the latest answers late -> the replica is left out; after a pause one call is a trial
+
+A replica that still answers, on a core that another process takes or a card that throttles, is neither silent nor full: its own users
+would all wait for it. What is late is read from the calls themselves. A user whose states are computed anew takes many times as long as one
+whose states are kept, so an answer is held against the long ones among the others', not against a usual one: else a few new users in a row
+would send all others away from their states. Where more than a third of the replicas are slow, the load is the reason, and none is left
+out: the others would only become slow too.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+
+from cluster.engines.breaker import Breaker, BreakerSettings, BreakerState
+
+TIMES = 1.5
+"""An answer is late that took more than so many times what all but a tenth of the other replicas' answers take."""
+LEAST_S = 0.01
+"""One that took less than this longer is not, whatever the ratio."""
+LATEST = 11
+"""Answers of which most must be late."""
+NEW_S = 60.0
+"""A replica that has just come computes the states of its users anew."""
+SEEN, ENOUGH, SHARE = 31, 10, 0.9
+"""Answers that say how long a replica takes, how many must be there, and the share of them that take no longer."""
+AVOIDING = BreakerSettings(failures_to_open=1, pause_s=5.0, growth=2.0, longest_pause_s=60.0)
+
+
+@dataclass(slots=True)
+class _Pace:
+    since: float
+    breaker: Breaker = field(default_factory=lambda: Breaker(AVOIDING))
+    took_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
+    most_s: float | None = None
+    late: deque[bool] = field(default_factory=lambda: deque(maxlen=LATEST))
+    on_trial: bool = False
+
+
+class Paces:
+    """Of the replicas of a deployment, as one process has met them. Times are passed in, in seconds on a clock that only moves forward."""
+
+    def __init__(self, times: float = TIMES) -> None:
+        self._times = times
+        self._paces: dict[str, _Pace] = {}
+
+    def keep(self, replicas: Iterable[str], now: float) -> None:
+        """Take which replicas there are; those known before all others do not count as new."""
+        first = not self._paces
+        self._paces = {name: self._paces.get(name) or _Pace(now - NEW_S if first else now) for name in replicas}
+
+    def sent(self, replica: str, now: float) -> None:
+        """A call goes there. To one that is left out it is a trial, which counts as failed until it is answered in time."""
+        pace = self._paces.get(replica)
+        if pace and pace.breaker.state(now) is BreakerState.HALF_OPEN:
+            pace.breaker, pace.on_trial = pace.breaker.failed(now), True
+
+    def answered(self, replica: str, took_s: float, now: float, *, failed: bool = False) -> None:
+        """A call has ended; one that `failed`, or was cancelled, tells only that it took so long."""
+        if (pace := self._paces.get(replica)) is None:
+            return
+        late = self._is_late(replica, took_s)
+        if failed and not late:
+            return
+        pace.took_s.append(took_s)
+        pace.most_s = sorted(pace.took_s)[int(SHARE * len(pace.took_s))] if len(pace.took_s) >= ENOUGH else None
+        if pace.on_trial:
+            pace.on_trial, pace.breaker = False, pace.breaker if late else pace.breaker.succeeded()
+        elif pace.breaker.trial_at is None and now - pace.since >= NEW_S:  # calls under way when it was left out do not count afterwards
+            pace.late.append(late)
+            if sum(pace.late) > LATEST // 2:
+                pace.breaker = pace.breaker.failed(now)
+                pace.late.clear()
+
+    def slow(self, now: float) -> frozenset[str]:
+        """The replicas to leave out; not among them one that is due for a trial."""
+        tried = [name for name, pace in self._paces.items() if pace.breaker.trial_at is not None]
+        if not tried or len(tried) > max(1, len(self._paces) // 3):
+            return frozenset()
+        return frozenset(name for name in tried if self._paces[name].breaker.state(now) is BreakerState.OPEN)
+
+    def _is_late(self, replica: str, took_s: float) -> bool:
+        others = [pace.most_s for name, pace in self._paces.items() if name != replica and pace.most_s is not None]
+        most_s = median(others) if others else took_s
+        return took_s > self._times * most_s and took_s > most_s + LEAST_S
