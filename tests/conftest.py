@@ -26,7 +26,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--api-cases", type=int, help="requests that are made up for each route of the API, and their answers checked")
 
 
+QUIET = {
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+}
+"""What clusters do less of, of which several run at a time: Serve's controller looks three times a second instead of ten, what a task has
+been through is not recorded, and no process is started before it is needed. `make chaos` measures clusters as they are.
+"""
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--chaos-long", default=False):
+        os.environ.update(QUIET)
     repetitions.choose(thorough=config.getoption("--thorough"))
 
 
