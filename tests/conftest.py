@@ -29,11 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 QUIET = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     "RAY_task_events_report_interval_ms": "0",
-    "RAY_enable_worker_prestart": "0",
-    "RAY_prestart_worker_first_driver": "0",
 }
-"""What clusters do less of, of which several run at a time: Serve's controller looks three times a second instead of ten, what a task has
-been through is not recorded, and no process is started before it is needed. `make chaos` measures clusters as they are.
+"""What clusters do less of, since several run at a time: Serve's controller looks three times a second instead of ten, and what a task has
+been through is not recorded. `make chaos` measures clusters as they are.
 """
 
 

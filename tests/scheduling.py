@@ -1,4 +1,4 @@
-"""Which tests run together, and which first: `pytest --numprocesses 3` gives the tests of a shared cluster to one process, in one go.
+"""Which tests run together, and which first: `pytest --numprocesses 2` gives the tests of a shared cluster to one process, in one go.
 
 Of what is left each file goes to one process, so that what a file sets up is set up once. Clusters come first, since they take longest; a
 process that has no cluster takes files meanwhile.

@@ -145,11 +145,17 @@ class ElasticCache(ShardedCache):
             await asyncio.sleep(LOOK_S)
 
     async def _make_owners(self) -> None:
-        """Before any shard gives them what they own."""
-        if (layout := self._wanted) != self._layout:
-            self._own(await self._place.make(layout.names(self._name)))
-            logger.info("%s: keys belong to %d shards from now on", self._name, layout.owners)
-            self._layout, self._seen = layout, ShardsSeen(layout)
+        """Before any shard gives them what they own: one that does not run yet would miss it. Raises BackendUnavailable."""
+        if (layout := self._wanted) == self._layout:
+            return
+        shards = await self._place.make(layout.names(self._name))
+        new = [self._guarded(name, shard) for name, shard in shards.items() if name not in self._shards]
+        started = await asyncio.gather(*(shard.insist(lambda asked: asked.statistics()) for shard in new))
+        if silent := [shard.name for shard, answer in zip(new, started, strict=True) if answer is None]:
+            raise BackendUnavailable(f"{', '.join(silent)} does not answer yet")
+        self._own(shards)
+        logger.info("%s: keys belong to %d shards from now on", self._name, layout.owners)
+        self._layout, self._seen = layout, ShardsSeen(layout)
 
     async def _looked(self) -> bool:
         """Tell all shards the layout, and end those that own nothing and have given all away; whether nothing moves any more."""

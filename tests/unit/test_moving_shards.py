@@ -128,6 +128,19 @@ async def test_what_was_kept_is_still_a_hit_when_shards_are_added_or_taken_away(
     stayed = sum(len(held[name] & now) for name, now in place.held().items() if name in held)
     assert sum(place.given.values()) == len(KEYS) - stayed, "what keeps its owner stays where it is"
     assert cache.seen.layout.owners == after
+
+
+async def test_a_shard_that_is_slow_to_start_owns_nothing_until_it_answers():
+    place = Place()
+    cache = await cache_of(place)
+    await put(cache, stored())
+    place.away.add(f"{NAME}-1")
+    cache.follow(Layout(1, 2))
+    await asyncio.sleep(3600)
+    assert (cache.seen.layout.owners, await found(cache)) == (1, stored())
+    place.away.clear()
+    await cache.settled()
+    assert (cache.seen.layout.owners, await found(cache)) == (2, stored())
     assert not cache.seen.moving
 
 
