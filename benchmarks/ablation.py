@@ -50,7 +50,7 @@ AS_SHIPPED = "as shipped"
 HISTORY = 150
 """Events of each user when the trace begins."""
 SHARED, OWN, NEWCOMERS = 56, 8, 6000
-"""Events of users whose histories begin alike: as many as a prompt of the demo's model takes; and how many such users there are."""
+"""Events that users share and have for themselves, together as many as a prompt of the demo's model takes; and how many users."""
 CLOSED_S, WARM_UP_S = 6.0, 4.0
 PAUSE_S, PAUSED_EVERY_S = 0.15, 2.0
 """Of one encoder of two: fewer than 5 % of the requests meet it, as many as hedging may send twice."""
@@ -182,7 +182,7 @@ def serving(trace: Trace, changes: Mapping[str, Any], port: int) -> Iterator[Loc
 
 @contextmanager
 def pausing(pid: int) -> Iterator[None]:
-    """A process stands still now and then, as one whose core is taken away or whose memory is collected."""
+    """A process stands still now and then, as one does that loses its core or collects its memory."""
     over, process = Event(), psutil.Process(pid)
 
     def pause() -> None:

@@ -3,7 +3,7 @@
     python -m benchmarks.routing                              # simulated
     OMP_NUM_THREADS=1 python -m benchmarks.routing --live     # on a real cluster, with the demo's model (run `make demo ONCE=1` before)
 
-Simulated (benchmarks/simulated_routing.py): two tenants whose users have the same ids, eight gateways, eight encoder replicas, each case
+Simulated (benchmarks/simulated_routing.py): two tenants with the same user ids, eight gateways, eight encoder replicas, each case
 from several seeds, of which the worst counts. Live (benchmarks/routing_live.py): four gateways, four encoders, on this machine.
 Writes benchmarks/results/routing_cpu_DATE.md or routing_live_cpu_DATE.md.
 """
@@ -68,7 +68,7 @@ def simulated(world: World, seeds: int) -> list[str]:
     rows = [
         ["requests that reach their users' homes", _percent(at_home), f"at least {_percent(AT_HOME)}", _met(at_home >= AT_HOME)],
         [
-            f"users who move when a replica is added to {world.replicas}, over 1/{world.replicas + 1} of all",
+            f"users that move when a replica is added to {world.replicas}, over 1/{world.replicas + 1} of all",
             f"{one_more:.2f}",
             f"at most {MOVED:g}",
             _met(one_more <= MOVED),

@@ -1,4 +1,4 @@
-"""The real thing for `benchmarks.routing`: four gateways and four encoders on this machine, whose engines note what they are asked.
+"""The real thing for `benchmarks.routing`: four gateways and four encoders on this machine, with engines that note what they are asked.
 
 Requests of two tenants arrive at random times; each user's history has one event more at each visit. In turns all is calm, and one encoder
 is slow; then two encoders are added. What reached homes and found kept states is counted from the engines' notes.

@@ -39,8 +39,8 @@ NO_HISTORY = UserSequence(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros
 class World:
     """`rate`: requests a second; `users`: of each tenant, the more popular the smaller their number (Zipf, with `exponent`).
 
-    `hottest`: the share of all requests that one user makes besides; `room`: users whose states a replica keeps, for each user that it is
-    home to at the beginning; `home`: else requests go by Serve's power of two choices; `options` of the router.
+    `hottest`: the share of all requests that one user makes besides; `room`: how many users' states a replica keeps, for each user that
+    it is home to at the beginning; `home`: else requests go by Serve's power of two choices; `options` of the router.
     """
 
     gateways: int = 8

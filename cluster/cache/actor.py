@@ -248,7 +248,7 @@ def _find(name: str) -> Any | None:
 def _kill(name: str) -> None:
     try:
         ray.kill(ray.get_actor(name, NAMESPACE))
-        logger.info("ended cache actor %s: the configuration has no use for it", name)
+        logger.info("ended cache actor %s: it is not needed any more", name)
     except ValueError:  # another replica was faster
         logger.debug("cache actor %s has ended", name)
 

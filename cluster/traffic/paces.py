@@ -4,8 +4,8 @@
     most of the latest answers late -> the replica is left out; after a pause one call is a trial
 
 A replica that still answers, on a core that another process takes or a card that throttles, is neither silent nor full: its own users
-would all wait for it. What is late is read from the calls themselves. A user whose states are computed anew takes many times as long as one
-whose states are kept, so an answer is held against the long ones among the others', not against a usual one: else a few new users in a row
+would all wait for it. What is late is read from the calls themselves. To compute a user's states anew takes many times as long as to go
+on from kept ones, so an answer is held against the long ones among the others', not against a usual one: else a few new users in a row
 would send all others away from their states. Where more than a third of the replicas are slow, the load is the reason, and none is left
 out: the others would only become slow too.
 """

@@ -23,7 +23,7 @@ class TorchBeamGenerator:
 
     `cache_bytes`: how much memory the logits of prompts seen before may take; 0 recalls nothing. `prompt_bytes`: the same of the keys and
     values of users' prompts, so that of one that grew only the new rows are computed; 0 keeps none. `prompt_policy`: lru, lfu or fifo.
-    `share_prompts`: users of a tenant whose prompts begin alike share the rows of that, 16 at a time; right where many histories do.
+    `share_prompts`: users of a tenant share the rows in which their prompts begin alike, 16 at a time; right where many histories do.
     """
 
     def __init__(

@@ -216,7 +216,7 @@ async def test_the_users_of_a_slow_replica_go_to_the_next_of_their_orders_until_
         assert await chosen(router, pending("ada")) == [home, second, third]
         await answered(router, home, 0.05)
     assert await chosen(router, pending("ada")) == [second, third, home], "it is there for what the others have no room for"
-    assert home not in await chosen_of_nobody(router)
+    assert home not in await first_choices_without_a_user(router)
     await asyncio.sleep(AVOIDING.pause_s)
     assert (await chosen(router, pending("ada")))[0] == home
     await answered(router, home, 0.005)
@@ -228,10 +228,10 @@ async def test_a_request_without_a_user_goes_to_no_replica_that_says_nothing(rou
     for one in replicas_of(router):
         one.get_queue_len = lambda *, deadline_s: asyncio.sleep(deadline_s, 0)
     await asyncio.sleep(1.1 * SILENT_S)
-    assert await chosen_of_nobody(router) == {"two", "three"}
+    assert await first_choices_without_a_user(router) == {"two", "three"}
 
 
-async def chosen_of_nobody(router: UserAffinityRouter) -> set[str]:
+async def first_choices_without_a_user(router: UserAffinityRouter) -> set[str]:
     """Where requests without a user may go first."""
     ranks = [(await router.choose_replicas(replicas_of(router), pending(request_id=f"{number}")))[0] for number in range(50)]
     return {one.replica_id.unique_id for rank in ranks for one in rank}

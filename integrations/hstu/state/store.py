@@ -29,7 +29,7 @@ class StateStatistics:
     """What a store holds now (`users`, `rows`, `pages`, bytes, `held`) and has done since it was made.
 
     `hits`, `misses`: matches with and without a kept row; `hit_rows` of `asked_rows` were kept. `evictions`: users (tree: leaves) given up
-    for others; `rejected`: commits of which not all found room, or whose beginning was no longer kept; `forgotten`: users forgotten;
+    for others; `rejected`: commits that did not all find room, or that go on from rows no longer kept; `forgotten`: users forgotten;
     `adopted`: histories taken over from another store.
     `used_bytes` counts pages that are still read after they were forgotten.
     """
