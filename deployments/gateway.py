@@ -20,6 +20,7 @@ from cluster.cache.shared_notes import SharedNotes
 from cluster.cache.tiered import TieredCache
 from cluster.config import FlagSettings, Settings, parse, split_changes, with_changes
 from cluster.dataset import Catalogue
+from cluster.events.guarded import GuardedHistories
 from cluster.events.store import EventStore
 from cluster.fleet.board import Presence
 from cluster.fleet.heartbeat import Orders
@@ -75,7 +76,8 @@ class Gateway:
         self._heartbeat = heartbeat
         self._shared = shared = cache.shared if cache is not None else None
         self._usual = UsualRequests(None if shared is None else SharedNotes(shared, REQUEST_CODEC))
-        self._histories = StoredHistories(events, self._limits.max_behaviours)
+        histories = None if events is None else GuardedHistories(events, settings.events.read_deadline_ms / 1000)
+        self._histories = StoredHistories(histories, self._limits.max_behaviours)
 
         self._models = ModelCache(BundleStore(settings.model_dir), self._make, _discard, keep_s=2 * settings.longest_request_s)
         self._versions = VersionRouter(self._models, stages)

@@ -11,7 +11,7 @@ from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import CacheSettings, Settings
 from cluster.errors import GenrecError
-from cluster.events.guarded import GuardedEventStore
+from cluster.events.opened_later import StoreOpenedLater
 from cluster.values import Recommendation
 from pipelines.cached_recommender import ANSWER_CODEC
 
@@ -51,11 +51,11 @@ async def open_shared(settings: CacheSettings, application: str) -> SharedCache 
         return None
 
 
-async def open_events(settings: Settings) -> GuardedEventStore | None:
+async def open_events(settings: Settings) -> StoreOpenedLater | None:
     """The event store, None where events are switched off. One that is away now is opened by the requests that need it."""
     if not settings.events.enabled:
         return None
-    store = GuardedEventStore(settings.event_store_url, settings.events.read_deadline_ms / 1000)
+    store = StoreOpenedLater(settings.event_store_url)
     if problem := await store.open():
         logger.warning("until the event store is there, requests must bring their behaviours: %s", problem)
     return store

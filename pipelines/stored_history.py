@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from cluster.engines.skipped import passed_over
 from cluster.errors import BackendError
-from cluster.events.store import EventStore
+from cluster.events.store import Histories
 from cluster.tracing import span
 from cluster.traffic.budget import Budget, in_time
 from cluster.values import RecommendRequest, SkippedBackend, StageReport
@@ -30,7 +30,7 @@ class Completed:
 class StoredHistories:
     """`store` is None where events are switched off. At most the latest `limit` events are read."""
 
-    def __init__(self, store: EventStore | None, limit: int) -> None:
+    def __init__(self, store: Histories | None, limit: int) -> None:
         self._store, self._limit = store, limit
 
     async def version(self, request: RecommendRequest) -> str:

@@ -84,15 +84,27 @@ class StoreStatistics:
 Batches: TypeAlias = Iterable[Sequence[Event]] | AsyncIterable[Sequence[Event]]
 
 
-class EventStore(Protocol):
+class Histories(Protocol):
+    """What an answer reads of an event store. `name` is what provenance calls it."""
+
+    name: str
+
+    async def history(self, tenant: str, user_id: str, limit: int) -> StoredHistory:
+        """The latest `limit` behaviours of a user, none of an unknown one."""
+        ...
+
+    async def version(self, tenant: str, user_id: str) -> str:
+        """A text that changes whenever something of the user is stored or erased and never comes back; "" where nothing was ever stored."""
+        ...
+
+
+class EventStore(Histories, Protocol):
     """Where events are kept. All methods may be called by many tasks of one event loop at once.
 
     Each raises InvalidRequest, naming the field, for what no store takes (see `check_events`), and BackendUnavailable, with the cure, where
     the database cannot be reached, is broken or takes too long. A cancelled or failed write may still have been stored: only with
-    idempotency keys is it safe to send again. `name` is what provenance calls it.
+    idempotency keys is it safe to send again.
     """
-
-    name: str
 
     async def append(self, events: Sequence[Event]) -> list[Stored]:
         """Store all of them or none, and answer in their order; they are on the disk when this returns.
@@ -101,14 +113,6 @@ class EventStore(Protocol):
         behaviour are the same, and InvalidRequest for ``events[i].idempotency_key`` where they are not. One with the key of an erased
         user's event is a duplicate, whatever it says: a sender that tries again does not bring the user back.
         """
-        ...
-
-    async def history(self, tenant: str, user_id: str, limit: int) -> StoredHistory:
-        """The latest `limit` behaviours of a user, none of an unknown one."""
-        ...
-
-    async def version(self, tenant: str, user_id: str) -> str:
-        """A text that changes whenever something of the user is stored or erased and never comes back; "" where nothing was ever stored."""
         ...
 
     async def erase(self, tenant: str, user_id: str) -> int:

@@ -41,7 +41,7 @@ def test_no_malformed_input_is_answered_with_a_server_error_or_ends_a_process(tw
         def seen(response: httpx.Response | Any, what: str) -> None:
             statuses[response.status_code] += 1
             if response.status_code >= 500:
-                worst.append(f"{response.status_code} {what[:300]}")
+                worst.append(f"{response.status_code} {what[:300]}: {response.text[:300]}")
 
         generated(two.url, int(inputs * GENERATED_SHARE), run, seen)
         with httpx.Client(base_url=two.url, timeout=30) as client:

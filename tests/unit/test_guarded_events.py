@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from cluster.errors import BackendUnavailable
-from cluster.events.guarded import GuardedEventStore
+from cluster.events.guarded import GuardedHistories
+from cluster.events.opened_later import StoreOpenedLater
 from cluster.events.store import Event, StoredHistory, open_event_store
 from cluster.values import Behaviour
 
@@ -16,7 +17,7 @@ class Playing:
     """A store that a test makes slow or breaks, and the function that opens it."""
 
     def __init__(self):
-        self.asked, self.delay, self.error, self.away, self.closed = 0, 0.0, None, False, False
+        self.asked, self.now, self.delay, self.error, self.away, self.closed = 0, 0.0, 0.0, None, False, False
 
     async def open(self, url):
         if self.away:
@@ -47,26 +48,31 @@ def playing():
 
 
 @pytest.fixture
-def guarded(playing):
-    playing.now = 0.0
-    return GuardedEventStore("played://", 0.05, clock=lambda: playing.now, open_store=playing.open)
+def store(playing):
+    return StoreOpenedLater("played://", playing.open)
 
 
-async def test_a_store_that_is_away_at_the_start_is_used_once_it_is_back(playing, guarded):
+@pytest.fixture
+def guarded(playing, store):
+    return GuardedHistories(store, 0.05, clock=lambda: playing.now)
+
+
+async def test_a_store_that_is_away_at_the_start_is_used_once_it_is_back(playing, store, guarded):
     playing.away = True
-    assert await guarded.open() == "nobody listens"
+    assert await store.open() == "nobody listens"
     with pytest.raises(BackendUnavailable, match="nobody listens"):
-        await guarded.append([])
+        await store.append([])
     playing.away = False
-    assert await guarded.append([]) == []
+    assert await store.append([]) == []
     assert await guarded.version("t", "u") == "v"
 
 
-async def test_a_slow_read_is_given_up_and_a_slow_write_is_not(playing, guarded):
+async def test_a_slow_read_for_an_answer_is_given_up_and_one_that_a_caller_asks_for_is_not(playing, store, guarded):
     playing.delay = 0.2
     with pytest.raises(BackendUnavailable, match=r"played\) did not answer within 0.05 s"):
         await guarded.version("t", "u")
-    assert await guarded.append([]) == []
+    assert await store.append([]) == []
+    assert (await store.history("t", "u", 10)).version == "v"
 
 
 async def test_a_store_that_keeps_failing_is_left_alone_for_a_while(playing, guarded):
@@ -87,13 +93,13 @@ async def test_it_opens_once_for_all_who_come_together_and_closes_what_it_opened
         await asyncio.sleep(0.01)
         return await open_event_store(url)
 
-    guarded = GuardedEventStore(f"sqlite:///{tmp_path}/events.db", 5.0, open_store=open_slowly)
-    leaving = asyncio.create_task(guarded.version("t", "u"))
+    store = StoreOpenedLater(f"sqlite:///{tmp_path}/events.db", open_slowly)
+    leaving = asyncio.create_task(store.version("t", "u"))
     await asyncio.sleep(0)
     leaving.cancel()
-    await asyncio.gather(*(guarded.append([Event("u", Behaviour("1", second))]) for second in range(3)))
+    await asyncio.gather(*(store.append([Event("u", Behaviour("1", second))]) for second in range(3)))
     assert len(opened) == 1
-    assert len((await guarded.history("default", "u", 10)).behaviours) == 3
-    await guarded.close()
+    assert len((await store.history("default", "u", 10)).behaviours) == 3
+    await store.close()
     with pytest.raises(BackendUnavailable):
-        await guarded.append([Event("u", Behaviour("1", 9))])
+        await store.append([Event("u", Behaviour("1", 9))])

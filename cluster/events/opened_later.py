@@ -1,0 +1,65 @@
+"""An event store that need not be there when its gateway starts: the first call that finds it opens it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from cluster.errors import BackendUnavailable
+from cluster.events.store import Batches, Event, EventStore, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics, open_event_store
+
+
+class StoreOpenedLater:
+    """The event store at `url`. A call opens it where that is still to be done, and raises BackendUnavailable where it fails; the next
+    tries again. For one event loop.
+    """
+
+    def __init__(self, url: str, open_store: Callable[[str], Awaitable[EventStore]] = open_event_store) -> None:
+        self._url, self._open_store = url, open_store
+        self.name = url.partition("://")[0]
+        self._opening: asyncio.Future[EventStore] | None = None
+
+    async def open(self) -> str:
+        """Open the store; why that is not possible now, or ""."""
+        try:
+            await self._opened()
+        except BackendUnavailable as error:
+            return str(error)
+        return ""
+
+    async def append(self, events: Sequence[Event]) -> list[Stored]:
+        return await (await self._opened()).append(events)
+
+    async def history(self, tenant: str, user_id: str, limit: int) -> StoredHistory:
+        return await (await self._opened()).history(tenant, user_id, limit)
+
+    async def version(self, tenant: str, user_id: str) -> str:
+        return await (await self._opened()).version(tenant, user_id)
+
+    async def erase(self, tenant: str, user_id: str) -> int:
+        return await (await self._opened()).erase(tenant, user_id)
+
+    async def digest(self, tenant: str, user_id: str) -> str:
+        return await (await self._opened()).digest(tenant, user_id)
+
+    async def load(self, batches: Batches) -> Loaded:
+        return await (await self._opened()).load(batches)
+
+    async def users(self, tenant: str, limit: int) -> list[StoredUser]:
+        return await (await self._opened()).users(tenant, limit)
+
+    async def statistics(self) -> StoreStatistics:
+        return await (await self._opened()).statistics()
+
+    async def close(self) -> None:
+        if self._opening is None:
+            return
+        if not self._opening.done():
+            self._opening.cancel()
+        elif not self._opening.cancelled() and self._opening.exception() is None:
+            await self._opening.result().close()
+
+    async def _opened(self) -> EventStore:
+        """The store. Calls made while it is being opened wait for the same attempt, which goes on when a caller leaves."""
+        if self._opening is None or (self._opening.done() and (self._opening.cancelled() or self._opening.exception())):
+            self._opening = asyncio.ensure_future(self._open_store(self._url))
+            self._opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, though all callers may have left
+        return await asyncio.shield(self._opening)
