@@ -49,15 +49,22 @@ RULES
     # gateway no time: a flood would keep it from its answers, and from its health checks. Each application has a variable of its own.
     # Operators' calls may be what ends an overload, and a probe's answer ends none. What is refused so is not logged, which takes a fifth
     # of the time. A check waits for 3 s: what answers more slowly is stopped, or stuck.
-    # Until an answer has said it, the variables are not set, and nothing is full.
+    # Until an answer has said it, the variables are not set, and nothing is full. An urgent request of a key that a gateway has said may be
+    # urgent is let through until twice as many are there: the gateway takes it in place of one that is less so.
     cat > "$config.full" <<'RULES'
     timeout check 3s
     http-response set-var(proc.genrec_most_BACKEND) res.hdr(genrec-most),add(0)
     http-response del-header genrec-most
+    http-response sc-set-gpt0(0) 1 if { res.hdr(genrec-urgent) -m found }
+    http-response sc-set-gpt0(0) 0 if { status 401 }
+    http-response del-header genrec-urgent
     http-request set-var(txn.genrec_gateways) nbsrv
     http-request set-var(txn.genrec_most) var(proc.genrec_most_BACKEND),mul(txn.genrec_gateways)
     acl genrec_full be_conn,sub(txn.genrec_most) gt 0
-    acl genrec_let_through path_beg /v1/backends /v1/cache /v1/gateway /v1/models /healthz /readyz
+    acl genrec_let_through path_sub /v1/backends /v1/cache /v1/gateway /v1/models
+    acl genrec_let_through path_end /healthz /readyz
+    acl genrec_urgent req.hdr(priority) -m reg u=[0-2]
+    http-request set-var(txn.genrec_most) var(txn.genrec_most),mul(2) if genrec_urgent { sc0_get_gpt0 gt 0 }
     http-request set-log-level silent if genrec_full !genrec_let_through
     http-request deny deny_status 503 if genrec_full !genrec_let_through
 RULES
@@ -72,7 +79,7 @@ RULES
     done
     cat >> "$config" <<'TABLES'
 backend genrec_callers
-    stick-table type string len 40 size 100k expire 60s store http_req_rate(10s)
+    stick-table type string len 40 size 100k expire 60s store http_req_rate(10s),gpt0
 backend genrec_addresses
     stick-table type ipv6 size 100k expire 60s store conn_cur
 TABLES

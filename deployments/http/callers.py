@@ -15,6 +15,8 @@ from cluster.traffic.rate_limits import Grant
 from deployments.http import problems
 from deployments.http.origins import foreign_page
 
+INTERACTIVE = 3
+"""Urgency of a request without a Priority header: RFC 9218's default."""
 Take = Callable[[str, int], Grant | None]
 Belong = Callable[[str], bool]
 ANONYMOUS = ApiKeySettings(name="none", sha256="0" * 64, tenant="default", rights=["read", "events"])
@@ -94,8 +96,12 @@ class Caller:
         self._paid[tenant] = cost
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What is left of the tenant's rate, and that the audit log lacks this call, as headers of the response."""
+        """What is left of the tenant's rate, that the audit log lacks this call and, for `haproxy.sh`, that the key may be urgent, as
+        headers of the response.
+        """
         told = headers_of(self.grant) if self.grant else {}
+        if self.key is not None and self.key.most_urgent < INTERACTIVE:
+            told["Genrec-Urgent"] = "1"
         if self.unaudited:
             told["Genrec-Audit"] = "lost"
         return [(name.encode(), value.encode()) for name, value in told.items()]

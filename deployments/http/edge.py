@@ -28,7 +28,7 @@ from cluster.traffic.admission import Admission, Standing, Ticket
 from cluster.traffic.rate_limits import Grant, RateLimiter
 from deployments.http import api_pages, problems
 from deployments.http.batches import Batches
-from deployments.http.callers import ANONYMOUS, Caller
+from deployments.http.callers import ANONYMOUS, INTERACTIVE, Caller
 from deployments.http.connection import SMALL, BodyBudget, Connection, Turns
 from deployments.http.playground import PATHS
 
@@ -39,8 +39,8 @@ OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS | api_pages.P
 OPERATION = ("/v1/backends", "/v1/cache", "/v1/gateway", "/v1/models")
 """Where operators call. They need no place: their calls may be what ends an overload."""
 OR_NONE = "; or leave the header out: a caller without a key may read and store events"
-INTERACTIVE, BATCH = 3, 6
-"""Urgency of a request without a Priority header: RFC 9218's default; lower for a batch."""
+BATCH = 6
+"""Urgency of a batch without a Priority header."""
 _HEADERS = frozenset({b"authorization", b"content-length", b"priority"})
 _URGENCY = re.compile(rb"(?:^|,)[ \t]*u=([0-7])[ \t]*(?:[,;]|$)")
 
@@ -104,6 +104,7 @@ class Edge:
             with connection:
                 headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
                 caller = self._caller(headers)
+                connection.headers = lambda: (*self._most(), *caller.headers())
                 operates, urgent = _operates(caller, scope), max(urgency(headers, scope["path"]), caller.most_urgent)
                 if not operates and self._admission.full(self._clock(), urgent, caller.tenant):
                     raise self._overloaded()
@@ -161,7 +162,6 @@ class Edge:
             caller.leave_place()
 
     async def _admitted(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller) -> None:
-        connection.headers = lambda: (*self._most(), *caller.headers())
         scope["state"] = {**scope.get("state", {}), "caller": caller}
         await answer(scope, connection)
         if caller.refused:

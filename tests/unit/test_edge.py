@@ -199,8 +199,9 @@ async def test_a_key_asks_for_no_more_urgency_than_it_may():
     usual = await served.arrived(served.ask("usual", headers=bearer("any")))
     urgent = await served.arrived(served.ask("urgent", headers=bearer("any") | {"priority": "u=0"}))
     served.service.gate.set()
-    await asyncio.gather(first, pushing, usual, urgent)
+    answers = await asyncio.gather(first, pushing, usual, urgent)
     assert served.users == ["first", "urgent", "pushing", "usual"]
+    assert [answer.headers.get("genrec-urgent") for answer in answers] == [None, None, "1", "1"], "the key is known to haproxy.sh"
 
 
 async def test_an_urgent_request_takes_the_place_of_a_waiting_one_that_is_less_so():

@@ -21,6 +21,8 @@ from tests.waiting import eventually
 
 OTHER = "127.0.0.2"
 """An address that is not exempt."""
+URGENT = "Bearer genrec_urgent"
+"""A key that may be urgent."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,7 +32,7 @@ def _with_haproxy() -> None:
 
 
 class Gateway(ThreadingHTTPServer):
-    """Answers with what it was sent; `/held` once the gate is open, `/most` that it takes eight."""
+    """Answers with what it was sent; `/held` once the gate is open, `/most` that it takes eight, URGENT that its key may be urgent."""
 
     daemon_threads = True
 
@@ -56,9 +58,11 @@ class Answers(BaseHTTPRequestHandler):
             "key": self.headers.get("idempotency-key"),
         }
         answer = json.dumps(told).encode()
-        self.send_response(200)
+        self.send_response(401 if self.path == "/unknown" else 200)
         if self.path == "/most":
             self.send_header("Genrec-Most", "8")
+        if self.headers.get("authorization") == URGENT:
+            self.send_header("Genrec-Urgent", "1")
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
@@ -235,11 +239,41 @@ def test_more_than_a_gateway_takes_is_refused_before_it_and_operators_still_reac
         assert (told.status_code, "genrec-most" in told.headers) == (200, False)
         refused = client.get("/refused")
         assert (refused.status_code, refused.headers["retry-after"], refused.json()["title"]) == (503, "2", "Not available now")
-        assert client.get("/v1/backends/encoder").status_code == 200
+        assert [client.get(path).status_code for path in ("/v1/backends/encoder", "/shop/v1/backends", "/shop/readyz")] == [200] * 3
         assert client.get("/other/x").status_code == 200, "another application, which has room"
         assert "/refused" not in proxy.gateway.asked
         proxy.gateway.gate.set()
         eventually(lambda: client.get("/x").status_code == 200, "there is room")
+
+
+def test_an_urgent_request_of_a_key_that_may_be_urgent_reaches_a_gateway_that_is_full(proxied):
+    with proxied().running() as proxy, ExitStack() as open_ones, proxy.client() as client:
+
+        def status(path: str, key: str, priority: str = "u=1, i") -> int:
+            return client.get(path, headers={"authorization": key, "priority": priority}).status_code
+
+        def hold(count: int, key: str = "") -> None:
+            there = len(proxy.gateway.asked)
+            for _ in range(count):
+                sent = f"GET /held HTTP/1.1\r\nhost: x\r\nauthorization: {key}\r\npriority: u=0\r\n\r\n".encode()
+                open_ones.enter_context(closing(proxy.connection(sent)))
+            eventually(lambda: len(proxy.gateway.asked) == there + count)
+
+        assert [status("/most", key) for key in (URGENT, "Bearer genrec_usual")] == [200, 200]
+        hold(8)
+        eventually(lambda: status("/x", "Bearer genrec_usual") == 503)
+        assert [status("/x", key) for key in (URGENT, "Bearer genrec_usual", "Bearer genrec_unheard_of")] == [200, 503, 503]
+        assert [status("/x", URGENT, priority) for priority in ("u=3", "u=7", "")] == [503] * 3
+        assert "genrec-urgent" not in client.get("/v1/models", headers={"authorization": URGENT}).headers
+        hold(8, URGENT)
+        assert status("/x", URGENT) == 503, "not more than twice as many"
+        proxy.gateway.gate.set()
+        eventually(lambda: status("/x", "Bearer genrec_usual") == 200, "there is room")
+        assert status("/unknown", URGENT) == 401
+        proxy.gateway.gate.clear()
+        hold(8)
+        eventually(lambda: status("/x", "Bearer genrec_usual") == 503)
+        assert status("/x", URGENT) == 503, "the key is gone"
 
 
 def test_a_service_without_a_gateway_is_answered_503_not_500(proxied):
