@@ -36,10 +36,12 @@ CPUS = 0.05
 """What Ray counts for a replica: nothing here may wait for a core that Ray thinks is taken."""
 CPUS_OF_A_NODE = 8
 READY_WITHIN_S, ANSWER_WITHIN_S = 400.0, 120.0
+ABSENT = ROOT / "tests" / "absent"
+"""Before all else on a cluster's path: what its processes must not import, though it is installed."""
 TRACING = {"enabled": True, "exporter_import_path": "deployments.tracing:otlp", "sampling_ratio": 0.0}
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
+    "PYTHONPATH": os.pathsep.join(map(str, (ABSENT, ROOT, ROOT / "examples"))),
     # a proxy answers late where the machine is busy; that its process has died is noticed by other means
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
