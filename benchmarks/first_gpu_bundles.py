@@ -26,8 +26,8 @@ from cluster.bundle import (
     ModelRecord,
 )
 from cluster.values import UserSequence
-from integrations.decoder.files import decoder_config
 from integrations.decoder.model import SemanticIdDecoder
+from integrations.decoder.published import decoder_config
 from integrations.hstu.weights import build_model, load_weights, save_weights
 from tests.kernel_examples import times_of
 

@@ -36,10 +36,12 @@ CPUS = 0.05
 """What Ray counts for a replica: nothing here may wait for a core that Ray thinks is taken."""
 CPUS_OF_A_NODE = 8
 READY_WITHIN_S, ANSWER_WITHIN_S = 400.0, 120.0
+ABSENT = ROOT / "tests" / "absent"
+"""Before all else on a cluster's path: what its processes must not import, though it is installed."""
 TRACING = {"enabled": True, "exporter_import_path": "deployments.tracing:otlp", "sampling_ratio": 0.0}
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
+    "PYTHONPATH": os.pathsep.join(map(str, (ABSENT, ROOT, ROOT / "examples"))),
     # a proxy answers late where the machine is busy; that its process has died is noticed by other means
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
@@ -178,7 +180,7 @@ def fixed(
 ) -> dict[str, Any]:
     """A shipped configuration with a fixed number of replicas of each deployment; an integer is of those that `replicas` can break.
 
-    `deployments`: further keys of a deployment.
+    0 replicas: for a stage that the model does not have, which would have one that idles. `deployments`: further keys of a deployment.
     """
     document = read_document(config)
     for deployment in document["applications"][0]["deployments"]:
@@ -186,10 +188,16 @@ def fixed(
         if name != "switchboard":
             deployment.pop("autoscaling_config", None)
             wanted = dict.fromkeys(("gateway", "encoder", "generator"), replicas) if isinstance(replicas, int) else replicas
-            deployment["num_replicas"] = wanted.get(name, 1)
+            deployment.update(_fixed_number(wanted.get(name, 1)))
             deployment["ray_actor_options"] = {"num_cpus": CPUS}
         deployment.update((deployments or {}).get(name, {}))
     return document
+
+
+def _fixed_number(replicas: int) -> dict[str, Any]:
+    """Serve takes no 0 for a number, but does as the least one of a deployment that may grow."""
+    none = {"min_replicas": 0, "initial_replicas": 0, "max_replicas": 1}
+    return {"num_replicas": replicas} if replicas else {"autoscaling_config": none}
 
 
 _shared: list[SharedCluster] = []

@@ -57,6 +57,8 @@ class NodePlan:
             "min-worker-port": 0,
             "max-worker-port": 0,
             "dashboard-agent-listen-port": self.block + AGENTS + index,
+            # a process that sends what workers print to drivers, of which none is here; the log files have it
+            "include-log-monitor": False,
             **(self._head() if index == 0 else {"address": self.address}),
         }
         flags = ["--block", "--disable-usage-stats", *(["--head"] if index == 0 else [])]

@@ -1,41 +1,18 @@
 """The decoder in a bundle: `decoder/` in Hugging Face format, the soft prompt's projection beside it."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from cluster.bundle import DECODER, SEMANTIC_IDS, SOFT_PROMPT, Bundle, DecoderRecord, Draft
 from cluster.errors import BundleError
-from cluster.registry import DECODERS
 from cluster.semantic_ids import write_semantic_ids
-from integrations.decoder.config import DecoderConfig
+from integrations.decoder.published import decoder_config
 from integrations.decoder.soft_prompt import SoftPrompt
 
 if TYPE_CHECKING:
     from integrations.decoder.model import SemanticIdDecoder  # imports transformers, which serving need not
-
-
-def decoder_config(bundle: Bundle) -> DecoderConfig:
-    """Raises BundleError where this version has no decoder, or one that this release does not understand."""
-    record = bundle.decoder()
-    if record.family not in DECODERS:
-        raise BundleError(f"the decoder of {bundle.version} is a {record.family!r}; this release serves {', '.join(DECODERS)}")
-    try:
-        return DecoderConfig.model_validate(record.config)
-    except ValidationError as error:
-        raise BundleError(f"the decoder of {bundle.version} is not one this release understands: {error}") from error
-
-
-def verified_decoder(bundle: Bundle) -> Path:
-    """The directory in Hugging Face format, once every file of the generative stage has its checksum. Raises BundleError."""
-    decoder_config(bundle)
-    bundle.verify_generative()
-    if bundle.semantic_ids.version != bundle.decoder().semantic_ids:
-        raise BundleError(f"the decoder of {bundle.version} was trained on other semantic IDs than stand beside it; train it again")
-    return bundle.path / DECODER
 
 
 def load_soft_prompt(bundle: Bundle) -> SoftPrompt:

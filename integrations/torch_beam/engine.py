@@ -14,7 +14,8 @@ from cluster.bundle import DECODER, ITEM_VECTORS, SOFT_PROMPT, Bundle
 from cluster.errors import BackendFailed, DeadlineExceeded
 from cluster.trie import Trie, TrieView
 from cluster.values import Generated, GenerateRequest
-from integrations.decoder.files import load_soft_prompt, verified_decoder
+from integrations.decoder.files import load_soft_prompt
+from integrations.decoder.published import verified_decoder
 from integrations.torch_beam.beam import Continues, Search, search
 from integrations.torch_beam.continuations import Continuations
 from integrations.torch_beam.drawing import Draw, draw

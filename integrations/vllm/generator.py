@@ -14,6 +14,7 @@ from cluster.bundle import DECODER, Bundle
 from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded, UnknownChoice
 from cluster.trie import Trie, TrieView
 from cluster.values import Availability, Generated, GenerateRequest, UserState
+from integrations.decoder.published import decoder_config, verified_decoder
 from integrations.vllm import library
 from integrations.vllm.beam import Ask, BestSoFar, Found, Path, Question, search, together
 from integrations.vllm.requests import BLOCK, EngineSettings
@@ -79,8 +80,6 @@ class VllmGenerator:
     def get_availability(self, bundle: Bundle) -> Availability:
         if problem := library.obstacle():
             return Availability.no(problem)
-        from integrations.decoder.files import decoder_config, verified_decoder  # noqa: PLC0415 - imports torch
-
         try:
             verified_decoder(bundle)
             config = decoder_config(bundle)
@@ -102,7 +101,7 @@ class VllmGenerator:
         self.close()
         import torch  # noqa: PLC0415
 
-        from integrations.decoder.files import decoder_config, load_soft_prompt, verified_decoder  # noqa: PLC0415
+        from integrations.decoder.files import load_soft_prompt  # noqa: PLC0415
         from integrations.vllm.engine import Engine  # noqa: PLC0415
 
         config = decoder_config(bundle)

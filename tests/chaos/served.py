@@ -12,11 +12,12 @@ import psutil
 
 from benchmarks.load import Load, Phase, Plan, Results, run
 from benchmarks.load_bodies import bodies as requests
+from cluster.bundle import BundleStore
 from tests.clusters import Application, SharedCluster, fixed
 from tests.waiting import eventually, json_of
 
 DEPLOYMENTS = ("gateway", "encoder", "generator")
-"""What is broken; there is a ranker too, one replica, of which nothing is asked."""
+"""What is broken."""
 REPLICA, CACHE_ACTOR, CONTROLLER = "ServeReplica:", "CacheActor", "ServeController"
 PROXIES = ("haproxy", "ProxyActor", "HAProxyManager")
 WARM_UP_S = 3.0
@@ -56,7 +57,7 @@ class Served:
 
     def wanted(self) -> dict[str, int]:
         """How many replicas of each deployment are to run."""
-        return {entry["name"]: entry["num_replicas"] for entry in self.serving.entry["deployments"] if entry["name"] in DEPLOYMENTS}
+        return {entry["name"]: entry.get("num_replicas", 0) for entry in self.serving.entry["deployments"] if entry["name"] in DEPLOYMENTS}
 
     def is_complete(self) -> bool:
         return all(len(self.running(name)) == wanted for name, wanted in self.wanted().items())
@@ -101,16 +102,24 @@ def served(
     deployments: Mapping[str, Mapping[str, Any]] | None = None,
     body: Mapping[str, Any] | None = None,
 ) -> Iterator[Served]:
-    """ray_config.yaml with `args` over its own and so many replicas, no autoscaling, serving a copy of the model.
+    """ray_config.yaml with `args` over its own and so many replicas, no autoscaling, serving a copy of the model. A stage that the model
+    does not have has none, unless `replicas` names it.
 
     `deployments`: further keys of a deployment; `body`: fields of the requests of the load.
     """
     copied = directory / "models" / model_dir.name
     shutil.copytree(model_dir, copied, ignore=shutil.ignore_patterns("events.db*"))
-    with cluster.application(fixed(replicas, deployments), {"model_dir": str(copied), **args}) as serving:
+    numbers = dict.fromkeys(DEPLOYMENTS, replicas) | absent(model_dir) if isinstance(replicas, int) else {**absent(model_dir), **replicas}
+    with cluster.application(fixed(numbers, deployments), {"model_dir": str(copied), **args}) as serving:
         one = Served(serving.url, copied, serving, requests(copied, **{"cache": "bypass", **(body or {})}))
         eventually(one.is_complete, "every replica runs", START_WITHIN_S, 1)
         yield one
+
+
+def absent(model_dir: Path) -> dict[str, int]:
+    """No replica for each stage that the model does not have."""
+    manifest = BundleStore(model_dir).open_last_good()[0].manifest
+    return {stage: 0 for stage, record in (("generator", manifest.decoder), ("ranker", manifest.ranker)) if record is None}
 
 
 def seconds_until(holds: Callable[[], Any], within_s: float) -> float:

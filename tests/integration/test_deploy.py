@@ -56,8 +56,9 @@ def ray_head(directory: Path) -> Iterator[str]:
 
 
 def deploy(config: Path, dashboard: str) -> None:
-    """`serve deploy`, tried again while the dashboard is still starting."""
+    """`serve deploy` once the dashboard answers, since a try in vain takes a second of processor time; again while Serve does not."""
     command = [serve_command(), "deploy", str(config), "--address", dashboard]
+    eventually(lambda: httpx.get(dashboard), "the dashboard answers")
     until_right(
         lambda: subprocess.run(command, capture_output=True, text=True, check=False),
         lambda done: done.returncode == 0,

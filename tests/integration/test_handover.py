@@ -23,7 +23,7 @@ def served(compiled_hstu: Bundle, default: SharedCluster, tmp_path_factory: pyte
     """Two replicas of the encoder."""
     model_dir = tmp_path_factory.mktemp("handover") / "tiny"
     shutil.copytree(compiled_hstu.path.parent, model_dir)
-    document = fixed({"encoder": 2})
+    document = fixed({"encoder": 2, "generator": 0})
     args = document["applications"][0]["args"]
     args["encoder"].update(SETTINGS)
     args["gateway"].update(PATIENT)

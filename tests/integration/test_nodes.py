@@ -1,5 +1,6 @@
 """Three real Ray nodes on this machine: a node is killed under traffic, then the head, which comes back from Redis."""
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import yaml
 
 from deployments.cli.local_cluster import LocalCluster
 from deployments.cli.local_serve import is_ready
+from tests.clusters import ABSENT
 from tests.contract.test_shared_caches import running_redis
 from tests.documents import ROOT
 from tests.integration.conftest import PATIENT, behaviours
@@ -40,7 +42,7 @@ def cluster(compiled_hstu, tmp_path_factory) -> Iterator[LocalCluster]:
         "gateway": PATIENT,
     }
     with pytest.MonkeyPatch.context() as patch, running_redis(directory, free_port()) as redis:
-        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("PYTHONPATH", f"{ABSENT}{os.pathsep}{ROOT}")
         nodes = LocalCluster(two_of_each(directory), changes, nodes=3, redis=redis, directory=directory / "logs")
         with nodes as started:
             yield started

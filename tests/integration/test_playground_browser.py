@@ -60,7 +60,7 @@ def url(models: Path, fast: SharedCluster) -> Iterator[str]:
         (draft.path / CATALOGUE).unlink(missing_ok=True)  # it may be the older version's own file
         write_catalogue(Catalogue([film(number) for number in range(1, 201)]), draft.path / CATALOGUE)
         draft.compiled_from = None
-    document = fixed()
+    document = fixed({"ranker": 0})
     gateway = {**document["applications"][0]["args"].get("gateway", {}), **GUARDED}
     with fast.application(document, {"model_dir": str(root), "gateway": gateway, **SETTINGS}) as serving:
         events = [{"user_id": "ada", "item_id": str(item), "action": "like"} for item in (3, 14, 15, 92, 65)]

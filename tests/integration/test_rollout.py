@@ -173,7 +173,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 def live(request: pytest.FixtureRequest, published: Any, default: SharedCluster) -> Iterator[Live]:
     """Version 1 served, each stage in a deployment of its own or all in the gateway; tests leave it so."""
     root, expected = published
-    document = fixed(config=CONFIGS[request.param])
+    document = fixed({"ranker": 0}, config=CONFIGS[request.param])
     args = document["applications"][0]["args"]
     engines = {name: {**(args.get(name) or {}), **changes} for name, changes in SETTINGS.items()}
     with default.application(document, {"model_dir": str(root), **engines}) as serving:

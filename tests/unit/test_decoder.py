@@ -14,8 +14,9 @@ from cluster.errors import BackendFailed, BundleError, DataError
 from cluster.trie import Trie
 from cluster.values import UserState
 from integrations.decoder.config import PRESETS, DecoderConfig
-from integrations.decoder.files import load_soft_prompt, verified_decoder
+from integrations.decoder.files import load_soft_prompt
 from integrations.decoder.model import SemanticIdDecoder
+from integrations.decoder.published import verified_decoder
 from integrations.decoder.soft_prompt import pause_codes, rating_codes
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.model import HSTU

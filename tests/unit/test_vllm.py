@@ -90,15 +90,16 @@ def test_a_vllm_that_cannot_be_imported_is_unavailable_with_the_cause(monkeypatc
         library.load("vllm")
 
 
-def test_being_asked_about_vllm_imports_neither_vllm_nor_at_first_torch(tmp_path):
-    bundle = make_generative_bundle(tmp_path / "tiny")
+def test_being_asked_about_vllm_imports_no_vllm_and_no_torch_where_there_is_no_decoder(tmp_path):
+    plain, generative = make_bundle(tmp_path / "plain"), make_generative_bundle(tmp_path / "tiny")
     script = f"""
 import sys
 from pathlib import Path
 from integrations.vllm.generator import VllmGenerator
-assert not {{"torch", "vllm", "transformers"}} & set(sys.modules), "heavy at import"
 from cluster.bundle import BundleStore
-VllmGenerator().get_availability(BundleStore(Path({str(bundle.path.parent)!r})).open())
+assert not VllmGenerator().get_availability(BundleStore(Path({str(plain.path.parent)!r})).open()).ok
+assert not {{"torch", "vllm", "transformers"}} & set(sys.modules), "heavy though nothing is to be served"
+VllmGenerator().get_availability(BundleStore(Path({str(generative.path.parent)!r})).open())
 assert not {{"vllm", "transformers"}} & set(sys.modules), "heavy when asked"
 """
     subprocess.run([sys.executable, "-c", script], check=True)
