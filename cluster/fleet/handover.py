@@ -98,13 +98,19 @@ class HeldStates:
         return True
 
     def _has_room(self, size: int) -> bool:
-        """Made, where need be, of what was taken already."""
-        if self.used_bytes + size > self._max_bytes:
-            for taken in [held for held in self._held.values() if held.takers]:
-                self._drop(taken)
-                if self.used_bytes + size <= self._max_bytes:
-                    break
-        return self.used_bytes + size <= self._max_bytes
+        """Made, where need be, of what was taken already, the oldest first; where that is not enough, it stays."""
+        lacking, given_up = self.used_bytes + size - self._max_bytes, list[_Held]()
+        for held in self._held.values():
+            if lacking <= 0:
+                break
+            if held.takers:
+                given_up.append(held)
+                lacking -= held.size
+        if lacking > 0:
+            return False
+        for held in given_up:
+            self._drop(held)
+        return True
 
     def _drop(self, held: _Held) -> None:
         del self._held[_key(held.state)]

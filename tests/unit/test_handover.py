@@ -84,6 +84,12 @@ class TestHeldStates:
     def test_a_state_larger_than_all_there_is_room_for_is_left_out(self, held):
         assert held.give([state("ann", 1201), state("bob", 1200)], NOTHING_MISSED, now=0) == 1
 
+    def test_what_was_taken_makes_no_room_for_a_state_that_finds_none_all_the_same(self, held):
+        held.give([state("ann", 600), state("bob", 600)], NOTHING_MISSED, now=0)
+        held.take("a", {"k"}, ["a"])
+        assert held.give([state("large", 1201), state("eve", 600)], NOTHING_MISSED, now=0) == 1
+        assert names(held.take("b", {"k"}, ["b"]).states) == ["bob", "eve"]
+
     def test_none_is_held_beyond_its_time(self, held):
         held.give([state("ann")], NOTHING_MISSED, now=0)
         held.give([state("bob")], NOTHING_MISSED, now=10)
