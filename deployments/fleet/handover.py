@@ -37,17 +37,18 @@ class Handover:
 
     def __init__(self, settings: HandoverSettings, switchboard: DeploymentHandle[Any], process: str, heartbeat: Heartbeat) -> None:
         self._settings, self._switchboard, self._process, self._heartbeat = settings, switchboard, process, heartbeat
-        self._erased: set[tuple[str | None, str | None]] = set()  # since states were last asked for
+        self._erased: set[tuple[str | None, str | None]] = set()  # while states are on their way
         self._looked_at: Any = None
         self._taking: asyncio.Task[None] | None = None
 
     def erase(self, tenant: str | None, user: str | None) -> None:
         """States on their way here that this is one of are not kept. To be called before those that are kept are erased."""
-        self._erased.add((tenant, user))
+        if self._is_taking:
+            self._erased.add((tenant, user))
 
     def look(self, orders: Orders, keepers: Sequence[Keeper]) -> None:
         """Take over, in the background, where there may be more for this replica: others have stopped, or another engine is loaded."""
-        if not orders.handed_over or (self._taking is not None and not self._taking.done()):
+        if not orders.handed_over or self._is_taking:
             return
         kinds = frozenset(kind for keeper in keepers for kind in keeper.openings())
         seen = orders.handed_over, orders.fleet.replicas.get("encoder", ()), kinds
@@ -81,6 +82,10 @@ class Handover:
             logger.exception("states could not be handed over, for a reason that is not known")
         logger.info("%d users' states handed over, %d bytes, in %.3f s", *given, monotonic() - began)
 
+    @property
+    def _is_taking(self) -> bool:
+        return self._taking is not None and not self._taking.done()
+
     async def _give(self, keeper: Keeper, place: Place, given: list[int]) -> None:
         async with aclosing(keeper.hand_over()) as chunks:
             async for states in chunks:
@@ -96,6 +101,7 @@ class Handover:
         coldest_first, count = _popped(states), 0  # what is kept first is the first to be given up
         while chunk := chunk_of(coldest_first):
             count += sum([await keeper.take_over(chunk, self._wanted) for keeper in keepers])
+        self._erased.clear()
         if count:
             logger.info("%d users' states taken over", count)
 

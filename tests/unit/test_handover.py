@@ -1,6 +1,7 @@
 """Users' states from a replica that stops to their new homes, by a real switchboard and real engines in this process."""
 
 import asyncio
+import weakref
 from dataclasses import replace
 from time import monotonic
 from types import SimpleNamespace
@@ -474,6 +475,21 @@ async def test_what_arrived_before_the_switchboard_went_away_is_taken_over(caplo
     await handover_by(Taken((state("ann"),), 1), ActorDiedError()).start([keeper := Keeper()])
     assert keeper.taken == ["ann"]
     assert "cannot be taken" in caplog.text
+
+
+class Name(str):
+    """Of a user; unlike other strings it can be seen to be let go of."""
+
+
+async def test_erasures_are_noted_only_while_states_are_on_their_way():
+    handover = handover_by(Taken((state("ann"),), 1), Taken((), 1))
+    for before in (True, False):
+        erased = Name("ann")
+        handover.erase("shop", erased)
+        noted, erased = weakref.ref(erased), None
+        assert noted() is None, "a replica that lives for a year hears of many"
+        if before:
+            await handover.start([Keeper()])
 
 
 @pytest.mark.virtual_time
