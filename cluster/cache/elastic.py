@@ -111,7 +111,8 @@ class ElasticCache(ShardedCache):
                 answers = await self._of_all(lambda shard: shard.erase(namespace, group, latest))  # noqa: B023 - awaited in this round
             except (BackendUnavailable, TimeoutError) as error:
                 logger.warning("which cache shards there are is not known: %s", error or type(error).__name__)
-                return Erased(count, tuple(self._names))
+                known = await super().invalidate(namespace, group)
+                return Erased(count + known.entries, tuple(self._names))
             count += sum(answer[0] for answer in answers.values() if answer is not None)
             if silent := tuple(name for name, answer in answers.items() if answer is None):
                 return Erased(count, silent)

@@ -12,7 +12,7 @@ from cluster.cache.layout import Layout, shard_names
 from cluster.cache.memory import MemoryCache
 from cluster.cache.moving import BATCH, MovingShard
 from cluster.cache.shard import Granted
-from cluster.cache.shared import SharedSettings
+from cluster.cache.shared import Erased, SharedSettings
 from cluster.errors import BackendUnavailable
 from tests.fakes.clock import Clock
 from tests.waiting import settled, until
@@ -287,7 +287,9 @@ async def test_an_erasure_is_not_confirmed_where_it_is_not_known_which_shards_th
         raise BackendUnavailable("the head is away")
 
     monkeypatch.setattr(place, "others", unknown)
-    assert (await cache.invalidate("tenant", "user 7")).unconfirmed == ("cache-0",)
+    await put(cache, stored())
+    assert await cache.invalidate("tenant", "user 7") == Erased(8, ("cache-0",))
+    assert place.held("user 7") == {"cache-0": set()}, "those that are known are asked all the same"
 
 
 @pytest.mark.parametrize("killed", ["cache-0", "cache-1"])
