@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import HandoverSettings
-from cluster.engines.handover import KeptUser, chunk_of
+from cluster.engines.handover import KeptUser, Room, chunk_of
 from cluster.errors import BackendError
 from cluster.fleet.erasures import NO_PLACE, Place
 from cluster.fleet.handover import Taken
@@ -27,7 +27,7 @@ logger = logging.getLogger("ray.serve")
 class Keeper(Protocol):
     """What keeps states: a FrameworkController."""
 
-    def openings(self) -> dict[str, int]: ...
+    def openings(self) -> dict[str, Room]: ...
     def hand_over(self) -> AsyncGenerator[list[KeptUser], None]: ...
     async def take_over(self, states: Sequence[KeptUser], wanted: Callable[[KeptUser], bool]) -> int: ...
 
@@ -97,7 +97,7 @@ class Handover:
 
     async def _take(self, keepers: Sequence[Keeper]) -> None:
         self._erased.clear()
-        states = await self._arrived({kind: most for keeper in keepers for kind, most in keeper.openings().items()})
+        states = await self._arrived({kind: room for keeper in keepers for kind, room in keeper.openings().items()})
         coldest_first, count = _popped(states), 0  # what is kept first is the first to be given up
         while chunk := chunk_of(coldest_first):
             count += sum([await keeper.take_over(chunk, self._wanted) for keeper in keepers])
@@ -105,16 +105,18 @@ class Handover:
         if count:
             logger.info("%d users' states taken over", count)
 
-    async def _arrived(self, room: dict[str, int]) -> list[KeptUser]:
-        """What is held for this replica, the hottest first: as many bytes of each kind as there is room for."""
+    async def _arrived(self, rooms: dict[str, Room]) -> list[KeptUser]:
+        """What is held for this replica, the hottest first: of each kind as much as there is room for."""
         states, after = list[KeptUser](), 0
         try:
-            while room and self._heartbeat.place != NO_PLACE:
-                found: Taken = await self._ask("take_over", self._heartbeat.place, tuple(room), after)
+            while wanted := tuple(kind for kind, room in rooms.items() if room.left > 0):
+                if self._heartbeat.place == NO_PLACE:
+                    break
+                found: Taken = await self._ask("take_over", self._heartbeat.place, wanted, after)
                 for one in found.states:
-                    states.append(one)
-                    room[one.kind] -= len(one.data)
-                room = {kind: left for kind, left in room.items() if left > 0}
+                    if rooms[one.kind].left > 0:
+                        states.append(one)
+                        rooms[one.kind] = rooms[one.kind].less(one)
                 if found.after == after:
                     break
                 after = found.after

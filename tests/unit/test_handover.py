@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError
 
 from cluster.bundle import BundleStore
 from cluster.config import HandoverSettings, parse
-from cluster.engines.handover import CHUNK_BYTES, KeptUser, chunk_of, kind_of_engine, room_for, take_over
+from cluster.engines.handover import CHUNK_BYTES, KeptUser, Room, chunk_of, kind_of_engine, room_for, take_over
 from cluster.errors import ConfigError
 from cluster.fleet.erasures import Erasure, News, Place
 from cluster.fleet.handover import LOOK_AT, HeldStates, Taken
@@ -173,8 +173,9 @@ class TestStatesOnTheirWay:
         assert "2 states that were handed over are not used: rows of another layout" in caplog.text
 
     def test_there_is_room_for_what_is_free_or_for_half_of_the_memory(self):
-        assert room_for({"budget_bytes": 100.0, "used_bytes": 20.0}) == 80
-        assert room_for({"budget_bytes": 100.0, "used_bytes": 99.0}) == 50
+        assert room_for({"budget_bytes": 100.0, "used_bytes": 20.0, "users": 2.0}) == Room(80, each=10)
+        assert room_for({"budget_bytes": 100.0, "used_bytes": 99.0, "users": 3.0}) == Room(50, each=33)
+        assert room_for({"budget_bytes": 100.0}) == Room(100)
 
     def test_versions_classes_and_options_are_told_apart(self):
         told = [("m/1", "a:B", {}), ("m/2", "a:B", {}), ("m/1", "a:C", {}), ("m/1", "a:B", {"precision": "bf16"})]
@@ -318,6 +319,23 @@ async def test_what_a_replica_keeps_of_a_user_already_stays(fleet):
     assert fleet.kept("b", "hit_rows") == 11
 
 
+async def test_a_replica_that_is_full_takes_users_in_place_of_half_of_its_own_however_short_their_histories_are(fleet):
+    await fleet.start("probe")
+    await fleet.ask("probe", "user 1")
+    page = int(fleet.kept("probe", "used_bytes"))  # of which one user's nine events fill a part
+    fleet.settings["encoder"]["options"]["torch"]["state_bytes"] = 8 * page
+    await fleet.stop("probe")
+    own = [f"user {number}" for number in range(20, 28)]
+    await fleet.start("a")
+    await fleet.start("b")
+    await fleet.ask("a", *USERS[:8])
+    await fleet.ask("b", *own)
+    await fleet.stop("a")
+    await until(lambda: fleet.kept("b", "adopted"))
+    await fleet.ask("b", *own[4:])  # the ones that were asked for last, after all that has arrived
+    assert (fleet.kept("b", "adopted"), fleet.kept("b", "hits")) == (4, 4)
+
+
 async def test_of_more_than_there_is_room_for_the_hottest_are_handed_over(three_versions):
     fleet = Fleet(three_versions, handover={"max_bytes": 10_000})
     await fleet.start("a")
@@ -445,7 +463,7 @@ class Keeper:
         self.taken = []
 
     def openings(self):
-        return {"k": 250}
+        return {"k": Room(250)}
 
     async def hand_over(self):
         yield [state("ann")]
