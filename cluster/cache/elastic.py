@@ -136,11 +136,15 @@ class ElasticCache(ShardedCache):
         await super().close()
 
     async def _settle(self) -> None:
+        said = ""
         while True:
             try:
                 await self._make_owners()
             except BackendUnavailable as error:
-                logger.warning("the cache stays with %d shards: %s", self._layout.owners, error)
+                problem = f"the cache stays with {self._layout.owners} shards: {error}"
+                if problem != said:
+                    logger.warning(problem)
+                said = problem
             if await self._looked() and self._wanted == self._layout:
                 return
             await asyncio.sleep(LOOK_S)
