@@ -37,7 +37,7 @@ class Shards(Protocol):
     """Where shards are had, by name. Each method raises BackendUnavailable where that cannot be said."""
 
     async def make(self, names: Sequence[str]) -> Mapping[str, Movable]:
-        """Those of these names, whether they exist or not. No others are made any more."""
+        """The shards of these names; those that do not exist are made. Until the next call these alone are made anew where they end."""
         ...
 
     async def others(self, names: Sequence[str]) -> Mapping[str, Movable]:
@@ -50,8 +50,8 @@ class Shards(Protocol):
 
 
 class ElasticCache(ShardedCache):
-    """Use `made`. It begins with `least` shards, follows a later layout that the shards know of, and has them within `least` and `most`
-    again where that one is of another configuration.
+    """To be had by `made`. It begins with `least` shards. Shards that other gateways use already know a later layout, which it follows;
+    where that has fewer than `least` shards or more than `most`, as of an earlier configuration, it puts one within them in its place.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ElasticCache(ShardedCache):
         return Erased(count, tuple(self._names))
 
     async def statistics(self) -> Mapping[str, CacheStatistics]:
-        """A shard that was restarted is told the layout with it."""
+        """As every shared cache. Tells the shards the layout, too: one that was restarted knows none."""
         if self._work is None or self._work.done():
             await self._looked()
             self.follow(self._wanted)
@@ -180,7 +180,7 @@ class ElasticCache(ShardedCache):
         return done == states.keys()
 
     def _take(self, latest: Layout, *, all_known: bool) -> None:
-        """Follow the latest layout that a shard follows; the first one may be of a configuration with other bounds."""
+        """Follow the latest layout that a shard follows, and at the start, once all have answered, one within the bounds."""
         least, most = self._bounds
         if self._is_new and all_known and not least <= latest.owners <= most:
             latest = Layout(latest.number + 1, min(max(latest.owners, least), most))

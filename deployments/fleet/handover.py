@@ -42,12 +42,14 @@ class Handover:
         self._taking: asyncio.Task[None] | None = None
 
     def erase(self, tenant: str | None, user: str | None) -> None:
-        """States on their way here that this is one of are not kept. To be called before those that are kept are erased."""
+        """A state of the user that is on its way here is not kept. To be called before the engines forget the user."""
         if self._is_taking:
             self._erased.add((tenant, user))
 
     def look(self, orders: Orders, keepers: Sequence[Keeper]) -> None:
-        """Take over, in the background, where there may be more for this replica: others have stopped, or another engine is loaded."""
+        """Take over, in the background, once something has changed by which there may be more for this replica: states were handed over,
+        other replicas are there, another engine is loaded.
+        """
         if not orders.handed_over or self._is_taking:
             return
         kinds = frozenset(kind for keeper in keepers for kind in keeper.openings())
