@@ -289,7 +289,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """Have each loaded backend keep the states of its kind: how many were taken. See ManagedBackend."""
         taken = 0
         for backend in self._roster.ranked():
-            if mine := [one for one in states if one.kind == backend.kind]:
+            kind = backend.kind
+            if mine := [one for one in states if one.kind == kind]:
                 taken += await backend.take_over(mine, wanted)
         return taken
 

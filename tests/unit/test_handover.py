@@ -419,6 +419,16 @@ async def test_a_switchboard_that_was_restarted_holds_nothing_since_it_may_have_
     assert fleet.kept("b") == 0
 
 
+async def test_which_kind_of_states_an_engine_takes_is_not_worked_out_for_each_of_them(fleet, monkeypatch):
+    """That is done on the event loop, on which requests go on: a few MiB may be thousands of states."""
+    await fleet.start("a")
+    (controller,) = (model.controller for model in fleet.replicas["a"].model_cache.models)
+    (kind,), worked_out = controller.openings(), []
+    monkeypatch.setattr("cluster.engines.managed_backend.kind_of_engine", lambda *_: worked_out.append(1) or kind)
+    assert await controller.take_over([state(user, kind=kind) for user in USERS], wanted=lambda _: False) == 0
+    assert 0 < len(worked_out) < len(USERS)
+
+
 async def test_states_of_another_version_are_not_used(fleet, three_versions):
     await fleet.start("a")
     await fleet.ask("a", *USERS)
