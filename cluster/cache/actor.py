@@ -15,8 +15,9 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -33,6 +34,7 @@ from cluster.config import CacheSettings
 from cluster.errors import BackendUnavailable
 from cluster.traffic.utilisation import Utilisation
 
+T = TypeVar("T")
 NAMESPACE = "genrec"
 LARGE_BYTES = 100_000
 REFUSALS = (RayError, ValueError, RuntimeError, ConnectionError)  # what Ray raises where it cannot be had
@@ -169,25 +171,26 @@ class ActorShards:
     def __init__(self, name: str, settings: ShardSettings, large_within_s: float) -> None:
         self._name, self._settings, self._large_within_s = name, settings, large_within_s
         self._wanted = frozenset[str]()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache-actors")
 
     async def make(self, names: Sequence[str]) -> Mapping[str, ActorShard]:
         self._wanted = frozenset(names)
-        try:
-            actors = await asyncio.to_thread(lambda: {one: _find_or_make(one, self._settings) for one in names})
-        except REFUSALS as error:
-            raise _cannot_be_had(error) from error
+        actors = await self._ask_ray(lambda: {one: _find_or_make(one, self._settings) for one in names})
         return {one: self._shard(one, actor) for one, actor in actors.items()}
 
     async def others(self, names: Sequence[str]) -> Mapping[str, ActorShard]:
-        try:
-            actors = await asyncio.to_thread(lambda: {one: _find(one) for one in _named(self._name) if one not in names})
-        except REFUSALS as error:
-            raise _cannot_be_had(error) from error
+        actors = await self._ask_ray(lambda: {one: _find(one) for one in _named(self._name) if one not in names})
         return {one: self._shard(one, actor) for one, actor in actors.items() if actor is not None}
 
     async def end(self, name: str) -> None:
+        await self._ask_ray(lambda: _kill(name))
+
+    async def _ask_ray(self, question: Callable[[], T]) -> T:
+        """One question after the other, in a thread of their own: Ray answers none for a minute while its head is away, and each that is
+        given up would keep one of the threads that the whole process has.
+        """
         try:
-            await asyncio.to_thread(_kill, name)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, question)
         except REFUSALS as error:
             raise _cannot_be_had(error) from error
 

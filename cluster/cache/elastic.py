@@ -37,7 +37,7 @@ class Shards(Protocol):
     """Where shards are had, by name. Each method raises BackendUnavailable where that cannot be said."""
 
     async def make(self, names: Sequence[str]) -> Mapping[str, Movable]:
-        """Those of these names, whether they exist or not. No others are made any more."""
+        """The shards of these names; those that do not exist are made. Until the next call these alone are made anew where they end."""
         ...
 
     async def others(self, names: Sequence[str]) -> Mapping[str, Movable]:
@@ -50,8 +50,8 @@ class Shards(Protocol):
 
 
 class ElasticCache(ShardedCache):
-    """Use `made`. It begins with `least` shards, follows a later layout that the shards know of, and has them within `least` and `most`
-    again where that one is of another configuration.
+    """To be had by `made`. It begins with `least` shards. Shards that other gateways use already know a later layout, which it follows;
+    where that has fewer than `least` shards or more than `most`, as of an earlier configuration, it puts one within them in its place.
     """
 
     def __init__(
@@ -111,7 +111,8 @@ class ElasticCache(ShardedCache):
                 answers = await self._of_all(lambda shard: shard.erase(namespace, group, latest))  # noqa: B023 - awaited in this round
             except (BackendUnavailable, TimeoutError) as error:
                 logger.warning("which cache shards there are is not known: %s", error or type(error).__name__)
-                return Erased(count, tuple(self._names))
+                known = await super().invalidate(namespace, group)
+                return Erased(count + known.entries, tuple(self._names))
             count += sum(answer[0] for answer in answers.values() if answer is not None)
             if silent := tuple(name for name, answer in answers.items() if answer is None):
                 return Erased(count, silent)
@@ -123,7 +124,7 @@ class ElasticCache(ShardedCache):
         return Erased(count, tuple(self._names))
 
     async def statistics(self) -> Mapping[str, CacheStatistics]:
-        """A shard that was restarted is told the layout with it."""
+        """As every shared cache. Tells the shards the layout, too: one that was restarted knows none."""
         if self._work is None or self._work.done():
             await self._looked()
             self.follow(self._wanted)
@@ -135,11 +136,15 @@ class ElasticCache(ShardedCache):
         await super().close()
 
     async def _settle(self) -> None:
+        said = ""
         while True:
             try:
                 await self._make_owners()
             except BackendUnavailable as error:
-                logger.warning("the cache stays with %d shards: %s", self._layout.owners, error)
+                problem = f"the cache stays with {self._layout.owners} shards: {error}"
+                if problem != said:
+                    logger.warning(problem)
+                said = problem
             if await self._looked() and self._wanted == self._layout:
                 return
             await asyncio.sleep(LOOK_S)
@@ -175,7 +180,7 @@ class ElasticCache(ShardedCache):
         return done == states.keys()
 
     def _take(self, latest: Layout, *, all_known: bool) -> None:
-        """Follow the latest layout that a shard follows; the first one may be of a configuration with other bounds."""
+        """Follow the latest layout that a shard follows, and at the start, once all have answered, one within the bounds."""
         least, most = self._bounds
         if self._is_new and all_known and not least <= latest.owners <= most:
             latest = Layout(latest.number + 1, min(max(latest.owners, least), most))

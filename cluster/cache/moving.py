@@ -47,7 +47,9 @@ class ShardState:
 
 
 class MovingShard(CacheShard):
-    """`name` is its own, with a number at the end; `peer` finds another one by name, and may raise. `busy`: the share of a core."""
+    """`name` is its own, with a number at the end; `peer` finds another shard by its name, and may raise. `busy` tells the share of a core
+    that this one uses.
+    """
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class MovingShard(CacheShard):
         return ShardState(self._adopt(layout), self._move is not None and not self._move.done(), self._busy())
 
     async def erase(self, namespace: str | None, group: str | None, layout: Layout) -> tuple[int, Layout]:
-        """As `invalidate`, in the layout that is returned."""
+        """As `invalidate`; with the number of entries, the layout that is followed as they are removed."""
         latest = self._adopt(layout)
         return await self.invalidate(namespace, group), latest
 
@@ -125,7 +127,9 @@ class MovingShard(CacheShard):
             await asyncio.sleep(0)
 
     async def _give(self, owner: str, keys: Sequence[Key], layout: Layout, epochs: dict[str, int]) -> None:
-        """`epochs`: of each owner, the one it told last; UNKNOWN_EPOCH where it is out of reach, and what it owns is given up."""
+        """Have the owner take these over, or give them up. `epochs`: of each owner, the one that it told last; UNKNOWN_EPOCH where it is
+        out of reach, so that no time is lost with the next batch.
+        """
         for attempt in range(TRIES if epochs.get(owner) != UNKNOWN_EPOCH else 0):
             if attempt:
                 await asyncio.sleep(PAUSE_S)

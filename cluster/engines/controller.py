@@ -21,7 +21,7 @@ from cluster.bundle import Bundle
 from cluster.config import EngineSettings
 from cluster.engines.breaker import BreakerSettings
 from cluster.engines.fastest import Measuring
-from cluster.engines.handover import KeptUser, room_for
+from cluster.engines.handover import KeptUser, Room, room_for
 from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.room import EngineRoom, EngineThread, Join, beside
 from cluster.engines.roster import Changes, Roster, Selection
@@ -274,8 +274,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """
         return sum([await backend.forget(tenant, user) for backend in self._roster])
 
-    def openings(self) -> dict[str, int]:
-        """Kind of states that a loaded backend can take over -> how many bytes of them it has room for."""
+    def openings(self) -> dict[str, Room]:
+        """Kind of states that a loaded backend can take over -> the room it has for them."""
         return {kind: room_for(backend.kept()) for backend in self._roster.ranked() if (kind := backend.kind)}
 
     async def hand_over(self) -> AsyncGenerator[list[KeptUser], None]:
@@ -289,7 +289,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """Have each loaded backend keep the states of its kind: how many were taken. See ManagedBackend."""
         taken = 0
         for backend in self._roster.ranked():
-            if mine := [one for one in states if one.kind == backend.kind]:
+            kind = backend.kind
+            if mine := [one for one in states if one.kind == kind]:
                 taken += await backend.take_over(mine, wanted)
         return taken
 

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 CHUNK_BYTES = 4 << 20
 """What goes in one call, unless a single user's state is larger: the receiver's event loop is busy with it for a few milliseconds."""
@@ -64,12 +64,23 @@ def chunk_of(states: Iterator[KeptUser], most_bytes: int = CHUNK_BYTES) -> list[
     return chunk
 
 
-def room_for(kept: Mapping[str, float]) -> int:
-    """How many bytes an engine that says so of what it keeps should take over: what is free, or half of its memory at the cost of the least
+class Room(NamedTuple):
+    """The bytes that an engine has for what it takes over, and those that it keeps of a user on average."""
+
+    left: int
+    each: int = 0
+
+    def less(self, state: KeptUser) -> "Room":
+        """A short history may take as much memory as a longer one: no user counts less than those that are there."""
+        return self._replace(left=self.left - max(self.each, len(state.data)))
+
+
+def room_for(kept: Mapping[str, float]) -> Room:
+    """What an engine that says this of what it keeps should take over: what is free, or half of its memory at the cost of the least
     recently used, since those that are handed over are no hotter than its own.
     """
-    budget = kept.get("budget_bytes", float(1 << 62))
-    return int(max(budget / 2, budget - kept.get("used_bytes", 0.0)))
+    budget, used = kept.get("budget_bytes", float(1 << 62)), kept.get("used_bytes", 0.0)
+    return Room(int(max(budget / 2, budget - used)), int(used / max(1.0, kept.get("users", 0.0))))
 
 
 def take_over(backend: Any, kind: str, states: Iterable[KeptUser]) -> int:

@@ -14,6 +14,8 @@ from math import ceil
 from cluster.cache.layout import Layout, ShardsSeen
 
 ROUNDING = 1e-6
+LOOK_EVERY_S = 1.0
+"""Gateways report far more often while their orders change, as with each erasure, and all see the same load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class CacheShards:
             self._loads.clear()
         if any(one.moving or one.layout != self.layout for _, one in self._seen.values()):
             self._loads.clear()  # what a move costs says nothing of the load
+            return
+        if self._loads and now - self._loads[-1][0] < LOOK_EVERY_S:
             return
         self._loads.append((now, seen.busy))
         while len(self._loads) > 1 and self._loads[1][0] <= now - self._policy.down_after_s:

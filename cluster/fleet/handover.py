@@ -44,7 +44,8 @@ class HeldStates:
     def __init__(self, max_bytes: int, keep_s: float) -> None:
         self._max_bytes, self._keep_s = max_bytes, keep_s
         self._held: dict[tuple[str, str, str], _Held] = {}  # in the order of their numbers
-        self._number = self.used_bytes = 0
+        self._taken: dict[tuple[str, str, str], _Held] = {}  # in the order in which they were
+        self._number = self.used_bytes = self._taken_bytes = 0
 
     def __len__(self) -> int:
         return len(self._held)
@@ -72,7 +73,7 @@ class HeldStates:
                 break
             after, looked = held.number, looked + 1
             if held.state.kind in kinds and process not in held.takers and _home(held.state, homes) == process:
-                held.takers.add(process)
+                self._taken_by(process, held)
                 mine.append(held.state)
                 size += held.size
         return Taken(tuple(mine), after)
@@ -98,17 +99,27 @@ class HeldStates:
         return True
 
     def _has_room(self, size: int) -> bool:
-        """Made, where need be, of what was taken already."""
-        if self.used_bytes + size > self._max_bytes:
-            for taken in [held for held in self._held.values() if held.takers]:
-                self._drop(taken)
-                if self.used_bytes + size <= self._max_bytes:
-                    break
-        return self.used_bytes + size <= self._max_bytes
+        """Made, where need be, of what was taken already, the first that was; where that is not enough, it stays."""
+        lacking = self.used_bytes + size - self._max_bytes
+        if lacking > self._taken_bytes:
+            return False
+        while lacking > 0:
+            first = next(iter(self._taken.values()))
+            lacking -= first.size
+            self._drop(first)
+        return True
 
     def _drop(self, held: _Held) -> None:
         del self._held[_key(held.state)]
         self.used_bytes -= held.size
+        if self._taken.pop(_key(held.state), None):
+            self._taken_bytes -= held.size
+
+    def _taken_by(self, process: str, held: _Held) -> None:
+        held.takers.add(process)
+        if _key(held.state) not in self._taken:
+            self._taken[_key(held.state)] = held
+            self._taken_bytes += held.size
 
 
 def _key(state: KeptUser) -> tuple[str, str, str]:

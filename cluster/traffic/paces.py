@@ -59,7 +59,7 @@ class Paces:
             pace.breaker, pace.on_trial = pace.breaker.failed(now), True
 
     def answered(self, replica: str, took_s: float, now: float, *, failed: bool = False) -> None:
-        """A call has ended; one that `failed`, or was cancelled, tells only that it took so long."""
+        """A call has ended. One that `failed`, or was cancelled, counts where it was late: a quick failure says nothing of the pace."""
         if (pace := self._paces.get(replica)) is None:
             return
         late = self._is_late(replica, took_s)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import HandoverSettings
-from cluster.engines.handover import KeptUser, chunk_of
+from cluster.engines.handover import KeptUser, Room, chunk_of
 from cluster.errors import BackendError
 from cluster.fleet.erasures import NO_PLACE, Place
 from cluster.fleet.handover import Taken
@@ -27,7 +27,7 @@ logger = logging.getLogger("ray.serve")
 class Keeper(Protocol):
     """What keeps states: a FrameworkController."""
 
-    def openings(self) -> dict[str, int]: ...
+    def openings(self) -> dict[str, Room]: ...
     def hand_over(self) -> AsyncGenerator[list[KeptUser], None]: ...
     async def take_over(self, states: Sequence[KeptUser], wanted: Callable[[KeptUser], bool]) -> int: ...
 
@@ -37,17 +37,20 @@ class Handover:
 
     def __init__(self, settings: HandoverSettings, switchboard: DeploymentHandle[Any], process: str, heartbeat: Heartbeat) -> None:
         self._settings, self._switchboard, self._process, self._heartbeat = settings, switchboard, process, heartbeat
-        self._erased: set[tuple[str | None, str | None]] = set()  # since states were last asked for
+        self._erased: set[tuple[str | None, str | None]] = set()  # while states are on their way
         self._looked_at: Any = None
         self._taking: asyncio.Task[None] | None = None
 
     def erase(self, tenant: str | None, user: str | None) -> None:
-        """States on their way here that this is one of are not kept. To be called before those that are kept are erased."""
-        self._erased.add((tenant, user))
+        """A state of the user that is on its way here is not kept. To be called before the engines forget the user."""
+        if self._is_taking:
+            self._erased.add((tenant, user))
 
     def look(self, orders: Orders, keepers: Sequence[Keeper]) -> None:
-        """Take over, in the background, where there may be more for this replica: others have stopped, or another engine is loaded."""
-        if not orders.handed_over or (self._taking is not None and not self._taking.done()):
+        """Take over, in the background, once something has changed by which there may be more for this replica: states were handed over,
+        other replicas are there, another engine is loaded.
+        """
+        if not orders.handed_over or self._is_taking:
             return
         kinds = frozenset(kind for keeper in keepers for kind in keeper.openings())
         seen = orders.handed_over, orders.fleet.replicas.get("encoder", ()), kinds
@@ -81,6 +84,10 @@ class Handover:
             logger.exception("states could not be handed over, for a reason that is not known")
         logger.info("%d users' states handed over, %d bytes, in %.3f s", *given, monotonic() - began)
 
+    @property
+    def _is_taking(self) -> bool:
+        return self._taking is not None and not self._taking.done()
+
     async def _give(self, keeper: Keeper, place: Place, given: list[int]) -> None:
         async with aclosing(keeper.hand_over()) as chunks:
             async for states in chunks:
@@ -92,23 +99,26 @@ class Handover:
 
     async def _take(self, keepers: Sequence[Keeper]) -> None:
         self._erased.clear()
-        states = await self._arrived({kind: most for keeper in keepers for kind, most in keeper.openings().items()})
+        states = await self._arrived({kind: room for keeper in keepers for kind, room in keeper.openings().items()})
         coldest_first, count = _popped(states), 0  # what is kept first is the first to be given up
         while chunk := chunk_of(coldest_first):
             count += sum([await keeper.take_over(chunk, self._wanted) for keeper in keepers])
+        self._erased.clear()
         if count:
             logger.info("%d users' states taken over", count)
 
-    async def _arrived(self, room: dict[str, int]) -> list[KeptUser]:
-        """What is held for this replica, the hottest first: as many bytes of each kind as there is room for."""
+    async def _arrived(self, rooms: dict[str, Room]) -> list[KeptUser]:
+        """What is held for this replica, the hottest first: of each kind as much as there is room for."""
         states, after = list[KeptUser](), 0
         try:
-            while room and self._heartbeat.place != NO_PLACE:
-                found: Taken = await self._ask("take_over", self._heartbeat.place, tuple(room), after)
+            while wanted := tuple(kind for kind, room in rooms.items() if room.left > 0):
+                if self._heartbeat.place == NO_PLACE:
+                    break
+                found: Taken = await self._ask("take_over", self._heartbeat.place, wanted, after)
                 for one in found.states:
-                    states.append(one)
-                    room[one.kind] -= len(one.data)
-                room = {kind: left for kind, left in room.items() if left > 0}
+                    if rooms[one.kind].left > 0:
+                        states.append(one)
+                        rooms[one.kind] = rooms[one.kind].less(one)
                 if found.after == after:
                     break
                 after = found.after

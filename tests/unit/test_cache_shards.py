@@ -115,6 +115,22 @@ def test_a_restarted_board_adopts_what_the_gateways_follow_and_decides_nothing_b
     assert restarted.layout == followed
 
 
+def test_a_decision_looks_at_no_more_loads_however_often_gateways_report():
+    """As they do with every erasure: each changes their orders, and they report at once."""
+    looked_at = []
+
+    class Counting(ShardPolicy):
+        def owners(self, loads, *given, **named):
+            looked_at.append(len(loads))
+            return super().owners(loads, *given, **named)
+
+    cluster = Cluster(policy=Counting(down_after_s=60.0))
+    for number in range(10_000):
+        cluster.tick(0.5, seconds=0.01)
+        cluster.board.report(f"gateway/{number % 20}", ShardsSeen(cluster.layout, 0.5, moving=False), now=cluster.now)
+    assert max(looked_at) <= 60 + 2
+
+
 def test_where_the_number_is_fixed_it_stays():
     cluster = Cluster(2, 2)
     cluster.during(600, 8.0)

@@ -1,6 +1,7 @@
 """Users' states from a replica that stops to their new homes, by a real switchboard and real engines in this process."""
 
 import asyncio
+import weakref
 from dataclasses import replace
 from time import monotonic
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from ray.exceptions import ActorDiedError
 
 from cluster.bundle import BundleStore
 from cluster.config import HandoverSettings, parse
-from cluster.engines.handover import CHUNK_BYTES, KeptUser, chunk_of, kind_of_engine, room_for, take_over
+from cluster.engines.handover import CHUNK_BYTES, KeptUser, Room, chunk_of, kind_of_engine, room_for, take_over
 from cluster.errors import ConfigError
 from cluster.fleet.erasures import Erasure, News, Place
 from cluster.fleet.handover import LOOK_AT, HeldStates, Taken
@@ -83,6 +84,12 @@ class TestHeldStates:
 
     def test_a_state_larger_than_all_there_is_room_for_is_left_out(self, held):
         assert held.give([state("ann", 1201), state("bob", 1200)], NOTHING_MISSED, now=0) == 1
+
+    def test_what_was_taken_makes_no_room_for_a_state_that_finds_none_all_the_same(self, held):
+        held.give([state("ann", 600), state("bob", 600)], NOTHING_MISSED, now=0)
+        held.take("a", {"k"}, ["a"])
+        assert held.give([state("large", 1201), state("eve", 600)], NOTHING_MISSED, now=0) == 1
+        assert names(held.take("b", {"k"}, ["b"]).states) == ["bob", "eve"]
 
     def test_none_is_held_beyond_its_time(self, held):
         held.give([state("ann")], NOTHING_MISSED, now=0)
@@ -166,8 +173,9 @@ class TestStatesOnTheirWay:
         assert "2 states that were handed over are not used: rows of another layout" in caplog.text
 
     def test_there_is_room_for_what_is_free_or_for_half_of_the_memory(self):
-        assert room_for({"budget_bytes": 100.0, "used_bytes": 20.0}) == 80
-        assert room_for({"budget_bytes": 100.0, "used_bytes": 99.0}) == 50
+        assert room_for({"budget_bytes": 100.0, "used_bytes": 20.0, "users": 2.0}) == Room(80, each=10)
+        assert room_for({"budget_bytes": 100.0, "used_bytes": 99.0, "users": 3.0}) == Room(50, each=33)
+        assert room_for({"budget_bytes": 100.0}) == Room(100)
 
     def test_versions_classes_and_options_are_told_apart(self):
         told = [("m/1", "a:B", {}), ("m/2", "a:B", {}), ("m/1", "a:C", {}), ("m/1", "a:B", {"precision": "bf16"})]
@@ -311,6 +319,23 @@ async def test_what_a_replica_keeps_of_a_user_already_stays(fleet):
     assert fleet.kept("b", "hit_rows") == 11
 
 
+async def test_a_replica_that_is_full_takes_users_in_place_of_half_of_its_own_however_short_their_histories_are(fleet):
+    await fleet.start("probe")
+    await fleet.ask("probe", "user 1")
+    page = int(fleet.kept("probe", "used_bytes"))  # of which one user's nine events fill a part
+    fleet.settings["encoder"]["options"]["torch"]["state_bytes"] = 8 * page
+    await fleet.stop("probe")
+    own = [f"user {number}" for number in range(20, 28)]
+    await fleet.start("a")
+    await fleet.start("b")
+    await fleet.ask("a", *USERS[:8])
+    await fleet.ask("b", *own)
+    await fleet.stop("a")
+    await until(lambda: fleet.kept("b", "adopted"))
+    await fleet.ask("b", *own[4:])  # the ones that were asked for last, after all that has arrived
+    assert (fleet.kept("b", "adopted"), fleet.kept("b", "hits")) == (4, 4)
+
+
 async def test_of_more_than_there_is_room_for_the_hottest_are_handed_over(three_versions):
     fleet = Fleet(three_versions, handover={"max_bytes": 10_000})
     await fleet.start("a")
@@ -394,6 +419,16 @@ async def test_a_switchboard_that_was_restarted_holds_nothing_since_it_may_have_
     assert fleet.kept("b") == 0
 
 
+async def test_which_kind_of_states_an_engine_takes_is_not_worked_out_for_each_of_them(fleet, monkeypatch):
+    """That is done on the event loop, on which requests go on: a few MiB may be thousands of states."""
+    await fleet.start("a")
+    (controller,) = (model.controller for model in fleet.replicas["a"].model_cache.models)
+    (kind,), worked_out = controller.openings(), []
+    monkeypatch.setattr("cluster.engines.managed_backend.kind_of_engine", lambda *_: worked_out.append(1) or kind)
+    assert await controller.take_over([state(user, kind=kind) for user in USERS], wanted=lambda _: False) == 0
+    assert 0 < len(worked_out) < len(USERS)
+
+
 async def test_states_of_another_version_are_not_used(fleet, three_versions):
     await fleet.start("a")
     await fleet.ask("a", *USERS)
@@ -438,7 +473,7 @@ class Keeper:
         self.taken = []
 
     def openings(self):
-        return {"k": 250}
+        return {"k": Room(250)}
 
     async def hand_over(self):
         yield [state("ann")]
@@ -468,6 +503,21 @@ async def test_what_arrived_before_the_switchboard_went_away_is_taken_over(caplo
     await handover_by(Taken((state("ann"),), 1), ActorDiedError()).start([keeper := Keeper()])
     assert keeper.taken == ["ann"]
     assert "cannot be taken" in caplog.text
+
+
+class Name(str):
+    """Of a user; unlike other strings it can be seen to be let go of."""
+
+
+async def test_erasures_are_noted_only_while_states_are_on_their_way():
+    handover = handover_by(Taken((state("ann"),), 1), Taken((), 1))
+    for before in (True, False):
+        erased = Name("ann")
+        handover.erase("shop", erased)
+        noted, erased = weakref.ref(erased), None
+        assert noted() is None, "a replica that lives for a year hears of many"
+        if before:
+            await handover.start([Keeper()])
 
 
 @pytest.mark.virtual_time

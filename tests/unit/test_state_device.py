@@ -67,6 +67,7 @@ def test_what_one_device_has_committed_another_adopts(tier_of):
         assert other.adopt(owner, *tier.copy(owner)) > 0
     assert [remember(other, ANN, history(*EVENTS)), kept(other, BOB, history(*EVENTS))] == [29, 19]
     assert other.adopt(ANN, *tier.copy(ANN)) == 0
+    assert other.statistics().adopted == 2
 
 
 def test_a_growing_history_is_read_without_the_host(tier_of):

@@ -117,6 +117,15 @@ def test_ancestors_of_a_held_leaf_stay_when_everything_else_goes():
     assert kept(store, BOB, history(*EVENTS[20:40])) == 19
 
 
+def test_users_whose_own_rows_were_given_up_are_not_noted_in_the_pages_that_all_share():
+    store = shared(pages=8)
+    for number in range(200):
+        remember(store, Owner("model/shop", f"user {number}"), history(*EVENTS[:9], (9, 100 + number), (9, 400 + number)))
+    assert store.statistics().pages == 8
+    assert store.statistics().users == 8 - 2
+    assert kept(store, ANN, history(*EVENTS[:9])) == 8
+
+
 OWNERS = [Owner("m", name) for name in "abc"]
 
 

@@ -10,6 +10,7 @@ What a GPU reads by itself is pinned: PagedStates(PagePool(planes, budget_bytes=
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -223,12 +224,13 @@ class DeviceTier(Matching):
         return self.store.adopt(owner, rows, new)
 
     def statistics(self) -> StateStatistics:
-        """Of the device; `rejected` counts users that found no room, and rows that were too many to go to the host at once.
+        """Of the device; `rejected` counts users that found no room, and rows that were too many to go to the host at once, `adopted` the
+        histories that the host's store took over.
 
         Those of the host's store are `self.store.statistics()`.
         """
         with self._lock:
-            return self.users.statistics(self._held, self._late)
+            return replace(self.users.statistics(self._held, self._late), adopted=self.store.statistics().adopted)
 
     def _mine(self, held: Held) -> DeviceHeld:
         if not isinstance(held, DeviceHeld) or held.released or held.tier is not self:

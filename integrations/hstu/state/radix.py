@@ -144,9 +144,22 @@ class RadixStates(PooledStates):
 
     def _evict(self) -> bool:
         node = self._leaves.pop()
-        if node is not None:
-            self._remove(node)
-        return node is not None
+        if node is None:
+            return False
+        owners, above = list(node.owners), node.parent
+        self._remove(node)
+        for owner in owners:
+            self._leave(above, owner)
+        return True
+
+    def _leave(self, node: RadixNode | None, owner: Owner) -> None:
+        """An owner with nothing left behind the node is taken out of it, and of those above, as long as others own it: a page that all
+        users share stays, and would else know all users that there ever were.
+        """
+        while node and node.parent and len(node.owners) > 1 and not any(one.parent is node for one in self._nodes_of[owner]):
+            node.owners.discard(owner)
+            self._disown(node, owner)
+            node = node.parent
 
     def _drop(self, owner: Owner) -> int:
         dropped = 0
