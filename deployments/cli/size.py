@@ -150,6 +150,8 @@ def _lines(plan: Plan, sizes: Sizes, place: Place, room: int | None, problem: st
         yield from _process_lines(process, place)
     yield _row("all, what is mapped once", _figures(plan, place))
     yield ""
+    if place == "gpu":
+        yield "What lies on the GPU is computed from sizes and settings; no GPU was measured."
     if room is None:
         return
     yield f"There are {said(room)} of memory."

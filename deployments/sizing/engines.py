@@ -6,6 +6,7 @@ users is counted for the first one, which serves.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ from cluster.nearest import AUTO, AUTO_FROM
 from deployments.sizing.model import Sizes
 from deployments.sizing.parts import MIB, Part, Place
 from integrations.hstu.config import HSTUConfig, SequenceConfig
+from integrations.hstu.limits import row_blocks
 from integrations.hstu.model_parameter_calculator import model_size
 from integrations.hstu.state.pool import PAGE_ROWS, Plane
 from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, state_planes
+from integrations.openvino.shapes import shapes_met
 from integrations.vllm import library
 
 GPU_ONLY = ("tensorrt", "triton")
@@ -31,16 +34,22 @@ GRAPHS = {
     ("ranker", "tensorrt"): "tensorrt/rank",
 }
 LIBRARIES = {
-    "onnxruntime": (8 * MIB, 20 * MIB),
-    "openvino": (18 * MIB, 42 * MIB),
-    "torch": (130 * MIB, 75 * MIB),
-    "torch_beam": (36 * MIB, 82 * MIB),
-    "vllm": (215 * MIB, 95 * MIB),
+    "onnxruntime": (8 * MIB, 24 * MIB),
+    "openvino": (21 * MIB, 48 * MIB),
+    "torch": (130 * MIB, 86 * MIB),
+    "torch_beam": (36 * MIB, 88 * MIB),
+    "vllm": (215 * MIB, 104 * MIB),
 }
-"""What importing them takes: own memory, and mapped files; on a CPU, checked by benchmarks/size.py, but openvino's, which was looked at in
-a process that serves nothing. torch's counts for all that compute by it.
+"""What importing them takes: own memory, and mapped files; on a CPU, checked by benchmarks/size.py. torch's counts for all that compute
+by it.
 """
-VLLM_ENGINE, VLLM_WORK = (470 * MIB, 235 * MIB), 200 * MIB
+APPENDS = {"onnxruntime": "onnx/append", "openvino": "onnx/append", "tensorrt": "tensorrt/append"}
+"""Graphs without which an encoder of this name keeps no states."""
+WHOLE_SHAPE, APPENDED_SHAPE, ANY_SHAPE = 6 * MIB, 6 * MIB // 5, 500 * MIB
+"""OpenVINO's programs, whatever the model, as the layers share them: for a shape of the graph `encode`, for one of `append`, and what is
+kept for a ranker's shapes, by OpenVINO and oneDNN.
+"""
+VLLM_ENGINE, VLLM_WORK = (470 * MIB, 258 * MIB), 320 * MIB
 CUDA_CONTEXT = 512 * MIB
 """On a GPU, of each process that uses it; a usual size, not measured here."""
 PROMPT_PAGE_ROWS = 16
@@ -89,17 +98,23 @@ def stage_parts(stage: str, settings: Settings, sizes: Sizes, use: Use, place: P
     if stage == "encoder" and names:
         yield Part("encoder: states taken over", settings.encoder.handover.max_bytes, "passing", key="encoder.handover.max_bytes")
     if names and names[0] != "vllm":  # which has no batches of ours
-        yield _batch(stage, settings.engines(stage), sizes, place)
+        yield _batch(stage, settings.engines(stage), sizes, _place(names[0], place))
+
+
+def libraries(stage: str, settings: Settings, sizes: Sizes, place: Place) -> set[str]:
+    """What a stage's engines are computed by. An encoder imports PyTorch in any case: to find out whether triton could serve."""
+    names = set(loaded(stage, settings, sizes, place))
+    needs_torch = names & BY_TORCH or (stage == "encoder" and find_spec("triton"))
+    return names | ({"torch"} if needs_torch else set())
 
 
 def library_parts(names: set[str], place: Place) -> Iterator[Part]:
-    """What the programs of these backends take in their process."""
-    needed = names | ({"torch"} if names & BY_TORCH else set())
-    for name in sorted(needed & set(LIBRARIES)):
+    """What these take in their process."""
+    for name in sorted(names & set(LIBRARIES)):
         own, mapped = LIBRARIES[name]
         yield Part(f"library {name}", own)
         yield Part(f"library {name}", mapped, "mapped")
-    if place == "gpu" and names:
+    if place == "gpu" and names - {"openvino"}:
         yield Part("CUDA context", CUDA_CONTEXT, place="gpu")
 
 
@@ -122,25 +137,27 @@ def engine_process(settings: Settings, sizes: Sizes, place: Place) -> tuple[Part
 
 
 def _encoder(name: str, settings: Settings, sizes: Sizes, use: Use, place: Place) -> Iterator[Part]:
-    options = settings.encoder.options.get(name, {})
+    options, place = settings.encoder.options.get(name, {}), _place(name, place)
     weights = model_size(sizes.encoder).weight_bytes
-    keeps = name in {"onnxruntime", "torch", "triton"} and isinstance(sizes.encoder, HSTUConfig)
-    state_bytes = options.get("state_bytes", DEFAULT_BYTES) if keeps else 0
+    appends = isinstance(sizes.encoder, HSTUConfig) and APPENDS.get(name) in {None, *sizes.graphs}
+    state_bytes = options.get("state_bytes", DEFAULT_BYTES) if appends else 0
     match name:
         case "onnxruntime":
             search = _narrowed(sizes.encoder) if options.get("precision") == "int8" else weights
             yield Part(f"encoder {name}: weights", search + sizes.vector_bytes, place=place)
-            if state_bytes and "onnx/append" in sizes.graphs:
-                yield Part(f"encoder {name}: weights to append", weights, place=place)
         case "openvino":
-            yield Part(f"encoder {name}: weights", weights)
+            yield Part(f"encoder {name}: weights", weights, place=place)
+            yield from _programs(f"encoder {name}", settings, sizes, use, keeps=bool(state_bytes))
         case "tensorrt":
-            yield Part(f"encoder {name}: weights", weights * _engine_width(options) // 4, place="gpu")
+            weights = weights * _engine_width(options) // 4
+            yield Part(f"encoder {name}: weights", weights, place=place)
         case "torch" | "torch_compiled" | "triton":
             yield Part(f"encoder {name}: weights", weights, place=place)
             yield Part(f"encoder {name}: item vectors", sizes.vector_bytes)
         case _:
             return
+    if state_bytes and name in APPENDS:
+        yield Part(f"encoder {name}: weights to append", weights, place=place)
     if _index(options.get("index", "exact"), sizes.items) != "exact":
         yield Part(f"encoder {name}: index of nearest items", sizes.vector_bytes // 2)
     if isinstance(sizes.encoder, HSTUConfig) and state_bytes:
@@ -152,11 +169,13 @@ def _encoder(name: str, settings: Settings, sizes: Sizes, use: Use, place: Place
 def _ranker(name: str, settings: Settings, sizes: Sizes, use: Use, place: Place) -> Iterator[Part]:
     if (config := sizes.ranker) is None or name not in {"onnxruntime", "openvino", "tensorrt", "torch"}:
         return
-    options, weights = settings.ranker.options.get(name, {}), model_size(config).weight_bytes
+    options, weights, place = settings.ranker.options.get(name, {}), model_size(config).weight_bytes, _place(name, place)
     weights = weights * _engine_width(options) // 4 if name == "tensorrt" else weights
     yield Part(f"ranker {name}: weights", weights, place=place)
     if name != "torch":
         yield Part(f"ranker {name}: weights to append", weights, place=place)
+    if name == "openvino" and use.users != 0:
+        yield Part(f"ranker {name}: programs for shapes", ANY_SHAPE, "filled")
     if state_bytes := options.get("state_bytes", DEFAULT_BYTES):
         planes = state_planes(config, _dtype(options), with_states=False)
         yield from _kept(f"ranker {name}", planes, state_bytes, options, use.within(config.max_history))
@@ -180,6 +199,16 @@ def _generator(name: str, settings: Settings, sizes: Sizes, use: Use, place: Pla
     rows = min(config.prompt_length, use.history or config.prompt_length) - 1
     size, users = kept_bytes(planes, budget, PROMPT_PAGE_ROWS, rows, use.users)
     yield Part(f"generator {name}: kept prompts", size, "filled", key=key, users=users)
+
+
+def _programs(name: str, settings: Settings, sizes: Sizes, use: Use, *, keeps: bool) -> Iterator[Part]:
+    """What OpenVINO makes for each shape it meets, and keeps; where all histories are as long, few of them come."""
+    if use.users == 0:
+        return
+    longest = sizes.encoder.max_history
+    lengths = [min(longest, use.history)] if use.history else range(1, longest + 1)
+    whole, appended = shapes_met(settings.encoder.batching.max_requests, lengths, longest, row_blocks(longest))
+    yield Part(f"{name}: programs for shapes", len(whole) * WHOLE_SHAPE + keeps * len(appended) * APPENDED_SHAPE, "filled")
 
 
 def _kept(
@@ -241,6 +270,11 @@ def _narrowed(config: SequenceConfig) -> int:
 def _engine_width(options: dict[str, Any]) -> int:
     """Bytes of a number in a TensorRT engine."""
     return WIDTHS.get(next(iter(options.get("precisions", ("fp32",)))), 4)
+
+
+def _place(name: str, place: Place) -> Place:
+    """OpenVINO computes on CPUs only."""
+    return "host" if name == "openvino" else place
 
 
 def _index(name: str, items: int) -> str:

@@ -7,16 +7,16 @@ from cluster.config import Settings
 from cluster.errors import ConfigError
 from cluster.stages import STAGES
 from deployments.shown_items import MOST_ITEMS
-from deployments.sizing.engines import Use, engine_process, library_parts, loaded, stage_parts
+from deployments.sizing.engines import Use, engine_process, libraries, library_parts, stage_parts
 from deployments.sizing.model import Sizes
 from deployments.sizing.parts import MIB, Part, Place, Plan, Process, present
 
 BASES = {
-    "gateway": (150 * MIB, 105 * MIB),
-    "stage": (133 * MIB, 98 * MIB),
-    "switchboard": (115 * MIB, 94 * MIB),
-    "cache actor": (62 * MIB, 70 * MIB),
-    "Ray and Serve": (830 * MIB, 1340 * MIB),
+    "gateway": (150 * MIB, 111 * MIB),
+    "stage": (133 * MIB, 102 * MIB),
+    "switchboard": (115 * MIB, 99 * MIB),
+    "cache actor": (62 * MIB, 75 * MIB),
+    "Ray and Serve": (830 * MIB, 1390 * MIB),
 }
 """What each kind of process takes that serves nothing yet, with Python, Ray and genrec in it: own memory, and what it shares with others,
 mapped files above all. Ray's and Serve's are a head node's, all together: raylet, GCS, dashboard, agents, controller, proxy, HAProxy; the
@@ -51,7 +51,7 @@ def replica(role: str, settings: Settings, sizes: Sizes, use: Use, place: Place)
     parts = [*_gateway(settings, sizes, use)] if role == "gateway" else []
     for stage in stages:
         parts += stage_parts(stage, settings, sizes, use, place)
-    names = {name for stage in stages for name in loaded(stage, settings, sizes, place)}
+    names = {name for stage in stages for name in libraries(stage, settings, sizes, place)}
     return Process(role, 1, present([*_base("gateway" if role == "gateway" else "stage"), *library_parts(names, place), *parts]))
 
 

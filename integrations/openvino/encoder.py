@@ -23,13 +23,10 @@ from integrations.onnx.files import compiled_graph
 from integrations.onnx.quality_gate import LEAST, compare
 from integrations.onnx.session import threads_granted
 from integrations.openvino.engine import INSTALL, Precision, compiled, known_precision
+from integrations.openvino.shapes import USERS, bucket, length_step
 
 _LOG = logging.getLogger(__name__)
 GRAPH = "encode"
-_USERS = 8
-_LENGTHS = 8
-"""Shapes are padded to multiples of 8 users (1, 2, 4 below that) and of an eighth of the longest history (powers of two below that):
-events, new rows and kept rows."""
 
 
 class OpenVinoEncoder(KeepsRows[KeptStates]):
@@ -89,8 +86,8 @@ class OpenVinoEncoder(KeepsRows[KeptStates]):
     def _keep(self, bundle: Bundle) -> KeptStates:
         engine = self._compiled(bundle, append.GRAPH, "f32")
         inputs, outputs = ([node.any_name for node in nodes] for nodes in (engine.inputs, engine.outputs))
-        rows = partial(_bucket, step=self._step)
-        shapes = Shapes(users=partial(_bucket, step=_USERS), new=rows, past=rows)
+        rows = partial(bucket, step=self._step)
+        shapes = Shapes(users=partial(bucket, step=USERS), new=rows, past=rows)
         return KeptStates(bundle, append.append_run(bundle, engine, inputs, outputs), self._state_options, shapes=shapes)
 
     def _compiled(self, bundle: Bundle, graph: str, precision: Precision) -> Any:
@@ -108,19 +105,14 @@ class OpenVinoEncoder(KeepsRows[KeptStates]):
 
     @property
     def _step(self) -> int:
-        return max(1, self._window.longest // _LENGTHS)
+        return length_step(self._window.longest)
 
     def _run(self, engine: Any, batch: BehaviourBatch) -> Mapping[str, FloatArray]:
-        """The graph's outputs, of padding too: OpenVINO compiles for every shape it meets, so few shapes are shown to it."""
+        """The graph's outputs, of padding too."""
         users, events = batch.items.shape
-        shape = _bucket(users, _USERS), min(self._window.longest, _bucket(events, self._step))
+        shape = bucket(users, USERS), min(self._window.longest, bucket(events, self._step))
         outputs: Mapping[str, FloatArray] = engine({node.any_name: _padded(getattr(batch, node.any_name), shape) for node in engine.inputs})
         return outputs
-
-
-def _bucket(size: int, step: int) -> int:
-    """The least that is not below `size` of the powers of two up to `step` and the multiples of `step`."""
-    return -(-size // step) * step if size > step else min(step, 1 << (size - 1).bit_length())
 
 
 def _padded(array: "np.ndarray[Any, Any]", shape: tuple[int, int]) -> "np.ndarray[Any, Any]":

@@ -14,7 +14,9 @@ from cluster.values import EncodeRequest, UserSequence
 from integrations.hstu.encoder import TorchEncoder
 from integrations.onnx.files import graph_file
 from integrations.openvino.encoder import OpenVinoEncoder
-from tests.bundles import make_bundle, make_generative_bundle, random_sequence
+from integrations.openvino.ranker import KEPT, OpenVinoRanker
+from integrations.openvino.shapes import shapes_met
+from tests.bundles import make_bundle, make_generative_bundle, make_ranking_bundle, random_sequence
 from tests.compiled import compiled
 
 FILE = graph_file("encode", "fp32")
@@ -190,6 +192,7 @@ def test_shows_openvino_few_shapes_because_it_compiles_for_each(loaded):
     for length in range(1, 21):
         encoder.infer(EncodeRequest(random_sequence(length), 3))
     assert shapes == {(1, length) for length in range(4, 21, 2)}
+    assert sorted(shapes) == shapes_met(1, range(1, 21), 20, 4)[0]
     shapes.clear()
     for users in range(1, 34):
         answers = encoder.batch_infer([EncodeRequest(random_sequence(20, seed=seed), 3) for seed in range(users)])
@@ -214,6 +217,24 @@ def test_shows_openvino_few_shapes_of_kept_states(loaded):
     assert {batch for batch, _, _ in shapes} == {1, 4, 16}
     assert {new for _, new, _ in shapes} == {1, 2}
     assert {past for _, _, past in shapes} == {1, *range(2, 19, 2)}
+    assert shapes < set(shapes_met(9, range(1, 21), 20, 4)[1])
+
+
+def test_keeps_few_programs_for_the_shapes_of_a_ranker_of_which_hardly_any_comes_twice(compiled_hstu, tmp_path, monkeypatch):
+    make_ranking_bundle(tmp_path / "tiny")
+    bundle = compiled(tmp_path / "tiny", CompileOptions(precisions=("fp32",)), only=["onnx"])
+    openvino = pytest.importorskip("openvino")
+    compile_model, asked = openvino.Core.compile_model, []
+
+    def noted(core, model, device, options):
+        asked.append(options.get("CPU_RUNTIME_CACHE_CAPACITY"))
+        return compile_model(core, model, device, options)
+
+    monkeypatch.setattr(openvino.Core, "compile_model", noted)
+    for backend, model in ((OpenVinoRanker(), bundle), (OpenVinoEncoder(), compiled_hstu)):
+        backend.load(model)
+        backend.close()
+    assert asked == [KEPT, KEPT, None, None]
 
 
 def test_keeps_no_state_where_the_append_graph_is_missing_and_says_how_to_make_it(loaded, compiled_hstu, caplog):

@@ -21,6 +21,7 @@ from cluster.errors import ConfigError
 from cluster.fleet.board import READY
 from cluster.machine import memory_limit
 from cluster.ranking import RankRequest
+from cluster.registry import BACKENDS
 from cluster.values import EncodeRequest, GenerateRequest, Item, UserState
 from deployments.cli import app
 from deployments.cli.local_serve import local_document
@@ -30,9 +31,9 @@ from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import SwitchboardDeployment
 from deployments.replicas.encoder import Encoder
 from deployments.sizing import fit
-from deployments.sizing.engines import OWNER_BYTES, ROW_BYTES, Use
+from deployments.sizing.engines import OWNER_BYTES, ROW_BYTES, Use, libraries
 from deployments.sizing.fit import TOLERANCE, require_all_fit, require_replica_fits, unfit
-from deployments.sizing.model import Sizes, sampled_entry, sizes_of
+from deployments.sizing.model import GRAPHS, Sizes, sampled_entry, sizes_of
 from deployments.sizing.parts import Part, Plan, Process
 from deployments.sizing.processes import plan_of, replica, replicas
 from integrations.hstu.config import HSTUConfig
@@ -94,6 +95,29 @@ class TestBytes:
         assert encoder["encoder onnxruntime: weights"].bytes == pytest.approx(files["retrieve"], rel=0.15)
         assert encoder["encoder onnxruntime: weights to append"].bytes == pytest.approx(files["append"], rel=0.25)
         assert ranker["ranker onnxruntime: weights"].bytes == pytest.approx(files["rank"], rel=0.25)
+
+    def test_openvino_holds_the_graphs_that_it_is_made_of(self, bundle):
+        made = compiled(bundle.path.parent, CompileOptions(targets=(), precisions=("fp32",)), only=["onnx"])
+        files = {one.graph: (made.path / one.file).stat().st_size for one in made.manifest.artifacts}
+        for stage, weights, appended in (("encoder", "encode", "append"), ("ranker", "rank", "rank_append")):
+            parts = parts_of(made, {stage: {"order": ["openvino"]}}, role=stage)
+            assert parts[f"{stage} openvino: weights"].bytes == pytest.approx(files[weights], rel=0.25)
+            assert parts[f"{stage} openvino: weights to append"].bytes == pytest.approx(files[appended], rel=0.25)
+
+    def test_openvino_makes_programs_for_every_shape_and_for_few_where_histories_are_alike(self):
+        plans = (plan_of(parse({"encoder": {"order": ["openvino"]}}), LARGE, {}, use, "host") for use in (Use(), Use(9, 64), Use(users=0)))
+        programs = [[part.bytes for part in plan.processes[1].parts if "programs" in part.name] for plan in plans]
+        assert programs[0] > programs[1] > programs[2] == []
+
+    @pytest.mark.parametrize("name", BACKENDS["encoder"])
+    def test_every_encoder_of_ours_keeps_states(self, name):
+        process = replica("encoder", parse({"encoder": {"order": [name]}}), LARGE, Use(), "gpu")
+        assert any(part.name == f"encoder {name}: kept states" for part in process.parts)
+
+    def test_nothing_is_kept_where_there_is_no_graph_to_append_by(self):
+        process = replica("encoder", parse({}), replace(LARGE, graphs=frozenset({"onnx/retrieve"})), Use(), "host")
+        assert "encoder onnxruntime: weights" in (names := {part.name for part in process.parts})
+        assert not names & {"encoder onnxruntime: kept states", "encoder onnxruntime: weights to append"}
 
     @pytest.mark.parametrize("options", [{}, {"state_dtype": "fp16"}, {"state_store": "radix"}])
     @pytest.mark.parametrize("length", [40, 64])
@@ -174,6 +198,15 @@ class TestProcesses:
         assert set(names["split"]) - set(names["colocated"]) == {"encoder", "generator", "ranker"}
         assert "encoder torch: weights" in parts_of(bundle, TORCH)
 
+    @pytest.mark.parametrize("order", [{}, TORCH, {"encoder": {"order": ["openvino", "torch"]}}])
+    def test_a_colocated_gateway_holds_what_the_processes_of_a_split_service_hold_and_libraries_once(self, bundle, order):
+        split = {role: parts_of(bundle, {"placement": "split", **order}, role=role) for role in ("encoder", "generator", "ranker")}
+        apart = {name: part for parts in split.values() for name, part in parts.items()}
+        together = parts_of(bundle, order)
+        assert {name: part for name, part in together.items() if name in apart and not name.startswith("Python")} == {
+            name: part for name, part in apart.items() if not name.startswith("Python")
+        }
+
     def test_users_are_shared_out_among_replicas(self, bundle):
         settings, sizes = parse(TORCH), sizes_of(bundle)
         one, three = (plan_of(settings, sizes, {"encoder": count}, Use(90), "host").processes[1] for count in (1, 3))
@@ -198,6 +231,17 @@ class TestProcesses:
         assert {"encoder torch: weights", "encoder torch: kept states", "encoder: a batch"} <= on_gpu
         pinned = [part.bytes for part in process.parts if part.name == "encoder torch: kept states" and part.place == "host"]
         assert pinned == [2**20]
+
+    def test_openvino_takes_nothing_of_a_gpu(self, bundle):
+        for stage, others in (("encoder", {"CUDA context"}), ("ranker", set())):  # the encoder asks PyTorch whether triton could serve
+            process = replica(stage, parse({stage: {"order": ["openvino"]}}), replace(sizes_of(bundle), graphs=GRAPHS), Use(), "gpu")
+            assert {part.name for part in process.parts if part.place == "gpu"} <= others
+
+    def test_an_encoder_imports_pytorch_where_triton_might_serve(self, bundle, monkeypatch):
+        sizes = replace(sizes_of(bundle), graphs=GRAPHS)
+        monkeypatch.setattr("deployments.sizing.engines.find_spec", lambda _: True)
+        assert "torch" in libraries("encoder", parse({"encoder": {"order": ["openvino"]}}), sizes, "host")
+        assert "torch" not in libraries("ranker", parse({"ranker": {"order": ["openvino"]}}), sizes, "host")
 
     def test_what_is_mapped_counts_once(self):
         process = Process("one", 3, (Part("own", 10), Part("programs", 7, "mapped")))
@@ -336,6 +380,11 @@ class TestCommand:
         assert "kept answers (l1)" in shown
         assert "cache.l1_bytes" in shown
         assert shown.endswith("It fits.\n")
+
+    def test_what_is_told_of_a_gpu_is_said_not_to_be_measured(self, run, bundle):
+        of_gpu, of_cpu = (run("--model-dir", str(bundle.path.parent), "--device", device).stdout for device in ("gpu", "cpu"))
+        assert "no GPU was measured" in of_gpu
+        assert "measured" not in of_cpu
 
     def test_a_model_that_is_not_trained_is_sized_by_its_numbers(self, run):
         sizes = ("--items", "1000000", "--layers", "4", "--dim", "128", "--heads", "4", "--window", "500")
