@@ -4,7 +4,7 @@ request_router_config:                     # left out: Serve's power of two choi
   request_router_class: "deployments.routers:LeastLoadedRouter"
   # or "deployments.routers:WeightedRouter"; request_router_kwargs: {figure: weight}     # what each replica reports
   #                                          request_router_kwargs: {weights: {zone-a: 2, zone-b: 1}}
-  # or "deployments.user_router:UserAffinityRouter"; request_router_kwargs: {bound: 1.25, slack: 8}
+  # or "deployments.user_router:UserAffinityRouter"; request_router_kwargs: {bound: 1.25, slack: 8, slow_times: 1.5}
 """
 
 from collections import Counter

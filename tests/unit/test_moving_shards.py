@@ -15,6 +15,7 @@ from cluster.cache.shard import Granted
 from cluster.cache.shared import Erased, SharedSettings
 from cluster.errors import BackendUnavailable
 from tests.fakes.clock import Clock
+from tests.repetitions import times
 from tests.waiting import settled, until
 
 pytestmark = pytest.mark.virtual_time
@@ -47,6 +48,13 @@ class Place:
     async def peer(self, name):
         return Far(self, name)
 
+    async def way(self):
+        for _ in range(self.turns()):
+            await asyncio.sleep(0)
+
+    def missed(self, name):
+        """A call has found it away."""
+
     def new(self, name):
         self.clock.now += 1  # one that is made later begins with a later epoch
         return MovingShard(name, MemoryCache(clock=self.clock), self.peer, busy=lambda: 0.25, clock=self.clock)
@@ -77,6 +85,7 @@ class Far:
                 if arguments[0] and self.place.before_given is not None:
                     await self.place.before_given(self.name)
             if self.name in self.place.away or self.name not in self.place.shards:
+                self.place.missed(self.name)
                 raise ConnectionResetError(f"{self.name} is away")
             answer = await getattr(self.place.shards[self.name], method)(*arguments, **named)
             await self.way()
@@ -85,8 +94,7 @@ class Far:
         return called
 
     async def way(self):
-        for _ in range(self.place.turns()):
-            await asyncio.sleep(0)
+        await self.place.way()
 
 
 def entry(payload=b"answer"):
@@ -267,6 +275,84 @@ async def test_an_erased_user_does_not_come_back_whatever_is_on_its_way_at_that_
 
 async def confirms(cache):
     return not (await cache.invalidate("tenant", "user 7")).unconfirmed
+
+
+class Slow(Place):
+    """As Place, with calls that take their time, each its own. One that was ended while another gateway still asks it is made anew."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    async def way(self):
+        await asyncio.sleep(self.draw.choice((0.0, 0.001, 0.01, 0.1, 0.5)))
+
+    def missed(self, name):
+        self.shards.setdefault(name, self.new(name))
+
+
+class Unrest:
+    """Gateways that follow one layout after another and write what they know of users, while a user is erased and shards are killed.
+
+    An entry says how many erasures had begun when it was computed. `confirmed`: the latest one that every shard has confirmed.
+    """
+
+    def __init__(self, draw):
+        self.draw, self.place = draw, Slow(draw)
+        self.erasures, self.confirmed, self.number = 0, 0, 0
+
+    async def last(self, seconds, *, killed):
+        self.gateways = [await cache_of(self.place) for _ in range(3)]
+        pauses = {self.changes: 3.0, self.writes: 0.2, self.erases: 2.0, **({self.kills: 5.0} if killed else {})}
+        tasks = [asyncio.create_task(self.again_and_again(work, pause_s)) for work, pause_s in pauses.items()]
+        for _ in range(100 * seconds):
+            await asyncio.sleep(0.01)
+            self.check()
+        for task in tasks:
+            task.cancel()
+        assert not [error for error in await asyncio.gather(*tasks, return_exceptions=True) if isinstance(error, Exception)]
+        for gateway in self.gateways:
+            await gateway.settled()
+        self.check()
+
+    async def again_and_again(self, work, pause_s):
+        while True:
+            await asyncio.sleep(2 * pause_s * self.draw.random())
+            await work(self.draw.choice(self.gateways))
+
+    async def changes(self, gateway):
+        self.number += self.draw.randrange(2)
+        gateway.follow(Layout(self.number, self.draw.randrange(1, 5)))
+
+    async def writes(self, gateway):
+        keys = [key for key in KEYS if key.group == "user 7"]
+        epochs = (await gateway.mget(keys)).epochs
+        known = entry(str(self.erasures).encode())
+        await asyncio.sleep(self.draw.random())
+        await gateway.mput(dict.fromkeys(keys, known), epochs)
+
+    async def erases(self, gateway):
+        self.erasures += 1
+        begun = self.erasures
+        if not (await gateway.invalidate("tenant", "user 7")).unconfirmed:
+            self.confirmed = max(self.confirmed, begun)
+
+    async def kills(self, _):
+        self.place.kill(self.draw.choice(list(self.place.shards)))
+
+    def check(self):
+        held = [int(one.payload) for shard in self.place.shards.values() for _, one in shard.memory.entries()]
+        assert min(held, default=self.confirmed) >= self.confirmed, "what was computed before a confirmed erasure came back"
+
+
+@pytest.mark.parametrize("killed", [False, True])
+async def test_nothing_from_before_a_confirmed_erasure_is_held_whatever_moves_is_written_and_is_killed(killed):
+    confirmed = moved = 0
+    for seed in range(times(200, 10)):
+        unrest = Unrest(random.Random(seed))
+        await unrest.last(60, killed=killed)
+        confirmed, moved = confirmed + unrest.confirmed, moved + sum(unrest.place.given.values())
+    assert min(confirmed, moved) > 0
 
 
 async def test_an_erasure_is_not_confirmed_while_a_shard_that_may_hold_the_user_does_not_answer():
