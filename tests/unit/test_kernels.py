@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+import weakref
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -153,6 +155,23 @@ def test_any_batch_runs_in_the_buckets_that_were_recorded_and_answers_as_the_mod
             ran.clear()
             torch.testing.assert_close(bucketed(*columns), encode(*columns), atol=1e-5, rtol=1e-5)
             assert set(ran) == used
+
+
+def test_the_weights_stay_as_long_as_the_recorded_encodings_that_read_them():
+    class Model:
+        def __call__(self, items, times, next_times, lengths):
+            return items
+
+    def as_a_graph_is(encode, inputs):
+        return partial(encode(*inputs).clone)
+
+    model = Model()
+    weights = weakref.ref(model)
+    bucketed = Bucketed(model, (1,), (5,), torch.device("cpu"), as_a_graph_is)
+    del model
+    assert weights() is not None
+    del bucketed
+    assert weights() is None
 
 
 def test_doublings_end_with_the_longest_and_start_at_it_where_it_is_short():

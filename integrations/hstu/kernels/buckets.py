@@ -52,6 +52,7 @@ class Bucketed:
 
     def __init__(self, encode: Encode, batches: Sequence[int], lengths: Sequence[int], device: torch.device, record: Record) -> None:
         self._batches, self._lengths = batches, lengths
+        self._encode = encode  # a CUDA graph reads the weights where they are, and does not keep them there
         self._recorded: dict[tuple[int, int], tuple[Inputs, Callable[[], Tensor]]] = {}
         for shape in [(batch, length) for batch in reversed(batches) for length in reversed(lengths)]:  # the largest takes the memory
             inputs = _padding(shape, device)
