@@ -19,7 +19,7 @@ from integrations.hstu.config import HSTUConfig, SequenceConfig
 from integrations.hstu.limits import row_blocks
 from integrations.hstu.model_parameter_calculator import model_size
 from integrations.hstu.state.pool import PAGE_ROWS, Plane
-from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, state_planes
+from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, KEEP_FROM_TRITON, state_planes
 from integrations.openvino.shapes import shapes_met
 from integrations.vllm import library
 
@@ -217,7 +217,8 @@ def _kept(
     """The states of users. Of the encoder's, the last event's row is not final, and never kept."""
     stage, _, engine = name.partition(" ")
     history = use.history or 0
-    rows = history - (stage == "encoder") if history >= options.get("keep_from", KEEP_FROM) else 0
+    keep_from = options.get("keep_from", KEEP_FROM_TRITON if engine == "triton" else KEEP_FROM)
+    rows = history - (stage == "encoder") if history >= keep_from else 0
     key, (size, users) = f"{stage}.options.{engine}.state_bytes", kept_bytes(planes, budget, PAGE_ROWS, rows, use.users)
     if on_device:  # pinned host memory is taken at once, and the device's copy fills up
         yield Part(f"{name}: kept states", size, "filled", "gpu", key, users)

@@ -112,7 +112,8 @@ def append(
 
     q and k (B, S, H, K), v (B, S, H, W), as views of a projection or dense. `past_kt_BHKP` and `past_v_BHPW` hold `past_lengths_B` kept
     rows a user, right-padded; P may be 0. Times are int32 seconds relative to one moment: `next_times_BS`, `times_BS`, `past_times_BP`.
-    Tables of weights and `precision` are those of `attention`. Forward only. Raises ValueError where shapes do not fit.
+    Tables of weights and `precision` are those of `attention`, but the default is "ieee": the others were not tried.
+    Forward only. Raises ValueError where shapes do not fit.
     """
     (users, new, heads, attention_dim), (past, linear_dim) = q_BSHK.shape, past_v_BHPW.shape[2:]
     expected = {

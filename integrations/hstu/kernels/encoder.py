@@ -8,6 +8,7 @@ from cluster.errors import BackendUnavailable, UnknownChoice
 from cluster.nearest import make_index
 from cluster.values import Availability
 from integrations.hstu.encoder import TorchEncoder, doublings
+from integrations.hstu.state_options import KEEP_FROM_TRITON
 
 if TYPE_CHECKING:
     from integrations.hstu.kernels.buckets import Record
@@ -20,6 +21,7 @@ _FAMILY = "hstu"
 class TritonEncoder(TorchEncoder):
     """What is kept of users is continued by the append kernel.
 
+    Shorter histories than `keep_from` events are encoded whole, by one CUDA graph; continuing them takes longer.
     `projection`: `torch`, or `cutlass` for gemm_silu in fp16 (or torch's with a warning where that cannot run; see projection.py).
     The other options are those of TorchEncoder.
     """
@@ -28,8 +30,8 @@ class TritonEncoder(TorchEncoder):
     batches = (1, 8, 32)
     shortest = 64
 
-    def __init__(self, *, projection: str = "torch", **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *, projection: str = "torch", keep_from: int = KEEP_FROM_TRITON, **options: Any) -> None:
+        super().__init__(keep_from=keep_from, **options)
         if projection not in PROJECTIONS:
             raise UnknownChoice("projection", projection, PROJECTIONS)
         self._projection = projection
