@@ -27,6 +27,8 @@ LENGTHS = (1, 31, 32, 33, 63, 64, 65, 200, 512, 1024)
 PASTS = (0, 1, 511, 512, 513)
 SPEEDS = ((32, 512, 4, 64), (8, 1024, 8, 64), (32, 1024, 4, 256))
 """Users, events, heads, width of a head."""
+TIMED = "tf32x3"
+"""How fp32 is multiplied in the cases that are timed: as when serving."""
 RESULTS = ("out", "qkv gradient", "position gradient", "time gradient")
 
 
@@ -44,7 +46,7 @@ def cases(*, quick: bool) -> Iterator[Case]:
     for sizes in SPEEDS:
         users, length, heads, width = sizes
         for what, speed in (("attention forward, time", _forward_speed), ("attention with gradients, time", _training_speed)):
-            yield Case(Label(what, f"{users} x {length}, {heads} x {width}", "fp32"), partial(speed, device, sizes))
+            yield Case(Label(what, f"{users} x {length}, {heads} x {width}", f"fp32 {TIMED}"), partial(speed, device, sizes))
 
 
 def _attention(device: str, lengths: tuple[int, ...], heads: int) -> Iterator[Case]:
@@ -176,7 +178,7 @@ def _contenders(
         return torch.matmul(weights.masked_fill(distances < 0, 0.0), by_user[2])
 
     return (
-        lambda: attention(q, k, v, example.next_times, example.times, example.rows, *example.tables),
+        lambda: attention(q, k, v, example.next_times, example.times, example.rows, *example.tables, precision=TIMED),
         eager,
         lambda: F.scaled_dot_product_attention(brain_q, brain_k, brain_v, is_causal=True),
     )

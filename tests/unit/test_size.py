@@ -38,6 +38,7 @@ from deployments.sizing.parts import Part, Plan, Process
 from deployments.sizing.processes import plan_of, replica, replicas
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.encoder import TorchEncoder
+from integrations.hstu.state_options import KEEP_FROM_TRITON
 from integrations.hstu.torch_ranker import TorchRanker
 from integrations.hstu.weights import load_model, load_ranker
 from integrations.torch_beam.generator import TorchBeamGenerator
@@ -148,6 +149,13 @@ class TestBytes:
         off = {**TORCH, "encoder": {"order": ["torch"], "options": {"torch": {"state_bytes": 0}}}}
         assert "encoder torch: kept states" not in parts_of(bundle, off)
         assert "encoder torch: kept states" not in parts_of(bundle, TORCH, users=5, history=31)
+
+    @pytest.mark.parametrize(("history", "keeps"), [(KEEP_FROM_TRITON - 1, False), (KEEP_FROM_TRITON, True)])
+    def test_triton_keeps_long_histories_only(self, history, keeps):
+        sizes = replace(LARGE, encoder=LARGE.encoder.model_copy(update={"max_history": 2 * KEEP_FROM_TRITON}))
+        process = replica("encoder", parse({"encoder": {"order": ["triton"]}}), sizes, Use(5, history), "gpu")
+        on_gpu = {part.name for part in process.parts if part.place == "gpu" and part.bytes}
+        assert ("encoder triton: kept states" in on_gpu) == keeps
 
     def test_kept_prompts_are_as_many_pages_as_the_store_uses(self, bundle):
         generator = TorchBeamGenerator()

@@ -17,6 +17,8 @@ from integrations.hstu.time_buckets import ends_on
 _ROWS = 16
 SPAN = 512
 """How many kept keys one program walks over; a multiple of every tile."""
+APPEND_PRODUCTS = "ieee"
+"""How fp32 is multiplied; the attention's way was not tried here."""
 
 
 @triton.jit
@@ -106,14 +108,13 @@ def append(
     position_weights: Tensor,
     time_weights: Tensor,
     *,
-    precision: str = "ieee",
+    precision: str = APPEND_PRODUCTS,
 ) -> Tensor:
     """What S new rows of each user attend to, (B, S, H, W), divided by N: the kept rows of their user, then each other, causally.
 
     q and k (B, S, H, K), v (B, S, H, W), as views of a projection or dense. `past_kt_BHKP` and `past_v_BHPW` hold `past_lengths_B` kept
     rows a user, right-padded; P may be 0. Times are int32 seconds relative to one moment: `next_times_BS`, `times_BS`, `past_times_BP`.
-    Tables of weights and `precision` are those of `attention`, but the default is "ieee": the others were not tried.
-    Forward only. Raises ValueError where shapes do not fit.
+    Tables of weights and `precision` are those of `attention`. Forward only. Raises ValueError where shapes do not fit.
     """
     (users, new, heads, attention_dim), (past, linear_dim) = q_BSHK.shape, past_v_BHPW.shape[2:]
     expected = {

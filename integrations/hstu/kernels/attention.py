@@ -37,8 +37,9 @@ from integrations.hstu.time_buckets import ends_on
 
 # ruff: noqa: PLR0917 - a kernel takes what a C function takes
 
-FP32_PRODUCTS = "tf32x3"
-"""As three products of TF32 numbers on tensor cores: as exact as "ieee" and, on an H100, 1.7 to 2.4 times as fast forward."""
+ATTENTION_PRODUCTS = "tf32x3"
+"""How fp32 is multiplied: as three products of TF32 numbers on tensor cores, as exact as "ieee" and, on an H100,
+1.7 to 2.4 times as fast forward."""
 
 
 @triton.jit
@@ -387,7 +388,7 @@ def attention(
     time_weights: Tensor,
     *,
     window: int | None = None,
-    precision: str = FP32_PRODUCTS,
+    precision: str = ATTENTION_PRODUCTS,
 ) -> Tensor:
     """What each row of each user attends to, (T, H, W), divided by N; 0 in rows of no user.
 

@@ -15,8 +15,9 @@ from triton.compiler import ASTSource
 
 from cluster.errors import CompileError
 from integrations.hstu.config import HSTUConfig
-from integrations.hstu.kernels.append import append_forward, append_sizes
+from integrations.hstu.kernels.append import APPEND_PRODUCTS, append_forward, append_sizes
 from integrations.hstu.kernels.attention import (
+    ATTENTION_PRODUCTS,
     attention_backward_bias,
     attention_backward_keys,
     attention_backward_queries,
@@ -50,12 +51,13 @@ def compile_ahead(
     targets: Sequence[str] = ("sm_80", "sm_90"),
     *,
     dtype: DataType = "fp32",
-    precision: str = "ieee",
+    precision: str = ATTENTION_PRODUCTS,
     windowed: bool = False,
 ) -> dict[str, dict[str, bytes]]:
     """Kernel's name -> architecture, as ``sm_90`` -> cubin, for a model of these sizes.
 
-    CUTLASS's `gemm_silu` is among them where nvidia-cutlass-dsl is installed and the model's widths are multiples of 8.
+    They multiply as they are launched: `precision` is the attention's, as there. CUTLASS's `gemm_silu` is among them where
+    nvidia-cutlass-dsl is installed and the model's widths are multiples of 8.
     Raises CompileError at an unknown architecture, in a process where the kernels are interpreted, and with the compiler's own reason.
     """
     capabilities = {target: _capability(target) for target in targets}
@@ -95,7 +97,7 @@ def _kernels(config: HSTUConfig, dtype: DataType, precision: str, *, windowed: b
         (attention_backward_bias, attention),
         (norm_mul_dropout_forward, {**rows, "DROPS": False}),
         (norm_mul_dropout_backward, {**rows, "DROPS": config.dropout > 0}),
-        (append_forward, {**append_sizes(*sizes), "PRECISION": precision}),
+        (append_forward, {**append_sizes(*sizes), "PRECISION": APPEND_PRODUCTS}),
     ]
 
 
