@@ -6,8 +6,9 @@ any thread, any loop ──submit──► the engine's loop ──generate─�
 import asyncio
 import atexit
 import gc
+import logging
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 GRACE_S = 5.0
 """How long the engine's process may take to end by itself. It has nothing to save."""
+END_S = 60.0
+"""How long all of it may take to end."""
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -35,10 +39,11 @@ class Engine:
         self._dead_error = load("vllm.v1.engine.exceptions").EngineDeadError
         self._words, self._statistics, self._ids = Words(), Statistics(), count()
         self._llm: Any = None
+        self._processes: Sequence[Any] = ()
         self._working: set[asyncio.Task[Any]] = set()
         self._closed, self._closing = False, threading.Lock()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
         self._thread.start()
         atexit.register(self.close)
         try:
@@ -109,23 +114,31 @@ class Engine:
         }
 
     def close(self) -> None:
-        """End the engine's process; what still runs fails with BackendFailed. Takes a few seconds."""
+        """End the engine's process; what still runs fails with BackendFailed. Takes a few seconds, and at most twice END_S."""
         with self._closing:
             if self._closed:
                 return
             self._closed = True
         atexit.unregister(self.close)
         try:
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(END_S)
+        except TimeoutError:
+            logger.error("vLLM did not end within %g s: its thread is left to itself, its process is killed", END_S)  # noqa: TRY400 - no more to tell
+            for process in self._processes:
+                process.kill()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._thread.join(END_S)
         gc.collect()  # AsyncLLM stands in reference cycles, and complains where the interpreter ends before it
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
     async def _start(self, decoder: Path, settings: EngineSettings) -> None:
         """AsyncLLM begins its tasks on the loop that it is made on. Nothing else is on this one yet, so it may stand still meanwhile."""
         self._llm = self._async_llm.from_engine_args(engine_args(decoder, settings), stat_loggers=[self._statistics])
+        self._processes = self._llm.engine_core.resources.engine_manager.processes
 
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
@@ -144,9 +157,8 @@ class Engine:
         await _cancel(set(self._working))
         llm, self._llm = self._llm, None
         if llm is not None:
-            processes = llm.engine_core.resources.engine_manager.processes
             llm.shutdown(timeout=GRACE_S)
-            for process in processes:  # vLLM kills what is not gone by then, but does not wait for its end
+            for process in self._processes:  # vLLM kills what is not gone by then, but does not wait for its end
                 process.join()
         await _cancel(asyncio.all_tasks() - {asyncio.current_task()})
         await self._loop.shutdown_default_executor()

@@ -556,6 +556,18 @@ def test_what_is_not_loaded_has_nothing_to_forget():
     assert VllmGenerator().forget_everything() == 0
 
 
+def test_an_engine_that_does_not_end_is_killed_and_left_to_itself(generator, llm, scripted, caplog):
+    killed, end = [], threading.Event()
+    llm.engine_core.resources.engine_manager.processes.append(SimpleNamespace(kill=lambda: killed.append(True), join=lambda: None))
+    llm.shutdown = lambda timeout: end.wait(timeout + 300)
+    scripted.setattr(engine, "END_S", 0.1)
+    generator.close()
+    end.set()
+    eventually(lambda: "vllm" not in {thread.name for thread in threading.enumerate()})
+    assert killed
+    assert "vLLM did not end within 0.1 s" in caplog.text
+
+
 def test_before_it_is_loaded_and_after_it_is_closed_it_says_that_it_is_not(bundle, generator):
     generator.close()
     for one in (generator, VllmGenerator()):
