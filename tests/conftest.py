@@ -15,7 +15,7 @@ from tests.clusters import default, fast  # noqa: F401 - fixtures
 from tests.compiled import compiled
 from tests.virtual_time import VirtualLoop
 
-pytest_plugins = ["tests.scheduling"]
+pytest_plugins = ["tests.hangs", "tests.scheduling"]
 # else all that runs beside them goes before Ray's workers, which then take minutes to start
 os.environ.setdefault("RAY_worker_niceness", "0")
 ENGINES = CompileOptions(targets=("sm_80", "sm_89"))

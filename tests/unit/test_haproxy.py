@@ -35,6 +35,7 @@ class Gateway(ThreadingHTTPServer):
     """Answers with what it was sent; `/held` once the gate is open, `/most` that it takes eight, URGENT that its key may be urgent."""
 
     daemon_threads = True
+    request_queue_size = 64  # of 5, the default, HAProxy finds the server down where many requests come at once
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)

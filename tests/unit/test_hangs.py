@@ -1,0 +1,22 @@
+"""A process of tests that hangs where no timeout of pytest reaches it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = "import pytest, tests.hangs; tests.hangs.LATER_S = 1; pytest.main(['-p', 'tests.hangs', '-o', 'timeout=1', '-q', '.'])"
+IN_C = "import signal, time\n\ndef test_hangs():\n    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n    time.sleep(300)\n"
+AT_THE_END = "import time\n\ndef pytest_sessionfinish():\n    time.sleep(300)\n"
+
+
+@pytest.mark.parametrize(("name", "code"), [("test_it.py", IN_C), ("conftest.py", AT_THE_END)])
+def test_it_ends_and_says_what_it_was_doing(tmp_path, name, code):
+    (tmp_path / "test_none.py").write_text("def test_none():\n    pass\n")
+    (tmp_path / name).write_text(code)
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {RUN}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "(most recent call first)" in done.stderr
