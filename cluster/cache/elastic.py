@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from cluster.cache.entry import CacheStatistics
 from cluster.cache.layout import Layout, ShardsSeen
@@ -23,6 +23,8 @@ LOOK_S = 0.5
 """How often shards are asked whether they still give entries away."""
 ROUNDS = 6
 """Of an erasure, after which it is unconfirmed: layouts change more slowly than that."""
+NONE = Layout(-1, 0)
+"""Before there are shards."""
 logger = logging.getLogger(__name__)
 
 
@@ -49,9 +51,21 @@ class Shards(Protocol):
         ...
 
 
+class _Away:
+    """In the place of shards that cannot be had yet."""
+
+    def __getattr__(self, method: str) -> Any:
+        async def refused(*_: object, **__: object) -> None:
+            raise BackendUnavailable("no cache shard could be had yet")
+
+        return refused
+
+
 class ElasticCache(ShardedCache):
     """To be had by `made`. It begins with `least` shards. Shards that other gateways use already know a later layout, which it follows;
     where that has fewer than `least` shards or more than `most`, as of an earlier configuration, it puts one within them in its place.
+
+    Where no shard can be had yet, all keys are misses and no erasure is confirmed, until they can.
     """
 
     def __init__(
@@ -59,14 +73,13 @@ class ElasticCache(ShardedCache):
         *,
         name: str,
         place: Shards,
-        shards: Mapping[str, Movable],
         bounds: tuple[int, int],
         settings: SharedSettings,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(shards, settings, clock)
+        super().__init__({name: cast(Shard, _Away())}, settings, clock)
         self._name, self._place, self._bounds = name, place, bounds
-        self._layout = self._wanted = Layout(0, bounds[0])
+        self._layout, self._wanted = NONE, Layout(0, bounds[0])
         self._is_new = True
         self._seen = ShardsSeen(self._layout)
         self._work: asyncio.Task[None] | None = None
@@ -82,15 +95,20 @@ class ElasticCache(ShardedCache):
         settings: SharedSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> "ElasticCache":
-        """Raises BackendUnavailable."""
-        shards = await place.make(Layout(0, least).names(name))
-        made = cls(name=name, place=place, shards=shards, bounds=(least, most), settings=settings or SharedSettings(), clock=clock)
-        made.follow(Layout(0, least))
+        """Returns once its shards were asked for. Where they cannot be had yet they are asked for again, in the background."""
+        made = cls(name=name, place=place, bounds=(least, most), settings=settings or SharedSettings(), clock=clock)
+        first = Layout(0, least)
+        try:
+            made._own(await place.make(first.names(name)))
+            made._layout = first
+        except BackendUnavailable as error:
+            logger.warning("until cache shards can be had, all keys are misses: %s", error)
+        made.follow(first)
         return made
 
     @property
     def seen(self) -> ShardsSeen | None:
-        return self._seen
+        return None if self._layout == NONE else self._seen
 
     def follow(self, layout: Layout) -> None:
         self._wanted = max(layout, self._wanted)
@@ -145,7 +163,7 @@ class ElasticCache(ShardedCache):
                 if problem != said:
                     logger.warning(problem)
                 said = problem
-            if await self._looked() and self._wanted == self._layout:
+            if self._layout != NONE and await self._looked() and self._wanted == self._layout:
                 return
             await asyncio.sleep(LOOK_S)
 

@@ -26,20 +26,28 @@ PATIENT = SharedSettings(deadline_s=60.0, operator_s=300.0)
 
 
 class Place:
-    """Shards in this process. Each call of one takes as many turns of the loop as `turns` says; the shards in `away` do not answer."""
+    """Shards in this process. Each call of one takes as many turns of the loop as `turns` says; the shards in `away` do not answer.
+    While it `refuses`, none is to be had.
+    """
 
     def __init__(self, turns=lambda: 0):
         self.shards, self.away, self.ended, self.clock, self.turns = {}, set(), [], Clock(1000.0), turns
-        self.made, self.given, self.before_given, self.ends = Counter(), Counter(), None, []
+        self.made, self.given, self.before_given, self.ends, self.refuses = Counter(), Counter(), None, [], False
 
     async def make(self, names):
+        self.refuse()
         self.made.update(names)
         for name in names:
             self.shards.setdefault(name, self.new(name))
         return {name: Far(self, name) for name in names}
 
     async def others(self, names):
+        self.refuse()
         return {name: Far(self, name) for name in self.shards if name not in names}
+
+    def refuse(self):
+        if self.refuses:
+            raise BackendUnavailable("the head is away")
 
     async def end(self, name):
         self.ended.append(name)
@@ -152,6 +160,23 @@ async def test_a_shard_that_is_slow_to_start_owns_nothing_until_it_answers(caplo
     await cache.settled()
     assert (cache.seen.layout.owners, await found(cache)) == (2, stored())
     assert not cache.seen.moving
+
+
+async def test_shards_that_cannot_be_had_at_the_start_are_had_later_and_until_then_no_erasure_is_confirmed(caplog):
+    place = Place()
+    others = await cache_of(place, 2)
+    await put(others, stored())
+    place.refuses = True
+    cache = await ElasticCache.made(NAME, place, least=2, most=8, settings=PATIENT)
+    assert (await found(cache), await cache.lease(KEYS[0], "me", 30.0), cache.seen) == ({}, None, None)
+    assert await cache.invalidate("tenant") == Erased(0, (NAME,))
+    assert [health.name for health in cache.health()] == [NAME]
+    await asyncio.sleep(100)
+    assert caplog.text.count("the cache stays with 0 shards: the head is away") == 1
+    place.refuses = False
+    await cache.settled()
+    assert (await found(cache), cache.seen.layout.owners) == (stored(), 2)
+    assert await cache.invalidate("tenant") == Erased(len(KEYS))
 
 
 async def test_entries_move_in_batches_and_requests_go_on_in_between():
