@@ -140,7 +140,7 @@ def _encoder(name: str, settings: Settings, sizes: Sizes, use: Use, place: Place
     options, place = settings.encoder.options.get(name, {}), _place(name, place)
     weights = model_size(sizes.encoder).weight_bytes
     appends = isinstance(sizes.encoder, HSTUConfig) and APPENDS.get(name) in {None, *sizes.graphs}
-    state_bytes = options.get("state_bytes", DEFAULT_BYTES) if appends else 0
+    state_bytes = _state_bytes(name, options, sizes.encoder) if appends else 0
     match name:
         case "onnxruntime":
             search = _narrowed(sizes.encoder) if options.get("precision") == "int8" else weights
@@ -176,7 +176,7 @@ def _ranker(name: str, settings: Settings, sizes: Sizes, use: Use, place: Place)
         yield Part(f"ranker {name}: weights to append", weights, place=place)
     if name == "openvino" and use.users != 0:
         yield Part(f"ranker {name}: programs for shapes", ANY_SHAPE, "filled")
-    if state_bytes := options.get("state_bytes", DEFAULT_BYTES):
+    if state_bytes := _state_bytes(name, options, config):
         planes = state_planes(config, _dtype(options), with_states=False)
         yield from _kept(f"ranker {name}", planes, state_bytes, options, use.within(config.max_history))
 
@@ -217,8 +217,7 @@ def _kept(
     """The states of users. Of the encoder's, the last event's row is not final, and never kept."""
     stage, _, engine = name.partition(" ")
     history = use.history or 0
-    keep_from = options.get("keep_from", KEEP_FROM_TRITON if engine == "triton" else KEEP_FROM)
-    rows = history - (stage == "encoder") if history >= keep_from else 0
+    rows = history - (stage == "encoder") if history >= _keep_from(engine, options) else 0
     key, (size, users) = f"{stage}.options.{engine}.state_bytes", kept_bytes(planes, budget, PAGE_ROWS, rows, use.users)
     if on_device:  # pinned host memory is taken at once, and the device's copy fills up
         yield Part(f"{name}: kept states", size, "filled", "gpu", key, users)
@@ -271,6 +270,15 @@ def _narrowed(config: SequenceConfig) -> int:
 def _engine_width(options: dict[str, Any]) -> int:
     """Bytes of a number in a TensorRT engine."""
     return WIDTHS.get(next(iter(options.get("precisions", ("fp32",)))), 4)
+
+
+def _state_bytes(name: str, options: dict[str, Any], config: SequenceConfig) -> int:
+    """What an engine may take for users' states: nothing where no history of the model is long enough."""
+    return int(options.get("state_bytes", DEFAULT_BYTES)) if config.max_history >= _keep_from(name, options) else 0
+
+
+def _keep_from(name: str, options: dict[str, Any]) -> int:
+    return int(options.get("keep_from", KEEP_FROM_TRITON if name == "triton" else KEEP_FROM))
 
 
 def _place(name: str, place: Place) -> Place:

@@ -96,11 +96,11 @@ class TorchEncoder(KeepsRows[KeptStates]):
         return with_states(answers, states_BCD, batch) if self._prompt_length else answers
 
     def _keep(self, bundle: Bundle, model: "SequenceModel") -> KeptStates | None:
-        """The users' states, or None where they are switched off or this model cannot keep any."""
+        """The users' states, or None where none are kept of such a model."""
         from integrations.hstu.model import HSTU  # noqa: PLC0415 - imports torch
         from integrations.hstu.torch_append import device_memory  # noqa: PLC0415 - imports torch
 
-        if not self._state_options.bytes or not isinstance(model, HSTU):
+        if not isinstance(model, HSTU) or not self._state_options.keeps_of(model.config.max_history):
             return None
         run, shapes = self._appending(model)
         memory = () if self._device.type == "cpu" else device_memory(model.config, self._state_options, bundle, self._device)

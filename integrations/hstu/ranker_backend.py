@@ -47,7 +47,8 @@ class RankerBackend(KeepsRows[KeptEvents], ABC):
             functions = self._open(bundle)
         except (BundleError, ImportError) as error:
             raise BackendUnavailable(str(error)) from error
-        self._kept = KeptEvents(bundle, config, self._state_options) if self._state_options.bytes else None
+        keeps = self._state_options.keeps_of(config.max_history)
+        self._kept = KeptEvents(bundle, config, self._state_options) if keeps else None
         self._engine = RankingEngine(functions, config, self._kept, self._pool, self._micro_batch)
 
     def infer(self, request: RankRequest) -> Ranked:

@@ -53,6 +53,10 @@ class StateOptions:
         if self.bytes < 0 or self.keep_from < 1:
             raise ConfigError(f"state_bytes ({self.bytes}) must be at least 0 and keep_from ({self.keep_from}) at least 1")
 
+    def keeps_of(self, max_history: int) -> bool:
+        """Whether anything can be kept of a model that sees so many events."""
+        return bool(self.bytes) and max_history >= self.keep_from
+
 
 def make_store(config: HSTUConfig, options: StateOptions, *, with_states: bool, allocate: Allocate = np.empty) -> PooledStates:
     """An empty store for users of this model. Raises ConfigError where the budget is smaller than a page.

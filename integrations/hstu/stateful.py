@@ -22,7 +22,7 @@ from cluster.nearest import NearestItems
 from cluster.values import Encoded, EncodeRequest, FloatArray
 from integrations.hstu.append_inputs import AppendInputs, AppendRequest, Arrays, Shapes, groups, in_steps
 from integrations.hstu.config import HSTUConfig
-from integrations.hstu.limits import row_blocks
+from integrations.hstu.limits import limits, row_blocks
 from integrations.hstu.model_parameter_calculator import model_size
 from integrations.hstu.state.device import DeviceTier
 from integrations.hstu.state.kept_rows import KeptRows
@@ -145,8 +145,8 @@ class KeptStates(KeptRows):
 
 
 def states_if_any(engine: str, bundle: Bundle, options: StateOptions, keep: Callable[[], KeptStates]) -> KeptStates | None:
-    """What `keep` makes; None where states are switched off, the model has none, or its append cannot be opened, which the log says."""
-    if not options.bytes or bundle.manifest.model.family != "hstu":
+    """What `keep` makes; None where none are kept of such a model, or its append cannot be opened, which the log says."""
+    if bundle.manifest.model.family != "hstu" or not options.keeps_of(limits(bundle.manifest.model).max_history):
         return None
     try:
         return keep()

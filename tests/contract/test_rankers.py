@@ -139,6 +139,12 @@ def test_kept_rows_give_the_same_predictions_as_none(make, ranker):
     keeps.close()
 
 
+def test_a_model_with_no_history_long_enough_keeps_nothing(make):
+    keeps = make(keep_from=21)
+    assert keeps.kept() == {}
+    keeps.close()
+
+
 def test_an_event_that_is_another_one_now_is_not_taken_from_what_is_kept(make, ranker):
     keeps, request = make(keep_from=1), replace(asked(10), user="ada")
     keeps.infer(request)

@@ -176,6 +176,11 @@ def test_only_rows_behind_the_kept_ones_are_encoded(loaded, engine):
     assert given == [(10, 0), (2, 9), (4, 10), (1, 13), (5, 13)]
 
 
+def test_a_model_with_no_history_long_enough_keeps_nothing_and_takes_no_memory_for_it(loaded, engine):
+    assert loaded(engine, keep_from=LONGEST + 1).kept() == loaded(engine, state_bytes=0).kept() == {}
+    assert loaded(engine, keep_from=LONGEST).kept()
+
+
 def test_an_edit_or_a_deletion_in_the_middle_is_followed(loaded, engine, store):
     plain, keeping = loaded(engine, state_bytes=0), loaded(engine, state_store=store, keep_from=1)
     sequence = random_sequence(19)

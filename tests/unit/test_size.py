@@ -157,6 +157,11 @@ class TestBytes:
         on_gpu = {part.name for part in process.parts if part.place == "gpu" and part.bytes}
         assert ("encoder triton: kept states" in on_gpu) == keeps
 
+    def test_a_model_with_no_history_long_enough_takes_no_memory_for_states(self):
+        sizes = replace(LARGE, encoder=LARGE.encoder.model_copy(update={"max_history": KEEP_FROM_TRITON - 1}))
+        process = replica("encoder", parse({"encoder": {"order": ["triton"]}}), sizes, Use(5, 50), "gpu")
+        assert not [part for part in process.parts if "kept states" in part.name or "to append" in part.name]
+
     def test_kept_prompts_are_as_many_pages_as_the_store_uses(self, bundle):
         generator = TorchBeamGenerator()
         generator.load(bundle)
