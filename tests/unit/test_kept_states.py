@@ -515,7 +515,7 @@ def test_options_that_mean_nothing_are_refused_with_the_choices(engine, options,
 
 def test_a_budget_below_one_page_is_refused_with_the_sizes(compiled_hstu, engine):
     with pytest.raises(ConfigError, match=r"state_bytes \(1000\) is too small for this model: .*16384 bytes.*; 0 keeps nothing"):
-        engine(state_bytes=1000).load(compiled_hstu)
+        engine(state_bytes=1000, keep_from=1).load(compiled_hstu)
 
 
 def test_the_defaults_keep_a_quarter_of_a_gigabyte_in_pages():

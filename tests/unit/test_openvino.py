@@ -231,7 +231,7 @@ def test_keeps_few_programs_for_the_shapes_of_a_ranker_of_which_hardly_any_comes
         return compile_model(core, model, device, options)
 
     monkeypatch.setattr(openvino.Core, "compile_model", noted)
-    for backend, model in ((OpenVinoRanker(), bundle), (OpenVinoEncoder(), compiled_hstu)):
+    for backend, model in ((OpenVinoRanker(keep_from=1), bundle), (OpenVinoEncoder(keep_from=1), compiled_hstu)):
         backend.load(model)
         backend.close()
     assert asked == [KEPT, KEPT, None, None]

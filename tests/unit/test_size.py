@@ -112,7 +112,8 @@ class TestBytes:
 
     @pytest.mark.parametrize("name", BACKENDS["encoder"])
     def test_every_encoder_of_ours_keeps_states(self, name):
-        process = replica("encoder", parse({"encoder": {"order": [name]}}), LARGE, Use(), "gpu")
+        sizes = replace(LARGE, encoder=LARGE.encoder.model_copy(update={"max_history": KEEP_FROM_TRITON}))
+        process = replica("encoder", parse({"encoder": {"order": [name]}}), sizes, Use(), "gpu")
         assert any(part.name == f"encoder {name}: kept states" for part in process.parts)
 
     def test_nothing_is_kept_where_there_is_no_graph_to_append_by(self):
