@@ -70,7 +70,7 @@ FileName = Annotated[str, AfterValidator(_relative)]
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")  # null would not be read as the number it was
 
 
 class FileRecord(_Record):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from cluster.bundle import MANIFEST, POPULARITY, REMEMBERED, WEIGHTS, Artifact, Bundle, BundleStore, ModelRecord, write_whole
+from cluster.bundle import MANIFEST, POPULARITY, REMEMBERED, WEIGHTS, Artifact, Bundle, BundleStore, Manifest, ModelRecord, write_whole
 from cluster.checksums import sha256
 from cluster.config import Settings
 from cluster.errors import BundleError
@@ -31,6 +31,20 @@ def test_what_is_published_is_what_is_opened(tmp_path: Path):
     assert bundle.catalogue[7].title == "Item 7"
     assert bundle.popularity[1] == 30
     assert {WEIGHTS, POPULARITY} < bundle.manifest.files.keys()
+
+
+@pytest.mark.parametrize("number", ["1e999", "-Infinity", "NaN"])
+def test_a_number_that_no_double_holds_is_written_as_it_was_read(tmp_path: Path, number: str):
+    bundle = make_bundle(tmp_path / "tiny")
+    text = (
+        bundle.manifest.model_dump_json()
+        .replace('"quality":{}', f'"quality":{{"loss":{number}}}')
+        .replace('"training":{}', f'"training":{{"loss":{number}}}')
+    )
+    read = Manifest.model_validate_json(text)
+    again = Manifest.model_validate_json(read.model_dump_json())
+    assert (repr(again.quality), repr(again.training)) == (repr(read.quality), repr(read.training))
+    assert repr(float(number)) in repr(read.quality)
 
 
 def test_versions_count_up_and_the_newest_becomes_current(tmp_path: Path):

@@ -69,7 +69,8 @@ def test_a_broken_manifest_is_a_manifest_or_refused_and_names_no_file_elsewhere(
     found = opened(bundle, data.draw(mutated(manifest) | JSON.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=200)))
     if found is not None:
         look_at_every_file(found)
-        assert Manifest.model_validate_json(found.manifest.model_dump_json()) == found.manifest or b"NaN" in manifest
+        written = found.manifest.model_dump_json()
+        assert Manifest.model_validate_json(written).model_dump_json() == written
 
 
 @fuzzed()
