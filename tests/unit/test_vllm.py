@@ -556,14 +556,19 @@ def test_what_is_not_loaded_has_nothing_to_forget():
     assert VllmGenerator().forget_everything() == 0
 
 
-def test_an_engine_that_does_not_end_is_killed_and_left_to_itself(generator, llm, scripted, caplog):
-    killed, end = [], threading.Event()
+def test_an_engine_that_does_not_end_is_killed_and_left_to_itself(scripted, bundle, caplog):
+    others = set(threading.enumerate())
+    generator = VllmGenerator(patience_s=30)
+    generator.load(bundle)
+    (thread,) = {one for one in threading.enumerate() if one.name == "vllm"} - others
+    llm, killed, end = made[-1], [], threading.Event()
     llm.engine_core.resources.engine_manager.processes.append(SimpleNamespace(kill=lambda: killed.append(True), join=lambda: None))
     llm.shutdown = lambda timeout: end.wait(timeout + 300)
     scripted.setattr(engine, "END_S", 0.1)
     generator.close()
     end.set()
-    eventually(lambda: "vllm" not in {thread.name for thread in threading.enumerate()})
+    thread.join(300)
+    assert not thread.is_alive()
     assert killed
     assert "vLLM did not end within 0.1 s" in caplog.text
 
