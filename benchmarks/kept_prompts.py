@@ -39,9 +39,7 @@ def main() -> None:
     rows = [row for name in PRESETS for row in measured(name, rounds)]
     columns = ("decoder", "users", "kept (ms)", "not kept (ms)", "times as fast")
     machine = Machine.now("benchmarks.kept_prompts", ("torch", "numpy"), load)
-    said = (
-        f"Decoders of {VOCABULARY:,} tokens, prompts of up to {PROMPT} states, {ITEMS:,} items, a beam of {BEAM}; {rounds} rounds."
-    )
+    said = f"Decoders of {VOCABULARY:,} tokens, prompts of up to {PROMPT} states, {ITEMS:,} items, a beam of {BEAM}; {rounds} rounds."
     text = "\n".join(["# Kept prompts on a CPU", "", *table(columns, rows), "", said, "", *machine.lines()])
     dated("kept_prompts_cpu", "md").write_text(text)
     print(text)
