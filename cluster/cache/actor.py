@@ -205,7 +205,7 @@ async def connect(settings: CacheSettings, name: str, patience: SharedSettings |
     """The shared cache of this name; its actors are made where they do not exist, and told the settings where they do. Actors that are not
     wanted any more, as of earlier settings, give what they hold to the others, and are ended.
 
-    `patience`: the deadlines, in place of those of the settings. Raises BackendUnavailable where Ray refuses.
+    `patience`: the deadlines, in place of those of the settings. Raises BackendUnavailable in a process that belongs to no Ray cluster.
     """
     if not ray.is_initialized():  # the first remote call would start a cluster of its own
         raise BackendUnavailable("the cache actors live in a Ray cluster, and this process belongs to none; call ray.init first")

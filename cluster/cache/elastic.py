@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar, cast
 
 from cluster.cache.entry import CacheStatistics
@@ -98,11 +99,8 @@ class ElasticCache(ShardedCache):
         """Returns once its shards were asked for. Where they cannot be had yet they are asked for again, in the background."""
         made = cls(name=name, place=place, bounds=(least, most), settings=settings or SharedSettings(), clock=clock)
         first = Layout(0, least)
-        try:
-            made._own(await place.make(first.names(name)))
-            made._layout = first
-        except BackendUnavailable as error:
-            logger.warning("until cache shards can be had, all keys are misses: %s", error)
+        with suppress(BackendUnavailable):  # told once they are asked for again
+            made._give_keys_to(await place.make(first.names(name)), first)
         made.follow(first)
         return made
 
@@ -176,8 +174,11 @@ class ElasticCache(ShardedCache):
         started = await asyncio.gather(*(shard.insist(lambda asked: asked.statistics()) for shard in new))
         if silent := [shard.name for shard, answer in zip(new, started, strict=True) if answer is None]:
             raise BackendUnavailable(f"{', '.join(silent)} does not answer yet")
-        self._own(shards)
+        self._give_keys_to(shards, layout)
         logger.info("%s: keys belong to %d shards from now on", self._name, layout.owners)
+
+    def _give_keys_to(self, shards: Mapping[str, Movable], layout: Layout) -> None:
+        self._own(shards)
         self._layout, self._seen = layout, ShardsSeen(layout)
 
     async def _looked(self) -> bool:

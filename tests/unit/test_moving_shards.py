@@ -8,7 +8,7 @@ import pytest
 
 from cluster.cache.elastic import ElasticCache
 from cluster.cache.entry import Entry, Key
-from cluster.cache.layout import Layout, shard_names
+from cluster.cache.layout import Layout, ShardsSeen, shard_names
 from cluster.cache.memory import MemoryCache
 from cluster.cache.moving import BATCH, MovingShard
 from cluster.cache.shard import Granted
@@ -33,6 +33,7 @@ class Place:
     def __init__(self, turns=lambda: 0):
         self.shards, self.away, self.ended, self.clock, self.turns = {}, set(), [], Clock(1000.0), turns
         self.made, self.given, self.before_given, self.ends, self.refuses = Counter(), Counter(), None, [], False
+        self.refused = 0
 
     async def make(self, names):
         self.refuse()
@@ -47,6 +48,7 @@ class Place:
 
     def refuse(self):
         if self.refuses:
+            self.refused += 1
             raise BackendUnavailable("the head is away")
 
     async def end(self, name):
@@ -147,6 +149,12 @@ async def test_what_was_kept_is_still_a_hit_when_shards_are_added_or_taken_away(
     assert cache.seen.layout.owners == after
 
 
+async def test_a_cache_tells_its_first_layout_before_it_has_looked_at_its_shards():
+    cache = await ElasticCache.made(NAME, Place(), least=2, most=8, settings=PATIENT)
+    assert cache.seen == ShardsSeen(Layout(0, 2))
+    await cache.settled()
+
+
 async def test_a_shard_that_is_slow_to_start_owns_nothing_until_it_answers(caplog):
     place = Place()
     cache = await cache_of(place)
@@ -171,7 +179,7 @@ async def test_shards_that_cannot_be_had_at_the_start_are_had_later_and_until_th
     assert (await found(cache), await cache.lease(KEYS[0], "me", 30.0), cache.seen) == ({}, None, None)
     assert await cache.invalidate("tenant") == Erased(0, (NAME,))
     assert [health.name for health in cache.health()] == [NAME]
-    await asyncio.sleep(100)
+    await until(lambda: place.refused > 10)
     assert caplog.text.count("the cache stays with 0 shards: the head is away") == 1
     place.refuses = False
     await cache.settled()
