@@ -14,7 +14,8 @@ STDERR = pytest.StashKey[IO[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[STDERR] = os.fdopen(os.dup(2), "w")  # that of a test is kept for its report
+    config.stash[STDERR] = stderr = os.fdopen(os.dup(2), "w")  # that of a test is kept for its report
+    config.add_cleanup(stderr.close)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -8,8 +8,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "import pytest, tests.hangs; tests.hangs.LATER_S = 1; pytest.main(['-p', 'tests.hangs', '-o', 'timeout=1', '-q', '.'])"
-IN_C = "import signal, time\n\ndef test_hangs():\n    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n    time.sleep(300)\n"
-AT_THE_END = "import time\n\ndef pytest_sessionfinish():\n    time.sleep(300)\n"
+FOR_EVER = "threading.Event().wait()"
+IN_C = f"import signal, threading\n\ndef test_hangs():\n    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n    {FOR_EVER}\n"
+AT_THE_END = f"import threading\n\ndef pytest_sessionfinish():\n    {FOR_EVER}\n"
 
 
 @pytest.mark.parametrize(("name", "code"), [("test_it.py", IN_C), ("conftest.py", AT_THE_END)])
