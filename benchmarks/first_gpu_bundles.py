@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from cluster.bundle import (
@@ -74,6 +75,13 @@ def history(length: int, items: int, seed: int) -> UserSequence:
         values=np.full(length, np.nan, np.float32),
         request_time=1_700_000_000,
     )
+
+
+def beginning(sequence: UserSequence, length: int) -> UserSequence:
+    """The first events of a history, asked about when the next one happened."""
+    columns = {name: getattr(sequence, name)[:length] for name in ("items", "timestamps", "actions", "values")}
+    asked = sequence.request_time if length == len(sequence) else int(sequence.timestamps[length])
+    return replace(sequence, **columns, request_time=asked)
 
 
 def exact_decoder(bundle: Bundle) -> SemanticIdDecoder:

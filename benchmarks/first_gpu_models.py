@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from benchmarks import first_gpu_training
 from benchmarks.devices import DEVICE, INTERPRETED, error_of, wall_ms
-from benchmarks.first_gpu_bundles import exact_decoder, example, history, published
+from benchmarks.first_gpu_bundles import beginning, exact_decoder, example, history, published
 from benchmarks.guarded import Case, Finding, Label, NotHere
 from benchmarks.models import MODELS
 from benchmarks.naive_hstu import NaiveHSTU
@@ -114,7 +114,7 @@ def _kept(device: str, name: str, length: int) -> Finding:
         whole = history(length, len(bundle.item_vectors) - 1, 0)
         encoder = _loaded(device, name, bundle, keep_from=1)
         for known in (length // 2, length):
-            answer = encoder.infer(EncodeRequest(_beginning(whole, known), TOP, user="ann"))
+            answer = encoder.infer(EncodeRequest(beginning(whole, known), TOP, user="ann"))
         kept, found = encoder.kept(), _compared(bundle, [answer], [whole])
     if kept["hit_rows"] != length // 2 - 1 or kept["failures"]:
         return dataclasses.replace(found, error=float("nan"), note=f"not continued: {kept}")
@@ -153,13 +153,6 @@ def _beside(device: str, name: str, lengths: Sequence[int], rounds: int) -> Find
 
 def _asked_of(encoder: TorchEncoder, bundle: Bundle, histories: Sequence[UserSequence]) -> Finding:
     return _compared(bundle, encoder.batch_infer([EncodeRequest(one, TOP) for one in histories]), histories)
-
-
-def _beginning(sequence: UserSequence, length: int) -> UserSequence:
-    """The first events of a history, asked about when the next one happened."""
-    columns = {name: getattr(sequence, name)[:length] for name in ("items", "timestamps", "actions", "values")}
-    asked = sequence.request_time if length == len(sequence) else int(sequence.timestamps[length])
-    return replace(sequence, **columns, request_time=asked)
 
 
 def _prompts(bundle: Bundle, lengths: Sequence[int]) -> list[UserState]:
@@ -210,7 +203,7 @@ def _encoder_speed(device: str, name: str, model: str, users: int, rounds: int) 
         cold = [EncodeRequest(one, TOP) for one in histories]
         off, keeping = (_loaded(device, name, bundle, state_bytes=size, keep_from=1) for size in (0, KEPT_BYTES))
         known = [EncodeRequest(one, TOP, user=f"user {number}") for number, one in enumerate(histories)]
-        keeping.batch_infer([replace(one, sequence=_beginning(one.sequence, length - 1)) for one in known])
+        keeping.batch_infer([replace(one, sequence=beginning(one.sequence, length - 1)) for one in known])
         runs = partial(off.batch_infer, cold), _eager(device, bundle, histories), partial(keeping.batch_infer, known)
         ms, eager_ms, kept_ms = wall_ms(*runs, rounds=rounds)
         found = _compared(bundle, off.batch_infer(cold), histories) if users == 1 else Finding()
