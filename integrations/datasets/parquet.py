@@ -39,9 +39,12 @@ class ParquetBlock:
 
 
 def parquet_blocks(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[ParquetBlock]:
-    """The file's rows with only these columns, in this order."""
+    """The file's rows with only these columns, in this order. Raises ArrowInvalid where a damaged file refers to words that it lacks."""
     row = 1
     for batch in file.iter_batches(batch_size=BLOCK_ROWS, columns=list(columns)):
+        for column in batch.columns:
+            if pa.types.is_dictionary(column.type):  # Arrow reads their indices as they are
+                column.validate(full=True)
         yield ParquetBlock(batch.select(list(columns)), row)
         row += batch.num_rows
 

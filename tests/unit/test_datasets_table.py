@@ -1,6 +1,7 @@
 import csv
 import io
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,7 @@ from cluster.errors import DataError
 from cluster.values import Action, Item
 from integrations.datasets.events import EventCollector, EventFormat
 from integrations.datasets.options import BadRows, Columns, ItemColumns, ReadOptions, TimestampUnit
+from integrations.datasets.parquet import parquet_blocks
 from integrations.datasets.table import read_table
 from integrations.datasets.text import TextFormat, TextReader
 
@@ -397,6 +399,13 @@ def test_what_is_written_is_read_back(tmp_path_factory, rows, how):
             writer.writerow([user, item, stamp, action, "" if value is None else repr(value)])
         path = written(folder, text.getvalue())
     assert rows_of(read_table(path, ReadOptions(delimiter=None if how == "parquet" else ","))) == in_dataset_order(rows)
+
+
+def test_coded_words_that_refer_to_none_are_refused():
+    words = pa.DictionaryArray.from_arrays(pa.array([0, 1]), pa.array([], pa.string()), safe=False)
+    damaged = SimpleNamespace(iter_batches=lambda **_: [pa.record_batch({"action": words})])
+    with pytest.raises(pa.ArrowInvalid, match="out of bounds"):
+        list(parquet_blocks(damaged, ["action"]))
 
 
 class OnlyRows:
