@@ -126,8 +126,9 @@ class Switchboard:
         return self._version
 
     def applied(self, version: int, *, now: float) -> bool:
-        """Whether every live replica has reported that it follows this version or a later one."""
-        return all(report.version >= version for report in self._live(now).values())
+        """Whether every live replica has reported that it follows this version or a later one; not while none has reported."""
+        live = self._live(now).values()
+        return bool(live) and all(report.version >= version for report in live)
 
     def erase(self, tenant: str | None, user: str | None, *, now: float) -> int:
         """Have a user forgotten everywhere, or all users of a tenant, or all users; the number to pass to `erased`."""

@@ -80,6 +80,16 @@ def test_a_replica_that_is_gone_is_neither_waited_for_nor_counted():
     assert switchboard.status(now=NOW + 60) == ()
 
 
+def test_a_restarted_switchboard_that_has_heard_of_nobody_does_not_say_that_a_switch_is_applied():
+    old, replica = Switchboard(), Replica("a")
+    replica.report(old)
+    version = old.set("encoder", "torch", "off", now=NOW)
+    restarted = Switchboard(now=NOW + 1)
+    assert not restarted.applied(version, now=NOW + 1)
+    replica.report(restarted, now=NOW + 1)
+    assert not restarted.applied(version, now=NOW + 1), "the switch was lost before a replica had heard of it"
+
+
 def test_every_change_has_a_newer_version():
     switchboard = Switchboard()
     Replica("a").report(switchboard)
