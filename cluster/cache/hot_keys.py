@@ -72,7 +72,8 @@ class HotKeys(Generic[KeyT]):
         if key not in self._counts:
             return 0.0
         # At a steady r lookups a second the decayed count tends to r x the integral of 2^(-t / half-life), r x half-life / ln 2.
-        count = (self._counts[key] - self._errors[key]) / self._weight_now()
+        weight = self._weight_now()  # first: it may rescale the counts
+        count = (self._counts[key] - self._errors[key]) / weight
         return count * math.log(2) / self.half_life_s * 60
 
     def top(self, n: int) -> list[tuple[KeyT, float]]:

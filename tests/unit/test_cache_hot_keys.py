@@ -50,6 +50,14 @@ def test_counts_survive_many_half_lives(clock):
     assert hot_keys.top(1)[0][0] == "c"
 
 
+def test_who_looks_when_counts_are_rescaled_is_told_no_other_rate(clock):
+    hot_keys = HotKeys(2, half_life_s=1.0, clock=clock)
+    clock.now += 499
+    hot_keys.record("a")
+    clock.now += 2
+    assert hot_keys.top(1) == [("a", pytest.approx(0.6931 / 4 * 60, rel=1e-3))]
+
+
 def test_the_hottest_keys_are_found_among_far_more_than_are_counted(clock):
     hot_keys, source, asked = HotKeys(100, half_life_s=1e6, clock=clock), random.Random(5), {}
     for number in range(20_000):
