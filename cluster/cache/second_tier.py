@@ -67,9 +67,9 @@ class SecondTier:
                 return _right(leased, holder)
         return None
 
-    def put(self, key: Key, entry: Entry, epoch: int) -> None:
-        """Send it soon, in the background."""
-        self.writes.put(key, entry, epoch)
+    def put(self, key: Key, entry: Entry, epoch: int) -> bool:
+        """Send it soon, in the background; says whether there was room for it."""
+        return self.writes.put(key, entry, epoch)
 
     def release(self, key: Key, right: Right) -> None:
         """Let the next replica compute it, in the background."""

@@ -192,10 +192,7 @@ class TieredCache(Generic[T]):
             return False
         entry = self._entry(payload, computed.negative, cost_ms)
         self._remember(key, replace(entry, payload=computed.value), began)
-        if self._l2 is None or right is None:
-            return False
-        self._l2.put(key, entry, right.epoch)
-        return True
+        return self._l2 is not None and right is not None and self._l2.put(key, entry, right.epoch)
 
     def _has_better(self, key: Key) -> bool:
         """Whether a good answer, if an old one, is there: it is not given up for a degraded one."""

@@ -19,14 +19,17 @@ class WriteBehind:
         self._pending: dict[Key, tuple[Entry, int | None]] = {}
         self._sender: asyncio.Task[None] | None = None
 
-    def put(self, key: Key, entry: Entry, epoch: int | None = None) -> None:
-        """With the epoch in which its computation began; without one, where it belongs to this moment and not to what went before."""
+    def put(self, key: Key, entry: Entry, epoch: int | None = None) -> bool:
+        """With the epoch in which its computation began; without one, where it belongs to this moment and not to what went before. Says
+        whether there was room for it.
+        """
         if len(self._pending) >= self._limit and key not in self._pending:
             self.dropped += 1
-            return
+            return False
         self._pending[key] = (entry, epoch)
         if self._sender is None or self._sender.done():
             self._sender = asyncio.get_running_loop().create_task(self._send())
+        return True
 
     def forget(self, concerned: Callable[[Key], bool]) -> None:
         """Send these no more."""

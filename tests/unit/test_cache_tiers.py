@@ -374,6 +374,12 @@ async def test_the_lease_of_a_computation_that_leaves_nothing_is_given_back(outc
     assert isinstance(await ShardedCache(cluster.shards, PATIENT).lease(ADA, "the next", 60), Granted)
 
 
+async def test_the_lease_of_an_answer_that_finds_no_room_on_its_way_is_given_back():
+    cluster, work = Cluster(max_writes=0), Work()
+    await ask(cluster.replicas[0], work)
+    assert isinstance(await ShardedCache(cluster.shards, PATIENT).lease(ADA, "the next", 60), Granted)
+
+
 async def test_what_is_not_to_be_kept_is_given_to_those_who_wait_and_to_nobody_else():
     cluster, work = Cluster(), Work()
     work.options = {"keep": False}
