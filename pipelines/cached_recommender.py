@@ -53,13 +53,12 @@ class CachedRecommender:
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """The answer. Raises InvalidRequest."""
+        self._recommender.check(request)
         request = started(request)
+        self._usual.note(request)  # before the answer: noted after its user was erased, it would stay in the shared cache
         if self._cache is None or not cacheable(request):
-            answer = await self._compute(request)
-        else:
-            answer = await self._recommend(request)
-        self._usual.note(request)
-        return answer
+            return await self._compute(request)
+        return await self._recommend(request)
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         """The answer's parts as they are found. A cached answer yields its stages, its items and itself; a streamed one is not cached."""

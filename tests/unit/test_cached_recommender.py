@@ -6,6 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from cluster.cache.memory import MemoryCache
+from cluster.cache.shard import CacheShard
+from cluster.cache.shared import ShardedCache, SharedSettings
+from cluster.cache.shared_notes import SharedNotes
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.errors import BackendUnavailable, InvalidRequest
@@ -14,7 +17,7 @@ from cluster.values import Behaviour, RecommendRequest, SamplingOptions, StageRe
 from pipelines.answer_key import answer_key, cacheable, version_of
 from pipelines.cached_recommender import ANSWER_CODEC, CachedRecommender
 from pipelines.recommend import Recommender
-from pipelines.remembered import UsualRequests
+from pipelines.remembered import REQUEST_CODEC, UsualRequests
 from pipelines.stored_history import StoredHistories
 from tests.bundles import make_bundle
 from tests.fake_stages import Descending
@@ -198,6 +201,30 @@ async def test_a_request_that_lists_many_items_or_is_refused_is_not_remembered(s
     with pytest.raises(InvalidRequest):
         await setting.answers.recommend(replace(STORED, strategy="generative"))
     assert not setting.usual.of("default", "ada")
+
+
+async def test_a_request_that_outlasts_its_users_erasure_leaves_nothing_of_the_user_in_the_shared_cache(setting, events):
+    await events.append([Event("ada", SEEN[0])])
+    shard = CacheShard(MemoryCache(clock=setting.clock), setting.clock)
+    shared = ShardedCache({"only": shard}, SharedSettings(deadline_s=60))
+    usual = UsualRequests(SharedNotes(shared, REQUEST_CODEC, setting.clock))
+    cache = TieredCache(MemoryCache(clock=setting.clock), shared, TierSettings(), ANSWER_CODEC, clock=setting.clock)
+    answers = CachedRecommender(
+        Recommender(setting.bundle, setting.encoder), StoredHistories(setting.store, 10), cache, setting.bundle.digest, usual
+    )
+    setting.encoder.delay = 1.0
+    asked = asyncio.create_task(answers.recommend(STORED))
+    await until(lambda: setting.encoder.asked)
+    answers.forget("default", "ada")
+    await cache.invalidate("default", "ada")
+    await asked
+    await usual.shared.flush()
+    await cache.flush()
+    answers.forget("default", "ada")  # again, now that requests of that time are over: each gateway in its own memory
+    cache.forget("default", "ada")
+    assert usual.of("default", "ada") is None
+    assert shard.memory.entries() == []
+    await cache.close()
 
 
 async def test_a_stale_answer_that_is_streamed_is_computed_anew(setting):
