@@ -243,6 +243,7 @@ class RolloutStore:
             if before.trial is not None:
                 self._write(self._ended(before, "rolled back", reason))
             else:
+                self._write(before)  # or a trial of the version that is left, which was over while it was stable, would go on
                 self.store.roll_back()
             return self.read()
 

@@ -160,6 +160,14 @@ def test_a_trial_that_became_stable_in_another_way_is_none_any_more(rollouts: Ro
     assert rollouts.read().trial is None
 
 
+def test_a_rollback_of_a_version_that_became_stable_in_another_way_does_not_begin_its_trial_again(rollouts: RolloutStore):
+    rollouts.promote(2, canary())
+    rollouts.store.promote(2)
+    rolled_back = rollouts.rollback("people complained")
+    assert (rolled_back.stable, rolled_back.trial) == (1, None)
+    assert rollouts.read() == rolled_back
+
+
 def test_exactly_the_trial_that_was_judged_ends(rollouts: RolloutStore, clock: Clock):
     judged = rollouts.promote(2, canary()).trial
     clock.advance(1)
