@@ -126,7 +126,7 @@ class VersionRecorder:
         """In the shadow of another version's answer."""
         ours, theirs = set(item_ids(answer.items)), set(item_ids(with_.items))
         self._overlaps += 1
-        self._overlap += len(ours & theirs) / max(1, len(theirs))
+        self._overlap += len(ours & theirs) / len(theirs) if theirs else float(not ours)
 
     def figures(self) -> VersionFigures:
         return VersionFigures(self._requests, self._degraded, self._latency.summary(monotonic()), self._overlaps, self._overlap)

@@ -292,6 +292,16 @@ async def test_overlap_is_the_share_of_items_in_common(rig):
     assert rig.versions.figures()[TRIED].overlap == 1.0
 
 
+async def test_two_answers_without_items_have_all_in_common_and_one_without_has_nothing(rig):
+    rig.learn(1, SHADOW)
+    await rig.ask(allowed=frozenset({"no item"}))
+    await rig.compared(1)
+    assert rig.versions.figures()[TRIED].overlap == 1.0
+    await rig.ask(allowed=frozenset({"25"}))  # version 2 alone has it
+    await rig.compared(2)
+    assert rig.versions.figures()[TRIED].overlap == 1.0
+
+
 async def test_a_shadow_is_not_waited_for_whatever_becomes_of_it(rig, caplog):
     rig.learn(1, SHADOW)
     rig.encoder(2).delay = 3600
