@@ -44,6 +44,8 @@ ResultT = TypeVar("ResultT")
 AnswerT = TypeVar("AnswerT", Recommendation, Ranking)
 KEPT_TIMES = 1.2
 """A degraded answer is kept for `negative_ttl_s`, give or take a tenth."""
+TIMED_FOR_S = 3600.0
+"""A trial's latencies are those of the last one to two of these: long enough for many on a small share of few users."""
 SHADOWS_AT_ONCE = 2
 """A request that would be the next one is answered, and not repeated in the shadow."""
 logger = logging.getLogger("ray.serve")
@@ -114,7 +116,7 @@ class VersionRecorder:
 
     def __init__(self) -> None:
         self._requests = self._degraded = self._overlaps = 0
-        self._overlap, self._latency = 0.0, LatencyRecorder(monotonic())
+        self._overlap, self._latency = 0.0, LatencyRecorder(monotonic(), TIMED_FOR_S)
 
     def answered(self, answer: Recommendation, duration_ms: float | None) -> None:
         self._requests += 1

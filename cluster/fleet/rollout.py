@@ -54,7 +54,7 @@ class Guard(_Record):
     degraded_margin: float = Field(0.02, ge=0, le=1, description="by how much the share of degraded answers may be higher")
     latency_ratio: float = Field(1.5, ge=1, description="how many times as long the p95 of computed answers may be")
     latency_slack_ms: float = Field(10.0, ge=0, description="and so many milliseconds more")
-    fewest_requests: int = Field(200, ge=FEWEST, description="requests of each version before latencies are compared")
+    fewest_requests: int = Field(200, ge=FEWEST, description="requests of each version, timed of late, before latencies are compared")
     least_overlap: float = Field(0.0, ge=0, le=1, description="shadow: mean share of items that both versions must have in common")
 
 
@@ -198,7 +198,8 @@ def least_share(count: int, of: int) -> float:
 
 def _too_slow(guard: Guard, stable: VersionFigures, tried: VersionFigures) -> str:
     ours, usual = tried.latency.p95_ms, stable.latency.p95_ms
-    if ours is None or usual is None or min(stable.requests, tried.requests) < guard.fewest_requests:
+    timed = min(sum(stable.latency.buckets), sum(tried.latency.buckets))  # streams are not, and a percentile is of the latest calls
+    if ours is None or usual is None or timed < guard.fewest_requests:
         return ""
     limit = guard.latency_ratio * usual + guard.latency_slack_ms
     return f"p95 is {ours:.1f} ms, more than {limit:.1f} ms; the stable version's is {usual:.1f} ms" if ours > limit else ""

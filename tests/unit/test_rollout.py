@@ -1,5 +1,6 @@
 """Which versions serve: who takes part in a trial, what ends one, and changes by several processes at once."""
 
+import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -113,6 +114,13 @@ def test_a_trial_that_is_slow_ends_but_not_by_a_few_requests_nor_within_the_slac
     assert judge(guard, figures(200, ms=1), figures(200, ms=9)) == "", "a few milliseconds are no reason"
     assert judge(guard, figures(199, ms=100), figures(200, ms=300)) == ""
     assert judge(guard, figures(200, ms=100), figures(199, ms=300)) == ""
+
+
+def test_a_trial_is_not_slow_by_the_few_of_its_requests_that_were_timed_of_late():
+    slow = figures(199, ms=300).latency
+    many = VersionFigures(requests=10_000, latency=dataclasses.replace(slow, count=5000))
+    assert judge(Guard(), figures(10_000, ms=100), many) == "", "the others were streams, or are longer ago"
+    assert judge(Guard(), dataclasses.replace(many, latency=figures(199, ms=100).latency), figures(10_000, ms=300)) == ""
 
 
 def test_a_shadow_that_recommends_something_else_ends_where_that_was_asked_for():

@@ -10,16 +10,18 @@ from cluster.cache.memory import MemoryCache
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
+from cluster.engines.latency import LatencySummary
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.fleet.board import FleetNews
-from cluster.fleet.rollout import Arm, Rollout, Trial, VersionFigures
+from cluster.fleet.rollout import Arm, Guard, Rollout, Trial, VersionFigures, judge
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
 from deployments.replicas.replica import ModelGone
-from deployments.version_router import SHADOWS_AT_ONCE, ServedModel, VersionRouter
+from deployments.version_router import SHADOWS_AT_ONCE, ServedModel, VersionRecorder, VersionRouter
 from pipelines.cached_recommender import ANSWER_CODEC
 from pipelines.stored_history import StoredHistories
 from tests.bundles import make_bundle
 from tests.fake_stages import Naming, bundle_with_decoder
+from tests.fakes.clock import Clock
 from tests.fakes.stages import FakeStages
 from tests.waiting import until
 
@@ -269,6 +271,16 @@ async def test_a_trial_of_flags_counts_what_comes_from_a_cache_too(three):
         await rig.ask()
     [parts async for parts in rig.versions.stream(RecommendRequest("ada", HISTORY, k=3))]
     assert sum(one.requests for one in rig.versions.figures().values()) == 6
+
+
+def test_few_requests_an_hour_are_enough_to_compare_latencies_in_the_end(monkeypatch):
+    monkeypatch.setattr("deployments.version_router.monotonic", clock := Clock())
+    recorder = VersionRecorder()
+    for _ in range(200):
+        recorder.answered(SimpleNamespace(degraded=False), 300.0)
+        clock.advance(15)
+    stable = VersionFigures(200, latency=LatencySummary(200, buckets=(200,)))
+    assert "p95 is" in judge(Guard(), stable, recorder.figures())
 
 
 SHADOW = Trial(version=2, kind="shadow", share=1.0, began=1.0)
