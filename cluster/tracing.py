@@ -12,9 +12,11 @@ Where no trace is recorded, which is also the case without an exporter, a span c
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import Context
 from typing import TypeAlias
 
 from opentelemetry import trace
+from opentelemetry.context import attach, get_current
 from opentelemetry.trace import Link, Span, SpanContext
 
 from cluster.values import Recommendation, SkippedBackend, StageReport
@@ -55,6 +57,13 @@ def here() -> SpanContext | None:
     """Where in its trace the caller is; None where nothing is recorded."""
     current = trace.get_current_span()
     return current.get_span_context() if current.is_recording() else None
+
+
+def continued_in(context: Context) -> Context:
+    """A copy of that context, in which the caller's trace goes on."""
+    copied = context.copy()
+    copied.run(attach, get_current())
+    return copied
 
 
 def say_who_served(current: Span, report: StageReport) -> None:

@@ -1,12 +1,15 @@
 """Work that several callers wait for, and work in the background, on one event loop.
 
-A flight is a task of its own: a caller that goes away does not take it down while others wait, and its error reaches each of them. The
-flight ends with the last caller that waits.
+A flight is a task of its own, in the context of no caller: one that goes away does not take it down while others wait, and its error
+reaches each of them. The flight ends with the last caller that waits.
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable
+from contextvars import copy_context
 from typing import Any, Generic, TypeVar
+
+from cluster import tracing
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 T = TypeVar("T")
@@ -22,11 +25,12 @@ class Flight(Generic[KeyT, T]):
 
 
 class SingleFlight(Generic[KeyT, T]):
-    """At most one computation of a key at a time; later callers join it."""
+    """At most one computation of a key at a time; later callers join it. To be made outside of requests: computations have that context."""
 
     def __init__(self) -> None:
         self._flights: dict[KeyT, Flight[KeyT, T]] = {}
         self._running: set[asyncio.Task[T]] = set()  # the loop itself keeps tasks by weak references only
+        self._context = copy_context()  # not a request's: Serve cancels calls made in the context of a cancelled request
 
     def get(self, key: KeyT) -> Flight[KeyT, T] | None:
         """The one under way, to `wait` for."""
@@ -34,7 +38,8 @@ class SingleFlight(Generic[KeyT, T]):
 
     def start(self, key: KeyT, compute: Callable[[], Coroutine[Any, Any, T]], *, waiting: int = 0) -> Flight[KeyT, T]:
         """A new one, which later callers join. `waiting`: how many wait for it already and never go away: 1 for background work."""
-        flight = self._flights[key] = Flight(key, asyncio.get_running_loop().create_task(compute()), waiting)
+        task = asyncio.get_running_loop().create_task(compute(), context=tracing.continued_in(self._context))
+        flight = self._flights[key] = Flight(key, task, waiting)
         self._running.add(flight.task)
         flight.task.add_done_callback(lambda done: self._landed(flight, done))
         return flight

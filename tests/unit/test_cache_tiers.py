@@ -2,11 +2,14 @@
 
 import asyncio
 import random
+from contextvars import ContextVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.sdk.trace import TracerProvider
 
+from cluster import tracing
 from cluster.cache.codec import Codec
 from cluster.cache.entry import Key
 from cluster.cache.memory import MemoryCache
@@ -176,6 +179,21 @@ async def test_who_goes_away_does_not_take_the_computation_along(goes):
     work.go.set()
     assert (await asked[1 - goes]).value == "answer 1"
     assert (asked[goes].cancelled(), work.calls) == (True, 1)
+
+
+async def test_what_several_wait_for_is_computed_in_the_context_of_none_of_them_and_in_the_trace_of_the_first():
+    """Serve cancels the calls that were made in the context of a request whose client leaves, also where others wait for them."""
+    caller, seen = ContextVar("caller", default="none"), []
+    cache = Cluster().replicas[0]
+
+    async def compute():
+        seen.append((caller.get(), tracing.here()))
+        return Computed("answer")
+
+    caller.set("the first one's")
+    with TracerProvider().get_tracer("test").start_as_current_span("request") as request:
+        await cache.get_or_compute(ADA, compute)
+    assert seen == [("none", request.get_span_context())]
 
 
 async def test_what_nobody_waits_for_any_more_is_cancelled_and_its_leases_are_given_back():
