@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextvars import copy_context
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
@@ -9,14 +10,17 @@ T = TypeVar("T")
 
 
 class SharedAnswer(Generic[T]):
-    """What `ask` answers, asked at most once in `fresh_s` seconds on `clock`; it must not raise. A caller that leaves disturbs no other."""
+    """What `ask` answers, asked at most once in `fresh_s` seconds on `clock`; it must not raise. A caller that leaves disturbs no other.
+    To be made outside of requests: `ask` has that context.
+    """
 
     def __init__(self, ask: Callable[[], Coroutine[Any, Any, T]], fresh_s: float, clock: Callable[[], float] = monotonic) -> None:
         self._ask, self._fresh_s, self._clock = ask, fresh_s, clock
         self._asking: asyncio.Task[T] | None = None
         self._began = 0.0
+        self._context = copy_context()  # not a request's: Serve cancels calls made in the context of a cancelled request
 
     async def get(self) -> T:
         if self._asking is None or (self._asking.done() and self._clock() - self._began >= self._fresh_s):
-            self._began, self._asking = self._clock(), asyncio.create_task(self._ask())
+            self._began, self._asking = self._clock(), asyncio.create_task(self._ask(), context=self._context)
         return await asyncio.shield(self._asking)
