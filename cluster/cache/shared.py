@@ -115,7 +115,9 @@ class GuardedShard:
         state = self._breaker.state(self._clock())
         if state is BreakerState.OPEN or (state is BreakerState.HALF_OPEN and self._on_trial):
             return None
-        self._on_trial = state is BreakerState.HALF_OPEN
+        if state is BreakerState.CLOSED:
+            return await self._timed(call, self._settings.deadline_s + more_s)
+        self._on_trial = True
         try:
             return await self._timed(call, self._settings.deadline_s + more_s)
         finally:

@@ -230,6 +230,23 @@ async def test_one_call_alone_tries_whether_the_shard_is_back():
     assert shard.asked == 4
 
 
+async def test_a_call_of_before_that_ends_during_the_trial_lets_no_other_try():
+    clock = Clock()
+    shard, cache = guarded(clock)
+    shard.mood = "hangs"
+    long = asyncio.create_task(cache.wait(ADA, 60))
+    await asyncio.sleep(0)
+    await asyncio.gather(*(cache.mget([ADA]) for _ in range(3)))
+    clock.now += 1.1
+    trial = asyncio.create_task(cache.mget([ADA]))
+    await asyncio.sleep(0)
+    long.cancel()
+    await asyncio.gather(long, return_exceptions=True)
+    await cache.mget([ADA])
+    assert shard.asked == 5
+    await trial
+
+
 async def test_a_trial_whose_caller_goes_away_leaves_the_next_one_free():
     clock = Clock()
     shard, cache = guarded(clock)
