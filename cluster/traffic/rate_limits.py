@@ -56,17 +56,17 @@ class RateLimiter:
         """Go on under other limits; buckets keep what they hold, up to the new burst."""
         self._settings = settings
 
-    def take(self, tenant: str, cost: int, now: float, gateways: int = 1) -> Grant | None:
-        """Take `cost` tokens, all or none; None where the tenant has no limit."""
+    def take(self, tenant: str, cost: int, now: float, gateways: int = 1, paid: int = 0) -> Grant | None:
+        """Take `cost` tokens, all or none; None where the tenant has no limit. `paid`: of them, what the call has taken before."""
         limit = self._limit_of(tenant)
         if limit is None:
             return None
         per_s, burst = limit.per_s / gateways, max(1.0, limit.burst / gateways)
         bucket = self._bucket(tenant, burst, now, gateways)
         bucket.fill(per_s, burst, now)
-        missing = (cost if cost > limit.burst else min(cost, burst)) - bucket.tokens
+        missing = (cost if cost > limit.burst else min(cost, burst) - paid) - bucket.tokens
         if missing <= 0:
-            bucket.tokens -= cost
+            bucket.tokens -= cost - paid
         return Grant(int(burst), int(limit.burst), max(0, int(bucket.tokens)), max(0.0, missing) / per_s, (burst - bucket.tokens) / per_s)
 
     def _limit_of(self, tenant: str) -> "RateLimit | None":

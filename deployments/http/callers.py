@@ -17,7 +17,8 @@ from deployments.http.origins import foreign_page
 
 INTERACTIVE = 3
 """Urgency of a request without a Priority header: RFC 9218's default."""
-Take = Callable[[str, int], Grant | None]
+Take = Callable[[str, int, int], Grant | None]
+"""Of a tenant, so many tokens less what is paid already."""
 Belong = Callable[[str], bool]
 ANONYMOUS = ApiKeySettings(name="none", sha256="0" * 64, tenant="default", rights=["read", "events"])
 """In place of a key, what a caller without one may do where `allow_anonymous` lets it in."""
@@ -83,8 +84,8 @@ class Caller:
 
     def pay(self, tenant: str, cost: int) -> None:
         """Charge `cost` less what is paid already. Raises HTTPException (429), or InvalidRequest if `cost` exceeds the limit itself."""
-        due = cost - self._paid.get(tenant, 0)
-        grant = self._take(tenant, due) if due > 0 else None
+        paid = self._paid.get(tenant, 0)
+        grant = self._take(tenant, cost, paid) if cost > paid else None
         if grant is None:
             return
         self.grant = grant if grant.given else None  # a refusal carries its figures itself

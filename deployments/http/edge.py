@@ -172,8 +172,8 @@ class Edge:
         if length.isdigit() and int(length[:20]) > self.settings.max_body_bytes:
             raise problems.BodyTooLarge(self.settings.max_body_bytes)
 
-    def _take(self, tenant: str, cost: int) -> Grant | None:
-        return self._rates.take(tenant, cost, self._clock(), self._gateways())
+    def _take(self, tenant: str, cost: int, paid: int) -> Grant | None:
+        return self._rates.take(tenant, cost, self._clock(), self._gateways(), paid)
 
     def _arrive(self, caller: Caller, urgency: int) -> Ticket:
         ticket, displaced = self._admission.arrive(self._clock(), urgency, caller.tenant)

@@ -630,11 +630,12 @@ async def test_refusals_that_need_the_message_are_counted_as_those_before_it_are
     assert served.edge.statistics().refused == {429: 3, 401: 1}
 
 
-async def test_a_batch_beyond_one_gateways_share_is_taken_and_paid_off_afterwards():
-    served = Served(gateways=4, rate_limits={"default": {"per_s": 0.1, "burst": 200}})
+@pytest.mark.parametrize("key", ["any", "shop"], ids=["charged by its message", "charged for one request before its message is read"])
+async def test_a_batch_beyond_one_gateways_share_is_taken_and_paid_off_afterwards(key):
+    served = Served(gateways=4, rate_limits={"default": {"per_s": 0.1, "burst": 200}}, api_keys=KEYS)
     served.service.gate.set()
     batch = {"requests": [{"user_id": "u"}] * 60}
-    answers = [await served.http.post("/v1/recommend:batch", json=batch) for _ in range(2)]
+    answers = [await served.http.post("/v1/recommend:batch", json=batch, headers=bearer(key)) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [200, 429]
 
 

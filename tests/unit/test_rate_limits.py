@@ -97,3 +97,9 @@ def test_who_waits_as_long_as_told_is_let_in(per_s, burst, cost):
         pass
     refused = limiter.take("shop", cost, now)
     assert limiter.take("shop", cost, now + refused.wait_s + 1e-6).given == (cost <= burst)
+
+
+def test_what_a_call_has_paid_before_counts_towards_a_full_bucket(limiter):
+    assert limiter.take("shop", 1, 0.0, gateways=4).given
+    assert limiter.take("shop", 20, 0.0, gateways=4, paid=1).given, "the bucket was full when the call came"
+    assert limiter.take("shop", 1, 0.0, gateways=4).wait_s == pytest.approx(16 / 2.5), "and owes what is beyond the share"
