@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import Annotated, Protocol
+from itertools import islice
+from typing import Annotated, Generic, Protocol, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Field
@@ -26,6 +27,7 @@ from deployments.http.callers import CallerHere
 from deployments.http.messages import ItemOut, Message
 from deployments.http.titles import TitleIndex
 
+T = TypeVar("T")
 MOST_FOUND, MOST_EXAMPLES, LENGTH = 50, 20, 5
 """Items a search answers with, examples that are given, and items of a composed history."""
 LOOKED_AT = 5_000
@@ -148,7 +150,7 @@ def page_routes(limits: Callable[[], GatewaySettings]) -> APIRouter:
 
 def playground_routes(service: PlaygroundService, users: StoredUsers, limits: Callable[[], GatewaySettings]) -> APIRouter:
     """The look-ups. `limits`: those of the moment."""
-    routes, titles = APIRouter(), _Titles(service)
+    routes, titles, composed = APIRouter(), _Made(service, TitleIndex), _Made(service, composed_histories)
 
     @routes.get("/v1/items", tags=["catalogue"])
     async def items(
@@ -158,16 +160,16 @@ def playground_routes(service: PlaygroundService, users: StoredUsers, limits: Ca
     ) -> ItemsOut:
         """Search the catalogue by title; without a query, its first items."""
         caller.acts_for()
-        return ItemsOut(items=_items_out(await titles.find(query, limit)))
+        return ItemsOut(items=_items_out(await asyncio.to_thread((await titles.get()).find, query, limit)))
 
     @routes.get("/v1/examples", tags=["catalogue"])
     async def examples(caller: CallerHere, limit: Annotated[int, Query(ge=1, le=MOST_EXAMPLES)] = 5) -> ExamplesOut:
         """Users and histories to try this service with."""
         stored = await _stored(users, caller.acts_for(), limit)
-        composed = await asyncio.to_thread(composed_histories, service.catalogue(), limit)
+        histories = islice((await composed.get()).items(), limit)
         return ExamplesOut(
             users=[StoredUserOut(user_id=one.user_id, events=one.events) for one in stored],
-            histories=[ComposedOut(name=name, items=_items_out(found)) for name, found in composed.items()],
+            histories=[ComposedOut(name=name, items=_items_out(found)) for name, found in histories],
         )
 
     @routes.get("/v1/options", tags=["catalogue"])
@@ -187,7 +189,7 @@ def playground_routes(service: PlaygroundService, users: StoredUsers, limits: Ca
     return routes
 
 
-def composed_histories(catalogue: Catalogue, count: int, length: int = LENGTH) -> dict[str, list[Item]]:
+def composed_histories(catalogue: Catalogue, count: int = MOST_EXAMPLES, length: int = LENGTH) -> dict[str, list[Item]]:
     """Name -> items that share a value of an attribute, of the most common values; the first items where none is shared."""
     looked_at = list(catalogue.items[:LOOKED_AT])
     tally = Counter(value for item in looked_at for value in _values(item))
@@ -197,21 +199,20 @@ def composed_histories(catalogue: Catalogue, count: int, length: int = LENGTH) -
     return {"the catalogue's first": looked_at[:length]} if looked_at else {}
 
 
-class _Titles:
-    """The search index of the catalogue that serves, built at the first search and again when the catalogue changes."""
+class _Made(Generic[T]):
+    """What `make` makes of the catalogue that serves, at the first call and again when the catalogue changes: it is the same for every
+    caller, and takes the interpreter for up to seconds.
+    """
 
-    def __init__(self, service: PlaygroundService) -> None:
-        self._service, self._making = service, asyncio.Lock()
-        self._made: tuple[Catalogue, TitleIndex] | None = None
+    def __init__(self, service: PlaygroundService, make: Callable[[Catalogue], T]) -> None:
+        self._service, self._make, self._making = service, make, asyncio.Lock()
+        self._made: tuple[Catalogue, T] | None = None
 
-    async def find(self, query: str, limit: int) -> list[Item]:
-        index = await self._index(self._service.catalogue())
-        return await asyncio.to_thread(index.find, query, limit)
-
-    async def _index(self, catalogue: Catalogue) -> TitleIndex:
+    async def get(self) -> T:
         async with self._making:
+            catalogue = self._service.catalogue()
             if self._made is None or self._made[0] is not catalogue:
-                self._made = (catalogue, await asyncio.to_thread(TitleIndex, catalogue))
+                self._made = (catalogue, await asyncio.to_thread(self._make, catalogue))
             return self._made[1]
 
 

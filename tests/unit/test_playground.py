@@ -246,6 +246,23 @@ async def test_there_are_examples_where_the_event_store_is_away(client, users):
     assert (answer["users"], len(answer["histories"])) == ([], 1)
 
 
+async def test_histories_are_composed_once_for_each_catalogue_and_for_every_caller(service, client, monkeypatch):
+    class Read(Item):
+        looks = 0
+
+        def __getattribute__(self, name):
+            Read.looks += name == "attributes"
+            return super().__getattribute__(name)
+
+    catalogue = Catalogue([Read(str(number), f"film {number}", {"genres": f"{'AB'[number % 2]}|C"}) for number in range(100)])
+    monkeypatch.setattr(service, "catalogue", lambda: catalogue, raising=False)
+    names = [one["name"] for one in (await client.get("/v1/examples?limit=20")).json()["histories"]]
+    assert names == ["genres: A", "genres: B"]
+    Read.looks = 0
+    assert [one["name"] for one in (await client.get("/v1/examples?limit=1")).json()["histories"]] == names[:1]
+    assert Read.looks == 5, "those of the answer alone"
+
+
 def test_composed_histories_share_the_most_common_values():
     composed = composed_histories(FILMS, count=2, length=2)
     assert {name: [item.item_id for item in items] for name, items in composed.items()} == {
