@@ -93,7 +93,7 @@ class FrontDoor:
         self._peers: dict[Peer, asyncio.Task[None]] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._known: dict[bytes, float] = {}
-        self._asking = 0
+        self._asking: dict[bytes, asyncio.Task[None]] = {}
         self._served: Counter[int] = Counter()
         self._refused: Counter[int] = Counter()
         self._latency = LatencyRecorder(monotonic())
@@ -192,25 +192,31 @@ class FrontDoor:
         key = headers.get("authorization", "")
         digest, now = sha256(key.encode()).digest(), monotonic()
         until = self._known.get(digest)
-        if until is None or (until < now and self._asking < MOST_ASKING):
-            await self._ask_after(key)
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            self._known[digest] = now + KNOWN_FOR_S
+        if until is None or (until < now and len(self._asking) < MOST_ASKING):
+            await self._asked_after(key, digest)
         return digest if key else b""
 
-    async def _ask_after(self, key: str) -> None:
+    async def _asked_after(self, key: str, digest: bytes) -> None:
+        """One question for all connections that have sent the key meanwhile: after a restart they come at once. None but `close` cancels
+        one that waits, and then it cancels all.
+        """
+        if (asking := self._asking.get(digest)) is None:
+            if len(self._asking) >= MOST_ASKING:
+                raise problems.overloaded(f"{len(self._asking)} keys are being checked at this door", wait_s=1)
+            asking = self._asking[digest] = asyncio.create_task(self._ask_after(key, digest))
+            asking.add_done_callback(lambda _: self._asking.pop(digest))
+        await asking
+
+    async def _ask_after(self, key: str, digest: bytes) -> None:
         """A gateway knows the current keys: it answers 403 where the key is known and may not operate."""
-        if self._asking >= MOST_ASKING:
-            raise problems.overloaded(f"{self._asking} keys are being checked at this door", wait_s=1)
-        self._asking += 1
-        try:
-            told = await self._exchange(HttpRequest("GET", "/v1/gateway", {"authorization": key} if key else {}), self._settings.timeout_s)
-        finally:
-            self._asking -= 1
+        now = monotonic()
+        told = await self._exchange(HttpRequest("GET", "/v1/gateway", {"authorization": key} if key else {}), self._settings.timeout_s)
         if told.status not in (200, 403):
             headers = {name: value for name, value in told.headers.items() if name in ("www-authenticate", "retry-after")}
             raise HTTPException(told.status, json.loads(told.body)["detail"], headers)
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        self._known[digest] = now + KNOWN_FOR_S
 
     def _receive(self, caller: bytes, peer: Peer, envelope: Envelope, asked: HttpRequest, held: int) -> None:
         """Raises what refuses the request."""

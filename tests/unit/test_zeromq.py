@@ -20,7 +20,7 @@ from deployments.http.api import create_api
 from deployments.http.event_messages import EventsOut
 from deployments.http.exchange import exchange
 from deployments.http.problems import problem_of
-from deployments.zeromq.door import FrontDoor
+from deployments.zeromq.door import MOST_ASKING, FrontDoor
 from deployments.zeromq.frames import HEADERS, opened, understood
 from deployments.zeromq.zmtp import MOST_FRAMES, Broken, Budget, Peer
 from tests.bundles import make_bundle
@@ -333,6 +333,26 @@ async def test_a_key_is_asked_after_once():
         for _ in range(5):
             assert (await served.client().ask(body={"user_id": "ada"}, headers={"authorization": "Bearer genrec_shop"}))[0] == 200
     assert (asked.count("/v1/gateway"), asked.count("/v1/recommend")) == (1, 5)
+
+
+@pytest.mark.parametrize("key", [None, "genrec_shop"])
+async def test_a_key_that_many_connections_send_at_once_is_asked_after_once_and_none_of_them_is_refused(key):
+    asked, may_answer = [], asyncio.Event()
+
+    async def counted(request, within_s):
+        asked.append(request.target)
+        await may_answer.wait()
+        return await served.exchange(request, within_s)
+
+    async with opened_door(gateway={"api_keys": KEYS} if key else None, exchanged=counted) as served:
+        clients = [served.client() for _ in range(MOST_ASKING + 4)]
+        headers = json.dumps({"authorization": f"Bearer {key}"} if key else {}).encode()
+        for client in clients:
+            await client.send(b"1", RECOMMEND, headers, b'{"user_id": "ada"}')
+        await served.reached(lambda _: served.door.connections == len(clients))
+        may_answer.set()
+        assert {(await client.heard())[1] for client in clients} == {200}
+    assert asked.count("/v1/gateway") == 1
 
 
 async def test_urgency_orders_the_requests_of_a_key_and_gives_it_nothing_over_others():
