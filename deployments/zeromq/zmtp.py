@@ -14,7 +14,7 @@ SMALL_BYTES = 256
 MESSAGE_WITHIN_S = 10.0
 """From the first byte of a message to its last, and for the greeting."""
 UNREAD_BYTES = 16 * 2**20
-"""Answers that a client leaves unread; beyond, its connection is cut."""
+"""Answers that a client leaves unread; where there are more and another comes, its connection is cut. One alone may have any size."""
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _GREETING = _SIGNATURE + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -138,12 +138,13 @@ class Peer:
             self._write(_command(b"PONG", command[7 : 7 + 16]))
 
     def _write(self, data: bytes) -> None:
-        """A client that reads nothing has its connection cut."""
+        """A client that reads nothing has its connection cut, by what it had left unread before: no client has read this yet."""
         if self.gone:
             return
-        self._writer.write(data)
         if self._writer.transport.get_write_buffer_size() > UNREAD_BYTES:
             self._writer.transport.abort()
+        else:
+            self._writer.write(data)
 
 
 def _socket_type(ready: bytes) -> bytes:

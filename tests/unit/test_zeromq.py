@@ -18,11 +18,11 @@ from cluster.values import Recommendation
 from deployments.app import build
 from deployments.http.api import create_api
 from deployments.http.event_messages import EventsOut
-from deployments.http.exchange import exchange
+from deployments.http.exchange import HttpResponse, exchange
 from deployments.http.problems import problem_of
 from deployments.zeromq.door import MOST_ASKING, FrontDoor
 from deployments.zeromq.frames import HEADERS, opened, understood
-from deployments.zeromq.zmtp import MOST_FRAMES, Broken, Budget, Peer
+from deployments.zeromq.zmtp import MOST_FRAMES, UNREAD_BYTES, Broken, Budget, Peer
 from tests.bundles import make_bundle
 from tests.fakes.applications import deployments_of, most_on_a_node
 from tests.ports import free_port
@@ -389,6 +389,31 @@ async def test_what_a_client_has_waiting_when_it_leaves_is_not_computed():
         assert (await staying.heard())[1] == 200
         await served.reached(lambda now: (now.queued, now.in_flight) == (0, 0))
         assert [request.user_id for request in served.service.asked] == ["running"]
+
+
+def answering(size):
+    async def answered(asked, within_s):
+        return HttpResponse(200, {}, b"" if asked.target == "/v1/gateway" else b'"%b"' % (b"x" * size))
+
+    return answered
+
+
+async def test_an_answer_larger_than_what_may_be_left_unread_arrives():
+    async with opened_door(exchanged=answering(2 * UNREAD_BYTES)) as served:
+        client = served.client()
+        for _ in range(2):
+            status, _, answer = await client.ask(b"POST /v1/recommend:batch")
+            assert (status, len(answer)) == (200, 2 * UNREAD_BYTES)
+
+
+async def test_a_client_that_reads_none_of_its_answers_is_cut_off():
+    async with opened_door(exchanged=answering(UNREAD_BYTES // 2)) as served:
+        client = await RawClient().connected(served.address)
+        with suppress(ConnectionError):
+            for _ in range(8):
+                await client.send(frame(b"1", MORE) + frame(RECOMMEND))
+        await served.reached(lambda _: served.door.connections == 0)
+        client.writer.close()
 
 
 async def test_a_door_at_a_file_is_its_owners_alone(tmp_path):
