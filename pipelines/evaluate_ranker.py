@@ -34,19 +34,17 @@ def ranker_quality(ranker: MeasuredRanker, interactions: Interactions, *, from_e
     """`hr@10` and `ndcg@10` of the event among drawn items by the first task; of every task `auc.TASK`, of `rating` `rmse.rating` and, to
     compare with, `rmse.mean`: that of saying the mean every time. NaN where the events say nothing of a task.
 
-    Of more than `MOST_USERS` users, so many are drawn. It leaves the ranker in eval mode.
+    Of more than `MOST_USERS` users with such an event, so many are drawn. It leaves the ranker in eval mode.
     """
     ranker.eval()
     tasks, highest = ranker.config.tasks, ranker.config.rating.high
     rng = np.random.default_rng(0)
-    users = rng.permutation(interactions.users)[:MOST_USERS].tolist()
+    users = rng.permutation(np.flatnonzero(interactions.lengths >= from_end))[:MOST_USERS].tolist()
     drawn = Drawing(interactions.popularity(ranker.config.items)).draw((len(users), CANDIDATES), rng)
     said, predicted, first = [], [], []
     with torch.inference_mode():
         for user, others in zip(users, drawn, strict=True):
             event = int(interactions.offsets[user + 1]) - from_end
-            if event < interactions.offsets[user]:
-                continue
             target = interactions.items[event]
             candidates = np.concatenate([[target], others[others != target]])
             history = interactions.sequence(user, drop_last=from_end)

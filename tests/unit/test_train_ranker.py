@@ -104,6 +104,22 @@ def test_training_never_sees_the_held_out_events():
     assert len({int(t) for example in again.examples(np.random.default_rng(0)) for t in example.history.timestamps} & last) == 120
 
 
+def test_users_without_the_event_take_no_place_among_those_who_are_measured(monkeypatch):
+    regulars, many = shoppers(users=3), 200
+    crowd = Interactions(
+        user_ids=[*(f"once{user}" for user in range(many)), *regulars.user_ids],
+        offsets=np.r_[np.arange(many), many + regulars.offsets],
+        items=np.r_[np.full(many, 1, np.int32), regulars.items],
+        timestamps=np.r_[np.full(many, 1_400_000_000), regulars.timestamps],
+        actions=np.r_[np.full(many, Action.VIEW.code, np.int8), regulars.actions],
+        values=np.r_[np.full(many, np.nan, np.float32), regulars.values],
+    )
+    monkeypatch.setattr("pipelines.evaluate_ranker.MOST_USERS", 3)
+    _, trainer = trained(regulars, epochs=1)
+    measured = ranker_quality(trainer.ranker, crowd, from_end=VALIDATION, device=CPU)
+    assert 0 < measured["auc.click"] < 1
+
+
 def test_a_run_is_the_same_each_time():
     first, second = (trained(shoppers(users=20), epochs=2)[1].ranker.state_dict() for _ in "12")
     assert all(torch.equal(first[name], second[name]) for name in first)
