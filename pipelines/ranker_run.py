@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from cluster.bundle import ModelRecord, RankerRecord
 from cluster.dataset import Interactions
-from cluster.ranking import RatingScale, Task
+from cluster.ranking import RatingScale
 from cluster.registry import RANKERS, choose
 from cluster.values import Int32Array
 from pipelines.blend import BlendWeights, Evidence
@@ -54,12 +54,12 @@ def ranker_record(model: ModelRecord, interactions: Interactions) -> RankerRecor
     """The record of a ranker as large as the encoder, for what these events can teach."""
     rated = ratings(interactions.actions, interactions.values)
     rated = rated[np.isfinite(rated)]
-    tasks = tasks_of(interactions)
     scale = RatingScale()
-    if Task.RATING in tasks:
-        figures = {"low": rated.min(), "high": rated.max(), "mean": rated.mean(dtype=np.float64), "deviation": rated.std(dtype=np.float64)}
+    if len(rated):  # also where they are too few to be predicted: what is a like, and what the ranker is given, goes by it
+        deviation = rated.std(dtype=np.float64) or scale.deviation
+        figures = {"low": rated.min(), "high": rated.max(), "mean": rated.mean(dtype=np.float64), "deviation": deviation}
         scale = RatingScale(**{name: float(figure) for name, figure in figures.items()})
-    return RankerRecord(family=FAMILY, config=_sizes(model), tasks=tasks, rating=scale)
+    return RankerRecord(family=FAMILY, config=_sizes(model), tasks=tasks_of(interactions), rating=scale)
 
 
 def new_ranker(record: RankerRecord, encoder: TrainableModel, seed: int) -> TrainableRanker:

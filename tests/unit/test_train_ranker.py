@@ -76,6 +76,17 @@ def test_the_record_knows_the_scale_of_the_ratings_and_takes_the_encoders_sizes(
     assert record.config == {**MODEL.config, "attention_dim": 16, "linear_dim": 16}
 
 
+@pytest.mark.parametrize("stars", [(1.0, 5.0), (5.0, 5.0)])
+def test_ratings_too_few_or_too_alike_to_be_predicted_have_their_own_scale_too(stars):
+    interactions = shoppers(users=20)
+    interactions.actions[:], interactions.values[:] = Action.VIEW.code, np.nan
+    interactions.actions[:2], interactions.values[:2] = Action.RATING.code, stars
+    record = ranker_record(MODEL, interactions)
+    assert Task.RATING not in record.tasks
+    assert (record.rating.low, record.rating.high) == stars
+    assert labels(np.array([Action.RATING.code], np.int8), np.array([1.0], np.float32), record.rating.high, (Task.LIKE,)) == [[0.0]]
+
+
 def test_a_ranker_begins_with_the_encoders_weights():
     encoder = HSTU(HSTUConfig.model_validate({**MODEL.config, "attention_dim": 16, "linear_dim": 16}))
     ranker = new_ranker(ranker_record(MODEL, shoppers()), encoder, seed=0)
