@@ -149,7 +149,9 @@ class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a `state`. Raises DataError where it was made with other options; only what merely lengthens a run may differ."""
         if different := [name for name, value in self.identity.items() if state["identity"].get(name) != value]:
-            raise DataError(f"the checkpoint is of another model (its {', '.join(different)} differ); give the same options, or start anew")
+            raise DataError(
+                f"the checkpoint is of another model (its {', '.join(different)} differ); give the same options and data, or start anew"
+            )
         free = {"patience"} | ({"epochs"} if self.options.schedule == "constant" else set())
         saved, now = state["options"], self.options.model_dump(mode="json")
         names = [name for name in now if name not in free and saved.get(name) != now[name]]

@@ -1,7 +1,9 @@
 """From a dataset to a trained, measured model: train with early stop, learn the validation events too, measure on the test events."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,6 +60,8 @@ class TrainingRun:
         if phase == FIRST_PHASE and not run.resume:
             forget_checkpoints(run)  # of a run that was abandoned: its later phases belong to another model
         path = _checkpoint(run.checkpoint, phase) if run.checkpoint else None
+        if path:
+            trainer.identity = {**trainer.identity, "data": self._data}
         if run.resume and path and path.is_file():
             load_checkpoint(trainer, path)
         elif run.resume and phase == FIRST_PHASE:  # a later phase may not have begun
@@ -70,6 +74,15 @@ class TrainingRun:
                 save_checkpoint(trainer, path)
 
         return after_epoch
+
+    @cached_property
+    def _data(self) -> str:
+        """A digest of all events, which a checkpoint has learnt from."""
+        events = self.dataset.interactions
+        digest = hashlib.sha256()
+        for column in (events.offsets, events.items, events.timestamps, events.actions, events.values):
+            digest.update(column.tobytes())
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

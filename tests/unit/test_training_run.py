@@ -1,5 +1,7 @@
 """A whole run: train, refit, measure; interrupted and resumed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -103,3 +105,13 @@ def test_a_checkpoint_of_another_model_is_refused_though_its_weights_would_fit(d
     other = RECORD.model_copy(update={"config": {**RECORD.config, "dropout": 0.4}})
     with pytest.raises(DataError, match=r"another model \(its config differ\)"):
         train_model(TrainingRun(other, dataset, RunOptions(False, "cpu", tmp_path / "run", resume=True), Watcher()), OPTIONS)
+
+
+def test_a_checkpoint_of_other_events_is_refused_though_the_model_is_the_same(dataset, tmp_path):
+    run = RunOptions(device="cpu", checkpoint=tmp_path / "run")
+    with pytest.raises(Interrupted):
+        train_model(TrainingRun(RECORD, dataset, run, Watcher(1)), OPTIONS)
+    later = replace(dataset.interactions, timestamps=dataset.interactions.timestamps + 60)
+    resumed = RunOptions(False, "cpu", tmp_path / "run", resume=True)
+    with pytest.raises(DataError, match=r"another model \(its data differ\); give the same options and data"):
+        train_model(TrainingRun(RECORD, replace(dataset, interactions=later), resumed, Watcher()), OPTIONS)
