@@ -32,8 +32,8 @@ def train_ranker(
 ) -> None:
     """Train a ranker for the current version of a model, and publish both as its next version.
 
-    For a model that has learnt the validation events too (`genrec train --refit`), say whether it is to be the last stage: there is nothing
-    left to decide that by.
+    For a model that has learnt the validation events too (`genrec train` with `--refit` or `--validate-every 0`, `genrec import meta`), say
+    whether it is to be the last stage: there is nothing left to decide that by.
     """
     bundle, data = open_with_dataset(dataset, model_dir)
     with TrainingProgress() as progress:

@@ -4,7 +4,7 @@ Whether the ranker orders recommendations is decided on the validation events, b
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from cluster.bundle import RANKER, Bundle, BundleStore, Draft
 from cluster.config import Settings
@@ -60,14 +60,14 @@ def train_ranking(
 
 
 def train_ranking_of(bundle: Bundle, run: TrainingRun, options: RankerOptions, *, last_stage: bool | None = None) -> RankingPart:
-    """A ranker for a version that is there. `last_stage` None: where recommendations are better so on the validation events, which a
-    version that was refitted has learnt already.
+    """A ranker for a version that is there. `last_stage` None: where recommendations are better so on the validation events, unless the
+    version has learnt those already.
     """
-    refit = bool(bundle.manifest.training.get("refit"))
+    learnt = not _was_validated(bundle)
     weights = BlendWeights.of(bundle.manifest.blend)
-    ranker = train_ranker(run, load_model(bundle), options.model_copy(update={"validate_every": 0}) if refit else options)
+    ranker = train_ranker(run, load_model(bundle), options.model_copy(update={"validate_every": 0}) if learnt else options)
     if last_stage is None:
-        last_stage = not refit and improves(_measured(ranker, served_lists(bundle, run.dataset, VALIDATION), weights))
+        last_stage = not learnt and improves(_measured(ranker, served_lists(bundle, run.dataset, VALIDATION), weights))
     return _part(options, ranker, served_lists(bundle, run.dataset, TEST), weights, last_stage=last_stage)
 
 
@@ -79,6 +79,13 @@ def publish_ranking(bundle: Bundle, part: RankingPart) -> Bundle:
         draft.training["ranker"] = part.described()
         draft.compiled_from = None
     return store.open()
+
+
+def _was_validated(bundle: Bundle) -> bool:
+    """Whether the manifest says that validation events were held back to the end. Meta's trainer learns them, and says nothing of it."""
+    training = bundle.manifest.training
+    options = cast("dict[str, Any]", training.get("options") or {})
+    return bool(options.get("validate_every")) and not training.get("refit")
 
 
 def _part(options: RankerOptions, ranker: TrainedRanker, test: Lists, weights: BlendWeights, *, last_stage: bool) -> RankingPart:

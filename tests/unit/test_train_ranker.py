@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from cluster.bundle import ModelRecord, RankerRecord
-from cluster.dataset import Interactions
+from cluster.dataset import Catalogue, Dataset, Interactions
 from cluster.ranking import Task
-from cluster.values import Action, Encoded, Generated
+from cluster.values import Action, Encoded, Generated, Item
+from deployments.training.publishing import publish
+from deployments.training.ranking import train_ranking_of
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.model import HSTU
 from integrations.hstu.ranker import HSTURanker
@@ -19,6 +21,7 @@ from pipelines.ranker_run import improves, last_stage_quality, new_ranker, ranke
 from pipelines.ranking_labels import labels, tasks_of
 from pipelines.splits import TEST, VALIDATION, held_out
 from pipelines.train_ranker import RankerOptions, RankerTrainer
+from pipelines.training_run import RunOptions, TrainingRun, new_model
 
 ITEMS = 30
 CPU = torch.device("cpu")
@@ -152,6 +155,15 @@ def test_every_other_item_is_drawn_by_its_popularity():
     assert alike == pytest.approx(0.02, abs=0.005)
 
 
+class Silent:
+    """An observer that tells nobody."""
+
+    def phase(self, *told):
+        pass
+
+    batch = epoch = phase
+
+
 class Liking:
     """A ranker that prefers one item above all, then the higher index."""
 
@@ -176,3 +188,22 @@ def test_the_last_stage_is_measured_on_the_lists_as_they_are_served():
     cut_off = last_stage_quality(Liking(targets[0]), record, lists, BlendWeights(), rank_pool=2)
     assert cut_off["ranked"]["hr@10"] == 0.0  # who is not in the pool is not ranked
     assert not improves(cut_off)
+
+
+@pytest.mark.parametrize(
+    ("training", "decided"),
+    [
+        ({"options": {"validate_every": 2}, "refit": False}, True),
+        ({"options": {"validate_every": 2}, "refit": True}, False),
+        ({"options": {"validate_every": 0}, "refit": False}, False),
+        ({"imported_from": "meta-recsys/generative-recommenders"}, False),
+    ],
+)
+def test_events_that_a_version_has_learnt_do_not_decide_whether_the_ranker_is_its_last_stage(tmp_path, monkeypatch, training, decided):
+    monkeypatch.setattr("deployments.training.ranking.improves", lambda quality: True)
+    dataset = Dataset("shop", shoppers(users=8), Catalogue([Item(str(item), f"Item {item}") for item in range(1, ITEMS + 1)]), "made up")
+    model = ModelRecord(family="hstu", config={**MODEL.config, "attention_dim": 16, "linear_dim": 16})
+    bundle = publish(tmp_path / "shop", model, new_model(model, 0), dataset, training=training, quality={})
+    run = TrainingRun(model, dataset, RunOptions(device="cpu"), Silent())
+    part = train_ranking_of(bundle, run, RankerOptions(epochs=1))
+    assert (part.trained.record.last_stage, bool(part.trained.best.validation)) == (decided, decided)
