@@ -1,6 +1,6 @@
 """Measure a ranker on each user's held-out event: does it come before drawn items, and is what the user did with it foreseen?
 
-Each event stands among `CANDIDATES` drawn items, the same ones every time.
+Each event stands among the items that `CANDIDATES` draws give, the same ones every time, and each once: of a small catalogue they are few.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def ranker_quality(ranker: MeasuredRanker, interactions: Interactions, *, from_e
         for user, others in zip(users, drawn, strict=True):
             event = int(interactions.offsets[user + 1]) - from_end
             target = interactions.items[event]
-            candidates = np.concatenate([[target], others[others != target]])
+            candidates = np.concatenate([[target], np.unique(others[others != target])])
             history = interactions.sequence(user, drop_last=from_end)
             predictions = ranker.after(history, torch.from_numpy(candidates).to(device)).cpu().numpy()
             predicted.append(predictions[0])

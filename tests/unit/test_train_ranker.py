@@ -99,7 +99,7 @@ def test_a_ranker_begins_with_the_encoders_weights():
 
 def test_it_learns_what_users_turn_to_buy_and_rate():
     interactions = shoppers()
-    record, trainer = trained(interactions)
+    record, trainer = trained(interactions, patience=15)
     quality = ranker_quality(trainer.ranker, interactions, from_end=TEST, device=CPU)
     assert record.tasks == (Task.CLICK, Task.LIKE, Task.RATING, Task.PURCHASE)
     assert quality["auc.click"] > 0.9
@@ -132,6 +132,14 @@ def test_users_without_the_event_take_no_place_among_those_who_are_measured(monk
     _, trainer = trained(regulars, epochs=1)
     measured = ranker_quality(trainer.ranker, crowd, from_end=VALIDATION, device=CPU)
     assert 0 < measured["auc.click"] < 1
+
+
+def test_an_item_that_is_drawn_twice_counts_once():
+    interactions = shoppers(users=4)
+    interactions.items[:] = interactions.items % 5 + 1
+    _, trainer = trained(interactions, epochs=1)
+    trainer.ranker.config = trainer.ranker.config.model_copy(update={"items": 5})
+    assert ranker_quality(trainer.ranker, interactions, from_end=TEST, device=CPU)["hr@10"] == 1  # among five
 
 
 def test_a_run_is_the_same_each_time():
