@@ -7,6 +7,7 @@ that only one list holds has a floor in the other: the least probable one there 
 beam did not find may be far less probable. Constants of a request, such as the pool's normalisation, move all scores alike.
 """
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -47,8 +48,9 @@ class BlendWeights:
         if set(record.weights) != names:
             raise BundleError(f"the manifest's blend has the weights {sorted(record.weights)}, not {sorted(names)}; train the model again")
         weights = cls(**record.weights)
-        if not (0 <= weights.generator <= 1 and weights.temperature > 0 and weights.margin >= 0):
-            raise BundleError(f"the manifest's blend has {weights}; generator must be 0 to 1, temperature above 0, margin not below 0")
+        if not (0 <= weights.generator <= 1 and 0 < weights.temperature < math.inf and 0 <= weights.margin < math.inf):
+            limits = "generator must be 0 to 1, temperature above 0, margin not below 0, none of them infinite"
+            raise BundleError(f"the manifest's blend has {weights}; {limits}")
         return weights
 
     def record(self, fitted_on: str, quality: Mapping[str, Mapping[str, float]]) -> BlendRecord:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from cluster.errors import DataError
+from cluster.bundle import BlendRecord
+from cluster.errors import BundleError, DataError
 from cluster.values import Generated, StageReport
 from pipelines.blend import BlendWeights, blend
 from pipelines.candidates import Candidates
@@ -96,6 +97,15 @@ def test_weights_survive_the_manifest_and_are_documented_defaults_without_one():
     weights = BlendWeights(0.25, 0.1, 3.0)
     assert BlendWeights.of(weights.record("ml-100k validation", {"unified": {"hr@10": 0.1}})) == weights
     assert astuple(BlendWeights.of(None)) == (0.5, 0.05, 1.0)
+
+
+@pytest.mark.parametrize("name", ["generator", "temperature", "margin"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0])
+def test_weights_that_no_rule_can_have_are_refused(name, value):
+    """An infinite margin would leave what the decoder named without a score: infinity times 0."""
+    weights = {"generator": 0.5, "temperature": 0.05, "margin": 1.0, name: value}
+    with pytest.raises(BundleError, match="none of them infinite"):
+        BlendWeights.of(BlendRecord(weights=weights, fitted_on="nothing"))
 
 
 def events_of(users, *, seed=0, catalogue=300, pool=60, beam=12):
