@@ -1,7 +1,7 @@
 """From a dataset to a trained, measured model: train with early stop, learn the validation events too, measure on the test events."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -66,6 +66,8 @@ class TrainingRun:
             load_checkpoint(trainer, path)
         elif run.resume and phase == FIRST_PHASE:  # a later phase may not have begun
             raise DataError(f"there is no checkpoint {path} to resume from; start without --resume")
+        if not trainer.finished:
+            forget_checkpoints(run, PHASES[PHASES.index(phase) + 1 :])  # of a shorter run: they go on from another model
         self.observer.phase(phase, trainer.options.stop_after or trainer.options.epochs, trainer.epoch)
 
         def after_epoch(report: EpochReport) -> None:
@@ -154,10 +156,10 @@ def _train(run: TrainingRun, options: TrainOptions, phase: str) -> Trainer:
     return trainer
 
 
-def forget_checkpoints(run: RunOptions) -> None:
+def forget_checkpoints(run: RunOptions, phases: Sequence[str] = PHASES) -> None:
     """Once what was trained is published, nothing is left to resume."""
     if run.checkpoint:
-        for phase in PHASES:
+        for phase in phases:
             _checkpoint(run.checkpoint, phase).unlink(missing_ok=True)
 
 

@@ -98,6 +98,16 @@ def test_an_abandoned_runs_later_phases_are_not_resumed_by_another_run(dataset, 
     assert [path.name for path in tmp_path.iterdir()] == ["run.train"]
 
 
+def test_a_run_that_is_resumed_for_longer_does_its_later_phases_anew(dataset, tmp_path):
+    short, long = (OPTIONS.model_copy(update={"schedule": "constant", "epochs": epochs}) for epochs in (2, 4))
+    whole = train_model(TrainingRun(RECORD, dataset, RunOptions(refit=True, device="cpu"), Watcher()), long)
+    with pytest.raises(Interrupted):
+        train_model(TrainingRun(RECORD, dataset, RunOptions(True, "cpu", tmp_path / "run"), Watcher(3)), short)  # in the refit
+    resumed = train_model(TrainingRun(RECORD, dataset, RunOptions(True, "cpu", tmp_path / "run", resume=True), Watcher()), long)
+    assert whole.best.epoch > 2
+    assert same_weights(whole.model, resumed.model)
+
+
 def test_a_checkpoint_of_another_model_is_refused_though_its_weights_would_fit(dataset, tmp_path):
     run = RunOptions(device="cpu", checkpoint=tmp_path / "run")
     with pytest.raises(Interrupted):
