@@ -214,7 +214,9 @@ def load_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:
     """Go on from what `save_checkpoint` wrote. Raises DataError where it is damaged or of another model."""
     try:
         trainer.restore(torch.load(path, map_location=trainer.device, weights_only=True))
-    except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # a damaged file leads the unpickler to errors of any kind, such as UnicodeDecodeError
         # torch's own words advise to load what it refuses without a guard, which runs code that the file names
         why = "it is no file of tensors and plain values" if isinstance(error, pickle.UnpicklingError) else str(error)
         raise DataError(f"{path} is damaged or the checkpoint of another model; start anew without --resume: {why}") from error

@@ -125,3 +125,14 @@ def test_a_checkpoint_of_other_events_is_refused_though_the_model_is_the_same(da
     resumed = RunOptions(False, "cpu", tmp_path / "run", resume=True)
     with pytest.raises(DataError, match=r"another model \(its data differ\); give the same options and data"):
         train_model(TrainingRun(RECORD, replace(dataset, interactions=later), resumed, Watcher()), OPTIONS)
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 0.999])
+def test_a_checkpoint_that_is_cut_off_is_refused_by_its_name(dataset, tmp_path, kept):
+    run = RunOptions(device="cpu", checkpoint=tmp_path / "run")
+    with pytest.raises(Interrupted):
+        train_model(TrainingRun(RECORD, dataset, run, Watcher(1)), OPTIONS)
+    whole = (tmp_path / "run.train").read_bytes()
+    (tmp_path / "run.train").write_bytes(whole[: int(kept * len(whole))])
+    with pytest.raises(DataError, match=r"run\.train is damaged"):
+        train_model(TrainingRun(RECORD, dataset, RunOptions(False, "cpu", tmp_path / "run", resume=True), Watcher()), OPTIONS)
