@@ -40,11 +40,13 @@ def genrec() -> None:
 
 
 def main() -> None:
-    """Run the command line. An error meant for people is printed as one line, with exit status 1."""
+    """Run the command line. An error meant for people, or a file that cannot be had, is printed as one line, with exit status 1."""
     _register()
     try:
         app()
-    except GenrecError as error:
+    except (GenrecError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None:
+            raise
         typer.secho(f"genrec: {error}", fg="red", err=True)
         sys.exit(1)
 

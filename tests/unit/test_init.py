@@ -10,6 +10,7 @@ import yaml
 
 from cluster.config import parse, read
 from cluster.errors import ConfigError
+from deployments.cli import main
 from deployments.cli.init import EXAMPLE_HOME, EXAMPLE_MODEL, init
 from deployments.shipped import DEMO_MODEL, LAUNCH, RAY_CONFIG
 from tests.documents import ROOT, Command, problem
@@ -25,6 +26,17 @@ except SystemExit as ended:
     assert not ended.code
 assert not {"torch", "ray"} & set(sys.modules)
 """
+
+
+def test_a_file_that_a_command_cannot_have_is_one_line_and_no_trace(tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "a_file").write_text("")
+    command = ["bench", "interleave", "--baseline", "true", "--candidate", "true", "--rounds", "1", "--warm-up", "0"]
+    files = ["--json-baseline", str(tmp_path / "a_file/new.json"), "--json-candidate", str(tmp_path / "other.json")]
+    monkeypatch.setattr(sys, "argv", ["genrec", *command, *files])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("genrec: [Errno ")
 
 
 def test_every_configuration_serves_the_model_that_the_directory_is_named_after(tmp_path: Path):
