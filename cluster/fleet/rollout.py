@@ -269,6 +269,7 @@ class RolloutStore:
 
     @contextmanager
     def _changing(self) -> Iterator[Rollout]:
+        self.read()  # a directory without a model has no place for a lock, either
         with (self.store.root / ".rollout.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield self.read()

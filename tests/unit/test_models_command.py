@@ -146,6 +146,13 @@ def test_the_status_shows_what_a_cluster_tells_and_brings_the_key(monkeypatch):
         assert part in shown, part
 
 
+@pytest.mark.parametrize("command", [("list",), ("promote", 1), ("rollback",)])
+def test_a_directory_without_a_model_is_named_with_the_cure(tmp_path, command):
+    with pytest.raises(BundleError, match=r"no model has been published in .*nothere; run: genrec train DATASET"):
+        genrec_models(*command, "--model-dir", tmp_path / "nothere")
+    assert not (tmp_path / "nothere").exists()
+
+
 def test_a_cluster_that_cannot_be_reached_is_named():
     with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9/v1/models could not be read"):
         genrec_models("status", "--url", "http://127.0.0.1:9")
