@@ -14,6 +14,7 @@ import httpx
 
 from cluster.errors import ConfigError
 from deployments.cli.bench_figures import Answer, Run, Seen, Served
+from deployments.cli.server_url import server_url
 
 PATH = "/v1/recommend"
 SSE = "text/event-stream"
@@ -82,15 +83,9 @@ class Endpoint:
 
 def connect(url: str, *, callers: int = 1, key: str | None = None, timeout_s: float = 30.0) -> httpx.AsyncClient:
     """A client that keeps one connection a caller, and goes through no proxy, for the server is what is measured. Raises ConfigError."""
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"{url!r} is no URL: {error}; give one as http://127.0.0.1:8000") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(f"{url!r} is no URL of a server; give one as http://127.0.0.1:8000")
     limits = httpx.Limits(max_connections=callers, max_keepalive_connections=callers)
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.AsyncClient(base_url=parsed, headers=headers, timeout=timeout_s, limits=limits, trust_env=False)
+    return httpx.AsyncClient(base_url=server_url(url), headers=headers, timeout=timeout_s, limits=limits, trust_env=False)
 
 
 async def measure(endpoint: Endpoint, bodies: Sequence[bytes], *, callers: int, warm_up: int, iterations: int) -> Run:

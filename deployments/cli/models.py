@@ -17,6 +17,7 @@ from cluster.errors import BundleError, ConfigError
 from cluster.fleet.rollout import Guard, RolloutStore, Trial, TrialKind, said_flags, with_flags
 from deployments.cli.audit import AuditLog, audited_here
 from deployments.cli.fields import as_options
+from deployments.cli.server_url import server_url
 
 app = typer.Typer(no_args_is_help=True, help="Versions of a model: publish, promote, try, roll back. A running cluster follows by itself.")
 ModelDir = Annotated[Path, typer.Option(help="directory with the versions of one model, such as models/ml-1m")]
@@ -119,12 +120,17 @@ def status(
     key: Annotated[str | None, typer.Option(envvar="GENREC_API_KEY", help="API key, where the gateway wants one")] = None,
 ) -> None:
     """What a running cluster says: which version serves, which processes hold it, how the trial goes."""
+    asked = f"{str(server_url(url)).rstrip('/')}/v1/models"
     try:
-        answer = httpx.get(f"{url}/v1/models", timeout=10, headers={"authorization": f"Bearer {key}"} if key else {})
+        answer = httpx.get(asked, timeout=10, headers={"authorization": f"Bearer {key}"} if key else {})
         answer.raise_for_status()
     except httpx.HTTPError as error:
-        raise ConfigError(f"{url}/v1/models could not be read: {error}") from error
-    Console().print(_table(answer.json()))
+        raise ConfigError(f"{asked} could not be read: {error}") from error
+    try:
+        table = _table(answer.json())
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{asked} is not a genrec of this version; give the address of a gateway: --url") from error
+    Console().print(table)
 
 
 def _flags(given: str) -> dict[str, str | None]:

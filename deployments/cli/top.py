@@ -17,6 +17,7 @@ from rich.text import Text
 
 from cluster.errors import ConfigError
 from cluster.fleet.rollout import with_flags
+from deployments.cli.server_url import server_url
 from deployments.http.event_messages import CacheOut
 from deployments.http.messages import BackendOut, BackendsOut
 from deployments.http.models import ModelsOut
@@ -47,7 +48,7 @@ def top(
     """Watch a running service: engines, queue, caches, versions, and what is beyond the thresholds. Ctrl-C ends it."""
     limits = Thresholds(p99_ms, failed_share, refused_per_s, least_hit_rate)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(base_url=url, headers=headers, timeout=ASK_WITHIN_S) as client:
+    with httpx.Client(base_url=server_url(url), headers=headers, timeout=ASK_WITHIN_S) as client:
         if once:
             raise typer.Exit(_check(Service(client), limits, interval_s, as_json=as_json))
         _watch(Service(client), limits, Alerts(hold_s), interval_s)

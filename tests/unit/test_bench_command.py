@@ -165,7 +165,7 @@ def test_where_nobody_listens_that_is_the_error(tmp_path):
     assert not (tmp_path / "found.json").exists()
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:port"])
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:port", "http://host:80000"])
 def test_a_url_that_is_none_is_refused(tmp_path, url):
     with pytest.raises(ConfigError, match="is no URL"):
         run("serve", "--url", url, "--json", tmp_path / "found.json")

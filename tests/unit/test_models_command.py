@@ -10,6 +10,7 @@ from cluster.bundle import WEIGHTS, BundleStore
 from cluster.errors import BundleError, ConfigError
 from cluster.fleet.rollout import RolloutStore
 from deployments.cli import models
+from deployments.cli.top import top
 
 
 @pytest.fixture
@@ -156,3 +157,17 @@ def test_a_directory_without_a_model_is_named_with_the_cure(tmp_path, command):
 def test_a_cluster_that_cannot_be_reached_is_named():
     with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9/v1/models could not be read"):
         genrec_models("status", "--url", "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://host:port", "http://host:80000"])
+def test_a_url_that_is_none_is_refused_by_status_and_top(url):
+    for command, more in ((models.status, {"key": None}), (top, {})):
+        with pytest.raises(ConfigError, match="is no URL"):
+            command(url=url, **more)
+
+
+@pytest.mark.parametrize("said", ["<!doctype html>", "[]", "{}"])
+def test_a_server_of_something_else_is_said_to_be_no_genrec(monkeypatch, said):
+    monkeypatch.setattr(httpx, "get", lambda url, **_: httpx.Response(200, text=said, request=httpx.Request("GET", url)))
+    with pytest.raises(ConfigError, match=r"http://here:8000/v1/models is not a genrec of this version"):
+        genrec_models("status", "--url", "http://here:8000/")
