@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -24,6 +24,7 @@ SERVES_GRACE_S = 20.0
 """A deployment's graceful_shutdown_timeout_s where its configuration says nothing."""
 GRACE_S = 1.0
 """How much later than at its deadlines a request may still have an engine compute."""
+ReadT = TypeVar("ReadT", bound=BaseModel)
 
 
 class Section(BaseModel):
@@ -458,10 +459,36 @@ class Settings(Section):
         return engines
 
 
+class _HttpOptions(BaseModel):
+    host: str | None = None
+
+
+class _Autoscaling(BaseModel):
+    policy: dict[str, Any] | None = None
+
+
+class _Deployment(BaseModel):
+    name: str
+    user_config: dict[str, Any] | None = None
+    autoscaling_config: _Autoscaling | None = None
+    graceful_shutdown_timeout_s: float = SERVES_GRACE_S
+
+
+class _ServesOwn(BaseModel):
+    """What is read of a Serve config file besides our `args`; Serve, which checks all of it, does so once Ray runs."""
+
+    http_options: _HttpOptions | None = None
+    deployments: list[_Deployment] | None = None
+
+
 def parse(tree: dict[str, Any], source: str = "configuration") -> Settings:
     """Settings from a plain tree. Raises ConfigError that names each wrong key, its value and the rule."""
+    return _validated(Settings, tree, source)
+
+
+def _validated(kind: type[ReadT], tree: dict[str, Any], source: str) -> ReadT:
     try:
-        return Settings.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
         problems = (
             f"{'.'.join(map(str, e['loc'])) or 'top level'} = {api_keys.masked_tree(e['input'])!r}: {e['msg']}" for e in error.errors()
@@ -475,6 +502,7 @@ def read(path: Path, host: str | None = None) -> Settings:
     """
     document = read_document(path)
     application = document["applications"][0]
+    _validated(_ServesOwn, {**document, "deployments": application.get("deployments")}, str(path))
     settings = parse(application.get("args") or {}, str(path))
     require_keys(settings, host or (document.get("http_options") or {}).get("host"), str(path))
     for deployment in application.get("deployments") or []:

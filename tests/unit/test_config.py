@@ -68,6 +68,27 @@ def test_a_missing_file_is_refused_with_the_cure(tmp_path: Path):
         read(tmp_path / "none.yaml")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"http_options": [{"host": "127.0.0.1"}]}, r"http_options = \[{'host': '127.0.0.1'}\]"),
+        ({"http_options": {"host": 127}}, r"http_options\.host = 127"),
+        ({"deployments": {"gateway": {"num_replicas": 2}}}, r"deployments = {'gateway'.*valid list"),
+        ({"deployments": ["gateway"]}, r"deployments\.0 = 'gateway'"),
+        ({"deployments": [{"name": "encoder", "user_config": ["order"]}]}, r"deployments\.0\.user_config = \['order'\]"),
+        ({"deployments": [{"name": "gateway", "autoscaling_config": 3}]}, r"deployments\.0\.autoscaling_config = 3"),
+        ({"deployments": [{"name": "encoder", "graceful_shutdown_timeout_s": "long"}]}, r"graceful_shutdown_timeout_s = 'long'"),
+    ],
+)
+def test_what_serve_is_told_in_another_form_than_it_takes_is_refused_by_name(tmp_path: Path, changes, message):
+    document = yaml.safe_load(RAY_CONFIG.read_text())
+    of_application = {name: value for name, value in changes.items() if name == "deployments"}
+    document = {**document, **changes, "applications": [{**document["applications"][0], **of_application}]}
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(document))
+    with pytest.raises(ConfigError, match=rf"other\.yaml: .*{message}"):
+        read(tmp_path / "other.yaml")
+
+
 @pytest.mark.parametrize(("stage", "wrong"), [("encoder", "tensort"), ("generator", "torch")])
 def test_a_wrong_user_config_is_refused_before_anything_is_deployed(tmp_path: Path, stage: str, wrong: str):
     document = yaml.safe_load(RAY_CONFIG.read_text())
