@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from cluster.errors import DataError
+from cluster.errors import ConfigError, DataError, UnknownChoice
 from pipelines.sequence_models import TrainableModule
 
 BatchT = TypeVar("BatchT")
@@ -41,7 +41,7 @@ class EpochOptions(BaseModel):
     )
     patience: int = Field(default=10, ge=1, description="validations without a better one before it stops")
     stop_after: int | None = Field(default=None, ge=1, description="stop after this many epochs, with `epochs` still the schedule's end")
-    seed: int = 42
+    seed: int = Field(default=42, ge=0, lt=2**63)
 
 
 @dataclass(frozen=True)
@@ -196,10 +196,16 @@ class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
 
 
 def chosen_device(name: str) -> str:
-    """`name`, or for "auto" the GPU where there is one."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """`name`, or for "auto" the GPU where there is one. Raises UnknownChoice, ConfigError where no GPU is there."""
+    found = torch.cuda.is_available()
+    if name == "auto":
+        return "cuda" if found else "cpu"
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise UnknownChoice("device", name, ("auto", "cpu", "cuda"))
+    if kind == "cuda" and not found:
+        raise ConfigError("device cuda cannot be had: PyTorch finds no GPU here; give cpu, or auto")
+    return name
 
 
 def save_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from cluster.bundle import ModelRecord
 from cluster.dataset import Catalogue, Dataset
@@ -86,6 +87,20 @@ def test_refuses_sizes_and_families_that_are_not_there():
         new_model(ModelRecord(family="hstu", config={**SIZES, "max_history": 300}), 0)
     with pytest.raises(UnknownChoice, match="choose from hstu, sasrec"):
         new_model(ModelRecord(family="gru", config=SIZES), 0)
+
+
+def test_a_device_that_is_unknown_or_not_there_is_refused_with_the_choices(dataset, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnknownChoice, match="unknown device 'gpu'; choose from auto, cpu, cuda"):
+        train_model(TrainingRun(RECORD, dataset, RunOptions(device="gpu"), Watcher()), OPTIONS)
+    with pytest.raises(ConfigError, match="device cuda cannot be had: PyTorch finds no GPU here"):
+        train_model(TrainingRun(RECORD, dataset, RunOptions(device="cuda"), Watcher()), OPTIONS)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_that_nothing_can_be_drawn_from_is_refused(seed):
+    with pytest.raises(ValidationError, match="seed"):
+        TrainOptions(seed=seed)
 
 
 def test_an_abandoned_runs_later_phases_are_not_resumed_by_another_run(dataset, tmp_path):
