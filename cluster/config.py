@@ -375,6 +375,13 @@ class EventSettings(Section):
     anticipate: bool = Field(True, description="after an event, compute the user's next answer in the background")
     anticipate_after_s: float = Field(0.05, ge=0, le=60, description="how long to wait for further events of the user before that")
 
+    @model_validator(mode="after")
+    def _the_store_is_of_a_known_kind(self) -> Self:
+        scheme, separator, _ = (self.url or "sqlite://").partition("://")
+        if not separator or scheme not in registry.EVENT_STORES:
+            raise ValueError("url is no event store's; write it as postgresql://user@host/database or sqlite:////a/file")
+        return self
+
 
 class ZeroMQSettings(Section):
     """A front door besides HTTP: the same messages over a ZeroMQ socket. See docs/api.md."""

@@ -42,6 +42,8 @@ ONE_MACHINE = RAY_CONFIG.parent / "cluster" / "launch" / "one_machine.yaml"
         ({"placement": "together"}, "placement = 'together': Input should be 'split' or 'colocated'"),
         ({"gateway": {"flags": {"hedging": True}}}, "gateway.flags.hedging = True: Extra inputs are not permitted"),
         ({"gateway": {"flags": {"strategy": "popular"}}}, "gateway.flags.strategy = 'popular'"),
+        ({"events": {"url": "postgres://host/events"}}, "url is no event store's; write it as postgresql://user@host/database"),
+        ({"events": {"url": "events.db"}}, "url is no event store's"),
         ({"cache": {"l2_shards": 3, "l2_max_shards": 2}}, r"l2_max_shards \(2\) must be greater than or equal to l2_shards \(3\)"),
     ],
 )
