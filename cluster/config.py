@@ -329,7 +329,9 @@ class CacheSettings(Section):
     enabled: bool = Field(True, description="false: every answer is computed")
     policy: Literal["s3fifo", "lru", "lfu", "fifo", "arc"] = Field("s3fifo", description="which answers make room for new ones")
     l1_bytes: int = Field(64 * 2**20, ge=2**16, description="memory of l1 in each gateway replica")
-    l2: Literal["actors", "redis", "off"] = Field("actors", description="actors: named detached Ray actors; redis: a server")
+    l2: Literal["actors", "redis", "off"] = Field(
+        "actors", description='actors: named detached Ray actors; redis: a server; "off", in quotes as YAML takes off for false: none'
+    )
     l2_shards: int = Field(1, ge=1, le=256, description="cache actors; each is a process of one core at most")
     l2_max_shards: int | None = Field(
         None, ge=1, le=256, description="as many as the load needs, from l2_shards up to so many; default: l2_shards, whatever the load"
