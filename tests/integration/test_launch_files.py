@@ -172,6 +172,15 @@ def test_every_pod_has_the_fast_profile_and_the_models():
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}, name
 
 
+def test_a_pod_without_probes_of_its_own_has_an_image_with_what_the_operators_call():
+    """KubeRay before 1.6 gives it a readiness and a liveness probe that run wget in it."""
+    containers = [pod["containers"][0] for pod in pods().values()]
+    images = {one["image"] for one in containers if not {"readinessProbe", "livenessProbe"} <= one.keys()}
+    assert images == {"genrec:cpu"}
+    for name in DOCKERFILES:
+        assert re.search(r"apt-get install [^&]*\bwget\b", (LAUNCH / name).read_text()), name
+
+
 def test_what_listens_for_other_machines_has_keys_or_is_refused():
     ours = [yaml.safe_load((LAUNCH / name).read_text()) for name in ("one_machine.yaml", "ray_config.yaml")]
     assert [is_loopback(config["http_options"]["host"]) for config in ours] == [True, True]
