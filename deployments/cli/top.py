@@ -11,8 +11,7 @@ import typer
 from pydantic import BaseModel, ValidationError
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from cluster.errors import ConfigError
@@ -113,7 +112,8 @@ def screen(url: str, before: Look, now: Look, alerts: Sequence[Alert]) -> Group:
     gateway, refused = now.gateway, refused_per_s(before, now)
     places = f"gateway: {gateway.running} of {gateway.places} places taken, {gateway.waiting} wait, {refused:.1f}/s turned away"
     said: list[RenderableType] = [Text(f"{now.models.model_version} at {url}   {_versions(now)}", "bold"), Text(places), Text(_cache(now))]
-    return Group(*said, _engines(now), *(_warning(one, now.at) for one in alerts), *([] if alerts else [Text("nothing is amiss", "green")]))
+    amiss = [_warning(one, now.at) for one in alerts] or [Text("nothing is amiss", "green")]
+    return Group(*said, _engines(now), *_reasons(now), *amiss)
 
 
 def _versions(look: Look) -> str:
@@ -134,7 +134,10 @@ def _cache(look: Look) -> str:
 
 
 def _engines(look: Look) -> Table:
-    table = Table("stage", "backend", "order", "on", "breaker", "calls", "1/s", "p50 ms", "p95 ms", "p99 ms", "why not", pad_edge=False)
+    """As narrow as it can be: a terminal has 80 columns."""
+    names = [Column(name, no_wrap=True) for name in ("stage", "backend")]
+    figures = [Column(name, justify="right") for name in ("calls", "1/s", "p50 ms", "p95 ms", "p99 ms")]
+    table = Table(*names, Column("order", justify="right"), "on", "breaker", *figures, box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for stage in look.backends.stages:
         for position, one in enumerate(stage.backends):
             table.add_row("" if position else f"{stage.stage} ({stage.replicas})", *_cells(one))
@@ -147,8 +150,13 @@ def _cells(one: BackendOut) -> list[str]:
     times = [f"{value:.1f}" if value is not None else "-" for value in (one.p50_ms, one.p95_ms, one.p99_ms)]
     order = "-" if one.rank is None else str(one.rank + 1)
     colour = "red" if breaker not in ("", "closed") else "white"
-    reason = escape(one.reasons[0].split(";")[0][:60]) if one.reasons else ""
-    return [one.name, order, on, f"[{colour}]{breaker}[/]", str(one.calls), f"{one.throughput_per_s:.1f}", *times, reason]
+    return [one.name, order, on, f"[{colour}]{breaker}[/]", str(one.calls), f"{one.throughput_per_s:.1f}", *times]
+
+
+def _reasons(look: Look) -> list[Text]:
+    """Why a backend does not serve, a line each."""
+    why = [(f"{stage.stage} {one.name}", one.reasons[0]) for stage in look.backends.stages for one in stage.backends if one.reasons]
+    return [Text(f"not {backend}: {reason.split(';')[0]}", "dim") for backend, reason in why]
 
 
 def _warning(alert: Alert, now: float) -> Text:

@@ -1,9 +1,12 @@
 """What `genrec top` takes for amiss."""
 
 from dataclasses import replace
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
+from deployments.cli.top import screen
 from deployments.http.event_messages import CacheOut
 from deployments.http.messages import BackendsOut
 from deployments.http.models import ModelsOut
@@ -127,3 +130,14 @@ def test_an_alert_is_told_once_it_has_lasted_and_begins_anew_when_it_comes_back(
     assert (alert.subject, alert.problem, alert.since) == ("gateway", "y", 0.0)
     assert alerts.update(6.0, {}) == []
     assert alerts.update(7.0, {"gateway": "x"}) == []
+
+
+def test_the_screen_names_backends_and_reasons_whole_in_eighty_columns():
+    busy = {"calls": 123_456, "throughput_per_s": 123.4, "p50_ms": 12.3, "p95_ms": 123.4, "p99_ms": 234.5}
+    now = look(name="torch_compiled", reasons=["no C++ compiler is here; run: apt-get install g++"], **busy)
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(screen("http://127.0.0.1:8000", now, now, []))
+    shown = console.export_text().splitlines()
+    rows = [" ".join(line.split()) for line in shown]
+    assert "encoder (2) torch_compiled 1 2/2 closed 123456 123.4 12.3 123.4 234.5" in rows
+    assert "not encoder torch_compiled: no C++ compiler is here" in [line.rstrip() for line in shown]
