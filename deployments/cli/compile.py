@@ -23,7 +23,9 @@ def compile_(
     precision: Annotated[str, typer.Option(help="Precisions to build: fp32, fp16, and int8 for CPUs.")] = _PRECISIONS,
     only: Annotated[str, typer.Option(help="Run only these compilers, such as onnx; what the others made is kept.")] = "",
 ) -> None:
-    """Publish a version of the current model with compiled artifacts, and print what became of every step."""
+    """Publish a version of the current model with compiled artifacts, and print what became of every step. Status 1 where none of them
+    made anything.
+    """
     console = Console()
     options = CompileOptions(targets=_split(targets), precisions=_precisions(precision))
     results: list[StepResult] = []
@@ -38,6 +40,8 @@ def compile_(
     for failed in (result for result in results if result.failure):
         console.print(f"[yellow]{failed.step}[/]: ", end="")
         console.print(failed.failure, markup=False)
+    if all(result.failure for result in results):
+        raise typer.Exit(1)
 
 
 def _table(title: str, results: list[StepResult]) -> Table:

@@ -171,6 +171,13 @@ def test_the_command_prints_what_became_of_every_step(genrec, store, monkeypatch
     assert "onnx encode fp16: its outputs are 0.5 from the model's" in result.output
 
 
+def test_the_command_that_made_nothing_ends_with_status_1(genrec, store, monkeypatch):
+    monkeypatch.setattr(compile_bundle, "__kwdefaults__", {**compile_bundle.__kwdefaults__, "compilers": table("HalfFails")})
+    result = genrec("--model-dir", str(store.root), "--precision", "fp16")
+    assert result.exit_code == 1
+    assert "onnx encode fp16: its outputs are 0.5 from the model's" in result.output
+
+
 def test_the_command_refuses_a_precision_it_does_not_know(genrec, store):
     result = genrec("--model-dir", str(store.root), "--precision", "fp8")
     assert isinstance(result.exception, UnknownChoice)
