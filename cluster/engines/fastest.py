@@ -68,7 +68,7 @@ class Measuring(Generic[RequestT, AnswerT]):
         return round(hits / (hits + misses), 1) if hits + misses >= SEEN_FROM else UNSEEN_SHARE
 
     async def _measure(self, ready: Sequence[ManagedBackend[RequestT, AnswerT]], samples: Sequence[RequestT]) -> None:
-        answers = [(backend, await backend.rehearse(samples)) for backend in ready]
+        answers = [(backend, await backend.rehearse(samples, loads=False)) for backend in ready]
         sound = [(backend, found) for backend, found in answers if all_answered(found)]
         self._reference = sound[-1][0].name if sound else ""
         if not sound:
@@ -124,7 +124,7 @@ async def median_ms(
     for number, backend in product(range(MEASURED_ROUNDS + 1), backends):
         if backend.name in broken:
             continue
-        if not all_answered(await backend.rehearse(samples(number))):
+        if not all_answered(await backend.rehearse(samples(number), loads=False)):
             broken.add(backend.name)
         elif number:
             durations[backend.name].append(backend.rehearsed_ms)

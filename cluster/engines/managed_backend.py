@@ -120,9 +120,15 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
                 async for piece in pieces:
                     yield piece
 
-    async def rehearse(self, samples: Sequence[RequestT], run: Run | None = None) -> Sequence[AnswerT | SkippedBackend]:
-        """Load it, and have it answer requests that no user made: no call and no latency is counted."""
+    async def rehearse(
+        self, samples: Sequence[RequestT], run: Run | None = None, *, loads: bool = True
+    ) -> Sequence[AnswerT | SkippedBackend]:
+        """Load it, and have it answer requests that no user made: no call and no latency is counted. Without `loads`, what was unloaded
+        before its turn, perhaps for good, stays so.
+        """
         async with self._turn:
+            if not (loads or self.loaded):
+                return [self.health.unready()] * len(samples)
             return await self._load_and_try(samples, run or self._room.thread.run, rehearsal=True)
 
     async def probe(self) -> None:

@@ -592,6 +592,27 @@ class TestFastest:
         await controller.reconfigure(returning=0.0)
         assert (await controller.call_one(1)).backend == "second"
 
+    @pytest.mark.parametrize("ended", ["closed", "reconfigured"])
+    async def test_a_measurement_does_not_load_again_what_is_given_up_meanwhile(self, tmp_path, monkeypatch, ended):
+        controller = make(tmp_path, selection="fastest")
+        measuring, may_go_on, answer = threading.Event(), threading.Event(), Third.batch_infer
+
+        def slowly(self, requests):
+            if "batch of 1" in self.log:  # the warm-up's own call is over
+                measuring.set()
+                assert may_go_on.wait(60)
+            return answer(self, requests)
+
+        monkeypatch.setattr(Third, "batch_infer", slowly)
+        warm_up = asyncio.create_task(controller.warm_up([1]))
+        await until(measuring.is_set)
+        given = {"table": {"third": TABLE["third"]}, "order": ["third"]}
+        end = asyncio.create_task(asyncio.to_thread(controller.close) if ended == "closed" else controller.reconfigure(**given))
+        await until(lambda: ended == "closed" or "close" in First.log)
+        may_go_on.set()
+        await asyncio.gather(warm_up, end)
+        assert First.log.count("load") == First.log.count("close") == 1
+
     async def test_measuring_is_not_counted_as_calls(self, tmp_path):
         controller = make(tmp_path, selection="fastest")
         await controller.warm_up([1])
