@@ -34,6 +34,8 @@ FORGET_WITHIN_S = 5.0
 ENGINES: "SharedEngines[Engine]" = SharedEngines()
 """Of this process, by what stands in the decoder's files and how vLLM was asked to run it."""
 NO_QUEUE = {"running": 0.0, "waiting": 0.0, "kv_cache_usage": 0.0, "prefix_cache_queries": 0.0, "prefix_cache_hits": 0.0}
+COUNTS = ("prefix_cache_queries", "prefix_cache_hits")
+"""What of a queue's figures an engine adds up from its start on."""
 
 
 class VllmGenerator:
@@ -181,11 +183,14 @@ class VllmGenerator:
 
     def queue(self) -> dict[str, float]:
         """`running`, `waiting`: requests to the engine, of which a user makes one a path and level; `kv_cache_usage`: 0 to 1;
-        `prefix_cache_queries`, `prefix_cache_hits`: rows of prompts that were looked up, and found, since the start. Of those that share an
-        engine, one tells them: the one that has had it for longest.
+        `prefix_cache_queries`, `prefix_cache_hits`: rows of prompts that were looked up, and found. Of those that share an engine, one
+        tells them: the one that has had it for longest, which counts on from where the one before it left.
         """
         lease = self._lease
-        return lease.engine.queue() if lease and lease.first else dict(NO_QUEUE)
+        if not (lease and lease.first):
+            return dict(NO_QUEUE)
+        told = lease.told
+        return {name: figure - told.get(name, 0.0) if name in COUNTS else figure for name, figure in lease.engine.queue().items()}
 
     def forget_everything(self) -> int:
         """Drop what is computed of all prompts, which vLLM keeps without their users; 0, as vLLM counts none. Raises BackendFailed."""
@@ -197,7 +202,7 @@ class VllmGenerator:
         return 0
 
     def kept(self) -> dict[str, float]:
-        """`asked_rows` of prompts were looked up since the start, and `hit_rows` found."""
+        """`asked_rows` of prompts were looked up, and `hit_rows` found, as `queue` has it."""
         figures = self.queue()
         return {"asked_rows": figures["prefix_cache_queries"], "hit_rows": figures["prefix_cache_hits"]}
 

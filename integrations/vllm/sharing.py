@@ -7,7 +7,7 @@ own.
 """
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Generic, Protocol, TypeVar
 
 
@@ -15,6 +15,7 @@ class Startable(Protocol):
     """What is shared: `Engine`, or a test's."""
 
     def alive(self) -> bool: ...
+    def queue(self) -> Mapping[str, float]: ...
     def close(self) -> None: ...
 
 
@@ -31,6 +32,11 @@ class Lease(Generic[EngineT]):
     def first(self) -> bool:
         """Whether no other holder has it for longer: of all holders, this one reports what the engine does, so that it counts once."""
         return self._share.leases[:1] == [self]
+
+    @property
+    def told(self) -> Mapping[str, float]:
+        """What the engine's `queue` said when the holder before the first one left: what it had counted by then has been reported."""
+        return self._share.told
 
     def alive(self) -> bool:
         return not self._share.condemned and self.engine.alive()
@@ -65,6 +71,7 @@ class _Share(Generic[EngineT]):
 
     def __init__(self) -> None:
         self.leases: list[Lease[EngineT]] = []
+        self.told: Mapping[str, float] = {}
         self.condemned = False
         self._engine: EngineT | None = None
         self._changing = threading.Lock()
@@ -87,6 +94,8 @@ class _Share(Generic[EngineT]):
         with self._changing:
             if lease not in self.leases:
                 return
+            if lease.first:  # before it has gone, and the next one tells
+                self.told = lease.engine.queue() if len(self.leases) > 1 else {}
             self.leases.remove(lease)
             ended, self._engine = (None, self._engine) if self.leases else (self._engine, None)
             if ended is not None:

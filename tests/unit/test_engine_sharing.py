@@ -16,6 +16,9 @@ class FakeEngine:
     def alive(self) -> bool:
         return self.lives
 
+    def queue(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         self.closed += 1
 

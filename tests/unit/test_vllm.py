@@ -714,6 +714,25 @@ def test_of_those_that_share_an_engine_one_tells_its_queue(generator, llm, bundl
     later.close()
 
 
+def test_rows_that_one_of_them_has_counted_are_not_counted_again_by_the_next(generator, llm, bundle):
+    def looked_up(rows):
+        steps = SimpleNamespace(queries=rows, hits=rows // 2)
+        for statistics in llm.statistics:
+            statistics.record(SimpleNamespace(num_running_reqs=0, kv_cache_usage=0.0, prefix_cache_stats=steps), None)
+
+    later, last = VllmGenerator(), VllmGenerator()
+    for one in (later, last):
+        one.load(bundle)
+    looked_up(100)
+    assert [one.kept()["asked_rows"] for one in (generator, later)] == [100, 0]
+    generator.close()
+    looked_up(10)
+    assert later.kept() == {"asked_rows": 10, "hit_rows": 5}
+    last.close()
+    assert later.kept() == {"asked_rows": 10, "hit_rows": 5}, "that one had told nothing"
+    later.close()
+
+
 def test_other_options_have_an_engine_of_their_own(generator, bundle):
     other = VllmGenerator("bfloat16")
     other.load(bundle)
