@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.bundle import Bundle, BundleStore
-from cluster.config import Settings, parse, with_changes
+from cluster.config import EngineSettings, Settings, parse, with_changes
 from cluster.engines.controller import FrameworkController
 from cluster.engines.heap import freeze_loaded
 from cluster.engines.latency import LatencyRecorder
@@ -131,8 +131,8 @@ class StageReplica(Generic[ModelT]):
         changed = with_changes(self._settings, self.stage, user_config, f"user_config of the {self.stage}")
         self._wanted = changed.engines(self.stage)
         for model in self._models.models:
-            await model.reconfigure(self._wanted)
-            self._apply(model)  # what an operator has switched by hand outlives a deploy
+            await model.reconfigure(self._switched(self._wanted))  # what an operator has switched by hand outlives a deploy
+            self._apply(model)
 
     async def check_health(self) -> None:
         """Unhealthy only where an engine thread is stuck or a task is gone: a broken engine is the controller's business."""
@@ -293,6 +293,12 @@ class StageReplica(Generic[ModelT]):
                 if model not in running:
                     running[model] = asyncio.create_task(_refresh(model.controller))
             await asyncio.sleep(REFRESH_INTERVAL_S)
+
+    def _switched(self, wanted: EngineSettings) -> EngineSettings:
+        """With what the switches of this stage say of its order: to unload a backend that is gone may take minutes."""
+        configured = {name: "off" if name in wanted.disabled else "on" for name in wanted.order}
+        off = [name for name, position in configured.items() if self._switches.get((self.stage, name), position) == "off"]
+        return wanted.model_copy(update={"disabled": off})
 
     def _apply(self, model: ModelT) -> None:
         """Follow the switches of this stage; one may name a backend of an earlier configuration, which is not here any more."""

@@ -1,5 +1,9 @@
 """What a replica of the encoder does with a new user_config while it serves."""
 
+import asyncio
+import threading
+from typing import ClassVar
+
 import pytest
 
 from cluster.config import parse
@@ -18,14 +22,34 @@ class Mine(Sound):
     """A user's own backend."""
 
 
+class EndsSlowly(Sound):
+    """Its end takes as long as `may_end` says."""
+
+    ending: ClassVar[threading.Event] = threading.Event()
+    may_end: ClassVar[threading.Event] = threading.Event()
+
+    def close(self) -> None:
+        self.ending.set()
+        assert self.may_end.wait(60)
+
+
 MINE = {"backends": {"mine": f"{__name__}:Mine"}, "order": ["mine", "torch"]}
 
 
 @pytest.fixture
-async def replica(three_versions):
+def settings(three_versions):
+    return {"model_dir": str(three_versions), "encoder": {"order": ["torch"]}}
+
+
+@pytest.fixture
+def board(settings):
+    return SwitchboardDeployment(settings)
+
+
+@pytest.fixture
+async def replica(settings, board):
     """One that serves by PyTorch."""
-    settings = {"model_dir": str(three_versions), "encoder": {"order": ["torch"]}}
-    made = Encoder(tree := parse(settings), Heartbeat(tree, Handle(SwitchboardDeployment(settings)), "a"))
+    made = Encoder(tree := parse(settings), Heartbeat(tree, Handle(board), "a"))
     await made.start()
     yield made
     await made.close()
@@ -63,3 +87,21 @@ async def test_a_backend_that_cannot_be_imported_leaves_the_next_one_to_serve_an
     assert await served_by(replica) == "torch"
     mine = next(one for one in replica.snapshot().backends if one.name == "mine")
     assert "no_such_module:Mine cannot be imported" in mine.reason
+
+
+async def test_what_an_operator_has_switched_off_is_asked_at_no_moment_of_a_reconfiguration(replica, board):
+    slow = {"backends": {**MINE["backends"], "slow": f"{__name__}:EndsSlowly"}, "order": ["slow", *MINE["order"]]}
+    await replica.reconfigure(slow)
+    await until(lambda: all(one.loaded for one in replica.snapshot().backends if one.rank is not None))
+    await board.set("encoder", "slow", "off")
+    await board.set("encoder", "mine", "off")
+    await until(lambda: not any(one.enabled for one in replica.snapshot().backends if one.name in ("slow", "mine")))
+    assert await served_by(replica) == "torch"
+    reconfigured = asyncio.create_task(replica.reconfigure(MINE))
+    try:
+        await until(EndsSlowly.ending.is_set)
+        assert await served_by(replica) == "torch"
+    finally:
+        EndsSlowly.may_end.set()
+        await reconfigured
+    assert await served_by(replica) == "torch"
