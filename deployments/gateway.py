@@ -106,9 +106,14 @@ class Gateway:
             self._cache_figures = asyncio.create_task(self._look_at(self._cache))
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Take new limits and flags, and a colocated stage's settings, while requests are served; what is not given is as in `args`."""
-        own, of_stages = split_changes(user_config)
-        self._limits = with_changes(self._settings, "gateway", own, "user_config of the gateway").gateway
+        """Take new limits and flags, and a colocated stage's settings, while requests are served; what is not given is as in `args`. Raises
+        ConfigError, and nothing changes.
+        """
+        (own, of_stages), source = split_changes(user_config), "user_config of the gateway"
+        limits = with_changes(self._settings, "gateway", own, source).gateway
+        for stage, changes in of_stages.items():
+            with_changes(self._settings, stage, changes, source)
+        self._limits = limits
         self.api.edge.reconfigure(self._limits)
         await self._stages.reconfigure(of_stages, self._limits.flags)
 

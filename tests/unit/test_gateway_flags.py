@@ -281,10 +281,11 @@ class TestReconfigure:
             await a_read_of_the_store(one)
         assert one.encoded == expected
 
-    async def test_a_change_that_makes_no_sense_is_refused_and_changes_nothing(self, gateway: Make) -> None:
+    @pytest.mark.parametrize("wrong", [{"max_k": 0}, {"max_k": 7, "encoder": {"order": ["torch"]}, "generator": {"order": ["no such"]}}])
+    async def test_a_change_that_makes_no_sense_is_refused_and_changes_nothing(self, gateway: Make, wrong: dict[str, Any]) -> None:
         one = await gateway()
         with pytest.raises(ConfigError, match="user_config of the gateway"):
-            await one.gateway.reconfigure({"max_k": 0, "flags": {"cache": False}})
+            await one.gateway.reconfigure({**wrong, "flags": {"cache": False}})
         assert [source(await one.asked()) for _ in range(2)] == ["computed", "l1"]
         assert await one.status(k=8) == 200
         assert one.stages.told == []
