@@ -49,13 +49,17 @@ class Measuring(Generic[RequestT, AnswerT]):
     async def measure(self, samples: Sequence[RequestT]) -> None:
         """Time what has not been timed, and weigh all times by the share of users who return now."""
         async with self._turn:
-            if (ready := self._roster.ready()) and ready[-1].name != self._reference:
+            usable = self._roster.ready()
+            fit = [backend for backend in usable if not backend.exclusion]
+            if fit and fit[-1].name != self._reference:
                 for backend in self._roster:
-                    backend.measured_ms, backend.exclusion = None, ""
-                ready = self._roster.ready()
+                    backend.measured_ms = None
+            ready = [backend for backend in usable if not backend.exclusion or backend.measured_ms is None]
             share, anew = self._returning(), any(backend.measured_ms is None for backend in ready)
             if anew:
                 await self._measure(ready, samples)
+                for backend in ready:  # until now, what was excluded was not asked
+                    backend.exclusion = backend.exclusion if backend.measured_ms is not None else ""
             if anew or share != self._share:
                 self._weigh(share)
 

@@ -82,14 +82,16 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
 
     def obstacle(self) -> SkippedBackend | None:
         """Why it must be neither loaded nor asked now; None where it may."""
+        return self.unusable() or (self.health.skipped(self.exclusion) if self.exclusion else None)
+
+    def unusable(self) -> SkippedBackend | None:
+        """As `obstacle`, but None for one that is only excluded: it may be measured anew."""
         if not self.enabled:
             return self.health.skipped("switched off by the operator")
         if not self.availability.ok:
             return self.health.skipped(self.availability.reason)
         if self.loading:
             return self.health.unready()
-        if self.exclusion:
-            return self.health.skipped(self.exclusion)
         return self.health.obstacle()
 
     def unfit(self) -> SkippedBackend | None:

@@ -72,8 +72,8 @@ class Roster(Generic[RequestT, AnswerT]):
         return ranked
 
     def ready(self) -> list[ManagedBackend[RequestT, AnswerT]]:
-        """What is loaded and may be asked, as the order has it."""
-        return [backend for name in self._order if (backend := self._backends[name]).loaded and not backend.obstacle()]
+        """What is loaded and may be asked, or is only excluded, as the order has it."""
+        return [backend for name in self._order if (backend := self._backends[name]).loaded and not backend.unusable()]
 
     def change(self, **given: Unpack[Changes]) -> list[ManagedBackend[RequestT, AnswerT]]:
         """Change what is given, all or nothing; which backends are gone then."""

@@ -547,6 +547,30 @@ class TestFastest:
         await controller.refresh()
         assert "disagrees with third" in snapshot_of(controller, "first").reason
 
+    async def test_one_that_is_excluded_is_not_asked_while_a_new_reference_has_everything_measured(self, tmp_path, monkeypatch):
+        First.offset, First.seconds, Second.seconds, Third.seconds = 0.5, 0.1, 0.2, 0.3
+        controller = make(tmp_path, selection="fastest")
+        await controller.warm_up([1])
+        await controller.refresh()
+        assert (await controller.call_one(1)).backend == "second"
+        Third.missing, asked, answer, call = "not here", [], Second.batch_infer, from_a_thread(controller)
+
+        def asked_meanwhile(self, requests):
+            if not asked:
+                asked.append(call([7]))
+            return answer(self, requests)
+
+        monkeypatch.setattr(Second, "batch_infer", asked_meanwhile)
+        CLOCK.advance(5)
+        await controller.refresh()
+        assert by(await asyncio.wrap_future(asked[0])) == ["second"]
+        assert "disagrees with second" in snapshot_of(controller, "first").reason
+        First.offset = 0.0
+        Third.missing = ""
+        CLOCK.advance(5)
+        await controller.refresh()
+        assert (await controller.call_one(1)).backend == "first", "measured anew, it agrees"
+
     async def test_one_that_breaks_while_it_is_timed_is_not_the_fastest(self, tmp_path, monkeypatch):
         First.seconds, Second.seconds, Third.seconds = 0.1, 0.2, 0.3
         monkeypatch.setattr(
