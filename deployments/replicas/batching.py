@@ -48,7 +48,8 @@ def engine_batcher(
         timely = [request.deadline is None or request.deadline > now for request in requests]
         with tracing.joined_span("batch", [member.trace for member in members], requests=len(members), longest=max(sizes)):
             answers = iter(await compute(list(compress(requests, timely))) if any(timely) else ())
-            most.after(len(members), monotonic() - now)
+            if any(timely):  # that nothing was computed says nothing of how long it takes
+                most.after(sum(timely), monotonic() - now)
             return [next(answers) if in_time else too_late() for in_time in timely]
 
     return Batcher(run, lambda sizes: alike(sizes, most.limits), limits.max_requests, size=rows, wait_s=limits.max_wait_ms / 1e3)

@@ -145,6 +145,23 @@ async def test_batches_become_smaller_while_they_take_longer_than_they_may_and_l
     assert engine.batches[-2] == 32
 
 
+async def test_requests_that_are_too_late_to_be_computed_make_no_batch_larger():
+    engine = Engine(max_requests=32, max_tokens=1000, target_ms=40)
+
+    async def compute(batch):
+        engine.batches.append(len(batch))
+        await asyncio.sleep(0.01 * len(batch))
+        return [2 * one.name for one in batch]
+
+    engine.batcher = engine_batcher(compute, engine.limits, lambda one: one.rows, lambda: LATE, engine.watch)
+    await asyncio.gather(*engine.asked(*range(400)))
+    for _ in range(20):
+        assert await asyncio.gather(*engine.asked(*range(32), deadline=0.0)) == [LATE] * 32
+    engine.batches.clear()
+    await asyncio.gather(*engine.asked(*range(32)))
+    assert engine.batches[0] <= 6
+
+
 async def test_a_caller_that_goes_away_leaves_the_queue_and_takes_no_other_along():
     engine = Engine(max_wait_ms=0)
     engine.gate.clear()
