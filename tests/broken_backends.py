@@ -187,6 +187,16 @@ class LoadsOnce(Sound):
         del self.vectors
 
 
+class ClosesOnce(Sound):
+    closed = False
+
+    def close(self):
+        if self.closed:
+            raise RuntimeError("the device is gone")
+        super().close()
+        self.closed = True
+
+
 class Flat:
     """A generator that does everything right: any item is as probable as another, and users differ in the order."""
 

@@ -70,6 +70,7 @@ LOADED = (
     Check("leaves a second one of it alone", answers.leaves_a_second_one_alone),
     Check("answers the same after close and load", answers.answers_after_close_and_load),
 )
+CLOSES = Check("closes", lambda subject: subject.backend.close())
 
 
 def check(import_string: str, stage: str, bundle: Bundle, *, options: Mapping[str, Any] | None = None, limit_s: float = LIMIT_S) -> Report:
@@ -123,8 +124,8 @@ class _Run:
             self.outcomes.append(self._outcome(one))
 
     def close(self) -> None:
-        if self._subject.loaded and not self._stuck_in:
-            self._worker.call(self._subject.backend.close, self._subject.limit_s)
+        if self._subject.loaded:
+            self.all((CLOSES,))
         self._worker.close()
 
     def _outcome(self, one: Check) -> Outcome:
