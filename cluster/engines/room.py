@@ -31,7 +31,15 @@ class Run(Protocol):
 
 async def beside(work: Callable[[], T]) -> T:
     """In a thread of its own, beside the engine thread."""
-    return await asyncio.to_thread(work)
+    return await asyncio.to_thread(_done, work)
+
+
+def _done(work: Callable[[], T]) -> T:
+    """A StopIteration, as of a `next` that finds nothing, is raised as a RuntimeError: asyncio's future would be left open for good."""
+    try:
+        return work()
+    except StopIteration as error:
+        raise RuntimeError(f"StopIteration: {error}") from error
 
 
 class EngineThread:
@@ -46,7 +54,7 @@ class EngineThread:
 
     async def run(self, work: Callable[[], T]) -> T:
         try:
-            working = self._pool.submit(work)
+            working = self._pool.submit(_done, work)
         except RuntimeError:  # the stage was closed meanwhile: what is under way ends in another thread
             return await beside(work)
         self._count(1)

@@ -467,6 +467,17 @@ class TestRecovery:
         CLOCK.advance(5)
         assert (await controller.call_one(1)).backend == "late"
 
+    async def test_a_load_that_raises_stop_iteration_ends_and_is_told_like_any_other(self, controller):
+        """Asyncio's futures take no StopIteration: what waits for one would wait for ever."""
+        First.load_error = StopIteration("no weights")
+        async with asyncio.timeout(60):
+            await controller.warm_up([1])
+            assert snapshot_of(controller, "first").last_error == "could not be loaded: RuntimeError: StopIteration: no weights"
+            CLOCK.advance(1)
+            await controller.refresh()
+        assert First.log.count("load") == 2, "in the engine thread, and beside it"
+        assert (await controller.call_one(1)).backend == "second"
+
     async def test_a_backend_that_breaks_while_closing_is_still_replaced(self, controller, monkeypatch, caplog):
         monkeypatch.setattr(First, "close", lambda self: 1 / 0)
         await self.break_first(controller)
