@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from cluster.engines.room import Run
-from cluster.errors import DeadlineExceeded
+from cluster.errors import BackendFailed, DeadlineExceeded
 
 T = TypeVar("T")
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
+GAVE_UP = "it gave the request up, which nobody had cancelled"
 
 
 class Nonsense(Exception):
@@ -87,6 +88,8 @@ class Batches(Engine[RequestT, AnswerT]):
     def _outcomes(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | Exception]:
         try:
             answers = self.backend.batch_infer(requests)
+        except asyncio.CancelledError:  # of a loop of its own: what runs in a thread, nobody cancels
+            return [BackendFailed(GAVE_UP)] * len(requests)
         except Exception as error:  # noqa: BLE001 - any error of an engine is a reason to ask the next one
             return [error] * len(requests)
         if not isinstance(answers, list | tuple) or len(answers) != len(requests):
@@ -134,8 +137,13 @@ class Queue(Engine[RequestT, AnswerT]):
         self.late_in_a_row = 0
         return self._checked(request, answer)
 
-    def _late(self, error: DeadlineExceeded | asyncio.CancelledError) -> DeadlineExceeded:
-        """The time was over, or the caller has gone, perhaps because it was: raises that one again."""
+    def _late(self, error: DeadlineExceeded | asyncio.CancelledError) -> Exception:
+        """The time was over, or the caller has gone, perhaps because it was: raises that one again. Where nobody cancelled the call, the
+        engine broke: it may have given up a task or a connection of its own.
+        """
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and not task.cancelling():
+            return BackendFailed(GAVE_UP)
         self.late_in_a_row += 1
         if isinstance(error, DeadlineExceeded):
             return error

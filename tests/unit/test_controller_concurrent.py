@@ -104,6 +104,28 @@ class TestServe:
         assert served.fallback_from == (SkippedBackend("queued", "does not take odd tenants"),)
         assert (stage.of("queued").calls, stage.of("queued").failures) == (0, 0)
 
+    async def test_a_request_that_the_engine_gives_up_by_itself_goes_on_and_counts_as_broken(self, stage, monkeypatch):
+        """As where a task or a connection of its own has ended; nobody has cancelled the call."""
+
+        async def cancelled(self, request):
+            raise asyncio.CancelledError
+
+        async def stream(self, request):
+            yield 1.0
+            raise asyncio.CancelledError
+
+        reason = "broke: it gave the request up, which nobody had cancelled"
+        monkeypatch.setattr(Queued, "astream", stream)
+        piece, again, streamed = await stage.stream(4)
+        assert (piece, again, streamed.backend) == (1, 8, "first")
+        monkeypatch.setattr(Queued, "ainfer", cancelled)
+        served = await stage.serve(4)
+        assert (served.answer, served.backend, [one.reason for one in served.fallback_from]) == (8, "first", [reason])
+        assert stage.of("queued").failures == 2
+        monkeypatch.setattr(First, "batch_infer", lambda self, requests: asyncio.run(cancelled(self, requests)))
+        served = await stage.serve(4)
+        assert (served.backend, [one.reason for one in served.fallback_from]) == ("second", [reason] * 2)
+
     async def test_an_engine_that_takes_batches_is_given_those_it_does_not_decline(self, tmp_path, monkeypatch):
         monkeypatch.setattr(First, "declines", lambda self, request: "is odd" if request % 2 else "", raising=False)
         stage = await Stage(tmp_path, order=("first", "second"), join=None).start()
