@@ -18,7 +18,7 @@ from cluster.errors import BackendFailed, DeadlineExceeded
 T = TypeVar("T")
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
-GAVE_UP = "it gave the request up, which nobody had cancelled"
+GAVE_UP = "it gave the request up by itself"
 
 
 class Nonsense(Exception):
@@ -88,7 +88,7 @@ class Batches(Engine[RequestT, AnswerT]):
     def _outcomes(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | Exception]:
         try:
             answers = self.backend.batch_infer(requests)
-        except asyncio.CancelledError:  # of a loop of its own: what runs in a thread, nobody cancels
+        except asyncio.CancelledError:  # of an event loop of its own: a thread cannot be cancelled
             return [BackendFailed(GAVE_UP)] * len(requests)
         except Exception as error:  # noqa: BLE001 - any error of an engine is a reason to ask the next one
             return [error] * len(requests)
@@ -138,8 +138,8 @@ class Queue(Engine[RequestT, AnswerT]):
         return self._checked(request, answer)
 
     def _late(self, error: DeadlineExceeded | asyncio.CancelledError) -> Exception:
-        """The time was over, or the caller has gone, perhaps because it was: raises that one again. Where nobody cancelled the call, the
-        engine broke: it may have given up a task or a connection of its own.
+        """The time was over, or the caller has gone, perhaps because it was: raises that one again. Where the call was not
+        cancelled, the engine broke: it may have given up a task or a connection of its own.
         """
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and not task.cancelling():

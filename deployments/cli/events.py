@@ -68,6 +68,7 @@ def import_(
 @app.command()
 def stats(url: Url, *, as_json: AsJson = False) -> None:
     """How many events of how many users the store holds."""
+    driver_of(url).require_there(url)
     held = asyncio.run(_statistics(url))
     typer.echo(json.dumps(asdict(held)) if as_json else f"{held.events:,} events of {held.users:,} users")
 
@@ -82,6 +83,7 @@ def erase(
     audit_log: AuditLog = None,
 ) -> None:
     """Forget a user: delete all their events from the store, with the keys these were sent under."""
+    driver_of(url).require_there(url)  # of a store that is new because its name was mistyped, an erasure would say that it is done
     erased = asyncio.run(_erase(url, tenant, user, audit_log))
     typer.echo(json.dumps({"erased": erased}) if as_json else f"erased {erased:,} events of {user!r} (tenant {tenant})")
 

@@ -27,6 +27,9 @@ class PostgreSQLDriver:
             raise BackendUnavailable(f"asyncpg cannot be imported ({error}); run: pip install --force-reinstall asyncpg") from error
         return await PostgreSQLEventStore.open(*split_ledger(url))
 
+    def require_there(self, url: str) -> None:
+        """PostgreSQL makes no database: `open` finds out."""
+
     async def back_up(self, url: str, to: Path) -> None:
         del url
         raise ConfigError(f"PostgreSQL makes its backups itself: pg_dump --format custom --schema genrec --file {to} DATABASE")

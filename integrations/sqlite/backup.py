@@ -20,8 +20,6 @@ def back_up(path: Path, to: Path) -> None:
     Raises ConfigError where `to` is there already, BackendUnavailable where the store cannot be read or is damaged.
     """
     _refuse_existing(to, "name a file that is not there yet")
-    if not path.is_file():
-        raise ConfigError(f"event store {path} is not there; give the URL that the service has")
     _make(to)
     try:
         _copy(path, to)

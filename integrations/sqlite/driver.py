@@ -29,9 +29,14 @@ class SQLiteDriver:
 
         return await SQLiteEventStore.open(*_files(url))
 
+    def require_there(self, url: str) -> None:
+        if not (path := _files(url)[0]).is_file():
+            raise ConfigError(f"event store {path} is not there; give the URL that the service has")
+
     async def back_up(self, url: str, to: Path) -> None:
         from integrations.sqlite.backup import back_up  # noqa: PLC0415
 
+        self.require_there(url)
         await asyncio.to_thread(back_up, _files(url)[0], to)
 
     async def restore(self, url: str, backup: Path | None) -> None:

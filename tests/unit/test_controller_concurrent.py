@@ -105,7 +105,7 @@ class TestServe:
         assert (stage.of("queued").calls, stage.of("queued").failures) == (0, 0)
 
     async def test_a_request_that_the_engine_gives_up_by_itself_goes_on_and_counts_as_broken(self, stage, monkeypatch):
-        """As where a task or a connection of its own has ended; nobody has cancelled the call."""
+        """As where a task or a connection of its own has ended; the call was not cancelled."""
 
         async def cancelled(self, request):
             raise asyncio.CancelledError
@@ -114,7 +114,7 @@ class TestServe:
             yield 1.0
             raise asyncio.CancelledError
 
-        reason = "broke: it gave the request up, which nobody had cancelled"
+        reason = "broke: it gave the request up by itself"
         monkeypatch.setattr(Queued, "astream", stream)
         piece, again, streamed = await stage.stream(4)
         assert (piece, again, streamed.backend) == (1, 8, "first")

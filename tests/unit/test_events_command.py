@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.bundle import MANIFEST
-from cluster.errors import DataError, UnknownChoice
+from cluster.errors import ConfigError, DataError, UnknownChoice
 from cluster.events.store import closing_store
 from deployments.cli.events import app, batches
 from deployments.training.dataset_options import DatasetOptions
@@ -96,6 +96,13 @@ def test_erasing_says_how_many_events_of_whom(tmp_path, url):
     assert "erased 2 events of 'a' (tenant default)" in run("erase", "a", "--url", url).stdout
     assert json.loads(run("erase", "a", "--url", url, "--json").stdout) == {"erased": 0}
     assert "2 events of 1 users" in run("stats", "--url", url).stdout
+
+
+@pytest.mark.parametrize("asked", [("erase", "ann"), ("stats",)])
+def test_a_store_that_is_not_there_is_refused_and_not_made(tmp_path, url, asked):
+    with pytest.raises(ConfigError, match=r"events\.db is not there; give the URL that the service has"):
+        run(*asked, "--url", url)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_dataset_options_reach_the_reader_and_bad_rows_stop_or_are_skipped(tmp_path, url):
