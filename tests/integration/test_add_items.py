@@ -220,7 +220,7 @@ def test_columns_are_named_as_for_the_training_unless_said_otherwise(store, tmp_
 
 def test_evaluate_says_which_version_fits_the_table_of_the_training(store, table):
     genrec("add-items", table, "--model-dir", store.root)
-    with pytest.raises(DataError, match=r"shop/2 knows 14 items, .* genrec add-items added 2 of them: ask for a --version from before"):
+    with pytest.raises(DataError, match=r"shop/2 knows 14 items, .* genrec add-items added 2 of them: use a version from before"):
         genrec("evaluate", "--model-dir", store.root)
     assert "40 users' last events" in genrec("evaluate", "--model-dir", store.root, "--version", 1)
 
