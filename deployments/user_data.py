@@ -7,6 +7,7 @@ from contextlib import suppress
 from time import monotonic
 
 from cluster.cache.entry import CacheStatistics
+from cluster.cache.shared_notes import KEPT_S
 from cluster.cache.single_flight import Background
 from cluster.cache.tier_values import Invalidated
 from cluster.cache.tiered import TieredCache
@@ -163,12 +164,12 @@ class UserData:
         """Ask caches that did not answer again, until they do or what they held has had its time."""
         assert self._cache is not None
         settings = self._settings.cache
-        deadline = monotonic() + settings.ttl_s * 1.2 + settings.stale_s
+        deadline = monotonic() + max(settings.ttl_s * 1.2 + settings.stale_s, KEPT_S)  # of answers, and of usual requests
         while monotonic() < deadline:
             await asyncio.sleep(INSIST_EVERY_S)
             if not (await self._cache.invalidate(tenant, user_id)).unconfirmed:
                 return
-        logger.warning("a cache was away for longer than it keeps answers; what was to be erased is out of date there by now")
+        logger.warning("a cache was away for longer than it keeps anything of users; what was to be erased is out of date there by now")
 
     def make_ready(self) -> None:
         """Another version serves: compute anew what the users that ask most usually ask for, before they do, and beside other work."""

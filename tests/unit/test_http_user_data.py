@@ -17,6 +17,7 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import GatewaySettings, parse
 from cluster.events.store import open_event_store
 from cluster.fleet.switchboard import StageStatus
+from cluster.values import RecommendRequest
 from deployments.http.api import create_api
 from deployments.user_data import UserData
 from deployments.version_router import VersionRouter
@@ -253,6 +254,36 @@ async def test_where_events_are_switched_off_an_erasure_reaches_what_is_kept_all
     data = UserData(parse({"model_dir": str(tmp_path)}), board, versions_of(None, answers), cache=None, events=None)
     erased = await data.erase("default", "ada")
     assert (erased.events, erased.everywhere, board.forgotten) == (0, True, [("default", "ada")])
+
+
+class AwayShard(CacheShard):
+    """Hears of no erasure while it is away."""
+
+    away = False
+
+    async def invalidate(self, namespace=None, group=None):
+        if self.away:
+            raise ConnectionError("no route")
+        return await super().invalidate(namespace, group)
+
+
+@pytest.mark.virtual_time
+async def test_a_cache_that_was_away_forgets_a_users_usual_request_when_it_is_back_however_much_longer_that_is_kept_than_answers(tmp_path):
+    shard = AwayShard(MemoryCache("s3fifo", 2**20))
+    shared = ShardedCache({"only": shard}, SharedSettings(deadline_s=60))
+    cache = TieredCache(MemoryCache("s3fifo", 2**20), shared, TierSettings(), ANSWER_CODEC)
+    usual = UsualRequests(SharedNotes(shared, REQUEST_CODEC))
+    answers = CachedRecommender(None, StoredHistories(None, 100), cache, "", usual)
+    data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), versions_of(None, answers), cache=cache, events=None, usual=usual)
+    usual.note(RecommendRequest("ada"))
+    await usual.shared.flush()
+    shard.away = True
+    assert (await data.erase("default", "ada")).everywhere is False
+    await asyncio.sleep(1200)
+    shard.away = False
+    await asyncio.sleep(60)
+    assert not shard.memory.peek(usual_key("default", "ada"))
+    await data.close()
 
 
 async def test_without_an_event_store_events_are_refused_with_the_reason(tmp_path):
