@@ -82,12 +82,17 @@ def _lines(place: Path) -> Iterator[tuple[bytes, int, bytes]]:
 
 
 def require(ledger: Path | None) -> None:
-    """Raises ConfigError where it is not there: a restored store would serve users that were erased since its backup."""
+    """Raises ConfigError where it is not there: a restored store would serve users that were erased since its backup.
+
+    A directory without a file of any machine is none: its disk is not mounted, or its files have other names.
+    """
     if ledger is None:
         raise ConfigError("this store has no ledger of erasures; name it in the URL, as ?ledger=/var/lib/genrec/erased")
-    if not ledger.exists():
-        cure = f"give it back from its own copy, or, where no user was erased since the backup: touch {ledger}"
-        raise ConfigError(f"the ledger of erasures {ledger} is not there; {cure}")
+    file = next(ledger.glob("*.erased"), ledger / "none.erased") if ledger.is_dir() else ledger
+    if not file.exists():
+        cure = f"give it back from its own copy, or, where no user was erased since the backup: touch {file}"
+        problem = "has no file named *.erased" if ledger.is_dir() else "is not there"
+        raise ConfigError(f"the ledger of erasures {ledger} {problem}; {cure}")
 
 
 def missing(noted: Mapping[bytes, int], held: Mapping[bytes, int]) -> dict[bytes, int]:

@@ -170,6 +170,18 @@ async def test_a_store_is_not_restored_without_its_ledger(backed_up, path):
     assert "restored 1 events of 1 users" in (await run("restore", backup, "--url", url)).output
 
 
+async def test_a_store_is_not_restored_with_a_directory_that_holds_no_ledger(backed_up, path, tmp_path):
+    """As where its disk is not mounted, or the machines' files were brought together under other names."""
+    url, backup = backed_up
+    (ledger := tmp_path / "ledger").mkdir()
+    path.with_name("events.db.erased").rename(ledger / "one")
+    with pytest.raises(ConfigError, match=r"ledger has no file named \*\.erased; give it back .*: touch .*/ledger/none\.erased"):
+        await run("restore", backup, "--url", f"{url}?ledger={ledger}")
+    assert not path.exists()
+    (ledger / "one").rename(ledger / "one.erased")
+    assert "restored 1 events of 1 users" in (await run("restore", backup, "--url", f"{url}?ledger={ledger}")).output
+
+
 @pytest.mark.parametrize("end", ["", "-wal"])
 async def test_a_store_that_is_there_is_not_overwritten(backed_up, path, end):
     url, backup = backed_up
