@@ -11,6 +11,9 @@ from cluster.events.store import RECENT_USERS, Event, Stored, StoredHistory, Sto
 from cluster.values import Action, Behaviour
 from integrations.postgresql.database import Unsure
 
+ERASE_WITHIN_S = 600.0
+"""For each statement of an erasure: what no one person is, as "guest", may have millions of events."""
+
 # Makes the users that are new and locks all of them until the commit. Every transaction locks in the order of names, so that none waits
 # in a circle, and draws its sequences afterwards, so that they grow in the order of arrival.
 _LOCK_USERS = """
@@ -106,9 +109,10 @@ async def erase(connection: Any, ledger: Ledger, tenant: str, user_id: str) -> i
     """Delete a user with all events, to be committed now that the ledger has it. Nothing changes where there is none."""
     if (user := await connection.fetchval(_LOCK_USER, tenant, user_id)) is None:
         return 0
-    known = await connection.fetch(_KEYS, user)
+    await connection.execute("SET LOCAL statement_timeout = 0")  # in its place comes ERASE_WITHIN_S
+    known = await connection.fetch(_KEYS, user, timeout=ERASE_WITHIN_S)
     keys, digest = [ledger.digests.event(tenant, row["idempotency_key"]) for row in known], ledger.digests.user(tenant, user_id)
-    erased = await connection.fetchrow(_ERASE, user, digest, keys, [row["sequence"] for row in known])
+    erased = await connection.fetchrow(_ERASE, user, digest, keys, [row["sequence"] for row in known], timeout=ERASE_WITHIN_S)
     await asyncio.to_thread(ledger.note, {digest: erased["number"]})
     events: int = erased["events"]
     return events

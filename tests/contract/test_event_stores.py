@@ -19,6 +19,7 @@ from cluster.events.rules import LARGEST_BATCH, LARGEST_LIMIT
 from cluster.events.store import Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics, closing_store, open_event_store
 from cluster.registry import EVENT_STORES, choose
 from cluster.values import Action, Behaviour
+from integrations.postgresql import database
 from tests.postgres import running_postgres
 
 ODD = [
@@ -484,6 +485,19 @@ async def test_a_ledger_of_another_store_is_refused(noting, tmp_path):
     Ledger(ledger, Digests(b"another key")).note({b"d" * 32: 7})
     with pytest.raises(BackendUnavailable, match="is of a store with another key; name one for each store"):
         await open_event_store(noting)
+
+
+async def test_a_user_whose_events_take_longer_than_other_statements_may_is_erased_from_postgresql_all_the_same(server, monkeypatch):
+    monkeypatch.setitem(database.SETTINGS, "statement_timeout", "500ms")
+    monkeypatch.setattr(database, "STATEMENT_TIMEOUT_S", -0.5)  # asyncpg has a second more
+    url = server.create("huge")
+    async with closing_store(url) as store:
+        await store.append([event(key="k")])
+        await rows_of(url, "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(1.5); RETURN old; END'")
+        await rows_of(url, "CREATE TRIGGER slow BEFORE DELETE ON genrec.events FOR EACH ROW EXECUTE FUNCTION slow()")
+        assert await store.erase("default", "u") == 1
+        assert await items(store) == []
+    server.drop("huge")
 
 
 TABLES = ("users", "events", "erasures", "erased_events", "store")
