@@ -10,7 +10,7 @@ from shutil import copyfileobj
 
 from cluster.errors import ConfigError, DataError
 from cluster.private_file import private
-from integrations.sqlite.connection import connect_reader, explained
+from integrations.sqlite.connection import connect_reader, connect_writer, explained
 
 
 def back_up(path: Path, to: Path) -> None:
@@ -54,6 +54,12 @@ def bring_back(backup: Path, path: Path) -> None:
         raise ConfigError(f"{backup} cannot be restored to {path}: {error.strerror}") from error
     finally:
         _remove(draft)
+
+
+def rebuild(path: Path) -> None:
+    """Write the file anew: pages that were split keep a copy of some rows, which SQLite does not overwrite when these are deleted."""
+    with explained(path), closing(connect_writer(path)) as store:
+        store.execute("VACUUM")
 
 
 def _copy(path: Path, to: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import stat
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -95,6 +96,20 @@ async def test_a_user_that_was_erased_after_the_backup_is_in_no_byte_of_the_rest
         assert (await store.append([event("marker-user", "marker-item-0", key="marker-key-0")]))[0].duplicate
     told = [(line["action"], line["object"], line["outcome"]) for line in map(json.loads, audit.read_text().splitlines())]
     assert told == [("events.backup", "backup.db", "done"), ("events.restore", "backup.db", "done")]
+
+
+async def test_a_restored_store_has_no_byte_of_an_erased_user_in_the_free_space_of_pages_that_were_split(path, tmp_path):
+    url, backup, draw = f"sqlite:///{path}", tmp_path / "backup.db", random.Random(0)
+    async with closing_store(url) as store:
+        for _ in range(8):
+            names = ["marker", *(f"user-{draw.getrandbits(32)}" for _ in range(3))] * 125
+            keys = [f"{draw.getrandbits(64):016x}-{name}-key{'x' * draw.randrange(220)}" for name in names]
+            await store.append([event(f"{name}-user", "i", key=key) for name, key in zip(names, keys, strict=True)])
+        assert (await run("backup", backup, "--url", url)).exit_code == 0
+        assert await store.erase("default", "marker-user") == 1000
+    moved_away(path)
+    assert (await run("restore", backup, "--url", url)).exit_code == 0
+    assert b"marker-" not in bytes_of(path)
 
 
 async def test_a_store_that_was_copied_back_by_other_means_forgets_as_it_is_opened(path, tmp_path):
