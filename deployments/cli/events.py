@@ -50,7 +50,7 @@ def import_(
 
     With --as-trained the options for columns, actions and units are those of the model's training; without DATASET, so is the data set.
     It may be stopped and started again, and a file that has grown may be imported again: what is stored already is not stored twice.
-    Erased users come back if the file still has them.
+    Events that were imported before their user was erased stay erased; others of an erased user come back if the file has them.
     """
     asked = _table_by_path(dataset)
     read = open_dataset(asked if like is None else as_trained(asked, BundleStore(like).open()))

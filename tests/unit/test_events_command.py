@@ -105,6 +105,13 @@ def test_a_store_that_is_not_there_is_refused_and_not_made(tmp_path, url, asked)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_was_imported_of_a_user_stays_erased_when_the_file_is_imported_again(tmp_path, url):
+    run("import", path := written(tmp_path, CSV), "--url", url)
+    run("erase", "a", "--url", url)
+    assert stored(run("import", path, "--url", url, "--json")) == (0, 4)
+    assert "stay erased" in run("import", "--help").stdout
+
+
 def test_dataset_options_reach_the_reader_and_bad_rows_stop_or_are_skipped(tmp_path, url):
     path = written(tmp_path, "who;what;when\na;x;5000\nb;y;soon\n")
     columns = ("--user-column", "who", "--item-column", "what", "--timestamp-column", "when", "--timestamp-unit", "ms")
