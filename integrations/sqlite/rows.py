@@ -85,7 +85,8 @@ def catch_up(connection: sqlite3.Connection, ledger: Ledger) -> bool:
         names = connection.execute("SELECT tenant, user_id FROM users")
         for name in [name for name in names if ledger.digests.user(*name) in again]:
             erase(connection, ledger, *name)
-        held = {**held, **{user: number for number, user in enumerate(again, max(noted.values()) + 1)}}
+        latest = max([*noted.values(), *held.values()])
+        held = {**held, **{user: number for number, user in enumerate(again, latest + 1)}}
         connection.executemany("INSERT OR REPLACE INTO erasures (digest, number) VALUES (?, ?)", [(user, held[user]) for user in again])
         connection.execute("UPDATE store SET identity = lower(hex(randomblob(4)))")
     ledger.note(missing(held, noted))

@@ -452,6 +452,20 @@ async def test_a_user_that_came_back_after_an_erasure_stays_when_the_store_is_op
         assert await items(store) == ["newest"], "the erasure is done, under a number of its own"
 
 
+async def test_what_a_ledger_lacks_stays_erased_while_the_store_catches_up_with_what_it_has(url, noting, tmp_path):
+    """As where a store had another ledger for a while."""
+    async with closing_store(noting) as store:
+        await store.append([event(user=f"u{number}") for number in range(5)])
+        await store.erase("default", "u0")
+    await rows_of(url, "DELETE FROM genrec.erasures")
+    lose_the_ledger_beside(url)
+    async with closing_store(url) as store:
+        for number in range(1, 5):
+            await store.erase("default", f"u{number}")
+    async with closing_store(noting) as store:
+        assert all(["erased" in await store.version("default", f"u{number}") for number in range(5)])
+
+
 async def test_a_ledger_that_is_new_is_told_what_was_erased_before(url, noting, tmp_path):
     async with closing_store(url) as store:
         await store.append([event()])
