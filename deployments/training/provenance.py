@@ -39,7 +39,7 @@ def require_same_items(bundle: Bundle, dataset: Dataset) -> None:
     """Raises DataError unless catalogue indices of the data set mean the same items as those of the bundle."""
     if item_order_sha256(bundle.catalogue) != item_order_sha256(dataset.catalogue):
         added = added_items(bundle)
-        since = f"; genrec add-items added {added} of them: use a version from before, by --version or after genrec models rollback" if added else ""
+        since = f"; genrec add-items added {added} of them: use a version from before (genrec models rollback)" if added else ""
         raise DataError(
             f"{bundle.version} knows {len(bundle.catalogue)} items, {dataset.source} has {len(dataset.catalogue)}, and they are not "
             f"the same in the same order; give the data set the model was trained on{since}"
