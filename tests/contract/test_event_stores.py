@@ -21,6 +21,7 @@ from cluster.registry import EVENT_STORES, choose
 from cluster.values import Action, Behaviour
 from integrations.postgresql import database
 from tests.postgres import running_postgres
+from tests.waiting import until
 
 ODD = [
     "ключ-鍵-🔑",
@@ -502,14 +503,21 @@ async def test_a_ledger_of_another_store_is_refused(noting, tmp_path):
 
 
 async def test_a_user_whose_events_take_longer_than_other_statements_may_is_erased_from_postgresql_all_the_same(server, monkeypatch):
-    monkeypatch.setitem(database.SETTINGS, "statement_timeout", "500ms")
-    monkeypatch.setattr(database, "STATEMENT_TIMEOUT_S", -0.5)  # asyncpg has a second more
+    monkeypatch.setitem(database.SETTINGS, "statement_timeout", "2s")
+    monkeypatch.setattr(database, "STATEMENT_TIMEOUT_S", 1.0)  # asyncpg has a second more
     url = server.create("huge")
+    held = "BEGIN PERFORM pg_advisory_xact_lock(1); RETURN old; END"
     async with closing_store(url) as store:
         await store.append([event(key="k")])
-        await rows_of(url, "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(1.5); RETURN old; END'")
-        await rows_of(url, "CREATE TRIGGER slow BEFORE DELETE ON genrec.events FOR EACH ROW EXECUTE FUNCTION slow()")
-        assert await store.erase("default", "u") == 1
+        await rows_of(url, f"CREATE FUNCTION held() RETURNS trigger LANGUAGE plpgsql AS '{held}'")
+        await rows_of(url, "CREATE TRIGGER held BEFORE DELETE ON genrec.events FOR EACH ROW EXECUTE FUNCTION held()")
+        holder = await asyncpg.connect(url)
+        await holder.execute("SELECT pg_advisory_lock(1)")
+        erasure = asyncio.create_task(store.erase("default", "u"))
+        waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'advisory' AND clock_timestamp() > query_start + interval '3s'"
+        await until(lambda: erasure.done() or holder.fetchval(waits))
+        await holder.close()
+        assert await erasure == 1
         assert await items(store) == []
     server.drop("huge")
 

@@ -81,6 +81,17 @@ class Engine:
         return [self.batcher.submit(Asked(name, **more)) for name in names]
 
 
+class SlowEngine(Engine):
+    """Takes `each_s` for a request, and notes how large its batches are."""
+
+    each_s = 0.01
+
+    async def compute(self, batch):
+        self.batches.append(len(batch))
+        await asyncio.sleep(self.each_s * len(batch))
+        return [2 * one.name for one in batch]
+
+
 @dataclass
 class Asked:
     name: object
@@ -130,30 +141,16 @@ async def test_while_the_engine_is_busy_the_next_batch_gathers():
 
 async def test_batches_become_smaller_while_they_take_longer_than_they_may_and_larger_again_afterwards():
     """The engine takes 10 ms a request, or 1 ms: 40 ms are 4 requests, or all 32 that may go together."""
-    engine, each_s = Engine(max_requests=32, max_tokens=1000, target_ms=40), 0.01
-
-    async def compute(batch):
-        engine.batches.append(len(batch))
-        await asyncio.sleep(each_s * len(batch))
-        return [2 * one.name for one in batch]
-
-    engine.batcher = engine_batcher(compute, engine.limits, lambda one: one.rows, lambda: LATE, engine.watch)
+    engine = SlowEngine(max_requests=32, max_tokens=1000, target_ms=40)
     await asyncio.gather(*engine.asked(*range(400)))
     assert 2 <= max(engine.batches[-10:-1]) <= 6
-    each_s = 0.001
+    engine.each_s = 0.001
     await asyncio.gather(*engine.asked(*range(4000)))
     assert engine.batches[-2] == 32
 
 
 async def test_requests_that_are_too_late_to_be_computed_make_no_batch_larger():
-    engine = Engine(max_requests=32, max_tokens=1000, target_ms=40)
-
-    async def compute(batch):
-        engine.batches.append(len(batch))
-        await asyncio.sleep(0.01 * len(batch))
-        return [2 * one.name for one in batch]
-
-    engine.batcher = engine_batcher(compute, engine.limits, lambda one: one.rows, lambda: LATE, engine.watch)
+    engine = SlowEngine(max_requests=32, max_tokens=1000, target_ms=40)
     await asyncio.gather(*engine.asked(*range(400)))
     for _ in range(20):
         assert await asyncio.gather(*engine.asked(*range(32), deadline=0.0)) == [LATE] * 32

@@ -25,6 +25,7 @@ from integrations.redis.cache import RedisCache
 from integrations.redis.entries import from_bytes, to_bytes
 from tests.fakes.clock import Clock
 from tests.reachable import strings_in
+from tests.waiting import until
 
 pytestmark = pytest.mark.virtual_time
 
@@ -220,12 +221,24 @@ async def test_a_shard_that_fails_thrice_is_left_alone_until_it_is_tried_again()
     assert cache.health()[0].breaker is BreakerState.CLOSED
 
 
-async def test_one_call_alone_tries_whether_the_shard_is_back():
-    clock = Clock()
-    shard, cache = guarded(clock)
+async def broken(clock, shard, cache):
+    """Has it left alone, until its next call tries whether it is back."""
     shard.mood = "hangs"
     await asyncio.gather(*(cache.mget([ADA]) for _ in range(3)))
     clock.now += 1.1
+
+
+async def under_way(shard, call):
+    """A call that the shard has heard of."""
+    asked, task = shard.asked, asyncio.create_task(call)
+    await until(lambda: shard.asked > asked)
+    return task
+
+
+async def test_one_call_alone_tries_whether_the_shard_is_back():
+    clock = Clock()
+    shard, cache = guarded(clock)
+    await broken(clock, shard, cache)
     await asyncio.gather(*(cache.mget([ADA]) for _ in range(20)))
     assert shard.asked == 4
 
@@ -234,12 +247,9 @@ async def test_a_call_of_before_that_ends_during_the_trial_lets_no_other_try():
     clock = Clock()
     shard, cache = guarded(clock)
     shard.mood = "hangs"
-    long = asyncio.create_task(cache.wait(ADA, 60))
-    await asyncio.sleep(0)
-    await asyncio.gather(*(cache.mget([ADA]) for _ in range(3)))
-    clock.now += 1.1
-    trial = asyncio.create_task(cache.mget([ADA]))
-    await asyncio.sleep(0)
+    long = await under_way(shard, cache.wait(ADA, 60))
+    await broken(clock, shard, cache)
+    trial = await under_way(shard, cache.mget([ADA]))
     long.cancel()
     await asyncio.gather(long, return_exceptions=True)
     await cache.mget([ADA])
@@ -250,11 +260,8 @@ async def test_a_call_of_before_that_ends_during_the_trial_lets_no_other_try():
 async def test_a_trial_whose_caller_goes_away_leaves_the_next_one_free():
     clock = Clock()
     shard, cache = guarded(clock)
-    shard.mood = "hangs"
-    await asyncio.gather(*(cache.mget([ADA]) for _ in range(3)))
-    clock.now += 1.1
-    gone = asyncio.create_task(cache.mget([ADA]))
-    await asyncio.sleep(0)
+    await broken(clock, shard, cache)
+    gone = await under_way(shard, cache.mget([ADA]))
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
     shard.mood = "works"

@@ -27,6 +27,8 @@ from pipelines.remembered import REQUEST_CODEC, UsualRequests, usual_key
 from pipelines.stored_history import SWITCHED_OFF, StoredHistories
 from tests.bundles import make_bundle
 from tests.fake_stages import Descending
+from tests.unit.test_cache_shared import BreakableShard
+from tests.waiting import until
 
 LIMITS = GatewaySettings(max_events=3, max_behaviours=5)
 
@@ -256,33 +258,23 @@ async def test_where_events_are_switched_off_an_erasure_reaches_what_is_kept_all
     assert (erased.events, erased.everywhere, board.forgotten) == (0, True, [("default", "ada")])
 
 
-class AwayShard(CacheShard):
-    """Hears of no erasure while it is away."""
-
-    away = False
-
-    async def invalidate(self, namespace=None, group=None):
-        if self.away:
-            raise ConnectionError("no route")
-        return await super().invalidate(namespace, group)
-
-
 @pytest.mark.virtual_time
 async def test_a_cache_that_was_away_forgets_a_users_usual_request_when_it_is_back_however_much_longer_that_is_kept_than_answers(tmp_path):
-    shard = AwayShard(MemoryCache("s3fifo", 2**20))
+    shard = BreakableShard()
     shared = ShardedCache({"only": shard}, SharedSettings(deadline_s=60))
     cache = TieredCache(MemoryCache("s3fifo", 2**20), shared, TierSettings(), ANSWER_CODEC)
     usual = UsualRequests(SharedNotes(shared, REQUEST_CODEC))
     answers = CachedRecommender(None, StoredHistories(None, 100), cache, "", usual)
-    data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), versions_of(None, answers), cache=cache, events=None, usual=usual)
+    settings = parse({"model_dir": str(tmp_path), "cache": {"ttl_s": 1, "stale_s": 0}})
+    data = UserData(settings, Switchboard(), versions_of(None, answers), cache=cache, events=None, usual=usual)
     usual.note(RecommendRequest("ada"))
     await usual.shared.flush()
-    shard.away = True
+    shard.mood = "raises"
     assert (await data.erase("default", "ada")).everywhere is False
-    await asyncio.sleep(1200)
-    shard.away = False
-    await asyncio.sleep(60)
-    assert not shard.memory.peek(usual_key("default", "ada"))
+    asked = shard.asked
+    await until(lambda: shard.asked > asked + 5)
+    shard.mood = "works"
+    await until(lambda: not shard.memory.peek(usual_key("default", "ada")))
     await data.close()
 
 

@@ -80,7 +80,7 @@ def test_a_replica_that_is_gone_is_neither_waited_for_nor_counted():
     assert switchboard.status(now=NOW + 60) == ()
 
 
-def test_a_restarted_switchboard_that_has_heard_of_nobody_does_not_say_that_a_switch_is_applied():
+def test_a_restarted_switchboard_that_has_heard_of_no_replica_does_not_say_that_a_switch_is_applied():
     old, replica = Switchboard(), Replica("a")
     replica.report(old)
     version = old.set("encoder", "torch", "off", now=NOW)

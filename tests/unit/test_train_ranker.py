@@ -22,6 +22,7 @@ from pipelines.ranking_labels import labels, tasks_of
 from pipelines.splits import TEST, VALIDATION, held_out
 from pipelines.train_ranker import RankerOptions, RankerTrainer
 from pipelines.training_run import RunOptions, TrainingRun, new_model
+from tests.unit.test_training_run import Watcher
 
 ITEMS = 30
 CPU = torch.device("cpu")
@@ -163,15 +164,6 @@ def test_every_other_item_is_drawn_by_its_popularity():
     assert alike == pytest.approx(0.02, abs=0.005)
 
 
-class Silent:
-    """An observer that tells nobody."""
-
-    def phase(self, *told):
-        pass
-
-    batch = epoch = phase
-
-
 class Liking:
     """A ranker that prefers one item above all, then the higher index."""
 
@@ -212,6 +204,6 @@ def test_events_that_a_version_has_learnt_do_not_decide_whether_the_ranker_is_it
     dataset = Dataset("shop", shoppers(users=8), Catalogue([Item(str(item), f"Item {item}") for item in range(1, ITEMS + 1)]), "made up")
     model = ModelRecord(family="hstu", config={**MODEL.config, "attention_dim": 16, "linear_dim": 16})
     bundle = publish(tmp_path / "shop", model, new_model(model, 0), dataset, training=training, quality={})
-    run = TrainingRun(model, dataset, RunOptions(device="cpu"), Silent())
+    run = TrainingRun(model, dataset, RunOptions(device="cpu"), Watcher())
     part = train_ranking_of(bundle, run, RankerOptions(epochs=1))
     assert (part.trained.record.last_stage, bool(part.trained.best.validation)) == (decided, decided)
