@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 
@@ -83,7 +84,7 @@ class TrainingRun:
         events = self.dataset.interactions
         digest = hashlib.sha256()
         for column in (events.offsets, events.items, events.timestamps, events.actions, events.values):
-            digest.update(column.tobytes())
+            digest.update(np.ascontiguousarray(column).data)
         return digest.hexdigest()
 
 

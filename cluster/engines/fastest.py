@@ -58,8 +58,9 @@ class Measuring(Generic[RequestT, AnswerT]):
             share, anew = self._returning(), any(backend.measured_ms is None for backend in ready)
             if anew:
                 await self._measure(ready, samples)
-                for backend in ready:  # until now, what was excluded was not asked
-                    backend.exclusion = backend.exclusion if backend.measured_ms is not None else ""
+                for backend in ready:
+                    if backend.measured_ms is None:
+                        backend.exclusion = ""  # not before: what is excluded is not asked while it is measured
             if anew or share != self._share:
                 self._weigh(share)
 
