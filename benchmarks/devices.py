@@ -15,6 +15,8 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # triton heeds it as it is imported, as transformers does: this module is to come first
 
 _KERNEL_ROUNDS, _REP_MS = 5, 20
+WARMING = 2
+"""Calls of each that do not count, before the timed ones."""
 INTERPRETED = "Triton runs in its interpreter here; its speed says nothing of a GPU's"
 
 
@@ -57,8 +59,8 @@ def kernel_ms(*runs: Callable[[], object]) -> list[float]:
 
 
 def wall_ms(*runs: Callable[[], object], rounds: int) -> list[float]:
-    """The median of each one's whole calls, the host's part among them; they take turns, the first two of each do not count."""
-    for run in (*runs, *runs):
+    """The median of each one's whole calls, the host's part among them; they take turns, the first WARMING of each do not count."""
+    for run in runs * WARMING:
         run()
     return _in_turns([partial(_call_ms, run) for run in runs], rounds)
 

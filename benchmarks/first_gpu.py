@@ -45,6 +45,7 @@ def groups(options: argparse.Namespace) -> list[Group]:
     return [
         Group("kernels", "benchmarks.first_gpu_kernels:cases", quick, options.only),
         Group("models", "benchmarks.first_gpu_models:cases", quick, options.only),
+        Group("generators", "benchmarks.first_gpu_generators:cases", quick, options.only),
         Group("sanitizer", "benchmarks.first_gpu_sanitizer:cases", {"limit_s": options.limit_s}, options.only),
     ]
 

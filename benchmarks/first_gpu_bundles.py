@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,7 +29,9 @@ from cluster.bundle import (
 from cluster.values import UserSequence
 from integrations.decoder.model import SemanticIdDecoder
 from integrations.decoder.published import decoder_config
-from integrations.hstu.weights import build_model, load_weights, save_weights
+from integrations.hstu.latest_states import latest_states
+from integrations.hstu.user_behavior_schema import collate
+from integrations.hstu.weights import build_model, load_model, load_weights, save_weights
 from tests.kernel_examples import times_of
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "ml-100k"
@@ -90,3 +92,11 @@ def exact_decoder(bundle: Bundle) -> SemanticIdDecoder:
     decoder.lm.load_state_dict(load_file(bundle.path / DECODER / "model.safetensors"))
     decoder.prompt.load_state_dict(load_file(bundle.path / SOFT_PROMPT))
     return decoder.double().eval()
+
+
+def exact_states(bundle: Bundle, histories: Sequence[UserSequence], count: int = 1) -> torch.Tensor:
+    """The latest states (B, C, D) in float64 on the CPU."""
+    model = load_model(bundle).double()
+    columns = collate(histories, model.config.max_history).tensors()
+    with torch.inference_mode():
+        return latest_states(model, columns["items"], columns["times"], columns["next_times"], columns["lengths"], count)

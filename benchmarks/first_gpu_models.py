@@ -1,17 +1,19 @@
-"""Cases of first_gpu.py: the encoders and torch_beam with examples/ml-100k's model on the device, against float64 on the CPU.
+"""Cases of first_gpu.py: the encoders with examples/ml-100k's model on the device, against float64 on the CPU.
 
-How fast they are is told beside the same in eager PyTorch, and torch_beam beside Hugging Face's beam search, in turns.
+How fast they are is told beside the same in eager PyTorch, in turns.
 """
 
 import dataclasses
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,31 +21,39 @@ from msgspec.structs import replace
 
 from benchmarks import first_gpu_training
 from benchmarks.devices import DEVICE, INTERPRETED, error_of, wall_ms
-from benchmarks.first_gpu_bundles import beginning, exact_decoder, example, history, published
+from benchmarks.first_gpu_bundles import beginning, exact_states, example, history, published
 from benchmarks.guarded import Case, Finding, Label, NotHere
 from benchmarks.models import MODELS
 from benchmarks.naive_hstu import NaiveHSTU
-from benchmarks.naive_transformers import NaiveTransformers
-from cluster.bundle import Bundle, ModelRecord
-from cluster.values import EncodeRequest, Generated, GenerateRequest, UserSequence, UserState
-from integrations.decoder.model import SemanticIdDecoder
-from integrations.hstu.encoder import TorchEncoder
+from cluster.bundle import Bundle, BundleStore, ModelRecord
+from cluster.compilation import CompileOptions
+from cluster.errors import CompileError
+from cluster.values import EncodeRequest, UserSequence
+from integrations.hstu.encoder import CompiledTorchEncoder, TorchEncoder
 from integrations.hstu.kernels.buckets import Record
 from integrations.hstu.kernels.encoder import TritonEncoder
-from integrations.hstu.latest_states import latest_states
 from integrations.hstu.model import HSTU
 from integrations.hstu.user_behavior_schema import collate
 from integrations.hstu.weights import load_model
-from integrations.torch_beam.generator import TorchBeamGenerator
+from integrations.onnx.encoder import OnnxRuntimeEncoder
+from integrations.onnx.files import compiled_graph
+from integrations.onnx.session import open_session
+from pipelines.compile import compile_bundle
 from tests.kernel_examples import InterpretedEncoder
 
-ENCODERS: dict[str, Callable[..., TorchEncoder]] = {"torch": TorchEncoder, "triton": TritonEncoder}
+COMPILED, ONNXRUNTIME, CUDA = "torch_compiled", "onnxruntime", "CUDAExecutionProvider"
 STATE_LIMIT, LOG_PROB_LIMIT = 1e-4, 1e-4
 TOP = 10
 USERS = (1, 8, 32)
 SIZES: Mapping[str, Sequence[int]] = {"a": USERS, "b": USERS, "c1": USERS, "c": (1,)}
 """How many users ask an encoder of each size at once."""
 KEPT_BYTES = 2 << 30
+
+
+class _TwoShapes(CompiledTorchEncoder):
+    """Compiled for one user and for eight, with the longest history."""
+
+    batches, shortest = (1, 8), sys.maxsize
 
 
 class _Launched(TritonEncoder):
@@ -53,19 +63,27 @@ class _Launched(TritonEncoder):
         return lambda encode, inputs: lambda: encode(*inputs)
 
 
+Encoder: TypeAlias = TorchEncoder | OnnxRuntimeEncoder
+ENCODERS: Mapping[str, Callable[..., Encoder]] = {
+    "torch": TorchEncoder,
+    "triton": TritonEncoder,
+    COMPILED: _TwoShapes,
+    ONNXRUNTIME: OnnxRuntimeEncoder,
+}
+
+
 def cases(*, quick: bool) -> Iterator[Case]:
     lengths = (1, 12, 40) if quick else (1, 31, 64, 65, 200)
-    yield from _encoder_cases(DEVICE, lengths, rounds=3 if quick else 31, speeds={"a": (1,)} if quick else SIZES)
-    sizes = f"ml-100k, {', '.join(map(str, lengths))} events"
-    yield Case(Label("torch_beam", sizes, "fp32"), partial(_generated, lengths))
-    for users in USERS[:1] if quick else USERS:
-        yield Case(Label("torch_beam, time", f"ml-100k, {users} users", "fp32"), partial(_beam_speed, DEVICE, users, 3 if quick else 31))
+    names = [name for name in ENCODERS if not (quick and name == COMPILED)]  # it compiles for a minute
+    yield from _encoder_cases(DEVICE, names, lengths, rounds=3 if quick else 31, speeds={"a": (1,)} if quick else SIZES)
     yield from first_gpu_training.cases(quick=quick)
 
 
-def _encoder_cases(device: str, lengths: Sequence[int], *, rounds: int, speeds: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+def _encoder_cases(
+    device: str, names: Sequence[str], lengths: Sequence[int], *, rounds: int, speeds: Mapping[str, Sequence[int]]
+) -> Iterator[Case]:
     sizes, longest = f"ml-100k, {', '.join(map(str, lengths))} events", f"ml-100k, {lengths[-1]} events"
-    for name in ENCODERS:
+    for name in names:
         yield Case(Label(f"encoder {name}", sizes, "fp32"), partial(_encoded, device, name, lengths))
         label = Label(f"encoder {name}, what it kept continued", longest, "fp32")
         yield Case(label, partial(_kept, device, name, lengths[-1]))
@@ -73,29 +91,38 @@ def _encoder_cases(device: str, lengths: Sequence[int], *, rounds: int, speeds: 
         yield Case(label, partial(_beside, device, name, lengths, rounds))
     for model, counts in speeds.items():
         for users in counts:
-            for name in ENCODERS:
+            for name in names:
                 label = Label(f"encoder {name}, time", f"model {model}, {users} users", "fp32")
                 yield Case(label, partial(_encoder_speed, device, name, model, users, rounds))
         label = Label("encoder triton, its graphs replayed, time", f"model {model}, 1 user", "fp32")
         yield Case(label, partial(_replay_speed, device, model, rounds))
 
 
-def _loaded(device: str, name: str, bundle: Bundle, **options: Any) -> TorchEncoder:
+@contextmanager
+def _ready(name: str, bundles: AbstractContextManager[Bundle]) -> Iterator[Bundle]:
+    """The bundle with what this encoder needs of it: ONNX Runtime its graphs, which are compared with PyTorch's as they are made."""
+    if name == ONNXRUNTIME and find_spec(name) is None:
+        raise NotHere(f"{name} is not installed")
+    with bundles as bundle:
+        if name != ONNXRUNTIME:
+            yield bundle
+            return
+        made = compile_bundle(BundleStore(bundle.path.parent), CompileOptions(targets=(), precisions=("fp32",)), only=["onnx"])
+        if failed := [f"{one.step}: {one.reason}" for one in made.manifest.failed_steps]:
+            raise CompileError("; ".join(failed))
+        if DEVICE == "cuda" and CUDA not in open_session(compiled_graph(made, "retrieve")).get_providers():
+            raise NotHere(f"this ONNX Runtime cannot start its {CUDA}")
+        yield made
+
+
+def _loaded(device: str, name: str, bundle: Bundle, **options: Any) -> Encoder:
     encoder = InterpretedEncoder(**options) if (device, name) == ("cpu", "triton") else ENCODERS[name](**options)
     encoder.load(bundle)
     return encoder
 
 
-def _exact_states(bundle: Bundle, histories: Sequence[UserSequence], count: int = 1) -> torch.Tensor:
-    """The latest states (B, C, D) in float64 on the CPU."""
-    model = load_model(bundle).double()
-    columns = collate(histories, model.config.max_history).tensors()
-    with torch.inference_mode():
-        return latest_states(model, columns["items"], columns["times"], columns["next_times"], columns["lengths"], count)
-
-
 def _compared(bundle: Bundle, answers: Sequence[Any], histories: Sequence[UserSequence]) -> Finding:
-    exact = _exact_states(bundle, histories)[:, 0]
+    exact = exact_states(bundle, histories)[:, 0]
     vectors = torch.from_numpy(np.array(bundle.item_vectors[1:])).double()
     nearest = torch.topk(exact @ vectors.T, TOP).indices + 1
     same = sum(set(answer.items.tolist()) == set(row) for answer, row in zip(answers, nearest.tolist(), strict=True))
@@ -104,13 +131,13 @@ def _compared(bundle: Bundle, answers: Sequence[Any], histories: Sequence[UserSe
 
 
 def _encoded(device: str, name: str, lengths: Sequence[int]) -> Finding:
-    with example() as bundle:
+    with _ready(name, example()) as bundle:
         histories = [history(length, len(bundle.item_vectors) - 1, seed) for seed, length in enumerate(lengths)]
         return _asked_of(_loaded(device, name, bundle, state_bytes=0), bundle, histories)
 
 
 def _kept(device: str, name: str, length: int) -> Finding:
-    with example() as bundle:
+    with _ready(name, example()) as bundle:
         whole = history(length, len(bundle.item_vectors) - 1, 0)
         encoder = _loaded(device, name, bundle, keep_from=1)
         for known in (length // 2, length):
@@ -125,7 +152,7 @@ def _beside(device: str, name: str, lengths: Sequence[int], rounds: int) -> Find
     """The states of both. On a GPU the triton encoders record their CUDA graphs and replay them on one device, from two threads."""
     if (device, name) == ("cpu", "triton"):
         raise NotHere("CUDA graphs are recorded and replayed on a GPU only")
-    with example() as bundle, ThreadPoolExecutor(1) as thread:
+    with _ready(name, example()) as bundle, ThreadPoolExecutor(1) as thread:
         histories = [history(length, len(bundle.item_vectors) - 1, seed) for seed, length in enumerate(lengths)]
         serving, began, over = _loaded(device, name, bundle, state_bytes=0), Event(), Event()
 
@@ -151,53 +178,15 @@ def _beside(device: str, name: str, lengths: Sequence[int], rounds: int) -> Find
     return Finding(float(error), STATE_LIMIT, note=f"{len(served)} batches answered by the other one meanwhile")
 
 
-def _asked_of(encoder: TorchEncoder, bundle: Bundle, histories: Sequence[UserSequence]) -> Finding:
+def _asked_of(encoder: Encoder, bundle: Bundle, histories: Sequence[UserSequence]) -> Finding:
     return _compared(bundle, encoder.batch_infer([EncodeRequest(one, TOP) for one in histories]), histories)
-
-
-def _prompts(bundle: Bundle, lengths: Sequence[int]) -> list[UserState]:
-    """As the encoder gives them: the states after the latest events, and those events."""
-    prompts = []
-    for seed, length in enumerate(lengths):
-        whole, count = history(length, len(bundle.item_vectors) - 1, seed), min(length, bundle.prompt_length)
-        columns = {name: getattr(whole, name)[-count:] for name in ("items", "timestamps", "actions", "values")}
-        prompts.append(UserState(_exact_states(bundle, [whole], count)[0].float().numpy(), replace(whole, **columns)))
-    return prompts
-
-
-def _asked(prompts: Sequence[UserState]) -> list[GenerateRequest]:
-    return [GenerateRequest(prompt, TOP, 2 * TOP, blocked=np.empty(0, np.int32)) for prompt in prompts]
-
-
-def _generated(lengths: Sequence[int]) -> Finding:
-    """The log-probability of every item that was found, against the decoder's own in float64."""
-    with example() as bundle:
-        generator = TorchBeamGenerator()
-        generator.load(bundle)
-        prompts = _prompts(bundle, lengths)
-        answers = generator.batch_infer(_asked(prompts))
-        decoder = exact_decoder(bundle)
-        errors = [
-            abs(float(log_prob) + _loss_of(decoder, prompt, int(item)))
-            for prompt, answer in zip(prompts, answers, strict=True)
-            for item, log_prob in zip(answer.items, answer.log_probs, strict=True)
-        ]
-    return Finding(float(np.max(errors)), LOG_PROB_LIMIT, note=f"absolute, in the log-probabilities of {len(errors)} items")
-
-
-def _loss_of(decoder: SemanticIdDecoder, prompt: UserState, item: int) -> float:
-    targets = torch.zeros(len(prompt), dtype=torch.int64)
-    targets[-1] = item
-    states = torch.from_numpy(prompt.states).double()
-    with torch.inference_mode():
-        return float(decoder.loss(decoder.batch([decoder.columns(prompt.sequence, states, targets)])))
 
 
 def _encoder_speed(device: str, name: str, model: str, users: int, rounds: int) -> Finding:
     """From requests to the nearest items: beside eager HSTU and topk there, and of a user with kept states. One user's are compared."""
     if (device, name) == ("cpu", "triton"):
         raise NotHere(INTERPRETED)
-    with _of_size(model) as bundle:
+    with _ready(name, _of_size(model)) as bundle:
         length, items = MODELS[model]["max_history"], MODELS[model]["items"]
         histories = [history(length, items, seed) for seed in range(users)]
         cold = [EncodeRequest(one, TOP) for one in histories]
@@ -243,17 +232,3 @@ def _eager(device: str, bundle: Bundle, histories: Sequence[UserSequence]) -> Ca
         return [found.cpu() for found in torch.topk(states @ vectors.T, TOP)]
 
     return encode
-
-
-def _beam_speed(device: str, users: int, rounds: int) -> Finding:
-    with example() as bundle:
-        generator, naive = TorchBeamGenerator(cache_bytes=0, prompt_bytes=0), NaiveTransformers(bundle, device)
-        generator.load(bundle)
-        requests = _asked(_prompts(bundle, [100 + number for number in range(users)]))
-        ms, eager_ms = wall_ms(partial(generator.batch_infer, requests), partial(naive.batch_infer, requests), rounds=rounds)
-        same = _alike(generator.batch_infer(requests), naive.batch_infer(requests))
-    return Finding(ms=ms, eager_ms=eager_ms, note=f"eager: Hugging Face's beam search; {same} of {users} users have its items")
-
-
-def _alike(ours: Sequence[Generated], theirs: Sequence[Generated]) -> int:
-    return sum(set(one.items.tolist()) == set(other.items.tolist()) for one, other in zip(ours, theirs, strict=True))

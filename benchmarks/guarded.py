@@ -120,7 +120,7 @@ class _Child:
     def __init__(self, group: Group, skip: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._receiving, sending = context.Pipe(duplex=False)
-        self._process = context.Process(target=_send_rows, args=(sending, group, skip), daemon=True)
+        self._process = context.Process(target=_send_rows, args=(sending, group, skip))
         self._process.start()
         sending.close()
 
