@@ -4,7 +4,7 @@
     ray_genrec_<thing>_<unit>    as Ray's agent serves it on each node, with more labels: deployment, replica, application, WorkerId ...
 
 No label holds what users or customers bring in: no user, no tenant, no item, no path but that of a route. Percentiles come from buckets,
-added up over replicas (`histogram_quantile`). A histogram's `_sum` is not to be used: Ray's agent builds it from the middles of buckets.
+added up over replicas (`histogram_quantile`); averages from `_sum` and `_count`, which are exact.
 """
 
 import re
@@ -53,8 +53,6 @@ class Metric:
             raise ConfigError(
                 f"metric {self.name} is a {self.kind} with buckets {self.buckets}; histograms have some, ascending, others none"
             )
-        if self.buckets and self.buckets[0] <= 0:
-            raise ConfigError(f"metric {self.name} has a bucket up to {self.buckets[0]}; Ray takes positive bounds only")
 
     @property
     def scraped(self) -> str:

@@ -8,11 +8,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from operator import attrgetter
-from time import sleep, time
-from typing import TYPE_CHECKING, Any
+from time import time
+from typing import TYPE_CHECKING
 
 from ray import serve
-from ray.serve import metrics as ray_metrics
 from ray.serve.exceptions import RayServeException
 
 from cluster import metrics as m
@@ -23,13 +22,14 @@ from cluster.engines.breaker import BreakerState
 from cluster.engines.skipped import OutOfTime
 from cluster.engines.snapshots import StageSnapshot
 from cluster.events.store import Event
-from cluster.metrics import METRICS, SILENT, Kind, Labels, Meter, Metric, Totals
+from cluster.metrics import SILENT, Meter, Metric, Totals
 from cluster.ranking import Ranking
 from cluster.stages import StageName
 from cluster.titled_items import item_ids
 from cluster.values import Recommendation, RecommendRequest, SkippedBackend, StageReport
 from deployments.shown_items import Followed, ShownItems
 from deployments.telemetry.gpus import Gpus, nvml
+from deployments.telemetry.ray_meter import RayMeter
 
 if TYPE_CHECKING:
     from deployments.http.edge import EdgeStatistics
@@ -49,7 +49,6 @@ KEPT_COUNTERS: Mapping[str, tuple[Metric, Mapping[str, str]]] = {
 }
 """What backends say they keep of users (see cluster.protocols), as metrics; what is not here is told by GET /v1/backends alone."""
 KEPT_GAUGES = {"users": m.STATE_USERS, "used_bytes": m.STATE_BYTES, "buffer_held_bytes": m.BUFFER_BYTES}
-HAND_OVER_EVERY_S = 1.0
 _WHICH = attrgetter("item_id")
 QUEUES = {"waiting": m.QUEUE_WAITING, "running": m.QUEUE_RUNNING, "kv_cache_usage": m.KV_CACHE_USAGE}
 
@@ -69,68 +68,10 @@ def in_a_replica() -> bool:
 
 
 @cache
-def _ray_meter() -> "RayMeter":
-    return RayMeter()
-
-
-class RayMeter:
-    """One for each process; from any thread. Serve adds the labels `deployment`, `replica` and `application`.
-
-    What is noted is added up here, and a thread hands it to Ray every second. Each call into Ray gives the interpreter up, and an event
-    loop that shares it with an engine's thread waits up to milliseconds to have it back.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sums: dict[tuple[str, Labels], float] = {}
-        self._seen: dict[tuple[str, Labels], list[float]] = {}
-        self._made: dict[str, Any] = {}
-        threading.Thread(target=self._hand_over_forever, name="metrics", daemon=True).start()
-
-    def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
-        key = (metric.name, tuple(labels.items()))
-        with self._lock:
-            self._sums[key] = self._sums.get(key, 0.0) + amount
-
-    def observe(self, metric: Metric, value: float, **labels: str) -> None:
-        key = (metric.name, tuple(labels.items()))
-        with self._lock:
-            self._seen.setdefault(key, []).append(value)
-
-    def set(self, metric: Metric, value: float, **labels: str) -> None:
-        self._of(metric).set(value, tags=labels)
-
-    def hand_over(self) -> None:
-        """Give Ray what was noted since the last time."""
-        with self._lock:
-            (sums, self._sums), (seen, self._seen) = (self._sums, {}), (self._seen, {})
-        for (name, labels), amount in sums.items():
-            if amount > 0:  # Ray raises at 0
-                self._of(METRICS[name]).inc(amount, tags=dict(labels))
-        for (name, labels), values in seen.items():
-            made, tags = self._of(METRICS[name]), dict(labels)
-            for value in values:
-                made.observe(value, tags=tags)
-
-    def _hand_over_forever(self) -> None:
-        while True:
-            sleep(HAND_OVER_EVERY_S)
-            self.hand_over()
-
-    def _of(self, metric: Metric) -> Any:
-        if metric.name not in self._made:
-            self._made[metric.name] = _ray_metric(metric)
-        return self._made[metric.name]
-
-
-def _ray_metric(metric: Metric) -> Any:
-    match metric.kind:
-        case Kind.COUNTER:
-            return ray_metrics.Counter(metric.name, metric.help, metric.labels)  # type: ignore[arg-type]  # Ray means any number of labels
-        case Kind.GAUGE:
-            return ray_metrics.Gauge(metric.name, metric.help, metric.labels)  # type: ignore[arg-type]
-        case Kind.HISTOGRAM:
-            return ray_metrics.Histogram(metric.name, metric.help, list(metric.buckets), metric.labels)  # type: ignore[arg-type]
+def _ray_meter() -> RayMeter:
+    made = RayMeter()
+    threading.Thread(target=made.hand_over_forever, name="metrics", daemon=True).start()
+    return made
 
 
 class GatewayRecorder:

@@ -24,7 +24,7 @@ from tests.waiting import until_right
 
 pytestmark = pytest.mark.cluster
 RULES = HERE / "alerts.yaml"
-FOUND_WITHIN_S, READY_WITHIN_S = 300.0, 300.0
+FOUND_WITHIN_S, READY_WITHIN_S, ANSWERED_WITHIN_S = 300.0, 300.0, 120.0
 WATCHED = "watched-by-prometheus"
 WINDOW = "1m"
 """In place of Grafana's own."""
@@ -108,7 +108,7 @@ def ask_everything(live: Live) -> None:
 
 
 def post(live: Live, route: str, **body: object) -> dict[str, list[dict[str, str]]]:
-    response = httpx.post(f"{live.url}/v1/{route}", json=body, timeout=120)
+    response = httpx.post(f"{live.url}/v1/{route}", json=body, timeout=ANSWERED_WITHIN_S)
     assert response.is_success, response.text
     answer: dict[str, list[dict[str, str]]] = response.json()
     return answer
@@ -136,6 +136,19 @@ def test_prometheus_computes_every_query_of_dashboards_and_alerts(live, promethe
     asked = 'sum by (route) (ray_genrec_http_requests_total{route="/v1/recommend", status="200"})'
     # a scrape that took longer than a second leaves no series until the next one
     until_right(lambda: [series["metric"] for series in result(prometheus, asked)], lambda seen: seen == [{"route": "/v1/recommend"}])
+
+
+def test_a_histogram_is_found_whole_and_says_how_long_requests_took_on_average(live, prometheus):
+    answered = 'ray_genrec_http_request_duration_seconds{}{{route="/v1/recommend", outcome="2xx"}}'
+    bucket, count, total = (answered.format(end) for end in ("_bucket", "_count", "_sum"))
+
+    def values(query: str) -> list[float]:
+        return [float(series["value"][1]) for series in result(prometheus, query)]
+
+    ask_everything(live)
+    until_right(lambda: values(f"count by (replica) ({bucket})"), lambda seen: set(seen) == {len(m.SECONDS) + 1})
+    until_right(lambda: values(f'sum({bucket[:-1]}, le="+Inf"}}) - sum({count})'), lambda seen: seen == [0])
+    until_right(lambda: values(f"sum({total}) / sum({count})"), lambda seen: len(seen) == 1 and 0 < seen[0] < ANSWERED_WITHIN_S)
 
 
 def test_no_alert_is_awake_where_all_is_well_and_the_rules_are_those_shipped(prometheus):
