@@ -17,6 +17,8 @@ ENDS = (
     94206443, 127292699, 171999191, 232406600, 314030160, 424319919, 573345375, 774710111, 1046794144, 1414438847, 1911204160, 2147483647,
 )  # fmt: skip
 """The last whole second of each bucket, as far as int32 goes; no second is in bucket 1."""
+BUCKET_WIDTH = 0.301
+"""Of a bucket, in natural logarithms of seconds."""
 ESTIMATE_WIDTH = 0.30101
 """Wider than a bucket by more than fp32 logarithms are off, and by too little to skip a bucket."""
 _ENDS = torch.tensor(ENDS, dtype=torch.int32)

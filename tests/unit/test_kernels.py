@@ -30,9 +30,7 @@ from tests.bundles import make_bundle, random_sequence
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = {
     "attention_forward",
-    "attention_backward_queries",
-    "attention_backward_keys",
-    "attention_backward_bias",
+    "attention_backward",
     "norm_mul_dropout_forward",
     "norm_mul_dropout_backward",
     "append_forward",

@@ -77,22 +77,42 @@ def append_forward(
         v_tile = load_rows(v_base, keys, W, there, W, W_TILE)
         key_times = tl.load(past_times + user * past + keys, mask=there, other=0)
         bias, _, allowed = relate(
-            kept + rows, keys, rows < new, there, row_times, key_times, position_weights, time_weights, ends, n, last, n, WINDOWED=False
+            kept + rows[:, None],
+            keys[None, :],
+            row_times[:, None],
+            key_times[None, :],
+            position_weights,
+            time_weights,
+            ends,
+            n,
+            last,
+            n,
+            WINDOWED=False,
         )
         scores = tl.dot(q_tile, kt_tile, input_precision=PRECISION) + bias
-        total += tl.dot(attention_weights(scores, allowed, n).to(v_tile.dtype), v_tile, input_precision=PRECISION)
+        total += tl.dot(attention_weights(scores, allowed).to(v_tile.dtype), v_tile, input_precision=PRECISION)
     for key in range(0, tl.where(part == 0, tl.minimum(first + ROWS, new), 0), TILE):
         keys = key + tl.arange(0, TILE)
         k_tile = load_rows(k + head * k_head, start + keys, k_row, keys < new, K, K_TILE)
         v_tile = load_rows(v + head * v_head, start + keys, v_row, keys < new, W, W_TILE)
         key_times = tl.load(times + start + keys, mask=keys < new, other=0)
         bias, _, allowed = relate(
-            rows, keys, rows < new, keys < new, row_times, key_times, position_weights, time_weights, ends, n, last, n, WINDOWED=False
+            rows[:, None],
+            keys[None, :],
+            row_times[:, None],
+            key_times[None, :],
+            position_weights,
+            time_weights,
+            ends,
+            n,
+            last,
+            n,
+            WINDOWED=False,
         )
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) + bias
-        total += tl.dot(attention_weights(scores, allowed, n).to(v_tile.dtype), v_tile, input_precision=PRECISION)
+        total += tl.dot(attention_weights(scores, allowed).to(v_tile.dtype), v_tile, input_precision=PRECISION)
     row_of_part = (part * (tl.num_programs(1) // HEADS) + user) * new + rows
-    store_rows(parts + head * W, row_of_part, HEADS * W, rows < new, total, W, W_TILE)
+    store_rows(parts + head * W, row_of_part, HEADS * W, rows < new, total / n, W, W_TILE)
 
 
 def append(

@@ -1,16 +1,14 @@
-"""HSTU's attention as one kernel forward and three backward: no (rows, keys) matrix is ever in the GPU's memory.
+"""HSTU's attention as one kernel forward and one backward: no (rows, keys) matrix is ever in the GPU's memory.
 
     scores  = q k^T + position_weights[N - 1 - (i - j)] + time_weights[bucket of next_times_i - times_j]
     out     = sum over j <= i of SiLU(scores) / N * v_j
 
-    attention_forward              a tile of rows of a user and head          -> out
-    attention_backward_queries     a tile of rows of a user and head          -> the gradient of q
-    attention_backward_keys        a tile of keys of a user and head          -> the gradients of k and v
-    attention_backward_bias        a tile of rows of a user, all heads        -> the gradients of the two bias tables
+    attention_forward     a tile of rows of a user and head    -> out
+    attention_backward    a tile of keys of a user and head    -> the gradients of k and v; its part of those of q and of both bias tables
 
-The biases are shared by the heads, so their gradient is summed over heads and within a tile first: along its diagonals for positions and
-over its buckets for times, which are few in a tile of neighbouring events. Only those sums are added atomically. Atomic sums come in any
-order, which moves the last bits of the two tables' gradients from run to run; everything else is deterministic.
+Backward, five products a tile of scores: q k^T, the weights' gradient, and what k, v and q get of it. The parts are added atomically: those
+of q as they are, those of the tables summed up first, along the tile's diagonals for positions and in runs of one bucket for times. Atomic
+sums come in any order, which moves the last bits of these gradients from run to run; those of k and v and what is forward stay the same.
 """
 
 from dataclasses import dataclass
@@ -24,13 +22,14 @@ from triton import language as tl
 from integrations.hstu.kernels.rows import Rows
 from integrations.hstu.kernels.tiles import (
     LAUNCH,
+    add_rows,
     attention_weights,
     first_key,
     head_sizes,
     load_rows,
+    padded,
     relate,
-    score_gradient,
-    smaller,
+    sigmoid,
     store_rows,
 )
 from integrations.hstu.time_buckets import ends_on
@@ -40,6 +39,58 @@ from integrations.hstu.time_buckets import ends_on
 ATTENTION_PRODUCTS = "tf32x3"
 """How fp32 is multiplied: as three products of TF32 numbers on tensor cores, as exact as "ieee" and, on an H100,
 1.7 to 2.4 times as fast forward."""
+
+_COPIES: tl.constexpr = tl.constexpr(256)
+"""Of the sums of time buckets: programs that add to the same number wait for each other."""
+_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+_LONGEST_RUN = 16
+_WARP = 32
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the backward kernel cuts its work, for heads of up to `width` columns."""
+
+    width: int
+    keys: int
+    rows: int
+    part: int
+    """How many columns of a head a product over its width takes at a time."""
+    slice: int
+    """Of how many columns of a head one launch sums the gradients."""
+    warps: int
+    stages: int
+
+
+BACKWARD = {
+    4: (Tiling(64, 32, 32, 64, 64, 4, 2), Tiling(128, 16, 32, 64, 128, 4, 2), Tiling(256, 16, 32, 64, 128, 4, 1)),
+    2: (Tiling(64, 32, 32, 64, 64, 4, 2), Tiling(128, 32, 32, 128, 128, 4, 2), Tiling(256, 32, 32, 64, 256, 4, 2)),
+}
+"""By the bytes of an element, narrow heads first; on sm_90 next to nothing leaves the registers."""
+
+
+def backward_launches(heads: int, attention_dim: int, linear_dim: int, element_bytes: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The compile-time sizes of each launch of the backward kernel by name, and how all of them are compiled."""
+    k_tile, w_tile = padded(attention_dim), padded(linear_dim)
+    widest, choices = max(k_tile, w_tile), BACKWARD[element_bytes]
+    tiling = next((choice for choice in choices if widest <= choice.width), choices[-1])
+    sizes = {
+        "HEADS": heads,
+        "K": attention_dim,
+        "W": linear_dim,
+        "K_TILE": k_tile,
+        "W_TILE": w_tile,
+        "K_PART": min(k_tile, tiling.part),
+        "W_PART": min(w_tile, tiling.part),
+        "K_SLICE": min(k_tile, tiling.slice),
+        "W_SLICE": min(w_tile, tiling.slice),
+        "WHOLE": widest <= min(tiling.part, tiling.slice),
+        "KEYS": tiling.keys,
+        "ROWS": tiling.rows,
+        "RUN": min(_LONGEST_RUN, tiling.keys * tiling.rows // (_WARP * tiling.warps)),
+    }
+    launches = [{**sizes, "SLICE_FROM": first} for first in range(0, widest, tiling.slice)]
+    return launches, {**LAUNCH, "num_warps": tiling.warps, "num_stages": tiling.stages}
 
 
 @triton.jit
@@ -90,15 +141,25 @@ def attention_forward(
         v_tile = load_rows(v + head * v_head, start + keys, v_row, keys < length, W, W_TILE)
         key_times = tl.load(times + start + keys, mask=keys < length, other=0)
         bias, _, allowed = relate(
-            rows, keys, rows < length, keys < length, row_times, key_times, position_weights, time_weights, ends, n, last, window, WINDOWED
+            rows[:, None],
+            keys[None, :],
+            row_times[:, None],
+            key_times[None, :],
+            position_weights,
+            time_weights,
+            ends,
+            n,
+            last,
+            window,
+            WINDOWED,
         )
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) + bias
-        total += tl.dot(attention_weights(scores, allowed, n).to(v_tile.dtype), v_tile, input_precision=PRECISION)
-    store_rows(out + head * W, start + rows, HEADS * W, rows < length, total, W, W_TILE)
+        total += tl.dot(attention_weights(scores, allowed).to(v_tile.dtype), v_tile, input_precision=PRECISION)
+    store_rows(out + head * W, start + rows, HEADS * W, rows < length, total / n, W, W_TILE)
 
 
 @triton.jit
-def attention_backward_queries(
+def attention_backward(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
@@ -110,66 +171,11 @@ def attention_backward_queries(
     position_weights: tl.tensor,
     time_weights: tl.tensor,
     ends: tl.tensor,
-    q_gradient: tl.tensor,
-    q_row: tl.tensor,
-    q_head: tl.tensor,
-    k_row: tl.tensor,
-    k_head: tl.tensor,
-    v_row: tl.tensor,
-    v_head: tl.tensor,
-    n: tl.tensor,
-    last: tl.tensor,
-    window: tl.tensor,
-    HEADS: tl.constexpr,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    K_TILE: tl.constexpr,
-    W_TILE: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
-    first = tl.program_id(0) * TILE
-    user = tl.program_id(1) // HEADS
-    head = tl.program_id(1) % HEADS
-    length = tl.load(lengths + user).to(tl.int32)
-    if first >= length:
-        return
-    start = tl.load(starts + user)
-    rows = first + tl.arange(0, TILE)
-    q_tile = load_rows(q + head * q_head, start + rows, q_row, rows < length, K, K_TILE)
-    out_tile = load_rows(out_gradient + head * W, start + rows, HEADS * W, rows < length, W, W_TILE)
-    row_times = tl.load(next_times + start + rows, mask=rows < length, other=0)
-    total = tl.zeros((TILE, K_TILE), tl.float32)
-    for key in range(first_key(first, window, TILE, WINDOWED), tl.minimum(first + TILE, length), TILE):
-        keys = key + tl.arange(0, TILE)
-        k_tile = load_rows(k + head * k_head, start + keys, k_row, keys < length, K, K_TILE)
-        v_tile = load_rows(v + head * v_head, start + keys, v_row, keys < length, W, W_TILE)
-        key_times = tl.load(times + start + keys, mask=keys < length, other=0)
-        bias, _, allowed = relate(
-            rows, keys, rows < length, keys < length, row_times, key_times, position_weights, time_weights, ends, n, last, window, WINDOWED
-        )
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) + bias
-        gradient = score_gradient(scores, tl.dot(out_tile, tl.trans(v_tile), input_precision=PRECISION), allowed, n)
-        total += tl.dot(gradient.to(k_tile.dtype), k_tile, input_precision=PRECISION)
-    store_rows(q_gradient + head * K, start + rows, HEADS * K, rows < length, total, K, K_TILE)
-
-
-@triton.jit
-def attention_backward_keys(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    out_gradient: tl.tensor,
-    next_times: tl.tensor,
-    times: tl.tensor,
-    starts: tl.tensor,
-    lengths: tl.tensor,
-    position_weights: tl.tensor,
-    time_weights: tl.tensor,
-    ends: tl.tensor,
+    q_sums: tl.tensor,
     k_gradient: tl.tensor,
     v_gradient: tl.tensor,
+    position_sums: tl.tensor,
+    time_sums: tl.tensor,
     q_row: tl.tensor,
     q_head: tl.tensor,
     k_row: tl.tensor,
@@ -184,127 +190,192 @@ def attention_backward_keys(
     W: tl.constexpr,
     K_TILE: tl.constexpr,
     W_TILE: tl.constexpr,
-    TILE: tl.constexpr,
+    K_PART: tl.constexpr,
+    W_PART: tl.constexpr,
+    K_SLICE: tl.constexpr,
+    W_SLICE: tl.constexpr,
+    SLICE_FROM: tl.constexpr,
+    WHOLE: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    first = tl.program_id(0) * TILE
+    """A tile of keys against the tiles of rows that look at them; a tile of scores is (KEYS, ROWS), as the sums over rows multiply it.
+
+    Of wide heads, products over their width are taken by parts, and the gradients of one slice of the width are summed at a time:
+    what does not stay in registers costs more than the products that are repeated.
+    """
+    first = tl.program_id(0) * KEYS
     user = tl.program_id(1) // HEADS
     head = tl.program_id(1) % HEADS
     length = tl.load(lengths + user).to(tl.int32)
     if first >= length:
         return
     start = tl.load(starts + user)
-    keys = first + tl.arange(0, TILE)
-    k_tile = load_rows(k + head * k_head, start + keys, k_row, keys < length, K, K_TILE)
-    v_tile = load_rows(v + head * v_head, start + keys, v_row, keys < length, W, W_TILE)
+    keys = first + tl.arange(0, KEYS)
+    q_from, k_from, v_from, out_from = q + head * q_head, k + head * k_head, v + head * v_head, out_gradient + head * W
+    if WHOLE:
+        k_tile = load_rows(k_from, start + keys, k_row, keys < length, K, K_TILE)
+        v_tile = load_rows(v_from, start + keys, v_row, keys < length, W, W_TILE)
     key_times = tl.load(times + start + keys, mask=keys < length, other=0)
-    k_total = tl.zeros((TILE, K_TILE), tl.float32)
-    v_total = tl.zeros((TILE, W_TILE), tl.float32)
+    share = 1.0 / n
+    k_total = tl.zeros((KEYS, K_SLICE), tl.float32)
+    v_total = tl.zeros((KEYS, W_SLICE), tl.float32)
+    own_time_sums = time_sums + (tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)) % _COPIES * (last + 3)
     end = length
     if WINDOWED:
-        end = tl.minimum(length, first + TILE - 1 + window)
-    for row in range(first, end, TILE):
-        rows = row + tl.arange(0, TILE)
-        q_tile = load_rows(q + head * q_head, start + rows, q_row, rows < length, K, K_TILE)
-        out_tile = load_rows(out_gradient + head * W, start + rows, HEADS * W, rows < length, W, W_TILE)
-        row_times = tl.load(next_times + start + rows, mask=rows < length, other=0)
-        bias, _, allowed = relate(
-            rows, keys, rows < length, keys < length, row_times, key_times, position_weights, time_weights, ends, n, last, window, WINDOWED
-        )
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) + bias
-        gradient = score_gradient(scores, tl.dot(out_tile, tl.trans(v_tile), input_precision=PRECISION), allowed, n)
-        k_total += tl.dot(tl.trans(gradient.to(q_tile.dtype)), q_tile, input_precision=PRECISION)
-        weights = attention_weights(scores, allowed, n).to(out_tile.dtype)
-        v_total += tl.dot(tl.trans(weights), out_tile, input_precision=PRECISION)
-    store_rows(k_gradient + head * K, start + keys, HEADS * K, keys < length, k_total, K, K_TILE)
-    store_rows(v_gradient + head * W, start + keys, HEADS * W, keys < length, v_total, W, W_TILE)
-
-
-@triton.jit
-def attention_backward_bias(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    out_gradient: tl.tensor,
-    next_times: tl.tensor,
-    times: tl.tensor,
-    starts: tl.tensor,
-    lengths: tl.tensor,
-    position_weights: tl.tensor,
-    time_weights: tl.tensor,
-    ends: tl.tensor,
-    position_gradient: tl.tensor,
-    time_gradient: tl.tensor,
-    q_row: tl.tensor,
-    q_head: tl.tensor,
-    k_row: tl.tensor,
-    k_head: tl.tensor,
-    v_row: tl.tensor,
-    v_head: tl.tensor,
-    n: tl.tensor,
-    last: tl.tensor,
-    window: tl.tensor,
-    HEADS: tl.constexpr,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    K_TILE: tl.constexpr,
-    W_TILE: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
-    first = tl.program_id(0) * TILE
-    user = tl.program_id(1)
-    length = tl.load(lengths + user).to(tl.int32)
-    if first >= length:
-        return
-    start = tl.load(starts + user)
-    rows = first + tl.arange(0, TILE)
-    row_times = tl.load(next_times + start + rows, mask=rows < length, other=0)
-    for key in range(first_key(first, window, TILE, WINDOWED), tl.minimum(first + TILE, length), TILE):
-        keys = key + tl.arange(0, TILE)
-        key_times = tl.load(times + start + keys, mask=keys < length, other=0)
+        end = tl.minimum(length, first + KEYS - 1 + window)
+    for row in range(first // ROWS * ROWS, end, ROWS):
+        rows = row + tl.arange(0, ROWS)
+        there = rows < length
+        keys_there = (keys < length) & (row >= 0)  # so that keys are loaded in each round anew, not kept in registers from the first on
+        row_times = tl.load(next_times + start + rows, mask=there, other=0)
         bias, bucket, allowed = relate(
-            rows, keys, rows < length, keys < length, row_times, key_times, position_weights, time_weights, ends, n, last, window, WINDOWED
+            rows[None, :],
+            keys[:, None],
+            row_times[None, :],
+            key_times[:, None],
+            position_weights,
+            time_weights,
+            ends,
+            n,
+            last,
+            window,
+            WINDOWED,
         )
-        gradient = tl.zeros((TILE, TILE), tl.float32)
-        for head in range(HEADS):
-            q_tile = load_rows(q + head * q_head, start + rows, q_row, rows < length, K, K_TILE)
-            k_tile = load_rows(k + head * k_head, start + keys, k_row, keys < length, K, K_TILE)
-            v_tile = load_rows(v + head * v_head, start + keys, v_row, keys < length, W, W_TILE)
-            out_tile = load_rows(out_gradient + head * W, start + rows, HEADS * W, rows < length, W, W_TILE)
-            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) + bias
-            gradient += score_gradient(scores, tl.dot(out_tile, tl.trans(v_tile), input_precision=PRECISION), allowed, n)
-        _add_by_distance(gradient, first - key, position_gradient, n, TILE)
-        _add_by_bucket(gradient, bucket, allowed, time_gradient, last)
+        if WHOLE:
+            q_tile = load_rows(q_from, start + rows, q_row, there, K, K_TILE)
+            out_tile = load_rows(out_from, start + rows, HEADS * W, there, W, W_TILE)
+            scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) + bias
+            weight_gradient = tl.dot(v_tile, tl.trans(out_tile), input_precision=PRECISION)
+        else:
+            scores = bias + _product(
+                k_from, start + keys, k_row, keys_there, q_from, start + rows, q_row, there, KEYS, ROWS, K, K_TILE, K_PART, PRECISION
+            )
+            weight_gradient = _product(
+                v_from, start + keys, v_row, keys_there, out_from, start + rows, HEADS * W, there, KEYS, ROWS, W, W_TILE, W_PART, PRECISION
+            )
+            q_tile = load_rows(q_from + SLICE_FROM, start + rows, q_row, there, K - SLICE_FROM, K_SLICE)
+            out_tile = load_rows(out_from + SLICE_FROM, start + rows, HEADS * W, there, W - SLICE_FROM, W_SLICE)
+        s = sigmoid(scores)
+        weights = tl.where(allowed, scores * s, 0.0)
+        gradient = tl.where(allowed, weight_gradient * (s + scores * s * (1.0 - s)), 0.0)
+        v_total += tl.dot(weights.to(out_tile.dtype), out_tile, input_precision=PRECISION)
+        k_total += tl.dot(gradient.to(q_tile.dtype), q_tile, input_precision=PRECISION)
+        for part in tl.static_range(SLICE_FROM, SLICE_FROM + K_SLICE, K_PART):
+            k_part = load_rows(k_from + part, start + keys, k_row, keys_there, K - part, K_PART)
+            q_part = tl.dot(tl.trans(gradient.to(k_part.dtype)), k_part, input_precision=PRECISION) * share
+            add_rows(q_sums + head * K + part, start + rows, HEADS * K, there, q_part, K - part, K_PART)
+        if SLICE_FROM == 0:
+            _add_by_distance(gradient, row - first, position_sums, n, KEYS, ROWS)
+            _add_by_bucket(gradient, bucket, own_time_sums, KEYS, ROWS, RUN)
+    k_to, v_to = k_gradient + head * K + SLICE_FROM, v_gradient + head * W + SLICE_FROM
+    store_rows(k_to, start + keys, HEADS * K, keys < length, k_total * share, K - SLICE_FROM, K_SLICE)
+    store_rows(v_to, start + keys, HEADS * W, keys < length, v_total * share, W - SLICE_FROM, W_SLICE)
 
 
 @triton.jit
-def _add_by_distance(gradient: tl.tensor, apart: tl.tensor, position_gradient: tl.tensor, n: tl.tensor, TILE: tl.constexpr) -> None:
+def _product(
+    keys_from: tl.tensor,
+    keys: tl.tensor,
+    key_stride: tl.tensor,
+    keys_there: tl.tensor,
+    rows_from: tl.tensor,
+    rows: tl.tensor,
+    row_stride: tl.tensor,
+    rows_there: tl.tensor,
+    KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    PART: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """What is of keys times what is of rows, (KEYS, ROWS), by parts of their width."""
+    product = tl.zeros((KEYS, ROWS), tl.float32)
+    for part in tl.static_range(0, TILE, PART):
+        left = load_rows(keys_from + part, keys, key_stride, keys_there, WIDTH - part, PART)
+        right = load_rows(rows_from + part, rows, row_stride, rows_there, WIDTH - part, PART)
+        product += tl.dot(left, tl.trans(right), input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def _add_by_distance(
+    gradient: tl.tensor, apart: tl.tensor, position_sums: tl.tensor, n: tl.tensor, KEYS: tl.constexpr, ROWS: tl.constexpr
+) -> None:
     """Adds up each diagonal of a tile whose first row stands `apart` positions after its first key.
 
-    Column d of the turned tile holds, of each row, the key d positions before it or, where there is none in the tile, TILE - d after it.
+    Column d of the turned tile holds, of each key, the row d positions after it or, where the tile has none, so many tiles before that.
     """
-    row = tl.arange(0, TILE)[:, None]
-    column = tl.arange(0, TILE)[None, :]
-    turned = tl.gather(gradient, (row - column) & (TILE - 1), 1)
-    _add_at_distance(tl.sum(tl.where(row >= column, turned, 0.0), 0), apart + tl.arange(0, TILE), position_gradient, n)
-    _add_at_distance(tl.sum(tl.where(row < column, turned, 0.0), 0), apart - TILE + tl.arange(0, TILE), position_gradient, n)
+    place = tl.arange(0, KEYS)[:, None] + tl.arange(0, ROWS)[None, :]
+    turned = tl.gather(gradient, place % ROWS, 1)
+    for tiles in tl.static_range((KEYS + ROWS - 2) // ROWS + 1):
+        distance = apart - tiles * ROWS + tl.arange(0, ROWS)
+        sums = tl.sum(tl.where(place // ROWS == tiles, turned, 0.0), 0)
+        tl.atomic_add(position_sums + tl.maximum(n - 1 - distance, 0), sums, mask=distance >= 0, sem="relaxed")
+
+
+@triton.constexpr_function
+def _asm_of_run(count: int) -> str:
+    """PTX that adds a thread's next `count` numbers to a table: of numbers in a row of one bucket, only the sum is sent to memory.
+
+    Inputs: as many times the table's address; the buckets; the numbers. Outputs: zeros, since there must be some.
+    In a tile of a product four numbers in a row are of two keys, two rows each.
+    """
+    order = sorted(range(count), key=lambda one: (one // 2 % 2, one))
+    add = "red.relaxed.gpu.global.add.f32"
+    lines = [f"mov.b32 bucket, ${2 * count + order[0]};", f"mov.b32 sum, ${3 * count + order[0]};"]
+    for one in order[1:]:
+        lines += [
+            f"setp.ne.s32 ends, bucket, ${2 * count + one};",
+            f"@ends mad.wide.s32 place, bucket, 4, ${count};",
+            f"@ends {add} [place+8], sum;",
+            "@ends mov.b32 sum, 0;",
+            f"add.f32 sum, sum, ${3 * count + one};",
+            f"mov.b32 bucket, ${2 * count + one};",
+        ]
+    lines += [
+        f"mad.wide.s32 place, bucket, 4, ${count};",
+        f"{add} [place+8], sum;",
+        "mov.u32 bucket, %laneid;",
+        "setp.eq.s32 ends, bucket, 0;",
+        f"mov.f32 sum, {_WARP * count}.0;",
+        f"@ends {add} [${count}], sum;",
+        *(f"mov.b32 ${one}, 0;" for one in range(count)),
+    ]
+    return "\n".join(["{", ".reg .pred ends;", ".reg .b32 bucket;", ".reg .f32 sum;", ".reg .b64 place;", *lines, "}"])
+
+
+@triton.constexpr_function
+def _operands_of_run(count: int) -> str:
+    return ",".join(kind for kind in ("=&r", "l", "r", "f") for _ in range(count))
 
 
 @triton.jit
-def _add_at_distance(sums: tl.tensor, distance: tl.tensor, position_gradient: tl.tensor, n: tl.tensor) -> None:
-    tl.atomic_add(position_gradient + tl.maximum(n - 1 - distance, 0), sums, mask=distance >= 0)
+def _add_by_bucket(
+    gradient: tl.tensor, bucket: tl.tensor, time_sums: tl.tensor, KEYS: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr
+) -> None:
+    """Adds each score's gradient to its bucket's sum, RUN of a thread's at a time, and counts what was added and how many scores there are.
+
+    Each thread adds all that it holds, and the compiler may let several hold the same: every score as often as the two counts tell.
+    """
+    tl.atomic_add(time_sums + 1, 1.0 * KEYS * ROWS, sem="relaxed")
+    if _INTERPRETED:
+        tl.atomic_add(time_sums + 2 + bucket, gradient, sem="relaxed")
+        tl.atomic_add(time_sums, 1.0 * KEYS * ROWS, sem="relaxed")
+    else:
+        tl.inline_asm_elementwise(
+            _asm_of_run(RUN), _operands_of_run(RUN), [time_sums.to(tl.int64), bucket, gradient], dtype=tl.int32, is_pure=False, pack=RUN
+        )
 
 
-@triton.jit
-def _add_by_bucket(gradient: tl.tensor, bucket: tl.tensor, allowed: tl.tensor, time_gradient: tl.tensor, last: tl.tensor) -> None:
-    """Adds up the pairs of each bucket between the tile's least and its greatest."""
-    least = tl.min(tl.where(allowed, bucket, last))
-    greatest = tl.max(tl.where(allowed, bucket, 0))
-    for one in range(least, greatest + 1):
-        tl.atomic_add(time_gradient + one, tl.sum(tl.where(bucket == one, gradient, 0.0)))
+def _time_gradient(time_sums: Tensor) -> Tensor:
+    """From how many gradients of scores were added, how many scores there are, and the sums by bucket: see `_add_by_bucket`."""
+    sums = time_sums.sum(0)
+    return sums[2:] * (sums[1] / sums[0].clamp(min=1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,8 +398,7 @@ class _Call:
         return self.q, self.k, self.v, self.position_weights, self.time_weights, self.next_times, self.times
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of every kernel by name, and how it is launched."""
-        (_, heads, attention_dim), linear_dim = self.q.shape, self.v.shape[2]
+        """Arguments of both kernels by name; the sizes of tiles and how it is launched are each one's own."""
         strides = {f"{name}_{axis}": getattr(self, name).stride(i) for name in "qkv" for i, axis in enumerate(("row", "head"))}
         return {
             **{name: getattr(self, name) for name in ("q", "k", "v", "next_times", "times", "position_weights", "time_weights")},
@@ -341,12 +411,15 @@ class _Call:
             "window": self.window or self.rows.longest,
             "WINDOWED": self.window is not None,
             "PRECISION": self.precision,
-            **head_sizes(heads, attention_dim, linear_dim, self.q.element_size()),
-            **LAUNCH,
         }
 
-    def grid(self, arguments: dict[str, Any], programs_per_tile: int) -> tuple[int, int]:
-        return triton.cdiv(self.rows.longest, arguments["TILE"]), len(self.rows.starts) * programs_per_tile
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """The heads, their widths in q and k and in v, and the bytes of an element."""
+        return self.q.shape[1], self.q.shape[2], self.v.shape[2], self.q.element_size()
+
+    def grid(self, tile: int) -> tuple[int, int]:
+        return triton.cdiv(self.rows.longest, tile), len(self.rows.starts) * self.q.shape[1]
 
 
 class _Attention(torch.autograd.Function):
@@ -355,9 +428,9 @@ class _Attention(torch.autograd.Function):
         call = _Call(*inputs)
         ctx.save_for_backward(*call.inputs, call.rows.starts, call.rows.lengths)
         ctx.longest, ctx.window, ctx.precision = call.rows.longest, call.window, call.precision
-        arguments = call.arguments()
+        sizes = head_sizes(*call.widths)
         out = torch.zeros(call.v.shape, dtype=call.v.dtype, device=call.v.device)
-        attention_forward[call.grid(arguments, arguments["HEADS"])](out=out, **arguments)
+        attention_forward[call.grid(sizes["TILE"])](out=out, **call.arguments(), **sizes, **LAUNCH)
         return out
 
     @staticmethod
@@ -365,16 +438,24 @@ class _Attention(torch.autograd.Function):
         *inputs, starts, lengths = ctx.saved_tensors
         given = [*inputs, Rows(starts, lengths, ctx.longest), ctx.window, ctx.precision]
         call = _Call(*given)
-        arguments = {**call.arguments(), "out_gradient": grads[0].contiguous()}
-        for_keys, heads = smaller(arguments), arguments["HEADS"]
-        q, k, v, position, time = (torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in inputs[:5])
-        if ctx.needs_input_grad[0]:
-            attention_backward_queries[call.grid(arguments, heads)](q_gradient=q, **arguments)
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            attention_backward_keys[call.grid(for_keys, heads)](k_gradient=k, v_gradient=v, **for_keys)
-        if ctx.needs_input_grad[3] or ctx.needs_input_grad[4]:
-            attention_backward_bias[call.grid(arguments, 1)](position_gradient=position, time_gradient=time, **arguments)
-        return q, k, v, position, time, None, None, None, None, None
+        launches, options = backward_launches(*call.widths)
+        k, v, position = (torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in inputs[1:4])
+        q = torch.zeros(call.q.shape, dtype=torch.float32, device=call.q.device)
+        time = torch.zeros((_COPIES.value, 2 + len(call.time_weights)), dtype=torch.float32, device=call.q.device)
+        for sizes in launches:
+            attention_backward[call.grid(sizes["KEYS"])](
+                out_gradient=grads[0].contiguous(),
+                q_sums=q,
+                k_gradient=k,
+                v_gradient=v,
+                position_sums=position,
+                time_sums=time,
+                **call.arguments(),
+                **sizes,
+                **options,
+            )
+        n = (len(call.position_weights) + 1) // 2
+        return q.to(call.q.dtype), k, v, position / n, _time_gradient(time) / n, None, None, None, None, None
 
 
 def attention(

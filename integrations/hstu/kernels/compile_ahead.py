@@ -18,18 +18,17 @@ from integrations.hstu.config import HSTUConfig
 from integrations.hstu.kernels.append import APPEND_PRODUCTS, append_forward, append_sizes
 from integrations.hstu.kernels.attention import (
     ATTENTION_PRODUCTS,
-    attention_backward_bias,
-    attention_backward_keys,
-    attention_backward_queries,
+    attention_backward,
     attention_forward,
+    backward_launches,
 )
 from integrations.hstu.kernels.gpu import OLDEST
 from integrations.hstu.kernels.norm_mul_dropout import norm_mul_dropout_backward, norm_mul_dropout_forward, row_sizes
 from integrations.hstu.kernels.projection import cutlass_compiles, sizes
-from integrations.hstu.kernels.tiles import LAUNCH, head_sizes, smaller
+from integrations.hstu.kernels.tiles import LAUNCH, head_sizes
 
 DataType: TypeAlias = Literal["fp32", "fp16", "bf16"]
-_TABLES = ("position_weights", "time_weights", "position_gradient", "time_gradient", "parts")
+_TABLES = ("position_weights", "time_weights", "q_sums", "position_sums", "time_sums", "parts")
 _TYPES = {
     **dict.fromkeys(_TABLES, "*fp32"),
     **dict.fromkeys(("next_times", "times", "past_times", "ends"), "*i32"),
@@ -54,7 +53,7 @@ def compile_ahead(
     precision: str = ATTENTION_PRODUCTS,
     windowed: bool = False,
 ) -> dict[str, dict[str, bytes]]:
-    """Kernel's name -> architecture, as ``sm_90`` -> cubin, for a model of these sizes.
+    """Kernel's name -> architecture, as ``sm_90`` -> cubin, for a model of these sizes; one for each slice of wide heads' gradients.
 
     They multiply as they are launched: `precision` is the attention's, as there. CUTLASS's `gemm_silu` is among them where
     nvidia-cutlass-dsl is installed and the model's widths are multiples of 8.
@@ -63,8 +62,8 @@ def compile_ahead(
     capabilities = {target: _capability(target) for target in targets}
     kernels = _kernels(config, dtype, precision, windowed=windowed)
     cubins = {
-        kernel.__name__: {target: _cubin(kernel, constants, dtype, capability) for target, capability in capabilities.items()}
-        for kernel, constants in kernels
+        name: {target: _compiled(kernel, constants, options, dtype, capability).asm["cubin"] for target, capability in capabilities.items()}
+        for name, kernel, constants, options in kernels
     }
     return cubins | _gemm_silu(config, targets, dtype) if cutlass_compiles(config).ok else cubins
 
@@ -85,33 +84,39 @@ def _capability(target: str) -> int:
     return int(match[1])
 
 
-def _kernels(config: HSTUConfig, dtype: DataType, precision: str, *, windowed: bool) -> list[tuple[Any, dict[str, Any]]]:
-    """Every kernel and its compile-time arguments by name."""
+def _kernels(
+    config: HSTUConfig, dtype: DataType, precision: str, *, windowed: bool
+) -> list[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
+    """Every kernel's name, the kernel, its compile-time arguments by name and how it is compiled."""
     sizes = config.heads, config.attention_dim, config.linear_dim, 4 if dtype == "fp32" else 2
-    attention = {**head_sizes(*sizes), "WINDOWED": windowed, "PRECISION": precision}
+    ways = {"WINDOWED": windowed, "PRECISION": precision}
     rows = row_sizes(config.heads * config.linear_dim)
+    launches, options = backward_launches(*sizes)
     return [
-        (attention_forward, attention),
-        (attention_backward_queries, attention),
-        (attention_backward_keys, smaller(attention)),
-        (attention_backward_bias, attention),
-        (norm_mul_dropout_forward, {**rows, "DROPS": False}),
-        (norm_mul_dropout_backward, {**rows, "DROPS": config.dropout > 0}),
-        (append_forward, {**append_sizes(*sizes), "PRECISION": APPEND_PRODUCTS}),
+        _one(attention_forward, head_sizes(*sizes) | ways),
+        *(_one(attention_backward, one | ways, options, one["SLICE_FROM"]) for one in launches),
+        _one(norm_mul_dropout_forward, {**rows, "DROPS": False}),
+        _one(norm_mul_dropout_backward, {**rows, "DROPS": config.dropout > 0}),
+        _one(append_forward, {**append_sizes(*sizes), "PRECISION": APPEND_PRODUCTS}),
     ]
 
 
-def _cubin(kernel: Any, constants: dict[str, Any], dtype: DataType, capability: int) -> bytes:
+def _one(
+    kernel: Any, constants: dict[str, Any], options: dict[str, Any] = LAUNCH, first: int = 0
+) -> tuple[str, Any, dict[str, Any], dict[str, Any]]:
+    """A kernel that is launched once for each slice of columns has the first column of others than the first one in its name."""
+    return f"{kernel.__name__}_{first}" if first else kernel.__name__, kernel, constants, options
+
+
+def _compiled(kernel: Any, constants: dict[str, Any], options: dict[str, Any], dtype: DataType, capability: int) -> Any:
     if not isinstance(kernel, triton.JITFunction):
         raise CompileError(f"{kernel.__name__} is interpreted in this process, which was started with TRITON_INTERPRET=1; start it without")
     types = {name: "constexpr" if name in constants else _type(name, dtype) for name in kernel.arg_names}
     source = ASTSource(kernel, types, constexprs=constants, attrs=_alignments(types, constants))
     try:
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=LAUNCH)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     except (triton.TritonError, RuntimeError, ValueError) as error:
         raise CompileError(f"Triton cannot compile {kernel.__name__} for sm_{capability}: {_reason(error)}") from error
-    cubin: bytes = compiled.asm["cubin"]
-    return cubin
 
 
 def _reason(error: BaseException) -> str:

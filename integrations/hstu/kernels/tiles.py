@@ -1,18 +1,29 @@
 """What the attention kernels are made of: functions on the device, on a tile of rows (queries) by keys.
 
-A tile has as many rows as keys. Widths that are no power of two are padded up to one and masked.
+Forward, a tile has as many rows as keys. Widths that are no power of two are padded up to one and masked.
 """
 
+from math import log
 from typing import Any
 
 import triton
 from triton import language as tl
 
-from integrations.hstu.time_buckets import ESTIMATE_WIDTH
+from integrations.hstu.time_buckets import BUCKET_WIDTH
 
 # ruff: noqa: PLR0917 - a kernel takes what a C function takes
 
-_ESTIMATE_WIDTH: tl.constexpr = tl.constexpr(ESTIMATE_WIDTH)
+_BITS_OF_ONE: tl.constexpr = tl.constexpr(0x3F800000)
+_BUCKETS_AN_OCTAVE: tl.constexpr = tl.constexpr(int(log(2) / BUCKET_WIDTH * 2**9) - 1)
+"""In units of 2^-9: the upper 32 bits of its product with octaves in units of 2^-23 are whole buckets. Rounded down, as the estimate is."""
+_SIGMOID: tl.constexpr = tl.constexpr("""{
+.reg .f32 t;
+mul.f32 t, $1, 0fBFB8AA3B;
+ex2.approx.ftz.f32 t, t;
+add.f32 t, t, 0f3F800000;
+rcp.approx.ftz.f32 $0, t;
+}""")
+_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 _SMALLEST = 16
 """The narrowest operand of a matrix product on a GPU."""
 LAUNCH = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
@@ -37,11 +48,6 @@ def head_sizes(heads: int, attention_dim: int, linear_dim: int, element_bytes: i
     }
 
 
-def smaller(sizes: dict[str, Any]) -> dict[str, Any]:
-    """The same with half the rows in a tile, for a kernel that keeps two sums."""
-    return {**sizes, "TILE": max(_SMALLEST, sizes["TILE"] // 2)}
-
-
 @triton.jit
 def load_rows(base: tl.tensor, rows: tl.tensor, stride: tl.tensor, there: tl.tensor, WIDTH: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
     """A tile (rows, TILE) of rows that are `stride` elements apart; zeros beyond WIDTH and where a row is not there."""
@@ -60,6 +66,16 @@ def store_rows(
 
 
 @triton.jit
+def add_rows(
+    base: tl.tensor, rows: tl.tensor, stride: tl.tensor, there: tl.tensor, tile: tl.tensor, WIDTH: tl.constexpr, TILE: tl.constexpr
+) -> None:
+    """Like `store_rows`, but adds to what is there, atomically."""
+    columns = tl.arange(0, TILE)
+    mask = there[:, None] & (columns < WIDTH)[None, :]
+    tl.atomic_add(base + rows[:, None] * stride + columns[None, :], tile, mask=mask, sem="relaxed")
+
+
+@triton.jit
 def first_key(first: tl.tensor, window: tl.tensor, TILE: tl.constexpr, WINDOWED: tl.constexpr) -> tl.tensor:
     """Where the first tile of keys starts that a tile of rows from `first` on may look at."""
     start = first * 0
@@ -69,19 +85,32 @@ def first_key(first: tl.tensor, window: tl.tensor, TILE: tl.constexpr, WINDOWED:
 
 
 @triton.jit
+def look_up(table: tl.tensor, index: tl.tensor) -> tl.tensor:
+    """The elements of a table of 32-bit numbers, each in the thread that has its index; for a load they would first change threads."""
+    if _INTERPRETED:
+        found = tl.load(table + index)
+    else:
+        found = tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [table + index], dtype=tl.int32, is_pure=True, pack=1)
+        found = found.to(table.dtype.element_ty, bitcast=True)
+    return found
+
+
+@triton.jit
 def time_bucket(next_times: tl.tensor, times: tl.tensor, ends: tl.tensor, last: tl.tensor) -> tl.tensor:
-    """The bucket, 0..`last`, of the time from each key's event to the event after each row: see time_buckets.py."""
-    seconds = tl.maximum(tl.abs(next_times[:, None] - times[None, :]), 1)
-    estimate = (tl.log(seconds.to(tl.float32)) / _ESTIMATE_WIDTH).to(tl.int32)
-    return tl.minimum(estimate + (seconds > tl.load(ends + estimate)).to(tl.int32), last)
+    """The bucket, 0..`last`, of the time from each key's event to the event after each row: see time_buckets.py. The two are broadcast.
+
+    The bits of a float are an integer that grows with its logarithm to base 2 and is at most 0.0861 octaves, a fifth of a bucket, behind.
+    """
+    seconds = tl.maximum(tl.abs(next_times - times), 1)
+    octaves = seconds.to(tl.float32).to(tl.int32, bitcast=True) - _BITS_OF_ONE
+    estimate = tl.umulhi(octaves, _BUCKETS_AN_OCTAVE)
+    return tl.minimum(estimate + (seconds > look_up(ends, estimate)).to(tl.int32), last)
 
 
 @triton.jit
 def relate(
     rows: tl.tensor,
     keys: tl.tensor,
-    rows_there: tl.tensor,
-    keys_there: tl.tensor,
     row_times: tl.tensor,
     key_times: tl.tensor,
     position_weights: tl.tensor,
@@ -92,28 +121,27 @@ def relate(
     window: tl.tensor,
     WINDOWED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The bias of each (row, key), 0 where they may not meet; the bucket of the time between them; which may meet.
+    """The bias of each (row, key), any where they may not meet; the bucket of the time between them; which may meet.
 
     `rows` and `keys` are positions in a history: no row looks at a key after it nor, where WINDOWED, at one `window` or more before it.
+    Those that are not there need no thought: what their weights multiply is 0. What is of rows is broadcast against what is of keys.
     """
-    distance = rows[:, None] - keys[None, :]
-    allowed = (distance >= 0) & rows_there[:, None] & keys_there[None, :]
+    distance = rows - keys
+    allowed = distance >= 0
     if WINDOWED:
         allowed = allowed & (distance < window)
     bucket = time_bucket(row_times, key_times, ends, last)
-    position = tl.load(position_weights + tl.maximum(n - 1 - distance, 0), mask=allowed, other=0.0)
-    return position + tl.load(time_weights + bucket, mask=allowed, other=0.0), bucket, allowed
+    position = look_up(position_weights, n - 1 - tl.minimum(tl.maximum(distance, 0), n - 1))
+    return position + look_up(time_weights, bucket), bucket, allowed
 
 
 @triton.jit
-def attention_weights(scores: tl.tensor, allowed: tl.tensor, n: tl.tensor) -> tl.tensor:
-    """SiLU(scores) / N, 0 where the two may not meet."""
-    return tl.where(allowed, scores * tl.sigmoid(scores), 0.0) / n
+def sigmoid(x: tl.tensor) -> tl.tensor:
+    """By the GPU's own approximations of 2^x and 1/x, which are off by the last bits; a division alone would take twice as long."""
+    return tl.sigmoid(x) if _INTERPRETED else tl.inline_asm_elementwise(_SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def score_gradient(scores: tl.tensor, weight_gradient: tl.tensor, allowed: tl.tensor, n: tl.tensor) -> tl.tensor:
-    """The gradient of the scores from that of the attention weights; SiLU' = s + x s (1 - s) with s the sigmoid of x."""
-    sigmoid = tl.sigmoid(scores)
-    slope = sigmoid * (1.0 + scores * (1.0 - sigmoid))
-    return tl.where(allowed, weight_gradient * slope, 0.0) / n
+def attention_weights(scores: tl.tensor, allowed: tl.tensor) -> tl.tensor:
+    """SiLU(scores), 0 where the two may not meet; what they are summed up to is still to be divided by N."""
+    return tl.where(allowed, scores * sigmoid(scores), 0.0)
