@@ -24,6 +24,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",  # or it asks a name server which address this machine has
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads, as every Ray actor is, may stand still
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # on a GPU the newer one ends the engine where more than 1,024 tokens are allowed
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or the engines of all replicas share the same cores, also where OMP_NUM_THREADS is set
     "VLLM_ENGINE_READY_TIMEOUT_S": "300",
     "VLLM_LOGGING_LEVEL": "ERROR",

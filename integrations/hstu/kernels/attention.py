@@ -63,7 +63,7 @@ class Tiling:
 
 
 BACKWARD = {
-    4: (Tiling(64, 32, 32, 64, 64, 4, 2), Tiling(128, 16, 32, 64, 128, 4, 2), Tiling(256, 16, 32, 64, 128, 4, 1)),
+    4: (Tiling(64, 32, 32, 64, 64, 4, 1), Tiling(128, 16, 32, 64, 128, 4, 2), Tiling(256, 16, 32, 64, 128, 4, 1)),
     2: (Tiling(64, 32, 32, 64, 64, 4, 2), Tiling(128, 32, 32, 128, 128, 4, 2), Tiling(256, 32, 32, 64, 256, 4, 2)),
 }
 """By the bytes of an element, narrow heads first; on sm_90 next to nothing leaves the registers."""
