@@ -222,9 +222,9 @@ class RolloutStore:
         stable = self.store.current()
         if stable is None:
             raise BundleError(f"no model has been published in {self.store.root}; run: genrec train DATASET --model-dir {self.store.root}")
-        kept = self._kept()
-        trial = None if kept.trial and _is_over(kept.trial, stable) else kept.trial
-        return Rollout(stable=stable, trial=trial, previous=self.store.previous(), ended=kept.ended)
+        kept, previous = self._kept(), self.store.previous()
+        trial = None if kept.trial and _is_over(kept.trial, [*previous, stable]) else kept.trial
+        return Rollout(stable=stable, trial=trial, previous=previous, ended=kept.ended)
 
     def promote(self, version: int, trial: Trial | None = None) -> Rollout:
         """Make a verified version the stable one, or begin its trial; one that was going on ends. Raises BundleError."""
@@ -287,9 +287,12 @@ class RolloutStore:
         write_whole(self.store.root / ROLLOUT, _Kept(trial=rollout.trial, ended=rollout.ended).model_dump_json(indent=2))
 
 
-def _is_over(trial: Trial, stable: int) -> bool:
-    """Whether another way than `promote` made the version on trial stable, or, where flags alone are tried, another version."""
-    return (trial.version == stable) is not (trial.version == trial.beside)
+def _is_over(trial: Trial, stable: list[int]) -> bool:
+    """Whether another way than `promote` made the version on trial stable, or, where flags alone are tried, another version, be it only for
+    a while. `stable`: what was stable, the latest last.
+    """
+    since = stable[::-1][: stable[::-1].index(trial.beside)] if trial.beside in stable else stable
+    return bool(since) if trial.version == trial.beside else trial.version in since
 
 
 def _require_decoder(bundle: Bundle, trial: Trial | None) -> None:

@@ -168,6 +168,21 @@ def test_a_trial_that_became_stable_in_another_way_is_none_any_more(rollouts: Ro
     assert rollouts.read().trial is None
 
 
+def test_a_trial_that_became_stable_in_another_way_does_not_come_back_once_a_newer_version_is_stable(rollouts: RolloutStore):
+    rollouts.promote(2, canary())
+    (rollouts.store.root / "current").write_text("2")
+    rollouts.store.promote(3)
+    assert (rollouts.read().stable, rollouts.read().trial) == (3, None)
+
+
+def test_a_trial_goes_on_beside_a_newer_version_that_was_trained_meanwhile(rollouts: RolloutStore):
+    rollouts.store.promote(2)
+    rollouts.store.promote(1)  # that it was stable before its trial is no end of it
+    rollouts.promote(2, canary())
+    rollouts.store.promote(3)
+    assert rollouts.read().versions == (3, 2)
+
+
 def test_a_rollback_of_a_version_that_became_stable_in_another_way_does_not_begin_its_trial_again(rollouts: RolloutStore):
     rollouts.promote(2, canary())
     rollouts.store.promote(2)
