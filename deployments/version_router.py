@@ -125,7 +125,9 @@ class VersionRecorder:
             self._latency.record(duration_ms, monotonic())
 
     def compared(self, answer: Recommendation, with_: Recommendation) -> None:
-        """In the shadow of another version's answer."""
+        """In the shadow of another version's answer. What is degraded is not the model's, and says nothing of how alike the two are."""
+        if answer.degraded or with_.degraded:
+            return
         ours, theirs = set(item_ids(answer.items)), set(item_ids(with_.items))
         self._overlaps += 1
         self._overlap += len(ours & theirs) / len(theirs) if theirs else float(not ours)

@@ -314,6 +314,20 @@ async def test_two_answers_without_items_have_all_in_common_and_one_without_has_
     assert rig.versions.figures()[TRIED].overlap == 1.0
 
 
+@pytest.mark.parametrize("broken", [1, 2])
+async def test_degraded_answers_of_either_version_are_not_compared_and_count_as_degraded(rig, broken):
+    rig.learn(1, SHADOW)
+    rig.encoder(broken).error = NoBackendAnswered("encoder", (SkippedBackend("torch", "broke", failed=True),))
+    await rig.ask()
+    await until(lambda: rig.versions.figures().get(TRIED, VersionFigures()).requests == 1)
+    rig.encoder(broken).error = None
+    await rig.ask()
+    await rig.compared(1)
+    assert {arm.version: (one.requests, one.degraded) for arm, one in rig.versions.figures().items()} == {
+        version: (2, int(version == broken)) for version in (1, 2)
+    }
+
+
 async def test_a_shadow_is_not_waited_for_whatever_becomes_of_it(rig, caplog):
     rig.learn(1, SHADOW)
     rig.encoder(2).delay = 3600
