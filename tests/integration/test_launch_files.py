@@ -257,6 +257,7 @@ def test_ray_up_prepares_every_node_before_ray_starts_on_it(name: str):
         options = re.findall(r"(--[\w-]+)", start[start.index("ray start") :])
         known = subprocess.run([beside("ray"), "start", "--help"], capture_output=True, text=True, check=True).stdout
         assert [option for option in options if option not in known] == []
+        assert "--object-manager-port=8076" in start, "else Ray chooses one, and a firewall between the nodes cannot name it"
     for command in [*config["setup_commands"], *config["head_start_ray_commands"], *config["worker_start_ray_commands"]]:
         subprocess.run(["bash", "-n", "-c", command], check=True)
 
