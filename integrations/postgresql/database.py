@@ -15,6 +15,7 @@ Work = Callable[[Any], Awaitable[T]]  # is given a connection
 
 POOL_SIZE = 10
 CONNECT_TIMEOUT_S = 5.0
+PREPARE_TIMEOUT_S = 600.0  # for each statement that brings the schema up to date; another process that does so is waited for
 ACQUIRE_TIMEOUT_S = 5.0
 STATEMENT_TIMEOUT_S = 10.0  # the server gives up; asyncpg does, where the server says nothing, a second later
 SETTINGS = {
@@ -86,7 +87,7 @@ class Database:
         where = place(url)
         with explained(where):
             try:
-                connection = await asyncpg.connect(url, timeout=CONNECT_TIMEOUT_S)
+                connection = await asyncpg.connect(url, timeout=CONNECT_TIMEOUT_S, command_timeout=PREPARE_TIMEOUT_S)
             except ValueError as error:
                 raise BackendUnavailable(f"event store {where}: the URL cannot be read ({error})") from error
             try:

@@ -1,5 +1,6 @@
 """How transactions are repeated, on a scripted pool; the contract suite and the durability test run the same on a real server."""
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import asyncpg
@@ -8,8 +9,10 @@ import pytest
 from cluster.errors import BackendUnavailable
 from cluster.events.store import Event
 from cluster.values import Behaviour
+from integrations.postgresql import database as connections
 from integrations.postgresql.database import Database, Unsure, _durable, place
 from integrations.postgresql.rows import _lock_users
+from integrations.postgresql.store import PostgreSQLEventStore
 
 LOST = asyncpg.ConnectionDoesNotExistError("connection was closed in the middle of operation")
 
@@ -117,6 +120,24 @@ async def test_a_server_that_is_too_slow_is_not_asked_again(error):
 async def test_an_error_of_the_server_comes_with_its_cure(error, cure):
     with pytest.raises(BackendUnavailable, match=cure):
         await database().write(Work(error, error), repeatable=True)
+
+
+WELCOME = b"R\0\0\0\x08\0\0\0\0S\0\0\0\x18server_version\x0015.0\0Z\0\0\0\x05I"  # authenticated, and ready for a query
+
+
+@pytest.mark.parametrize("said", [b"", WELCOME], ids=["nothing at all", "nothing after its welcome"])
+async def test_a_server_that_falls_silent_while_the_store_is_opened_is_given_up(said, monkeypatch):
+    monkeypatch.setattr(connections, "CONNECT_TIMEOUT_S", 0.2 if not said else 5.0)
+    monkeypatch.setattr(connections, "PREPARE_TIMEOUT_S", 0.2)
+
+    class Silent(asyncio.Protocol):
+        def connection_made(self, transport):
+            transport.write(said)
+
+    async with await asyncio.get_running_loop().create_server(Silent, "127.0.0.1") as server:
+        host, port = server.sockets[0].getsockname()
+        with pytest.raises(BackendUnavailable, match=f"event store postgresql://{host}:{port}/db: it did not answer in time"):
+            await PostgreSQLEventStore.open(f"postgresql://me@{host}:{port}/db?sslmode=disable")
 
 
 async def test_a_bug_of_ours_stays_loud():
