@@ -19,6 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from cluster.checksums import require_intact
 from cluster.errors import ConfigError, DataError, UnknownChoice
 from pipelines.sequence_models import TrainableModule
 
@@ -219,6 +220,7 @@ def save_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:
 def load_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:
     """Go on from what `save_checkpoint` wrote. Raises DataError where it is damaged or of another model."""
     try:
+        require_intact(path)
         trainer.restore(torch.load(path, map_location=trainer.device, weights_only=True))
     except DataError:
         raise

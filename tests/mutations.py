@@ -1,6 +1,7 @@
 """Broken input: what a program wrote, altered in a few places, and what no program wrote."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from hypothesis import strategies as st
 
@@ -30,6 +31,13 @@ def _altered(content: bytes, changes: Sequence[tuple[float, int, bytes, int]]) -
         at = int(where * len(content))
         content = content[:at] + put * times + content[at + taken :]
     return content
+
+
+def flip_a_bit(path: Path, among: bytes) -> None:
+    """In the midst of these bytes of the file."""
+    content = bytearray(path.read_bytes())
+    content[content.index(among) + len(among) // 2] ^= 4
+    path.write_bytes(content)
 
 
 _changes = st.tuples(st.floats(0, 1), st.integers(0, 40), st.sampled_from(ODD) | st.binary(max_size=8), st.integers(0, 2))

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cluster.checksums import require_intact
 from cluster.errors import DataError
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.model import HSTU
@@ -32,6 +33,7 @@ _NOT_WEIGHTS = ("_attn_mask",)
 def read_meta_checkpoint(path: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint by Meta's names, without the prefix of distributed training. Nothing in the file is executed."""
     try:
+        require_intact(path)
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a file of something else leads the unpickler to errors of any kind, such as KeyError
         raise DataError(f"{path} can't be read as a checkpoint: {_why(error)}") from error

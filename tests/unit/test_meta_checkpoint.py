@@ -10,6 +10,7 @@ from integrations.hstu.config import HSTUConfig
 from integrations.hstu.meta_checkpoint import from_meta, raw_id_rows, read_meta_checkpoint
 from integrations.hstu.user_behavior_schema import collate
 from tests.hstu_oracle import hstu_states, meta_state
+from tests.mutations import flip_a_bit
 
 RAW_IDS = ["1", "3", "4", "9", "12"]
 SHAPE = {"layers": 2, "heads": 2, "dqk": 5, "dv": 3, "n": 21}
@@ -72,6 +73,14 @@ def test_refuses_a_checkpoint_that_would_run_code(tmp_path):
     with pytest.raises(DataError, match=r"can't be read as a checkpoint: .* such as \S*eval, which could run code") as error:
         read_meta_checkpoint(tmp_path / "bad")
     assert "weights_only" not in str(error.value)
+
+
+def test_refuses_a_checkpoint_of_which_one_bit_was_flipped(tmp_path):
+    tensor = torch.arange(1000, dtype=torch.float32)
+    torch.save({"model_state_dict": {"rows": tensor}}, tmp_path / "flipped")
+    flip_a_bit(tmp_path / "flipped", tensor.numpy().tobytes())
+    with pytest.raises(DataError, match=r"flipped can't be read as a checkpoint: .*flipped/data/0 in it does not match its checksum"):
+        read_meta_checkpoint(tmp_path / "flipped")
 
 
 def test_refuses_a_file_of_something_else(tmp_path):

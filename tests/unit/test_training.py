@@ -18,6 +18,7 @@ from pipelines.losses import Seen, full_softmax, sampled_softmax
 from pipelines.ranking_metrics import ranking_metrics
 from pipelines.splits import TEST, VALIDATION, held_out, training_examples
 from pipelines.train import Trainer, TrainOptions
+from tests.mutations import flip_a_bit
 
 ITEMS = 40
 
@@ -264,6 +265,14 @@ def test_refuses_a_damaged_checkpoint_and_one_of_other_sizes(tmp_path):
     with pytest.raises(DataError, match="no file of tensors and plain values") as error:
         load_checkpoint(hstu, path)
     assert "weights_only" not in str(error.value)
+
+
+def test_refuses_a_checkpoint_of_which_one_bit_was_flipped(tmp_path):
+    path, trainer = tmp_path / "run.ckpt", Trainer(small_model(), walks(), TrainOptions(), device="cpu")
+    save_checkpoint(trainer, path)
+    flip_a_bit(path, trainer.state()["model"]["item_embedding.weight"].numpy().tobytes())
+    with pytest.raises(DataError, match=r"run\.ckpt is damaged .*data/\d+ in it does not match its checksum"):
+        load_checkpoint(trainer, path)
 
 
 def test_refuses_data_with_nothing_to_learn():
