@@ -11,7 +11,20 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from cluster.bundle import GENERATIVE, OPTIONAL, RANKER, WEIGHTS, BlendRecord, Bundle, DecoderRecord, Draft, ModelRecord, RankerRecord
+from cluster.bundle import (
+    GENERATIVE,
+    OPTIONAL,
+    RANKER,
+    WEIGHTS,
+    BlendRecord,
+    Bundle,
+    DecoderRecord,
+    Draft,
+    FileName,
+    ModelRecord,
+    RankerRecord,
+)
+from cluster.checksums import sha256
 from cluster.dataset import Dataset
 from cluster.errors import BundleError, DataError
 from deployments.training.provenance import READ_AS, item_order_sha256
@@ -33,6 +46,7 @@ class Pretrained(BaseModel):
     decoder: DecoderRecord | None = None
     blend: BlendRecord | None = None
     ranker: RankerRecord | None = None
+    sha256: dict[FileName, str] = Field({}, description="of each file; exports of earlier releases tell none")
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -55,7 +69,8 @@ def export_pretrained(bundle: Bundle, directory: Path, command: str) -> None:
     for file in (WEIGHTS, *described.files):
         (directory / file).parent.mkdir(exist_ok=True)
         shutil.copyfile(bundle.verified(file), directory / file)
-    (directory / DESCRIPTION).write_text(described.model_dump_json(indent=2) + "\n")
+    told = described.model_copy(update={"sha256": {file: bundle.manifest.files[file].sha256 for file in (WEIGHTS, *described.files)}})
+    (directory / DESCRIPTION).write_text(told.model_dump_json(indent=2) + "\n")
 
 
 def publish_pretrained(directory: Path, dataset: Dataset, model_dir: Path) -> Bundle:
@@ -66,11 +81,22 @@ def publish_pretrained(directory: Path, dataset: Dataset, model_dir: Path) -> Bu
     described = read_pretrained(directory)
     if item_order_sha256(dataset.catalogue) != described.item_order_sha256:
         raise DataError(f"{directory} was trained on other items than {dataset.source} has; train a model: genrec train {dataset.name}")
+    _require_unaltered(directory, described)
     model = build_model(described.model)
     load_weights(model, directory / WEIGHTS)
     training: dict[str, Any] = {**described.training, "pretrained": True}
     put = partial(_put_optional, directory, described)
     return publish(model_dir, described.model, model, dataset, training=training, quality=described.quality, puts=[put])
+
+
+def _require_unaltered(directory: Path, described: Pretrained) -> None:
+    for file, digest in described.sha256.items():
+        try:
+            found = sha256(directory / file)
+        except OSError as error:
+            raise BundleError(f"{directory / file} cannot be read: {error}") from error
+        if found != digest:
+            raise BundleError(f"{directory / file} does not match its checksum in {DESCRIPTION}: it was altered; copy the export again")
 
 
 def _put_optional(directory: Path, described: Pretrained, draft: Draft) -> None:

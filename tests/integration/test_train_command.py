@@ -1,6 +1,7 @@
 """`genrec train`, `evaluate` and `import meta` from a table or a checkpoint to a published, measured bundle."""
 
 import json
+import shutil
 from functools import cache
 
 import numpy as np
@@ -105,6 +106,20 @@ def test_an_export_joined_with_its_data_set_is_the_same_model_and_refuses_anothe
     table.write_text(table.read_text() + "u1,99,99999\n")
     with pytest.raises(DataError, match="other items"):
         publish_pretrained(export, choose("dataset", DATASETS, "table")(table), tmp_path / "joined")
+
+
+@pytest.mark.parametrize("file", ["weights.safetensors", "decoder/model.safetensors"])
+def test_an_export_of_which_a_bit_was_flipped_is_refused_and_one_without_checksums_is_not(trained, table, tmp_path, file):
+    export, dataset = shutil.copytree(trained() / "export", tmp_path / "export"), choose("dataset", DATASETS, "table")(table)
+    content = bytearray((export / file).read_bytes())
+    content[-8] ^= 4
+    (export / file).write_bytes(content)
+    with pytest.raises(BundleError, match=rf"{file} does not match its checksum in model\.json"):
+        publish_pretrained(export, dataset, tmp_path / "joined")
+    assert BundleStore(tmp_path / "joined").current() is None
+    described = read_pretrained(export).model_dump(mode="json", exclude={"sha256"})  # as earlier releases wrote it
+    (export / "model.json").write_text(json.dumps(described))
+    assert publish_pretrained(export, dataset, tmp_path / "joined").manifest.version == 1
 
 
 def test_training_fits_the_blend_on_validation_and_evaluate_measures_every_strategy_again(trained):
