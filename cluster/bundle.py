@@ -27,7 +27,7 @@ from secrets import token_hex
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
 from cluster.catalogue_file import read_catalogue
 from cluster.checksums import sha256
@@ -121,6 +121,15 @@ class RankerRecord(_Record):
     weights: dict[Task, float] = Field(default_factory=lambda: {Task.CLICK: 1.0})
     last_stage: bool = False
     quality: dict[str, float] = Field(default_factory=dict, description="metrics on the test events")
+
+    @field_validator("tasks")
+    @classmethod
+    def _clicks_are_among_them(cls, tasks: tuple[Task, ...]) -> tuple[Task, ...]:
+        if Task.CLICK not in tasks:
+            raise ValueError(
+                f"a ranker has to predict {Task.CLICK.value}, by which every score is multiplied; it predicts {', '.join(tasks)}"
+            )
+        return tasks
 
 
 class Artifact(_Record):

@@ -15,7 +15,7 @@ from cluster.config import Settings
 from cluster.errors import BundleError
 from cluster.served import served_bundle
 from deployments.app import resolved
-from tests.bundles import make_bundle, make_generative_bundle
+from tests.bundles import make_bundle, make_generative_bundle, make_ranking_bundle
 
 
 def damage(path: Path) -> None:
@@ -343,6 +343,17 @@ def test_a_version_with_a_link_is_not_published_and_a_model_directory_may_be_one
         publishing.__exit__(None, None, None)
     (tmp_path / "shortcut").symlink_to(store.root)
     assert BundleStore(tmp_path / "shortcut").open(1).verified(WEIGHTS).is_file()
+
+
+def test_a_ranker_that_does_not_predict_clicks_is_refused_as_it_is_opened(tmp_path: Path):
+    path = make_ranking_bundle(tmp_path / "tiny").path / MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["ranker"]["tasks"].remove("click")
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(
+        BundleError, match=r"a ranker has to predict click, by which every score is multiplied; it predicts rating, purchase"
+    ):
+        BundleStore(tmp_path / "tiny").open()
 
 
 def test_artifacts_and_a_decoder_are_adopted_too(compiled_hstu: Bundle, tmp_path: Path):
