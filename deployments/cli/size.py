@@ -2,10 +2,12 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from shutil import get_terminal_size
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import typer
 from pydantic import ValidationError
@@ -27,6 +29,14 @@ from integrations.hstu.config import HSTUConfig, RankerConfig
 
 CODES = (256, 256, 256)
 COLUMNS: tuple[When, ...] = get_args(When)
+
+
+class _Row(NamedTuple):
+    """Of the table; nothing at all is an empty line."""
+
+    name: str = ""
+    cells: tuple[str, ...] = ()
+    notes: str = ""
 
 
 def size(
@@ -64,7 +74,7 @@ def size(
     if as_json:
         typer.echo(json.dumps(_tree(plan, sizes, room, problem), indent=2))
     else:
-        typer.echo("\n".join(_lines(plan, sizes, place, room, problem)))
+        typer.echo("\n".join([*_table(plan, sizes, place, _terminal_columns()), "", *_verdict(plan, place, room, problem)]))
     if memory and problem:
         raise typer.Exit(1)
 
@@ -141,15 +151,32 @@ def _tree(plan: Plan, sizes: Sizes, room: int | None, problem: str) -> dict[str,
     }
 
 
-def _lines(plan: Plan, sizes: Sizes, place: Place, room: int | None, problem: str) -> Iterator[str]:
+def _terminal_columns() -> int | None:
+    return get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _table(plan: Plan, sizes: Sizes, place: Place, columns: int | None) -> Iterator[str]:
+    """Where lines of a terminal are too short, a row's notes stand below it."""
     config = sizes.encoder
     yield f"{sizes.name}: {sizes.items:,} items, {config.layers} layers of {config.dim}, {config.max_history} events; MiB"
     yield ""
-    yield _row("", ["at start", "kept", "passing", "mapped", *(["GPU"] if place == "gpu" else [])])
+    rows = [_Row("", ("at start", "kept", "passing", "mapped", *(["GPU"] if place == "gpu" else [])))]
     for process in plan.processes:
-        yield from _process_lines(process, place)
-    yield _row("all, what is mapped once", _figures(plan, place))
-    yield ""
+        rows += [*_process_rows(process, place), _Row()]
+    rows.append(_Row("all, what is mapped once", _figures(plan, place)))
+    width = max(len(row.name) for row in rows)
+    widths = [2 + max(map(len, column)) for column in zip(*(row.cells for row in rows if row.cells), strict=True)]
+    for row in rows:
+        line = f"{row.name:<{width}}{''.join(f'{cell:>{cells}}' for cell, cells in zip(row.cells, widths, strict=False))}"
+        beside = f"{line}  {row.notes}"
+        if columns is None or not row.notes or len(beside) <= columns:
+            yield beside.rstrip()
+        else:
+            yield line.rstrip()
+            yield f"      {row.notes}"
+
+
+def _verdict(plan: Plan, place: Place, room: int | None, problem: str) -> Iterator[str]:
     if place == "gpu":
         yield "What lies on the GPU is computed from sizes and settings; no GPU was measured."
     if room is None:
@@ -163,21 +190,17 @@ def _lines(plan: Plan, sizes: Sizes, place: Place, room: int | None, problem: st
         yield "It fits."
 
 
-def _process_lines(process: Process, place: Place) -> Iterator[str]:
-    yield _row(process.name + (f", {process.count} times" if process.count > 1 else ""), _figures(process, place))
+def _process_rows(process: Process, place: Place) -> Iterator[_Row]:
+    yield _Row(process.name + (f", {process.count} times" if process.count > 1 else ""), _figures(process, place))
     for part in process.parts:
         cells = ["" if part.when != when or part.place != "host" else _mib(part.bytes) for when in COLUMNS]
-        of = f" of {part.users:,} users" if part.users is not None else ""
-        yield _row(f"  {part.name}{of}", [*cells, *([_mib(part.bytes) if part.place == "gpu" else ""] if place == "gpu" else [])], part.key)
-    yield ""
+        users = "" if part.users is None else f"{part.users:,} users"
+        gpu = [_mib(part.bytes) if part.place == "gpu" else ""] if place == "gpu" else []
+        yield _Row(f"  {part.name}", (*cells, *gpu), ", ".join(filter(None, (part.key, users))))
 
 
-def _figures(one: Plan | Process, place: Place) -> list[str]:
-    return [*(_mib(one.bytes(when)) for when in COLUMNS), *([_mib(one.bytes(place="gpu"))] if place == "gpu" else [])]
-
-
-def _row(name: str, cells: list[str], key: str = "") -> str:
-    return f"{name:<58}{''.join(f'{cell:>10}' for cell in cells)}  {key}".rstrip()
+def _figures(one: Plan | Process, place: Place) -> tuple[str, ...]:
+    return (*(_mib(one.bytes(when)) for when in COLUMNS), *([_mib(one.bytes(place="gpu"))] if place == "gpu" else []))
 
 
 def _mib(count: int) -> str:

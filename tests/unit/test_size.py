@@ -395,6 +395,15 @@ class TestCommand:
         assert "cache.l1_bytes" in shown
         assert shown.endswith("It fits.\n")
 
+    @pytest.mark.parametrize(("device", "columns"), [("cpu", 80), ("gpu", 88)])
+    def test_no_row_of_the_table_is_longer_than_a_terminals_lines(self, run, bundle, monkeypatch, device, columns):
+        arguments = ("--model-dir", str(bundle.path.parent), "--device", device)
+        in_a_file = run(*arguments).stdout
+        monkeypatch.setattr("deployments.cli.size._terminal_columns", lambda: columns)
+        rows = run(*arguments).stdout.partition("There are")[0].splitlines()
+        assert max(map(len, rows)) <= columns < max(map(len, in_a_file.splitlines()))
+        assert any(row.startswith("      encoder.options.") for row in rows), "what has no place in its row stands below it"
+
     def test_what_is_told_of_a_gpu_is_said_not_to_be_measured(self, run, bundle):
         of_gpu, of_cpu = (run("--model-dir", str(bundle.path.parent), "--device", device).stdout for device in ("gpu", "cpu"))
         assert "no GPU was measured" in of_gpu
