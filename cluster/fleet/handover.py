@@ -26,6 +26,14 @@ class Taken:
     after: int
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """How many were held, and the bytes that there is room for after them; 0: nothing more is taken of this giver."""
+
+    held: int
+    room: int
+
+
 @dataclass(slots=True)
 class _Held:
     number: int
@@ -55,13 +63,18 @@ class HeldStates:
         """Of the last one that was given: something else where there may be more to take."""
         return self._number
 
-    def give(self, states: Iterable[KeptUser], missed: News, *, now: float) -> int:
-        """Hold these, less the users that are erased in what the giver has `missed`; how many of them found room."""
+    @property
+    def _room(self) -> int:
+        return self._max_bytes - self.used_bytes + self._taken_bytes
+
+    def give(self, states: Iterable[KeptUser], missed: News, *, now: float) -> Given:
+        """Hold these, less the users that are erased in what the giver has `missed`."""
         self.expire(now)
         if missed.lost_track:
-            return 0
+            return Given(0, 0)
         erased = {(one.tenant, one.user) for one in missed.erasures}
-        return sum(self._keep(one, now) for one in states if erased.isdisjoint(one.erased_by))
+        held = sum(self._keep(one, now) for one in states if erased.isdisjoint(one.erased_by))
+        return Given(held, self._room)
 
     def take(self, process: str, kinds: Collection[str], homes: Sequence[str], after: int = 0) -> Taken:
         """Of the states of these kinds, behind the one of number `after`, the next ones of users that `process` is the home of."""
@@ -100,9 +113,9 @@ class HeldStates:
 
     def _has_room(self, size: int) -> bool:
         """Made, where need be, of what was taken already, the first that was; where that is not enough, it stays."""
-        lacking = self.used_bytes + size - self._max_bytes
-        if lacking > self._taken_bytes:
+        if size > self._room:
             return False
+        lacking = self.used_bytes + size - self._max_bytes
         while lacking > 0:
             first = next(iter(self._taken.values()))
             lacking -= first.size

@@ -16,7 +16,7 @@ from cluster.config import HandoverSettings
 from cluster.engines.handover import KeptUser, Room, chunk_of
 from cluster.errors import BackendError
 from cluster.fleet.erasures import NO_PLACE, Place
-from cluster.fleet.handover import Taken
+from cluster.fleet.handover import Given, Taken
 from cluster.fleet.heartbeat import Orders
 from deployments.calls.remote import ask
 from deployments.fleet.heartbeat import Heartbeat
@@ -89,12 +89,16 @@ class Handover:
         return self._taking is not None and not self._taking.done()
 
     async def _give(self, keeper: Keeper, place: Place, given: list[int]) -> None:
+        room = self._settings.max_bytes
         async with aclosing(keeper.hand_over()) as chunks:
-            async for states in chunks:
-                held = await self._ask("hand_over", place, states)
-                given[0] += held
+            async for chunk in chunks:
+                if not (states := [one for one in chunk if len(one.data) <= room]):
+                    continue
+                answer: Given = await self._ask("hand_over", place, states)
+                given[0] += answer.held
                 given[1] += sum(len(one.data) for one in states)
-                if not held or given[1] >= self._settings.max_bytes:
+                room = answer.room
+                if not room or given[1] >= self._settings.max_bytes:
                     return
 
     async def _take(self, keepers: Sequence[Keeper]) -> None:

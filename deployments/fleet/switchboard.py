@@ -21,7 +21,7 @@ from cluster.fleet.board import FleetBoard, FleetStatus
 from cluster.fleet.cache_shards import CacheShards
 from cluster.fleet.clock import steady
 from cluster.fleet.erasures import News, Place
-from cluster.fleet.handover import HeldStates, Taken
+from cluster.fleet.handover import Given, HeldStates, Taken
 from cluster.fleet.heartbeat import Orders, Report
 from cluster.fleet.rollout import Rollout, RolloutStore
 from cluster.fleet.switchboard import Position, StageStatus, Switchboard
@@ -100,12 +100,12 @@ class SwitchboardDeployment:
             await self._ask_which_live()
         return self._board.erased(number)
 
-    async def hand_over(self, process: str, place: Place, states: Sequence[KeptUser]) -> int:
-        """What a replica that stops has kept of users, erased up to `place`; how many are held for the users' new homes."""
+    async def hand_over(self, process: str, place: Place, states: Sequence[KeptUser]) -> Given:
+        """What a replica that stops has kept of users, erased up to `place`, is held for the users' new homes as far as there is room."""
         self._fleet.leave(f"encoder/{process}")
-        held = self._states.give(states, self._board.erasures_since(place), now=self._clock())
+        given = self._states.give(states, self._board.erasures_since(place), now=self._clock())
         self._refresh_orders()
-        return held
+        return given
 
     async def take_over(self, process: str, place: Place, kinds: Collection[str], after: int) -> Taken:
         """Some of the states of these kinds that the process is the home of, behind those of the last call, which ended at `after`. The

@@ -52,7 +52,7 @@ class TestHeldStates:
         return HeldStates(max_bytes=1200, keep_s=KEEP_S)
 
     def test_each_home_takes_its_own_users_once(self, held):
-        assert held.give(map(state, USERS), NOTHING_MISSED, now=0) == 12
+        assert held.give(map(state, USERS), NOTHING_MISSED, now=0).held == 12
         for home in HOMES:
             taken = held.take(home, {"k"}, HOMES)
             assert names(taken.states) == [user for user, at in homes_of(USERS).items() if at == home]
@@ -75,20 +75,20 @@ class TestHeldStates:
         assert [len(one.data) for one in held.take("a", {"k"}, ["a"]).states] == [200]
 
     def test_what_finds_no_room_is_left_out_unless_others_were_taken(self, held):
-        assert held.give((state(f"hot {number}") for number in range(15)), NOTHING_MISSED, now=0) == 12
-        assert held.give([state("late")], NOTHING_MISSED, now=0) == 0
+        assert held.give((state(f"hot {number}") for number in range(15)), NOTHING_MISSED, now=0).held == 12
+        assert held.give([state("late")], NOTHING_MISSED, now=0).held == 0
         first = held.take("a", {"k"}, ["a", "b"]).states
-        assert held.give([state("late")], NOTHING_MISSED, now=0) == 1
+        assert held.give([state("late")], NOTHING_MISSED, now=0).held == 1
         assert len(held) == 12
         assert first[0].user not in names(held.take("d", {"k"}, ["d"]).states)
 
     def test_a_state_larger_than_all_there_is_room_for_is_left_out(self, held):
-        assert held.give([state("ann", 1201), state("bob", 1200)], NOTHING_MISSED, now=0) == 1
+        assert held.give([state("ann", 1201), state("bob", 1200)], NOTHING_MISSED, now=0).held == 1
 
     def test_what_was_taken_makes_no_room_for_a_state_that_finds_none_all_the_same(self, held):
         held.give([state("ann", 600), state("bob", 600)], NOTHING_MISSED, now=0)
         held.take("a", {"k"}, ["a"])
-        assert held.give([state("large", 1201), state("eve", 600)], NOTHING_MISSED, now=0) == 1
+        assert held.give([state("large", 1201), state("eve", 600)], NOTHING_MISSED, now=0).held == 1
         assert names(held.take("b", {"k"}, ["b"]).states) == ["bob", "eve"]
 
     def test_none_is_held_beyond_its_time(self, held):
@@ -113,7 +113,7 @@ class TestHeldStates:
         assert names(late.take("a", {"k"}, ["a"]).states) == left
 
     def test_nothing_is_held_of_a_giver_of_which_it_is_not_known_what_it_missed(self, held):
-        assert held.give([state("ann")], News(Place("epoch", 1), lost_track=True), now=0) == 0
+        assert held.give([state("ann")], News(Place("epoch", 1), lost_track=True), now=0).held == 0
 
     def test_a_call_gives_a_few_mebibytes_and_the_next_one_goes_on(self):
         held = HeldStates(1 << 40, KEEP_S)
@@ -518,6 +518,51 @@ async def test_erasures_are_noted_only_while_states_are_on_their_way():
         assert noted() is None, "a replica that lives for a year hears of many"
         if before:
             await handover.start([Keeper()])
+
+
+class Giver(Keeper):
+    """Gives these chunks; `given`: how many of them were asked for."""
+
+    def __init__(self, *chunks):
+        self.chunks, self.given = chunks, 0
+
+    async def hand_over(self):
+        for chunk in self.chunks:
+            self.given += 1
+            yield chunk
+
+
+async def given_to_a_switchboard(*chunks, missed=NOTHING_MISSED):
+    """What it holds, of a thousand bytes at most, what was sent to it, and the giver."""
+    states, sent, giver = HeldStates(1000, KEEP_S), [], Giver(*chunks)
+
+    class Board:
+        def hand_over(self, process, place, chunk):
+            sent.append(names(chunk))
+            return states.give(chunk, missed, now=0)
+
+    heartbeat = SimpleNamespace(leave=leave)
+    await Handover(HandoverSettings(max_bytes=1000), Handle(Board()), "a", heartbeat).give([giver])
+    return names(states.take("b", {"k"}, ["b"]).states), sent, giver
+
+
+async def test_what_finds_no_room_is_not_sent_and_what_is_smaller_is():
+    chunks = [state("large", 800)], [state("larger", 900)], [state("huge", 4000), state("small")], [state("smaller", 50)]
+    held, sent, _ = await given_to_a_switchboard(*chunks)
+    assert (held, sent) == (["large", "small", "smaller"], [["large"], ["small"], ["smaller"]])
+
+
+async def test_a_chunk_of_erased_users_alone_does_not_end_the_handover():
+    erased = News(Place("epoch", 2), (Erasure(2, "shop", "ann"),))
+    held, _, _ = await given_to_a_switchboard([state("ann")], [state("bob")], missed=erased)
+    assert held == ["bob"]
+
+
+@pytest.mark.parametrize(("lost_track", "held"), [(False, ["ann"]), (True, [])])
+async def test_nothing_more_is_read_of_an_engine_once_nothing_more_is_taken(lost_track, held):
+    chunks = [state("ann", 1000)], [state("bob")], [state("eve")]
+    found, _, giver = await given_to_a_switchboard(*chunks, missed=News(Place("epoch", 1), lost_track=lost_track))
+    assert (found, giver.given) == (held, 1)
 
 
 @pytest.mark.virtual_time
