@@ -1,7 +1,9 @@
 """Measure a sequence model: rank the whole catalogue for every user's held-out event.
 
-Items inside the history window are filtered out of the ranking (save the answer itself, where users come back to items). Ties count
-against the model.
+Items inside the history window are filtered out of the ranking, save the answer itself, where the user came back to it. Such an answer has
+unseen items alone beside it: data whose users come back to items gives higher figures than serving has, which leaves out all that was seen
+(`exclude_seen`) or nothing, and than RecTools, whose splitters leave such events out of the test (`filter_already_seen`). Where each item
+stands once in a history, as in MovieLens, all of these are the same. Ties count against the model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

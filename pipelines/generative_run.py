@@ -138,5 +138,5 @@ def _unseen(encoded: Encoded, example: Example, pool: int) -> Encoded:
 
 
 def _seen(example: Example) -> "np.ndarray[Any, np.dtype[np.int32]]":
-    """What may not be recommended: the history, save the answer itself, where users come back to items."""
+    """What may not be recommended: the history, save the answer itself, where users come back to items; see pipelines/evaluate.py."""
     return np.setdiff1d(example.history.items, [example.target]).astype(np.int32)
