@@ -1,11 +1,15 @@
 """A graph compiled by OpenVINO for the CPU."""
 
+import logging
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from cluster.errors import UnknownChoice
 
+_LOG = logging.getLogger(__name__)
 Precision = Literal["f32", "bf16"]
+CAPACITY = "CPU_RUNTIME_CACHE_CAPACITY"
+"""Not among the properties that OpenVINO documents: a later one may not have it."""
 INSTALL = "openvino is not installed; run: pip install 'genrec[openvino]'"
 
 
@@ -30,7 +34,14 @@ def compiled(graph: Path, threads: int, precision: Precision, kept: int | None =
         "INFERENCE_PRECISION_HINT": precision,
         "INFERENCE_NUM_THREADS": threads,
         "ENABLE_CPU_PINNING": False,
-        **({} if kept is None else {"CPU_RUNTIME_CACHE_CAPACITY": kept}),
     }
     core = openvino.Core()
-    return core.compile_model(core.read_model(graph), "CPU", options)
+    model = core.read_model(graph)
+    if kept is not None:
+        try:
+            return core.compile_model(model, "CPU", {**options, CAPACITY: kept})
+        except RuntimeError as error:
+            if CAPACITY not in str(error):
+                raise
+            _LOG.warning("this OpenVINO does not let the programs be bounded that it keeps, which come to some GB (%s)", error)
+    return core.compile_model(model, "CPU", options)

@@ -10,6 +10,7 @@ from cluster.bundle import Bundle
 from cluster.compilation import CompileOptions
 from cluster.engines.stage_rules import STATE_TOLERANCE
 from cluster.errors import BackendFailed, BackendUnavailable, UnknownChoice
+from cluster.ranking import RankRequest
 from cluster.values import EncodeRequest, UserSequence
 from integrations.hstu.encoder import TorchEncoder
 from integrations.onnx.files import graph_file
@@ -235,6 +236,28 @@ def test_keeps_few_programs_for_the_shapes_of_a_ranker_of_which_hardly_any_comes
         backend.load(model)
         backend.close()
     assert asked == [KEPT, KEPT, None, None]
+
+
+def test_an_openvino_that_does_not_let_the_kept_programs_be_bounded_ranks_all_the_same_and_the_log_says_so(tmp_path, monkeypatch, caplog):
+    make_ranking_bundle(tmp_path / "tiny")
+    bundle = compiled(tmp_path / "tiny", CompileOptions(precisions=("fp32",)), only=["onnx"])
+    openvino = pytest.importorskip("openvino")
+    compile_model = openvino.Core.compile_model
+
+    def without_it(core, model, device, options):
+        renamed = {name.replace("CPU_RUNTIME_CACHE_CAPACITY", "NO_PROPERTY_OF_OPENVINO"): value for name, value in options.items()}
+        try:
+            return compile_model(core, model, device, renamed)
+        except RuntimeError as error:
+            raise RuntimeError(str(error).replace("NO_PROPERTY_OF_OPENVINO", "CPU_RUNTIME_CACHE_CAPACITY")) from None
+
+    monkeypatch.setattr(openvino.Core, "compile_model", without_it)
+    backend = OpenVinoRanker()
+    backend.load(bundle)
+    request = RankRequest(random_sequence(9), np.array([1, 2, 3], np.int32))
+    assert backend.infer(request).predictions.shape == (3, 3)
+    backend.close()
+    assert caplog.text.count("this OpenVINO does not let the programs be bounded that it keeps") == 2, "once for each graph"
 
 
 def test_keeps_no_state_where_the_append_graph_is_missing_and_says_how_to_make_it(loaded, compiled_hstu, caplog):
