@@ -56,7 +56,7 @@ class Histogram:
         return Histogram(self.metric, self.labels, self.counts.copy(), self.total)
 
     def gauges(self) -> Iterator[Gauge]:
-        """Bucket `le` counts all that is not above it. The last one comes first: whoever reads meanwhile finds none above the next one.
+        """Bucket `le` counts all that is not above it. The last one comes first, so that a read in between finds none above the next.
 
         OpenTelemetry, in Ray's agent, serves 2,000 series of a name, those of replicas that are gone among them: nineteen of each histogram
         would use them up within a dozen restarts. So each bucket has a name of its own, by its underscores, of which the exporter to
