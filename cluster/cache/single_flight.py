@@ -6,10 +6,10 @@ reaches each of them. The flight ends with the last caller that waits.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable
-from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
 from cluster import tracing
+from cluster.no_request import no_requests_context
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class SingleFlight(Generic[KeyT, T]):
     def __init__(self) -> None:
         self._flights: dict[KeyT, Flight[KeyT, T]] = {}
         self._running: set[asyncio.Task[T]] = set()  # the loop itself keeps tasks by weak references only
-        self._context = copy_context()  # not a request's: Serve cancels calls made in the context of a cancelled request
+        self._context = no_requests_context()
 
     def get(self, key: KeyT) -> Flight[KeyT, T] | None:
         """The one under way, to `wait` for."""

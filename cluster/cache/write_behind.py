@@ -6,18 +6,23 @@ from itertools import islice
 
 from cluster.cache.entry import Entry, Key
 from cluster.cache.shared import SharedCache
+from cluster.no_request import no_requests_context
 
 BATCH = 64
 
 
 class WriteBehind:
-    """Holds at most `limit` entries; more are dropped and counted. `refused` is told of each key that was erased in the meantime."""
+    """Holds at most `limit` entries; more are dropped and counted. `refused` is told of each key that was erased in the meantime.
+
+    To be made outside of requests: entries are sent in that context.
+    """
 
     def __init__(self, shared: SharedCache, limit: int, refused: Callable[[Key], object] = lambda _: None) -> None:
         self.dropped = 0
         self._shared, self._limit, self._refused = shared, limit, refused
         self._pending: dict[Key, tuple[Entry, int | None]] = {}
         self._sender: asyncio.Task[None] | None = None
+        self._context = no_requests_context()
 
     def put(self, key: Key, entry: Entry, epoch: int | None = None) -> bool:
         """With the epoch in which its computation began; without one, where it belongs to this moment and not to what went before. Says
@@ -28,7 +33,7 @@ class WriteBehind:
             return False
         self._pending[key] = (entry, epoch)
         if self._sender is None or self._sender.done():
-            self._sender = asyncio.get_running_loop().create_task(self._send())
+            self._sender = asyncio.get_running_loop().create_task(self._send(), context=self._context)
         return True
 
     def forget(self, concerned: Callable[[Key], bool]) -> None:

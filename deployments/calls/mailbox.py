@@ -9,13 +9,13 @@ version on trial delays no other. Neither do traced requests, so that each trace
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from contextvars import copy_context
 from time import monotonic
 from typing import Any, NamedTuple, TypeAlias
 
 from ray.serve.handle import DeploymentHandle
 
 from cluster import tracing
+from cluster.no_request import no_requests_context
 from cluster.traffic.batcher import Batcher, Member, Raised
 from cluster.traffic.user_router import Together, home_of
 
@@ -39,13 +39,13 @@ class Address(NamedTuple):
 
 
 class Mailbox:
-    """Calls BatchedReplica.together of a deployment. One instance for each handle; for one event loop."""
+    """Calls BatchedReplica.together of a deployment. One instance for each handle, made outside of requests; for one event loop."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
         self._replicas: tuple[str, ...] = ()
         self._batchers: dict[Address, Batcher[Sent, Any]] = {}
-        self._context = copy_context()  # not a request's: Serve cancels calls made in the context of a cancelled request
+        self._context = no_requests_context()
 
     def learn(self, replicas: Iterable[str]) -> None:
         """Take the ids of the live replicas, by which users' homes are found."""

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from contextvars import copy_context
 from time import monotonic
 from typing import Any, Generic, TypeVar
+
+from cluster.no_request import no_requests_context
 
 T = TypeVar("T")
 
@@ -18,7 +19,7 @@ class SharedAnswer(Generic[T]):
         self._ask, self._fresh_s, self._clock = ask, fresh_s, clock
         self._asking: asyncio.Task[T] | None = None
         self._began = 0.0
-        self._context = copy_context()  # not a request's: Serve cancels calls made in the context of a cancelled request
+        self._context = no_requests_context()
 
     async def get(self) -> T:
         if self._asking is None or (self._asking.done() and self._clock() - self._began >= self._fresh_s):

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from contextvars import ContextVar
 
 import pytest
 from msgspec.structs import replace
@@ -51,6 +52,16 @@ async def noted(usual, *requests):
     for request in requests:
         usual.note(request)
     await usual.shared.flush()
+
+
+async def test_what_is_noted_is_sent_in_the_context_of_none_of_the_requests(shard):
+    """Serve cancels the calls that were made in the context of a request whose client leaves."""
+    caller, seen = ContextVar("caller", default="none"), []
+    put, usual = shard.mput, gateway(shard)
+    shard.mput = lambda entries, epochs: seen.append(caller.get()) or put(entries, epochs)
+    caller.set("the first one's")
+    await noted(usual, ASKED)
+    assert seen == ["none"]
 
 
 async def test_a_gateway_recalls_what_another_was_asked(shard):
