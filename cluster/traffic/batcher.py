@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from opentelemetry.trace import SpanContext
 
 from cluster import tracing
+from cluster.errors import BackendFailed
 
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
@@ -136,6 +137,8 @@ class Batcher(Generic[RequestT, AnswerT]):
     async def _serve(self, members: Sequence[Member[RequestT, AnswerT]]) -> None:
         try:
             outcomes = list(zip(members, await self._run(members), strict=True))
+        except asyncio.CancelledError:  # all members have left, or a call within was cancelled elsewhere, as by a replica that is stopped
+            outcomes = [(member, Raised(BackendFailed("its batch was cancelled"))) for member in members]
         except Exception as error:  # noqa: BLE001 - every error of the whole batch belongs to its members
             outcomes = [(member, Raised(error)) for member in members]
         for member, outcome in outcomes:

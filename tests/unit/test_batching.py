@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import BatchingSettings
+from cluster.errors import BackendFailed
 from deployments.replicas.batching import alike, engine_batcher
 from tests.waiting import settled
 
@@ -72,6 +73,8 @@ class Engine:
         await self.gate.wait()
         if any(one.name == "poison" for one in batch):
             raise RuntimeError("engine thread died")
+        if any(one.name == "cancelled" for one in batch):
+            raise asyncio.CancelledError
         return [2 * one.name for one in batch]
 
     def watch(self, rows, waited_s):
@@ -125,6 +128,15 @@ async def test_a_batch_that_breaks_as_a_whole_tells_its_callers_and_the_next_bat
     engine = Engine(max_requests=2)
     answers = await asyncio.gather(*engine.asked("poison", 1, 2, 3), return_exceptions=True)
     assert [str(answer) for answer in answers] == ["engine thread died", "engine thread died", "4", "6"]
+
+
+async def test_a_batch_that_is_cancelled_from_within_leaves_no_caller_waiting_and_the_next_batch_runs():
+    """By a call of its own that was cancelled, as that to a replica which Serve stops."""
+    engine = Engine(max_requests=2)
+    async with asyncio.timeout(60):
+        answers = await asyncio.gather(*engine.asked("cancelled", 1, 2, 3), return_exceptions=True)
+    assert [str(answer) for answer in answers] == ["its batch was cancelled", "its batch was cancelled", "4", "6"]
+    assert isinstance(answers[0], BackendFailed), "for which another engine answers"
 
 
 async def test_while_the_engine_is_busy_the_next_batch_gathers():
