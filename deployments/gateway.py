@@ -170,6 +170,10 @@ class Gateway:
         """An HTTP exchange that came another way: the same edge, routes and messages."""
         return await exchange(self.api, asked)
 
+    async def check_key(self, asked: HttpRequest) -> HttpResponse:
+        """For such a door: 204 where the key of a request is known here."""
+        return await exchange(self.api.edge.check_key, asked)
+
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         began = perf_counter()
         with span("recommend", strategy=request.strategy or "", k=request.k) as current:

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from errno import EADDRINUSE
 from hashlib import sha256
+from http import HTTPStatus
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -81,12 +82,13 @@ class Waiting:
 
 
 class FrontDoor:
-    """`exchange` is asked with the seconds it may take, and raises BackendError. `open` the door, and `close` it; meanwhile it answers by
-    itself.
+    """`exchange` is asked with the seconds it may take, and raises BackendError; `check_key` likewise, and answers 204 to a request whose
+    key is known. `open` the door, and `close` it; meanwhile it answers by itself.
     """
 
-    def __init__(self, settings: ZeroMQSettings, exchange: Exchange, *, max_body_bytes: int) -> None:
-        self._settings, self._exchange, self._most_bytes = settings, exchange, max_body_bytes + ENVELOPE_BYTES
+    def __init__(self, settings: ZeroMQSettings, exchange: Exchange, check_key: Exchange, *, max_body_bytes: int) -> None:
+        self._settings, self._exchange, self._check_key = settings, exchange, check_key
+        self._most_bytes = max_body_bytes + ENVELOPE_BYTES
         self._budget = Budget(settings.max_bytes)
         self._queue: Turns[Waiting] = Turns()
         self._numbers = itertools.count()
@@ -208,11 +210,11 @@ class FrontDoor:
         await asking
 
     async def _ask_after(self, key: str, digest: bytes) -> None:
-        """A gateway knows the current keys: it answers 403 where the key is known and may not operate."""
+        """A gateway knows the current keys."""
         now = monotonic()
-        told = await self._exchange(HttpRequest("GET", "/v1/gateway", {"authorization": key} if key else {}), self._settings.timeout_s)
-        if told.status not in (200, 403):
-            headers = {name: value for name, value in told.headers.items() if name in ("www-authenticate", "retry-after")}
+        told = await self._check_key(HttpRequest("GET", "/", {"authorization": key} if key else {}), self._settings.timeout_s)
+        if told.status != HTTPStatus.NO_CONTENT:
+            headers = {name: value for name, value in told.headers.items() if name == "www-authenticate"}
             raise HTTPException(told.status, json.loads(told.body)["detail"], headers)
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
@@ -313,7 +315,7 @@ class ZeroMQDeployment:
         if tree.zeromq is None:
             raise ConfigError("the deployment zeromq needs `zeromq` in the application's `args`")
         self._gateway = serve.get_deployment_handle("gateway", serve.get_replica_context().app_name)
-        door = FrontDoor(tree.zeromq, self._exchange, max_body_bytes=tree.gateway.max_body_bytes)
+        door = FrontDoor(tree.zeromq, self._exchange, self._check_key, max_body_bytes=tree.gateway.max_body_bytes)
         await door.open()
         self._door = door
 
@@ -330,4 +332,8 @@ class ZeroMQDeployment:
         """Asked again of another gateway only where one died over what only reads."""
         safe = asked.method == "GET" or asked.target in SAFE
         answered: HttpResponse = await ask(self._gateway, "exchange", asked, within_s=within_s, tries=3 if safe else 1)
+        return answered
+
+    async def _check_key(self, asked: HttpRequest, within_s: float) -> HttpResponse:
+        answered: HttpResponse = await ask(self._gateway, "check_key", asked, within_s=within_s, tries=3)
         return answered

@@ -123,9 +123,9 @@ class RawClient:
 class Opened:
     """A door before an API, and clients of it."""
 
-    def __init__(self, door, service, data, address, edge, exchange):
+    def __init__(self, door, service, data, address, edge, exchange, check_key):
         self.door, self.service, self.data, self.address, self.clients, self.edge = door, service, data, address, [], edge
-        self.exchange = exchange
+        self.exchange, self.check_key = exchange, check_key
 
     def client(self, kind=zmq.DEALER):
         self.clients.append(Client(self.address, kind))
@@ -138,7 +138,7 @@ class Opened:
 
 
 @asynccontextmanager
-async def opened_door(gateway=None, exchanged=None, **settings):
+async def opened_door(gateway=None, exchanged=None, checked=None, **settings):
     service, data = Service(), Data()
     edge = GatewaySettings.model_validate({"max_body_bytes": 20_000, **(gateway or {})})
     api = create_api(service, data, edge)
@@ -147,10 +147,13 @@ async def opened_door(gateway=None, exchanged=None, **settings):
     async def through(asked, within_s):
         return await exchange(api, asked)
 
+    async def key_checked(asked, within_s):
+        return await exchange(api.edge.check_key, asked)
+
     limits = ZeroMQSettings.model_validate({"address": address, **settings})
-    door = FrontDoor(limits, exchanged or through, max_body_bytes=edge.max_body_bytes)
+    door = FrontDoor(limits, exchanged or through, checked or key_checked, max_body_bytes=edge.max_body_bytes)
     await door.open()
-    served = Opened(door, service, data, address, api.edge, through)
+    served = Opened(door, service, data, address, api.edge, through, key_checked)
     try:
         yield served
     finally:
@@ -326,13 +329,21 @@ async def test_a_key_is_asked_after_once():
     asked = []
 
     async def counted(request, within_s):
-        asked.append(request.target)
-        return await served.exchange(request, within_s)
+        asked.append(request)
+        return await served.check_key(request, within_s)
 
-    async with opened_door(gateway={"api_keys": KEYS}, exchanged=counted) as served:
+    async with opened_door(gateway={"api_keys": KEYS}, checked=counted) as served:
         for _ in range(5):
             assert (await served.client().ask(body={"user_id": "ada"}, headers={"authorization": "Bearer genrec_shop"}))[0] == 200
-    assert (asked.count("/v1/gateway"), asked.count("/v1/recommend")) == (1, 5)
+    assert len(asked) == 1
+
+
+async def test_the_question_whether_a_key_is_known_costs_its_tenant_no_request(monkeypatch):
+    monkeypatch.setattr("deployments.zeromq.door.KNOWN_FOR_S", 0.0)
+    limits = {"api_keys": KEYS, "rate_limits": {"default": {"per_s": 0.01, "burst": 3}}}
+    async with opened_door(gateway=limits) as served:
+        client, shop = served.client(), {"authorization": "Bearer genrec_shop"}
+        assert [(await client.ask(body={"user_id": "ada"}, headers=shop))[0] for _ in range(4)] == [200, 200, 200, 429]
 
 
 @pytest.mark.parametrize("key", [None, "genrec_shop"])
@@ -340,11 +351,11 @@ async def test_a_key_that_many_connections_send_at_once_is_asked_after_once_and_
     asked, may_answer = [], asyncio.Event()
 
     async def counted(request, within_s):
-        asked.append(request.target)
+        asked.append(request)
         await may_answer.wait()
-        return await served.exchange(request, within_s)
+        return await served.check_key(request, within_s)
 
-    async with opened_door(gateway={"api_keys": KEYS} if key else None, exchanged=counted) as served:
+    async with opened_door(gateway={"api_keys": KEYS} if key else None, checked=counted) as served:
         clients = [served.client() for _ in range(MOST_ASKING + 4)]
         headers = json.dumps({"authorization": f"Bearer {key}"} if key else {}).encode()
         for client in clients:
@@ -352,7 +363,7 @@ async def test_a_key_that_many_connections_send_at_once_is_asked_after_once_and_
         await served.reached(lambda _: served.door.connections == len(clients))
         may_answer.set()
         assert {(await client.heard())[1] for client in clients} == {200}
-    assert asked.count("/v1/gateway") == 1
+    assert len(asked) == 1
 
 
 async def test_urgency_orders_the_requests_of_a_key_and_gives_it_nothing_over_others():
@@ -393,7 +404,7 @@ async def test_what_a_client_has_waiting_when_it_leaves_is_not_computed():
 
 def answering(size):
     async def answered(asked, within_s):
-        return HttpResponse(200, {}, b"" if asked.target == "/v1/gateway" else b'"%b"' % (b"x" * size))
+        return HttpResponse(200, {}, b'"%b"' % (b"x" * size))
 
     return answered
 
@@ -639,7 +650,7 @@ async def test_a_door_that_must_close_tells_those_it_cannot_answer():
 
 async def test_its_address_is_taken_over_once_it_is_free():
     async with opened_door() as served:
-        again = FrontDoor(ZeroMQSettings(address=served.address), served.exchange, max_body_bytes=20_000)
+        again = FrontDoor(ZeroMQSettings(address=served.address), served.exchange, served.check_key, max_body_bytes=20_000)
         opening = asyncio.create_task(again.open())
         await asyncio.sleep(0.3)
         assert not opening.done()
@@ -651,7 +662,7 @@ async def test_its_address_is_taken_over_once_it_is_free():
 
 
 async def test_an_address_that_cannot_be_had_is_refused_by_name():
-    door = FrontDoor(ZeroMQSettings(address="ipc:///no/such/directory/door"), None, max_body_bytes=20_000)
+    door = FrontDoor(ZeroMQSettings(address="ipc:///no/such/directory/door"), None, None, max_body_bytes=20_000)
     with pytest.raises(
         ConfigError, match=r"zeromq cannot listen at ipc:///no/such/directory/door .*; give zeromq.address one of this node's"
     ):
