@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -499,10 +499,14 @@ def _validated(kind: type[ReadT], tree: dict[str, Any], source: str) -> ReadT:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        problems = (
-            f"{'.'.join(map(str, e['loc'])) or 'top level'} = {api_keys.masked_tree(e['input'])!r}: {e['msg']}" for e in error.errors()
-        )
+        problems = (f"{'.'.join(map(str, e['loc'])) or 'top level'} = {_shown(e['loc'], e['input'])}: {e['msg']}" for e in error.errors())
         raise ConfigError(api_keys.masked(f"{source}: " + "; ".join(problems))) from None  # its cause would show the values
+
+
+def _shown(loc: Sequence[int | str], value: object) -> str:
+    """A wrong value, unless the name of its place says that it is a secret."""
+    name = loc[-1] if loc else ""
+    return repr(api_keys.masked_tree({name: value})[name])
 
 
 def read(path: Path, host: str | None = None) -> Settings:

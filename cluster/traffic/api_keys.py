@@ -73,10 +73,17 @@ def masked_tree(tree: Any) -> Any:
     """A plain tree of values without the secrets in it, be it by their form or by the name they have."""
     match tree:
         case dict():
-            return {key: "***" if isinstance(value, str) and _SECRET.search(key) else masked_tree(value) for key, value in tree.items()}
+            return {name: "***" if _is_secret(name, value) else masked_tree(value) for name, value in tree.items()}
         case list():
             return [masked_tree(value) for value in tree]
+        case tuple():
+            return tuple(masked_tree(value) for value in tree)
         case str():
             return masked(tree)
         case _:
             return tree
+
+
+def _is_secret(name: object, value: object) -> bool:
+    """By its name; that none is set, or whether one is wanted, tells nothing."""
+    return not (value is None or isinstance(value, bool)) and _SECRET.search(str(name)) is not None

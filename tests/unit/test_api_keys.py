@@ -118,5 +118,17 @@ def test_the_command_refuses_a_tenant_that_no_request_could_name():
     assert "genrec_" not in made.stdout
 
 
+def test_what_is_named_as_a_secret_is_hidden_whatever_it_is():
+    hidden = {"password": 123456, "token": ["a", "b"], "client_secret": {"id": "a", "value": "b"}, "api_key": b"a", "passwd": ("a",)}
+    assert api_keys.masked_tree(hidden) == dict.fromkeys(hidden, "***")
+    shown = {"password": None, "needs_token": True, "max_tokens": 7, "inner": [{"depth": 2}], 5: "a number may be a name"}
+    assert api_keys.masked_tree(shown) == shown
+
+
+def test_a_key_is_hidden_wherever_it_stands_in_a_tree():
+    key = api_keys.new_key()
+    assert api_keys.masked_tree([{"a": (key, 1)}, key]) == [{"a": ("genrec_***", 1)}, "genrec_***"]
+
+
 def test_masked_hides_every_key():
     assert api_keys.masked(f"a {api_keys.new_key()} b {api_keys.new_key()}") == "a genrec_*** b genrec_***"

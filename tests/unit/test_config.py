@@ -163,7 +163,9 @@ def test_genrec_config_prints_no_password_and_neither_does_a_repr_or_an_error(tm
     printed = CliRunner().invoke(app, ["config", "--config", str(path)])
     with pytest.raises(ConfigError) as refused:
         parse({**SECRETS, "cache": SECRETS["cache"] | {"ttl_s": 0, "l2": "disk"}, "events": {"url": SECRETS["events"]}})
-    for text in (printed.stdout, repr(parse(SECRETS)), str(refused.value)):
+    with pytest.raises(ConfigError, match=r"gateway\.token = '\*\*\*': Extra") as misplaced:
+        parse({"gateway": {"token": "hunter2"}})
+    for text in (printed.stdout, repr(parse(SECRETS)), str(refused.value), str(misplaced.value)):
         assert not re.search("hunter2|hun/ter", text)
     assert "redis_url: redis://me:***@cache:6379/0\n" in printed.stdout
     assert "url: postgresql://me:***@db/shop?sslpassword=***&application_name=x\n" in printed.stdout
