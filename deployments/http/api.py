@@ -44,6 +44,7 @@ from deployments.http.messages import (
     SwitchOut,
 )
 from deployments.http.models import ModelsOut, model_routes
+from deployments.http.pieces import InPieces
 from deployments.http.playground import GatewayOut, PlaygroundService, StoredUsers, page_routes, playground_routes
 from deployments.http.ranking import rank_directly, ranking_routes
 from deployments.http.user_data import UserDataService, user_data_routes
@@ -150,10 +151,10 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings], ba
             _check_limits(request, limits(), prefix=f"requests[{position}].")
         _give_tenants(message.requests, caller)
         values = [request.to_value(caller.arrived) for request in message.requests]
-        entries = [partial(_within_batch, service, value, position) for position, value in enumerate(values)]
+        entries = [partial(_within_batch, service, value, position, caller) for position, value in enumerate(values)]
         caller.leave_place()
         answers = await batches.run(entries, Counter(value.tenant for value in values))
-        return Response(b'{"answers":[%b]}' % b",".join(map(answer_json, answers)), media_type="application/json")
+        return InPieces(b'{"answers":[%b]}' % b",".join(answers), media_type="application/json")
 
     @routes.get(ITEM_PATH, tags=["catalogue"], responses=problems.documented([404]))
     async def item(item_id: str, caller: CallerHere) -> ItemOut:
@@ -229,8 +230,11 @@ def _check_limits(message: RecommendIn | RecommendBody, limits: GatewaySettings,
             raise InvalidRequest(prefix + field, f"{shown} is more than the {most} this service takes; {cure}")
 
 
-async def _within_batch(service: Service, request: RecommendRequest, position: int) -> Recommendation:
+async def _within_batch(service: Service, request: RecommendRequest, position: int, caller: Caller) -> bytes:
+    """The answer's JSON, which counts as held from then on: all entries of a batch wait for the last, and for their reader."""
     try:
-        return await service.recommend(request)
+        answer = answer_json(await service.recommend(request))
     except InvalidRequest as error:
         raise InvalidRequest(f"requests[{position}].{error.field}", error.problem) from error
+    caller.keep(len(answer))
+    return answer

@@ -28,7 +28,7 @@ class Caller:
     """The caller of one request. `key`: None where every caller may do everything. `arrived`: when the whole request was there, on this
     process's monotonic clock. `refused`: the status of a refusal after the message was read, or 0. `unaudited`: its line of the audit log
     is lost. `leave_place`: give the place back before the end; `computed`: the same for an answer of so many bytes, which only waits for
-    its reader.
+    its reader; `keep`: count so many bytes of an answer that waits for the rest, and for its reader.
     """
 
     def __init__(self, key: ApiKeySettings | None, take: Take) -> None:
@@ -37,6 +37,7 @@ class Caller:
         self.belong: Belong = _anywhere
         self.leave_place: Callable[[], None] = _nothing
         self.computed: Callable[[int], None] = _nothing
+        self.keep: Callable[[int], None] = _nothing
         self._paid: dict[str, int] = {}
         self.grant: Grant | None = None
         self.refused, self.unaudited = 0, False

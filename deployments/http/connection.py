@@ -29,7 +29,9 @@ class ClientLeft(Exception):
 
 
 class BodyBudget:
-    """Bytes of bodies, and of answers that wait for a slow reader, that one process may hold at a time, `most`, and those that it holds."""
+    """Bytes of bodies, and of answers that wait for the rest or for a slow reader, that one process may hold at a time, `most`, and those
+    that it holds.
+    """
 
     def __init__(self, most: int) -> None:
         self.most, self.held = most, 0

@@ -125,7 +125,7 @@ class Edge:
             self._bodies.held -= connection.held
 
     async def check_key(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application by itself, which answers 204 where the key is known: a check costs the tenant no request, and takes no place."""
+        """An ASGI application by itself: 204 where the key is known. That costs its tenant no request, and takes no place."""
         try:
             identify(dict(scope["headers"]), self.settings, self._now)
         except HTTPException as refusal:
@@ -157,6 +157,7 @@ class Edge:
         ticket = self._arrive(caller, urgent)
         caller.leave_place = lambda: self._tell(self._admission.leave(ticket, self._clock(), _first_byte_s(scope, ticket, connection)))
         caller.computed = lambda size: self._computed(caller, connection, size)
+        caller.keep = lambda size: self._keep(caller, connection, size)
         try:
             if ticket.standing is Standing.WAITING and await self._wait(ticket) is Standing.REFUSED:
                 raise self._overloaded()
@@ -171,6 +172,14 @@ class Edge:
             connection.held += size
             self._reading.add(connection)
             caller.leave_place()
+
+    def _keep(self, caller: Caller, connection: Connection, size: int) -> None:
+        """Raises HTTPException (503) where such answers take up too much memory."""
+        if not self._bodies.keep(size):
+            caller.refused = 503
+            held = f"{self._bodies.most // 2} bytes there are for them"
+            raise problems.overloaded(f"answers of batches and others that wait take up the {held}; ask again later, or for less", wait_s=1)
+        connection.held += size
 
     async def _admitted(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller) -> None:
         scope["state"] = {**scope.get("state", {}), "caller": caller}

@@ -7,7 +7,7 @@ import logging
 import re
 import socket
 import time
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 
 import httpx
@@ -16,7 +16,7 @@ import uvicorn
 from starlette.exceptions import HTTPException
 
 from cluster.config import GatewaySettings
-from cluster.values import Recommendation, StageReport
+from cluster.values import Item, Recommendation, ScoredItem, StageReport
 from deployments.http.api import create_api
 from deployments.http.edge import OPEN, identify
 from deployments.http.event_messages import ErasedOut, EventsOut, HistoryOut, InvalidatedOut
@@ -341,6 +341,46 @@ async def test_streams_hold_their_places_while_slow_readers_leave_too_many_bytes
     await again.task
 
 
+BATCH_OF_TEN = {"requests": [{"user_id": "u"}] * 10}
+
+
+async def test_a_batch_whose_answers_take_up_too_much_memory_is_refused_until_slow_readers_have_taken_those_of_others(monkeypatch):
+    monkeypatch.setattr("deployments.http.pieces.PIECE", 100)
+    served = Served(max_held_bytes=4000)
+    served.service.gate.set()
+    reads_nothing = SlowReader(served, path="/v1/recommend:batch", body=BATCH_OF_TEN)
+    await settled()
+    refused = await served.http.post("/v1/recommend:batch", json=BATCH_OF_TEN)
+    assert (reads_nothing.status, refused.status_code, refused.headers["retry-after"]) == (200, 503, "1")
+    assert "answers of batches and others that wait take up the 2000 bytes" in refused.json()["detail"]
+    assert (await served.ask()).status_code == 200, "half of the memory is left for bodies"
+    reads_nothing.gone.set()
+    await reads_nothing.task
+    assert (await served.http.post("/v1/recommend:batch", json=BATCH_OF_TEN)).status_code == 200
+    assert served.edge.statistics().refused == {503: 1}
+
+
+async def test_the_answer_of_a_batch_counts_as_held_until_its_reader_has_taken_it():
+    """A server takes all of one message at once, so it is sent in pieces."""
+    served = Served(max_held_bytes=60_000_000)
+    title = "x" * 2**21  # ten are more than the system's buffers of a connection take
+    served.service.recommend = lambda request: answer_of(request.user_id, ScoredItem(Item("1", title, {}), 1.0))
+    async with running(served.api) as address:
+        reader, writer = await asyncio.open_connection(*address, limit=2**10)
+        body = json.dumps(BATCH_OF_TEN).encode()
+        writer.write(b"POST /v1/recommend:batch HTTP/1.1\r\nhost: genrec\r\ncontent-type: application/json\r\nconnection: close\r\n")
+        writer.write(b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        assert (await served.http.post("/v1/recommend:batch", json=BATCH_OF_TEN)).status_code == 503
+        assert len(await reader.read()) > 10 * len(title)
+        assert (await served.http.post("/v1/recommend:batch", json=BATCH_OF_TEN)).status_code == 200
+        writer.close()
+
+
+async def answer_of(user_id, *items):
+    return Recommendation(user_id, items, (), "tiny/1", degraded=False)
+
+
 async def test_a_refusal_says_nothing_of_how_long_answers_take():
     """However long it took the gateway to read what it then refused, as many places are left."""
     served = Served(admission={"max_concurrent": 8, "target_ms": 1e-6})
@@ -407,18 +447,27 @@ async def test_a_client_that_leaves_after_its_answer_disturbs_nothing():
 @pytest.mark.parametrize("headers", [b"", b"accept: text/event-stream\r\n"], ids=["answer", "stream"])
 async def test_over_a_real_connection_a_client_that_hangs_up_ends_the_work(headers):
     served = Served(admission=ONE_PLACE)
-    server = uvicorn.Server(uvicorn.Config(served.api, port=0, lifespan="off", log_config=None))
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        serving = asyncio.create_task(server.serve([listening]))
-        _, writer = await asyncio.open_connection(*listening.getsockname())
+    async with running(served.api) as address:
+        _, writer = await asyncio.open_connection(*address)
         writer.write(b"POST /v1/recommend HTTP/1.1\r\nhost: genrec\r\ncontent-type: application/json\r\n" + headers)
         writer.write(b'content-length: 15\r\n\r\n{"user_id":"u"}')
         await until(lambda: served.users == ["u"])
         writer.close()
         await until(lambda: served.service.cancelled + served.service.closed == ["u"])
         await until(lambda: served.edge.statistics().running == 0)
-        server.should_exit = True
-        await serving
+
+
+@asynccontextmanager
+async def running(api):
+    """The address at which it is served."""
+    server = uvicorn.Server(uvicorn.Config(api, port=0, lifespan="off", log_config=None))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = asyncio.create_task(server.serve([listening]))
+        try:
+            yield listening.getsockname()
+        finally:
+            server.should_exit = server.force_exit = True
+            await serving
 
 
 # Bodies

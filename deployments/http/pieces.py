@@ -1,0 +1,16 @@
+"""A large answer, sent piece by piece: a server takes all of one message at once, and holds what a slow reader leaves of it."""
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+PIECE = 2**16
+
+
+class InPieces(Response):
+    """A response that is sent as fast as its reader takes it, so that it has not ended before all but the last pieces are read."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for start in range(0, len(self.body), PIECE):
+            piece, more = self.body[start : start + PIECE], start + PIECE < len(self.body)
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
