@@ -55,14 +55,19 @@ def given_key() -> bytes | None:
 
 
 def kept_key(file: Path, *, make: bool) -> bytes:
-    """The key in the file, which is made where it is not there and `make`. Raises BackendUnavailable where it cannot be had."""
+    """The key in the file, which is made where it is not there and `make`. Raises BackendUnavailable where it cannot be had, or is empty
+    or so short that it can be guessed.
+    """
+    cure = f"restore it from its backup, let this user read and write it, or give the key in {ENVIRONMENT}"
     try:
         if make and not file.exists():
             _make(file)
-        return file.read_bytes().strip()
+        key = file.read_bytes().strip()
     except OSError as error:
-        cure = f"restore it from its backup, let this user read and write it, or give the key in {ENVIRONMENT}"
         raise BackendUnavailable(f"the key of erased users, {file}, cannot be had ({error.strerror}); {cure}") from error
+    if len(key) < SHORTEST:
+        raise BackendUnavailable(f"the key of erased users, {file}, has {len(key)} characters, where {SHORTEST} are the least; {cure}")
+    return key
 
 
 def _make(file: Path) -> None:

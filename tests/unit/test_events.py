@@ -65,6 +65,10 @@ def test_a_key_that_cannot_be_had_or_can_be_guessed_is_told_with_the_cure(tmp_pa
         kept_key(tmp_path / "e.db.key", make=False)
     with pytest.raises(BackendUnavailable, match="give the key in GENREC_ERASURE_KEY"):
         kept_key(tmp_path / "none" / "e.db.key", make=True)
+    for kept, length in (("", 0), ("\n", 0), ("secret\n", 6)):
+        (tmp_path / "e.db.key").write_text(kept)
+        with pytest.raises(BackendUnavailable, match=rf"key, has {length} characters, where 32 are the least; restore it from its backup"):
+            kept_key(tmp_path / "e.db.key", make=True)
     monkeypatch.setenv(ENVIRONMENT, "secret")
     with pytest.raises(ConfigError, match="GENREC_ERASURE_KEY has 6 characters; give 32 at least"):
         given_key()
