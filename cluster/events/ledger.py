@@ -20,7 +20,7 @@ from cluster.errors import BackendUnavailable, ConfigError
 from cluster.events.digests import Digests
 from cluster.private_file import append
 
-_LINE = re.compile(rb"([0-9a-f]{16}) (\d{20}) ([0-9a-f]{64})\n")
+_LINE = re.compile(rb"([0-9a-f]{16}) (\d{20}) ([0-9a-f]{64})\r?\n")
 _OPTION = re.compile(r"(?<=[?&])ledger=([^&]*)&?")
 
 
@@ -74,7 +74,9 @@ def _own(place: Path) -> Path:
 
 
 def _lines(place: Path) -> Iterator[tuple[bytes, int, bytes]]:
-    """Mark, number and digest. A part of a line, which a full disk leaves, stands before a whole one."""
+    """Mark, number and digest. A part of a line, which a full disk leaves, stands before a whole one; a program that copied or edited the
+    file may have given its lines another end.
+    """
     for file in place.glob("*.erased") if place.is_dir() else [place]:
         with file.open("rb") as lines:
             for line in filter(None, map(_LINE.search, lines)):

@@ -298,6 +298,14 @@ def test_a_line_of_which_the_system_kept_a_part_spoils_no_other(left, tmp_path):
     assert ledger.read() == {ADA: 12, BOB: 13}
 
 
+def test_a_ledger_whose_lines_came_to_end_as_on_windows_is_read(tmp_path):
+    ledger = Ledger(tmp_path / "erased", DIGESTS)
+    ledger.note({ADA: 7})
+    ledger.place.write_bytes(ledger.place.read_bytes().replace(b"\n", b"\r\n"))
+    ledger.note({BOB: 8})
+    assert ledger.read() == {ADA: 7, BOB: 8}
+
+
 def test_without_a_file_there_is_nothing_to_catch_up_with():
     ledger = Ledger(None, DIGESTS)
     ledger.note({ADA: 1})
