@@ -1,11 +1,13 @@
 """`genrec keys`: keys for callers of the API."""
 
 import json
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
 
 from cluster.config import parse
+from cluster.errors import ConfigError
 from cluster.traffic import api_keys
 
 app = typer.Typer(no_args_is_help=True, help="Make keys for callers of the API.")
@@ -27,7 +29,10 @@ def new(
     key = api_keys.new_key()
     asked = {"name": name, "sha256": api_keys.digest(key.encode()), "tenant": tenant, "rights": right, "expires": expires}
     entry = {field: value for field, value in asked.items() if value is not None}
-    parse({"gateway": {"api_keys": [entry]}}, "genrec keys new")
+    [made] = parse({"gateway": {"api_keys": [entry]}}, "genrec keys new").gateway.api_keys
+    if made.expires is not None and made.expires <= (now := datetime.now(UTC)):
+        cure = "name a later one, or leave it out for a key that never expires"
+        raise ConfigError(f"--expires {expires} is past: it is {now:%Y-%m-%dT%H:%M:%SZ}; {cure}")
     typer.echo(key)
     typer.echo("Keep it: it is not shown again. Add this under gateway.api_keys, and deploy the configuration:", err=True)
     typer.echo(f"  - {{{', '.join(f'{field}: {json.dumps(value)}' for field, value in entry.items())}}}", err=True)

@@ -106,10 +106,19 @@ def test_the_command_prints_a_key_once_and_the_entry_that_lets_it_in():
 
 
 def test_the_command_gives_a_key_the_rights_and_the_expiry_that_are_asked_for():
-    made = CliRunner().invoke(app, ["new", "--name", "a", "--right", "read", "--right", "operate", "--expires", "2027-01-31"])
+    made = CliRunner().invoke(app, ["new", "--name", "a", "--right", "read", "--right", "operate", "--expires", "2099-01-31"])
     [line] = [line for line in made.stderr.splitlines() if line.startswith("  - ")]
     [added] = parse({"gateway": {"api_keys": yaml.safe_load(line)}}).gateway.api_keys
-    assert (added.rights, f"{added.expires:%Y-%m-%d}") == (["read", "operate"], "2027-01-31")
+    assert (added.rights, f"{added.expires:%Y-%m-%d}") == (["read", "operate"], "2099-01-31")
+
+
+def test_the_command_refuses_a_key_that_would_have_expired_already():
+    for past in ("2020-01-31", "2020-01-31T18:00:00+01:00"):
+        made = CliRunner().invoke(app, ["new", "--name", "a", "--expires", past])
+        assert isinstance(made.exception, ConfigError)
+        assert f"--expires {past} is past: it is " in str(made.exception)
+        assert "name a later one, or leave it out for a key that never expires" in str(made.exception)
+        assert "genrec_" not in made.stdout
 
 
 def test_the_command_refuses_a_tenant_that_no_request_could_name():
