@@ -1,6 +1,7 @@
 """A copy of the file while it is served, and a store made of such a copy."""
 
 import os
+import re
 import sqlite3
 from contextlib import closing
 from hashlib import file_digest
@@ -10,7 +11,7 @@ from shutil import copyfileobj
 
 from cluster.errors import ConfigError, DataError
 from cluster.private_file import private
-from integrations.sqlite.connection import connect_reader, connect_writer, explained
+from integrations.sqlite.connection import connect_reader, connect_writer, explained, turn_of
 
 
 def back_up(path: Path, to: Path) -> None:
@@ -19,7 +20,7 @@ def back_up(path: Path, to: Path) -> None:
 
     Raises ConfigError where `to` is there already, BackendUnavailable where the store cannot be read or is damaged.
     """
-    _refuse_existing(to, "name a file that is not there yet")
+    _refuse_existing(to, _another(to))
     _make(to)
     try:
         _copy(path, to)
@@ -33,13 +34,26 @@ def back_up(path: Path, to: Path) -> None:
 
 
 def bring_back(backup: Path, path: Path) -> None:
-    """Make the store at `path` of a backup. What it holds of users that were erased since is erased as it is opened.
+    """Make the store at `path` of a backup. What it holds of users that were erased since is erased as it is opened. What earlier ones that
+    were killed have left of their drafts, users' events too, is removed.
 
     Versions of users are told anew: their numbers were given to other events after the backup. Raises ConfigError where a store is there,
     DataError where the backup is not what its checksum says.
     """
-    for file in (path, path.with_name(f"{path.name}-wal")):
-        _refuse_existing(file, "stop the service, and move it, with its -wal and -shm, away")
+    with turn_of(path).held():
+        for left in _drafts(path):
+            left.unlink(missing_ok=True)
+        for file in (path, path.with_name(f"{path.name}-wal")):
+            _refuse_existing(file, "stop the service, and move it, with its -wal and -shm, away")
+        _copy_back(backup, path)
+
+
+def _drafts(path: Path) -> list[Path]:
+    name = re.compile(rf"\.{re.escape(path.name)}-[0-9a-f]{{16}}(-wal|-shm|-journal)?")
+    return [file for file in path.parent.iterdir() if name.fullmatch(file.name)]
+
+
+def _copy_back(backup: Path, path: Path) -> None:
     draft = path.with_name(f".{path.name}-{token_hex(8)}")
     _make(draft)
     try:
@@ -80,6 +94,12 @@ def _check(backup: Path, checksum: str) -> None:
 
 def _checksum_file(backup: Path) -> Path:
     return backup.with_name(f"{backup.name}.sha256")
+
+
+def _another(to: Path) -> str:
+    if _checksum_file(to).exists():
+        return "name a file that is not there yet"
+    return f"it has no {_checksum_file(to).name}, as what a backup that was killed has left: remove it then, or name another"
 
 
 def _refuse_existing(file: Path, cure: str) -> None:

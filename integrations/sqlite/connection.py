@@ -64,6 +64,11 @@ def _connect(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
 
 
+def turn_of(store: Path) -> "TurnLock":
+    """Of those that write this store's file, or make it."""
+    return TurnLock(store.with_name(f"{store.name}.lock"))
+
+
 @dataclass(frozen=True)
 class TurnLock:
     """Processes that write one file take turns by a lock on another one beside it, which the system frees where a process dies.

@@ -15,7 +15,7 @@ from cluster.events.migrations import pending, read_migrations
 from cluster.events.rules import check_events, check_limit, check_user, each_batch, repeats
 from cluster.events.store import Batches, Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics
 from integrations.sqlite import rows
-from integrations.sqlite.connection import TurnLock, connect_reader, connect_writer, explained
+from integrations.sqlite.connection import connect_reader, connect_writer, explained, turn_of
 from integrations.sqlite.writer import Writer
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ def ledger_beside(path: Path) -> Path:
 
 
 def _open_writer(path: Path, ledger: Path) -> tuple[Writer, Ledger]:
-    turn = TurnLock(path.with_name(f"{path.name}.lock"))
+    turn = turn_of(path)
     with turn.held(), explained(path):
         connection = connect_writer(path)
         try:

@@ -3,8 +3,11 @@
 import asyncio
 import json
 import random
+import signal
 import stat
+import sys
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from cluster.events.ledger import Ledger, missing, split_ledger
 from cluster.events.store import Event, StoreStatistics, closing_store
 from cluster.values import Behaviour
 from deployments.cli.events import app
+from integrations.sqlite.connection import turn_of
 from tests.postgres import running_postgres
 
 DIGESTS = Digests(b"k" * 32)
@@ -172,6 +176,63 @@ async def test_a_backup_that_is_damaged_is_not_restored(backed_up, path):
         await run("restore", backup, "--url", url)
     assert not list(path.parent.glob("*events.db*-*")), "no draft is left"
     assert not path.exists()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from integrations.sqlite import backup
+
+def killed(*_): os.kill(os.getpid(), signal.SIGKILL)
+
+setattr(backup, sys.argv[1], killed)
+getattr(backup, sys.argv[2])(*map(Path, sys.argv[3:]))
+"""
+
+
+async def is_killed(before, what, *files):
+    """A process that does this, and is killed before it comes to that."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", KILLED, before, what, *files)
+    assert await process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("before", ["_check", "_remove"])
+async def test_what_a_restore_that_was_killed_left_is_gone_after_the_next(before, backed_up, path):
+    """A copy of users' events, of which those that are erased from now on would stay."""
+    url, backup = backed_up
+    await is_killed(before, "bring_back", backup, path)
+    assert [file.stat().st_size for file in drafts_of(path)] > [0]
+    others = [path.with_name(name) for name in (".events.db-notes", f".events.db-x-{'0' * 16}", f".events.db-{'0' * 16}.txt")]
+    for other in others:
+        other.touch()
+    with suppress(ConfigError):  # it was killed when the store was there, and had only its draft to remove
+        await run("restore", backup, "--url", url)
+    assert sorted(drafts_of(path)) == sorted(others), "what is none of its drafts stays"
+    async with closing_store(url) as store:
+        assert await items(store, "u") == ["i"]
+
+
+async def test_a_restore_disturbs_no_other_that_is_under_way(backed_up, path, monkeypatch):
+    url, backup = backed_up
+    monkeypatch.setattr("integrations.sqlite.backup.turn_of", lambda store: replace(turn_of(store), timeout_s=0.0))
+    with turn_of(path).held(), pytest.raises(BackendUnavailable, match=r"another process has held .*events\.db\.lock"):
+        await run("restore", backup, "--url", url)
+
+
+def drafts_of(path):
+    return list(path.parent.glob(".events.db-*"))
+
+
+async def test_what_a_backup_that_was_killed_left_is_told_by_its_lack_of_a_checksum(path, tmp_path):
+    url, backup = f"sqlite:///{path}", tmp_path / "backup.db"
+    async with closing_store(url) as store:
+        await store.append([event("u", "i")])
+    await is_killed("_sealed", "back_up", path, backup)
+    with pytest.raises(ConfigError, match=r"has no backup\.db\.sha256, as what a backup that was killed has left: remove it"):
+        await run("backup", backup, "--url", url)
+    moved_away(path)
+    with pytest.raises(ConfigError, match=r"backup\.db\.sha256 is not there"):
+        await run("restore", backup, "--url", url)
 
 
 async def test_a_store_is_not_restored_without_its_ledger(backed_up, path):
