@@ -7,6 +7,7 @@ request_router_config:
   request_router_kwargs: {bound: 1.25, slack: 8, slow_times: 1.5}
 """
 
+import asyncio
 from collections.abc import Mapping
 from functools import partial
 from math import inf
@@ -37,6 +38,7 @@ class UserAffinityRouter(RankingRouter):
         if not (slow_times > 1 or slow_times == 0):
             raise ConfigError(f"slow_times is {slow_times}; give more than 1, or 0 to leave no slow replica out")
         self._bound, self._slack, self._paces = bound, slack, Paces(slow_times or inf)
+        self._unrouted: dict[asyncio.Task[Any], tuple[str, float]] = {}  # by whom it was sent: where to, and when
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -53,13 +55,28 @@ class UserAffinityRouter(RankingRouter):
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         super().on_send_request(replica_id)
-        self._paces.sent(replica_id.unique_id, monotonic())
+        replica, now = replica_id.unique_id, monotonic()
+        self._paces.sent(replica, now)
+        if (sender := asyncio.current_task()) is not None:
+            self._unrouted[sender] = replica, now
+            sender.add_done_callback(self._left)
+
+    def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
+        super().on_new_queue_len_info(replica_id, num_ongoing_requests)
+        if (sender := asyncio.current_task()) is not None:
+            self._unrouted.pop(sender, None)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         super().on_request_routed(pending_request, replica_id, result)
         # over gRPC a replica says that it takes a request only with the answer: that time runs from before, on the clock of Ray's choice
         answered = partial(self._answered, replica_id.unique_id, pending_request.created_at)
         result.add_done_callback(lambda outcome: self._event_loop.call_soon_threadsafe(answered, outcome))  # in a thread of Ray's
+
+    def _left(self, sender: asyncio.Task[Any]) -> None:
+        """Of a request that was cancelled before its replica said that it takes it: over gRPC, before the answer. Ray tells no more."""
+        if (sent := self._unrouted.pop(sender, None)) is not None and sender.cancelled():
+            (replica, since), now = sent, monotonic()
+            self._paces.answered(replica, now - since, now, failed=True)
 
     def _answered(self, replica: str, created_at: float, outcome: object) -> None:
         self._paces.answered(replica, time() - created_at, monotonic(), failed=isinstance(outcome, Exception) or _was_cancelled(outcome))

@@ -20,7 +20,7 @@ from cluster.values import EncodeRequest, GenerateRequest, UserState
 from deployments.routers import SILENT_S
 from deployments.user_router import UserAffinityRouter
 from tests.bundles import random_sequence
-from tests.fakes.routers import ENCODER, Replica, replicas_of, routed, router_of
+from tests.fakes.routers import ENCODER, Replica, replicas_of, routed, router_of, sent_over_grpc
 from tests.waiting import settled
 
 pytestmark = pytest.mark.virtual_time
@@ -221,6 +221,23 @@ async def test_the_users_of_a_slow_replica_go_to_the_next_of_their_orders_until_
     assert (await chosen(router, pending("ada")))[0] == home
     await answered(router, home, 0.005)
     assert await chosen(router, pending("ada")) == [home, second, third]
+
+
+@pytest.mark.parametrize(("seconds", "slow"), [(0.05, True), (0.001, False)], ids=["late", "soon"])
+async def test_calls_over_grpc_that_were_cancelled_count_where_they_were_late(seconds, slow, router):
+    home, second, third = in_order_of("default/ada", ["one", "two", "three"])
+    for name in (home, second, third):
+        for _ in range(ENOUGH):
+            await answered(router, name, 0.005)
+    for _ in range(LATEST // 2 + 1):
+        assert await chosen(router, pending("ada")) == [home, second, third]
+        call = asyncio.create_task(sent_over_grpc(router, pending("ada")))
+        await asyncio.sleep(seconds)
+        call.cancel()
+        await settled()
+        assert call.cancelled()
+        router.on_new_queue_len_info(ReplicaID(home, ENCODER), 0)
+    assert await chosen(router, pending("ada")) == ([second, third, home] if slow else [home, second, third])
 
 
 async def test_a_request_without_a_user_goes_to_no_replica_that_says_nothing(router):
