@@ -50,6 +50,8 @@ def cases(*, quick: bool) -> Iterator[Case]:
     kinds: Sequence[tuple[str, str, Load]] = ("torch_beam", "fp32", _torch_beam), ("vllm", vllm, partial(_vllm, DTYPES[vllm]))
     for name, dtype, load in kinds:
         yield Case(Label(name, sizes, dtype), partial(_generated, load, example, lengths, LIMITS[dtype]))
+        if quick and name == "vllm":  # each case starts its engine anew
+            continue
         label = Label(f"{name}, wide", f"{WIDE_ITEMS} items, {WIDE[0]} codes of the first level", dtype)
         yield Case(label, partial(_generated, load, _wide, lengths, LIMITS[dtype]))
         for users in USERS[:1] if quick else USERS:
