@@ -4,7 +4,7 @@ from contextvars import Context, copy_context
 
 
 def no_requests_context() -> Context:
-    """A context to make tasks in, taken where an object is made, which is to be outside of requests: Serve cancels calls that were made in
-    the context of a request which is cancelled, whoever waits for them.
+    """A context to make tasks in. It is taken where an object is made, which is to be outside of requests: Serve cancels the calls that
+    were made in a cancelled request's context, also those that other requests wait for.
     """
     return copy_context()

@@ -38,7 +38,7 @@ class UserAffinityRouter(RankingRouter):
         if not (slow_times > 1 or slow_times == 0):
             raise ConfigError(f"slow_times is {slow_times}; give more than 1, or 0 to leave no slow replica out")
         self._bound, self._slack, self._paces = bound, slack, Paces(slow_times or inf)
-        self._unrouted: dict[asyncio.Task[Any], tuple[str, float]] = {}  # by whom it was sent: where to, and when
+        self._unrouted: dict[asyncio.Task[Any], tuple[str, float]] = {}  # by the task that sends a request: where to, and since when
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -82,8 +82,8 @@ class Waiting:
 
 
 class FrontDoor:
-    """`exchange` is asked with the seconds it may take, and raises BackendError; `check_key` likewise, and answers 204 to a request whose
-    key is known. `open` the door, and `close` it; meanwhile it answers by itself.
+    """`exchange` is asked with the seconds it may take, and raises BackendError; `check_key` likewise, and answers 204 where the
+    request's key is known. `open` the door, and `close` it; meanwhile it answers by itself.
     """
 
     def __init__(self, settings: ZeroMQSettings, exchange: Exchange, check_key: Exchange, *, max_body_bytes: int) -> None:

@@ -104,7 +104,7 @@ def test_series_are_those_that_were_seen_whatever_the_order_of_their_labels(ray,
     assert len(ray.told) == len(m.SECONDS) + len(["+Inf", "count", "sum"])
 
 
-def test_whoever_reads_while_a_histogram_is_told_finds_no_bucket_that_counts_more_than_a_greater_one(ray, meter):
+def test_a_read_while_a_histogram_is_told_finds_no_bucket_that_counts_more_than_a_greater_one(ray, meter):
     for _ in range(2):
         for value in (0.0001, 0.3, 60.0):
             meter.observe(m.STAGE_DURATION, value, stage="encode", backend="torch")
