@@ -4,8 +4,8 @@
 
 Where there is no GPU it runs on the CPU, the Triton kernels in Triton's interpreter; what needs a GPU is a row that says so. A case that
 crashes, hangs or leaves the device unusable is a row, too, and costs the other cases nothing (guarded.py). The exit status is 1 where a
-case has failed. It needs torch, triton, transformers, pydantic and msgspec; neither Ray nor ONNX Runtime nor pyarrow. Where
-compute-sanitizer is on the PATH, two kernels run once more and it watches them.
+case has failed. It needs torch, triton, transformers, pydantic and msgspec, but no Ray; ONNX Runtime and vLLM are tried where they are
+installed. Where compute-sanitizer is on the PATH, two kernels run once more and it watches them.
 `--quick`: small sizes, for a CPU. `--only`: the cases with this text in their row. `--out`: also writes OUT.md and OUT.json.
 """
 

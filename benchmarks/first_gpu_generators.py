@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from benchmarks.first_gpu_bundles import exact_decoder, exact_states, example, h
 from benchmarks.guarded import Case, Finding, Label, NotHere
 from benchmarks.naive_transformers import NaiveTransformers
 from cluster.bundle import Bundle
+from cluster.protocols import Backend
 from cluster.values import Generated, GenerateRequest, UserState
 from integrations.decoder.model import SemanticIdDecoder
 from integrations.torch_beam.generator import TorchBeamGenerator
@@ -34,13 +35,8 @@ USERS = (1, 8, 32)
 WIDE, WIDE_ITEMS = (1100, 4), 3000
 """Codes of the first two levels, more than the 1,024 that some of vLLM's samplers can tell apart, and the items that they name."""
 
-Load = Callable[[Bundle], "Generator"]
-
-
-class Generator(Protocol):
-    def batch_infer(self, requests: Sequence[GenerateRequest]) -> list[Generated]: ...
-
-    def close(self) -> None: ...
+Generator: TypeAlias = Backend[GenerateRequest, Generated]
+Load: TypeAlias = Callable[[Bundle], Generator]
 
 
 def cases(*, quick: bool) -> Iterator[Case]:
@@ -125,9 +121,10 @@ def _speed(load: Load, device: str, users: int, rounds: int) -> Finding:
     with example() as bundle, closing(load(bundle)) as generator:
         prompts = _prompts(bundle, [100 + number % 64 for number in range(users * (WARMING + rounds))])
         groups = [_asked(prompts[start : start + users]) for start in range(0, len(prompts), users)]
-        ours, theirs = (map(one.batch_infer, groups) for one in (generator, NaiveTransformers(bundle, device)))
+        naive = NaiveTransformers(bundle, device)
+        ours, theirs = (map(one.batch_infer, groups) for one in (generator, naive))
         ms, eager_ms = wall_ms(partial(next, ours), partial(next, theirs), rounds=rounds)
-        same = _alike(generator.batch_infer(groups[0]), NaiveTransformers(bundle, device).batch_infer(groups[0]))
+        same = _alike(generator.batch_infer(groups[0]), naive.batch_infer(groups[0]))
     return Finding(ms=ms, eager_ms=eager_ms, note=f"eager: Hugging Face's beam search; {same} of {users} users have its items")
 
 

@@ -23,11 +23,9 @@ from benchmarks import first_gpu_training
 from benchmarks.devices import DEVICE, INTERPRETED, error_of, wall_ms
 from benchmarks.first_gpu_bundles import beginning, exact_states, example, history, published
 from benchmarks.guarded import Case, Finding, Label, NotHere
-from benchmarks.models import MODELS
+from benchmarks.models import MODELS, with_graphs
 from benchmarks.naive_hstu import NaiveHSTU
 from cluster.bundle import Bundle, BundleStore, ModelRecord
-from cluster.compilation import CompileOptions
-from cluster.errors import CompileError
 from cluster.values import EncodeRequest, UserSequence
 from integrations.hstu.encoder import CompiledTorchEncoder, TorchEncoder
 from integrations.hstu.kernels.buckets import Record
@@ -38,7 +36,6 @@ from integrations.hstu.weights import load_model
 from integrations.onnx.encoder import OnnxRuntimeEncoder
 from integrations.onnx.files import compiled_graph
 from integrations.onnx.session import open_session
-from pipelines.compile import compile_bundle
 from tests.kernel_examples import InterpretedEncoder
 
 COMPILED, ONNXRUNTIME, CUDA = "torch_compiled", "onnxruntime", "CUDAExecutionProvider"
@@ -107,9 +104,7 @@ def _ready(name: str, bundles: AbstractContextManager[Bundle]) -> Iterator[Bundl
         if name != ONNXRUNTIME:
             yield bundle
             return
-        made = compile_bundle(BundleStore(bundle.path.parent), CompileOptions(targets=(), precisions=("fp32",)), only=["onnx"])
-        if failed := [f"{one.step}: {one.reason}" for one in made.manifest.failed_steps]:
-            raise CompileError("; ".join(failed))
+        made = with_graphs(BundleStore(bundle.path.parent))
         if DEVICE == "cuda" and CUDA not in open_session(compiled_graph(made, "retrieve")).get_providers():
             raise NotHere(f"this ONNX Runtime cannot start its {CUDA}")
         yield made

@@ -291,7 +291,8 @@ def _is_over(trial: Trial, stable: list[int]) -> bool:
     """Whether another way than `promote` made the version on trial stable, or, where flags alone are tried, another version, be it only for
     a while. `stable`: what was stable, the latest last.
     """
-    since = stable[::-1][: stable[::-1].index(trial.beside)] if trial.beside in stable else stable
+    began = max((place for place, version in enumerate(stable) if version == trial.beside), default=-1)
+    since = stable[began + 1 :]
     return bool(since) if trial.version == trial.beside else trial.version in since
 
 
