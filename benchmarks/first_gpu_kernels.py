@@ -22,7 +22,7 @@ from tests.kernel_examples import BUCKETS, Example, append_inputs, beside_bucket
 LIMITS = {"fp32": 1e-5, "fp32 tf32x3": 2e-5, "fp32 tf32": 5e-3, "fp16": 5e-3, "bf16": 4e-2}
 """The largest error of each type and, of fp32, of each way to multiply it."""
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-WIDTHS = (50, 64, 128)
+WIDTHS = (50, 64, 128, 256)
 LENGTHS = (1, 31, 32, 33, 63, 64, 65, 200, 512, 1024)
 PASTS = (0, 1, 511, 512, 513)
 SPEEDS = ((32, 512, 4, 64), (8, 1024, 8, 64), (32, 1024, 4, 256))
