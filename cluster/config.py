@@ -263,8 +263,8 @@ class GatewaySettings(Section):
     max_held_bytes: int = Field(
         256 * 2**20,
         ge=1024,
-        description="bodies that a gateway holds at a time, in bytes together; half of it may be streams that slow readers have not taken, "
-        "and answers of batches",
+        description="bodies that a gateway holds at a time, in bytes together; half of it may be answers of "
+        "batches, and streams and large answers that slow readers have not taken",
     )
     slow_bytes_per_s: int = Field(
         4 * 2**20,

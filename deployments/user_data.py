@@ -8,12 +8,12 @@ from time import monotonic
 
 from cluster.cache.entry import CacheStatistics
 from cluster.cache.shared_notes import KEPT_S
-from cluster.cache.single_flight import Background
 from cluster.cache.tier_values import Invalidated
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.errors import BackendUnavailable, GenrecError
 from cluster.events.store import Event, EventStore, StoredUser
+from cluster.no_request import Background
 from cluster.values import Behaviour, Recommendation
 from deployments.admin_api import AdminApi
 from deployments.http.event_messages import (
@@ -59,10 +59,9 @@ class UserData:
         self._settings, self._admin, self._versions = settings, admin, versions
         self._cache, self._events, self._recorder = cache, events, recorder or GatewayRecorder()
         self._usual = UsualRequests() if usual is None else usual
-        self._recalls = Background(RECALLS_AT_ONCE)
+        self._recalls, self._background = Background(RECALLS_AT_ONCE), Background()
         self._anticipates = anticipates or (lambda *_: settings.events.anticipate)
         self._anticipated: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._insisting: set[asyncio.Task[None]] = set()
         self._preparing: asyncio.Task[None] | None = None
 
     async def append(self, events: Sequence[Event]) -> EventsOut:
@@ -140,10 +139,7 @@ class UserData:
         return {status.stage: {backend.name: dict(backend.kept) for backend in status.backends if backend.kept} for status in statuses}
 
     async def close(self) -> None:
-        for task in (*self._anticipated.values(), *self._insisting):
-            task.cancel()
-        if self._preparing:
-            self._preparing.cancel()
+        await self._background.close()
         await self._recalls.close()
         if self._cache:
             await self._cache.close()
@@ -155,9 +151,7 @@ class UserData:
         self._recorder.forget(tenant, user_id)
         dropped = await self._cache.invalidate(tenant, user_id) if self._cache else Invalidated(0)
         if dropped.unconfirmed:
-            task = asyncio.create_task(self._insist(tenant, user_id))
-            self._insisting.add(task)
-            task.add_done_callback(self._insisting.discard)
+            self._background.start(self._insist(tenant, user_id))
         return dropped
 
     async def _insist(self, tenant: str | None, user_id: str | None) -> None:
@@ -177,7 +171,7 @@ class UserData:
             self._preparing.cancel()
         if self._cache is not None:
             hottest = [user for user in self._cache.hottest(READY_KEYS) if self._anticipates(*user)]
-            self._preparing = asyncio.create_task(self._prepare(hottest))
+            self._preparing = self._background.start(self._prepare(hottest))
 
     async def _prepare(self, users: list[tuple[str, str]]) -> None:
         for user in users:
@@ -192,7 +186,7 @@ class UserData:
         for user in known:
             self._anticipate(*user)
         if known != users and self._usual.shared is not None and self._recalls.has_room():
-            self._recalls.keep(asyncio.create_task(self._recall(users - known)))
+            self._recalls.start(self._recall(users - known))
 
     async def _recall(self, users: set[tuple[str, str]]) -> None:
         for user in await self._usual.recall(users):
@@ -202,7 +196,7 @@ class UserData:
         """Once the user's events have paused for a moment: several often come at a time."""
         if waiting := self._anticipated.pop((tenant, user_id), None):
             waiting.cancel()
-        task = asyncio.create_task(self._anticipate_later(tenant, user_id))
+        task = self._background.start(self._anticipate_later(tenant, user_id))
         self._anticipated[tenant, user_id] = task
         task.add_done_callback(lambda done: self._anticipated.get((tenant, user_id)) is done and self._anticipated.pop((tenant, user_id)))
 

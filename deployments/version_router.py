@@ -7,7 +7,6 @@ An answer is made of one version from its first stage to its last. Where a repli
 answers the whole request.
 """
 
-import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -26,6 +25,7 @@ from cluster.dataset import Catalogue
 from cluster.engines.latency import LatencyRecorder
 from cluster.fleet.board import FleetNews
 from cluster.fleet.rollout import Arm, Rollout, Trial, VersionFigures
+from cluster.no_request import Background
 from cluster.ranking import Ranking, RankingRequest
 from cluster.stages import ENCODER, GENERATOR, RANKER, Stage
 from cluster.titled_items import item_ids
@@ -146,7 +146,7 @@ class VersionRouter:
         self._tried: int | None = None
         self._trial = ""
         self._recorders: dict[Arm, VersionRecorder] = {}
-        self._shadows: set[asyncio.Task[None]] = set()
+        self._shadows = Background(SHADOWS_AT_ONCE)
 
     @property
     def stable(self) -> ServedModel:
@@ -214,8 +214,7 @@ class VersionRouter:
             model.answers.forget(tenant, user_id)
 
     async def close(self) -> None:
-        for task in self._shadows:
-            task.cancel()
+        await self._shadows.close()
 
     def _serve(self, version: int) -> None:
         if version != self._serving:
@@ -253,14 +252,12 @@ class VersionRouter:
     def _shadowed(self, request: RecommendRequest) -> bool:
         trial = self._rollout.trial
         in_it = self._tried is not None and trial is not None and trial.kind == "shadow"
-        return bool(in_it and trial and trial.includes(request.tenant, request.user_id) and len(self._shadows) < SHADOWS_AT_ONCE)
+        return bool(in_it and trial and trial.includes(request.tenant, request.user_id) and self._shadows.has_room())
 
     def _in_shadow(self, request: RecommendRequest, answer: Recommendation) -> None:
         model = self._model_cache.get(self._tried or 0)
         if model is not None:
-            task = asyncio.create_task(self._compare(model, replace(request, cache="bypass", deadline=None), answer))
-            self._shadows.add(task)
-            task.add_done_callback(self._shadows.discard)
+            self._shadows.start(self._compare(model, replace(request, cache="bypass", deadline=None), answer))
 
     async def _compare(self, model: ServedModel, request: RecommendRequest, answer: Recommendation) -> None:
         try:

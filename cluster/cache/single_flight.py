@@ -1,4 +1,4 @@
-"""Work that several callers wait for, and work in the background, on one event loop.
+"""Work that several callers wait for, on one event loop.
 
 A flight is a task of its own, in the context of no caller: one that goes away does not take it down while others wait, and its error
 reaches each of them. The flight ends with the last caller that waits.
@@ -69,33 +69,3 @@ class SingleFlight(Generic[KeyT, T]):
     def _drop(self, flight: Flight[KeyT, T]) -> None:
         if self._flights.get(flight.key) is flight:
             del self._flights[flight.key]
-
-
-class Background:
-    """Tasks in the background, at most `limit` at a time; `dropped` counts those there was no room for."""
-
-    def __init__(self, limit: int) -> None:
-        self.dropped = 0
-        self._limit, self._tasks, self._closed = limit, set[asyncio.Task[Any]](), False
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def has_room(self) -> bool:
-        """Whether one more may begin; counted as dropped where not."""
-        if self._closed or len(self._tasks) >= self._limit:
-            self.dropped += 1
-            return False
-        return True
-
-    def keep(self, task: "asyncio.Task[Any]") -> None:
-        """Hold it until it ends, or cancel it at `close`."""
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def close(self) -> None:
-        self._closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -21,8 +21,9 @@ from cluster.cache.memory import MemoryCache
 from cluster.cache.scopes import concerns
 from cluster.cache.second_tier import Arrived, Right, SecondTier
 from cluster.cache.shared import SharedCache
-from cluster.cache.single_flight import Background, SingleFlight
+from cluster.cache.single_flight import SingleFlight
 from cluster.cache.tier_values import Computed, Found, Invalidated, Pauses, TierSettings, TierStatistics
+from cluster.no_request import Background
 from cluster.values import CacheTier
 
 T = TypeVar("T")

@@ -38,6 +38,8 @@ from deployments.sizing.processes import replicas
 
 READY_WITHIN_S = 400.0
 POLL_S = 0.3
+STATUS_EVERY_S = 3.0
+"""Between two questions whether Serve still tries to start the application."""
 STOP_WITHIN_S = 30.0
 LOG_TAIL_LINES = 25
 APPLICATION = "genrec"
@@ -83,12 +85,16 @@ class LocalServe:
                 self._process.stdin.flush()
 
     def wait_until(self, holds: Callable[[], bool], within_s: float = READY_WITHIN_S) -> None:
-        """Ask again and again. Raises ConfigError where it does not hold in time, or what serves has ended."""
-        deadline = time.monotonic() + within_s
+        """Ask again and again. Raises ConfigError where it does not hold in time, or what serves has ended or given the application up."""
+        deadline, status_at = time.monotonic() + within_s, time.monotonic() + STATUS_EVERY_S
         while not holds():
             if self._process is None or self._process.poll() is not None:
                 status = "before it was started" if self._process is None else f"with status {self._process.returncode}"
                 raise ConfigError(f"the service ended {status}; {self._tail()}")
+            if time.monotonic() > status_at:
+                if problem := self._given_up():
+                    raise ConfigError(f"the application could not be started: {problem}; {self._tail()}")
+                status_at = time.monotonic() + STATUS_EVERY_S
             if time.monotonic() > deadline:
                 raise ConfigError(f"nothing was ready on {self.url} within {within_s:g} s; {self._tail()}")
             time.sleep(POLL_S)
@@ -123,12 +129,25 @@ class LocalServe:
 
     def running(self, deployment: str) -> set[int]:
         """The processes of a deployment's replicas that Serve gives requests to. A controller that is away raises a TransportError."""
+        replicas = self._application()["deployments"][deployment]["replicas"]
+        return {replica["pid"] for replica in replicas if replica["state"] == "RUNNING"}
+
+    def _application(self) -> dict[str, Any]:
+        """What Serve's controller says of it. Raises a TransportError where that is away, ConfigError and KeyError before it is known."""
         headers = {"Authorization": f"Bearer {auth_token()}"}
         answer = httpx.get(f"{self.dashboard}/api/serve/applications/", headers=headers, timeout=20.0)
         if answer.status_code != 200:
             raise httpx.ReadError(f"{answer.status_code} {answer.text[:200]}")
-        replicas = answer.json()["applications"][APPLICATION]["deployments"][deployment]["replicas"]
-        return {replica["pid"] for replica in replicas if replica["state"] == "RUNNING"}
+        application: dict[str, Any] = answer.json()["applications"][APPLICATION]
+        return application
+
+    def _given_up(self) -> str:
+        """Why Serve tries no more to start the application; "" while it does, or cannot be asked."""
+        with suppress(httpx.TransportError, ConfigError, KeyError):
+            application = self._application()
+            if application["status"] == "DEPLOY_FAILED":
+                return str(application["message"])
+        return ""
 
     def _start(self, document: Mapping[str, Any], *when: str) -> None:
         require_free(self._port)

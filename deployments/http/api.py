@@ -137,7 +137,7 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings], ba
         request = message.to_value(caller.arrived)
         if media_type := streaming.wanted(",".join(http.headers.getlist("accept"))):
             return await streaming.respond(service.stream(request), media_type, http.url.path, caller.computed)
-        return Response(answer_json(await service.recommend(request)), media_type="application/json")
+        return InPieces(answer_json(await service.recommend(request)), caller.computed)
 
     @routes.post("/v1/recommend:batch", tags=["recommendations"], response_model=RecommendBatchOut)
     async def recommend_batch(message: RecommendBatchIn, caller: CallerHere) -> Response:
@@ -154,7 +154,7 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings], ba
         entries = [partial(_within_batch, service, value, position, caller) for position, value in enumerate(values)]
         caller.leave_place()
         answers = await batches.run(entries, Counter(value.tenant for value in values))
-        return InPieces(b'{"answers":[%b]}' % b",".join(answers), media_type="application/json")
+        return InPieces(b'{"answers":[%b]}' % b",".join(answers))
 
     @routes.get(ITEM_PATH, tags=["catalogue"], responses=problems.documented([404]))
     async def item(item_id: str, caller: CallerHere) -> ItemOut:

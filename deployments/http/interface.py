@@ -22,6 +22,7 @@ from deployments.http.bodies import REFUSED
 from deployments.http.callers import Caller
 from deployments.http.connection import Connection
 from deployments.http.edge import OPEN, Edge
+from deployments.http.pieces import PIECE, InPieces
 
 JSON = b"application/json"
 OTHER = "other"
@@ -86,15 +87,17 @@ class HttpInterface:
         except REFUSED:
             await self.fastapi(scope, connection.receive, connection.send)
             return
+        caller: Caller = scope["state"]["caller"]
         try:
-            answer = await route.answer(message, scope["state"]["caller"], scope)
+            answer = await route.answer(message, caller, scope)
         except Exception as error:  # noqa: BLE001 - every error is told as a problem
             await problems.send(error, scope["path"], connection.send)
             return
-        if isinstance(answer, bytes):
+        if isinstance(answer, bytes) and len(answer) <= PIECE:
             await connection.respond(answer)
         else:
-            await answer(scope, connection.receive, connection.send)
+            sent = InPieces(answer, caller.computed) if isinstance(answer, bytes) else answer
+            await sent(scope, connection.receive, connection.send)
 
     def _direct_route(self, scope: Scope) -> DirectRoute | None:
         return self._direct.get(_path(scope)) if scope["method"] == "POST" and _is_json(scope) else None

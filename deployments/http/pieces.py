@@ -1,5 +1,7 @@
 """A large answer, sent piece by piece: a server takes all of one message at once, and holds what a slow reader leaves of it."""
 
+from collections.abc import Callable
+
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -7,10 +9,20 @@ PIECE = 2**16
 
 
 class InPieces(Response):
-    """A response that is sent as fast as its reader takes it, so that it has not ended before all but the last pieces are read."""
+    """JSON that is sent as fast as its reader takes it, so that it has not ended before all but the last piece is read. Where that is
+    more than one piece, `computed` is told the bytes of all as it begins.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, content: bytes, computed: Callable[[int], object] = lambda _: None) -> None:
+        super().__init__(content)
+        self._computed = computed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if len(self.body) > PIECE:
+            self._computed(len(self.body))
         for start in range(0, len(self.body), PIECE):
             piece, more = self.body[start : start + PIECE], start + PIECE < len(self.body)
             await send({"type": "http.response.body", "body": piece, "more_body": more})

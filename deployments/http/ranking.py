@@ -16,6 +16,7 @@ from deployments.http.bodies import RankBody
 from deployments.http.callers import Caller, CallerHere
 from deployments.http.interface import DirectRoute
 from deployments.http.messages import Behaviours, ItemIds, ItemOut, Message, StageOut, Tenant, Timestamp, UserId, few_fields
+from deployments.http.pieces import InPieces
 
 
 class RankingService(Protocol):
@@ -90,7 +91,7 @@ def ranking_routes(service: RankingService, limits: Callable[[], GatewaySettings
         message.tenant = caller.named(message.tenant if "tenant" in message.model_fields_set else None)
         caller.acts_for(message.tenant)
         answer = await service.rank(message.to_value(caller.arrived))
-        return Response(as_json(ranking_fields(answer)), media_type="application/json")
+        return InPieces(as_json(ranking_fields(answer)), caller.computed)
 
     return routes
 

@@ -219,7 +219,7 @@ def request_of(user: int) -> dict[str, Any]:
 
 def test_a_killed_engine_costs_nobody_an_answer_and_comes_back_by_itself(with_vllm: Generative):
     healthy = with_vllm.eventually(lambda answer: generated_by(answer) == "vllm", **HISTORY)
-    killed = until_right(with_vllm.engine, bool)
+    killed, _ = until_right(lambda: (with_vllm.engine(), with_vllm.backends("generator")["vllm"]), lambda seen: seen[0])
     with with_vllm.constant_traffic(**HISTORY) as answers:
         until_right(lambda: len(answers), lambda number: number >= 5)
         os.kill(killed, signal.SIGKILL)

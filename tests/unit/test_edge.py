@@ -21,6 +21,7 @@ from deployments.http.api import create_api
 from deployments.http.edge import OPEN, identify
 from deployments.http.event_messages import ErasedOut, EventsOut, HistoryOut, InvalidatedOut
 from deployments.http.messages import BackendsOut, ReadyOut
+from deployments.http.pieces import PIECE
 from tests.waiting import settled, until
 
 ONE_PLACE = {"max_concurrent": 1, "max_queued": 2, "max_wait_ms": 60_000}
@@ -339,6 +340,23 @@ async def test_streams_hold_their_places_while_slow_readers_leave_too_many_bytes
     assert served.edge.statistics().running == 0, "there is room for its answer again"
     again.gone.set()
     await again.task
+
+
+async def test_a_large_answer_holds_no_place_while_its_reader_is_slow_but_the_memory_that_answers_may_have():
+    served = Served(admission=ONE_PLACE, max_held_bytes=5 * PIECE)
+    served.service.recommend = lambda request: answer_of(request.user_id, ScoredItem(Item("1", "x" * (3 * PIECE // 2), {}), 1.0))
+    first = SlowReader(served)
+    await settled()
+    assert (first.status, len(first.sent[1]["body"]), served.edge.statistics().running) == (200, PIECE, 0)
+    second = SlowReader(served)
+    await settled()
+    assert (second.status, served.edge.statistics().running) == (200, 1), "both are more than the half that answers may have"
+    for client in (first, second):
+        client.gone.set()
+        await client.task
+    response = await served.ask()
+    assert (response.status_code, response.json()["items"][0]["title"]) == (200, "x" * (3 * PIECE // 2))
+    assert served.edge.statistics().running == 0
 
 
 BATCH_OF_TEN = {"requests": [{"user_id": "u"}] * 10}

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from ray.serve._private import api
 
-from cluster.errors import BundleError
+from cluster.errors import BundleError, ConfigError
 from deployments.cli import local_serve
 from deployments.cli.local_serve import LocalServe, is_ready
 from deployments.cli.serve import LATER
@@ -26,9 +26,13 @@ if "later" in sys.argv:
     print("serves", yaml.safe_load(open(sys.argv[1]))["applications"][0]["args"]["model_dir"], flush=True)
 class Ready(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200)
-        self.send_header("content-length", "0")
+        broken = "broken" in sys.argv
+        body = b'{"applications": {"genrec": {"status": "DEPLOY_FAILED", "message": "No module named tiny"}}}' if broken else b""
+        self.send_response(503 if self.path == "/readyz" and broken else 200)
+        self.send_header("content-length", str(len(body)))
         self.end_headers()
+        self.wfile.write(body)
+print(f"View the dashboard at http://127.0.0.1:{port}", flush=True)
 http.server.HTTPServer(("127.0.0.1", port), Ready).serve_forever()
 """
 
@@ -65,6 +69,14 @@ def test_what_is_served_later_need_not_be_there_when_it_starts(serving: LocalSer
     assert f"serves {tmp_path / 'tiny'}" in log.read_text()
     serving.close()
     assert not is_ready(serving.url)
+
+
+def test_an_application_that_serve_gave_up_is_not_waited_for(serving: LocalServe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make_bundle(tmp_path / "tiny")
+    monkeypatch.setattr(local_serve, "run_command", lambda file, *_: [sys.executable, "-c", SERVER, str(file), "broken"])
+    monkeypatch.setattr(local_serve, "STATUS_EVERY_S", 0.1)
+    with pytest.raises(ConfigError, match="the application could not be started: No module named tiny; the end of"), serving:
+        pass
 
 
 def test_serve_can_be_started_with_what_it_is_given():

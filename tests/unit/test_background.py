@@ -1,0 +1,27 @@
+"""Tasks that no request waits for."""
+
+import asyncio
+from contextvars import ContextVar
+
+from cluster.no_request import Background
+
+
+async def test_work_is_done_in_the_context_of_none_of_the_requests():
+    """Serve cancels the calls that were made in the context of a request whose client leaves."""
+    caller, seen, background = ContextVar("caller", default="none"), [], Background()
+
+    async def work():
+        seen.append(caller.get())
+
+    caller.set("the first one's")
+    await background.start(work())
+    assert (seen, len(background)) == (["none"], 0)
+
+
+async def test_what_there_is_no_room_for_is_counted_and_what_still_runs_ends_with_it():
+    background = Background(1)
+    running = background.start(asyncio.Event().wait())
+    assert (background.has_room(), background.dropped) == (False, 1)
+    await background.close()
+    assert running.cancelled()
+    assert not background.has_room()
