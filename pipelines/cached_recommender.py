@@ -64,9 +64,8 @@ class CachedRecommender:
         """The answer's parts as they are found. A cached answer yields its stages, its items and itself; a streamed one is not cached."""
         self._recommender.check(request)
         request = started(request)
-        kept = await self._kept(request, await self._version(request))
-        self._usual.note(request)  # before the first part: a slow reader may take the last one after the user was erased
-        if kept:
+        self._usual.note(request)  # as above
+        if kept := await self._kept(request, await self._version(request)):
             for part in _parts(kept):
                 yield part
             return
@@ -80,7 +79,8 @@ class CachedRecommender:
                     continue
                 answer = await self._best(part, completed)
                 for one in _parts(answer) if _is_cached(answer) else (answer,):
-                    yield one
+                    if one is not completed.report:  # which was told
+                        yield one
 
     async def anticipate(self, tenant: str, user_id: str) -> None:
         """Compute the answer to the user's usual request in the background, as after a new event of the user."""
@@ -116,7 +116,7 @@ class CachedRecommender:
     async def _kept_or_computed(self, request: RecommendRequest, version: str) -> Recommendation:
         assert self._cache is not None
         key, anew = self._key(request, version), request.cache == "refresh"
-        found = await self._cache.get_or_compute(key, lambda: self._computed(request, key), refresh=anew)
+        found = await self._cache.get_or_compute(key, lambda: self._computed(request, key, version), refresh=anew)
         return self._given(request, key, found)
 
     async def _kept(self, request: RecommendRequest, version: str | None) -> Recommendation | None:
@@ -134,10 +134,12 @@ class CachedRecommender:
     def _refresh(self, request: RecommendRequest, version: str) -> None:
         key = self._key(request, version)
         if self._cache is not None:
-            self._cache.refresh(key, lambda: self._computed(request, key))
+            self._cache.refresh(key, lambda: self._computed(request, key, version))
 
     async def _compute(self, request: RecommendRequest) -> Recommendation:
-        completed = await self._histories.complete(request)
+        return await self._over(await self._histories.complete(request))
+
+    async def _over(self, completed: Completed) -> Recommendation:
         return await self._best(await self._recommender.recommend(completed.request), completed)
 
     async def _best(self, answer: Recommendation, completed: Completed) -> Recommendation:
@@ -145,11 +147,14 @@ class CachedRecommender:
         answer = _with_history(answer, completed)
         return answer if self._cache is None else await self._fallback.rather_than(answer, completed.request, self._cache)
 
-    async def _computed(self, request: RecommendRequest, key: Key) -> Computed[Recommendation]:
-        """The answer and how to cache it. A degraded answer is cached briefly; one degraded by the caller's own deadline, or taken from the
-        cache itself, is not cached.
+    async def _computed(self, request: RecommendRequest, key: Key, version: str) -> Computed[Recommendation]:
+        """The answer and how to cache it. A degraded answer is cached briefly. Not cached is one that is degraded by the caller's own
+        deadline, taken from the cache itself, or over another history than that of `version`: the user may have been erased meanwhile.
         """
-        answer = await self._compute(request)
+        completed = await self._histories.complete(request)
+        answer = await self._over(completed)
+        if completed.version not in (None, version):
+            return Computed(answer, keep=False)
         self._fallback.note(request, key, answer)
         return Computed(
             answer, negative=answer.degraded, keep=not answer.degraded or (request.deadline_ms is None and not _is_cached(answer))

@@ -35,8 +35,13 @@ def most_similar(items: Int32Array, history: Int32Array, vectors_VD: FloatArray,
     met = np.unique(history)
     cosines = vectors_VD[items] @ vectors_VD[met].T
     cosines[items[:, None] == met] = -np.inf  # what came back is like itself: that explains nothing
-    best = np.argsort(-cosines, axis=1, kind="stable")[:, :SIMILAR_ITEMS]
-    return [_named(met[places], row[places], catalogue) for row, places in zip(cosines, best, strict=True)]
+    return [_named(met[places], row[places], catalogue) for row in cosines for places in (_largest(row),)]
+
+
+def _largest(row: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.intp]:
+    """Places of the SIMILAR_ITEMS largest, the largest first, of equal ones the first. Only what may be among them is sorted."""
+    among = np.arange(len(row)) if len(row) <= SIMILAR_ITEMS else np.flatnonzero(row >= np.partition(row, -SIMILAR_ITEMS)[-SIMILAR_ITEMS])
+    return among[np.argsort(-row[among], kind="stable")][:SIMILAR_ITEMS]
 
 
 def _named(items: Int32Array, cosines: npt.NDArray[np.floating[Any]], catalogue: Catalogue) -> tuple[SimilarItem, ...]:

@@ -62,7 +62,5 @@ class StaleFallback(Recent[Key]):
 
 def _wanted(items: Sequence[ScoredItem], request: RecommendRequest) -> tuple[ScoredItem, ...]:
     seen = {behaviour.item_id for behaviour in request.behaviours or ()} if request.exclude_seen else set()
-    allowed = request.allowed
-    return tuple(
-        one for one in items if one.item.item_id not in seen | request.blocked and (allowed is None or one.item.item_id in allowed)
-    )
+    unwanted, allowed = seen | request.blocked, request.allowed
+    return tuple(one for one in items if one.item.item_id not in unwanted and (allowed is None or one.item.item_id in allowed))

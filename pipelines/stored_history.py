@@ -20,11 +20,14 @@ SWITCHED_OFF = "events are switched off (events: {enabled: false}); send the use
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A request with its behaviours. `report` names the store that they come from, None if they came with the request."""
+    """A request with its behaviours. `report` names the store that they come from, None if they came with the request; `version`: of the
+    stored history as it was read.
+    """
 
     request: RecommendRequest
     report: StageReport | None = None
     degraded: bool = False
+    version: str | None = None
 
 
 class StoredHistories:
@@ -59,7 +62,8 @@ class StoredHistories:
             return _without(request, passed_over(store.name, error), began, degraded=True)
         until = request.request_time
         known = tuple(one for one in stored.behaviours if until is None or one.timestamp <= until)  # what was known at that time
-        return Completed(replace(request, behaviours=known), StageReport(STAGE, self._store.name, _ms_since(began)))
+        report = StageReport(STAGE, store.name, _ms_since(began))
+        return Completed(replace(request, behaviours=known), report, version=stored.version)
 
 
 def _without(request: RecommendRequest, skipped: SkippedBackend, began: float, *, degraded: bool = False) -> Completed:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from itertools import islice
-from typing import Annotated, Generic, Protocol, TypeVar
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Field
@@ -22,6 +22,7 @@ from cluster.config import GatewaySettings
 from cluster.dataset import Catalogue
 from cluster.errors import BackendUnavailable
 from cluster.events.store import StoredUser
+from cluster.no_request import no_requests_context
 from cluster.values import Action, Item, Strategy
 from deployments.http.callers import CallerHere
 from deployments.http.messages import ItemOut, Message
@@ -205,15 +206,19 @@ class _Made(Generic[T]):
     """
 
     def __init__(self, service: PlaygroundService, make: Callable[[Catalogue], T]) -> None:
-        self._service, self._make, self._making = service, make, asyncio.Lock()
-        self._made: tuple[Catalogue, T] | None = None
+        self._service, self._make, self._context = service, make, no_requests_context()
+        self._making: tuple[Catalogue, asyncio.Task[T]] | None = None
 
     async def get(self) -> T:
-        async with self._making:
-            catalogue = self._service.catalogue()
-            if self._made is None or self._made[0] is not catalogue:
-                self._made = (catalogue, await asyncio.to_thread(self._make, catalogue))
-            return self._made[1]
+        """A caller that leaves ends it for no other."""
+        catalogue = self._service.catalogue()
+        if self._making is None or self._making[0] is not catalogue or _failed(self._making[1]):
+            self._making = (catalogue, asyncio.create_task(asyncio.to_thread(self._make, catalogue), context=self._context))
+        return await asyncio.shield(self._making[1])
+
+
+def _failed(task: "asyncio.Task[Any]") -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def giver_of(file: StaticFile) -> Callable[[Request], Awaitable[Response]]:

@@ -27,6 +27,7 @@ from deployments.http.event_messages import (
 )
 from deployments.http.ids import HISTORY_PATH
 from deployments.http.messages import Tenant
+from deployments.http.pieces import InPieces
 
 UserIdInPath = Annotated[str, Path(min_length=1, max_length=256)]
 TenantInQuery = Annotated[Tenant | None, Query(description="default: the API key's tenant, or `default`")]
@@ -63,15 +64,16 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
         response.status_code = 201 if stored.stored else 200
         return stored
 
-    @routes.get(HISTORY_PATH, tags=["events"])
+    @routes.get(HISTORY_PATH, tags=["events"], response_model=HistoryOut)
     async def history(
         user_id: UserIdInPath, caller: CallerHere, tenant: TenantInQuery = None, limit: Annotated[int | None, Query(ge=1)] = None
-    ) -> HistoryOut:
+    ) -> Response:
         """What is stored of a user, oldest first."""
         most = limits().max_behaviours
         if limit is not None and limit > most:
             raise InvalidRequest("limit", f"{limit} is more than the {most} this service takes; ask for fewer")
-        return await data.history(caller.acts_for(tenant), user_id, limit or most)
+        found = await data.history(caller.acts_for(tenant), user_id, limit or most)
+        return InPieces(found.model_dump_json().encode(), caller.computed)
 
     @routes.delete(HISTORY_PATH, tags=["events"])
     async def erase(http: Request, user_id: UserIdInPath, caller: CallerHere, tenant: TenantInQuery = None) -> ErasedOut:

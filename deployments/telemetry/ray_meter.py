@@ -9,7 +9,7 @@ cost its agent, of which a node has one, 8 to 10 microseconds for each observati
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -100,7 +100,8 @@ class RayMeter:
             seen.observe(value)
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
-        self._gauge(metric.name, metric, metric.labels).set(value, tags=labels)
+        with self._going_on(metric.name):
+            self._gauge(metric.name, metric, metric.labels).set(value, tags=_ascii(labels))
 
     def hand_over_forever(self) -> None:
         for time in count(1):
@@ -122,13 +123,13 @@ class RayMeter:
     def _count(self, series: Series, total: float) -> None:
         name, labels = series
         with self._going_on(name):
-            self._counter(METRICS[name]).inc(total - self._handed.get(series, 0.0), tags=dict(labels))
+            self._counter(METRICS[name]).inc(total - self._handed.get(series, 0.0), tags=_ascii(dict(labels)))
             self._handed[series] = total
 
     def _show(self, metric: Metric, series: Series, value: float) -> None:
         name, tags = series[0], dict(series[1])
         with self._going_on(name):
-            self._gauge(name, metric, tuple(tags)).set(value, tags=tags)
+            self._gauge(name, metric, tuple(tags)).set(value, tags=_ascii(tags))
             self._handed[series] = value
 
     @contextmanager
@@ -150,3 +151,8 @@ class RayMeter:
         if name not in self._made:
             self._made[name] = self._ray.Gauge(name, metric.help, labels)
         return self._made[name]
+
+
+def _ascii(labels: Mapping[str, str]) -> dict[str, str]:
+    """Ray takes no other characters in a label's value; they are written as in Python's escapes."""
+    return {name: value.encode("ascii", "backslashreplace").decode() for name, value in labels.items()}

@@ -26,8 +26,9 @@ def append_run(append: Append, device: torch.device) -> RunAppend:
     """A model's append as a function of arrays; on a CPU nothing is copied on the way in or out, and K and V stay where they are made."""
 
     def run(inputs: Arrays) -> Arrays:
+        given = [torch.as_tensor(inputs[name], device=device) for name in _INPUTS]  # outside, as what is on the device already was made
         with torch.inference_mode():
-            states, kt, v = append(*(torch.as_tensor(inputs[name], device=device) for name in _INPUTS))
+            states, kt, v = append(*given)
         kept = {"kt": kt, "v": v} if device.type != "cpu" else {"kt": kt.numpy(), "v": v.numpy()}
         return {"states": states.cpu().numpy(), **kept}
 

@@ -86,8 +86,7 @@ class OpenVinoEncoder(KeepsRows[KeptStates]):
     def _keep(self, bundle: Bundle) -> KeptStates:
         engine = self._compiled(bundle, append.GRAPH, "f32")
         inputs, outputs = ([node.any_name for node in nodes] for nodes in (engine.inputs, engine.outputs))
-        rows = partial(bucket, step=self._step)
-        shapes = Shapes(users=partial(bucket, step=USERS), new=rows, past=rows)
+        shapes = Shapes(users=partial(bucket, step=USERS), new=self._padded_length, past=partial(bucket, step=self._step))
         return KeptStates(bundle, append.append_run(bundle, engine, inputs, outputs), self._state_options, shapes=shapes)
 
     def _compiled(self, bundle: Bundle, graph: str, precision: Precision) -> Any:
@@ -107,10 +106,14 @@ class OpenVinoEncoder(KeepsRows[KeptStates]):
     def _step(self) -> int:
         return length_step(self._window.longest)
 
+    def _padded_length(self, events: int) -> int:
+        """No more than the window has: the graph's biases know no row beyond it, and what a row without one adds counts as an event."""
+        return min(self._window.longest, bucket(events, self._step))
+
     def _run(self, engine: Any, batch: BehaviourBatch) -> Mapping[str, FloatArray]:
         """The graph's outputs, of padding too."""
         users, events = batch.items.shape
-        shape = bucket(users, USERS), min(self._window.longest, bucket(events, self._step))
+        shape = bucket(users, USERS), self._padded_length(events)
         outputs: Mapping[str, FloatArray] = engine({node.any_name: _padded(getattr(batch, node.any_name), shape) for node in engine.inputs})
         return outputs
 

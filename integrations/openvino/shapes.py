@@ -25,5 +25,6 @@ def shapes_met(users: int, lengths: Iterable[int], longest: int, shortest: int) 
     batches = {bucket(count, USERS) for count in range(1, users + 1)}
     rows = {bucket(length, step) for length in lengths}
     whole = {min(longest, bucket(max(length, shortest), step)) for length in rows}
-    appended = [(new, kept) for new, kept in product({1, *rows}, {bucket(0, step), *rows}) if new + kept <= longest + step]
+    fresh = {1, *(min(longest, length) for length in rows)}
+    appended = [(new, kept) for new, kept in product(fresh, {bucket(0, step), *rows}) if new + kept <= longest + step]
     return sorted(product(batches, whole)), sorted((batch, *pair) for batch, pair in product(batches, appended))

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import asyncpg
 
 from cluster.errors import BackendUnavailable
+from cluster.traffic.api_keys import masked
 
 T = TypeVar("T")
 Work = Callable[[Any], Awaitable[T]]  # is given a connection
@@ -69,7 +70,7 @@ def explained(where: str) -> Iterator[None]:
 
 def place(url: str) -> str:
     """The URL without user, password and options, for messages."""
-    parts = urlsplit(url)
+    parts = urlsplit(masked(url))  # in which a "/" or "#" of the password's is no part of the URL
     return f"postgresql://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
@@ -88,8 +89,9 @@ class Database:
         with explained(where):
             try:
                 connection = await asyncpg.connect(url, timeout=CONNECT_TIMEOUT_S, command_timeout=PREPARE_TIMEOUT_S)
-            except ValueError as error:
-                raise BackendUnavailable(f"event store {where}: the URL cannot be read ({error})") from error
+            except ValueError:  # its message quotes the URL, which holds the password
+                cure = "write what is no letter and no digit in its user and password as %xx, and the port as a number"
+                raise BackendUnavailable(f"event store {where}: the URL cannot be read; {cure}") from None
             try:
                 await prepare(connection)
                 settings = {**SETTINGS, **await _durable(connection)}

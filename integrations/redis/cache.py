@@ -20,6 +20,7 @@ from cluster.cache.shard import Granted, Held, Leased, Lookup
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.config import CacheSettings
 from cluster.errors import BackendUnavailable
+from cluster.traffic.api_keys import masked
 from cluster.values import Availability
 from integrations.redis.entries import from_bytes, to_bytes
 from integrations.redis.scripts import DROP, ERASE, LEASE, PUT, READ, RELEASE, WAIT
@@ -195,14 +196,15 @@ def _client(url: str) -> Any:
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             url, max_connections=CONNECTIONS, timeout=PROBE_WITHIN_S, socket_connect_timeout=PROBE_WITHIN_S, retry=Retry(NoBackoff(), 1)
         )
-    except ValueError as error:
-        raise BackendUnavailable(f"redis_url is not one of Redis's ({error}); write it as redis://host:6379/0") from error
+    except ValueError:  # its message may quote a part of the password
+        cure = "write it as redis://host:6379/0, and what is no letter and no digit in a password as %xx"
+        raise BackendUnavailable(f"redis_url is not one of Redis's; {cure}") from None
     return redis.asyncio.Redis.from_pool(pool)
 
 
 def _address(url: str) -> str:
     """Without user and password."""
-    parts = urlsplit(url)
+    parts = urlsplit(masked(url))
     return f"{parts.hostname}:{parts.port or 6379}" if parts.hostname else parts.path
 
 

@@ -167,6 +167,7 @@ def test_every_pod_has_the_fast_profile_and_the_models():
         container = pod["containers"][0]
         environment = {one["name"]: one.get("value") for one in container["env"]}
         assert {**profile.SHORT_FAULTS, **profile.HAPROXY, **profile.THROUGHPUT}.items() <= environment.items(), name
+        assert profile.PROGRAM in environment or environment["RAY_SERVE_HAPROXY_RETRY_ON"] == "conn-failure", "events would be stored twice"
         model_dir = settings_of(yaml.safe_load(ray_service()["serveConfigV2"])).model_dir
         assert any(model_dir.is_relative_to(mount["mountPath"]) for mount in container["volumeMounts"]), name
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}, name

@@ -12,7 +12,7 @@ from cluster.cache.shared_notes import SharedNotes
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.errors import BackendUnavailable, InvalidRequest
-from cluster.events.store import Event, open_event_store
+from cluster.events.store import Event, StoredHistory, open_event_store
 from cluster.values import Behaviour, RecommendRequest, SamplingOptions, StageReport
 from pipelines.answer_key import answer_key, cacheable, version_of
 from pipelines.cached_recommender import ANSWER_CODEC, CachedRecommender
@@ -203,7 +203,19 @@ async def test_a_request_that_lists_many_items_or_is_refused_is_not_remembered(s
     assert not setting.usual.of("default", "ada")
 
 
-async def test_a_request_that_outlasts_its_users_erasure_leaves_nothing_of_the_user_in_the_shared_cache(setting, events):
+async def _whole(answers, request):
+    return await answers.recommend(request)
+
+
+async def _streamed(answers, request):
+    return [part async for part in answers.stream(request)]
+
+
+@pytest.mark.parametrize("asked_by", [_whole, _streamed])
+@pytest.mark.parametrize("erased_while", ["the store is asked", "the encoder computes"])
+async def test_a_request_that_outlasts_its_users_erasure_leaves_nothing_of_the_user_in_the_shared_cache(
+    setting, events, asked_by, erased_while
+):
     await events.append([Event("ada", SEEN[0])])
     shard = CacheShard(MemoryCache(clock=setting.clock), setting.clock)
     shared = ShardedCache({"only": shard}, SharedSettings(deadline_s=60))
@@ -212,11 +224,17 @@ async def test_a_request_that_outlasts_its_users_erasure_leaves_nothing_of_the_u
     answers = CachedRecommender(
         Recommender(setting.bundle, setting.encoder), StoredHistories(setting.store, 10), cache, setting.bundle.digest, usual
     )
+    if early := erased_while == "the store is asked":
+        setting.store.told.clear()
     setting.encoder.delay = 1.0
-    asked = asyncio.create_task(answers.recommend(STORED))
-    await until(lambda: setting.encoder.asked)
+    asked = asyncio.create_task(asked_by(answers, STORED))
+    await until(lambda: setting.store.read if early else setting.encoder.asked)
+    if early:
+        await usual.shared.flush()
+        setting.store.erased = True
     answers.forget("default", "ada")
     await cache.invalidate("default", "ada")
+    setting.store.told.set()
     await asked
     await usual.shared.flush()
     await cache.flush()
@@ -321,7 +339,8 @@ async def test_a_stream_ends_with_the_last_good_answer_too(setting, events):
     setting.encoder.error = BackendUnavailable("no encoder")
     parts = [part async for part in setting.answers.stream(STORED)]
     assert ids(parts[-1]) == ids(before)[1:]
-    assert [part.stage for part in parts if isinstance(part, StageReport)][-1] == "cached"
+    told = [part.stage for part in parts if isinstance(part, StageReport)]
+    assert (told[-1], told.count("history")) == ("cached", 1)
 
 
 async def test_the_version_of_a_history_is_read_once_for_each_request(setting, events):
@@ -379,20 +398,26 @@ def test_what_is_remembered_is_bounded():
 
 
 class Watched:
-    """An event store that counts reads of versions, and fails or is late where a test says so."""
+    """An event store that counts reads of versions, and fails or is late where a test says so; `told`: what it has read
+    of versions gets back.
+    """
 
     def __init__(self, store):
-        self.store, self.versions, self.fails, self.delay = store, 0, False, 0.0
-        self.name = store.name
+        self.store, self.versions, self.read, self.fails, self.delay = store, 0, 0, False, 0.0
+        self.name, self.erased, self.told = store.name, False, asyncio.Event()
+        self.told.set()
 
     async def version(self, tenant, user_id):
         self.versions += 1
         await self._as_told()
-        return await self.store.version(tenant, user_id)
+        version = await self.store.version(tenant, user_id)
+        self.read += 1
+        await self.told.wait()
+        return version
 
     async def history(self, tenant, user_id, limit):
         await self._as_told()
-        return await self.store.history(tenant, user_id, limit)
+        return StoredHistory("", ()) if self.erased else await self.store.history(tenant, user_id, limit)
 
     async def _as_told(self):
         await asyncio.sleep(self.delay)

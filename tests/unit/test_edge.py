@@ -19,7 +19,7 @@ from cluster.config import GatewaySettings
 from cluster.values import Item, Recommendation, ScoredItem, StageReport
 from deployments.http.api import create_api
 from deployments.http.edge import OPEN, identify
-from deployments.http.event_messages import ErasedOut, EventsOut, HistoryOut, InvalidatedOut
+from deployments.http.event_messages import ErasedOut, EventsOut, HistoryOut, InvalidatedOut, PastEventOut
 from deployments.http.messages import BackendsOut, ReadyOut
 from deployments.http.pieces import PIECE
 from tests.waiting import settled, until
@@ -115,9 +115,9 @@ class Served:
 class Client:
     """One raw ASGI request, whose client can leave."""
 
-    def __init__(self, served, path="/v1/recommend", body=None, headers=(), chunk=2**14, parts=None):
+    def __init__(self, served, path="/v1/recommend", body=None, headers=(), chunk=2**14, parts=None, method="POST"):
         raw = json.dumps({"user_id": "u"} if body is None else body).encode()
-        self.scope = {"type": "http", "asgi": {"spec_version": "2.3"}, "http_version": "1.1", "method": "POST", "scheme": "http"}
+        self.scope = {"type": "http", "asgi": {"spec_version": "2.3"}, "http_version": "1.1", "method": method, "scheme": "http"}
         self.scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""}
         self.scope["headers"] = [(b"content-type", b"application/json"), *headers]
         self.parts = [raw[start : start + chunk] for start in range(0, len(raw), chunk)]
@@ -357,6 +357,23 @@ async def test_a_large_answer_holds_no_place_while_its_reader_is_slow_but_the_me
     response = await served.ask()
     assert (response.status_code, response.json()["items"][0]["title"]) == (200, "x" * (3 * PIECE // 2))
     assert served.edge.statistics().running == 0
+
+
+async def test_a_long_history_is_sent_as_its_reader_takes_it():
+    served = Served(admission=ONE_PLACE)
+    events = [PastEventOut(item_id=str(n), title="x" * 200, timestamp=n, action="view", value=None) for n in range(1000)]
+
+    async def history(tenant, user_id, limit):
+        return HistoryOut(user_id=user_id, tenant=tenant, version="1", events=events)
+
+    served.data.history = history
+    client = SlowReader(served, path="/v1/users/u/history", method="GET")
+    await settled()
+    assert (client.status, len(client.sent[1]["body"]), served.edge.statistics().running) == (200, PIECE, 0)
+    client.gone.set()
+    await client.task
+    response = await served.http.get("/v1/users/u/history")
+    assert (response.status_code, len(response.json()["events"])) == (200, 1000)
 
 
 BATCH_OF_TEN = {"requests": [{"user_id": "u"}] * 10}

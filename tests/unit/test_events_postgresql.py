@@ -147,6 +147,14 @@ async def test_a_bug_of_ours_stays_loud():
 
 def test_messages_name_the_server_and_never_the_password():
     assert place("postgresql://me:secret@db.example:5433/shop?password=secret2") == "postgresql://db.example:5433/shop"
+    for odd in ("se/cret", "se#cret", "se?cret", "12/cret"):
+        assert place(f"postgresql://me:{odd}@db.example:5433/shop") == "postgresql://db.example:5433/shop"
+
+
+async def test_a_url_that_cannot_be_read_is_told_without_its_password():
+    with pytest.raises(BackendUnavailable, match="the URL cannot be read") as told:
+        await Database.open("postgresql://me:se/cret@db.example:5433/shop", prepare=None)
+    assert not any(part in str(told.value) for part in ("se/", "cret", "me:"))
 
 
 @pytest.mark.parametrize(("set_to", "expected"), [("off", {"synchronous_commit": "on"}), ("on", {}), ("remote_apply", {})])

@@ -53,3 +53,15 @@ def test_a_user_without_history_has_no_similar_items_and_no_items_need_no_explan
     assert most_similar(indices(1, 2), indices(), VECTORS, CATALOGUE) == [(), ()]
     assert most_similar(indices(), indices(1), VECTORS, CATALOGUE) == []
     assert explain(indices(), [found("encode")], []) == []
+
+
+def test_of_a_long_history_the_same_items_are_named_as_by_sorting_all_of_it():
+    rng = np.random.default_rng(0)
+    vectors = rng.integers(-2, 3, (400, 3)).astype(np.float32)  # many are equal
+    catalogue = Catalogue([Item(f"i{index}", "") for index in range(1, 400)])
+    items, history = indices(*range(1, 50)), indices(*rng.permutation(np.arange(1, 400))[:300])
+    met = np.unique(history)
+    for item, similar in zip(items, most_similar(items, history, vectors, catalogue), strict=True):
+        others = met[met != item]
+        expected = others[np.argsort(-(vectors[others] @ vectors[item]), kind="stable")][:3]
+        assert [one.item.item_id for one in similar] == [f"i{index}" for index in expected]

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from integrations.hstu.encoder import CompiledTorchEncoder, TorchEncoder
 from integrations.hstu.engine_batch import engine_batch
 from integrations.hstu.state_options import StateOptions
 from integrations.hstu.stateful import KeptStates
-from integrations.hstu.torch_append import append_run, device_memory
+from integrations.hstu.torch_append import append_run, compiled_append, device_memory, nothing
 from integrations.hstu.weights import load_model
 from integrations.onnx.encoder import OnnxRuntimeEncoder
 from integrations.openvino.encoder import OpenVinoEncoder
@@ -579,3 +580,14 @@ def test_states_on_a_device_answer_as_those_in_host_memory(tmp_path, loaded, mon
 def test_engine_batches_leave_out_the_same_events_whether_or_not_they_are_kept():
     batch = engine_batch([asked(random_sequence(length)) for length in (20, 21, 22, 23)], Window.of(LONGEST), items=200)
     assert batch.lengths.tolist() == [20, 19, 20, 19]
+
+
+def test_a_compiled_append_takes_states_that_are_on_the_device_already(compiled_hstu, monkeypatch):
+    """torch.compile tells tensors made in inference mode from others, and what is kept on a GPU was made outside of it."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = load_model(compiled_hstu).eval()
+    run = compiled_append(model, torch.device("cpu"), (1,), (8,), (16,))
+    inputs = nothing(model.config, 1, 8, 16)
+    kept = {name: torch.from_numpy(inputs[name]) for name in ("past_kt", "past_v")}
+    expected = append_run(model.append, torch.device("cpu"))(inputs)
+    assert np.allclose(run({**inputs, **kept})["states"], expected["states"], atol=1e-5)

@@ -160,6 +160,18 @@ def test_pads_no_history_beyond_what_the_model_takes(loaded, tmp_path):
         assert encoder.infer(request).state == pytest.approx(eager.infer(request).state, abs=1e-4)
 
 
+def test_what_is_kept_of_a_whole_window_is_what_the_model_computes(loaded, tmp_path):
+    """Rows beyond the window would count like events, from the second layer on."""
+    make_bundle(tmp_path / "tiny", max_length=19, max_history=19, layers=3)
+    bundle = compiled(tmp_path / "tiny", CompileOptions(precisions=("fp32",)), only=["onnx"])
+    encoder, eager = loaded(bundle, keep_from=1), TorchEncoder()
+    eager.load(bundle)
+    for length in (17, 18, 19, 30):
+        request = EncodeRequest(random_sequence(length, seed=length), 5, user=f"user {length}")
+        assert encoder.infer(request).state == pytest.approx(eager.infer(request).state, abs=1e-5)
+    assert not encoder.kept()["failures"]
+
+
 def test_an_answer_stays_what_it_is_when_the_next_one_is_computed(loaded):
     encoder = loaded()
     first = encoder.infer(EncodeRequest(random_sequence(5), 5))

@@ -1,7 +1,9 @@
 """The playground: its files as they are served, whether they fit together, and the look-ups it makes, over a service in this process."""
 
+import asyncio
 import hashlib
 import re
+import threading
 from html.parser import HTMLParser
 
 import httpx
@@ -14,10 +16,11 @@ from cluster.dataset import Catalogue
 from cluster.errors import BackendUnavailable
 from cluster.values import Item
 from deployments.http.api import create_api
-from deployments.http.playground import FILES, Offers, StoredUser, composed_histories
+from deployments.http.playground import FILES, Offers, StoredUser, _Made, composed_histories
 from deployments.http.titles import TitleIndex, folded
 from tests.fake_stages import bundle_with_ranker
 from tests.unit.test_http_api import InProcess
+from tests.waiting import settled, until
 
 KEYS = [
     {"name": "admin", "sha256": hashlib.sha256(b"genrec_admin").hexdigest(), "rights": ["read", "events", "erase", "operate"]},
@@ -209,6 +212,26 @@ async def test_another_catalogue_is_searched_once_it_serves(service, client, mon
     assert not (await client.get("/v1/items?query=alien")).json()["items"]
     monkeypatch.setattr(service, "catalogue", lambda: Catalogue([Item("9", "Alien")]), raising=False)
     assert [item["item_id"] for item in (await client.get("/v1/items?query=alien")).json()["items"]] == ["9"]
+
+
+async def test_a_search_that_is_given_up_is_no_reason_to_read_the_titles_again(service, monkeypatch):
+    made, go_on = [], threading.Event()
+
+    def make(catalogue):
+        made.append(catalogue)
+        assert go_on.wait(60)
+        return len(catalogue.items)
+
+    index = _Made(service, make)
+    given_up = asyncio.create_task(index.get())
+    await until(lambda: made)
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    again = asyncio.create_task(index.get())
+    await settled()
+    go_on.set()
+    assert await again == len(service.catalogue().items)
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("path", ["/v1/items?limit=0", "/v1/items?limit=51", "/v1/examples?limit=0", f"/v1/items?query={'a' * 201}"])

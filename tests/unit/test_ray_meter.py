@@ -36,6 +36,8 @@ class Ray:
 
     def _tell(self, name, tag_keys, value, tags):
         assert set(tags) == set(tag_keys)  # Ray raises where one is missing
+        for value_of_tag in tags.values():
+            value_of_tag.encode("ascii")  # as Ray does
         if served(name) in self.broken:
             raise self.broken[served(name)]
         self.told.append((served(name), tags, value))
@@ -192,6 +194,17 @@ def test_what_ray_did_not_take_is_told_when_it_is_back_and_the_rest_meanwhile(ra
     assert {name for name, _, _ in ray.told} == set(lost)
     assert ray.series()[lost[0], frozenset({("status", "503")})] == 2
     assert ray.series()[lost[1], frozenset({("le", "+Inf")})] == 2
+
+
+def test_names_that_are_no_ascii_and_gauges_that_ray_does_not_take_stop_no_replica(ray, meter, warnings):
+    meter.set(m.BACKEND_LOADED, 1, stage="encoder", backend="größe")
+    meter.add(m.HTTP_REQUESTS, route="/café", status="200")
+    meter.hand_over()
+    assert [tags for _, tags, _ in ray.told] == [{"stage": "encoder", "backend": "gr\\xf6\\xdfe"}, {"route": "/caf\\xe9", "status": "200"}]
+    assert not warnings.records
+    ray.broken["genrec_backend_loaded_state"] = RuntimeError("no agent")
+    meter.set(m.BACKEND_LOADED, 1, stage="encoder", backend="torch")
+    assert len(warnings.records) == 1
 
 
 def test_a_failure_is_logged_once_of_each_kind(ray, meter, warnings):
