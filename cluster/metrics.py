@@ -96,7 +96,7 @@ ADMISSION_RUNNING = _gauge("genrec_admission_running_requests", "Requests that h
 ADMISSION_WAITING = _gauge("genrec_admission_waiting_requests", "Requests that wait for a place.")
 ADMISSION_PLACES = _gauge("genrec_admission_limit_places", "Requests that may run at a time, as the adaptive limit has it.")
 ADMISSION_WAIT = _histogram("genrec_admission_wait_seconds", "How long requests that got a place had waited for it.", SHORT_SECONDS)
-REFUSALS = _counter("genrec_admission_refusals_total", "Requests turned away, by HTTP status.", "status")
+REFUSALS = _counter("genrec_admission_refusals_total", "Requests turned away, by HTTP status.", "route", "status")
 
 # ---- answers
 ANSWERS = _counter(

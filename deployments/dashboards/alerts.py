@@ -5,7 +5,7 @@ from typing import Literal
 
 from cluster import metrics as m
 from deployments.dashboards.boards import ASKED
-from deployments.dashboards.expressions import gauge, quantile, rate, share
+from deployments.dashboards.expressions import gauge, or_zero, quantile, rate, share
 
 WINDOW, HOUR, DAY = "5m", "1h", "1d"
 
@@ -26,21 +26,27 @@ def _degraded(window: str) -> str:
     return share(rate(m.ANSWERS, window=window, degraded="true"), rate(m.ANSWERS, window=window))
 
 
-def _followed(window: str) -> str:
-    return share(rate(m.FOLLOWED, window=window), f"({rate(m.FOLLOWED, window=window)} + {rate(m.NOT_FOLLOWED, window=window)})")
+def _yesterday(expr: str) -> str:
+    return expr.replace(f"[{HOUR}]", f"[{HOUR}] offset {DAY}")
 
 
-_NOW, _YESTERDAY = _followed(HOUR), _followed(HOUR).replace(f"[{HOUR}]", f"[{HOUR}] offset {DAY}")
+_FOLLOWED_RATE = rate(m.FOLLOWED, window=HOUR)
+_FOLLOWED = share(or_zero(_FOLLOWED_RATE), f"({or_zero(_FOLLOWED_RATE)} + {or_zero(rate(m.NOT_FOLLOWED, window=HOUR))})")
+"""Nothing, and no 0, while there are no events."""
 
 
 _ASKED_RATE = rate(m.HTTP_REQUESTS, window=WINDOW, route=ASKED)
 _FAILED_RATE = rate(m.HTTP_REQUESTS, window=WINDOW, route=ASKED, status="5..")
-_REFUSED_RATE = rate(m.REFUSALS, window=WINDOW, status="503")
+_REFUSED_RATE = rate(m.REFUSALS, window=WINDOW, route=ASKED, status="503")
+
+_NEWEST, _OLDEST = (gauge(m.MODEL_VERSION, "application", how=how) for how in ("max", "min"))
+_ENGINES = or_zero(gauge(m.BACKEND_LOADED, "application", stage="encoder"), f"0 * {_NEWEST}")
+"""0 also where an application has gateways and no encoder: what a replica showed is gone 20 s after it."""
 
 ALERTS = (
     Alert(
         "GenrecAnswersFail",
-        f"({_FAILED_RATE} - ({_REFUSED_RATE} or vector(0))) / {_ASKED_RATE} > 0.01",
+        f"({_FAILED_RATE} - {or_zero(_REFUSED_RATE)}) / {_ASKED_RATE} > 0.01",
         "5m",
         "page",
         "More than 1 % of the requests end in a 5xx that is no refusal for overload.",
@@ -56,10 +62,10 @@ ALERTS = (
     ),
     Alert(
         "GenrecTurnsAway",
-        f"{_REFUSED_RATE} / {_ASKED_RATE} > 0.05",
+        f"{_REFUSED_RATE} / ({_ASKED_RATE} > 0) > 0.05",
         "5m",
         "page",
-        "More than 5 % of the requests find no place.",
+        "More than 5 % of the requests for recommendations and rankings find no place.",
         "The cluster is at its limit: raise max_replicas, or gateway.admission.max_concurrent if the stages are idle.",
     ),
     Alert(
@@ -80,10 +86,10 @@ ALERTS = (
     ),
     Alert(
         "GenrecNoEngine",
-        f"{gauge(m.BACKEND_LOADED, 'stage', stage='encoder')} == 0",
+        f"{_ENGINES} == 0",
         "2m",
         "page",
-        "No replica of the {{ $labels.stage }} has an engine loaded.",
+        "No replica of the encoder of {{ $labels.application }} has an engine loaded, or there is none.",
         "Users get popular items. GET /v1/backends says why none loads.",
     ),
     Alert(
@@ -120,10 +126,10 @@ ALERTS = (
     ),
     Alert(
         "GenrecTwoVersions",
-        f"{gauge(m.MODEL_VERSION, how='max')} != {gauge(m.MODEL_VERSION, how='min')}",
+        f"{_NEWEST} != {_OLDEST}",
         "30m",
         "ticket",
-        "Gateways have served different versions of the model for half an hour.",
+        "Gateways of {{ $labels.application }} have served different versions of the model for half an hour.",
         "A promotion does not end: genrec models status says which processes cannot load the new version, and why.",
     ),
     Alert(
@@ -136,7 +142,7 @@ ALERTS = (
     ),
     Alert(
         "GenrecFollowedLess",
-        f"{_NOW} < 0.7 * ({_YESTERDAY}) and {rate(m.FOLLOWED, window=HOUR)} > 0.05",
+        f"{_FOLLOWED} < 0.7 * ({_yesterday(_FOLLOWED)}) and {_yesterday(_FOLLOWED_RATE)} > 0.05",
         "2h",
         "ticket",
         "Users follow recommendations much less than at this time yesterday.",

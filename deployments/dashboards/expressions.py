@@ -8,6 +8,8 @@ from cluster.metrics import Kind, Metric
 
 WINDOW = "$__rate_interval"
 """Grafana fills it in; alert rules say theirs."""
+OF_SERVE = ("application", "deployment", "replica")
+"""Labels that Ray Serve adds to every metric."""
 
 
 def rate(metric: Metric, *by: str, window: str = WINDOW, **where: str) -> str:
@@ -39,6 +41,11 @@ def share(part: str, whole: str) -> str:
     return f"{part} / {whole}"
 
 
+def or_zero(sum_: str, zero: str = "vector(0)") -> str:
+    """The sum, and 0 where it has no series; of a sum by labels where `zero`, by the same labels, has one."""
+    return f"({sum_} or {zero})"
+
+
 def _by(metric: Metric, labels: tuple[str, ...]) -> str:
     _check(metric, labels)
     return f" by ({', '.join(labels)})" if labels else ""
@@ -51,5 +58,7 @@ def _where(metric: Metric, where: dict[str, str]) -> str:
 
 
 def _check(metric: Metric, labels: tuple[str, ...] | dict[str, str]) -> None:
-    if wrong := [label for label in labels if label not in (*metric.labels, "deployment", "replica")]:
-        raise ConfigError(f"{metric.name} has no labels {wrong}; it has {', '.join(metric.labels) or 'none'}, deployment and replica")
+    if wrong := [label for label in labels if label not in (*metric.labels, *OF_SERVE)]:
+        raise ConfigError(
+            f"{metric.name} has no labels {wrong}; it has {', '.join(metric.labels) or 'none'}, and Serve's {', '.join(OF_SERVE)}"
+        )

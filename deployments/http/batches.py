@@ -26,12 +26,12 @@ _WEIGHT = 0.1
 class Batches:
     """The entries of one process. `places`: how many requests may run at a time just now; entries never run more than that either.
 
-    `held`: entries that run or wait; `refused`: batches turned away since the start.
+    `refused` is called for each batch that is turned away. `held`: entries that run or wait.
     """
 
-    def __init__(self, settings: AdmissionSettings, places: Callable[[], int]) -> None:
-        self.settings, self._places = settings, places
-        self.held, self.running, self.refused = 0, 0, 0
+    def __init__(self, settings: AdmissionSettings, places: Callable[[], int], refused: Callable[[], None] = lambda: None) -> None:
+        self.settings, self._places, self._refused = settings, places, refused
+        self.held, self.running = 0, 0
         self._held_of: Counter[str] = Counter()
         self._turns: deque[asyncio.Future[None]] = deque()
         self._line, self._room = asyncio.Lock(), asyncio.Event()
@@ -117,6 +117,6 @@ class Batches:
         self._room.set()
 
     def _refusal(self, detail: str, count: int) -> HTTPException:
-        self.refused += 1
+        self._refused()
         beyond = max(1, self.held + count - self.settings.max_held_entries)
         return problems.overloaded(detail, wait_s=beyond * self._mean_s / self._most)

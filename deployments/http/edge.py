@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.config import ApiKeySettings, GatewaySettings
-from cluster.metrics import ADMISSION_WAIT, SILENT, Meter
+from cluster.metrics import ADMISSION_WAIT, REFUSALS, SILENT, Meter
 from cluster.traffic import api_keys
 from cluster.traffic.admission import Admission, Standing, Ticket
 from cluster.traffic.rate_limits import Grant, RateLimiter
@@ -35,11 +35,15 @@ from deployments.http.playground import PATHS
 
 Answer = Callable[[Scope, Connection], Awaitable[None]]
 IsSlow = Callable[[Scope, bytes], bool]
+RouteOf = Callable[[Scope], str]
 OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS | api_pages.PATHS
 """Paths that need no key and no place. Every other path is protected, whether there is a route or not."""
 OPERATION = ("/v1/backends", "/v1/cache", "/v1/gateway", "/v1/models")
 """Where operators call. They need no place: their calls may be what ends an overload."""
 OR_NONE = "; or leave the header out: a caller without a key may read and store events"
+OTHER = "other"
+"""The route, as metrics have it, of what has none."""
+BATCHES = "/v1/recommend:batch"
 BATCH = 6
 """Urgency of a batch without a Priority header."""
 _HEADERS = frozenset({b"authorization", b"content-length", b"priority"})
@@ -75,7 +79,7 @@ class Edge:
         self.settings, self._meter = settings, meter
         self._gateways, self._clock, self._now = gateways, clock, now
         self._admission = Admission(settings.admission, _target_s(settings))
-        self.batches = Batches(settings.admission, lambda: self._admission.places)
+        self.batches = Batches(settings.admission, lambda: self._admission.places, lambda: self._turned_away(BATCHES, 503))
         self._rates = RateLimiter(settings.rate_limits)
         self._bodies, self._turns_to_read = BodyBudget(settings.max_held_bytes), Turns(settings.slow_bytes_per_s)
         self._turns: dict[Ticket, asyncio.Future[None]] = {}
@@ -93,12 +97,12 @@ class Edge:
             self._expire_at(now + settings.admission.max_wait_ms / 1e3)
 
     def statistics(self) -> EdgeStatistics:
-        held, refused = self._admission, self._refused + Counter({503: self.batches.refused})
-        return EdgeStatistics(held.running, held.waiting, held.places, self.batches.held, dict(refused))
+        held = self._admission
+        return EdgeStatistics(held.running, held.waiting, held.places, self.batches.held, dict(self._refused))
 
-    async def serve(self, answer: Answer, scope: Scope, connection: Connection, is_slow: IsSlow) -> None:
+    async def serve(self, answer: Answer, scope: Scope, connection: Connection, is_slow: IsSlow, route_of: RouteOf) -> None:
         """Answer one HTTP request: with a refusal, or by `answer` once it has a place. `is_slow`: whether its body is slow to read; raises
-        the HTTPException that refuses it.
+        the HTTPException that refuses it. `route_of`: what a refusal is counted under.
         """
         connection.headers = self._most
         try:
@@ -117,8 +121,10 @@ class Edge:
                     await self._admitted(answer, scope, connection, caller)
                 else:
                     await self._with_a_place(answer, scope, connection, caller, urgent)
+                if caller.refused:
+                    self._turned_away(route_of(scope), caller.refused)
         except HTTPException as refusal:
-            self._refused[refusal.status_code] += 1
+            self._turned_away(route_of(scope), refusal.status_code)
             await problems.send(refusal, scope["path"], connection.send)
         finally:
             self._reading.discard(connection)
@@ -129,7 +135,7 @@ class Edge:
         try:
             identify(dict(scope["headers"]), self.settings, self._now)
         except HTTPException as refusal:
-            self._refused[refusal.status_code] += 1
+            self._turned_away(OTHER, refusal.status_code)
             await problems.send(refusal, scope["path"], send)
         else:
             await Response(status_code=HTTPStatus.NO_CONTENT)(scope, receive, send)
@@ -184,8 +190,10 @@ class Edge:
     async def _admitted(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller) -> None:
         scope["state"] = {**scope.get("state", {}), "caller": caller}
         await answer(scope, connection)
-        if caller.refused:
-            self._refused[caller.refused] += 1
+
+    def _turned_away(self, route: str, status: int) -> None:
+        self._refused[status] += 1
+        self._meter.add(REFUSALS, route=route, status=str(status))
 
     def _check_length(self, headers: dict[bytes, bytes]) -> None:
         length = headers.get(b"content-length", b"0")

@@ -21,11 +21,10 @@ from deployments.http import problems
 from deployments.http.bodies import REFUSED
 from deployments.http.callers import Caller
 from deployments.http.connection import Connection
-from deployments.http.edge import OPEN, Edge
+from deployments.http.edge import OPEN, OTHER, Edge
 from deployments.http.pieces import PIECE, InPieces
 
 JSON = b"application/json"
-OTHER = "other"
 MOST_VALUES = 100_000
 """In a body that FastAPI reads; where bodies of more than a megabyte are allowed, one in ten bytes."""
 
@@ -54,7 +53,7 @@ class HttpInterface:
             if _path(scope) in OPEN:
                 await self.fastapi(scope, receive, connection.send)
             else:
-                await self.edge.serve(self._answer, scope, connection, self._is_slow)
+                await self.edge.serve(self._answer, scope, connection, self._is_slow, self._route)
         except Exception:
             connection.status = connection.status or 500  # what answers it stands outside of the application
             raise

@@ -132,8 +132,6 @@ class GatewayRecorder:
         """Take over what others count: the edge, and the callers of stages."""
         for metric, value in ((m.ADMISSION_RUNNING, edge.running), (m.ADMISSION_WAITING, edge.waiting), (m.ADMISSION_PLACES, edge.places)):
             self._meter.set(metric, value)
-        for status, count in edge.refused.items():
-            self._totals.count(m.REFUSALS, count, status=str(status))
         for stage, figures in stages.items():
             self._totals.count(m.STAGE_CALLS, figures["requests"], stage=stage, call="first")
             self._totals.count(m.STAGE_CALLS, figures["copies"], stage=stage, call="copy")

@@ -6,11 +6,13 @@ from collections import Counter
 import httpx
 import pytest
 
+from cluster import metrics as m
 from cluster.config import AdmissionSettings, GatewaySettings
 from cluster.errors import InvalidRequest
 from cluster.values import Recommendation
 from deployments.http.api import create_api
 from deployments.http.batches import Batches
+from tests.noted import Noted
 from tests.unit.test_edge import Client, Data, Service
 from tests.waiting import settled
 
@@ -42,8 +44,8 @@ class Counting(Service):
 
 class Served:
     def __init__(self, **admission):
-        self.service = Counting()
-        self.api = create_api(self.service, Data(), GatewaySettings.model_validate({"admission": ADMISSION | admission}))
+        self.service, self.noted = Counting(), Noted()
+        self.api = create_api(self.service, Data(), GatewaySettings.model_validate({"admission": ADMISSION | admission}), meter=self.noted)
         self.edge = self.api.edge
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.api), base_url="http://genrec")
 
@@ -112,6 +114,7 @@ async def test_a_batch_that_finds_no_room_in_time_is_refused_with_when_to_come_a
     served.service.gate.set()
     assert [fits.status_code, (await held).status_code] == [200, 200]
     assert served.edge.statistics().refused == {503: 1}
+    assert served.noted.total(m.REFUSALS) == served.noted.total(m.REFUSALS, route="/v1/recommend:batch", status="503") == 1
 
 
 async def test_a_batch_that_waits_for_room_holds_no_place_and_runs_once_there_is_room():

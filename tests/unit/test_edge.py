@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 from starlette.exceptions import HTTPException
 
+from cluster import metrics as m
 from cluster.config import GatewaySettings
 from cluster.values import Item, Recommendation, ScoredItem, StageReport
 from deployments.http.api import create_api
@@ -22,6 +23,7 @@ from deployments.http.edge import OPEN, identify
 from deployments.http.event_messages import ErasedOut, EventsOut, HistoryOut, InvalidatedOut, PastEventOut
 from deployments.http.messages import BackendsOut, ReadyOut
 from deployments.http.pieces import PIECE
+from tests.noted import Noted
 from tests.waiting import settled, until
 
 ONE_PLACE = {"max_concurrent": 1, "max_queued": 2, "max_wait_ms": 60_000}
@@ -91,8 +93,8 @@ class Data:
 
 class Served:
     def __init__(self, gateways=1, **settings):
-        self.service, self.data = Service(), Data()
-        self.api = create_api(self.service, self.data, GatewaySettings.model_validate(settings), lambda: gateways)
+        self.service, self.data, self.noted = Service(), Data(), Noted()
+        self.api = create_api(self.service, self.data, GatewaySettings.model_validate(settings), lambda: gateways, self.noted)
         self.edge = self.api.edge
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.api), base_url="http://genrec")
 
@@ -712,6 +714,22 @@ async def test_refusals_that_need_the_message_are_counted_as_those_before_it_are
     for key in ("any", "any", "shop", "shop", "nobody"):
         await served.ask(tenant="shop", headers=bearer(key))
     assert served.edge.statistics().refused == {429: 3, 401: 1}
+
+
+async def test_refusals_are_counted_by_route_and_never_by_path():
+    served = Served(api_keys=KEYS, admission={"max_concurrent": 1, "max_queued": 0})
+    held = await served.arrived(served.ask(headers=bearer("any")))
+    for path in ("recommend", "recommend:batch", "rank", "nowhere/secret"):
+        await served.http.post(f"/v1/{path}", json={}, headers=bearer("any"))
+    await served.http.get("/v1/users/secret/history")
+    served.service.gate.set()
+    assert (await held).status_code == 200
+    routes = ("/v1/recommend", "/v1/recommend:batch", "/v1/rank", "other")
+    assert [served.noted.total(m.REFUSALS, route=route, status="503") for route in routes] == [1, 1, 1, 1]
+    assert [served.noted.total(m.HTTP_REQUESTS, route=route, status="503") for route in routes] == [1, 1, 1, 1]
+    assert served.noted.total(m.REFUSALS, route="other", status="401") == 1
+    assert served.edge.statistics().refused == {503: 4, 401: 1}
+    assert not any("secret" in str(labels) for _, labels in served.noted.sums)
 
 
 @pytest.mark.parametrize("key", ["any", "shop"], ids=["charged by its message", "charged for one request before its message is read"])

@@ -147,6 +147,11 @@ def test_an_expression_over_what_is_not_declared_is_refused():
         rate(m.BREAKER)
 
 
+def test_an_expression_may_tell_applications_and_replicas_apart():
+    assert gauge(m.MODEL_VERSION, "application", how="max") == "max by (application) (ray_genrec_model_version_number)"
+    assert rate(m.CACHE_FAILURES, window="5m", replica="a") == 'sum (rate(ray_genrec_cache_failures_total{replica=~"a"}[5m]))'
+
+
 def test_an_alert_says_what_to_do_and_uses_only_labels_that_its_expression_keeps():
     rules = yaml.safe_load((HERE / "alerts.yaml").read_text())["groups"][0]["rules"]
     assert [rule["alert"] for rule in rules] == [alert.name for alert in ALERTS]
@@ -208,12 +213,11 @@ def test_the_kinds_of_reasons_are_few():
 
 
 def test_what_the_edge_and_the_callers_count_is_taken_over_once():
-    noted, edge = Noted(), EdgeStatistics(running=2, waiting=1, places=8, entries=0, refused={503: 5})
+    noted, edge = Noted(), EdgeStatistics(running=2, waiting=1, places=8, entries=0, refused={})
     recorder = GatewayRecorder(noted)
     calls = {"encoder": {"requests": 10.0, "copies": 2.0, "hedges": 1.0, "refused": 1.0}}
     recorder.look(edge, calls, 3)
     recorder.look(edge, calls, 3)
-    assert noted.total(m.REFUSALS, status="503") == 5
     assert noted.values["genrec_admission_waiting_requests", ()] == 1
     assert noted.total(m.STAGE_CALLS, call="first") == 10
     assert noted.total(m.STAGE_CALLS, call="copy") == 2
@@ -354,7 +358,7 @@ def test_events_are_counted_by_what_was_done(monkeypatch):
 class Refusing(Edge):
     """An edge that turns away a request that has a header, before the routes."""
 
-    async def serve(self, answer, scope, connection, is_slow):
+    async def serve(self, answer, scope, connection, is_slow, route_of):
         if any(name == b"refuse" for name, _ in scope.get("headers", ())):
             await connection.send({"type": "http.response.start", "status": 503, "headers": []})
             await connection.send({"type": "http.response.body", "body": b""})

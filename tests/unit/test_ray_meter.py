@@ -160,9 +160,9 @@ def test_threads_lose_no_observation(ray, meter):
 
 def test_a_counter_is_told_what_it_grew_by(ray, meter):
     for grown in (2, 0, 3):
-        meter.add(m.REFUSALS, grown, status="503")
+        meter.add(m.REFUSALS, grown, route="other", status="503")
         meter.hand_over()
-    assert ray.told == [("genrec_admission_refusals_total", {"status": "503"}, grown) for grown in (2, 3)]
+    assert ray.told == [("genrec_admission_refusals_total", {"route": "other", "status": "503"}, grown) for grown in (2, 3)]
 
 
 # ---- Ray fails
@@ -181,7 +181,7 @@ def test_what_ray_did_not_take_is_told_when_it_is_back_and_the_rest_meanwhile(ra
     lost = "genrec_admission_refusals_total", "genrec_admission_wait_seconds_bucket"
     ray.broken = dict.fromkeys(lost, ConnectionError("gone"))
     for _ in range(2):
-        meter.add(m.REFUSALS, status="503")
+        meter.add(m.REFUSALS, route="other", status="503")
         meter.add(m.CACHE_EVICTIONS)
         meter.observe(m.ADMISSION_WAIT, 5.0)
         meter.hand_over(everything=False)
@@ -192,7 +192,7 @@ def test_what_ray_did_not_take_is_told_when_it_is_back_and_the_rest_meanwhile(ra
     ray.again()
     meter.hand_over(everything=False)
     assert {name for name, _, _ in ray.told} == set(lost)
-    assert ray.series()[lost[0], frozenset({("status", "503")})] == 2
+    assert ray.series()[lost[0], frozenset({("route", "other"), ("status", "503")})] == 2
     assert ray.series()[lost[1], frozenset({("le", "+Inf")})] == 2
 
 

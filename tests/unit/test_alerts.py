@@ -1,0 +1,124 @@
+"""Which alerts fire in which situation: promtool evaluates the shipped rules over series of a scrape that is written down."""
+
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from deployments.dashboards.alerts import ALERTS
+from deployments.dashboards.build import HERE
+
+SEVERITIES = {alert.name: alert.severity for alert in ALERTS}
+REQUESTS = 'ray_genrec_http_requests_total{application="shop", route="%s", status="%d"}'
+REFUSALS = 'ray_genrec_admission_refusals_total{application="shop", route="%s", status="503"}'
+LOADED = 'ray_genrec_backend_loaded_state{application="%s", backend="torch", replica="%s", stage="encoder"}'
+VERSION = 'ray_genrec_model_version_number{application="%s", replica="%s"}'
+FOLLOWED = 'ray_genrec_followed_items_total{application="shop", action="click", model_version="tiny/%d"}'
+NOT_FOLLOWED = 'ray_genrec_not_followed_items_total{application="shop", action="click"}'
+ASKED = "/v1/recommend"
+
+
+@pytest.fixture
+def told(tmp_path):
+    """Asserts which series of an alert fire at a time, by the labels that they have beside those of every alert."""
+    program = shutil.which("promtool") or pytest.skip("promtool is not installed (apt-get install prometheus)")
+
+    def check(alert, series, *expected, at="30m", every="1m"):
+        firing = {"alertname": alert, "alertstate": "firing", "severity": SEVERITIES[alert]}
+        labels = [", ".join(f'{name}="{value}"' for name, value in (firing | one).items()) for one in expected]
+        case = {
+            "interval": every,
+            "input_series": [{"series": name, "values": values} for name, values in series.items()],
+            "promql_expr_test": [
+                {
+                    "expr": f'ALERTS{{alertname="{alert}", alertstate="firing"}}',
+                    "eval_time": at,
+                    "exp_samples": [{"labels": f"ALERTS{{{one}}}", "value": 1} for one in labels],
+                }
+            ],
+        }
+        document = {"rule_files": [str(HERE / "alerts.yaml")], "evaluation_interval": every, "tests": [case]}
+        (tmp_path / "case.yml").write_text(yaml.safe_dump(document))
+        done = subprocess.run([program, "test", "rules", str(tmp_path / "case.yml")], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return check
+
+
+# ---- an encoder without an engine
+
+
+def test_an_application_none_of_whose_encoders_has_an_engine_pages_beside_one_that_has(told):
+    engines = {LOADED % ("shop", "a"): "0x40", LOADED % ("shop", "b"): "0x40", LOADED % ("else", "c"): "1x40"}
+    told("GenrecNoEngine", engines, {"application": "shop"})
+    told("GenrecNoEngine", engines | {LOADED % ("shop", "b"): "1x40"})
+
+
+def test_an_application_without_any_encoder_pages_as_long_as_it_has_gateways(told):
+    gateways = {VERSION % ("shop", "g"): "3x40", VERSION % ("else", "h"): "7x40"}
+    told("GenrecNoEngine", gateways | {LOADED % ("else", "c"): "1x40"}, {"application": "shop"})
+    gone = {VERSION % ("shop", "g"): "3x10 stale", LOADED % ("shop", "a"): "1x10 stale"}
+    told("GenrecNoEngine", gone)
+
+
+def test_encoders_that_go_page_after_two_minutes(told):
+    gone = {VERSION % ("shop", "g"): "3x40", LOADED % ("shop", "a"): "1x10 stale"}
+    told("GenrecNoEngine", gone, at="12m")
+    told("GenrecNoEngine", gone, {"application": "shop"}, at="14m")
+
+
+# ---- versions
+
+
+def test_two_applications_may_serve_different_versions_and_gateways_of_one_may_not(told):
+    versions = {VERSION % ("shop", "a"): "3x90", VERSION % ("shop", "b"): "3x90", VERSION % ("else", "c"): "7x90"}
+    told("GenrecTwoVersions", versions, at="80m")
+    told("GenrecTwoVersions", versions | {VERSION % ("shop", "b"): "4x90"}, {"application": "shop"}, at="80m")
+
+
+# ---- failures and refusals
+
+
+def test_answers_that_fail_page_however_many_calls_of_other_routes_are_refused(told):
+    asked = {REQUESTS % (ASKED, 200): "0+95x40", REQUESTS % (ASKED, 500): "0+5x40", REQUESTS % (ASKED, 503): "0+0x40"}
+    told("GenrecAnswersFail", asked, {})
+    told("GenrecAnswersFail", asked | {REFUSALS % "/v1/events": "0+50x40"}, {})
+
+
+def test_refusals_are_no_failures(told):
+    asked = {REQUESTS % (ASKED, 200): "0+95x40", REQUESTS % (ASKED, 503): "0+5x40", REFUSALS % ASKED: "0+5x40"}
+    told("GenrecAnswersFail", asked)
+    told("GenrecTurnsAway", asked)
+    told("GenrecTurnsAway", asked | {REQUESTS % (ASKED, 503): "0+10x40", REFUSALS % ASKED: "0+10x40"}, {})
+
+
+@pytest.mark.parametrize("alert", ["GenrecAnswersFail", "GenrecTurnsAway"])
+@pytest.mark.parametrize("refused", ["/v1/events", "other", ASKED])
+def test_refusals_page_no_operator_while_recommendations_are_not_asked_for(told, alert, refused):
+    told(alert, {REQUESTS % (ASKED, 200): "100x40", REQUESTS % (ASKED, 503): "5x40", REFUSALS % refused: "0+5x40"})
+
+
+def test_refusals_of_other_routes_are_none_of_recommendations(told):
+    told("GenrecTurnsAway", {REQUESTS % (ASKED, 200): "0+100x40", REFUSALS % "/v1/events": "0+50x40", REFUSALS % "other": "0+50x40"})
+
+
+# ---- recommendations that are followed less
+
+
+def test_following_that_falls_to_nothing_is_told(told):
+    for today in ("_x150", "600x150", "stale"):  # the series is gone, stands still, or its gateway is
+        followed = {FOLLOWED % 1: f"0+60x144 {today}", NOT_FOLLOWED: "0+60x300"}
+        told("GenrecFollowedLess", followed, {}, at="30h", every="10m")
+
+
+def test_following_that_a_new_version_brought_to_a_trickle_is_told(told):
+    followed = {FOLLOWED % 1: "0+60x144 stale", FOLLOWED % 2: "_x144 0+1x150", NOT_FOLLOWED: "0+60x300"}
+    told("GenrecFollowedLess", followed, {}, at="30h", every="10m")
+
+
+def test_following_as_yesterday_or_too_little_of_it_yesterday_is_not_told(told):
+    told("GenrecFollowedLess", {FOLLOWED % 1: "0+60x300", NOT_FOLLOWED: "0+60x300"}, at="30h", every="10m")
+    told("GenrecFollowedLess", {FOLLOWED % 1: "0+6x144 stale", NOT_FOLLOWED: "0+60x300"}, at="30h", every="10m")
+    told("GenrecFollowedLess", {FOLLOWED % 1: "0+60x144 stale", NOT_FOLLOWED: "0+60x144 stale"}, at="30h", every="10m")
+    told("GenrecFollowedLess", {NOT_FOLLOWED: "0+60x300"}, at="30h", every="10m")
