@@ -26,10 +26,12 @@ class Report:
 
     @property
     def urgent(self) -> tuple[Any, ...]:
-        """What other processes act upon: a report in which it differs from the last one is not kept back."""
+        """What other processes act upon: a report in which it differs from the last one is not kept back. Reasons are left out, which count
+        seconds down.
+        """
         held = {name: (one.holds, one.uses, one.trial) for name, one in self.presences.items()}
         engines = {
-            name: (snapshot.explanation, snapshot.settled, [(one.name, one.breaker) for one in snapshot.backends])
+            name: (snapshot.settled, [(one.name, one.available, one.enabled, one.loaded, one.breaker) for one in snapshot.backends])
             for name, snapshot in self.snapshots.items()
         }
         return held, engines, self.switches_version, self.place

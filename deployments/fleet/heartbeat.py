@@ -129,6 +129,7 @@ class Heartbeat:
             while not (await asyncio.wait({call}, timeout=LOOK_INTERVAL_S))[0]:
                 await self._look()
                 if self._report().urgent != report.urgent:
+                    await self._follower.follow(News(report.place), report.place)  # what is to be erased again may be due
                     return True
             answered = await call
         finally:

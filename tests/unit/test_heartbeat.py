@@ -1,11 +1,12 @@
 """A process's heartbeat, beside a real switchboard in this process: what is read, held, told and followed, and in how many calls."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from cluster.bundle import WEIGHTS, BundleStore
-from cluster.config import parse
+from cluster.config import Settings, parse
 from cluster.engines.snapshots import StageSnapshot
 from cluster.errors import BundleError
 from cluster.fleet.board import READY, Presence
@@ -256,6 +257,42 @@ async def test_a_breaker_that_opens_is_told_at_once_though_no_orders_change(proc
     member.engines = [backend(breaker="open")]
     await until(lambda: beats(handle)[-1].snapshots["encoder/a"].backends[0].breaker == "open")
     assert member.orders.suspects["encoder"] == {"torch"}
+
+
+class CountsDown(Member):
+    """Its breaker is open, and each look finds fewer seconds until the next trial."""
+
+    seconds = 3600
+
+    def snapshot(self):
+        self.seconds -= 1
+        return StageSnapshot(self.role, f"encoder=none (torch: broke; next trial in {self.seconds} s)", (backend(breaker="open"),))
+
+
+class Wavers(CountsDown):
+    """Each look finds something urgent."""
+
+    def snapshot(self):
+        return replace(super().snapshot(), backends=(backend(loaded=self.seconds % 2 == 0),))
+
+
+async def test_the_seconds_until_a_breakers_next_trial_are_no_reason_to_call(process, handle, rollouts, monkeypatch):
+    monkeypatch.setattr(module, "REPORT_INTERVAL_S", 3600)
+    await process(member := CountsDown(rollouts.store)).start()
+    looked = member.followed
+    await until(lambda: member.followed >= looked + 10 and member.orders.suspects.get("encoder"), "all is told that there is to tell")
+    asked, looked = len(handle.calls), member.followed
+    await until(lambda: member.followed >= looked + 50)
+    assert len(handle.calls) == asked
+
+
+@pytest.mark.parametrize("role", [CountsDown, Wavers])
+async def test_an_erasure_is_carried_out_again_whatever_there_is_to_tell(process, board, rollouts, monkeypatch, role):
+    monkeypatch.setattr(module, "REPORT_INTERVAL_S", 0.05)
+    monkeypatch.setattr(Settings, "longest_request_s", 0.1)
+    await process(member := role(rollouts.store)).start()
+    await board.erase("default", "ada")
+    await until(lambda: member.forgotten.count(("default", "ada")) == 2, within_s=20)
 
 
 async def test_an_idle_process_of_all_roles_makes_one_call_an_interval(process, handle, board, rollouts, monkeypatch):
