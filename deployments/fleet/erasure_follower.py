@@ -15,7 +15,8 @@ logger = logging.getLogger("ray.serve")
 
 class ErasureFollower:
     """`forget(tenant, user)` erases a user, all of the tenant's users where `user` is None, and all users where `tenant` is None too; it
-    is idempotent. Where it raises, the erasures are tried again with the next news. `place` is how far the process has come.
+    is idempotent. Where it raises, the erasures are tried again with the next news. `place` is how far the process has come; `serving` is
+    to be set before its first request.
 
     Each erasure is carried out again after `again_after_s`, the longest that a request may take: one that was under way the first time knew
     the user's history, and what it kept since has to go too.
@@ -25,7 +26,7 @@ class ErasureFollower:
         self, forget: Callable[[str | None, str | None], Awaitable[object]], *, again_after_s: float, clock: Callable[[], float] = monotonic
     ) -> None:
         self._forget, self._again_after_s, self._clock = forget, again_after_s, clock
-        self.place = Place()
+        self.place, self.serving = Place(), False
         self._again: deque[tuple[float, Erasure]] = deque()
         self._work: asyncio.Task[None] | None = None
 
@@ -61,6 +62,6 @@ class ErasureFollower:
         except Exception:
             logger.exception("an erasure could not be carried out, and is tried again")
             return
-        lost = (EVERYBODY,) if news.lost_track and self.place != Place() else ()  # at the start, no request is under way
+        lost = (EVERYBODY,) if news.lost_track and (self.serving or self.place != Place()) else ()  # at the start, no request is under way
         self._again += [(self._clock() + self._again_after_s, erasure) for erasure in (*lost, *news.erasures)]
         self.place = news.place

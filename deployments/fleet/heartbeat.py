@@ -87,6 +87,7 @@ class Heartbeat:
         for member in self._members.values():
             await member.load(self._wanted, only=self._pinned is not None)
         await self._tell()
+        self._follower.serving = True
         self._task = asyncio.create_task(self._beat_forever())
 
     def check(self) -> None:

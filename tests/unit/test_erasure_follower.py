@@ -37,6 +37,10 @@ class Keeper:
         self.told, self.error, self.busy = [], None, None
         self._follower = ErasureFollower(self._forget, again_after_s=10, clock=clock)
 
+    def serve(self):
+        """From now on."""
+        self._follower.serving = True
+
     async def exchange(self):
         """As a heartbeat."""
         since = self._follower.place
@@ -111,6 +115,20 @@ async def test_after_a_restart_of_the_switchboard_everything_is_forgotten_once(k
     for _ in range(3):
         await keeper.exchange()
     assert keeper.told == [EVERYTHING]
+
+
+async def test_what_has_served_before_the_switchboard_came_forgets_everything_again_when_its_requests_are_over(clock):
+    keeper = Keeper(clock)
+    board, keeper.switchboard = keeper.switchboard, None
+    await keeper.exchange()
+    keeper.serve()
+    keeper.switchboard = board
+    await keeper.exchange()
+    assert keeper.told == [EVERYTHING]
+    clock.advance(10)
+    for _ in range(3):
+        await keeper.exchange()
+    assert keeper.told == [EVERYTHING] * 2
 
 
 async def test_what_cannot_be_forgotten_is_not_told_and_tried_again(keeper, clock, caplog):

@@ -200,6 +200,16 @@ async def test_a_restarted_switchboard_learns_from_the_processes_and_has_their_u
     assert dict(member.orders.switches) == {("encoder", "torch"): "first"}
 
 
+async def test_what_began_to_serve_without_a_switchboard_has_its_users_forgotten_twice(process, handle, board, rollouts, monkeypatch):
+    """Requests were under way the first time."""
+    monkeypatch.setattr(Settings, "longest_request_s", 0.1)
+    handle.replica = None
+    await process(member := Member(rollouts.store)).start()
+    monkeypatch.setattr(module, "REPORT_INTERVAL_S", 0.05)
+    handle.replica = board
+    await until(lambda: member.forgotten == [(None, None)] * 2, within_s=20)
+
+
 async def test_a_restarted_switchboard_has_heard_of_few_gateways_and_does_not_enlarge_their_share(process, handle, board, rollouts, clock):
     await board.beat("b", Report({"gateway/b": Presence("gateway", {1: READY})}), 0, 0.0)
     heartbeat = process(member := Member(rollouts.store, "gateway"))
