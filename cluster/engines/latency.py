@@ -81,8 +81,9 @@ class LatencyRecorder:
 
     def record(self, duration_ms: float, now: float, calls: int = 1) -> None:
         """`calls` calls that were answered together at `now`, each having taken `duration_ms`."""
-        if now - self._window_began >= self._window_s:
-            self._before, self._recent, self._window_began = self._recent, Counter(), now
+        if (passed_s := now - self._window_began) >= self._window_s:
+            self._before = self._recent if passed_s < 2 * self._window_s else Counter()
+            self._recent, self._window_began = Counter(), now
         self._count += calls
         self._recent[bucket_of(duration_ms)] += calls
         self._per_second[int(now)] += calls

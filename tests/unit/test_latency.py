@@ -72,6 +72,16 @@ def test_percentiles_forget_old_calls_once_new_ones_came_and_stay_while_there_ar
     assert recorder.summary(now=122).count == 102
 
 
+def test_percentiles_of_a_replica_that_was_idle_are_those_of_the_calls_since():
+    recorder = LatencyRecorder(now=50, window_s=5)
+    for now in (50, 56):
+        recorder.record(400, now=now)
+    recorder.record(5, now=3600)
+    assert recorder.summary(now=3600).p95_ms == pytest.approx(5, rel=0.16)
+    recorder.record(1, now=3605)
+    assert recorder.summary(now=3605).p95_ms == pytest.approx(5, rel=0.16)
+
+
 def test_shows_plain_numbers():
     shown = recorded([1.0, 2.0]).as_json()
     assert set(shown) == {"p50_ms", "p95_ms", "p99_ms", "throughput_per_s"}
