@@ -48,9 +48,9 @@ class Handover:
 
     def look(self, orders: Orders, keepers: Sequence[Keeper]) -> None:
         """Take over, in the background, once something has changed by which there may be more for this replica: states were handed over,
-        other replicas are there, another engine is loaded.
+        other replicas are there, another engine is loaded. What failed is tried again.
         """
-        if not orders.handed_over or self._is_taking:
+        if not orders.handed_over or self._is_taking or self._heartbeat.place == NO_PLACE:
             return
         kinds = frozenset(kind for keeper in keepers for kind in keeper.openings())
         seen = orders.handed_over, orders.fleet.replicas.get("encoder", ()), kinds
@@ -103,7 +103,9 @@ class Handover:
 
     async def _take(self, keepers: Sequence[Keeper]) -> None:
         self._erased.clear()
-        states = await self._arrived({kind: room for keeper in keepers for kind, room in keeper.openings().items()})
+        states, are_all = await self._arrived({kind: room for keeper in keepers for kind, room in keeper.openings().items()})
+        if not are_all:
+            self._looked_at = None
         coldest_first, count = _popped(states), 0  # what is kept first is the first to be given up
         while chunk := chunk_of(coldest_first):
             count += sum([await keeper.take_over(chunk, self._wanted) for keeper in keepers])
@@ -111,13 +113,13 @@ class Handover:
         if count:
             logger.info("%d users' states taken over", count)
 
-    async def _arrived(self, rooms: dict[str, Room]) -> list[KeptUser]:
-        """What is held for this replica, the hottest first: of each kind as much as there is room for."""
+    async def _arrived(self, rooms: dict[str, Room]) -> tuple[list[KeptUser], bool]:
+        """What is held for this replica, the hottest first: of each kind as much as there is room for; and whether that is all of it."""
         states, after = list[KeptUser](), 0
         try:
             while wanted := tuple(kind for kind, room in rooms.items() if room.left > 0):
                 if self._heartbeat.place == NO_PLACE:
-                    break
+                    return states, False
                 found: Taken = await self._ask("take_over", self._heartbeat.place, wanted, after)
                 for one in found.states:
                     if rooms[one.kind].left > 0:
@@ -128,7 +130,8 @@ class Handover:
                 after = found.after
         except BackendError as error:
             logger.warning("states that were handed over cannot be taken: %s", error)
-        return states
+            return states, False
+        return states, True
 
     def _wanted(self, state: KeptUser) -> bool:
         return self._erased.isdisjoint(state.erased_by)

@@ -13,8 +13,9 @@ from cluster.bundle import BundleStore
 from cluster.config import HandoverSettings, parse
 from cluster.engines.handover import CHUNK_BYTES, KeptUser, Room, chunk_of, kind_of_engine, room_for, take_over
 from cluster.errors import ConfigError
-from cluster.fleet.erasures import Erasure, News, Place
+from cluster.fleet.erasures import NO_PLACE, Erasure, News, Place
 from cluster.fleet.handover import LOOK_AT, HeldStates, Taken
+from cluster.fleet.heartbeat import Orders
 from cluster.fleet.rollout import RolloutStore
 from cluster.traffic.user_router import in_order_of
 from cluster.values import EncodeRequest, UserSequence
@@ -26,7 +27,7 @@ from integrations.hstu.encoder import TorchEncoder
 from tests.bundles import random_sequence
 from tests.fakes.clock import Clock
 from tests.fakes.handles import NEVER, Handle, ScriptedHandle
-from tests.waiting import until
+from tests.waiting import settled, until
 
 KEEP_S = 600.0
 NOTHING_MISSED = News(Place("epoch", 1))
@@ -487,9 +488,9 @@ async def leave():
     return Place("epoch", 1)
 
 
-def handover_by(*outcomes):
+def handover_by(*outcomes, heartbeat=None):
     """Beside a switchboard that answers so."""
-    heartbeat = SimpleNamespace(place=Place("epoch", 1), leave=leave)
+    heartbeat = heartbeat or SimpleNamespace(place=Place("epoch", 1), leave=leave)
     return Handover(HandoverSettings(max_bytes=1000, within_s=5), ScriptedHandle(*outcomes), "a", heartbeat)
 
 
@@ -503,6 +504,25 @@ async def test_what_arrived_before_the_switchboard_went_away_is_taken_over(caplo
     await handover_by(Taken((state("ann"),), 1), ActorDiedError()).start([keeper := Keeper()])
     assert keeper.taken == ["ann"]
     assert "cannot be taken" in caplog.text
+
+
+async def test_a_takeover_that_failed_is_tried_again_though_nothing_changes():
+    handover, keeper = handover_by(ActorDiedError(), Taken((state("ann"),), 1), Taken((), 1)), Keeper()
+    for _ in range(3):
+        handover.look(Orders(handed_over=1), [keeper])
+        await settled()
+    assert keeper.taken == ["ann"]
+
+
+async def test_a_replica_takes_over_as_soon_as_it_knows_which_erasures_it_has_carried_out():
+    heartbeat, keeper = SimpleNamespace(place=NO_PLACE, leave=leave), Keeper()
+    handover = handover_by(Taken((state("ann"),), 1), Taken((), 1), heartbeat=heartbeat)
+    await handover.start([keeper])
+    for place in (NO_PLACE, Place("epoch", 1)):
+        heartbeat.place = place
+        handover.look(Orders(handed_over=1), [keeper])
+        await settled()
+    assert keeper.taken == ["ann"]
 
 
 class Name(str):
