@@ -273,7 +273,9 @@ class Bundle:
 
 
 class Draft:
-    """A version being written: put files under `path`, fill in the fields, and leave the `with` block to publish it."""
+    """A version being written: put files under `path`, fill in the fields, and leave the `with` block to publish it. `version`: its number
+    from then on.
+    """
 
     def __init__(self, path: Path, name: str, model: ModelRecord) -> None:
         self.path, self.name, self.model = path, name, model
@@ -285,6 +287,7 @@ class Draft:
         self.artifacts: list[Artifact] = []
         self.failed_steps: list[FailedStep] = []
         self.compiled_from: int | None = None
+        self.version: int | None = None
 
     def take(self, bundle: Bundle, file: str) -> None:
         """Take over a file of a bundle once its checksum holds. A copy, no hard link: versions must not be damaged together."""
@@ -372,34 +375,42 @@ class BundleStore:
     @contextmanager
     def publish(self, model: ModelRecord) -> Iterator[Draft]:
         """Write a new version and make it the current one; nothing is visible unless the block ends well."""
+        with self._drafted(model) as draft:
+            yield draft
+            draft.version = self._commit(draft)
+            self.promote(draft.version)
+
+    @contextmanager
+    def _drafted(self, model: ModelRecord) -> Iterator[Draft]:
         self.root.mkdir(parents=True, exist_ok=True)
         draft = Draft(Path(tempfile.mkdtemp(prefix=".draft-", dir=self.root)), self.name, model)
         try:
             yield draft
-            self.promote(self._commit(draft))
         finally:
             shutil.rmtree(draft.path, ignore_errors=True)
 
     def adopt(self, bundle: Bundle) -> int:
         """Publish a version that was made elsewhere, all of it, without making it current; its number here. Raises BundleError."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        draft = Draft(Path(tempfile.mkdtemp(prefix=".draft-", dir=self.root)), self.name, bundle.manifest.model)
-        try:
+        with self._drafted(bundle.manifest.model) as draft:
             for file in bundle.manifest.files:
                 draft.take(bundle, file)
             self._describe(bundle, draft)
             draft.artifacts, draft.failed_steps = list(bundle.manifest.artifacts), list(bundle.manifest.failed_steps)
             return self._commit(draft)
-        finally:
-            shutil.rmtree(draft.path, ignore_errors=True)
 
     @contextmanager
     def recompile(self, bundle: Bundle) -> Iterator[Draft]:
-        """Publish a version with the same model and new artifacts: required files are copied, derived ones start empty."""
-        with self.publish(bundle.manifest.model) as draft:
+        """Publish a version with the same model and new artifacts: required files are copied, derived ones start empty. It becomes the
+        current one unless another version has meanwhile: a newer model, or what was gone back to.
+        """
+        here = self._here()
+        with self._drafted(bundle.manifest.model) as draft:
             self._copy(bundle, draft)
             draft.compiled_from = bundle.manifest.version
             yield draft
+            draft.version = self._commit(draft)
+            if self._here() == here:
+                self.promote(draft.version)
 
     @staticmethod
     def _copy(bundle: Bundle, draft: Draft) -> None:

@@ -34,7 +34,8 @@ def compile_bundle(
     compilers: Mapping[str, str] = COMPILERS,
     on_step: Callable[[StepResult], None] = lambda _: None,
 ) -> Bundle:
-    """Publish a version of the current model, or of the last good one, with new artifacts and return it.
+    """Publish a version of the current model, or of the last good one, with new artifacts and return it; it becomes current unless another
+    version has meanwhile.
 
     `only` these compilers run; what the others made is kept.
     """
@@ -47,7 +48,7 @@ def compile_bundle(
             for result in results(name, compiler, bundle, draft, options):
                 record(draft, result)
                 on_step(result)
-    return store.open()
+    return store.open(draft.version)
 
 
 def choose_compiler(compilers: Mapping[str, str], name: str) -> Compiler | GenrecError:

@@ -8,6 +8,7 @@ each of its events (see integrations/decoder/model.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -100,9 +101,8 @@ class DecoderTrainer(EpochTrainer[Sequence[WindowColumns], DecoderOptions]):
         losses, rows, length = 0.0, 0, self.decoder.prompt_length
         self.decoder.eval()
         with torch.inference_mode():
-            last = [_only_last(_tail(columns, length)) for columns in self._encoded(examples)]
-            for start in range(0, len(last), self.options.batch_windows):
-                batch = last[start : start + self.options.batch_windows]
+            last = (_only_last(_tail(columns, length)) for columns in self._encoded(examples))  # all states together are many gigabytes
+            while batch := list(islice(last, self.options.batch_windows)):
                 losses += self.decoder.loss(self.decoder.batch(batch)).item() * len(batch)
                 rows += len(batch)
         self.decoder.train()

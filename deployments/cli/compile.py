@@ -26,7 +26,7 @@ def compile_(
     """Publish a version of the current model with compiled artifacts, and print what became of every step. Status 1 where none of them
     made anything.
     """
-    console = Console()
+    console, store = Console(), BundleStore(model_dir)
     options = CompileOptions(targets=_split(targets), precisions=_precisions(precision))
     results: list[StepResult] = []
     with console.status("compiling") as status:
@@ -35,11 +35,15 @@ def compile_(
             results.append(result)
             status.update(f"compiling: {result.step} took {result.seconds:.1f} s")
 
-        bundle = compile_bundle(BundleStore(model_dir), options, only=_split(only), on_step=show)
+        bundle = compile_bundle(store, options, only=_split(only), on_step=show)
     console.print(_table(f"{bundle.version}, compiled from version {bundle.manifest.compiled_from}", results))
     for failed in (result for result in results if result.failure):
         console.print(f"[yellow]{failed.step}[/]: ", end="")
         console.print(failed.failure, markup=False)
+    made, current = bundle.manifest.version, store.current()
+    if current != made:
+        to_serve = f"genrec models promote {made} --model-dir {model_dir}"
+        console.print(f"version {current} became current meanwhile and stays so; to serve this one: {to_serve}", soft_wrap=True)
     if all(result.failure for result in results):
         raise typer.Exit(1)
 

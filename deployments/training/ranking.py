@@ -78,7 +78,7 @@ def publish_ranking(bundle: Bundle, part: RankingPart) -> Bundle:
         part.put(draft)
         draft.training["ranker"] = part.described()
         draft.compiled_from = None
-    return store.open()
+    return store.open(draft.version)
 
 
 def _was_validated(bundle: Bundle) -> bool:

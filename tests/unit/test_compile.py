@@ -81,6 +81,15 @@ def test_publishes_a_version_with_the_artifacts_of_all_compilers(store):
     assert bundle.manifest.failed_steps == []
 
 
+def test_what_was_gone_back_to_meanwhile_stays_current(store):
+    make_bundle(store.root)
+    good, current = store.versions()[-2:]
+    bundle = compile_bundle(
+        store, CompileOptions(), compilers=table("Good"), on_step=lambda _: store.current() == current and store.roll_back()
+    )
+    assert (store.current(), bundle.manifest.version, bundle.manifest.compiled_from) == (good, current + 1, current)
+
+
 def test_drops_a_refused_artifact_records_why_and_goes_on(store):
     seen = []
     bundle = compile_bundle(store, CompileOptions(), compilers=table("HalfFails"), on_step=seen.append)

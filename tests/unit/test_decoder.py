@@ -20,6 +20,7 @@ from integrations.decoder.published import verified_decoder
 from integrations.decoder.soft_prompt import pause_codes, rating_codes
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.model import HSTU
+from pipelines import train_decoder
 from pipelines.epochs import load_checkpoint, save_checkpoint
 from pipelines.train_decoder import DecoderOptions, DecoderTrainer, pieces
 from tests.bundles import make_generative_bundle, random_semantic_ids, random_sequence
@@ -107,6 +108,26 @@ def test_learns_which_item_follows_which():
     trainer = trainer_of(DecoderOptions(epochs=12, batch_windows=8, learning_rate=0.01))
     best = trainer.fit()
     assert best.validation["loss"] < 1.0 < trainer.history[0].validation["loss"]
+
+
+def test_validation_holds_the_states_of_no_more_users_than_a_batch_takes(monkeypatch):
+    monkeypatch.setattr(train_decoder, "ENCODED_AT_ONCE", 4)
+    trainer, calls = trainer_of(DecoderOptions(epochs=1, batch_windows=4)), []
+
+    def note(of, name):
+        call = getattr(of, name)
+
+        def noted(*given):
+            if not trainer.decoder.training:  # it validates
+                calls.append(name)
+            return call(*given)
+
+        monkeypatch.setattr(of, name, noted)
+
+    note(trainer.encoder, "collate")
+    note(trainer.decoder, "loss")
+    trainer.run_epoch()
+    assert calls[:4] == ["collate", "loss"] * 2
 
 
 def test_a_run_resumed_from_a_checkpoint_is_equal_to_one_that_was_never_interrupted(tmp_path):
