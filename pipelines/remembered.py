@@ -1,7 +1,9 @@
 """What a gateway remembers of each user beside cached answers. It can forget one user, all of a tenant, or all."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from math import inf
+from time import monotonic
 from typing import Generic, TypeVar
 
 import msgspec
@@ -10,7 +12,7 @@ from msgspec.structs import replace
 from cluster.cache.codec import Codec
 from cluster.cache.entry import Key
 from cluster.cache.scopes import concerns
-from cluster.cache.shared_notes import SharedNotes
+from cluster.cache.shared_notes import KEPT_S, SharedNotes
 from cluster.traffic.budget import unhurried
 from cluster.values import RecommendRequest
 from pipelines.answer_key import cacheable
@@ -18,6 +20,8 @@ from pipelines.answer_key import cacheable
 REMEMBERED = 10_000
 REMEMBERED_ITEMS = 100
 """Requests that list more blocked and allowed items than this are not remembered, which bounds the memory of each user."""
+TELL_AGAIN_S = KEPT_S / 4
+"""After so long gateways are told again: one may have told them something else since, and the cache may have dropped it."""
 V = TypeVar("V")
 REQUEST_CODEC: Codec[RecommendRequest] = Codec(msgspec.json.Encoder().encode, msgspec.json.Decoder(RecommendRequest).decode)
 
@@ -49,20 +53,24 @@ class Recent(Generic[V]):
 
 class UsualRequests(Recent[RecommendRequest]):
     """Each user's last request. The versions of a model share it, and by `shared` the gateways: one that stores an event need not be the
-    one that was asked.
+    one that was asked. `clock` gives seconds.
     """
 
-    def __init__(self, shared: SharedNotes[RecommendRequest] | None = None, limit: int = REMEMBERED) -> None:
+    def __init__(
+        self, shared: SharedNotes[RecommendRequest] | None = None, limit: int = REMEMBERED, clock: Callable[[], float] = monotonic
+    ) -> None:
         super().__init__(limit)
-        self.shared, self._forgotten = shared, 0
+        self.shared, self._clock, self._forgotten = shared, clock, 0
+        self._told = Recent[float](limit)
 
     def note(self, request: RecommendRequest) -> None:
         """Remember the request if its answer depends on stored events alone: a new event is then the moment to compute it again."""
         listed = len(request.blocked) + len(request.allowed or ())
         if request.behaviours is None and request.request_time is None and listed <= REMEMBERED_ITEMS and cacheable(request):
             key, usual = usual_key(request.tenant, request.user_id), replace(unhurried(request), cache="use")
-            if self.shared is not None and self.get(key) != usual:
+            if self.shared is not None and (self.get(key) != usual or self._clock() - (self._told.get(key) or -inf) >= TELL_AGAIN_S):
                 self.shared.put(key, usual)
+                self._told.put(key, self._clock())
             self.put(key, usual)
 
     def of(self, tenant: str, user_id: str) -> RecommendRequest | None:
@@ -82,6 +90,7 @@ class UsualRequests(Recent[RecommendRequest]):
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
         super().forget(tenant, user_id)
+        self._told.forget(tenant, user_id)
         self._forgotten += 1
         if self.shared is not None:
             self.shared.forget(lambda key: concerns(key, tenant, user_id))

@@ -12,7 +12,7 @@ from cluster.cache.shard import CacheShard
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.cache.shared_notes import SharedNotes
 from cluster.values import Behaviour, RecommendRequest, SamplingOptions
-from pipelines.remembered import REQUEST_CODEC, UsualRequests, usual_key
+from pipelines.remembered import REQUEST_CODEC, TELL_AGAIN_S, UsualRequests, usual_key
 from tests.waiting import until
 
 ADA, BOB = ("default", "ada"), ("default", "bob")
@@ -43,9 +43,9 @@ async def shard():
     return Shard()
 
 
-def gateway(shard):
+def gateway(shard, **options):
     shared = ShardedCache({"only": shard}, SharedSettings(deadline_s=60))
-    return UsualRequests(SharedNotes(shared, REQUEST_CODEC))
+    return UsualRequests(SharedNotes(shared, REQUEST_CODEC), **options)
 
 
 async def noted(usual, *requests):
@@ -81,6 +81,17 @@ async def test_the_latest_request_holds_and_what_was_told_is_not_told_again(shar
     await noted(first, replace(ASKED, k=5))
     await second.recall([ADA])
     assert second.of(*ADA) == replace(ASKED, k=5)
+
+
+async def test_what_a_user_goes_on_asking_for_is_told_again_before_it_is_dropped(shard):
+    now = [1000.0]
+    first, second = gateway(shard, clock=lambda: now[0]), gateway(shard)
+    await noted(first, ASKED)
+    await noted(second, replace(ASKED, k=5))
+    now[0] += TELL_AGAIN_S
+    await noted(first, ASKED)
+    assert (shard.puts, await second.recall([ADA])) == (3, [ADA])
+    assert second.of(*ADA) == ASKED
 
 
 async def test_what_is_computed_from_a_history_that_was_sent_is_not_told(shard):
