@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+from grpc.aio import AioRpcError
 from msgspec.structs import replace
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
@@ -118,7 +119,7 @@ class StageCaller:
                 piece = stream.first
                 while piece is not ENDED:
                     yield piece
-                    piece = await _next_piece(stream.pieces, deadline)
+                    piece = await _next_piece(stream.pieces, self._handle, deadline)
             finally:
                 stream.pieces.cancel()  # stops the replica if the reader left early
 
@@ -144,31 +145,41 @@ def _died(error: BaseException | None) -> bool:
 
 def _broke(error: BaseException) -> bool:
     """Whether the callee failed for a reason that another replica need not share."""
-    if isinstance(error, RayTaskError):
-        return isinstance(error.cause, BackendError) or not isinstance(error.cause, GenrecError)
-    return isinstance(error, BackendError)
+    cause = error.cause if isinstance(error, RayTaskError) else error  # over gRPC the callee's own error arrives
+    return isinstance(cause, BackendError) or not isinstance(cause, GenrecError | RayServeException)
 
 
 @contextmanager
 def _errors_of(handle: DeploymentHandle[Any], method: str, within_s: float) -> Iterator[None]:
-    """Raise a call's errors as documented at `ask`."""
+    """Raise a call's errors as documented at `ask`. What the callee raised comes in a RayTaskError, or over gRPC as it is."""
     try:
         yield
     except RayTaskError as error:
         if isinstance(error.cause, GenrecError):
             raise error.cause from None
-        logger.exception("%s.%s failed in a way it does not know", handle.deployment_name, method)
-        raise BackendFailed(f"{handle.deployment_name} raised {error.cause!r}; its log has the trace") from error
+        raise _broken(handle, method, error.cause) from error
+    except GenrecError:
+        raise
     except TimeoutError as error:
         raise BackendUnavailable(f"no replica of {handle.deployment_name} answered within {within_s:g} s") from error
+    except AioRpcError as error:
+        why = f"{error.code().name}: {error.details()}"
+        raise BackendUnavailable(f"no replica of {handle.deployment_name} could be reached ({why})") from error
     except (RayError, RayServeException) as error:
         raise BackendUnavailable(f"no replica of {handle.deployment_name} could be reached ({type(error).__name__}: {error})") from error
+    except Exception as error:
+        raise _broken(handle, method, error) from error
+
+
+def _broken(handle: DeploymentHandle[Any], method: str, error: Exception) -> BackendFailed:
+    logger.error("%s.%s failed in a way it does not know", handle.deployment_name, method, exc_info=error)
+    return BackendFailed(f"{handle.deployment_name} raised {error!r}; its log has the trace")
 
 
 async def _once(handle: DeploymentHandle[Any], method: str, args: tuple[Any, ...], deadline: float) -> Any:
     response = getattr(handle, method).remote(*args)
     try:
-        return await asyncio.wait_for(response, max(0.0, deadline - monotonic()))
+        return await _in_time(response, handle, deadline)
     except (TimeoutError, asyncio.CancelledError):
         response.cancel()  # an overloaded replica need not compute an answer that no caller awaits
         raise
@@ -178,14 +189,25 @@ async def _opened(handle: DeploymentHandle[Any], method: str, args: tuple[Any, .
     """A stream whose first piece has arrived."""
     pieces = getattr(handle.options(stream=True), method).remote(*args)
     try:
-        return _Stream(await _next_piece(pieces, deadline), pieces)
+        return _Stream(await _next_piece(pieces, handle, deadline), pieces)
     except BaseException:
         pieces.cancel()  # as in `_once`
         raise
 
 
-async def _next_piece(pieces: Any, deadline: float) -> Any:
+async def _next_piece(pieces: Any, handle: DeploymentHandle[Any], deadline: float) -> Any:
     try:
-        return await asyncio.wait_for(anext(pieces), max(0.0, deadline - monotonic()))
+        return await _in_time(anext(pieces), handle, deadline)
     except StopAsyncIteration:
         return ENDED
+
+
+async def _in_time(answer: Awaitable[Any], handle: DeploymentHandle[Any], deadline: float) -> Any:
+    """Raises CancelledError only where this task is cancelled: over gRPC one that was raised in the callee arrives here too."""
+    try:
+        return await asyncio.wait_for(answer, max(0.0, deadline - monotonic()))
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise BackendFailed(f"{handle.deployment_name} cancelled the call") from error

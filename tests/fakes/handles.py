@@ -1,6 +1,7 @@
 """Handles of deployments, without a cluster: on an object in this process, or on a list of outcomes."""
 
 import asyncio
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,20 @@ from cluster.traffic.user_router import Together
 
 NEVER = object()
 """The outcome of a call that is not answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """The outcome of a call over gRPC whose callee raised this: it arrives as it is, without a RayTaskError around it."""
+
+    error: BaseException
+
+
+def raised_by(outcome: Any) -> BaseException | None:
+    """What a call of this outcome raises; any other exception is a value."""
+    if isinstance(outcome, Raw):
+        return outcome.error
+    return outcome if isinstance(outcome, RayError) else None
 
 
 class Handle:
@@ -33,8 +48,9 @@ class Handle:
 
 
 class ScriptedHandle:
-    """Answers each call with the next of `outcomes`: a value, an exception of Ray's to raise, NEVER, or a list of those to stream. A call
-    of several requests has as many outcomes, unless the first is one of the call itself. `calls`: the arguments of each request.
+    """Answers each call with the next of `outcomes`: a value, an exception of Ray's or a Raw one to raise, NEVER, or a list of those to
+    stream. A call of several requests has as many outcomes, unless the first is one of the call itself. `calls`: the arguments of each
+    request.
     """
 
     deployment_name = "encoder"
@@ -63,8 +79,8 @@ class ScriptedHandle:
         outcome = self.outcomes.pop(0)
         response = Pieces(outcome) if isinstance(outcome, list) else asyncio.get_running_loop().create_future()
         self.responses.append(response)
-        if isinstance(outcome, RayError):
-            response.set_exception(outcome)
+        if error := raised_by(outcome):
+            response.set_exception(error)
         elif outcome is not NEVER and not isinstance(outcome, list):
             response.set_result(outcome)
         return response
@@ -84,8 +100,8 @@ class Pieces:
             raise StopAsyncIteration
         if (piece := self.pieces.pop(0)) is NEVER:
             await asyncio.Event().wait()
-        if isinstance(piece, RayError):
-            raise piece
+        if error := raised_by(piece):
+            raise error
         return piece
 
     def cancel(self) -> None:

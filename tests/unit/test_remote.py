@@ -4,7 +4,10 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from grpc import StatusCode
+from grpc.aio import AioRpcError, Metadata
 from ray.exceptions import ActorDiedError, RayTaskError
+from ray.serve.exceptions import BackPressureError
 
 from cluster.errors import BackendFailed, BackendUnavailable, InvalidRequest, UnknownChoice
 from cluster.fleet.switchboard import StageStatus
@@ -13,7 +16,7 @@ from cluster.values import EncodeRequest
 from deployments.admin_api import AdminApi
 from deployments.calls.remote import StageCaller, ask
 from tests.bundles import random_sequence
-from tests.fakes.handles import NEVER, ScriptedHandle
+from tests.fakes.handles import NEVER, Raw, ScriptedHandle
 
 pytestmark = pytest.mark.virtual_time
 
@@ -22,17 +25,53 @@ def raised(cause: Exception) -> RayTaskError:
     return RayTaskError("encode", "the trace", cause)
 
 
+OUT_OF_ROOM = AioRpcError(StatusCode.RESOURCE_EXHAUSTED, Metadata(), Metadata(), details="the message is too large")
+as_raised = pytest.mark.parametrize("raised_as", [raised, Raw], ids=["ray", "grpc"])
+
+
 async def test_a_replica_that_dies_with_a_call_costs_a_try():
     assert await ask(ScriptedHandle(ActorDiedError(), "answer"), "encode", within_s=1, tries=2) == "answer"
     with pytest.raises(BackendUnavailable, match="no replica of encoder could be reached"):
         await ask(ScriptedHandle(ActorDiedError(), ActorDiedError()), "encode", within_s=1, tries=2)
 
 
-async def test_an_error_of_ours_comes_through_and_another_is_a_broken_backend():
+@as_raised
+async def test_an_error_of_ours_comes_through_and_another_is_a_broken_backend(raised_as):
     with pytest.raises(UnknownChoice):
-        await ask(ScriptedHandle(raised(UnknownChoice("encoder", "trt", ["torch"]))), "encode", within_s=1)
-    with pytest.raises(BackendFailed, match="ZeroDivisionError"):
-        await ask(ScriptedHandle(raised(ZeroDivisionError("no"))), "encode", within_s=1)
+        await ask(ScriptedHandle(raised_as(UnknownChoice("encoder", "trt", ["torch"]))), "encode", within_s=1)
+    with pytest.raises(BackendFailed, match="encoder raised ZeroDivisionError"):
+        await ask(ScriptedHandle(raised_as(ZeroDivisionError("no"))), "encode", within_s=1)
+
+
+async def test_a_connection_that_fails_is_a_replica_that_cannot_be_reached():
+    with pytest.raises(BackendUnavailable, match="RESOURCE_EXHAUSTED: the message is too large"):
+        await ask(ScriptedHandle(Raw(OUT_OF_ROOM)), "encode", within_s=1)
+    asking, _ = caller([Raw(OUT_OF_ROOM)])
+    with pytest.raises(BackendUnavailable, match="RESOURCE_EXHAUSTED"):
+        await streamed(asking)
+
+
+async def test_a_call_that_the_callee_cancelled_is_broken_and_cancels_no_caller():
+    with pytest.raises(BackendFailed, match="encoder cancelled the call"):
+        await ask(ScriptedHandle(Raw(asyncio.CancelledError())), "encode", within_s=1)
+    for pieces in ([Raw(asyncio.CancelledError())], ["a", Raw(asyncio.CancelledError())]):
+        asking, handle = caller(pieces)
+        with pytest.raises(BackendFailed, match="encoder cancelled the call"):
+            await streamed(asking)
+        assert handle.responses[0].cancelled()
+
+
+async def test_a_caller_that_is_cancelled_is_so_whatever_it_waits_for():
+    for outcome, call in ((NEVER, lambda asking: asking.ask(REQUEST, within_s=10, safe=True)), (["a", NEVER], streamed)):
+        asking, handle = caller(outcome)
+        waiting = asyncio.create_task(call(asking))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.sleep(0)
+        assert handle.responses[0].cancelled()
+        assert waiting.cancelled()
 
 
 async def test_a_call_that_nobody_waits_for_any_more_is_cancelled():
@@ -90,7 +129,16 @@ async def test_a_copy_is_nobodys_so_that_no_router_brings_it_home_to_the_stopped
 
 
 @pytest.mark.parametrize(
-    "broken", [raised(ZeroDivisionError("no")), raised(BackendFailed("it broke")), BROKEN], ids=["bug", "engine", "value"]
+    "broken",
+    [
+        raised(ZeroDivisionError("no")),
+        raised(BackendFailed("it broke")),
+        Raw(ZeroDivisionError("no")),
+        Raw(BackendFailed("it broke")),
+        Raw(asyncio.CancelledError()),
+        BROKEN,
+    ],
+    ids=["bug", "engine", "bug by gRPC", "engine by gRPC", "cancelled by gRPC", "value"],
 )
 async def test_what_only_computes_is_asked_of_another_replica_and_what_may_break_it_too_is_not(broken):
     poor = {"poor": lambda answer: answer == BROKEN}
@@ -105,9 +153,19 @@ async def test_what_only_computes_is_asked_of_another_replica_and_what_may_break
     assert len(handle.calls) == 1
 
 
-async def test_a_request_that_is_wrong_is_wrong_everywhere():
-    asking, handle = caller(raised(InvalidRequest("k", "is wrong")), "answer")
+@as_raised
+async def test_a_request_that_is_wrong_is_wrong_everywhere(raised_as):
+    asking, handle = caller(raised_as(InvalidRequest("k", "is wrong")), "answer")
     with pytest.raises(InvalidRequest):
+        await asking.ask(REQUEST, within_s=1, safe=True)
+    assert len(handle.calls) == 1
+
+
+async def test_a_safe_call_is_repeated_after_a_connection_that_failed_and_not_after_serve_refused_it():
+    asking, _ = caller(Raw(OUT_OF_ROOM), "answer")
+    assert await asking.ask(REQUEST, within_s=1, safe=True) == "answer"
+    asking, handle = caller(Raw(BackPressureError(1, 1)), "answer")
+    with pytest.raises(BackendUnavailable):
         await asking.ask(REQUEST, within_s=1, safe=True)
     assert len(handle.calls) == 1
 

@@ -15,7 +15,7 @@ from cluster.values import EncodeRequest, SkippedBackend
 from deployments.replicas.replica import ModelGone
 from deployments.stages import ColocatedStages, SplitStages
 from tests.bundles import random_sequence
-from tests.fakes.handles import NEVER, ScriptedHandle
+from tests.fakes.handles import NEVER, Raw, ScriptedHandle
 
 pytestmark = pytest.mark.virtual_time
 
@@ -57,8 +57,12 @@ async def test_a_stream_whose_replica_dies_is_not_begun_again():
     assert handle.outcomes == [[1, 2]]
 
 
-async def test_what_a_stream_raises_is_an_error_of_ours_and_is_not_tried_on_another_replica():
-    handle = ScriptedHandle([1, RayTaskError("generate_stream", "the trace", ZeroDivisionError("no"))], [1, 2])
+BUG = ZeroDivisionError("no")
+
+
+@pytest.mark.parametrize("raised", [RayTaskError("generate_stream", "the trace", BUG), Raw(BUG)], ids=["ray", "grpc"])
+async def test_what_a_stream_raises_is_an_error_of_ours_and_is_not_tried_on_another_replica(raised):
+    handle = ScriptedHandle([1, raised], [1, 2])
     with pytest.raises(BackendFailed, match="ZeroDivisionError"):
         await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).stream(GENERATOR, None, 5.0))
     assert handle.outcomes == [[1, 2]]
