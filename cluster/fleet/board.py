@@ -36,7 +36,8 @@ class Presence:
 class FleetNews:
     """`ready`: versions that every live replica of every stage can serve; `used`: those that some gateway gives answers of.
 
-    `settled`: the board has been there for long enough to have heard from every process. `replicas`: stage -> the ids of those that live.
+    `settled`: the board has been there for long enough to have heard from every process. `replicas`: stage -> the ids of those that live
+    and hold a version: no request goes to one that still loads its first.
     """
 
     ready: frozenset[int] = frozenset()
@@ -47,7 +48,7 @@ class FleetNews:
 
     @property
     def generators(self) -> int | None:
-        """How many live; None while that is not known."""
+        """How many can be asked; None while that is not known."""
         return len(self.replicas.get("generator", ())) if self.settled else None
 
 
@@ -84,10 +85,12 @@ class FleetBoard:
         """What every process should know of the others."""
         live = self._live(now)
         used = frozenset(version for one in live.values() for version in one.uses)
-        roles = Counter(one.role for one in live.values())
+        gateways = sum(one.role == "gateway" for one in live.values())
         settled = now - self._made_at > self._ttl_s
-        replicas: dict[Role, tuple[str, ...]] = {role: _ids_of(role, live) for role in roles if role != "gateway"}
-        return FleetNews(self._ready(live), used, max(1, roles["gateway"]), settled, replicas)
+        serving = _serving(live)
+        stages = dict.fromkeys(one.role for one in serving.values() if one.role != "gateway")
+        replicas: dict[Role, tuple[str, ...]] = {role: _ids_of(role, serving) for role in stages}
+        return FleetNews(self._ready(live), used, max(1, gateways), settled, replicas)
 
     def leave(self, name: str) -> None:
         """A process has said that it stops."""
@@ -95,7 +98,7 @@ class FleetBoard:
 
     def serving(self, role: Role, *, now: float) -> tuple[str, ...]:
         """The ids of the role's live processes that hold a version: those that are given requests."""
-        return _ids_of(role, {name: one for name, one in self._live(now).items() if READY in one.holds.values()})
+        return _ids_of(role, _serving(self._live(now)))
 
     def judge(self, rollout: Rollout) -> str:
         """Why the trial has to end by what the gateways have measured, "" where it may go on."""
@@ -129,7 +132,7 @@ class FleetBoard:
         """None while there is no encoder: a stage without replicas, as a generator that was scaled to zero, holds up no version, nor
         does a replica that holds nothing yet, since no request goes to it.
         """
-        stages = [one for one in live.values() if one.role != "gateway" and READY in one.holds.values()]
+        stages = [one for one in _serving(live).values() if one.role != "gateway"]
         if not any(one.role == "encoder" for one in stages):
             return frozenset()
         return frozenset.intersection(*(frozenset(v for v, obstacle in one.holds.items() if obstacle == READY) for one in stages))
@@ -137,6 +140,11 @@ class FleetBoard:
     def _live(self, now: float) -> dict[str, Presence]:
         self._present = {name: told for name, told in self._present.items() if now - told[0] <= self._ttl_s}
         return {name: presence for name, (_, presence) in self._present.items()}
+
+
+def _serving(live: Mapping[str, Presence]) -> dict[str, Presence]:
+    """Those that hold a version, and so are given requests."""
+    return {name: one for name, one in live.items() if READY in one.holds.values()}
 
 
 def _ids_of(role: Role, live: Mapping[str, Presence]) -> tuple[str, ...]:

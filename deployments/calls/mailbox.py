@@ -48,7 +48,7 @@ class Mailbox:
         self._context = no_requests_context()
 
     def learn(self, replicas: Iterable[str]) -> None:
-        """Take the ids of the live replicas, by which users' homes are found."""
+        """Take the ids of the replicas that serve, by which users' homes are found."""
         self._replicas = tuple(replicas)
 
     def send(self, request: Any, left_s: float) -> asyncio.Future[Any]:

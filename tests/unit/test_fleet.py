@@ -49,6 +49,21 @@ def test_a_dead_replica_does_not_hold_a_version_up(board: FleetBoard):
     assert board.report("e2", stage("encoder", 1, 2), now=5.1).ready == {1, 2}
 
 
+def test_a_replica_that_holds_nothing_yet_is_listed_once_it_can_serve(board: FleetBoard):
+    news = board.report("generator/x", Presence("generator", {}), now=10)
+    assert (news.generators, news.replicas.get("generator", ())) == (0, ())
+    news = board.report("generator/x", stage("generator", v1=LOADING), now=11)
+    assert (news.generators, news.replicas.get("generator", ())) == (0, ())
+    news = board.report("generator/x", stage("generator", 1, v2=LOADING), now=12)
+    assert (news.generators, news.replicas["generator"]) == (1, ("x",))
+
+
+def test_a_gateway_counts_from_its_first_report(board: FleetBoard):
+    board.report("gateway/a", gateway(1), now=0)
+    news = board.report("gateway/b", Presence("gateway", {}), now=0)
+    assert (news.gateways, dict(news.replicas)) == (2, {})
+
+
 def test_what_any_living_gateway_answers_with_is_used(board: FleetBoard):
     board.report("a", gateway(1), now=0)
     news = board.report("b", gateway(2, 3), now=4)

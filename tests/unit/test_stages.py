@@ -8,7 +8,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from cluster.config import FlagSettings
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import BackendFailed, BackendUnavailable
-from cluster.fleet.board import READY, FleetNews
+from cluster.fleet.board import READY, FleetBoard, FleetNews, Presence
 from cluster.stages import ENCODER, GENERATOR, RANKER
 from cluster.traffic.hedging import Hedge
 from cluster.values import EncodeRequest, SkippedBackend
@@ -91,6 +91,17 @@ async def test_split_a_version_is_ready_once_the_switchboard_says_so_of_everybod
     assert not stages.ready(2)
     stages.update(FleetNews(ready=frozenset({1, 2})))
     assert stages.ready(2)
+
+
+async def test_a_generator_that_is_starting_is_not_waited_for():
+    stages = SplitStages(ScriptedHandle(), generator := ScriptedHandle(NEVER), ScriptedHandle())
+    stages.update(FleetBoard().report("generator/x", Presence("generator", {}), now=10))
+    with pytest.raises(BackendUnavailable, match="no generator runs now"):
+        await asyncio.wait_for(stages.ask(GENERATOR, None, 5.0), 0.01)
+    with pytest.raises(BackendUnavailable, match="no generator runs now"):
+        await asyncio.wait_for(listed(stages.stream(GENERATOR, None, 5.0)), 0.01)
+    await asyncio.sleep(0)
+    assert generator.calls == [()], "Serve is asked for one, once"
 
 
 async def test_hedging_follows_its_flag():
