@@ -146,7 +146,7 @@ def _died(error: BaseException | None) -> bool:
 def _broke(error: BaseException) -> bool:
     """Whether the callee failed for a reason that another replica need not share."""
     cause = error.cause if isinstance(error, RayTaskError) else error  # over gRPC the callee's own error arrives
-    return isinstance(cause, BackendError) or not isinstance(cause, GenrecError | RayServeException)
+    return isinstance(cause, BackendError) or not isinstance(cause, GenrecError | RayServeException | TimeoutError)
 
 
 @contextmanager
