@@ -4,7 +4,6 @@ gateway -> SplitStages     -> a handle -> a replica of the encoder, of the gener
 -> ColocatedStages -> an Encoder, a Generator and a Ranker of its own
 """
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
@@ -16,6 +15,7 @@ from cluster.config import FlagSettings
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import BackendError, BackendUnavailable
 from cluster.fleet.board import READY, FleetNews
+from cluster.no_request import Background
 from cluster.stages import GENERATOR, Stage, StageName
 from cluster.traffic.hedging import Hedge
 from cluster.values import StageAnswer
@@ -130,12 +130,11 @@ class ScaleUpTrigger:
     """Has Serve start a replica of a deployment that was scaled to zero, by a call that waits for one."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self._handle = handle
-        self._starting: asyncio.Task[None] | None = None
+        self._handle, self._starting = handle, Background(1)
 
     def pull(self) -> None:
-        if self._starting is None or self._starting.done():
-            self._starting = asyncio.create_task(self._start())
+        if not len(self._starting):
+            self._starting.start(self._start())
 
     async def _start(self) -> None:
         try:

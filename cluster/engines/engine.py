@@ -43,7 +43,7 @@ class Engine(Generic[RequestT, AnswerT]):
     def __init__(self, backend: Any, nonsense: Callable[[RequestT, AnswerT], str], clock: Callable[[], float]) -> None:
         self.backend, self._nonsense, self._clock = backend, nonsense, clock
         self.known_good: RequestT | None = None
-        self.late_in_a_row = 0
+        self.late_in_a_row = self.answered = 0
 
     async def ask(self, requests: Sequence[RequestT], run: Run) -> Reply[AnswerT]:
         """The outcome of each request, in order; `run` is the thread for what takes one."""
@@ -99,7 +99,9 @@ class Batches(Engine[RequestT, AnswerT]):
 
 
 class Queue(Engine[RequestT, AnswerT]):
-    """An engine with a queue of its own. `late_in_a_row`: calls given up since its last answer, by their deadline or by their caller."""
+    """An engine with a queue of its own. `answered`: calls that it answered; `late_in_a_row`: calls given up since the last of them, by
+    their deadline or by their caller.
+    """
 
     queued = True
 
@@ -121,7 +123,7 @@ class Queue(Engine[RequestT, AnswerT]):
                     yield outcome
                     if isinstance(outcome, Exception):
                         return
-            self.late_in_a_row = 0
+            self._has_answered()
         except (DeadlineExceeded, asyncio.CancelledError) as error:
             yield self._late(error)
         except Exception as error:  # noqa: BLE001 - any error of an engine is a reason to ask the next one
@@ -134,8 +136,11 @@ class Queue(Engine[RequestT, AnswerT]):
             return self._late(error)
         except Exception as error:  # noqa: BLE001 - any error of an engine is a reason to ask the next one
             return error
-        self.late_in_a_row = 0
+        self._has_answered()
         return self._checked(request, answer)
+
+    def _has_answered(self) -> None:
+        self.answered, self.late_in_a_row = self.answered + 1, 0
 
     def _late(self, error: DeadlineExceeded | asyncio.CancelledError) -> Exception:
         """The time was over, or the caller has gone, perhaps because it was: raises that one again. Where the call was not

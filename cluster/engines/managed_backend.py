@@ -32,8 +32,10 @@ from cluster.values import Availability, SkippedBackend
 
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
-SAMPLE_WITHIN_S = 5.0
-"""How long an engine with a queue may take for a sample that it answered before, until it counts as broken."""
+SAMPLE_WITHIN_S, SAMPLE_SLOWER = 5.0, 10.0
+"""How long an engine with a queue may take for a sample that it answered before, and how many times what it took then, if that is more,
+until it counts as broken.
+"""
 BRIEF_S = 0.001
 """A call that took less is not worth a thread: the way there and back takes as long, and others wait no longer than for it."""
 LATE_TO_BE_STUCK = 3
@@ -362,7 +364,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         if engine.known_good is None:
             return None
         try:
-            async with asyncio.timeout(SAMPLE_WITHIN_S if engine.queued else None):
+            async with asyncio.timeout(self._sample_within_s if engine.queued else None):
                 (outcome,) = (await engine.ask([engine.known_good], run)).outcomes
         except TimeoutError:
             return False
@@ -373,9 +375,14 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             return "has lost its engine"
         if engine.late_in_a_row < LATE_TO_BE_STUCK:
             return ""
-        engine.late_in_a_row = 0
-        sound = await self._still_answers(engine, self._room.thread.run)
-        return "" if sound else f"is stuck: it was late again and again, and gave no answer to a sample within {SAMPLE_WITHIN_S:g} s"
+        engine.late_in_a_row, answered = 0, engine.answered
+        if await self._still_answers(engine, self._room.thread.run) or engine.answered > answered:  # the sample may wait behind others
+            return ""
+        return f"is stuck: it was late again and again, and gave no answer within {self._sample_within_s:g} s, a sample's among them"
+
+    @property
+    def _sample_within_s(self) -> float:
+        return max(SAMPLE_WITHIN_S, SAMPLE_SLOWER * self.rehearsed_ms / 1e3)
 
     def _judge(self, engine: Engine[RequestT, AnswerT], *, sound: bool, on_trial: bool = False, broken_calls: int = 0) -> None:
         """Count for or against the breaker, unless another engine has been loaded since. An open one is closed by a trial only."""

@@ -194,11 +194,15 @@ class VllmGenerator:
 
     def forget_everything(self) -> int:
         """Drop what is computed of all prompts, which vLLM keeps without their users; 0, as vLLM counts none. Raises BackendFailed."""
-        if (engine := self._engine) is not None:
+        if (lease := self._lease) is not None:
             try:
-                self._run(asyncio.wait_for(engine.forget(), FORGET_WITHIN_S))
+                self._run(asyncio.wait_for(lease.engine.forget(), FORGET_WITHIN_S))
             except TimeoutError:
+                lease.condemn()
                 raise BackendFailed(f"vLLM did not drop its prefix cache within {FORGET_WITHIN_S:g} s") from None
+            except BackendFailed:
+                lease.condemn()  # others that share the engine share what it has not dropped
+                raise
         return 0
 
     def kept(self) -> dict[str, float]:

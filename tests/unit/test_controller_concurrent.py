@@ -338,6 +338,29 @@ class TestRecovery:
         assert stage.of("queued").reason.startswith("is stuck: it was late again and again" if stuck else "")
         assert ("close" in Queued.log) == stuck
 
+    async def test_an_engine_that_answers_others_while_a_sample_waits_is_not_stuck(self, stage, monkeypatch):
+        working, sample_waits = Queued.ainfer, asyncio.Event()
+
+        async def behind_a_long_queue(self, request):
+            if request == 5:
+                raise DeadlineExceeded("too late")
+            if request == 1:
+                sample_waits.set()
+                await asyncio.Event().wait()
+            return await working(self, request)
+
+        monkeypatch.setattr(managed_backend, "SAMPLE_WITHIN_S", 0.05)
+        monkeypatch.setattr(Queued, "ainfer", behind_a_long_queue)
+        for _ in range(managed_backend.LATE_TO_BE_STUCK):
+            with pytest.raises(NoBackendAnswered):
+                await stage.serve(5)
+        refreshed = asyncio.create_task(stage.controller.refresh())
+        await sample_waits.wait()
+        assert (await stage.serve(4)).backend == "queued"
+        await refreshed
+        assert (stage.of("queued").breaker, stage.of("queued").reason) == (BreakerState.CLOSED, "")
+        assert "close" not in Queued.log
+
     async def test_callers_who_leave_an_engine_that_does_not_answer_have_it_asked_a_sample_too(self, stage, monkeypatch):
         async def stuck(self, request):
             await asyncio.Event().wait()

@@ -1,6 +1,7 @@
 """Where the stages are computed, split or colocated: what a replica gives as a value is raised, and whose business a failure is."""
 
 import asyncio
+from contextvars import ContextVar
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
@@ -13,9 +14,10 @@ from cluster.stages import ENCODER, GENERATOR, RANKER
 from cluster.traffic.hedging import Hedge
 from cluster.values import EncodeRequest, SkippedBackend
 from deployments.replicas.replica import ModelGone
-from deployments.stages import ColocatedStages, SplitStages
+from deployments.stages import ColocatedStages, ScaleUpTrigger, SplitStages
 from tests.bundles import random_sequence
 from tests.fakes.handles import NEVER, Raw, ScriptedHandle
+from tests.waiting import until
 
 pytestmark = pytest.mark.virtual_time
 
@@ -91,6 +93,23 @@ async def test_split_a_version_is_ready_once_the_switchboard_says_so_of_everybod
     assert not stages.ready(2)
     stages.update(FleetNews(ready=frozenset({1, 2})))
     assert stages.ready(2)
+
+
+async def test_a_generator_is_woken_in_the_context_of_none_of_the_requests():
+    """Serve cancels the calls that were made in the context of a request whose client leaves."""
+    caller, seen = ContextVar("caller", default="none"), []
+
+    class Handle(ScriptedHandle):
+        def _remote(self, *args):
+            seen.append(caller.get())
+            return super()._remote(*args)
+
+    trigger = ScaleUpTrigger(Handle(None))
+    caller.set("the first one's")
+    trigger.pull()
+    trigger.pull()
+    await until(lambda: seen)
+    assert seen == ["none"]
 
 
 async def test_a_generator_that_is_starting_is_not_waited_for():

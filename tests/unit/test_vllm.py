@@ -673,6 +673,17 @@ def test_refuses_a_dtype_that_there_is_not():
         VllmGenerator(dtype="fp8")
 
 
+def test_an_engine_that_drops_nothing_is_lost_for_all_that_share_it(generator, llm, bundle):
+    other = VllmGenerator(patience_s=30)
+    other.load(bundle)
+    assert made == [llm]
+    llm.resettable = False
+    with pytest.raises(BackendFailed, match="parts of it are in use"):
+        generator.forget_everything()
+    assert (generator.alive(), other.alive()) == (False, False)
+    other.close()
+
+
 def test_the_queue_tells_what_runs_and_waits_and_forgets_what_was_aborted(generator, llm):
     llm.unfinished.update("abc")
     steps = SimpleNamespace(queries=100, hits=60)
