@@ -133,7 +133,7 @@ class ScaleUpTrigger:
         self._handle, self._starting = handle, Background(1)
 
     def pull(self) -> None:
-        if not len(self._starting):
+        if self._starting.has_room():
             self._starting.start(self._start())
 
     async def _start(self) -> None:

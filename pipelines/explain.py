@@ -35,7 +35,7 @@ def most_similar(items: Int32Array, history: Int32Array, vectors_VD: FloatArray,
     met = np.unique(history)
     cosines = vectors_VD[items] @ vectors_VD[met].T
     cosines[items[:, None] == met] = -np.inf  # what came back is like itself: that explains nothing
-    return [_named(met[places], row[places], catalogue) for row in cosines for places in (_largest(row),)]
+    return [_named(met[places], row[places], catalogue) for row, places in zip(cosines, map(_largest, cosines), strict=True)]
 
 
 def _largest(row: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.intp]:

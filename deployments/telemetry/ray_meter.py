@@ -155,4 +155,4 @@ class RayMeter:
 
 def _ascii(labels: Mapping[str, str]) -> dict[str, str]:
     """Ray takes no other characters in a label's value; they are written as in Python's escapes."""
-    return {name: value.encode("ascii", "backslashreplace").decode() for name, value in labels.items()}
+    return {name: value if value.isascii() else value.encode("ascii", "backslashreplace").decode() for name, value in labels.items()}

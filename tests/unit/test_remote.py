@@ -17,6 +17,7 @@ from deployments.admin_api import AdminApi
 from deployments.calls.remote import StageCaller, ask
 from tests.bundles import random_sequence
 from tests.fakes.handles import NEVER, Raw, ScriptedHandle
+from tests.waiting import settled
 
 pytestmark = pytest.mark.virtual_time
 
@@ -65,7 +66,7 @@ async def test_a_caller_that_is_cancelled_is_so_whatever_it_waits_for():
     for outcome, call in ((NEVER, lambda asking: asking.ask(REQUEST, within_s=10, safe=True)), (["a", NEVER], streamed)):
         asking, handle = caller(outcome)
         waiting = asyncio.create_task(call(asking))
-        await asyncio.sleep(0.01)
+        await settled()
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
