@@ -16,14 +16,16 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
+from stat import S_ISREG
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -50,6 +52,8 @@ SOFT_PROMPT = "soft_prompt.safetensors"
 DECODER = "decoder"
 RANKER = "ranker.safetensors"
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+ABANDONED_S = 24 * 3600.0
+"""A draft in which nothing has changed for so long is of a process that was killed."""
 REMEMBERED = 20
 """Versions that were current before, to go back to."""
 GENERATIVE = (SEMANTIC_IDS, SOFT_PROMPT, f"{DECODER}/config.json", f"{DECODER}/generation_config.json", f"{DECODER}/model.safetensors")
@@ -262,12 +266,13 @@ class Bundle:
         return path
 
     def _verify(self, path: Path, record: FileRecord) -> None:
-        if not path.is_file():
+        size = _size(path)
+        if size is None:
             own = str(path.relative_to(self.path)) in (*REQUIRED, *OPTIONAL)
             cure = "use another version" if own else f"run: genrec compile --model-dir {self.path.parent}"
             raise BundleError(f"{path} is missing; {cure}")
-        if path.stat().st_size != record.size:
-            raise BundleError(f"{path} has {path.stat().st_size} bytes, the manifest says {record.size}: it is cut off or was altered")
+        if size != record.size:
+            raise BundleError(f"{path} has {size} bytes, the manifest says {record.size}: it is cut off or was altered")
         if sha256(path) != record.sha256:
             raise BundleError(f"{path} does not match the checksum in the manifest: it was altered after it was published")
 
@@ -383,11 +388,19 @@ class BundleStore:
     @contextmanager
     def _drafted(self, model: ModelRecord) -> Iterator[Draft]:
         self.root.mkdir(parents=True, exist_ok=True)
+        self._clear()
         draft = Draft(Path(tempfile.mkdtemp(prefix=".draft-", dir=self.root)), self.name, model)
         try:
             yield draft
         finally:
             shutil.rmtree(draft.path, ignore_errors=True)
+
+    def _clear(self) -> None:
+        """Remove drafts of processes that were killed."""
+        for draft in self.root.glob(".draft-*"):
+            with suppress(OSError):  # it was removed, or published, meanwhile
+                if time.time() - max(entry.lstat().st_mtime for entry in (draft, *draft.rglob("*"))) > ABANDONED_S:
+                    shutil.rmtree(draft)
 
     def adopt(self, bundle: Bundle) -> int:
         """Publish a version that was made elsewhere, all of it, without making it current; its number here. Raises BundleError."""
@@ -399,11 +412,12 @@ class BundleStore:
             return self._commit(draft)
 
     @contextmanager
-    def recompile(self, bundle: Bundle) -> Iterator[Draft]:
+    def recompile(self, bundle: Bundle, since: int | None = None) -> Iterator[Draft]:
         """Publish a version with the same model and new artifacts: required files are copied, derived ones start empty. It becomes the
-        current one unless another version has meanwhile: a newer model, or what was gone back to.
+        current one unless another version has meanwhile: a newer model, or what was gone back to. `since`: what was current when the work
+        began; default: what is now.
         """
-        here = self._here()
+        here = self._here() if since is None else [since]
         with self._drafted(bundle.manifest.model) as draft:
             self._copy(bundle, draft)
             draft.compiled_from = bundle.manifest.version
@@ -486,6 +500,15 @@ def _inside(directory: Path, file: str) -> Path:
     if os.path.realpath(path) != f"{os.path.realpath(directory)}/{file}":
         raise BundleError(f"{path} is reached by a link; put the file itself there (cp -rL), or use another version")
     return path
+
+
+def _size(path: Path) -> int | None:
+    """In bytes; None where there is no such file. Raises OSError where that cannot be told."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_size if S_ISREG(found.st_mode) else None
 
 
 def _read_manifest(path: Path) -> Manifest:

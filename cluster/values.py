@@ -72,10 +72,13 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """Whether a backend can run here, and if not, why and what to do."""
+    """Whether a backend can run here, and if not, why and what to do. It is not `certain` where a file could not be read just now, as over
+    a network: that is no reason to unload an engine that has read it before.
+    """
 
     ok: bool
     reason: str = ""
+    certain: bool = True
 
     @classmethod
     def yes(cls) -> "Availability":
@@ -84,6 +87,14 @@ class Availability:
     @classmethod
     def no(cls, reason: str) -> "Availability":
         return cls(ok=False, reason=reason)
+
+    @classmethod
+    def because(cls, error: Exception, problem: str = "") -> "Availability":
+        """No, for the reason that the error gives, or in the words of `problem`."""
+        causes = [error]
+        while isinstance(cause := causes[-1].__cause__, Exception):
+            causes.append(cause)
+        return cls(ok=False, reason=problem or str(error), certain=not any(isinstance(one, OSError) for one in causes))
 
 
 class UserSequence(Struct, frozen=True, eq=False):

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from time import monotonic
 
@@ -151,17 +151,24 @@ class UserData:
         self._recorder.forget(tenant, user_id)
         dropped = await self._cache.invalidate(tenant, user_id) if self._cache else Invalidated(0)
         if dropped.unconfirmed:
-            self._background.start(self._insist(tenant, user_id))
+            self._background.start(self._insist(tenant, user_id, dropped.unconfirmed))
         return dropped
 
-    async def _insist(self, tenant: str | None, user_id: str | None) -> None:
-        """Ask caches that did not answer again, until they do or what they held has had its time."""
+    async def _insist(self, tenant: str | None, user_id: str | None, silent: Collection[str]) -> None:
+        """Ask caches that did not answer again, until they do or what they held has had its time. What is not one user's is erased again
+        only once they answer: the other caches have done so, and fill anew.
+        """
         assert self._cache is not None
-        settings = self._settings.cache
+        settings, shared = self._settings.cache, self._cache.shared
+        assert shared is not None
         deadline = monotonic() + max(settings.ttl_s * 1.2 + settings.stale_s, KEPT_S)  # of answers, and of usual requests
         while monotonic() < deadline:
             await asyncio.sleep(INSIST_EVERY_S)
-            if not (await self._cache.invalidate(tenant, user_id)).unconfirmed:
+            away = {one.name for one in shared.health()} & set(silent) - (await shared.statistics()).keys()
+            if user_id is None and away:
+                continue
+            silent = (await self._cache.invalidate(tenant, user_id)).unconfirmed
+            if not silent:
                 return
         logger.warning("a cache was away for longer than it keeps anything of users; what was to be erased is out of date there by now")
 

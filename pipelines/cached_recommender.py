@@ -149,16 +149,16 @@ class CachedRecommender:
 
     async def _computed(self, request: RecommendRequest, key: Key, version: str) -> Computed[Recommendation]:
         """The answer and how to cache it. A degraded answer is cached briefly. Not cached is one that is degraded by the caller's own
-        deadline, taken from the cache itself, or over another history than that of `version`: the user may have been erased meanwhile.
+        deadline, taken from the cache itself, or computed though a good one may be cached (`cache: refresh`), or one over another history
+        than that of `version`: the user may have been erased meanwhile.
         """
         completed = await self._histories.complete(request)
         answer = await self._over(completed)
         if completed.version not in (None, version):
             return Computed(answer, keep=False)
         self._fallback.note(request, key, answer)
-        return Computed(
-            answer, negative=answer.degraded, keep=not answer.degraded or (request.deadline_ms is None and not _is_cached(answer))
-        )
+        of_use = request.deadline_ms is None and request.cache == "use" and not _is_cached(answer)
+        return Computed(answer, negative=answer.degraded, keep=not answer.degraded or of_use)
 
     async def _version(self, request: RecommendRequest) -> str | None:
         """The version of the user's history; None if the cache is not to be used, or the event store does not answer."""

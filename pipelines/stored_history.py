@@ -50,20 +50,18 @@ class StoredHistories:
         began = time.perf_counter()
         if self._store is None:
             return _without(request, SkippedBackend("events", SWITCHED_OFF), began)
-        store = self._store
+        store, until = self._store, request.request_time  # what was known at that time
         try:
             read = in_time(
-                lambda: store.history(request.tenant, request.user_id, self._limit), Budget(request.deadline).within(LONGEST_READ_S)
+                lambda: store.history(request.tenant, request.user_id, self._limit, until), Budget(request.deadline).within(LONGEST_READ_S)
             )
             with span("history", store=store.name) as current:
                 stored = await read
                 current.set_attribute("genrec.events", len(stored.behaviours))
         except BackendError as error:
             return _without(request, passed_over(store.name, error), began, degraded=True)
-        until = request.request_time
-        known = tuple(one for one in stored.behaviours if until is None or one.timestamp <= until)  # what was known at that time
         report = StageReport(STAGE, store.name, _ms_since(began))
-        return Completed(replace(request, behaviours=known), report, version=stored.version)
+        return Completed(replace(request, behaviours=stored.behaviours), report, version=stored.version)
 
 
 def _without(request: RecommendRequest, skipped: SkippedBackend, began: float, *, degraded: bool = False) -> Completed:

@@ -189,16 +189,18 @@ class TieredCache(Generic[T]):
         payload = self._codec.encoded(computed.value) if computed.keep else None
         if payload is None or computed.negative:
             self._pauses.pause(key, self._settings.negative_ttl_s)  # or each caller that is given a stale one would start the next attempt
-        if payload is None or (computed.negative and self._has_better(key)):
+        if payload is None:
             return False
         entry = self._entry(payload, computed.negative, cost_ms)
+        if computed.negative and self._has_better(key, entry):
+            return False
         self._remember(key, replace(entry, payload=computed.value), began)
         return self._l2 is not None and right is not None and self._l2.put(key, entry, right.epoch)
 
-    def _has_better(self, key: Key) -> bool:
-        """Whether a good answer, if an old one, is there: it is not given up for a degraded one."""
+    def _has_better(self, key: Key, degraded: Entry) -> bool:
+        """Whether a good answer, if an old one, is there for longer: it is not given up for a degraded one."""
         entry = self._l1.peek(key)
-        return entry is not None and entry.stale_until > entry.fresh_until  # a degraded one is never stale
+        return entry is not None and entry.stale_until > degraded.stale_until
 
     def _remember(self, key: Key, entry: Entry, began: int) -> None:
         """A decoded entry, in this memory, unless it was erased since it `began`."""

@@ -33,6 +33,8 @@ from cluster.values import Availability, SkippedBackend
 
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
+LOADS_ALONE_S = 30.0
+"""How long a refresh waits for a backend that loads. From then on it may hang: the others are looked after, and loaded, beside it."""
 logger = logging.getLogger(__name__)
 
 
@@ -81,6 +83,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         self._samples: Sequence[RequestT] = ()
         self._probed_at: float | None = None
         self._probing = asyncio.Lock()
+        self._loads = set[asyncio.Task[bool]]()
         self._serving = ""
         self._closed = False
 
@@ -176,9 +179,10 @@ class FrameworkController(Generic[RequestT, AnswerT]):
 
     async def refresh(self) -> bool:
         """Unload what died or broke, probe if it is time to, and load every backend of the order that can be loaded: to be called about
-        once a second after `warm_up`. Returns whether an engine was loaded.
+        once a second after `warm_up`. Returns whether an engine has been loaded since the last refresh.
 
         Loads then take place beside the calls, which go to another backend meanwhile, and the samples, not a user, try a repaired one.
+        They take place one after another; one that takes longer than LOADS_ALONE_S goes on beside this and later refreshes.
         The status stays true while no request comes.
         """
         for one in self._roster:
@@ -186,9 +190,11 @@ class FrameworkController(Generic[RequestT, AnswerT]):
                 await one.unload()
         await self._probe_when_due()
         self._room.loads_on_demand = not self._samples
-        loaded = False
+        loaded = self._any_loaded()
         while backend := self._next_to_load():
-            loaded = await self._load_beside(backend) or loaded
+            self._loads.add(asyncio.create_task(self._load_beside(backend)))
+            await asyncio.wait(self._loads, timeout=LOADS_ALONE_S, return_when=asyncio.FIRST_COMPLETED)
+            loaded = self._any_loaded() or loaded
             await self._measure()
         return loaded
 
@@ -315,6 +321,13 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         if self._closed or self._room.loads_on_demand:
             return None
         return next((one for one in self._roster.ranked() if not one.loaded and not one.obstacle()), None)
+
+    def _any_loaded(self) -> bool:
+        """Of the loads that have ended, whether one left an engine that serves. Raises what is no error of a backend's."""
+        ended = {load for load in self._loads if load.done()}
+        self._loads -= ended
+        loaded = [load.result() for load in ended]
+        return any(loaded)
 
     async def _load_beside(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:
         """Beside the calls, which do not ask it until it has answered the samples; whether it is loaded then."""

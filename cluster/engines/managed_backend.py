@@ -138,7 +138,11 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     async def probe(self) -> None:
         """Ask again whether it can run here. One that was repaired starts afresh: newly loaded, its failures forgotten."""
         async with self._turn:
-            was_available, self.availability = self.availability.ok, await self._room.thread.run(self._slot.get_availability)
+            found = await self._room.thread.run(self._slot.get_availability)
+            if self.loaded and not found.certain:
+                self.health.note(f"stays loaded, though its files cannot be checked: {found.reason}")
+                return
+            was_available, self.availability = self.availability.ok, found
             if was_available and not self.availability.ok:
                 await self._unload(self._room.thread.run)
             if not was_available and self.availability.ok:

@@ -32,7 +32,7 @@ class EngineSlot(Generic[RequestT, AnswerT]):
         except ImportError as error:
             return Availability.no(f"{self._import_string} cannot be imported: {error}")
         except Exception as error:  # noqa: BLE001 - the module, the constructor and the probe are the backend's code
-            return Availability.no(f"its probe broke: {reason_of(error)}")
+            return Availability.because(error, f"its probe broke: {reason_of(error)}")
         return availability
 
     async def load(self, run: Run) -> None:

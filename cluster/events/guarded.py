@@ -26,8 +26,8 @@ class GuardedHistories:
         self.name = store.name
         self._breaker, self._problem = Breaker(BREAKER), ""
 
-    async def history(self, tenant: str, user_id: str, limit: int) -> StoredHistory:
-        return await self._read(lambda: self._store.history(tenant, user_id, limit))
+    async def history(self, tenant: str, user_id: str, limit: int, until: int | None = None) -> StoredHistory:
+        return await self._read(lambda: self._store.history(tenant, user_id, limit, until))
 
     async def version(self, tenant: str, user_id: str) -> str:
         return await self._read(lambda: self._store.version(tenant, user_id))

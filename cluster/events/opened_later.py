@@ -28,8 +28,8 @@ class StoreOpenedLater:
     async def append(self, events: Sequence[Event]) -> list[Stored]:
         return await (await self._opened()).append(events)
 
-    async def history(self, tenant: str, user_id: str, limit: int) -> StoredHistory:
-        return await (await self._opened()).history(tenant, user_id, limit)
+    async def history(self, tenant: str, user_id: str, limit: int, until: int | None = None) -> StoredHistory:
+        return await (await self._opened()).history(tenant, user_id, limit, until)
 
     async def version(self, tenant: str, user_id: str) -> str:
         return await (await self._opened()).version(tenant, user_id)

@@ -39,6 +39,11 @@ def check_limit(limit: int) -> None:
         raise InvalidRequest("limit", f"must be from 1 to {LARGEST_LIMIT}, not {limit}")
 
 
+def latest(until: int | None) -> int:
+    """The last second of which events count: `until`, where that is one that an event can have."""
+    return LATEST_TIMESTAMP if until is None else min(until, LATEST_TIMESTAMP)
+
+
 def repeats(events: Sequence[Event]) -> dict[int, int]:
     """Position of an event -> position of the first of this batch with its key. Raises InvalidRequest where their content differs."""
     first: dict[tuple[str, str], int] = {}

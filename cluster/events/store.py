@@ -89,8 +89,8 @@ class Histories(Protocol):
 
     name: str
 
-    async def history(self, tenant: str, user_id: str, limit: int) -> StoredHistory:
-        """The latest `limit` behaviours of a user, none of an unknown one."""
+    async def history(self, tenant: str, user_id: str, limit: int, until: int | None = None) -> StoredHistory:
+        """The latest `limit` behaviours of a user, of those not after `until` (seconds since 1970); none of an unknown one."""
         ...
 
     async def version(self, tenant: str, user_id: str) -> str:

@@ -11,6 +11,7 @@ from rich.table import Table
 from cluster.bundle import BundleStore
 from cluster.compilation import CompileOptions, Precision
 from cluster.errors import UnknownChoice
+from deployments.cli.models import overtaken
 from pipelines.compile import StepResult, compile_bundle
 
 _TARGETS = ",".join(CompileOptions().targets)
@@ -40,10 +41,8 @@ def compile_(
     for failed in (result for result in results if result.failure):
         console.print(f"[yellow]{failed.step}[/]: ", end="")
         console.print(failed.failure, markup=False)
-    made, current = bundle.manifest.version, store.current()
-    if current != made:
-        to_serve = f"genrec models promote {made} --model-dir {model_dir}"
-        console.print(f"version {current} became current meanwhile and stays so; to serve this one: {to_serve}", soft_wrap=True)
+    if told := overtaken(store, bundle.manifest.version):
+        console.print(told, soft_wrap=True)
     if all(result.failure for result in results):
         raise typer.Exit(1)
 

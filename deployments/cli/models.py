@@ -40,6 +40,13 @@ def list_(*, model_dir: ModelDir = Path("models/ml-100k")) -> None:
         typer.echo(f"the {ended.trial.kind} of {ended.trial.tried} was {ended.outcome}: {ended.reason}")
 
 
+def overtaken(store: BundleStore, made: int) -> str:
+    """That another version became current while this one was made, and how to serve it; "" where none did."""
+    current = store.current()
+    to_serve = f"genrec models promote {made} --model-dir {store.root}"
+    return "" if current == made else f"version {current} became current meanwhile and stays so; to serve this one: {to_serve}"
+
+
 @app.command()
 def publish(
     directory: Annotated[Path, typer.Argument(help="a version, or a model's directory, made elsewhere")],

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from cluster.bundle import BundleStore
 from deployments.cli.dataset_options import OPTIONAL_DATASET
 from deployments.cli.evaluate import open_with_dataset
 from deployments.cli.fields import Fields, with_fields
+from deployments.cli.models import overtaken
 from deployments.training.dataset_options import DatasetOptions
 from deployments.training.pretrained import export_pretrained
 from deployments.training.progress import TrainingProgress
@@ -43,4 +45,6 @@ def train_ranker(
     if export:
         export_pretrained(published, export, shlex.join(["genrec", *sys.argv[1:]]))
     typer.echo(part.told())
+    if told := overtaken(BundleStore(bundle.path.parent), published.manifest.version):
+        typer.echo(told, err=True)
     typer.echo(f"published {published.path}; its graphs and engines: genrec compile --model-dir {bundle.path.parent}", err=True)

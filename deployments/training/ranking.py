@@ -72,9 +72,9 @@ def train_ranking_of(bundle: Bundle, run: TrainingRun, options: RankerOptions, *
 
 
 def publish_ranking(bundle: Bundle, part: RankingPart) -> Bundle:
-    """The version with this ranker, as the model's next one, not compiled."""
+    """The version with this ranker, as the model's next one, not compiled; current where `bundle` still is."""
     store = BundleStore(bundle.path.parent)
-    with store.recompile(bundle) as draft:
+    with store.recompile(bundle, since=bundle.manifest.version) as draft:
         part.put(draft)
         draft.training["ranker"] = part.described()
         draft.compiled_from = None

@@ -48,7 +48,7 @@ class TorchEncoder(KeepsRows[KeptStates]):
         try:
             bundle.verified(WEIGHTS)
         except BundleError as error:
-            return Availability.no(str(error))
+            return Availability.because(error)
         return index_availability(self._index_name)
 
     def load(self, bundle: Bundle) -> None:

@@ -36,7 +36,7 @@ class RankerBackend(KeepsRows[KeptEvents], ABC):
             bundle.ranker()
             self._check(bundle)
         except (BackendUnavailable, BundleError) as error:
-            return Availability.no(str(error))
+            return Availability.because(error)
         return Availability.yes()
 
     def load(self, bundle: Bundle) -> None:

@@ -50,7 +50,7 @@ class OnnxRuntimeEncoder(KeepsRows[KeptStates]):
         try:
             compiled_graph(bundle, "retrieve", self._precision)
         except BackendUnavailable as error:
-            return Availability.no(str(error))
+            return Availability.because(error)
         return index_availability(self._index_name)
 
     def load(self, bundle: Bundle) -> None:

@@ -49,7 +49,7 @@ class OpenVinoEncoder(KeepsRows[KeptStates]):
         try:
             compiled_graph(bundle, GRAPH)
         except BackendUnavailable as error:
-            return Availability.no(str(error))
+            return Availability.because(error)
         return index_availability(self._index_name)
 
     def load(self, bundle: Bundle) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from cluster.events.digests import Digests
 from cluster.events.ledger import Ledger, missing
-from cluster.events.rules import refuse_other_content, version_of
+from cluster.events.rules import latest, refuse_other_content, version_of
 from cluster.events.store import RECENT_USERS, Event, Stored, StoredHistory, StoredUser, StoreStatistics
 from cluster.values import Action, Behaviour
 from integrations.postgresql.database import Unsure
@@ -55,7 +55,7 @@ _USER = """
 _VERSION = f"SELECT identity, latest, erasures.number AS erasure {_USER}"
 _HISTORY = f"""SELECT identity, latest, erasures.number AS erasure, recent.* {_USER}
     LEFT JOIN LATERAL (
-        SELECT item_id, timestamp, action, value FROM genrec.events WHERE user_number = users.number
+        SELECT item_id, timestamp, action, value FROM genrec.events WHERE user_number = users.number AND timestamp <= $5
         ORDER BY timestamp DESC, sequence DESC LIMIT $4
     ) AS recent ON true"""  # noqa: S608 - put together of constants
 _GONE = "SELECT digest, sequence FROM genrec.erased_events WHERE digest = ANY($1::bytea[])"
@@ -93,9 +93,9 @@ async def append(
     return [found[position] for position in range(len(events))]
 
 
-async def history(connection: Any, digests: Digests, tenant: str, user_id: str, limit: int) -> StoredHistory:
-    """The latest behaviours and the version they were read at."""
-    rows = await connection.fetch(_HISTORY, tenant, user_id, digests.user(tenant, user_id), limit)
+async def history(connection: Any, digests: Digests, tenant: str, user_id: str, *, limit: int, until: int | None) -> StoredHistory:
+    """The latest behaviours not after `until` and the version they were read at."""
+    rows = await connection.fetch(_HISTORY, tenant, user_id, digests.user(tenant, user_id), limit, latest(until))
     known = [_behaviour(row) for row in reversed(rows) if row["item_id"] is not None]
     return StoredHistory(tuple(known), version_of(rows[0]["identity"], rows[0]["latest"], rows[0]["erasure"]))
 

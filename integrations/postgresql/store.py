@@ -41,10 +41,12 @@ class PostgreSQLEventStore:
     async def append(self, events: Sequence[Event]) -> list[Stored]:
         return await self._append(events, copy=False)
 
-    async def history(self, tenant: str, user_id: str, limit: int) -> StoredHistory:
+    async def history(self, tenant: str, user_id: str, limit: int, until: int | None = None) -> StoredHistory:
         check_user(tenant, user_id)
         check_limit(limit)
-        return await self._database.read(lambda connection: rows.history(connection, self._digests, tenant, user_id, limit))
+        return await self._database.read(
+            lambda connection: rows.history(connection, self._digests, tenant, user_id, limit=limit, until=until)
+        )
 
     async def version(self, tenant: str, user_id: str) -> str:
         check_user(tenant, user_id)

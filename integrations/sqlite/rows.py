@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from cluster.events.digests import Digests
 from cluster.events.ledger import Ledger, missing
-from cluster.events.rules import refuse_other_content, version_of
+from cluster.events.rules import latest, refuse_other_content, version_of
 from cluster.events.store import RECENT_USERS, Event, Stored, StoredHistory, StoredUser, StoreStatistics
 from cluster.values import Action, Behaviour
 
@@ -17,7 +17,8 @@ _KNOWN = """
     SELECT sequence, user_id, item_id, timestamp, action, value FROM events JOIN users ON users.number = events.user
     WHERE events.tenant = ? AND idempotency_key = ?"""
 _ERASED = "SELECT sequence FROM erased_events WHERE digest = ?"
-_LATEST = "SELECT item_id, timestamp, action, value FROM events WHERE user = ? ORDER BY timestamp DESC, sequence DESC LIMIT ?"
+_LATEST = """
+    SELECT item_id, timestamp, action, value FROM events WHERE user = ? AND timestamp <= ? ORDER BY timestamp DESC, sequence DESC LIMIT ?"""
 
 _RECENT = """
     SELECT user_id, events FROM (SELECT * FROM users ORDER BY number DESC LIMIT ?)
@@ -44,10 +45,10 @@ def append(connection: sqlite3.Connection, digests: Digests, events: Sequence[Ev
     return stored
 
 
-def history(connection: sqlite3.Connection, digests: Digests, tenant: str, user_id: str, limit: int) -> StoredHistory:
-    """The latest behaviours and the version they were read at."""
+def history(connection: sqlite3.Connection, digests: Digests, tenant: str, user_id: str, *, limit: int, until: int | None) -> StoredHistory:
+    """The latest behaviours not after `until` and the version they were read at."""
     user = connection.execute("SELECT number FROM users WHERE tenant = ? AND user_id = ?", (tenant, user_id)).fetchone()
-    rows = connection.execute(_LATEST, (user[0], limit)).fetchall() if user else []
+    rows = connection.execute(_LATEST, (user[0], latest(until), limit)).fetchall() if user else []
     return StoredHistory(tuple(_behaviour(*row) for row in reversed(rows)), version(connection, digests, tenant, user_id))
 
 

@@ -49,10 +49,10 @@ class SQLiteEventStore:
             return []
         return await asyncio.wrap_future(self._writer.submit(lambda connection: rows.append(connection, self._digests, events, repeated)))
 
-    async def history(self, tenant: str, user_id: str, limit: int) -> StoredHistory:
+    async def history(self, tenant: str, user_id: str, limit: int, until: int | None = None) -> StoredHistory:
         check_user(tenant, user_id)
         check_limit(limit)
-        return await self._read(lambda connection: rows.history(connection, self._digests, tenant, user_id, limit))
+        return await self._read(lambda connection: rows.history(connection, self._digests, tenant, user_id, limit=limit, until=until))
 
     async def version(self, tenant: str, user_id: str) -> str:
         check_user(tenant, user_id)

@@ -46,7 +46,7 @@ class TensorRTEncoder(KeepsRows[KeptStates]):
         try:
             engine_of(bundle, GRAPH, self._precisions)
         except (BackendUnavailable, BundleError) as error:
-            return Availability.no(str(error))
+            return Availability.because(error)
         return index_availability(self._index_name)
 
     def load(self, bundle: Bundle) -> None:

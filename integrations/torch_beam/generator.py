@@ -51,7 +51,7 @@ class TorchBeamGenerator:
         try:
             bundle.verify_generative()
         except BundleError as error:
-            return Availability.no(str(error))
+            return Availability.because(error)
         return Availability.yes()
 
     def load(self, bundle: Bundle) -> None:

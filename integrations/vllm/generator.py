@@ -86,7 +86,7 @@ class VllmGenerator:
             verified_decoder(bundle)
             config = decoder_config(bundle)
         except BundleError as error:
-            return Availability.no(str(error))
+            return Availability.because(error)
         block = 2 * BLOCK * config.hidden * config.layers * BYTES[self._dtype]
         needed = block * (1 + ceil((config.prompt_length + config.levels) / BLOCK))  # vLLM keeps one block for itself
         if self._kv_cache_bytes < needed:

@@ -4,6 +4,7 @@
 `cluster/checks`, which the last test runs, asks any backend what can be asked without the model.
 """
 
+import errno
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -60,6 +61,17 @@ def encoder(served):
 @pytest.fixture(scope="module")
 def model(served):
     return load_model(served[1])
+
+
+def test_where_its_files_cannot_be_read_for_now_it_says_that_it_is_not_certain(served, monkeypatch):
+    def stale(*_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    encoder, bundle = served
+    monkeypatch.setattr("cluster.bundle._size", stale)
+    availability = encoder.get_availability(bundle)
+    assert (availability.ok, availability.certain) == (False, False)
+    assert "Stale file handle" in availability.reason
 
 
 def asked(length, top_n=10, among=None, seed=0, user=""):

@@ -108,6 +108,12 @@ async def test_a_limit_keeps_the_latest_and_among_equal_times_the_last_to_arrive
     assert await items(store, limit=LARGEST_LIMIT) == ["old", "x", "y"]
 
 
+@pytest.mark.parametrize(("until", "expected"), [(4, ["b", "c"]), (3, ["a", "b"]), (0, []), (2**70, ["c", "d"]), (None, ["c", "d"])])
+async def test_a_time_leaves_out_what_came_after_it_before_the_limit(store, until, expected):
+    await store.append([event(item=item, timestamp=at) for item, at in (("a", 2), ("b", 3), ("c", 4), ("d", 5))])
+    assert [one.item_id for one in (await store.history("default", "u", 2, until)).behaviours] == expected
+
+
 @pytest.mark.parametrize("limit", [0, -1, LARGEST_LIMIT + 1])
 async def test_a_limit_out_of_range_is_refused(store, limit):
     with pytest.raises(InvalidRequest, match=f"limit: must be from 1 to {LARGEST_LIMIT}, not {limit}"):

@@ -1,6 +1,7 @@
 """A version is whole or not there; what is damaged is refused by name, and the last good version serves."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -169,6 +170,30 @@ def test_publishers_at_the_same_time_never_share_a_version(tmp_path: Path):
     assert [publisher.wait() for publisher in publishers] == [0, 0]
     assert store.versions() == list(range(1, 10))
     assert [store.open(version).manifest.version for version in store.versions()] == store.versions()
+
+
+def test_what_was_gone_back_to_while_work_went_on_stays_current(tmp_path: Path):
+    store = BundleStore(tmp_path / "tiny")
+    make_bundle(store.root)
+    second = make_bundle(store.root)
+    store.roll_back()
+    with store.recompile(second, since=second.manifest.version) as draft:
+        pass
+    assert (draft.version, store.current()) == (3, 1)
+
+
+def test_drafts_of_killed_processes_are_removed_and_those_of_others_are_not(tmp_path: Path):
+    store = BundleStore(tmp_path / "tiny")
+    bundle = make_bundle(store.root)
+    drafts = [store.root / f".draft-{name}" for name in ("left", "written")]
+    for draft in drafts:
+        (draft / "onnx").mkdir(parents=True)
+        (draft / "onnx" / "encode.onnx").write_bytes(b"half of it")
+    for entry in (*drafts[0].rglob("*"), drafts[0], drafts[1]):
+        os.utime(entry, (0, 0))
+    with store.recompile(bundle):
+        pass
+    assert [entry.name for entry in store.root.glob(".draft-*")] == [".draft-written"]
 
 
 def test_versions_of_one_model_are_not_damaged_together(tmp_path: Path):

@@ -382,6 +382,15 @@ async def test_a_degraded_answer_does_not_take_the_place_of_a_good_one_that_is_s
     assert (await ask(cache, work)).value == "answer 3"
 
 
+async def test_nor_does_it_take_the_place_of_one_that_is_fresh_where_none_is_ever_stale():
+    cluster, work = Cluster(stale_s=0.0, ttl_s=60), Work()
+    cache = cluster.replicas[0]
+    await ask(cache, work)
+    work.options = {"negative": True}
+    assert (await cache.get_or_compute(ADA, work, refresh=True)).value == "answer 2"
+    assert (await ask(cache, work)).value == "answer 1"
+
+
 @pytest.mark.parametrize("outcome", ["fails", "is not kept"])
 async def test_the_lease_of_a_computation_that_leaves_nothing_is_given_back(outcome):
     cluster, work = Cluster(), Work()

@@ -41,7 +41,7 @@ async def events(tmp_path):
 class Setting:
     """Everything an answer needs, and a clock that stands still."""
 
-    def __init__(self, root, events=None):
+    def __init__(self, root, events=None, limit=1000):
         self.now = float(NOW)
         self.bundle = make_bundle(root / "models", items=50)
         self.encoder = Descending(self.bundle)
@@ -49,7 +49,7 @@ class Setting:
         self.store = Watched(events) if events else None
         self.usual = UsualRequests()
         self.answers = CachedRecommender(
-            Recommender(self.bundle, self.encoder), StoredHistories(self.store, 1000), self.cache, self.bundle.digest, self.usual
+            Recommender(self.bundle, self.encoder), StoredHistories(self.store, limit), self.cache, self.bundle.digest, self.usual
         )
 
     def clock(self):
@@ -144,6 +144,15 @@ async def test_as_of_a_time_only_what_had_happened_by_then_counts(setting, event
     assert "50" not in ids(answer)
 
 
+async def test_what_came_later_takes_no_place_among_the_latest_events_of_that_time(tmp_path, events):
+    setting = Setting(tmp_path, events, limit=3)
+    await events.append([Event("ada", Behaviour(item, NOW + at)) for item, at in (("50", 0), ("49", 90), ("48", 91), ("47", 92))])
+    answer = await setting.answers.recommend(replace(STORED, request_time=NOW + 50))
+    assert [stage.stage for stage in answer.stages] == ["history", "encode"]
+    assert "50" not in ids(answer)
+    await setting.cache.close()
+
+
 async def test_an_event_makes_the_users_next_answer_ready(setting, events):
     await setting.answers.recommend(STORED)
     await events.append([Event("ada", SEEN[0])])
@@ -184,6 +193,12 @@ async def test_a_degraded_answer_is_kept_for_a_moment_only(setting):
     setting.now += 2
     answer = await setting.answers.recommend(ASKED)
     assert (answer.degraded, answer.cache.tier) == (False, "computed")
+
+
+async def test_a_degraded_answer_that_wanted_nothing_kept_is_not_kept_as_a_good_one_may_be_elsewhere(setting):
+    setting.encoder.error = BackendUnavailable("no encoder")
+    assert (await setting.answers.recommend(replace(ASKED, cache="refresh"))).degraded
+    assert (await setting.answers.recommend(ASKED)).cache.tier == "computed"
 
 
 async def test_who_is_in_a_hurry_takes_what_is_kept_and_joins_nobody_who_is_not(setting):
@@ -415,9 +430,9 @@ class Watched:
         await self.told.wait()
         return version
 
-    async def history(self, tenant, user_id, limit):
+    async def history(self, tenant, user_id, limit, until=None):
         await self._as_told()
-        return StoredHistory("", ()) if self.erased else await self.store.history(tenant, user_id, limit)
+        return StoredHistory("", ()) if self.erased else await self.store.history(tenant, user_id, limit, until)
 
     async def _as_told(self):
         await asyncio.sleep(self.delay)
@@ -431,7 +446,7 @@ class BrokenStore:
     async def version(self, tenant, user_id):
         raise BackendUnavailable("the database is down")
 
-    async def history(self, tenant, user_id, limit):
+    async def history(self, tenant, user_id, limit, until=None):
         raise BackendUnavailable("the database is down")
 
 

@@ -1,6 +1,7 @@
 """The framework controller: who is asked, who is not and why, and how what broke comes back."""
 
 import asyncio
+import errno
 import logging
 import pickle
 import threading
@@ -18,7 +19,7 @@ from cluster.engines.roster import Roster
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.stage_rules import StageRules
 from cluster.errors import BackendFailed, ConfigError, UnknownChoice
-from cluster.values import SkippedBackend
+from cluster.values import Availability, SkippedBackend
 from tests import scripted_backends
 from tests.scripted_backends import CLOCK, RULES, TABLE, First, Keeping, Second, Third
 from tests.waiting import until
@@ -52,6 +53,13 @@ def from_a_thread(controller: FrameworkController[int, float]) -> Callable[[list
     """Call it on this event loop, from the thread that loads an engine."""
     loop = asyncio.get_running_loop()
     return lambda requests: asyncio.run_coroutine_threadsafe(controller.call(requests), loop)
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
 
 
 def snapshot_of(controller: FrameworkController[int, float], name: str):
@@ -448,6 +456,43 @@ class TestRecovery:
         First.missing = ""
         CLOCK.advance(5)
         assert (await controller.call_one(1)).backend == "first"
+
+    async def test_a_loaded_one_stays_while_its_files_cannot_be_read_and_one_that_is_not_loaded_is_not(self, controller, monkeypatch):
+        await controller.warm_up([1], ready=1)
+        away = OSError(errno.ESTALE, "Stale file handle")
+        for backend in (First, Second):
+            monkeypatch.setattr(backend, "get_availability", lambda self, bundle: Availability.because(away))
+        monkeypatch.setattr(Third, "get_availability", raising(away))
+        await controller.probe()
+        assert (await controller.call_one(1)).backend == "first"
+        first, second, third = (snapshot_of(controller, name) for name in ORDER)
+        assert (first.available, first.loaded) == (True, True)
+        assert first.last_error == "stays loaded, though its files cannot be checked: [Errno 116] Stale file handle"
+        assert (second.available, second.reason) == (False, "[Errno 116] Stale file handle")
+        assert third.reason == "its probe broke: OSError: [Errno 116] Stale file handle"
+
+    async def test_a_load_that_hangs_keeps_no_other_from_being_repaired(self, controller, monkeypatch):
+        monkeypatch.setattr("cluster.engines.controller.LOADS_ALONE_S", 0.01)
+        await controller.warm_up([1])
+        hangs, may_end = threading.Event(), threading.Event()
+        monkeypatch.setattr(Third, "load", lambda self, bundle: (hangs.set(), may_end.wait(300)))
+        await controller.refresh()
+        await until(hangs.is_set)
+        Second.missing = "no engine"
+        await controller.probe()
+        Second.missing = ""
+        await controller.probe()
+        assert [snapshot_of(controller, name).loaded for name in ORDER] == [True, False, False]
+
+        async def repaired():
+            await controller.refresh()
+            return snapshot_of(controller, "second").loaded
+
+        await until(repaired)
+        assert snapshot_of(controller, "third").reason == "is being loaded"
+        may_end.set()
+        await until(lambda: snapshot_of(controller, "third").loaded)
+        assert await controller.refresh(), "that it was loaded is told by the next one"
 
     async def test_a_repaired_backend_does_not_wait_for_its_breaker(self, controller):
         First.load_error = RuntimeError("truncated")

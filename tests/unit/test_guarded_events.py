@@ -31,7 +31,7 @@ class Playing:
             raise self.error
         return "v"
 
-    async def history(self, tenant, user_id, limit):
+    async def history(self, tenant, user_id, limit, until=None):
         return StoredHistory((), await self.version(tenant, user_id))
 
     async def append(self, events):

@@ -278,6 +278,38 @@ async def test_a_cache_that_was_away_forgets_a_users_usual_request_when_it_is_ba
     await data.close()
 
 
+@pytest.mark.virtual_time
+async def test_while_a_cache_is_away_a_tenants_answers_are_erased_once_from_the_others(tmp_path):
+    here, away = BreakableShard(), BreakableShard()
+    erased = watched(here, "invalidate")
+    shared = ShardedCache({"here": here, "away": away}, SharedSettings(deadline_s=60))
+    cache = TieredCache(MemoryCache("s3fifo", 2**20), shared, TierSettings(), ANSWER_CODEC)
+    answers = CachedRecommender(None, StoredHistories(None, 100), cache, "")
+    data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), versions_of(None, answers), cache=cache, events=None)
+    away.mood = "raises"
+    assert (await data.invalidate("default", None)).everywhere is False
+    asked = away.asked
+    await until(lambda: away.asked > asked + 5)
+    assert len(erased) == 1
+    away.mood = "works"
+    await until(lambda: len(erased) == 2)
+    await asyncio.sleep(100)
+    assert len(erased) == 2, "all have confirmed it"
+    await data.close()
+
+
+def watched(shard, name):
+    """The calls of a method of the shard's, from now on."""
+    calls, method = [], getattr(shard, name)
+
+    async def noted(*arguments):
+        calls.append(arguments)
+        return await method(*arguments)
+
+    setattr(shard, name, noted)
+    return calls
+
+
 async def test_without_an_event_store_events_are_refused_with_the_reason(tmp_path):
     bundle = make_bundle(tmp_path / "models", items=50)
     answers = CachedRecommender(Recommender(bundle, Descending(bundle)), StoredHistories(None, 100), None, bundle.digest)
