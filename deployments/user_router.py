@@ -27,7 +27,8 @@ class UserAffinityRouter(RankingRouter):
     """Routes a request to its user's home unless that is busy, and a request without a user by Serve's power of two choices.
 
     The user is the handle's `session_id` if given, else the request's. A replica is left out if most of its answers take `slow_times` as
-    long as all but a tenth of the others', and its users go to the next of their orders, until a trial is quick again; 0: none is.
+    long as all but a tenth of the others', or two take far longer than any; its users go to the next of their orders, until a trial is
+    quick again. 0: none is.
     """
 
     def initialize_state(self, bound: float = BOUND, slack: int = SLACK, slow_times: float = TIMES, **unknown: Any) -> None:

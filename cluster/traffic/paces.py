@@ -1,7 +1,7 @@
 """Which replicas answer far more slowly than the others, so that a router leaves them out until a trial is quick again.
 
     an answer -> late, where it took half as long again as nine tenths of the other replicas' answers
-    most of the latest answers late -> the replica is left out; after a pause one call is a trial
+    most of the latest answers late, or two of them far too late -> the replica is left out; after a pause one call is a trial
 
 A replica that still answers, on a core that another process takes or a card that throttles, is neither silent nor full: its own users
 would all wait for it. What is late is read from the calls themselves. To compute a user's states anew takes many times as long as to go
@@ -23,11 +23,15 @@ LEAST_S = 0.01
 """One that took less than this longer is not, whatever the ratio."""
 LATEST = 11
 """Answers of which most must be late."""
+FAR, COUNTS = 2, 3
+"""An answer that took more than FAR times the longest of the others' counts as so many late ones: no new user's states take that long."""
+FADES = 0.999
+"""What is left of the longest after each answer: new users may be one in a hundred."""
 NEW_S = 60.0
 """A replica that has just come computes the states of its users anew."""
 SEEN, ENOUGH, SHARE = 31, 10, 0.9
 """Answers that say how long a replica takes, how many must be there, and the share of them that take no longer."""
-AVOIDING = BreakerSettings(failures_to_open=1, pause_s=5.0, growth=2.0, longest_pause_s=60.0)
+AVOIDING = BreakerSettings(failures_to_open=1, pause_s=10.0, growth=2.0, longest_pause_s=60.0)
 
 
 @dataclass(slots=True)
@@ -36,7 +40,8 @@ class _Pace:
     breaker: Breaker = field(default_factory=lambda: Breaker(AVOIDING))
     took_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
     most_s: float | None = None
-    late: deque[bool] = field(default_factory=lambda: deque(maxlen=LATEST))
+    longest_s: float = 0.0
+    late: deque[int] = field(default_factory=lambda: deque(maxlen=LATEST))
     on_trial: bool = False
 
 
@@ -62,10 +67,11 @@ class Paces:
         """A call has ended. One that `failed`, or was cancelled, counts where it was late: a quick failure says nothing of the pace."""
         if (pace := self._paces.get(replica)) is None:
             return
-        late = self._is_late(replica, took_s)
+        late = self._lateness(replica, took_s)
         if failed and not late:
             return
         pace.took_s.append(took_s)
+        pace.longest_s = max(took_s, FADES * pace.longest_s)
         pace.most_s = sorted(pace.took_s)[int(SHARE * len(pace.took_s))] if len(pace.took_s) >= ENOUGH else None
         if pace.on_trial:
             pace.on_trial, pace.breaker = False, pace.breaker if late else pace.breaker.succeeded()
@@ -82,7 +88,9 @@ class Paces:
             return frozenset()
         return frozenset(name for name in tried if self._paces[name].breaker.state(now) is BreakerState.OPEN)
 
-    def _is_late(self, replica: str, took_s: float) -> bool:
-        others = [pace.most_s for name, pace in self._paces.items() if name != replica and pace.most_s is not None]
-        most_s = median(others) if others else took_s
-        return took_s > self._times * most_s and took_s > most_s + LEAST_S
+    def _lateness(self, replica: str, took_s: float) -> int:
+        """As how many late answers it counts."""
+        others = [(pace.most_s, pace.longest_s) for name, pace in self._paces.items() if name != replica and pace.most_s is not None]
+        most_s, longest_s = map(median, zip(*others, strict=True)) if others else (took_s, took_s)
+        late = took_s > self._times * most_s and took_s > most_s + LEAST_S
+        return COUNTS if late and took_s > FAR * longest_s else int(late)

@@ -12,10 +12,11 @@ MOST = LATEST // 2 + 1
 
 
 def known(*names: str, now: float = 0.0) -> Paces:
-    """Replicas of which each has answered often enough."""
+    """Replicas of which each has answered often enough, once a user of whom it had kept nothing."""
     paces = Paces()
     paces.keep(names, now)
     for name in names:
+        answers(paces, name, 1, SLOW_S, now)
         answers(paces, name, ENOUGH, QUICK_S, now)
     return paces
 
@@ -34,6 +35,25 @@ def test_a_replica_most_of_whose_latest_answers_are_late_is_left_out_also_where_
     assert paces.slow(1.0) == frozenset()
     answers(paces, "a", 1, SLOW_S, 1.0)
     assert paces.slow(1.0) == {"a"}
+
+
+def test_two_answers_that_take_far_longer_than_any_of_the_others_are_enough():
+    paces = known(*NAMES)
+    answers(paces, "a", 1, 3 * SLOW_S, 1.0)
+    answers(paces, "a", LATEST, QUICK_S, 1.0)
+    answers(paces, "a", 1, 3 * SLOW_S, 1.0)
+    assert paces.slow(1.0) == frozenset(), "one among as many as count"
+    answers(paces, "a", LATEST - 2, QUICK_S, 1.0)
+    answers(paces, "a", 1, 3 * SLOW_S, 1.0)
+    assert paces.slow(1.0) == {"a"}
+
+
+def test_what_new_users_took_long_ago_is_not_forgotten_soon():
+    paces = known(*NAMES)
+    for name in NAMES:
+        answers(paces, name, 200, QUICK_S, 1.0)
+    answers(paces, "a", 2, SLOW_S, 1.0)
+    assert paces.slow(1.0) == frozenset()
 
 
 def test_after_a_pause_one_call_is_a_trial_and_a_quick_answer_brings_the_replica_back():
