@@ -50,9 +50,9 @@ class Backend(Protocol[RequestT, AnswerT]):
     """One engine that can serve a stage.
 
     `get_availability` answers, cheaply and before any load, whether the engine can serve this bundle here and if not, why and what to do;
-    it never raises. `load` makes it ready to answer (raises BackendUnavailable). `infer` and `batch_infer` are called from one thread at
-    a time and raise BackendFailed, or any exception, where the engine breaks; `batch_infer` answers in the order asked. `close` frees
-    what `load` took.
+    it never raises. `Availability.because(error)` says no for an error's reason: a file that could not be read just now unloads no engine.
+    `load` makes it ready to answer (raises BackendUnavailable). `infer` and `batch_infer` are called from one thread at a time and raise
+    BackendFailed, or any exception, where the engine breaks; `batch_infer` answers in the order asked. `close` frees what `load` took.
     """
 
     def get_availability(self, bundle: Bundle) -> Availability: ...

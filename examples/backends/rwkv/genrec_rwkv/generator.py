@@ -39,7 +39,7 @@ class RwkvGenerator:
             learnt, wanted = semantic_ids_of(Path(self._path)), bundle.decoder().semantic_ids
             bundle.verified(SEMANTIC_IDS)
         except (BackendUnavailable, BundleError) as error:
-            return Availability.no(str(error))
+            return Availability.because(error)
         if learnt != wanted:
             return Availability.no(f"{self._path} was trained for the semantic IDs {learnt}, {bundle.version} has {wanted}; run: {TRAIN}")
         return Availability.yes()
