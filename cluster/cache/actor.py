@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from cluster.cache.admission import admission_of
 from cluster.cache.elastic import ElasticCache
@@ -137,8 +137,12 @@ class ActorShard:
             self._search.cancel()
 
     async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """Raises BackendUnavailable where its process has ended: Ray has the next calls wait until it runs again."""
         try:
             return await getattr(self._actor, method).remote(*arguments, **named)
+        except RayActorError as error:
+            self._find_again()
+            raise BackendUnavailable(f"cache actor {self._name} has ended") from error
         except BaseException:  # a timeout, seen from here, is a cancellation
             self._find_again()
             raise

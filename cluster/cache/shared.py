@@ -20,7 +20,8 @@ from cluster.cache.layout import Layout, ShardsSeen
 from cluster.cache.rendezvous import pick
 from cluster.cache.shard import Granted, Held, Leased, Lookup
 from cluster.engines.breaker import Breaker, BreakerSettings, BreakerState
-from cluster.errors import ConfigError
+from cluster.errors import BackendUnavailable, ConfigError
+from cluster.no_request import Background
 
 T = TypeVar("T")
 EPOCHS = 2**16
@@ -101,31 +102,34 @@ class SharedSettings:
 
 
 class GuardedShard:
-    """A shard behind a deadline and a breaker; counts what fails. `clock` only moves forward."""
+    """A shard behind a deadline and a breaker; counts what fails. `clock` only moves forward.
+
+    Whether one that failed is back is tried in the background, by asking for its statistics: no request waits for it.
+    """
 
     def __init__(self, name: str, shard: Shard, settings: SharedSettings, clock: Callable[[], float]) -> None:
         self.name, self.shard = name, shard
         self._settings, self._clock = settings, clock
-        self._breaker, self._on_trial = Breaker(settings.breaker), False
+        self._breaker, self._trials = Breaker(settings.breaker), Background(1)
         self._calls = self._failures = self._timeouts = 0
         self._last_error = ""
 
     async def ask(self, call: Callable[[Shard], Awaitable[T]], more_s: float = 0.0) -> T | None:
         """What the shard answers within the deadline and `more_s`; None where it fails, or is not to be asked now."""
         state = self._breaker.state(self._clock())
-        if state is BreakerState.OPEN or (state is BreakerState.HALF_OPEN and self._on_trial):
-            return None
         if state is BreakerState.CLOSED:
             return await self._timed(call, self._settings.deadline_s + more_s)
-        self._on_trial = True
-        try:
-            return await self._timed(call, self._settings.deadline_s + more_s)
-        finally:
-            self._on_trial = False  # also where the caller was cancelled
+        if state is BreakerState.HALF_OPEN and self._trials.has_room():
+            self._trials.start(self._timed(lambda shard: shard.statistics(), self._settings.deadline_s))
+        return None
 
     async def insist(self, call: Callable[[Shard], Awaitable[T]]) -> T | None:
         """As `ask`, with an operator's patience, also while the breaker is open."""
         return await self._timed(call, self._settings.operator_s)
+
+    async def close(self) -> None:
+        await self._trials.close()
+        await self.insist(lambda shard: shard.close())
 
     def health(self) -> ShardHealth:
         state = self._breaker.state(self._clock())
@@ -141,16 +145,17 @@ class GuardedShard:
             self._failed(f"no answer within {1000 * within_s:g} ms")
             return None
         except Exception as error:  # noqa: BLE001 - a foreign store may raise anything, and all of it is a miss
-            self._failed(f"{type(error).__name__}: {error}".splitlines()[0])
+            self._failed(f"{type(error).__name__}: {error}".splitlines()[0], gone=isinstance(error, BackendUnavailable))
             return None
         self._succeeded()
         return answer
 
-    def _failed(self, why: str) -> None:
+    def _failed(self, why: str, *, gone: bool = False) -> None:
+        """What is `gone` need not fail thrice: calls would wait for it to come back."""
         self._failures += 1
         self._last_error = why
         was_closed = self._breaker.trial_at is None
-        self._breaker = self._breaker.failed(self._clock())
+        self._breaker = self._breaker.failed(self._clock(), at_once=gone)
         if was_closed and self._breaker.trial_at is not None:
             wait_s = self._breaker.wait_s(self._clock())
             logger.warning("cache shard %s: %s; its keys are misses until it answers, next trial in %.1f s", self.name, why, wait_s)
@@ -249,7 +254,7 @@ class ShardedCache:
 
     async def close(self) -> None:
         await self._late.close()
-        await asyncio.gather(*(shard.insist(lambda s: s.close()) for shard in self._shards.values()))
+        await asyncio.gather(*(shard.close() for shard in self._shards.values()))
 
     def _own(self, shards: Mapping[str, Shard]) -> None:
         """Have these own the keys from now on."""

@@ -20,7 +20,7 @@ from cluster.cache.scopes import scope_digest
 from cluster.cache.shard import CacheShard, Granted, Held
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.engines.breaker import BreakerSettings, BreakerState
-from cluster.errors import ConfigError
+from cluster.errors import BackendUnavailable, ConfigError
 from integrations.redis.cache import RedisCache
 from integrations.redis.entries import from_bytes, to_bytes
 from tests.fakes.clock import Clock
@@ -36,7 +36,7 @@ SETTINGS = SharedSettings(deadline_s=0.02, operator_s=0.05, breaker=BreakerSetti
 
 
 class BreakableShard(CacheShard):
-    """A shard in this process that does as it is told: "works", "hangs" or "raises"."""
+    """A shard in this process that does as it is told: "works", "hangs", "raises" or "is gone"."""
 
     def __init__(self, **options):
         super().__init__(MemoryCache(), **options)
@@ -53,6 +53,8 @@ class BreakableShard(CacheShard):
                 await asyncio.Event().wait()
             if self.mood == "raises":
                 raise ConnectionResetError("connection reset\nby peer")
+            if self.mood == "is gone":
+                raise BackendUnavailable("its process has ended")
             return await method(*arguments, **named)
 
         return called
@@ -217,12 +219,22 @@ async def test_a_shard_that_fails_thrice_is_left_alone_until_it_is_tried_again()
     assert (shard.asked, cache.health()[0].breaker) == (3, BreakerState.OPEN)
     clock.now += 1.1
     shard.mood = "works"
+    assert not (await cache.mget([ADA])).epochs, "no caller waits for the trial"
+    await until(lambda: cache.health()[0].breaker is BreakerState.CLOSED)
     assert (await cache.mget([ADA])).epochs.keys() == {ADA}
-    assert cache.health()[0].breaker is BreakerState.CLOSED
+
+
+async def test_a_shard_that_is_gone_is_left_alone_at_once():
+    shard, cache = guarded()
+    shard.mood = "is gone"
+    for _ in range(10):
+        await cache.mget([ADA])
+    (health,) = cache.health()
+    assert (shard.asked, health.breaker, health.last_error) == (1, BreakerState.OPEN, "BackendUnavailable: its process has ended")
 
 
 async def broken(clock, shard, cache):
-    """Has it left alone, until its next call tries whether it is back."""
+    """Has it left alone, until the next call has it tried whether it is back."""
     shard.mood = "hangs"
     await asyncio.gather(*(cache.mget([ADA]) for _ in range(3)))
     clock.now += 1.1
@@ -240,7 +252,9 @@ async def test_one_call_alone_tries_whether_the_shard_is_back():
     shard, cache = guarded(clock)
     await broken(clock, shard, cache)
     await asyncio.gather(*(cache.mget([ADA]) for _ in range(20)))
+    await until(lambda: cache.health()[0].failures == 4)
     assert shard.asked == 4
+    await cache.close()
 
 
 async def test_a_call_of_before_that_ends_during_the_trial_lets_no_other_try():
@@ -249,23 +263,11 @@ async def test_a_call_of_before_that_ends_during_the_trial_lets_no_other_try():
     shard.mood = "hangs"
     long = await under_way(shard, cache.wait(ADA, 60))
     await broken(clock, shard, cache)
-    trial = await under_way(shard, cache.mget([ADA]))
+    await under_way(shard, cache.mget([ADA]))
     long.cancel()
     await asyncio.gather(long, return_exceptions=True)
     await cache.mget([ADA])
     assert shard.asked == 5
-    await trial
-
-
-async def test_a_trial_whose_caller_goes_away_leaves_the_next_one_free():
-    clock = Clock()
-    shard, cache = guarded(clock)
-    await broken(clock, shard, cache)
-    gone = await under_way(shard, cache.mget([ADA]))
-    gone.cancel()
-    await asyncio.gather(gone, return_exceptions=True)
-    shard.mood = "works"
-    assert (await cache.mget([ADA])).epochs.keys() == {ADA}
 
 
 ACTOR = ShardSettings("s3fifo", capacity_bytes=1000, namespace_share=1.0, minimum_hit_rate=0.0, given_at=1.0)
