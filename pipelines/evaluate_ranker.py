@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.dataset import Interactions
+from cluster.errors import DataError
 from cluster.ranking import Task
 from cluster.values import FloatArray, UserSequence
 from pipelines.drawing import Drawing
@@ -35,6 +36,7 @@ def ranker_quality(ranker: MeasuredRanker, interactions: Interactions, *, from_e
     compare with, `rmse.mean`: that of saying the mean every time. NaN where the events say nothing of a task.
 
     Of more than `MOST_USERS` users with such an event, so many are drawn. It leaves the ranker in eval mode.
+    Raises DataError where a prediction is not finite.
     """
     ranker.eval()
     tasks, highest = ranker.config.tasks, ranker.config.rating.high
@@ -49,6 +51,8 @@ def ranker_quality(ranker: MeasuredRanker, interactions: Interactions, *, from_e
             candidates = np.concatenate([[target], np.unique(others[others != target])])
             history = interactions.sequence(user, drop_last=from_end)
             predictions = ranker.after(history, torch.from_numpy(candidates).to(device)).cpu().numpy()
+            if not np.isfinite(predictions).all():
+                raise DataError("the ranker predicts NaN or infinity; train it again with a lower learning rate")
             predicted.append(predictions[0])
             first.append(predictions[:, 0])
             said.append(labels(interactions.actions[event : event + 1], interactions.values[event : event + 1], highest, tasks)[0])

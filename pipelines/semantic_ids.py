@@ -46,6 +46,21 @@ class Report:
         return {**asdict(self), "levels": [asdict(level) for level in self.levels]}
 
 
+def codes_a_level(items: int, levels: int, codes: int | None = None) -> int:
+    """How many codes a level has where so many are asked for, None: as few as make two cells for each item.
+
+    Raises ConfigError where the levels or codes are too few or the codes too many.
+    """
+    if levels < 2 or items < 1:
+        raise ConfigError(f"semantic IDs of {levels} levels for {items} items cannot be made; give at least 2 levels and 1 item")
+    size = codes or fitting_codes(items, levels)
+    if size < 2:
+        raise ConfigError(f"{size} codes a level tell nothing apart; give at least 2")
+    if (most := codes or min(size, items)) > MOST_CODES:
+        raise ConfigError(f"{most:,} codes a level are more than {MOST_CODES:,}; give fewer, or more levels than {levels}")
+    return size
+
+
 def build_semantic_ids(vectors: FloatArray, *, levels: int = 3, codes: int | None = None, seed: int = 0) -> SemanticIds:
     """IDs of `levels` codes for the item vectors (V + 1, D), whose row 0 is padding.
 
@@ -53,15 +68,9 @@ def build_semantic_ids(vectors: FloatArray, *, levels: int = 3, codes: int | Non
     Raises ConfigError where the levels or codes are too few or the codes too many, DataError where a vector is not finite.
     """
     items = len(vectors) - 1
-    if levels < 2 or items < 1:
-        raise ConfigError(f"semantic IDs of {levels} levels for {items} items cannot be made; give at least 2 levels and 1 item")
+    size = codes_a_level(items, levels, codes)
     if not np.isfinite(vectors).all():
         raise DataError("an item vector is NaN or infinite; train the encoder again with a lower learning rate")
-    size = codes or fitting_codes(items, levels)
-    if size < 2:
-        raise ConfigError(f"{size} codes a level tell nothing apart; give at least 2")
-    if (most := codes or min(size, items)) > MOST_CODES:
-        raise ConfigError(f"{most:,} codes a level are more than {MOST_CODES:,}; give fewer, or more levels than {levels}")
     left = np.asarray(vectors[1:], np.float32)
     cell, chosen, books = np.zeros(items, np.int64), [], []
     for level in range(levels - 1):

@@ -23,10 +23,14 @@ from cluster.values import UserSequence
 from pipelines.drawing import Drawing
 from pipelines.epochs import EpochOptions, EpochTrainer, chosen_device
 from pipelines.evaluate_ranker import ranker_quality
-from pipelines.losses import full_softmax
+from pipelines.losses import full_softmax, sampled_softmax
 from pipelines.ranking_labels import labels
 from pipelines.sequence_models import TrainableModule
 from pipelines.splits import VALIDATION, Example, Window, training_examples
+from pipelines.train import SMALL_CATALOGUE
+
+TEMPERATURE, DRAWN = 0.05, 128
+"""Of the softmax over items, and how many of a large catalogue are drawn for it."""
 
 
 class RankerOptions(EpochOptions):
@@ -75,8 +79,10 @@ class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
         return 2 if self.options.validate_every else 1
 
     def examples(self, rng: np.random.Generator) -> list[Example]:
-        """Windows with all events that may be learnt: here the last one is a place too, and what follows it is of no use."""
-        history = self.ranker.config.max_history
+        """Windows with all events that may be learnt: here the last one is a place too, and what follows it is of no use. Before the last
+        place of a window stand as many events as a ranker is ever given.
+        """
+        history = self.ranker.config.max_history + 1
         return training_examples(
             self.interactions, held_out_events=self._held_out - 1, max_history=history, window=self.options.window, rng=rng
         )
@@ -100,7 +106,14 @@ class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
         candidates_RN, logits_RNT = candidates_BLN[places], logits_BLNT[places]
         loss = self._of_event(logits_RNT[:, 0], taught.to(self.device)[places])
         loss = loss + _of_drawn(logits_RNT[:, 1:, 0], candidates_RN[:, 1:] == candidates_RN[:, :1])
-        return loss + full_softmax(states_BLD[places], self.ranker.item_vectors(), items[places], 0.05), len(candidates_RN)
+        return loss + self._of_next(states_BLD[places], items[places]), len(candidates_RN)
+
+    def _of_next(self, states_RD: Tensor, targets_R: Tensor) -> Tensor:
+        """Which item of the catalogue came next, among drawn ones where the catalogue is large."""
+        vectors = self.ranker.item_vectors()
+        if len(vectors) <= SMALL_CATALOGUE:
+            return full_softmax(states_RD, vectors, targets_R, TEMPERATURE)
+        return sampled_softmax(states_RD, vectors, targets_R, TEMPERATURE, negatives=DRAWN)
 
     def _of_event(self, logits_RT: Tensor, labels_RT: Tensor) -> Tensor:
         """The sum of the tasks' mean losses: cross entropy, but of ratings squares in units of their deviation."""

@@ -39,11 +39,13 @@ class DatasetOptions(BaseModel):
     item_id_column: str | None = Field(default=None, description="id column of the item table")
     item_title_column: str | None = Field(default=None, description="title column of the item table")
     delimiter: str | None = Field(default=None, description=r"between the fields of a text table, as ';' or '\t'; guessed by default")
-    timestamp_unit: TimestampUnit = Field(
-        default=TimestampUnit.SECONDS, description="of timestamps that are numbers; ISO-8601 is understood as well"
+    timestamp_unit: TimestampUnit | None = Field(
+        default=None, description="of timestamps that are numbers (default: s); ISO-8601 is understood as well"
     )
-    action_name: list[str] = Field(default=[], description="what a table calls an action, as buy=purchase; repeatable")
-    default_action: Action = Field(default=Action.VIEW, description="of events in a table without an action column")
+    action_name: list[str] = Field(
+        default=[], description="what a table calls an action, as buy=purchase, or =view where it says nothing; repeatable"
+    )
+    default_action: Action | None = Field(default=None, description="of events in a table without an action column (default: view)")
     skip_bad_rows: bool = Field(default=False, description="count bad rows and read on, rather than stop at the first")
     progress: bool | None = Field(default=None, description="draw a progress bar (default: where stderr is a terminal)")
     cache: Path | None = Field(default=None, description="where fetched datasets are kept (default: $GENREC_CACHE or ~/.cache/genrec)")
@@ -56,9 +58,9 @@ class DatasetOptions(BaseModel):
             columns=Columns(self.user_column, self.item_column, self.timestamp_column, self.action_column, self.value_column),
             item_columns=ItemColumns(self.item_id_column, self.item_title_column),
             delimiter=self.delimiter.replace("\\t", "\t") if self.delimiter else None,
-            timestamp_unit=self.timestamp_unit,
+            timestamp_unit=self.timestamp_unit or TimestampUnit.SECONDS,
             action_names=_action_names(self.action_name),
-            default_action=self.default_action,
+            default_action=self.default_action or Action.VIEW,
             on_bad_row=BadRows(skip=self.skip_bad_rows),
             progress=self.progress,
             cache=self.cache or default_cache(),
@@ -98,7 +100,7 @@ def _action_names(pairs: list[str]) -> Mapping[str, Action]:
     names = {}
     for pair in pairs:
         name, _, action = pair.partition("=")
-        if not name.strip() or action not in list(Action):
+        if "=" not in pair or action not in list(Action):
             raise ConfigError(f"--action-name {pair!r} is not NAME=ACTION with an action out of {', '.join(Action)}")
         names[name.strip().lower()] = Action(action)
     return names

@@ -12,6 +12,7 @@ from deployments.training.plan import TrainingPlan
 from deployments.training.publishing import publish
 from deployments.training.ranking import RankingPart, train_ranking
 from pipelines.blend import BlendWeights
+from pipelines.semantic_ids import codes_a_level
 from pipelines.train_ranker import RankerOptions
 from pipelines.training_run import Observer, RunOptions, TrainedModel, TrainingRun, train_model
 
@@ -50,6 +51,8 @@ def train_version(plan: TrainingPlan, dataset: Dataset, options: RunOptions, obs
     Raises ConfigError where the sizes do not fit, DataError where there is nothing to learn from or nothing to resume.
     """
     plan = plan.aligned()
+    if plan.decoder:  # before hours of training, not after
+        codes_a_level(len(dataset.catalogue), plan.decoder.ids.levels, plan.decoder.ids.codes)
     run = TrainingRun(plan.model.record(len(dataset.catalogue)), dataset, options, observer)
     encoder = train_model(run, plan.encoder)
     generative = train_generative(run, encoder, plan.decoder, plan.encoder.temperature) if plan.decoder else None

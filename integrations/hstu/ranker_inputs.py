@@ -32,8 +32,10 @@ def standard_ratings(actions: Int8Array, values: FloatArray, scale: RatingScale)
 
 
 def training_batch(sequences: Sequence[UserSequence], config: RankerConfig) -> dict[str, npt.NDArray[Any]]:
-    """Right-padded (B, L): items, actions, ratings and times as the ranker takes them, and the values as they are."""
-    batch = collate(sequences, config.max_history)
+    """Right-padded (B, L): items, actions, ratings and times as the ranker takes them, and the values as they are. The last of an L of
+    `max_history` + 1 is asked about behind a full window.
+    """
+    batch = collate(sequences, config.max_history + 1)
     return {**_columns(batch, config), "values": batch.values}
 
 

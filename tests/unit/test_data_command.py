@@ -97,6 +97,8 @@ def test_a_model_s_data_set_is_read_again_by_the_options_of_its_training_unless_
     assert as_trained(DatasetOptions(), trained) == again
     grown = DatasetOptions(path=Path("grown.csv"), user_column="user")
     assert as_trained(grown, trained) == again.model_copy(update={"path": Path("grown.csv"), "user_column": "user"})
+    usual = DatasetOptions(timestamp_unit=TimestampUnit.SECONDS, default_action=Action.VIEW)
+    assert as_trained(usual, trained) == again.model_copy(update=usual.model_dump(include={"timestamp_unit", "default_action"}))
 
 
 @pytest.mark.parametrize("recorded", [None, "table", {"timestamp_unit": "weeks"}])

@@ -6,6 +6,7 @@ import torch
 
 from cluster.bundle import ModelRecord, RankerRecord
 from cluster.dataset import Catalogue, Dataset, Interactions
+from cluster.errors import DataError
 from cluster.ranking import Task
 from cluster.values import Action, Encoded, Generated, Item
 from deployments.training.publishing import publish
@@ -106,6 +107,33 @@ def test_it_learns_what_users_turn_to_buy_and_rate():
     assert quality["auc.click"] > 0.9
     assert quality["auc.purchase"] > 0.95  # the item alone tells
     assert quality["rmse.rating"] < 0.5 * quality["rmse.mean"]
+
+
+def test_what_is_asked_behind_a_full_window_is_learnt():
+    record = MODEL.model_copy(update={"config": {**MODEL.config, "max_history": 5}})
+    interactions = shoppers()
+    encoder = HSTU(HSTUConfig.model_validate({**record.config, "attention_dim": 16, "linear_dim": 16}))
+    ranker = new_ranker(ranker_record(record, interactions), encoder, seed=0)
+    trainer = RankerTrainer(ranker, interactions, RankerOptions(), device="cpu")
+    loss, _ = trainer._loss(trainer._batches(np.random.default_rng(0))[0])  # noqa: SLF001 - the gradients of one step
+    loss.backward()
+    learnt = ranker.position_embedding.weight.grad.abs().sum(dim=1) > 0
+    assert learnt.nonzero().squeeze(1).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_of_a_large_catalogue_the_wrong_items_are_drawn(monkeypatch):
+    monkeypatch.setattr("pipelines.train_ranker.SMALL_CATALOGUE", ITEMS)
+    monkeypatch.setattr("pipelines.train_ranker.full_softmax", None)
+    _, trainer = trained(shoppers(), epochs=1)
+    assert trainer.epoch == 1
+
+
+def test_a_ranker_that_predicts_nan_is_refused():
+    _, trainer = trained(shoppers(users=20), epochs=1)
+    with torch.no_grad():
+        trainer.ranker.asker.fill_(torch.nan)
+    with pytest.raises(DataError, match="the ranker predicts NaN or infinity; train it again with a lower learning rate"):
+        ranker_quality(trainer.ranker, shoppers(users=20), from_end=TEST, device=CPU)
 
 
 def test_training_never_sees_the_held_out_events():

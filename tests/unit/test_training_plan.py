@@ -1,5 +1,6 @@
 """What is to be trained: sizes of a model, parts that agree with each other, and the options that a command makes of both."""
 
+from types import SimpleNamespace
 from typing import Annotated
 
 import pytest
@@ -9,9 +10,12 @@ from typer.testing import CliRunner
 from cluster.errors import ConfigError, UnknownChoice
 from deployments.cli.fields import Fields, with_fields
 from deployments.training.plan import DecoderPlan, ModelPlan, TrainingPlan
+from deployments.training.version import train_version
+from pipelines.generative_run import IdOptions
 from pipelines.train import TrainOptions
 from pipelines.train_decoder import DecoderOptions
 from pipelines.train_ranker import RankerOptions
+from pipelines.training_run import RunOptions
 
 
 def test_a_head_of_an_hstu_is_its_share_of_the_width_unless_said_otherwise():
@@ -36,6 +40,11 @@ def test_decoder_and_ranker_learn_with_the_encoders_seed_and_windows_and_validat
 def test_a_decoder_of_an_unknown_size_is_refused_before_anything_is_trained():
     with pytest.raises(UnknownChoice, match="choose from base, none, tiny"):
         DecoderPlan("huge")
+    with pytest.raises(ConfigError, match="--prompt-length 0: a decoder is prompted with at least one state"):
+        DecoderPlan(prompt_length=0)
+    many = SimpleNamespace(catalogue=range(100_000))
+    with pytest.raises(ConfigError, match="100,000 codes a level are more than 65,536; give fewer, or more levels than 2"):
+        train_version(TrainingPlan(decoder=DecoderPlan(ids=IdOptions(levels=2))), many, RunOptions(), None)
 
 
 app = typer.Typer()
