@@ -148,7 +148,7 @@ class Gateway:
     def presence(self, rollout: Rollout) -> Presence:
         trial, uses, shards = rollout.trial, self._versions.uses(), self._shared.seen if self._shared is not None else None
         figures = self._versions.figures() if trial else {}
-        return Presence("gateway", self._models.holds, uses, trial.name if trial else "", figures, shards)
+        return Presence("gateway", self._models.holds, uses, rollout.period, figures, shards)
 
     def snapshot(self) -> None:
         """It has no engines of its own."""
@@ -208,7 +208,8 @@ class Gateway:
 
     def offers(self) -> Offers:
         manifest = self._versions.stable.bundle.manifest
-        strategies: tuple[Strategy, ...] = ("unified", "retrieval", "generative") if manifest.decoder else ("retrieval",)
+        able: tuple[Strategy, ...] = ("unified", "retrieval", "generative") if manifest.decoder else ("retrieval",)
+        strategies = tuple(sorted(able, key=lambda one: one != self._limits.flags.strategy))  # the default first
         return Offers(self._versions.stable.bundle.version, strategies, ranker=manifest.ranker is not None)
 
     async def backends(self) -> BackendsOut:

@@ -10,7 +10,7 @@ answers the whole request.
 import logging
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from time import monotonic, perf_counter
 from typing import TypeVar
@@ -23,6 +23,7 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.dataset import Catalogue
 from cluster.engines.latency import LatencyRecorder
+from cluster.errors import InvalidRequest
 from cluster.fleet.board import FleetNews
 from cluster.fleet.rollout import Arm, Rollout, Trial, VersionFigures
 from cluster.no_request import Background
@@ -144,7 +145,7 @@ class VersionRouter:
         self._serving = 0
         self._rollout = Rollout(stable=1)
         self._tried: int | None = None
-        self._trial = ""
+        self._period = ""
         self._recorders: dict[Arm, VersionRecorder] = {}
         self._shadows = Background(SHADOWS_AT_ONCE)
 
@@ -174,8 +175,8 @@ class VersionRouter:
             self._serve(next((v for v in (*able, *sorted(news.used)) if self._model_cache.get(v)), any_held))
         trial = self._rollout.trial
         self._tried = trial.version if trial and trial.version in able and news.settled else None
-        if (name := trial.name if trial else "") != self._trial:
-            self._trial, self._recorders = name, {}
+        if rollout.period != self._period:
+            self._period, self._recorders = rollout.period, {}
 
     def uses(self) -> frozenset[int]:
         return frozenset({self._serving, self._tried or self._serving} - {0})
@@ -224,11 +225,14 @@ class VersionRouter:
     async def _elsewhere(
         self, first: ServedModel, answer: AnswerT, began: float, ask: Callable[[ServedModel], Awaitable[AnswerT]]
     ) -> AnswerT:
-        """The answer of `first`, or of another version where replicas turned out to lack the versions asked before."""
+        """The answer of `first`, or of another version where replicas turned out to lack the versions asked before. One that cannot do what
+        is asked, as for want of a decoder, is passed over.
+        """
         model, others = first, [other for other in self._model_cache.models if other is not first]
         while answer.degraded and model.was_gone(began) and others:
-            model = others.pop(0)
-            answer = await ask(model)
+            other = others.pop(0)
+            with suppress(InvalidRequest):
+                answer, model = await ask(other), other
         return answer
 
     async def _timed(self, model: ServedModel, request: RecommendRequest) -> Recommendation:

@@ -145,7 +145,9 @@ class CachedRecommender:
     async def _best(self, answer: Recommendation, completed: Completed) -> Recommendation:
         """The recommender's answer, or the user's last good one if no encoder contributed to it."""
         answer = _with_history(answer, completed)
-        return answer if self._cache is None else await self._fallback.rather_than(answer, completed.request, self._cache)
+        if self._cache is None:
+            return answer
+        return await self._fallback.rather_than(answer, completed.request, self._cache, history_lost=completed.degraded)
 
     async def _computed(self, request: RecommendRequest, key: Key, version: str) -> Computed[Recommendation]:
         """The answer and how to cache it. A degraded answer is cached briefly. Not cached is one that is degraded by the caller's own

@@ -117,7 +117,10 @@ class Recommender:
 
     def _strategy(self, request: RecommendRequest) -> Strategy:
         strategy = request.strategy or ("unified" if self._generation.available else "retrieval")
-        if strategy == "retrieval" and request.sampling:
+        if request.sampling and not self._generation.available:
+            cure = "leave sampling out, or train a decoder: genrec train DATASET --model-dir MODEL"
+            raise InvalidRequest("sampling", f"draws generated items, and {self._version} has no decoder; {cure}")
+        if request.sampling and strategy == "retrieval":
             cure = "leave sampling out, or ask for strategy unified or generative"
             raise InvalidRequest("sampling", f"draws generated items, and strategy retrieval generates none; {cure}")
         if strategy == "generative" and not self._generation.available:

@@ -16,6 +16,7 @@ from cluster.traffic.budget import Budget, in_time
 from cluster.values import Recommendation, RecommendRequest, ScoredItem, StageReport
 from pipelines.answer_key import cacheable, request_key
 from pipelines.remembered import Recent
+from pipelines.retrieval import NOTHING_KNOWN
 
 CACHED = "cached"
 POPULARITY = "popularity"
@@ -36,12 +37,17 @@ class StaleFallback(Recent[Key]):
         if not answer.degraded:
             self.put(request_key(request, self._model_digest), key)
 
-    async def rather_than(self, answer: Recommendation, request: RecommendRequest, cache: TieredCache[Recommendation]) -> Recommendation:
+    async def rather_than(
+        self, answer: Recommendation, request: RecommendRequest, cache: TieredCache[Recommendation], *, history_lost: bool
+    ) -> Recommendation:
         """The last good answer, marked as degraded, without items that the user has seen since or blocks now. `answer` itself if an encoder
-        contributed to it, if no good answer is cached, or if no item of that is left. May hold fewer items than are asked for.
+        contributed to it or was not needed, if no good answer is cached, or if no item of that is left. May hold fewer items than are asked
+        for. `history_lost`: it could not be read; else a user of whom nothing is known is given what is popular.
         """
         popular = next((stage for stage in answer.stages if stage.stage == POPULARITY), None)
         if not answer.degraded or popular is None or not cacheable(request):
+            return answer
+        if not history_lost and any(one.reason == NOTHING_KNOWN for one in popular.fallback_from):
             return answer
         began = time.perf_counter()
         if (found := await self._kept(request, cache)) is None or not (items := _wanted(found.value.items, request)):

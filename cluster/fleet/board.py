@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from cluster.cache.layout import ShardsSeen
-from cluster.fleet.rollout import Arm, Rollout, Trial, VersionFigures, judge
+from cluster.fleet.rollout import Arm, Rollout, VersionFigures, judge
 from cluster.stages import StageName
 
 Role: TypeAlias = StageName | Literal["gateway"]
@@ -21,13 +21,13 @@ READY = ""
 @dataclass(frozen=True, slots=True)
 class Presence:
     """What a process tells of itself. `holds`: version -> READY, or why it cannot serve it (yet); `uses`: versions whose answers a gateway
-    gives; `figures` of the arms in the trial of that name; `shards`: those of the shared cache, where their number may change.
+    gives; `figures` of the arms in that `period` of a trial; `shards`: those of the shared cache, where their number may change.
     """
 
     role: Role
     holds: Mapping[int, str]
     uses: frozenset[int] = frozenset()
-    trial: str = ""
+    period: str = ""
     figures: Mapping[Arm, VersionFigures] = field(default_factory=dict)
     shards: ShardsSeen | None = None
 
@@ -70,14 +70,14 @@ class FleetBoard:
         self._ttl_s, self._made_at = ttl_s, now
         self._present: dict[str, tuple[float, Presence]] = {}
         self._figures: dict[str, Mapping[Arm, VersionFigures]] = {}
-        self._trial = ""
+        self._period = ""
 
     def report(self, name: str, presence: Presence, *, now: float) -> FleetNews:
         """Take what a process tells; returns what it should know of the others."""
         self._present[name] = now, presence
-        if presence.trial:
-            if presence.trial != self._trial:
-                self._trial, self._figures = presence.trial, {}
+        if presence.period:
+            if presence.period != self._period:
+                self._period, self._figures = presence.period, {}
             self._figures[name] = presence.figures
         return self.news(now=now)
 
@@ -102,16 +102,16 @@ class FleetBoard:
 
     def judge(self, rollout: Rollout) -> str:
         """Why the trial has to end by what the gateways have measured, "" where it may go on."""
-        trial = rollout.trial
-        if trial is None or trial.name != self._trial:
+        trial, figures = rollout.trial, self.figures(rollout)
+        if trial is None or not figures:
             return ""
-        figures = self.figures(trial)
-        return judge(trial.guard, figures.get(Arm(rollout.stable), VersionFigures()), figures.get(trial.arm, VersionFigures()))
+        stable, tried = (figures.get(arm, VersionFigures()) for arm in (Arm(rollout.stable), trial.arm))
+        return judge(trial.guard, stable, tried, alone=trial.kind != "shadow" and trial.share >= 1)
 
-    def figures(self, trial: Trial | None) -> dict[Arm, VersionFigures]:
-        """By arm, over all gateways that have taken part in the trial."""
+    def figures(self, rollout: Rollout) -> dict[Arm, VersionFigures]:
+        """By arm, over all gateways that have taken part in the trial beside this stable version."""
         total: dict[Arm, VersionFigures] = {}
-        for measured in self._figures.values() if trial and trial.name == self._trial else ():
+        for measured in self._figures.values() if rollout.trial and rollout.period == self._period else ():
             for arm, figures in measured.items():
                 total[arm] = total.get(arm, VersionFigures()) + figures
         return total
@@ -125,7 +125,7 @@ class FleetBoard:
             holders={v: {role: sum(one.role == role and one.holds.get(v) == READY for one in live) for role in roles} for v in versions},
             obstacles={v: tuple(dict.fromkeys(why for one in live if (why := one.holds.get(v)))) for v in versions},
             used={v: sum(v in one.uses for one in live) for v in versions},
-            figures=self.figures(rollout.trial),
+            figures=self.figures(rollout),
         )
 
     def _ready(self, live: Mapping[str, Presence]) -> frozenset[int]:

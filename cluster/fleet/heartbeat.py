@@ -29,7 +29,7 @@ class Report:
         """What other processes act upon: a report in which it differs from the last one is not kept back. Reasons are left out, which count
         seconds down.
         """
-        held = {name: (one.holds, one.uses, one.trial) for name, one in self.presences.items()}
+        held = {name: (one.holds, one.uses, one.period) for name, one in self.presences.items()}
         engines = {
             name: (snapshot.settled, [(one.name, one.available, one.enabled, one.loaded, one.breaker) for one in snapshot.backends])
             for name, snapshot in self.snapshots.items()

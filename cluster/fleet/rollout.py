@@ -158,6 +158,11 @@ class Rollout(_Record):
         """What has to be loaded, the stable one first."""
         return tuple(dict.fromkeys((self.stable, self.trial.version))) if self.trial else (self.stable,)
 
+    @property
+    def period(self) -> str:
+        """In which figures can be compared: of one trial, beside one stable version; "" where nothing is tried."""
+        return f"{self.trial.name}/{self.stable}" if self.trial else ""
+
     def trial_for(self, tenant: str, user: str) -> Trial | None:
         """The trial that a user is served under."""
         trial = self.trial
@@ -181,10 +186,13 @@ class VersionFigures:
         return VersionFigures(*counts, merge((self.latency, other.latency)), self.overlaps + other.overlaps, self.overlap + other.overlap)
 
 
-def judge(guard: Guard, stable: VersionFigures, tried: VersionFigures) -> str:
-    """Why the trial has to end, "" where it may go on."""
+def judge(guard: Guard, stable: VersionFigures, tried: VersionFigures, *, alone: bool = False) -> str:
+    """Why the trial has to end, "" where it may go on. `alone`: all users take part, and there is nothing to compare it with."""
     usual = stable.degraded / stable.requests if stable.requests else 0.0
-    if tried.requests >= FEWEST and (least := least_share(tried.degraded, tried.requests)) > usual + guard.degraded_margin:
+    if (
+        min(tried.requests, tried.requests if alone else stable.requests) >= FEWEST
+        and (least := least_share(tried.degraded, tried.requests)) > usual + guard.degraded_margin
+    ):
         return f"{tried.degraded} of {tried.requests} answers are degraded (at least {least:.1%}), of the stable version {usual:.1%}"
     return _too_slow(guard, stable, tried) or _too_different(guard, tried)
 

@@ -71,6 +71,7 @@ class Heartbeat:
         self._members: dict[str, Member] = {}
         self._follower = ErasureFollower(self._forget, again_after_s=settings.longest_request_s)
         self._task: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[Rollout] | None = None
 
     @property
     def gateways(self) -> int:
@@ -82,7 +83,7 @@ class Heartbeat:
 
     async def start(self) -> None:
         """Returns once every member holds what serves. Raises BundleError where no version can be served."""
-        await self._read_rollout()
+        await self._read_rollout(within_s=None)
         await self._tell()  # what is loaded is what will be asked: as it is switched, and versions in use in the middle of a rollout
         for member in self._members.values():
             await member.load(self._wanted, only=self._pinned is not None)
@@ -111,8 +112,12 @@ class Heartbeat:
 
     @property
     def _wanted(self) -> tuple[int, ...]:
-        """The versions that serve, and those that some gateway still gives answers of."""
-        return (*self._rollout.versions, *sorted(self._orders.fleet.used))
+        """The versions that serve, those that some gateway still gives answers of and, where replicas hold none that serves, the newest
+        that all of them hold.
+        """
+        fleet, versions = self._orders.fleet, self._rollout.versions
+        in_place = sorted(fleet.ready)[-1:] if self._pinned is None and fleet.ready.isdisjoint(versions) else []
+        return (*versions, *sorted(fleet.used), *in_place)
 
     async def _beat_forever(self) -> None:
         while True:
@@ -175,12 +180,16 @@ class Heartbeat:
         for member in self._members.values():
             member.follow(self._rollout, self._orders)
 
-    async def _read_rollout(self) -> None:
-        """A rollout that cannot be read changes nothing."""
+    async def _read_rollout(self, within_s: float | None = LOOK_INTERVAL_S) -> None:
+        """A rollout that cannot be read, or not soon, changes nothing: the process goes on to report while a file server hangs."""
         if self._pinned is not None:
             return
+        reading = self._reading = self._reading or asyncio.create_task(asyncio.to_thread(self._rollouts.read))
+        if not (await asyncio.wait([reading], timeout=within_s))[0]:
+            return
+        self._reading = None
         try:
-            self._rollout = await asyncio.to_thread(self._rollouts.read)
+            self._rollout = reading.result()
         except (BundleError, OSError) as error:
             logger.warning("the rollout stays as it is: %s", error)
 

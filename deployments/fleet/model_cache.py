@@ -11,6 +11,7 @@ from cluster.bundle import Bundle, BundleStore
 from cluster.engines.heap import collect_discarded, freeze_loaded, return_freed
 from cluster.errors import BundleError, GenrecError
 from cluster.fleet.board import READY
+from cluster.no_request import Background
 
 RETRY_AFTER_S = 10.0
 logger = logging.getLogger("ray.serve")
@@ -50,6 +51,7 @@ class ModelCache(Generic[Model]):
         self._refused: dict[int, _Refused] = {}
         self._loading = 0
         self._work: asyncio.Task[None] | None = None
+        self._given_up = Background()
 
     @property
     def holds(self) -> dict[int, str]:
@@ -69,20 +71,19 @@ class ModelCache(Generic[Model]):
         return next((model for model in self._models.values() if model.bundle.version == name), None)
 
     async def fill(self, versions: Iterable[int], *, only: bool = False) -> None:
-        """Load these before anything is served; where the first of them cannot be, the last good version too, unless it is the `only` one
-        to serve. Raises BundleError without any.
+        """Load these before anything is served; where none of them can be, the newest that can, unless the first is the `only` one to
+        serve. Raises BundleError without any, or what `make` raises for the last good version.
         """
         first, *others = dict.fromkeys(versions)
         await self._load(first)
-        if first not in self._models:
-            if only:
-                raise BundleError(f"version {first} is the only one to serve, and cannot be: {self._refused[first].reason}")
-            bundle, refused = await asyncio.to_thread(self._store.open_last_good)
-            logger.warning("serving %s: %s", bundle.version, "; ".join(refused))
-            await self._keep(bundle)
+        if only and first not in self._models:
+            raise BundleError(f"version {first} is the only one to serve, and cannot be: {self._refused[first].reason}")
         for version in others:
-            if version not in self._models:
-                await self._load(version)
+            await self._load(version)
+        if not self._models:
+            await self._fall_back()
+        if first not in self._models:
+            logger.warning("serving %s: %s", ", ".join(one.bundle.version for one in self.models), self._refused[first].reason)
         await asyncio.to_thread(return_freed)
 
     def want(self, versions: Iterable[int]) -> None:
@@ -112,11 +113,23 @@ class ModelCache(Generic[Model]):
         for version in set(self._models) - set(wanted):
             if len(self._models) > 1 and now - self._wanted_at.setdefault(version, now) >= self._keep_s:
                 logger.info("version %d is not needed any more", version)
-                await self._discard(self._models.pop(version))
-        if held - set(self._models):
-            await asyncio.to_thread(collect_discarded)
-        elif set(self._models) - held:
+                self._given_up.start(self._give_up(self._models.pop(version)))
+        if set(self._models) - held:
             await asyncio.to_thread(freeze_loaded)
+
+    async def _give_up(self, model: Model) -> None:
+        """Beside all else: an engine may hang as it is closed."""
+        await self._discard(model)
+        await asyncio.to_thread(collect_discarded)
+
+    async def _fall_back(self) -> None:
+        for version in reversed(await asyncio.to_thread(self._store.versions)):
+            if version not in self._refused:
+                await self._load(version)
+            if self._models:
+                return
+        bundle, _ = await asyncio.to_thread(self._store.open_last_good)  # says what is wrong with all of them
+        await self._keep(bundle)  # or with this one
 
     def _refused_lately(self, version: int) -> bool:
         refused = self._refused.get(version)

@@ -74,7 +74,7 @@ class SwitchboardDeployment:
             self._board.report(stage, replica_id, snapshot, report.switches_version, report.switches, now=now)
         self._board.report_place(process, report.place)
         self._states.expire(now)
-        await self._judge(presence.trial for presence in report.presences.values())
+        await self._judge(presence.period for presence in report.presences.values())
         self._refresh_orders()
         if self._orders.mark == mark:
             await self._change(wait_s)

@@ -32,7 +32,11 @@ def _in_seconds(value: int) -> int:
 ItemId = Annotated[str, StringConstraints(min_length=1, max_length=256), BeforeValidator(_as_text)]
 UserId = Annotated[str, StringConstraints(min_length=1, max_length=256), BeforeValidator(_as_text)]
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-Timestamp = Annotated[int, Field(ge=0, description="whole seconds since 1970, UTC"), AfterValidator(_in_seconds)]
+Timestamp = Annotated[
+    int,
+    Field(ge=0, description="whole seconds since 1970, UTC", json_schema_extra={"maximum": LATEST_TIMESTAMP}),
+    AfterValidator(_in_seconds),
+]
 
 
 ONE, SEVERAL = "(one of its kind)", "(several)"

@@ -204,7 +204,8 @@ class StageRecorder:
         """How the version that serves stands now."""
         for one in snapshot.backends:
             self._meter.set(m.BACKEND_LOADED, float(one.loaded), stage=self._stage, backend=one.name)
-            self._meter.set(m.BREAKER, BREAKER_STATES[one.breaker], stage=self._stage, backend=one.name)
+            asked = one.enabled and one.rank is not None  # one that is not asked has no trial either, and would stay half open
+            self._meter.set(m.BREAKER, BREAKER_STATES[one.breaker] if asked else 0.0, stage=self._stage, backend=one.name)
             self._set(KEPT_GAUGES, one.kept, one.name)
         for backend, figures in queues.items():
             self._set(QUEUES, figures, backend)

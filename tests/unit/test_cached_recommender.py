@@ -19,8 +19,7 @@ from pipelines.cached_recommender import ANSWER_CODEC, CachedRecommender
 from pipelines.recommend import Recommender
 from pipelines.remembered import REQUEST_CODEC, UsualRequests
 from pipelines.stored_history import StoredHistories
-from tests.bundles import make_bundle
-from tests.fake_stages import Descending
+from tests.fake_stages import Ascending, Descending, bundle_with_ranker
 from tests.waiting import until
 
 pytestmark = pytest.mark.virtual_time
@@ -43,13 +42,17 @@ class Setting:
 
     def __init__(self, root, events=None, limit=1000):
         self.now = float(NOW)
-        self.bundle = make_bundle(root / "models", items=50)
-        self.encoder = Descending(self.bundle)
+        self.bundle = bundle_with_ranker(root / "models")
+        self.encoder, self.ranker = Descending(self.bundle), Ascending(self.bundle)
         self.cache = TieredCache(MemoryCache("s3fifo", 2**20, clock=self.clock), None, TierSettings(), ANSWER_CODEC, clock=self.clock)
         self.store = Watched(events) if events else None
         self.usual = UsualRequests()
         self.answers = CachedRecommender(
-            Recommender(self.bundle, self.encoder), StoredHistories(self.store, limit), self.cache, self.bundle.digest, self.usual
+            Recommender(self.bundle, self.encoder, rank=self.ranker),
+            StoredHistories(self.store, limit),
+            self.cache,
+            self.bundle.digest,
+            self.usual,
         )
 
     def clock(self):
@@ -331,6 +334,15 @@ async def test_a_newcomer_gets_what_is_popular_though_there_was_an_answer_before
     await setting.answers.recommend(ASKED)
     answer = await setting.answers.recommend(replace(ASKED, behaviours=()))
     assert (answer.stages[0].stage, answer.degraded) == ("popularity", False)
+
+
+async def test_nor_does_a_newcomer_get_another_historys_answer_where_only_the_ranker_is_broken(setting):
+    asked = replace(ASKED, rank=True)
+    before = await setting.answers.recommend(asked)
+    setting.ranker.error = BackendUnavailable("no ranker")
+    answer = await setting.answers.recommend(replace(asked, behaviours=()))
+    assert (before.degraded, answer.degraded) == (False, True)
+    assert "popularity" in [stage.stage for stage in answer.stages]
 
 
 async def test_where_the_history_cannot_be_read_the_last_good_answer_is_given(setting, events):

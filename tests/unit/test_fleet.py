@@ -21,8 +21,8 @@ def stage(role: str, *ready: int, **obstacles: str) -> Presence:
     return Presence(role, {**dict.fromkeys(ready, READY), **{int(name[1:]): why for name, why in obstacles.items()}})
 
 
-def gateway(*uses: int, trial: str = "", figures: dict[Arm, VersionFigures] | None = None) -> Presence:
-    return Presence("gateway", {1: READY}, frozenset(uses), trial, figures or {})
+def gateway(*uses: int, period: str = "", figures: dict[Arm, VersionFigures] | None = None) -> Presence:
+    return Presence("gateway", {1: READY}, frozenset(uses), period, figures or {})
 
 
 def test_a_version_is_ready_once_every_replica_of_every_stage_has_it(board: FleetBoard):
@@ -84,33 +84,52 @@ def measured(requests: int, degraded: int = 0) -> VersionFigures:
 
 
 def test_figures_are_added_up_over_the_gateways_and_those_of_a_dead_one_still_count(board: FleetBoard):
-    board.report("a", gateway(1, 2, trial=TRIAL.name, figures={STABLE: measured(10), TRIED: measured(5, 1)}), now=0)
-    board.report("b", gateway(1, 2, trial=TRIAL.name, figures={TRIED: measured(1)}), now=0)
-    board.report("b", gateway(1, 2, trial=TRIAL.name, figures={TRIED: measured(7, 2)}), now=60)
-    total = board.figures(TRIAL)
+    board.report("a", gateway(1, 2, period=ROLLOUT.period, figures={STABLE: measured(10), TRIED: measured(5, 1)}), now=0)
+    board.report("b", gateway(1, 2, period=ROLLOUT.period, figures={TRIED: measured(1)}), now=0)
+    board.report("b", gateway(1, 2, period=ROLLOUT.period, figures={TRIED: measured(7, 2)}), now=60)
+    total = board.figures(ROLLOUT)
     assert {arm: (one.requests, one.degraded) for arm, one in total.items()} == {STABLE: (10, 0), TRIED: (12, 3)}
 
 
 def test_figures_of_one_trial_are_not_those_of_the_next(board: FleetBoard):
     next_ = TRIAL.model_copy(update={"began": 2.0})
-    board.report("a", gateway(1, trial=TRIAL.name, figures={TRIED: measured(100, 100)}), now=0)
-    assert (board.figures(next_), board.judge(Rollout(stable=1, trial=next_))) == ({}, "")
-    board.report("a", gateway(1, trial=next_.name, figures={TRIED: measured(1)}), now=1)
-    assert (board.figures(TRIAL), board.figures(next_)[TRIED].requests) == ({}, 1)
-    assert board.figures(None) == {}
+    board.report("a", gateway(1, period=ROLLOUT.period, figures={TRIED: measured(100, 100)}), now=0)
+    assert (board.figures(Rollout(stable=1, trial=next_)), board.judge(Rollout(stable=1, trial=next_))) == ({}, "")
+    board.report("a", gateway(1, period=Rollout(stable=1, trial=next_).period, figures={TRIED: measured(1)}), now=1)
+    assert (board.figures(ROLLOUT), board.figures(Rollout(stable=1, trial=next_))[TRIED].requests) == ({}, 1)
+    assert board.figures(Rollout(stable=1)) == {}
+
+
+def test_figures_beside_one_stable_version_are_not_those_beside_the_next(board: FleetBoard):
+    """As where `genrec compile` publishes during a trial: the new version has no figures yet to compare with."""
+    later = Rollout(stable=3, trial=TRIAL)
+    board.report("a", gateway(1, period=ROLLOUT.period, figures={STABLE: measured(500, 25), TRIED: measured(500, 25)}), now=0)
+    assert (board.judge(ROLLOUT), board.judge(later)) == ("", "")
+    board.report("a", gateway(1, period=later.period, figures={TRIED: measured(200, 10)}), now=1)
+    assert board.judge(later) == "", "the new stable version has answered nothing yet"
+    board.report("a", gateway(1, period=later.period, figures={Arm(3): measured(100), TRIED: measured(200, 10)}), now=2)
+    assert board.judge(later).startswith("10 of 200 answers are degraded")
+
+
+def test_a_trial_of_all_users_is_judged_by_itself(board: FleetBoard):
+    rollout = Rollout(stable=1, trial=TRIAL.model_copy(update={"share": 1.0}))
+    board.report("a", gateway(2, period=rollout.period, figures={rollout.trial.arm: measured(200, 20)}), now=0)
+    assert board.judge(rollout).startswith("20 of 200 answers are degraded")
 
 
 def test_the_trial_is_judged_by_what_all_gateways_measured_together(board: FleetBoard):
-    board.report("a", gateway(1, trial=TRIAL.name, figures={STABLE: measured(500), TRIED: measured(15, 15)}), now=0)
+    board.report("a", gateway(1, period=ROLLOUT.period, figures={STABLE: measured(500), TRIED: measured(15, 15)}), now=0)
     assert board.judge(ROLLOUT) == ""
-    board.report("b", gateway(1, trial=TRIAL.name, figures={TRIED: measured(15, 15)}), now=0)
+    board.report("b", gateway(1, period=ROLLOUT.period, figures={TRIED: measured(15, 15)}), now=0)
     assert board.judge(ROLLOUT).startswith("30 of 30 answers are degraded")
     assert board.judge(Rollout(stable=1)) == ""
 
 
 def test_a_trial_of_flags_is_judged_beside_the_other_users_of_the_same_version(board: FleetBoard):
     trial = Trial(version=1, share=0.5, flags={"strategy": "retrieval"}, began=1.0)
-    board.report("a", gateway(1, trial=trial.name, figures={STABLE: measured(500), trial.arm: measured(30, 30)}), now=0)
+    board.report(
+        "a", gateway(1, period=Rollout(stable=1, trial=trial).period, figures={STABLE: measured(500), trial.arm: measured(30, 30)}), now=0
+    )
     assert board.judge(Rollout(stable=1, trial=trial)).startswith("30 of 30 answers are degraded")
 
 
@@ -118,7 +137,7 @@ def test_the_status_says_who_holds_what_and_why_somebody_does_not(board: FleetBo
     board.report("e1", stage("encoder", 1, 2), now=0)
     board.report("e2", stage("encoder", 1, v2="it is cut off"), now=0)
     board.report("e3", stage("encoder", 1, v2="it is cut off"), now=0)
-    board.report("a", gateway(1, 2, trial=TRIAL.name, figures={TRIED: measured(3)}), now=0)
+    board.report("a", gateway(1, 2, period=ROLLOUT.period, figures={TRIED: measured(3)}), now=0)
     status = board.status(ROLLOUT, now=1)
     assert status.processes == {"encoder": 3, "gateway": 1}
     assert status.holders == {1: {"encoder": 3, "gateway": 1}, 2: {"encoder": 1, "gateway": 0}}
@@ -129,7 +148,7 @@ def test_the_status_says_who_holds_what_and_why_somebody_does_not(board: FleetBo
 
 
 def test_a_restarted_board_knows_everything_again_after_the_next_exchanges(board: FleetBoard):
-    told = {"e1": stage("encoder", 1, 2), "a": gateway(1, trial=TRIAL.name, figures={TRIED: measured(3)})}
+    told = {"e1": stage("encoder", 1, 2), "a": gateway(1, period=ROLLOUT.period, figures={TRIED: measured(3)})}
     restarted = FleetBoard(ttl_s=5.0, now=50.0)
     for name, presence in told.items():
         board.report(name, presence, now=60)

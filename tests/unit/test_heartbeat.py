@@ -1,5 +1,6 @@
 """A process's heartbeat, beside a real switchboard in this process: what is read, held, told and followed, and in how many calls."""
 
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from cluster.engines.snapshots import StageSnapshot
 from cluster.errors import BundleError
 from cluster.fleet.board import READY, Presence
 from cluster.fleet.heartbeat import Report
-from cluster.fleet.rollout import ROLLOUT, Arm, RolloutStore, Trial, VersionFigures
+from cluster.fleet.rollout import ROLLOUT, Arm, Rollout, RolloutStore, Trial, VersionFigures
 from deployments.fleet import heartbeat as module
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.model_cache import ModelCache
@@ -79,8 +80,7 @@ class Member:
         await self.model_cache.fill(versions, only=only)
 
     def presence(self, rollout):
-        trial = rollout.trial
-        return Presence(self.role, self.model_cache.holds, self.uses, trial.name if trial else "", self.figures if trial else {})
+        return Presence(self.role, self.model_cache.holds, self.uses, rollout.period, self.figures if rollout.trial else {})
 
     def snapshot(self):
         return StageSnapshot(self.role, f"{self.role}=torch", tuple(self.engines)) if self.model_cache.models else None
@@ -159,10 +159,10 @@ async def test_a_version_on_trial_is_held_beside_the_stable_one_and_its_figures_
     member = Member(rollouts.store, "gateway", uses={1, 2}, figures=figures)
     await process(member).start()
     told = beats(handle)[-1].presences["gateway/a"]
-    assert (told.trial, told.figures, told.uses) == ("", {}, {1, 2})
-    trial = rollouts.promote(2, Trial(version=2, share=0.5)).trial
+    assert (told.period, told.figures, told.uses) == ("", {}, {1, 2})
+    rollout = rollouts.promote(2, Trial(version=2, share=0.5))
     await until(lambda: member.model_cache.holds == {1: READY, 2: READY})
-    await until(lambda: beats(handle)[-1].presences["gateway/a"].trial == trial.name)
+    await until(lambda: beats(handle)[-1].presences["gateway/a"].period == rollout.period)
     _, fleet = await board.versions()
     assert fleet.figures == figures
 
@@ -232,6 +232,25 @@ async def test_a_rollout_that_cannot_be_read_stays_as_it_is(process, rollouts, c
     (rollouts.store.root / ROLLOUT).unlink()
     rollouts.promote(2)
     await until(lambda: member.stable == 2)
+
+
+async def test_a_rollout_that_takes_for_ever_to_be_read_silences_no_process(process, handle, rollouts, monkeypatch):
+    """As where the file server that has the models hangs."""
+    heartbeat, may_end = process(Member(rollouts.store)), threading.Event()
+    await heartbeat.start()
+    monkeypatch.setattr(heartbeat._rollouts, "read", lambda: may_end.wait(300) and Rollout(stable=2))  # noqa: SLF001 - it hangs
+    asked = len(handle.calls)
+    await until(lambda: len(handle.calls) >= asked + 3, "it goes on to report")
+    may_end.set()
+    await until(lambda: heartbeat._rollout.stable == 2)  # noqa: SLF001 - what was read at last
+
+
+async def test_where_replicas_hold_no_version_that_serves_the_newest_that_all_hold_is_loaded_too(process, board, rollouts):
+    await board.beat("b", Report({"encoder/b": Presence("encoder", {2: READY, 1: READY})}), 0, 0.0)
+    rollouts.promote(3)
+    member = Member(rollouts.store, "gateway")
+    await process(member).start()
+    assert member.model_cache.holds == {3: READY, 2: READY}
 
 
 async def test_without_any_version_to_serve_starting_is_an_error(process, rollouts):

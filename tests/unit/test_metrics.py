@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import prometheus_client
@@ -264,6 +265,14 @@ def test_breakers_queues_and_kept_states_are_shown():
     recorder.count("tiny/1", shown)
     assert noted.total(m.STATE_ROWS) == 10
     assert noted.total(m.STATE_LOOKUPS, result="hit") == 2
+
+
+@pytest.mark.parametrize("changes", [{"enabled": False}, {"rank": None}], ids=["switched off", "left out"])
+def test_the_breaker_of_a_backend_that_is_not_asked_raises_no_alert(changes):
+    """It gets no trial, and would stay half open for good."""
+    noted, shown = Noted(), snapshot(breaker=BreakerState.HALF_OPEN)
+    StageRecorder("encoder", noted).show(replace(shown, backends=tuple(replace(one, **changes) for one in shown.backends)), {})
+    assert noted.values["genrec_backend_breaker_state", (("backend", "torch"), ("stage", "encoder"))] == 0
 
 
 def test_a_batch_tells_its_size_its_padding_and_its_requests_waits():

@@ -149,6 +149,38 @@ async def test_at_the_start_the_last_good_version_takes_the_place_of_a_corrupt_o
         await ModelCache(store, None, None, keep_s=KEEP_S).fill([3])
 
 
+async def test_at_the_start_an_older_version_takes_the_place_of_one_that_is_whole_and_cannot_be_made(model_cache, workshop, caplog):
+    workshop.errors = {3: BackendUnavailable("it does not fit"), 2: BackendUnavailable("nor does this")}
+    await model_cache.fill([3])
+    assert (held(model_cache), model_cache.holds[3]) == ({1}, "it does not fit")
+    assert "serving tiny/1: it does not fit" in caplog.text
+
+
+async def test_at_the_start_a_version_in_use_is_enough_where_the_promoted_one_cannot_be_made(model_cache, workshop):
+    workshop.errors = {3: BackendUnavailable("it does not fit")}
+    await model_cache.fill([3, 1])
+    assert held(model_cache) == {1}
+
+
+async def test_where_no_version_can_be_made_the_error_says_why(model_cache, workshop):
+    workshop.errors = dict.fromkeys((1, 2, 3), BackendUnavailable("it does not fit"))
+    with pytest.raises(BackendUnavailable, match="it does not fit"):
+        await model_cache.fill([3])
+
+
+async def test_a_version_that_hangs_as_it_is_given_up_holds_no_other_up(store, workshop, clock):
+    async def hang(_):
+        await asyncio.Event().wait()
+
+    cache = ModelCache(store, workshop.make, hang, keep_s=KEEP_S, clock=clock)
+    await cache.fill([1])
+    await want(cache, 2)
+    clock.advance(KEEP_S)
+    await want(cache, 2)
+    await want(cache, 3)
+    assert held(cache) == {2, 3}
+
+
 async def test_closing_gives_everything_up(model_cache, workshop):
     await model_cache.fill([1, 2])
     workshop.busy = asyncio.Event()

@@ -138,8 +138,9 @@ async def test_to_draw_items_and_generate_none_is_refused_with_the_cure(bundle):
     with pytest.raises(InvalidRequest, match="ask for strategy unified or generative") as caught:
         await Recommender(bundle, Descending(bundle), Naming(bundle, 7)).recommend(asked)
     assert caught.value.field == "sampling"
-    with pytest.raises(InvalidRequest, match="strategy retrieval generates none"):
-        await Recommender(bundle, Descending(bundle), None).recommend(replace(asked, strategy=None))
+    for strategy in (None, "unified", "retrieval"):
+        with pytest.raises(InvalidRequest, match="has no decoder; leave sampling out, or train a decoder"):
+            await Recommender(bundle, Descending(bundle), None).recommend(replace(asked, strategy=strategy))
 
 
 @pytest.mark.parametrize("strategy", ["unified", "retrieval", "generative"])

@@ -205,6 +205,17 @@ async def test_where_the_generator_lacks_the_version_another_answers_too(tmp_pat
     assert [(one.model_version, one.degraded) for one in answers] == [("tiny/3", False), ("tiny/2", False)]
 
 
+async def test_a_version_that_cannot_do_what_is_asked_is_passed_over_and_the_degraded_answer_stays(tmp_path):
+    """Else a caller whose request the serving version can answer is told that it cannot be answered."""
+    store = BundleStore(tmp_path / "tiny")
+    bundle_with_decoder(store.root, items=20)
+    rig = Rig(store)
+    rig.stages.generators = {"tiny/2": Naming(store.open(2), error=ModelGone("not tiny/2"))}
+    rig.learn(2)
+    answer = await rig.ask(strategy="generative")
+    assert (answer.model_version, answer.degraded) == ("tiny/2", True)
+
+
 async def test_where_nobody_holds_any_version_the_answer_is_degraded_and_still_an_answer(rig):
     rig.learn(2)
     rig.stages.gone = {"tiny/1", "tiny/2"}
