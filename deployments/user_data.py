@@ -164,8 +164,7 @@ class UserData:
         deadline = monotonic() + max(settings.ttl_s * 1.2 + settings.stale_s, KEPT_S)  # of answers, and of usual requests
         while monotonic() < deadline:
             await asyncio.sleep(INSIST_EVERY_S)
-            away = {one.name for one in shared.health()} & set(silent) - (await shared.statistics()).keys()
-            if user_id is None and away:
+            if user_id is None and {one.name for one in shared.health()} & set(silent) - (await shared.statistics()).keys():
                 continue
             silent = (await self._cache.invalidate(tenant, user_id)).unconfirmed
             if not silent:

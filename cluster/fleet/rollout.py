@@ -189,10 +189,8 @@ class VersionFigures:
 def judge(guard: Guard, stable: VersionFigures, tried: VersionFigures, *, alone: bool = False) -> str:
     """Why the trial has to end, "" where it may go on. `alone`: all users take part, and there is nothing to compare it with."""
     usual = stable.degraded / stable.requests if stable.requests else 0.0
-    if (
-        min(tried.requests, tried.requests if alone else stable.requests) >= FEWEST
-        and (least := least_share(tried.degraded, tried.requests)) > usual + guard.degraded_margin
-    ):
+    enough = tried.requests >= FEWEST and (alone or stable.requests >= FEWEST)
+    if enough and (least := least_share(tried.degraded, tried.requests)) > usual + guard.degraded_margin:
         return f"{tried.degraded} of {tried.requests} answers are degraded (at least {least:.1%}), of the stable version {usual:.1%}"
     return _too_slow(guard, stable, tried) or _too_different(guard, tried)
 
