@@ -27,8 +27,10 @@ FAR, COUNTS = 2, 3
 """An answer that took more than FAR times the longest of the others' counts as so many late ones: no new user's states take that long."""
 FADES = 0.999
 """What is left of the longest after each answer: new users may be one in a hundred."""
-NEW_S = 60.0
-"""A replica that has just come computes the states of its users anew."""
+NEW_S, MOVED_S = 60.0, 10.0
+"""A replica that has just come computes the states of its users anew, and so do the others once one is left out: they are not judged for
+so long.
+"""
 SEEN, ENOUGH, SHARE = 31, 10, 0.9
 """Answers that say how long a replica takes, how many must be there, and the share of them that take no longer."""
 AVOIDING = BreakerSettings(failures_to_open=1, pause_s=10.0, growth=2.0, longest_pause_s=60.0)
@@ -79,7 +81,9 @@ class Paces:
             pace.late.append(late)
             if sum(pace.late) > LATEST // 2:
                 pace.breaker = pace.breaker.failed(now)
-                pace.late.clear()
+                for one in self._paces.values():
+                    one.since = max(one.since, now - NEW_S + MOVED_S)
+                    one.late.clear()
 
     def slow(self, now: float) -> frozenset[str]:
         """The replicas to leave out; not among them one that is due for a trial."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.traffic.paces import AVOIDING, ENOUGH, LATEST, LEAST_S, NEW_S, Paces
+from cluster.traffic.paces import AVOIDING, ENOUGH, LATEST, LEAST_S, MOVED_S, NEW_S, Paces
 
 NAMES = ("a", "b", "c")
 QUICK_S, SLOW_S = 0.005, 0.05
@@ -138,8 +138,15 @@ def test_a_call_that_was_cancelled_soon_proves_nothing_and_one_that_was_cancelle
 def test_where_most_are_slow_none_is_left_out():
     paces = known(*NAMES)
     answers(paces, "a", MOST, SLOW_S, 0.0)
-    answers(paces, "b", MOST, 2 * SLOW_S, 0.0)
-    assert paces.slow(0.0) == frozenset()
+    answers(paces, "b", MOST, 2 * SLOW_S, MOVED_S)
+    assert paces.slow(MOVED_S) == frozenset()
+
+
+def test_the_others_are_not_judged_while_the_users_of_one_that_is_left_out_come_to_them():
+    paces = known(*NAMES)
+    answers(paces, "a", MOST, SLOW_S, 0.0)
+    answers(paces, "b", 2 * MOST, 3 * SLOW_S, MOVED_S - 1)
+    assert paces.slow(MOVED_S - 1) == {"a"}
 
 
 def test_a_replica_that_is_gone_is_forgotten():
