@@ -146,8 +146,8 @@ class Gateway:
         await self._models.fill(versions, only=only)
 
     def presence(self, rollout: Rollout) -> Presence:
-        trial, uses, shards = rollout.trial, self._versions.uses(), self._shared.seen if self._shared is not None else None
-        figures = self._versions.figures() if trial else {}
+        uses, shards = self._versions.uses(), self._shared.seen if self._shared is not None else None
+        figures = self._versions.figures() if rollout.trial else {}
         return Presence("gateway", self._models.holds, uses, rollout.period, figures, shards)
 
     def snapshot(self) -> None:

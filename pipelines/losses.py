@@ -4,12 +4,15 @@ Shapes: R rows (events), D width, V items. States and item vectors are L2-normal
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+Loss: TypeAlias = Literal["auto", "full", "sampled"]
+SMALL_CATALOGUE = 20_000
+"""Up to this many items the softmax over all of them is cheap, and it is stronger than sampling."""
 _ROWS_AT_ONCE = 512
 _COLLISION = -5e4
 
@@ -72,6 +75,22 @@ class _FullSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         return ctx.state_grads * grads[0], ctx.vector_grads * grads[0], None, None, None
+
+
+def next_item_loss(
+    states_RD: Tensor,
+    vectors_VD: Tensor,
+    targets_R: Tensor,
+    temperature: float,
+    seen: Seen | None = None,
+    *,
+    loss: Loss = "auto",
+    negatives: int = 128,
+) -> Tensor:
+    """`full_softmax`, or `sampled_softmax` where that is asked for; auto: where the catalogue is not small."""
+    if loss == "full" or (loss == "auto" and len(vectors_VD) <= SMALL_CATALOGUE):
+        return full_softmax(states_RD, vectors_VD, targets_R, temperature, seen)
+    return sampled_softmax(states_RD, vectors_VD, targets_R, temperature, seen, negatives=negatives)
 
 
 def full_softmax(states_RD: Tensor, vectors_VD: Tensor, targets_R: Tensor, temperature: float, seen: Seen | None = None) -> Tensor:

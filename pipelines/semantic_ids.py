@@ -62,7 +62,7 @@ def codes_a_level(items: int, levels: int, codes: int | None = None) -> int:
 
 
 def build_semantic_ids(vectors: FloatArray, *, levels: int = 3, codes: int | None = None, seed: int = 0) -> SemanticIds:
-    """IDs of `levels` codes for the item vectors (V + 1, D), whose row 0 is padding.
+    """IDs of `levels` codes for the item vectors (V + 1, D), of which row 0 is padding.
 
     `codes`: how many a level has, by default as few as make two cells for each item.
     Raises ConfigError where the levels or codes are too few or the codes too many, DataError where a vector is not finite.

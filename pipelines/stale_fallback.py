@@ -42,7 +42,7 @@ class StaleFallback(Recent[Key]):
     ) -> Recommendation:
         """The last good answer, marked as degraded, without items that the user has seen since or blocks now. `answer` itself if an encoder
         contributed to it or was not needed, if no good answer is cached, or if no item of that is left. May hold fewer items than are asked
-        for. `history_lost`: it could not be read; else a user of whom nothing is known is given what is popular.
+        for. `history_lost`: it could not be read; else popular items are right for a user without known behaviours.
         """
         popular = next((stage for stage in answer.stages if stage.stage == POPULARITY), None)
         if not answer.degraded or popular is None or not cacheable(request):

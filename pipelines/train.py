@@ -5,7 +5,6 @@ best = trainer.fit()                # EpochReport of the epoch whose weights the
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 import torch
@@ -16,19 +15,16 @@ from cluster.dataset import Interactions
 from cluster.errors import DataError
 from pipelines.epochs import EpochOptions, EpochTrainer, chosen_device
 from pipelines.evaluate import evaluate
-from pipelines.losses import Seen, full_softmax, sampled_softmax
+from pipelines.losses import SMALL_CATALOGUE, Loss, Seen, next_item_loss
 from pipelines.sequence_models import TrainableModel
 from pipelines.splits import VALIDATION, Example, Window, training_examples
-
-SMALL_CATALOGUE = 20_000
-"""Up to this many items the softmax over all of them is cheap, and it is stronger than sampling."""
 
 
 class TrainOptions(EpochOptions):
     """How to train. Defaults are HSTU's research code, save the full softmax and the smaller batch, which learn faster on a CPU."""
 
     batch_users: int = Field(default=64, ge=1, description="users in a batch")
-    loss: Literal["auto", "full", "sampled"] = Field(
+    loss: Loss = Field(
         default="auto",
         description=f"softmax over the whole catalogue (full), over drawn items (sampled), or auto: full up to {SMALL_CATALOGUE} items",
     )
@@ -89,13 +85,9 @@ class Trainer(EpochTrainer[list[Example], TrainOptions]):
         items_BL = columns["items"][: len(batch)].to(self.device)
         targets_R = torch.from_numpy(np.concatenate([example.targets for example in batch])).to(self.device)
         seen = None if self.options.seen_as_negatives else Seen.of(items_BL, self.model.config.items)
-        return self._softmax(states_BLD[items_BL != 0], self.model.item_vectors(), targets_R, seen), len(targets_R)
-
-    def _softmax(self, states_RD: Tensor, vectors_VD: Tensor, targets_R: Tensor, seen: Seen | None) -> Tensor:
-        temperature, negatives = self.options.temperature, self.options.negatives
-        if self.options.loss == "full" or (self.options.loss == "auto" and len(vectors_VD) <= SMALL_CATALOGUE):
-            return full_softmax(states_RD, vectors_VD, targets_R, temperature, seen)
-        return sampled_softmax(states_RD, vectors_VD, targets_R, temperature, seen, negatives=negatives)
+        states_RD, vectors_VD, asked = states_BLD[items_BL != 0], self.model.item_vectors(), self.options
+        loss = next_item_loss(states_RD, vectors_VD, targets_R, asked.temperature, seen, loss=asked.loss, negatives=asked.negatives)
+        return loss, len(targets_R)
 
     def _validate(self) -> dict[str, float]:
         return dict(evaluate(self.model, self.interactions, from_end=VALIDATION))

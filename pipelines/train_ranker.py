@@ -23,14 +23,13 @@ from cluster.values import UserSequence
 from pipelines.drawing import Drawing
 from pipelines.epochs import EpochOptions, EpochTrainer, chosen_device
 from pipelines.evaluate_ranker import ranker_quality
-from pipelines.losses import full_softmax, sampled_softmax
+from pipelines.losses import next_item_loss
 from pipelines.ranking_labels import labels
 from pipelines.sequence_models import TrainableModule
 from pipelines.splits import VALIDATION, Example, Window, training_examples
-from pipelines.train import SMALL_CATALOGUE
 
-TEMPERATURE, DRAWN = 0.05, 128
-"""Of the softmax over items, and how many of a large catalogue are drawn for it."""
+TEMPERATURE = 0.05
+"""Of the softmax over items."""
 
 
 class RankerOptions(EpochOptions):
@@ -106,14 +105,8 @@ class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
         candidates_RN, logits_RNT = candidates_BLN[places], logits_BLNT[places]
         loss = self._of_event(logits_RNT[:, 0], taught.to(self.device)[places])
         loss = loss + _of_drawn(logits_RNT[:, 1:, 0], candidates_RN[:, 1:] == candidates_RN[:, :1])
-        return loss + self._of_next(states_BLD[places], items[places]), len(candidates_RN)
-
-    def _of_next(self, states_RD: Tensor, targets_R: Tensor) -> Tensor:
-        """Which item of the catalogue came next, among drawn ones where the catalogue is large."""
-        vectors = self.ranker.item_vectors()
-        if len(vectors) <= SMALL_CATALOGUE:
-            return full_softmax(states_RD, vectors, targets_R, TEMPERATURE)
-        return sampled_softmax(states_RD, vectors, targets_R, TEMPERATURE, negatives=DRAWN)
+        loss = loss + next_item_loss(states_BLD[places], self.ranker.item_vectors(), items[places], TEMPERATURE)
+        return loss, len(candidates_RN)
 
     def _of_event(self, logits_RT: Tensor, labels_RT: Tensor) -> Tensor:
         """The sum of the tasks' mean losses: cross entropy, but of ratings squares in units of their deviation."""

@@ -140,11 +140,10 @@ class ActorShard:
         """Raises BackendUnavailable where its process has ended: Ray has the next calls wait until it runs again."""
         try:
             return await getattr(self._actor, method).remote(*arguments, **named)
-        except RayActorError as error:
+        except BaseException as error:  # a timeout, seen from here, is a cancellation
             self._find_again()
-            raise BackendUnavailable(f"cache actor {self._name} has ended") from error
-        except BaseException:  # a timeout, seen from here, is a cancellation
-            self._find_again()
+            if isinstance(error, RayActorError):
+                raise BackendUnavailable(f"cache actor {self._name} has ended") from error
             raise
 
     async def _whole(self, entry: Entry) -> Entry | None:

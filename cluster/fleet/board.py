@@ -111,7 +111,7 @@ class FleetBoard:
     def figures(self, rollout: Rollout) -> dict[Arm, VersionFigures]:
         """By arm, over all gateways that have taken part in the trial beside this stable version."""
         total: dict[Arm, VersionFigures] = {}
-        for measured in self._figures.values() if rollout.trial and rollout.period == self._period else ():
+        for measured in self._figures.values() if rollout.period == self._period else ():
             for arm, figures in measured.items():
                 total[arm] = total.get(arm, VersionFigures()) + figures
         return total

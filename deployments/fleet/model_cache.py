@@ -101,6 +101,7 @@ class ModelCache(Generic[Model]):
     async def close(self) -> None:
         if self._work:
             self._work.cancel()
+        await self._given_up.close()
         for version in list(self._models):
             await self._discard(self._models.pop(version))
 

@@ -15,7 +15,7 @@ NEVER = object()
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """The outcome of a call over gRPC whose callee raised this: it arrives as it is, without a RayTaskError around it."""
+    """The outcome of a call over gRPC in which the callee raised this: it arrives as it is, without a RayTaskError around it."""
 
     error: BaseException
 

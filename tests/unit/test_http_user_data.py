@@ -286,14 +286,14 @@ async def test_while_a_cache_is_away_a_tenants_answers_are_erased_once_from_the_
     cache = TieredCache(MemoryCache("s3fifo", 2**20), shared, TierSettings(), ANSWER_CODEC)
     answers = CachedRecommender(None, StoredHistories(None, 100), cache, "")
     data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), versions_of(None, answers), cache=cache, events=None)
-    away.mood = "raises"
+    away.mood, tasks = "raises", len(asyncio.all_tasks())
     assert (await data.invalidate("default", None)).everywhere is False
     asked = away.asked
     await until(lambda: away.asked > asked + 5)
     assert len(erased) == 1
     away.mood = "works"
     await until(lambda: len(erased) == 2)
-    await asyncio.sleep(100)
+    await until(lambda: len(asyncio.all_tasks()) == tasks, "it insists no longer")
     assert len(erased) == 2, "all have confirmed it"
     await data.close()
 

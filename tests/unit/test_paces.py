@@ -12,7 +12,7 @@ MOST = LATEST // 2 + 1
 
 
 def known(*names: str, now: float = 0.0) -> Paces:
-    """Replicas of which each has answered often enough, once a user of whom it had kept nothing."""
+    """Replicas of which each has answered often enough, once for a user without kept states."""
     paces = Paces()
     paces.keep(names, now)
     for name in names:

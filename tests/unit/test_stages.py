@@ -96,7 +96,7 @@ async def test_split_a_version_is_ready_once_the_switchboard_says_so_of_everybod
 
 
 async def test_a_generator_is_woken_in_the_context_of_none_of_the_requests():
-    """Serve cancels the calls that were made in the context of a request whose client leaves."""
+    """Serve cancels the calls that were made in the context of a request as its client leaves."""
     caller, seen = ContextVar("caller", default="none"), []
 
     class Handle(ScriptedHandle):

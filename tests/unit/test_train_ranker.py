@@ -122,8 +122,8 @@ def test_what_is_asked_behind_a_full_window_is_learnt():
 
 
 def test_of_a_large_catalogue_the_wrong_items_are_drawn(monkeypatch):
-    monkeypatch.setattr("pipelines.train_ranker.SMALL_CATALOGUE", ITEMS)
-    monkeypatch.setattr("pipelines.train_ranker.full_softmax", None)
+    monkeypatch.setattr("pipelines.losses.SMALL_CATALOGUE", ITEMS)
+    monkeypatch.setattr("pipelines.losses.full_softmax", None)
     _, trainer = trained(shoppers(), epochs=1)
     assert trainer.epoch == 1
 

@@ -206,7 +206,7 @@ async def test_where_the_generator_lacks_the_version_another_answers_too(tmp_pat
 
 
 async def test_a_version_that_cannot_do_what_is_asked_is_passed_over_and_the_degraded_answer_stays(tmp_path):
-    """Else a caller whose request the serving version can answer is told that it cannot be answered."""
+    """Else a request that the serving version can answer is refused."""
     store = BundleStore(tmp_path / "tiny")
     bundle_with_decoder(store.root, items=20)
     rig = Rig(store)
