@@ -71,7 +71,7 @@ def _copy_back(backup: Path, path: Path) -> None:
 
 
 def rebuild(path: Path) -> None:
-    """Write the file anew: pages that were split keep a copy of some rows, which SQLite does not overwrite when these are deleted."""
+    """Write the file anew: pages that were split keep a copy of some events, which SQLite does not overwrite when these are deleted."""
     with explained(path), closing(connect_writer(path)) as store:
         store.execute("VACUUM")
 

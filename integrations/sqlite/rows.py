@@ -11,18 +11,25 @@ from cluster.events.store import RECENT_USERS, Event, Stored, StoredHistory, Sto
 from cluster.values import Action, Behaviour
 
 _STORE = """
-    INSERT INTO events (user, timestamp, item_id, action, value, tenant, idempotency_key) VALUES (?, ?, ?, ?, ?, ?, ?)
+    INSERT INTO events (user, timestamp, item_id, action, value, key_digest) VALUES (?, ?, ?, ?, ?, ?)
     ON CONFLICT DO NOTHING"""
 _KNOWN = """
-    SELECT sequence, user_id, item_id, timestamp, action, value FROM events JOIN users ON users.number = events.user
-    WHERE events.tenant = ? AND idempotency_key = ?"""
+    SELECT sequence, user_id, item_id, timestamp, action, value FROM events JOIN names ON number = user WHERE key_digest = ?"""
 _ERASED = "SELECT sequence FROM erased_events WHERE digest = ?"
+_KNOWN_AS_ERASED = """
+    INSERT INTO erased_events (digest, sequence) SELECT key_digest, sequence FROM events WHERE user = ? AND key_digest IS NOT NULL"""
 _LATEST = """
     SELECT item_id, timestamp, action, value FROM events WHERE user = ? AND timestamp <= ? ORDER BY timestamp DESC, sequence DESC LIMIT ?"""
 
 _RECENT = """
-    SELECT user_id, events FROM (SELECT * FROM users ORDER BY number DESC LIMIT ?)
+    SELECT user_id, events FROM (SELECT * FROM users ORDER BY number DESC LIMIT ?) JOIN names USING (number)
     WHERE tenant = ? AND events > 0 ORDER BY number DESC LIMIT ?"""
+# As long as the name was, so that SQLite writes it in the name's place.
+_OVERWRITE_NAME = """
+    UPDATE names SET tenant = CAST(zeroblob(length(CAST(tenant AS BLOB))) AS TEXT),
+        user_id = CAST(zeroblob(length(CAST(user_id AS BLOB))) AS TEXT) WHERE number = ?"""
+_RENAME = """
+    UPDATE users SET digest = user_digest(tenant, user_id) FROM names WHERE names.number = users.number"""
 
 
 def append(connection: sqlite3.Connection, digests: Digests, events: Sequence[Event], repeated: Mapping[int, int]) -> list[Stored]:
@@ -33,13 +40,14 @@ def append(connection: sqlite3.Connection, digests: Digests, events: Sequence[Ev
         if position in repeated:
             stored.append(Stored(stored[repeated[position]].sequence, duplicate=True))
             continue
-        if erased := _erased(connection, digests, event):
+        key = None if event.idempotency_key is None else digests.event(event.tenant, event.idempotency_key)
+        if erased := _erased(connection, key):
             stored.append(erased)
             continue
         name = (event.tenant, event.user_id)
         if name not in numbers:
-            numbers[name] = _user_number(connection, *name)
-        stored.append(_append_one(connection, position, event, numbers[name]))
+            numbers[name] = _user_number(connection, digests, *name)
+        stored.append(_append_one(connection, position, event, numbers[name], key))
     new = [(event, one) for event, one in zip(events, stored, strict=True) if not one.duplicate]
     _count(connection, [(numbers[event.tenant, event.user_id], one.sequence) for event, one in new])
     return stored
@@ -47,32 +55,30 @@ def append(connection: sqlite3.Connection, digests: Digests, events: Sequence[Ev
 
 def history(connection: sqlite3.Connection, digests: Digests, tenant: str, user_id: str, *, limit: int, until: int | None) -> StoredHistory:
     """The latest behaviours not after `until` and the version they were read at."""
-    user = connection.execute("SELECT number FROM users WHERE tenant = ? AND user_id = ?", (tenant, user_id)).fetchone()
+    digest = digests.user(tenant, user_id)
+    user = connection.execute("SELECT number FROM users WHERE digest = ?", (digest,)).fetchone()
     rows = connection.execute(_LATEST, (user[0], latest(until), limit)).fetchall() if user else []
-    return StoredHistory(tuple(_behaviour(*row) for row in reversed(rows)), version(connection, digests, tenant, user_id))
+    return StoredHistory(tuple(_behaviour(*row) for row in reversed(rows)), version(connection, digest))
 
 
-def version(connection: sqlite3.Connection, digests: Digests, tenant: str, user_id: str) -> str:
-    """By one row of an index; a second one where the user has no events."""
-    row = connection.execute("SELECT latest, identity FROM users, store WHERE tenant = ? AND user_id = ?", (tenant, user_id)).fetchone()
+def version(connection: sqlite3.Connection, digest: bytes) -> str:
+    """Of the user of this digest, by one row of an index; a second one where the user has no events."""
+    row = connection.execute("SELECT latest, identity FROM users, store WHERE digest = ?", (digest,)).fetchone()
     if row:
         return version_of(row[1], row[0], None)
-    digest = digests.user(tenant, user_id)
     erasure = connection.execute("SELECT number, identity FROM erasures, store WHERE digest = ?", (digest,)).fetchone()
     return version_of(erasure[1], None, erasure[0]) if erasure else ""
 
 
-def erase(connection: sqlite3.Connection, ledger: Ledger, tenant: str, user_id: str) -> int:
-    """Delete a user with all events, once the ledger has it. Nothing changes where there is none."""
-    digests = ledger.digests
-    user = connection.execute("SELECT number, events FROM users WHERE tenant = ? AND user_id = ?", (tenant, user_id)).fetchone()
+def erase(connection: sqlite3.Connection, ledger: Ledger, digest: bytes) -> int:
+    """Delete the user of this digest with all events, once the ledger has it. Nothing changes where there is none."""
+    user = connection.execute("SELECT number, events FROM users WHERE digest = ?", (digest,)).fetchone()
     if user is None:
         return 0
-    keys = connection.execute("SELECT idempotency_key, sequence FROM events WHERE user = ? AND idempotency_key IS NOT NULL", user[:1])
-    known = [(digests.event(tenant, key), sequence) for key, sequence in keys]
-    connection.executemany("INSERT INTO erased_events (digest, sequence) VALUES (?, ?)", known)
+    connection.execute(_KNOWN_AS_ERASED, user[:1])
+    connection.execute(_OVERWRITE_NAME, user[:1])
     connection.execute("DELETE FROM users WHERE number = ?", user[:1])
-    noted = connection.execute("INSERT OR REPLACE INTO erasures (digest) VALUES (?)", (digest := digests.user(tenant, user_id),))
+    noted = connection.execute("INSERT OR REPLACE INTO erasures (digest) VALUES (?)", (digest,))
     ledger.note({digest: noted.lastrowid or 0})
     return int(user[1])
 
@@ -83,9 +89,9 @@ def catch_up(connection: sqlite3.Connection, ledger: Ledger) -> bool:
     """
     noted, held = ledger.read(), dict[bytes, int](connection.execute("SELECT digest, number FROM erasures").fetchall())
     if again := missing(noted, held):
-        names = connection.execute("SELECT tenant, user_id FROM users")
-        for name in [name for name in names if ledger.digests.user(*name) in again]:
-            erase(connection, ledger, *name)
+        for (user,) in connection.execute("SELECT digest FROM users").fetchall():
+            if user in again:
+                erase(connection, ledger, user)
         latest = max([*noted.values(), *held.values()])
         held = {**held, **{user: number for number, user in enumerate(again, latest + 1)}}
         connection.executemany("INSERT OR REPLACE INTO erasures (digest, number) VALUES (?, ?)", [(user, held[user]) for user in again])
@@ -104,28 +110,27 @@ def statistics(connection: sqlite3.Connection) -> StoreStatistics:
     return StoreStatistics(events, users)
 
 
-def _erased(connection: sqlite3.Connection, digests: Digests, event: Event) -> Stored | None:
-    """Where the event stood, if its user was erased."""
-    if event.idempotency_key is None:
-        return None
-    row = connection.execute(_ERASED, (digests.event(event.tenant, event.idempotency_key),)).fetchone()
+def _erased(connection: sqlite3.Connection, key: bytes | None) -> Stored | None:
+    """Where the event of this key stood, if its user was erased."""
+    row = key and connection.execute(_ERASED, (key,)).fetchone()
     return Stored(row[0], duplicate=True) if row else None
 
 
-def _user_number(connection: sqlite3.Connection, tenant: str, user_id: str) -> int:
-    row = connection.execute("SELECT number FROM users WHERE tenant = ? AND user_id = ?", (tenant, user_id)).fetchone()
+def _user_number(connection: sqlite3.Connection, digests: Digests, tenant: str, user_id: str) -> int:
+    digest = digests.user(tenant, user_id)
+    row = connection.execute("SELECT number FROM users WHERE digest = ?", (digest,)).fetchone()
     if row is None:
-        row = connection.execute("INSERT INTO users (tenant, user_id) VALUES (?, ?) RETURNING number", (tenant, user_id)).fetchone()
+        row = connection.execute("INSERT INTO names (tenant, user_id) VALUES (?, ?) RETURNING number", (tenant, user_id)).fetchone()
+        connection.execute("INSERT INTO users (number, digest) VALUES (?, ?)", (row[0], digest))
     return int(row[0])
 
 
-def _append_one(connection: sqlite3.Connection, position: int, event: Event, user: int) -> Stored:
+def _append_one(connection: sqlite3.Connection, position: int, event: Event, user: int, key: bytes | None) -> Stored:
     what = event.behaviour
-    row = (user, what.timestamp, what.item_id, what.action.value, what.value, event.tenant, event.idempotency_key)
-    cursor = connection.execute(_STORE, row)
+    cursor = connection.execute(_STORE, (user, what.timestamp, what.item_id, what.action.value, what.value, key))
     if cursor.rowcount and cursor.lastrowid is not None:
         return Stored(cursor.lastrowid)
-    sequence, user_id, *behaviour = connection.execute(_KNOWN, (event.tenant, event.idempotency_key)).fetchone()
+    sequence, user_id, *behaviour = connection.execute(_KNOWN, (key,)).fetchone()
     refuse_other_content(position, event, Event(user_id, _behaviour(*behaviour)))
     return Stored(sequence, duplicate=True)
 
@@ -142,7 +147,12 @@ def _behaviour(item_id: str, timestamp: int, action: str, value: float | None) -
 
 
 def keep_key(connection: sqlite3.Connection, digests: Digests) -> None:
-    """Have the store know its key, by which its digests are made from now on, and those that were made without one."""
+    """Have the store know its key, by which its digests are made from now on, and those that were made without one.
+
+    Users whose digests are of a key that was lost are found again. Their events' keys are not: sent again, these are stored again.
+    """
     plain = connection.execute("SELECT number, digest FROM erasures").fetchall()
     connection.executemany("UPDATE erasures SET digest = ? WHERE number = ?", [(digests.keyed(digest), number) for number, digest in plain])
+    if connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'names'").fetchone():
+        connection.execute(_RENAME)
     connection.execute("UPDATE store SET key_check = ?", (digests.check,))

@@ -21,6 +21,8 @@ from integrations.sqlite.writer import Writer
 T = TypeVar("T")
 READERS = 4
 MIGRATIONS = "integrations.sqlite.migrations"
+WITH_DIGESTS = 3
+"""The first migration that needs the store's key."""
 
 
 class SQLiteEventStore:
@@ -56,12 +58,12 @@ class SQLiteEventStore:
 
     async def version(self, tenant: str, user_id: str) -> str:
         check_user(tenant, user_id)
-        return await self._read(lambda connection: rows.version(connection, self._digests, tenant, user_id))
+        return await self._read(lambda connection: rows.version(connection, self._digests.user(tenant, user_id)))
 
     async def erase(self, tenant: str, user_id: str) -> int:
         check_user(tenant, user_id)
-        erase = self._writer.submit(lambda connection: rows.erase(connection, self._ledger, tenant, user_id), purge=True)
-        return await asyncio.wrap_future(erase)
+        digest = self._digests.user(tenant, user_id)
+        return await asyncio.wrap_future(self._writer.submit(lambda connection: rows.erase(connection, self._ledger, digest), purge=True))
 
     async def digest(self, tenant: str, user_id: str) -> str:
         return self._digests.user(tenant, user_id).hex()
@@ -134,6 +136,8 @@ def _up_to_date(connection: sqlite3.Connection, path: Path, file: Path) -> Ledge
     connection.execute("CREATE TABLE IF NOT EXISTS schema_versions (version INTEGER PRIMARY KEY, name TEXT, applied_at TEXT)")
     (applied,) = connection.execute("SELECT coalesce(max(version), 0) FROM schema_versions").fetchone()
     for migration in pending(read_migrations(MIGRATIONS), applied, f"event store {path}"):
+        if migration.number >= WITH_DIGESTS:
+            _digests(connection, path)
         for statement in migration.statements:
             connection.execute(statement)
         connection.execute("INSERT INTO schema_versions VALUES (?, ?, datetime('now'))", (migration.number, migration.name))
@@ -145,9 +149,11 @@ def _up_to_date(connection: sqlite3.Connection, path: Path, file: Path) -> Ledge
 
 
 def _digests(connection: sqlite3.Connection, path: Path) -> Digests:
-    """By the key that is given, or the one beside the file, which is made with the store."""
+    """By the key that is given, or the one beside the file, which is made with the store. Statements on the connection may use them."""
     (check,) = connection.execute("SELECT key_check FROM store").fetchone()
     digests = Digests(given_key() or kept_key(path.with_name(f"{path.name}.key"), make=check is None))
+    for name, digest in (("user_digest", digests.user), ("event_digest", digests.event)):
+        connection.create_function(name, 2, digest, deterministic=True)
     if check is None:
         rows.keep_key(connection, digests)
     else:

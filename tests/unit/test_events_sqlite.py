@@ -1,18 +1,24 @@
 import asyncio
+import random
 import signal
 import sqlite3
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from hashlib import sha256
 
 import pytest
 
 from cluster.errors import BackendUnavailable
-from cluster.events.store import Event, closing_store, open_event_store
-from cluster.values import Behaviour
+from cluster.events.digests import Digests
+from cluster.events.migrations import read_migrations
+from cluster.events.rules import version_of
+from cluster.events.store import Event, Stored, closing_store, open_event_store
+from cluster.values import Action, Behaviour
 from integrations.sqlite.connection import TurnLock, connect_writer
 from integrations.sqlite.driver import SQLiteDriver
+from integrations.sqlite.store import MIGRATIONS
 from integrations.sqlite.writer import Writer
 from tests.waiting import until
 
@@ -154,13 +160,90 @@ def bytes_of(directory):
 
 async def test_what_is_erased_is_gone_from_the_file_and_its_log(tmp_path):
     async with closing_store(f"sqlite:///{tmp_path}/e.db") as store:
-        await store.append([event("marker-item", "marker-user")] * 300 + [event("kept-item", "v")] * 300)
+        await store.append([event("item", "marker-user")] * 300 + [event("kept-item", "v")] * 300)
         await store.history("default", "marker-user", 10)
         assert b"marker-" in bytes_of(tmp_path)
         await store.erase("default", "marker-user")
         left = bytes_of(tmp_path)
     assert b"marker-" not in left
     assert b"kept-item" in left
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_no_name_or_key_of_an_erased_user_is_left_however_often_sqlite_moves_rows(tmp_path, seed):
+    """Users of all lengths come and go in a random order, so that pages are split and joined, each with rows of many of them."""
+    rng, here = random.Random(seed), []
+    async with closing_store(f"sqlite:///{tmp_path}/e.db") as store:
+        for number in range(600):
+            user = f"{'gone' if rng.random() < 0.9 else 'kept'}-{number}-{'x' * rng.randrange(200)}"
+            keyed = [Event(user, Behaviour("i", n), rng.choice(["shop", "ä" * 20]), f"{user}/{n}") for n in range(rng.randrange(1, 9))]
+            await store.append(keyed)
+            here += {(one.tenant, user) for one in keyed if user.startswith("gone")}
+            for _ in range(rng.choice([0, 0, len(here) // 2])):
+                await store.erase(*here.pop(rng.randrange(len(here))))
+        for name in here:
+            await store.erase(*name)
+        left, users = bytes_of(tmp_path), await store.users("shop", 1000)
+    assert b"gone" not in left
+    assert b"kept" in left
+    assert users
+    assert all(user.user_id.startswith("kept-") for user in users)
+
+
+SCHEMAS = {
+    1: ("INSERT INTO erasures (number, digest) VALUES (4, ?)", sha256(b"default\0eve").digest()),
+    2: ("INSERT INTO erasures (number, digest) VALUES (4, ?)", Digests(b"k" * 64).user("default", "eve")),
+}
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+async def test_a_store_of_an_earlier_schema_keeps_what_it_holds_and_the_names_that_it_had_stand_in_one_place(tmp_path, schema):
+    path = tmp_path / "e.db"
+    (tmp_path / "e.db.key").write_text("k" * 64)
+    store = connect_writer(path)
+    store.execute("CREATE TABLE schema_versions (version INTEGER PRIMARY KEY, name TEXT, applied_at TEXT)")
+    for step in read_migrations(MIGRATIONS)[:schema]:
+        for statement in step.statements:
+            store.execute(statement)
+        store.execute("INSERT INTO schema_versions (version) VALUES (?)", (step.number,))
+    store.execute("UPDATE store SET identity = 'me'")
+    store.executemany(
+        "INSERT INTO users (number, tenant, user_id, latest, events) VALUES (?, ?, ?, ?, 1)", [(3, "t", "ada", 5), (9, "t", "bob", 8)]
+    )
+    held = [(5, 3, 100, "i", "view", None, "t", "ada/1"), (8, 9, 100, "j", "like", 2.5, "t", None)]
+    store.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?, ?)", held)
+    store.execute("UPDATE sqlite_sequence SET seq = 70 WHERE name = 'events'")
+    statement, digest = SCHEMAS[schema]
+    store.execute(statement, (digest,))
+    if schema > 1:
+        store.execute("UPDATE store SET key_check = ?", (Digests(b"k" * 64).check,))
+    store.close()
+    async with closing_store(f"sqlite:///{path}") as store:
+        assert [await store.version(*name) for name in (("t", "ada"), ("t", "bob"), ("default", "eve"))] == [
+            version_of("me", 5, None),
+            version_of("me", 8, None),
+            version_of("me", None, 4),
+        ]
+        assert (await store.history("t", "bob", 10)).behaviours == (Behaviour("j", 100, Action.LIKE, 2.5),)
+        again, new = await store.append([Event("ada", Behaviour("i", 100), "t", "ada/1"), Event("cat", Behaviour("i", 100), "t")])
+        assert again == Stored(5, duplicate=True)
+        assert new.sequence > 70
+        await store.erase("t", "ada")
+        assert b"ada" not in bytes_of(tmp_path)
+
+
+async def test_users_are_found_by_a_new_key_where_the_one_before_was_lost(tmp_path):
+    path = tmp_path / "e.db"
+    async with closing_store(f"sqlite:///{path}") as store:
+        await store.append([event("i", "ada")])
+        version = await store.version("default", "ada")
+    (tmp_path / "e.db.key").unlink()
+    (tmp_path / "e.db.erased").unlink()
+    with closing(sqlite3.connect(path)) as by_hand, by_hand:
+        by_hand.execute("UPDATE store SET key_check = NULL")
+    async with closing_store(f"sqlite:///{path}") as store:
+        assert await store.version("default", "ada") == version
+        assert await store.erase("default", "ada") == 1
 
 
 class WithoutCheckpoints:
