@@ -20,7 +20,7 @@ import torch
 from msgspec.structs import replace
 
 from benchmarks import first_gpu_training
-from benchmarks.devices import DEVICE, INTERPRETED, error_of, wall_ms
+from benchmarks.devices import DEVICE, INTERPRETED, WARMING, error_of, wall_ms
 from benchmarks.first_gpu_bundles import beginning, exact_states, example, history, published
 from benchmarks.guarded import Case, Finding, Label, NotHere
 from benchmarks.models import MODELS, with_graphs
@@ -45,6 +45,7 @@ USERS = (1, 8, 32)
 SIZES: Mapping[str, Sequence[int]] = {"a": USERS, "b": USERS, "c1": USERS, "c": (1,)}
 """How many users ask an encoder of each size at once."""
 KEPT_BYTES = 2 << 30
+MANY_ITEMS = 1_000_000
 
 
 class _TwoShapes(CompiledTorchEncoder):
@@ -93,6 +94,9 @@ def _encoder_cases(
                 yield Case(label, partial(_encoder_speed, device, name, model, users, rounds))
         label = Label("encoder triton, its graphs replayed, time", f"model {model}, 1 user", "fp32")
         yield Case(label, partial(_replay_speed, device, model, rounds))
+    for users in (USERS[0], USERS[-1]):
+        label = Label("encoder triton, nearest on the GPU, time", f"model b, {MANY_ITEMS:,} items, {users} users", "fp32")
+        yield Case(label, partial(_index_speed, device, users, rounds))
 
 
 @contextmanager
@@ -178,7 +182,9 @@ def _asked_of(encoder: Encoder, bundle: Bundle, histories: Sequence[UserSequence
 
 
 def _encoder_speed(device: str, name: str, model: str, users: int, rounds: int) -> Finding:
-    """From requests to the nearest items: beside eager HSTU and topk there, and of a user with kept states. One user's are compared."""
+    """From requests to the nearest items: beside eager HSTU and topk there, and of known users, each with a new event. One user's are
+    compared.
+    """
     if (device, name) == ("cpu", "triton"):
         raise NotHere(INTERPRETED)
     with _ready(name, _of_size(model)) as bundle:
@@ -186,13 +192,17 @@ def _encoder_speed(device: str, name: str, model: str, users: int, rounds: int) 
         histories = [history(length, items, seed) for seed in range(users)]
         cold = [EncodeRequest(one, TOP) for one in histories]
         off, keeping = (_loaded(device, name, bundle, state_bytes=size, keep_from=1) for size in (0, KEPT_BYTES))
-        known = [EncodeRequest(one, TOP, user=f"user {number}") for number, one in enumerate(histories)]
-        keeping.batch_infer([replace(one, sequence=beginning(one.sequence, length - 1)) for one in known])
-        runs = partial(off.batch_infer, cold), _eager(device, bundle, histories), partial(keeping.batch_infer, known)
+        known = [replace(one, user=f"user {number}") for number, one in enumerate(cold)]
+        growing = (
+            [replace(one, sequence=beginning(one.sequence, events)) for one in known]
+            for events in range(length - rounds - WARMING - 1, length)
+        )
+        keeping.batch_infer(next(growing))
+        runs = partial(off.batch_infer, cold), _eager(device, bundle, histories), lambda: keeping.batch_infer(next(growing))
         ms, eager_ms, kept_ms = wall_ms(*runs, rounds=rounds)
         found = _compared(bundle, off.batch_infer(cold), histories) if users == 1 else Finding()
         keeping.close()
-    return dataclasses.replace(found, ms=ms, eager_ms=eager_ms, note=f"with all events but the last kept: {kept_ms:.3f} ms")
+    return dataclasses.replace(found, ms=ms, eager_ms=eager_ms, note=f"of known users with a new event each: {kept_ms:.3f} ms")
 
 
 def _replay_speed(device: str, model: str, rounds: int) -> Finding:
@@ -207,9 +217,22 @@ def _replay_speed(device: str, model: str, rounds: int) -> Finding:
     return Finding(ms=ms, eager_ms=launched_ms, note="eager: the same kernels, launched one by one")
 
 
+def _index_speed(device: str, users: int, rounds: int) -> Finding:
+    """From requests to the nearest of many items, searched on the GPU and on the CPU."""
+    if device == "cpu":
+        raise NotHere(INTERPRETED)
+    with _of_size("b", items=MANY_ITEMS) as bundle:
+        asked = [EncodeRequest(history(MODELS["b"]["max_history"], MANY_ITEMS, seed), TOP) for seed in range(users)]
+        encoders = [_loaded(device, "triton", bundle, state_bytes=0, index=index) for index in ("cuda", "exact")]
+        ms, exact_ms = wall_ms(*(partial(encoder.batch_infer, asked) for encoder in encoders), rounds=rounds)
+        answers = [[one.items.tolist() for one in encoder.batch_infer(asked)] for encoder in encoders]
+    same = sum(one == other for one, other in zip(*answers, strict=True))
+    return Finding(ms=ms, eager_ms=exact_ms, note=f"eager: nearest on the CPU; {same} of {users} users have the same {TOP} items in order")
+
+
 @contextmanager
-def _of_size(model: str) -> Iterator[Bundle]:
-    sizes = MODELS[model]
+def _of_size(model: str, **changed: int) -> Iterator[Bundle]:
+    sizes = {**MODELS[model], **changed}
     record = ModelRecord(family="hstu", config={**sizes, "max_length": sizes["max_history"] + 11})
     with tempfile.TemporaryDirectory() as folder, published(Path(folder), record) as bundle:
         yield bundle

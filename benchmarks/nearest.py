@@ -5,9 +5,9 @@
 Seeded catalogues of three sizes, with vectors that are random (the hardest to tell apart by direction) or lie in groups of 200 around
 random centres; states are items, moved by as much as items of a group differ. The indexes take turns within a round, for 1 and for 32 users
 at a time; after two rounds to warm up, medians, with one thread of its processor time, so that waiting for a busy processor does not
-count. Recall: the share of the answers' items that are among the true 100, found in fp64. Then where `auto` should change over: exact and
-bf16 at growing sizes.
-Writes benchmarks/results/nearest_cpu_DATE.md.
+count. Recall: the share of the answers' items that are among the true 100, found in fp64. Then where `auto` should change over: exact, bf16
+and, where there is a GPU, cuda at growing sizes.
+Writes benchmarks/results/nearest_cpu_DATE.md, or nearest_cuda_DATE.md.
 """
 
 import os
@@ -23,6 +23,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from benchmarks.devices import described
 from benchmarks.reporting import processor
 from cluster.nearest import NearestItems, index_availability, make_index
 from cluster.registry import INDEXES
@@ -31,7 +32,8 @@ from cluster.values import FloatArray
 THREADS = os.environ.get("OMP_NUM_THREADS", "")
 now = time.thread_time if THREADS == "1" else time.perf_counter
 SIZES = ((100_000, 64), (100_000, 256), (1_000_000, 64))
-CHANGE_OVER = (10_000, 20_000, 30_000, 50_000, 75_000, 100_000)
+CHANGE_OVER = (3_000, 5_000, 7_000, 10_000, 20_000, 30_000, 50_000, 75_000, 100_000)
+CHANGE_TO = ("exact", "bf16", "cuda")
 USERS, TOP_N, WARM_UP, GROUP = (1, 32), 100, 2, 200
 SPREAD = 0.5
 """How far the items of a group are from its centre, whose length is 1."""
@@ -45,9 +47,11 @@ def main(
     load_before = os.getloadavg()[0]
     names = [name for name in INDEXES if index_availability(name).ok]
     lines = [line for size in SIZES for kind in CATALOGUES for line in measured(*size, kind, names, rounds)]
-    change_over = [change_over_line(items, 64, rounds) for items in CHANGE_OVER]
-    target = output or Path(__file__).parent / "results" / f"nearest_cpu_{datetime.now(UTC):%Y-%m-%d}.md"
-    target.write_text(report(lines, change_over, names, rounds, load_before))
+    changing = [name for name in CHANGE_TO if name in names]
+    change_over = [change_over_line(items, 64, changing, rounds) for items in CHANGE_OVER]
+    device = "cuda" if "cuda" in names else "cpu"
+    target = output or Path(__file__).parent / "results" / f"nearest_{device}_{datetime.now(UTC):%Y-%m-%d}.md"
+    target.write_text(report(lines, change_over, names, changing, rounds, load_before))
     print(target.read_text())
 
 
@@ -117,14 +121,16 @@ def medians_ms(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[st
     return {name: statistics.median(values[WARM_UP:]) for name, values in timed.items()}
 
 
-def change_over_line(items: int, dim: int, rounds: int) -> str:
+def change_over_line(items: int, dim: int, names: Sequence[str], rounds: int) -> str:
     vectors, states = random_catalogue(items, dim)
-    indexes = [make_index(name, vectors) for name in ("exact", "bf16")]
+    indexes = [make_index(name, vectors) for name in names]
     ways = {f"{place} {users}": calls(index, states[:users], [TOP_N] * users) for place, index in enumerate(indexes) for users in USERS}
     return f"| {items:,} x {dim} | {' | '.join(f'{ms:.3f}' for ms in medians_ms(ways, 3 * rounds).values())} |"
 
 
-def report(lines: Sequence[str], change_over: Sequence[str], names: Sequence[str], rounds: int, load_before: float) -> str:
+def report(  # noqa: PLR0917 - what was measured
+    lines: Sequence[str], change_over: Sequence[str], names: Sequence[str], changing: Sequence[str], rounds: int, load_before: float
+) -> str:
     columns = [f"{name} ms" for name in names] + [f"{name} recall" for name in names]
     packages = ", ".join(f"{name} {version(name)}" for name in ("numpy", "torch", *(["faiss-cpu"] if "faiss" in names else [])))
     clock = "processor time of the one thread" if now is time.thread_time else "elapsed time"
@@ -140,11 +146,11 @@ Random: directions drawn evenly. Grouped: {GROUP} items about {SPREAD} away from
 
 ## Where `auto` changes over, random
 
-| items | {" | ".join(f"{name} ms, users: {users}" for name in ("exact", "bf16") for users in USERS)} |
-|---|{"---|" * 2 * len(USERS)}
+| items | {" | ".join(f"{name} ms, users: {users}" for name in changing for users in USERS)} |
+|---|{"---|" * len(changing) * len(USERS)}
 {chr(10).join(change_over)}
 
-{processor()}, {os.cpu_count()} virtual CPUs, threads {THREADS or "all"};
+{processor()}, {os.cpu_count()} virtual CPUs, threads {THREADS or "all"}{f"; {described()}" if "cuda" in names else ""};
 load average before the run {load_before:.1f}, after it {os.getloadavg()[0]:.1f}.
 Python {platform.python_version()}, {packages}.
 

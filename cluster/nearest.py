@@ -1,9 +1,11 @@
 """The nearest items to a user's state by cosine: of the whole catalogue, or of the part that is asked for.
 
-    exact   one scan in fp32; the default, and the fastest of a small catalogue
+    exact   one scan in fp32, the fastest of a small catalogue
     bf16    a scan in half the bytes finds all that may belong to the answer, fp32 orders them; needs torch
     faiss   the same with faiss's quantised vectors; needs faiss-cpu
-    auto    exact up to AUTO_FROM items, bf16 from there on where torch is installed
+    cuda    one scan in fp32 on the GPU; needs torch and an NVIDIA GPU
+    auto    cuda from CUDA_FROM items on for an engine that computes on a GPU; else bf16 from BF16_FROM on, where torch is installed and
+            the processor multiplies bf16; else exact. The default of the engines that compute by torch or TensorRT
 
 All find the same items with the same scores, to the rounding of fp32. An index of your own is a subclass of NearestItems that searches
 otherwise, and a line in registry.INDEXES.
@@ -18,7 +20,10 @@ from cluster.registry import INDEXES, choose
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray, Int32Array
 
 AUTO = "auto"
-AUTO_FROM = 50_000
+CUDA_FROM = 20_000
+"""Between the 3,000 items from which on an H200 is faster than 16 cores for 32 users at a time, and the 30,000 for one; see
+benchmarks/nearest.py."""
+BF16_FROM = 50_000
 """Between the 20,000 items from which on bf16 is faster for 32 users at a time, and the 100,000 for one; see benchmarks/nearest.py."""
 
 
@@ -35,6 +40,11 @@ class NearestItems:
     def get_availability(cls) -> Availability:
         """Whether what it is made with is installed here."""
         return Availability.yes()
+
+    @classmethod
+    def is_fast(cls) -> bool:
+        """Whether this processor is one that it is for."""
+        return True
 
     def answer(self, requests: Sequence[EncodeRequest], states_BD: FloatArray) -> list[Encoded]:
         """What each request asked for, given its state; one search serves all those that ask for the whole catalogue."""
@@ -70,9 +80,12 @@ def index_availability(name: str) -> Availability:
     return Availability.yes() if name == AUTO else _kind(name).get_availability()
 
 
-def make_index(name: str, vectors: FloatArray) -> NearestItems:
-    """The index of this name over `vectors`, as NearestItems takes them. Raises BackendUnavailable where it cannot be made here."""
-    kind = _kind(_fastest(len(vectors) - 1) if name == AUTO else name)
+def make_index(name: str, vectors: FloatArray, *, on_gpu: bool = False) -> NearestItems:
+    """The index of this name over `vectors`, as NearestItems takes them. Raises BackendUnavailable where it cannot be made here.
+
+    `on_gpu`: whether the engine that it is for computes on a GPU, by which `auto` chooses.
+    """
+    kind = _kind(_fastest(len(vectors) - 1, on_gpu=on_gpu) if name == AUTO else name)
     if not (availability := kind.get_availability()).ok:
         raise BackendUnavailable(availability.reason)
     return kind(vectors)
@@ -90,8 +103,10 @@ def _kind(name: str) -> type[NearestItems]:
     return kind
 
 
-def _fastest(items: int) -> str:
-    return "bf16" if items >= AUTO_FROM and index_availability("bf16").ok else "exact"
+def _fastest(items: int, *, on_gpu: bool) -> str:
+    if on_gpu and items >= CUDA_FROM and index_availability("cuda").ok:
+        return "cuda"
+    return "bf16" if items >= BF16_FROM and index_availability("bf16").ok and _kind("bf16").is_fast() else "exact"
 
 
 def _best(state: FloatArray, scores: FloatArray, top_n: int, items: Int32Array | None = None) -> Encoded:

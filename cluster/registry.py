@@ -38,6 +38,7 @@ BACKENDS: Mapping[str, Mapping[str, str]] = {
 INDEXES: Mapping[str, str] = {
     "exact": "cluster.nearest:NearestItems",
     "bf16": "integrations.index.bf16:Bf16Items",
+    "cuda": "integrations.index.cuda:CudaItems",
     "faiss": "integrations.index.faiss:FaissItems",
 }
 

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from cluster.config import EngineSettings, Settings
-from cluster.nearest import AUTO, AUTO_FROM
+from cluster.nearest import AUTO, BF16_FROM, CUDA_FROM
 from deployments.sizing.model import Sizes
 from deployments.sizing.parts import MIB, Part, Place
+from integrations.hstu.append_inputs import most_users_at_once
 from integrations.hstu.config import HSTUConfig, SequenceConfig
 from integrations.hstu.limits import row_blocks
 from integrations.hstu.model_parameter_calculator import model_size
@@ -158,12 +159,16 @@ def _encoder(name: str, settings: Settings, sizes: Sizes, use: Use, place: Place
             return
     if state_bytes and name in APPENDS:
         yield Part(f"encoder {name}: weights to append", weights, place=place)
-    if _index(options.get("index", "exact"), sizes.items) != "exact":
-        yield Part(f"encoder {name}: index of nearest items", sizes.vector_bytes // 2)
+    default = "exact" if name in {"onnxruntime", "openvino"} else AUTO
+    yield from _index(f"encoder {name}", options.get("index", default), sizes, settings.encoder.batching.max_requests, place)
     if isinstance(sizes.encoder, HSTUConfig) and state_bytes:
         planes = state_planes(sizes.encoder, _dtype(options), with_states=bool(sizes.decoder))
         on_device = place == "gpu" and name != "onnxruntime"
         yield from _kept(f"encoder {name}", planes, state_bytes, options, use.within(sizes.encoder.max_history), on_device=on_device)
+        if on_device:
+            user = sizes.encoder.max_history * model_size(sizes.encoder).kv_bytes_per_event
+            users = most_users_at_once(range(1, settings.encoder.batching.max_requests + 1), user)
+            yield Part(f"encoder {name}: kept rows of a batch", users * user, "start" if name == "triton" else "passing", "gpu")
 
 
 def _ranker(name: str, settings: Settings, sizes: Sizes, use: Use, place: Place) -> Iterator[Part]:
@@ -286,8 +291,15 @@ def _place(name: str, place: Place) -> Place:
     return "host" if name == "openvino" else place
 
 
-def _index(name: str, items: int) -> str:
-    return ("bf16" if items >= AUTO_FROM else "exact") if name == AUTO else name
+def _index(what: str, name: str, sizes: Sizes, users: int, place: Place) -> Iterator[Part]:
+    if name == AUTO:
+        least = {"cuda": CUDA_FROM} if place == "gpu" else {"bf16": BF16_FROM}
+        name = next((one for one, items in least.items() if sizes.items >= items), "exact")
+    if name == "cuda":
+        yield Part(f"{what}: vectors of nearest items", sizes.vector_bytes, place="gpu")
+        yield Part(f"{what}: scores of all items", 4 * sizes.items * users, when="passing", place="gpu")
+    elif name != "exact":
+        yield Part(f"{what}: index of nearest items", sizes.vector_bytes // 2)
 
 
 def _dtype(options: dict[str, Any]) -> "np.dtype[Any]":

@@ -20,6 +20,8 @@ Arrays: TypeAlias = dict[str, Any]
 NEW_ROWS = ("items", "times", "next_times")
 GROUP_BYTES = 128 << 20
 """The most that the kept rows of one group take, padding included, unless a single user's take more."""
+GROUP_BYTES_ON_GPU = 2 << 30
+"""The same on a GPU, which has no cache to stay within, and takes a batch in the time of a user."""
 _FEW_NEW, _FEW_KEPT = 8, 64
 Size: TypeAlias = Callable[[int], int]
 
@@ -32,7 +34,8 @@ def _as_it_is(size: int) -> int:
 class Shapes:
     """The shapes that an engine takes: what B, S and P are padded to, and how many users and new rows it takes at once.
 
-    New rows beyond `most_new` are appended in steps. The default is an engine that takes any shape.
+    New rows beyond `most_new` are appended in steps, and a group with more than `most_padded` is not padded. `most_bytes`: of the kept rows
+    of a group. The default is an engine that takes any shape.
     """
 
     users: Size = _as_it_is
@@ -40,6 +43,8 @@ class Shapes:
     past: Size = _as_it_is
     most_users: int = sys.maxsize
     most_new: int = sys.maxsize
+    most_padded: int = sys.maxsize
+    most_bytes: int = GROUP_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,13 +66,14 @@ class AppendRequest:
         return self.length - self.kept
 
 
-def groups(users: Iterable[AppendRequest], row_bytes: int, most_users: int = sys.maxsize) -> Iterator[list[AppendRequest]]:
+def groups(users: Iterable[AppendRequest], row_bytes: int, shapes: Shapes | None = None) -> Iterator[list[AppendRequest]]:
     """The users in groups within which new rows, and kept rows, differ by less than a factor of two (or are few anyway)."""
+    most_users, most_bytes = (shapes.most_users, shapes.most_bytes) if shapes else (sys.maxsize, GROUP_BYTES)
     alike: dict[tuple[int, int], list[AppendRequest]] = {}
     for user in users:
         alike.setdefault((max(user.new, _FEW_NEW).bit_length(), max(user.kept, _FEW_KEPT).bit_length()), []).append(user)
     for group in alike.values():
-        at_once = min(most_users, max(1, GROUP_BYTES // (row_bytes * max(1, *(user.kept for user in group), 1))))
+        at_once = min(most_users, max(1, most_bytes // (row_bytes * max(1, *(user.kept for user in group), 1))))
         yield from (group[start : start + at_once] for start in range(0, len(group), at_once))
 
 
@@ -83,7 +89,8 @@ class AppendInputs:
 
     def of(self, group: Sequence[AppendRequest], batch: BehaviourBatch) -> Arrays:
         """All eight inputs by name, right-padded; past_kt and past_v are valid until the next call. A user that pads has one new row."""
-        shapes, most = self.shapes, max(user.new for user in group)
+        most = max(user.new for user in group)
+        shapes = self.shapes if most <= self.shapes.most_padded else Shapes()
         steps = most > shapes.most_new  # the rows of one are kept rows to the next
         shape = shapes.users(len(group)), shapes.new(most)
         past = shapes.past(max(user.length if steps else user.kept for user in group))
@@ -96,9 +103,7 @@ class AppendInputs:
         return {**new, "lengths": lengths, "past_times": past_times, "past_lengths": kept, **self._past(group, shape[0], past)}
 
     def _past(self, group: Sequence[AppendRequest], users: int, past: int) -> Arrays:
-        config = self._config
-        kt = self._pool.array("past_kt", (config.layers, users, config.heads, config.attention_dim, past))
-        v = self._pool.array("past_v", (config.layers, users, config.heads, past, config.linear_dim))
+        kt, v = kept_side_by_side(self._pool, self._config, users, past)
         kt[:, len(group) :] = 0  # what was left there may be anything: a mask of -1e4 does not silence a NaN
         v[:, len(group) :] = 0
         for column, user in enumerate(group):
@@ -106,6 +111,17 @@ class AppendInputs:
             v[:, column, :, user.kept :] = 0
             user.held.read({"kt": kt[:, column], "v": v[:, column]})
         return {"past_kt": kt, "past_v": v}
+
+
+def most_users_at_once(batches: Sequence[int], user_bytes: int) -> int:
+    """The largest of the ascending batch sizes for which the kept rows of the longest histories fit on a GPU, or the first."""
+    return max((batch for batch in batches if batch * user_bytes <= GROUP_BYTES_ON_GPU), default=batches[0])
+
+
+def kept_side_by_side(pool: BufferPool, config: HSTUConfig, users: int, past: int) -> tuple[Any, Any]:
+    """K^T and V of as many kept rows of so many users, in the pool's memory."""
+    kt = pool.array("past_kt", (config.layers, users, config.heads, config.attention_dim, past))
+    return kt, pool.array("past_v", (config.layers, users, config.heads, past, config.linear_dim))
 
 
 def in_steps(run: Callable[[Arrays], Arrays], inputs: Arrays, most_new: int) -> Arrays:

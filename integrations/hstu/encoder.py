@@ -12,9 +12,9 @@ import numpy as np
 from cluster.bundle import WEIGHTS, Bundle
 from cluster.engines.buffers import BufferPool
 from cluster.errors import BackendUnavailable, BundleError
-from cluster.nearest import index_availability, known_index, make_index
+from cluster.nearest import AUTO, index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
-from integrations.hstu.append_inputs import Shapes
+from integrations.hstu.append_inputs import GROUP_BYTES_ON_GPU, Shapes
 from integrations.hstu.engine_batch import engine_batch, with_states
 from integrations.hstu.keeps_rows import KeepsRows
 from integrations.hstu.state.copies import pinned
@@ -38,7 +38,7 @@ class TorchEncoder(KeepsRows[KeptStates]):
     `index`: see cluster/nearest.py. `state`: what is kept of users, see StateOptions.
     """
 
-    def __init__(self, *, index: str = "exact", **state: Any) -> None:
+    def __init__(self, *, index: str = AUTO, **state: Any) -> None:
         super().__init__(**state)
         self._index_name = known_index(index)
 
@@ -74,7 +74,7 @@ class TorchEncoder(KeepsRows[KeptStates]):
             self._pool = BufferPool(lambda count, dtype: pinned((count,), dtype))
         self._encode: Callable[..., torch.Tensor] = encode
         with torch.inference_mode():
-            self._index = make_index(self._index_name, model.item_vectors().cpu().numpy())
+            self._index = make_index(self._index_name, model.item_vectors().cpu().numpy(), on_gpu=device.type == "cuda")
         self._kept = self._keep(bundle, model)
 
     def infer(self, request: EncodeRequest) -> Encoded:
@@ -98,19 +98,21 @@ class TorchEncoder(KeepsRows[KeptStates]):
     def _keep(self, bundle: Bundle, model: "SequenceModel") -> KeptStates | None:
         """The users' states, or None where none are kept of such a model."""
         from integrations.hstu.model import HSTU  # noqa: PLC0415 - imports torch
-        from integrations.hstu.torch_append import device_memory  # noqa: PLC0415 - imports torch
+        from integrations.hstu.torch_append import device_states  # noqa: PLC0415 - imports torch
 
         if not isinstance(model, HSTU) or not self._state_options.keeps_of(model.config.max_history):
             return None
-        run, shapes = self._appending(model)
-        memory = () if self._device.type == "cpu" else device_memory(model.config, self._state_options, bundle, self._device)
-        return KeptStates(bundle, run, self._state_options, *memory, shapes=shapes)
+        run, shapes, pool = self._appending(model)
+        store = None if self._device.type == "cpu" else device_states(model.config, self._state_options, bundle, self._device)
+        return KeptStates(bundle, run, self._state_options, store, pool, shapes=shapes)
 
-    def _appending(self, model: "HSTU") -> tuple[RunAppend, Shapes]:
-        """The model's append, and the shapes it takes."""
-        from integrations.hstu.torch_append import append_run  # noqa: PLC0415 - imports torch
+    def _appending(self, model: "HSTU") -> tuple[RunAppend, Shapes, BufferPool | None]:
+        """The model's append, the shapes it takes, and where kept rows are to be put side by side for it; None: in host memory."""
+        from integrations.hstu.torch_append import append_run, device_memory  # noqa: PLC0415 - imports torch
 
-        return append_run(model.append, self._device), Shapes()
+        if self._device.type == "cpu":
+            return append_run(model.append, self._device), Shapes(), None
+        return append_run(model.append, self._device), Shapes(most_bytes=GROUP_BYTES_ON_GPU), device_memory(self._device)
 
     def _states(self, batch: BehaviourBatch) -> FloatArray:
         """The latest states of each user, (B, C, D)."""
@@ -155,13 +157,14 @@ class CompiledTorchEncoder(TorchEncoder):
         for batch, length in shapes:
             self._compiled(_padding(batch, length))
 
-    def _appending(self, model: "HSTU") -> tuple[RunAppend, Shapes]:
-        from integrations.hstu.torch_append import compiled_append  # noqa: PLC0415 - imports torch
+    def _appending(self, model: "HSTU") -> tuple[RunAppend, Shapes, BufferPool | None]:
+        from integrations.hstu.torch_append import compiled_append, device_memory  # noqa: PLC0415 - imports torch
 
         longest = self._window.longest
         users, new = self.batches[:2], sorted({min(rows, longest) for rows in NEW_BUCKETS})
         kept = sorted({min(max(self.shortest, longest // 4), longest), longest})
-        return compiled_append(model, self._device, users, new, kept), bucket_shapes(users, new, kept)
+        pool = None if self._device.type == "cpu" else device_memory(self._device)
+        return compiled_append(model, self._device, users, new, kept), bucket_shapes(users, new, kept), pool
 
     def _states(self, batch: BehaviourBatch) -> FloatArray:
         largest = self.batches[-1]
@@ -169,7 +172,7 @@ class CompiledTorchEncoder(TorchEncoder):
         return np.concatenate([self._bucketed(batch, start, min(start + largest, len(batch))) for start in starts])
 
     def _bucketed(self, batch: BehaviourBatch, start: int, stop: int) -> FloatArray:
-        padded = _padding(_bucket(self.batches, stop - start), _bucket(self._lengths, batch.items.shape[1]))
+        padded = _padding(bucket(self.batches, stop - start), bucket(self._lengths, batch.items.shape[1]))
         for name in _INPUTS:
             source, target = getattr(batch, name)[start:stop], getattr(padded, name)
             target[tuple(slice(size) for size in source.shape)] = source
@@ -188,12 +191,12 @@ def bucket_shapes(users: Sequence[int], new: Sequence[int], kept: Sequence[int])
 
     def rows(count: int) -> int:
         """The steps of many new rows are all as large as can be."""
-        return _bucket(new, count) if count <= new[-1] else -(-count // new[-1]) * new[-1]
+        return bucket(new, count) if count <= new[-1] else -(-count // new[-1]) * new[-1]
 
-    return Shapes(partial(_bucket, users), rows, partial(_bucket, kept), users[-1], new[-1])
+    return Shapes(partial(bucket, users), rows, partial(bucket, kept), users[-1], new[-1])
 
 
-def _bucket(sizes: Sequence[int], size: int) -> int:
+def bucket(sizes: Sequence[int], size: int) -> int:
     return next(bucket for bucket in sizes if bucket >= size)
 
 

@@ -8,6 +8,8 @@ from integrations.hstu.config import HSTUConfig, SequenceConfig
 
 WORTH_BLOCKS = 1 << 17
 """Pairs of rows, of all users and heads, from which on blocks take less time than one call for all rows."""
+WORTH_BLOCKS_ON_GPU = 1 << 27
+"""The same on a GPU, where most calls take no longer than they take to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,11 @@ def row_blocks(max_history: int) -> int:
     return min(8, max(4, max_history // 128)) if max_history >= 8 else 1
 
 
-def blocks_worth(config: HSTUConfig, users: int, length: int) -> int:
+def blocks_worth(config: HSTUConfig, users: int, length: int, *, on_gpu: bool = False) -> int:
     """In how many blocks so many rows of so many users attend fastest where each block is a call of its own."""
     pairs = users * config.heads * length**2
-    return min(length, row_blocks(config.max_history)) if pairs >= WORTH_BLOCKS else 1
+    worth = WORTH_BLOCKS_ON_GPU if on_gpu else WORTH_BLOCKS
+    return min(length, row_blocks(config.max_history)) if pairs >= worth else 1
 
 
 def block_ends(length: int, count: int) -> list[int]:

@@ -67,7 +67,8 @@ def causal(config: HSTUConfig, times_BL: Tensor, next_times_BL: Tensor) -> list[
     """Rows that look at themselves and at what stands before them, in blocks of rows that have the keys up to their last row."""
     users, length = times_BL.shape
     exporting = torch.onnx.is_in_onnx_export()
-    ends = block_ends(length, row_blocks(config.max_history) if exporting else blocks_worth(config, users, length))
+    blocks = row_blocks(config.max_history) if exporting else blocks_worth(config, users, length, on_gpu=times_BL.is_cuda)
+    ends = block_ends(length, blocks)
     rows_L = torch.arange(length, device=times_BL.device)
     return [
         Attended(

@@ -17,7 +17,7 @@ from integrations.hstu.state.device import DeviceTier
 from integrations.hstu.state_options import StateOptions, make_store
 from integrations.hstu.stateful import RunAppend
 
-_INPUTS = ("items", "times", "next_times", "past_times", "past_lengths", "past_kt", "past_v")
+INPUTS = ("items", "times", "next_times", "past_times", "past_lengths", "past_kt", "past_v")
 Append: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """HSTU.append."""
 
@@ -26,13 +26,17 @@ def append_run(append: Append, device: torch.device) -> RunAppend:
     """A model's append as a function of arrays; on a CPU nothing is copied on the way in or out, and K and V stay where they are made."""
 
     def run(inputs: Arrays) -> Arrays:
-        given = [torch.as_tensor(inputs[name], device=device) for name in _INPUTS]  # outside, as what is on the device already was made
+        given = [torch.as_tensor(inputs[name], device=device) for name in INPUTS]  # outside, as what is on the device already was made
         with torch.inference_mode():
-            states, kt, v = append(*given)
-        kept = {"kt": kt, "v": v} if device.type != "cpu" else {"kt": kt.numpy(), "v": v.numpy()}
-        return {"states": states.cpu().numpy(), **kept}
+            return arrays(*append(*given))
 
     return run
+
+
+def arrays(states: torch.Tensor, kt: torch.Tensor, v: torch.Tensor) -> Arrays:
+    """What an append returns as KeptStates takes it: K and V stay where they are."""
+    kept = {"kt": kt, "v": v} if kt.device.type != "cpu" else {"kt": kt.numpy(), "v": v.numpy()}
+    return {"states": states.cpu().numpy(), **kept}
 
 
 def compiled_append(model: HSTU, device: torch.device, users: Sequence[int], new: Sequence[int], kept: Sequence[int]) -> RunAppend:
@@ -68,7 +72,12 @@ def nothing(config: HSTUConfig, users: int, new: int, past: int) -> Arrays:
     }
 
 
-def device_memory(config: HSTUConfig, options: StateOptions, bundle: Bundle, device: torch.device) -> tuple[DeviceTier, BufferPool]:
-    """States on the accelerator, over as many bytes of pinned host memory; and the memory they are put side by side in."""
+def device_states(config: HSTUConfig, options: StateOptions, bundle: Bundle, device: torch.device) -> DeviceTier:
+    """States on the accelerator, over as many bytes of pinned host memory."""
     store = make_store(config, options, with_states=bool(bundle.prompt_length), allocate=np.empty if device.type == "cpu" else pinned)
-    return DeviceTier(store, str(device), options.bytes), BufferPool(lambda count, _: torch.empty(count, device=device))
+    return DeviceTier(store, str(device), options.bytes)
+
+
+def device_memory(device: torch.device) -> BufferPool:
+    """Where states on the accelerator are put side by side."""
+    return BufferPool(lambda count, _: torch.empty(count, device=device))

@@ -39,9 +39,14 @@ class Bf16Items(NearestItems):
 
     @classmethod
     def get_availability(cls) -> Availability:
-        if find_spec("torch") is None:
-            return Availability.no("the index 'bf16' needs torch, which is not installed; run: pip install 'genrec[cpu]'")
-        return Availability.yes()
+        return needs_torch("bf16", "cpu")
+
+    @classmethod
+    def is_fast(cls) -> bool:
+        """Whether the processor multiplies bf16 by itself: one that does not takes several times as long as for fp32."""
+        import torch  # noqa: PLC0415
+
+        return any(has for name, has in torch.cpu.get_capabilities().items() if "bf16" in name)
 
     def search(self, states_BD: FloatArray, counts: Sequence[int]) -> list[Encoded]:
         size = min(_BLOCK_SIZES[-1], len(self) // (_WORTH_IT * max(counts)))
@@ -68,6 +73,12 @@ class Bf16Items(NearestItems):
             reached_B = best_BN.topk(count).values[:, -1].float()  # by an item of each of `count` blocks, at least
             floor_B = (reached_B - _UNIT_ROUNDOFF * reached_B.abs() - 2 * torch.tensor(self._rounding.bound(states_BD))).bfloat16()
             return [np.append(_reaching(*row), rest) for row in zip(scores_BNS, best_BN, floor_B, strict=True)]
+
+
+def needs_torch(index: str, extra: str) -> Availability:
+    if find_spec("torch") is None:
+        return Availability.no(f"the index {index!r} needs torch, which is not installed; run: pip install 'genrec[{extra}]'")
+    return Availability.yes()
 
 
 def _reaching(scores_NS: "Tensor", best_N: "Tensor", floor: "Tensor") -> Int32Array:

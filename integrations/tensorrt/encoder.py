@@ -9,7 +9,7 @@ import numpy as np
 from cluster.bundle import Bundle
 from cluster.compilation import Precision
 from cluster.errors import BackendUnavailable, BundleError, CompileError
-from cluster.nearest import index_availability, known_index, make_index
+from cluster.nearest import AUTO, index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, UserSequence
 from integrations.hstu.append_inputs import Arrays, Shapes
 from integrations.hstu.config import HSTUConfig
@@ -38,7 +38,7 @@ class TensorRTEncoder(KeepsRows[KeptStates]):
     kept of users, see StateOptions; the `append` engine then encodes their new events only.
     """
 
-    def __init__(self, precisions: Sequence[Precision] = ("fp32", "fp16"), *, index: str = "exact", **state: Any) -> None:
+    def __init__(self, precisions: Sequence[Precision] = ("fp32", "fp16"), *, index: str = AUTO, **state: Any) -> None:
         super().__init__(**state)
         self._precisions, self._index_name = tuple(precisions), known_index(index)
 
@@ -54,7 +54,7 @@ class TensorRTEncoder(KeepsRows[KeptStates]):
             self._engine = checked_engine(bundle, engine_of(bundle, GRAPH, self._precisions))
         except (BundleError, CompileError, ImportError) as error:
             raise BackendUnavailable(str(error)) from error
-        self._index = make_index(self._index_name, bundle.item_vectors)
+        self._index = make_index(self._index_name, bundle.item_vectors, on_gpu=True)
         self._window = limits(bundle.manifest.model).window
         self._has_prompt = bool(bundle.prompt_length)
         self._kept = states_if_any("tensorrt", bundle, self._state_options, partial(self._keep, bundle))
@@ -88,7 +88,7 @@ class TensorRTEncoder(KeepsRows[KeptStates]):
         """With the kept rows on the GPU."""
         import torch  # noqa: PLC0415 - loaded with the engine
 
-        from integrations.hstu.torch_append import device_memory, nothing  # noqa: PLC0415 - imports torch
+        from integrations.hstu.torch_append import device_memory, device_states, nothing  # noqa: PLC0415 - imports torch
 
         engine = checked_engine(bundle, engine_of(bundle, append.GRAPH, self._precisions))
         config, on_gpu = HSTUConfig.model_validate(bundle.manifest.model.config), torch.cuda.is_available()
@@ -99,6 +99,7 @@ class TensorRTEncoder(KeepsRows[KeptStates]):
 
         run = append.append_run(bundle, call, engine.inputs, engine.outputs)
         run(nothing(config, 1, 1, 1))  # as in `load`
-        memory = device_memory(config, self._state_options, bundle, torch.device("cuda")) if on_gpu else ()
+        gpu = torch.device("cuda")
+        memory = (device_states(config, self._state_options, bundle, gpu), device_memory(gpu)) if on_gpu else ()
         shapes = Shapes(most_users=engine.largest_batch, most_new=engine.largest("items", 1))
         return KeptStates(bundle, run, self._state_options, *memory, shapes=shapes)

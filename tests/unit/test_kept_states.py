@@ -22,9 +22,10 @@ from integrations.datasets.options import ReadOptions
 from integrations.hstu.append_inputs import Shapes
 from integrations.hstu.encoder import CompiledTorchEncoder, TorchEncoder
 from integrations.hstu.engine_batch import engine_batch
+from integrations.hstu.kernels.recorded_append import RecordedAppend
 from integrations.hstu.state_options import StateOptions
 from integrations.hstu.stateful import KeptStates
-from integrations.hstu.torch_append import append_run, compiled_append, device_memory, nothing
+from integrations.hstu.torch_append import append_run, compiled_append, device_memory, device_states, nothing
 from integrations.hstu.weights import load_model
 from integrations.onnx.encoder import OnnxRuntimeEncoder
 from integrations.openvino.encoder import OpenVinoEncoder
@@ -57,11 +58,20 @@ class UncompiledTorchEncoder(CompiledTorchEncoder):
             super().load(bundle)
 
 
+class RecordedTorchEncoder(TorchEncoder):
+    """What the `triton` encoder records as CUDA graphs, run as it is by torch."""
+
+    def _appending(self, model):
+        append = RecordedAppend(model.append, model.config, (1, 8), self._device, lambda run, inputs: partial(run, *inputs))
+        return append, append.shapes, append.memory
+
+
 ENGINES = {
     "onnxruntime": OnnxRuntimeEncoder,
     "openvino": OpenVinoEncoder,
     "torch": TorchEncoder,
     "torch_compiled": UncompiledTorchEncoder,
+    "recorded": RecordedTorchEncoder,
 }
 LONGEST = 20
 """max_history of the bundle; the window moves by 2."""
@@ -566,7 +576,8 @@ def test_states_on_a_device_answer_as_those_in_host_memory(tmp_path, loaded, mon
             return {**outputs, **{name: torch.from_numpy(outputs[name]).clone() for name in ("kt", "v")}}
 
     before = set(threading.enumerate())
-    monkeypatch.setattr(keeping, "_kept", KeptStates(bundle, run_on_tensors, options, *device_memory(model.config, options, bundle, cpu)))
+    memory = device_states(model.config, options, bundle, cpu), device_memory(cpu)
+    monkeypatch.setattr(keeping, "_kept", KeptStates(bundle, run_on_tensors, options, *memory))
     for requests in growing([random_sequence(length, seed=length) for length in range(1, 31)], seed=7):
         assert_agree(plain, keeping, requests)
     assert keeping.kept()["hit_rows"]

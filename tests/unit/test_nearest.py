@@ -9,9 +9,10 @@ from cluster import nearest
 from cluster.errors import BackendFailed, BackendUnavailable, UnknownChoice
 from cluster.nearest import NearestItems, index_availability, make_index
 from cluster.registry import INDEXES
-from cluster.values import EncodeRequest
+from cluster.values import Availability, EncodeRequest
 from integrations.hstu.encoder import CompiledTorchEncoder, TorchEncoder
 from integrations.index.bf16 import Bf16Items
+from integrations.index.cuda import CudaItems
 from integrations.index.rounding import Rounding
 from integrations.onnx.encoder import OnnxRuntimeEncoder
 from integrations.openvino.encoder import OpenVinoEncoder
@@ -21,9 +22,17 @@ from tests.bundles import make_bundle, random_sequence
 ENCODERS = (TorchEncoder, CompiledTorchEncoder, OnnxRuntimeEncoder, OpenVinoEncoder, TensorRTEncoder)
 
 
-@pytest.fixture(params=INDEXES)
+class OnTheCpu(CudaItems):
+    """What searches on a GPU, where there is none."""
+
+    device = "cpu"
+
+
+@pytest.fixture(params=[*INDEXES, OnTheCpu])
 def make(request):
     """What makes an index of vectors."""
+    if request.param is OnTheCpu:
+        return OnTheCpu
     if not (availability := index_availability(request.param)).ok:
         pytest.skip(availability.reason)
     return partial(make_index, request.param)
@@ -51,7 +60,7 @@ def test_returns_the_same_items_as_a_full_sort(make, vectors, top_n):
     expected = np.argsort(-(vectors[1:] @ vectors[7]), kind="stable")[:top_n] + 1
     assert answer.items.tolist() == expected.tolist()
     assert answer.items[0] == 7
-    assert answer.scores == pytest.approx(vectors[expected] @ vectors[7])
+    assert answer.scores == pytest.approx(vectors[expected] @ vectors[7], abs=1e-6)
     assert (answer.items.dtype, answer.scores.dtype) == (np.int32, np.float32)
 
 
@@ -177,18 +186,36 @@ def test_no_product_of_rounded_vectors_is_further_off_than_the_bound_says():
     assert (bound < 20 * off).all()
 
 
-def test_auto_is_exact_for_small_catalogues_and_bf16_for_large_ones_where_torch_is_installed(vectors, monkeypatch):
+def test_auto_is_exact_for_small_catalogues_and_bf16_for_large_ones_where_torch_and_the_processor_have_it(vectors, monkeypatch):
+    capabilities = {"avx2": True, "avx512_bf16": True}
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities)
     assert type(make_index("auto", vectors)) is NearestItems
-    monkeypatch.setattr(nearest, "AUTO_FROM", 50)
+    monkeypatch.setattr(nearest, "BF16_FROM", 50)
     assert type(make_index("auto", vectors)) is Bf16Items
+    capabilities["avx512_bf16"] = False
+    assert type(make_index("auto", vectors)) is NearestItems
+    capabilities["avx512_bf16"] = True
     monkeypatch.setattr("integrations.index.bf16.find_spec", lambda _: None)
     assert type(make_index("auto", vectors)) is NearestItems
     assert index_availability("auto").ok
 
 
-@pytest.mark.parametrize(("name", "package", "extra"), [("bf16", "torch", "cpu"), ("faiss", "faiss-cpu", "faiss")])
-def test_says_which_package_an_index_lacks_and_how_to_install_it(vectors, monkeypatch, tmp_path, name, package, extra):
-    monkeypatch.setattr(f"integrations.index.{name}.find_spec", lambda _: None)
+def test_auto_searches_on_the_gpu_for_an_engine_that_computes_there(vectors, monkeypatch):
+    assert type(make_index("auto", vectors, on_gpu=True)) is NearestItems, "too few items"
+    monkeypatch.setattr(nearest, "CUDA_FROM", 50)
+    assert type(make_index("auto", vectors, on_gpu=True)) is (CudaItems if index_availability("cuda").ok else NearestItems)
+    monkeypatch.setattr(CudaItems, "get_availability", Availability.yes)
+    monkeypatch.setattr(CudaItems, "device", "cpu")
+    assert type(make_index("auto", vectors, on_gpu=True)) is CudaItems
+    assert type(make_index("auto", vectors)) is NearestItems
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "package", "extra"),
+    [("bf16", "bf16", "torch", "cpu"), ("cuda", "bf16", "torch", "gpu"), ("faiss", "faiss", "faiss-cpu", "faiss")],
+)
+def test_says_which_package_an_index_lacks_and_how_to_install_it(vectors, monkeypatch, tmp_path, name, where, package, extra):
+    monkeypatch.setattr(f"integrations.index.{where}.find_spec", lambda _: None)
     reason = f"the index '{name}' needs {package}, which is not installed; run: pip install 'genrec[{extra}]'"
     assert index_availability(name).reason == reason
     with pytest.raises(BackendUnavailable, match=f"needs {package}"):
@@ -203,11 +230,11 @@ def test_says_which_package_an_index_lacks_and_how_to_install_it(vectors, monkey
 def test_every_encoder_takes_an_index_by_name_and_refuses_an_unknown_one(encoder):
     for name in (*INDEXES, "auto"):
         encoder(index=name)
-    with pytest.raises(UnknownChoice, match="unknown index 'hnsw'; choose from auto, bf16, exact, faiss"):
+    with pytest.raises(UnknownChoice, match="unknown index 'hnsw'; choose from auto, bf16, cuda, exact, faiss"):
         encoder(index="hnsw")
 
 
-@pytest.mark.parametrize("name", ["bf16", "faiss", "auto"])
+@pytest.mark.parametrize("name", ["bf16", "cuda", "faiss", "auto"])
 def test_an_encoder_finds_the_same_items_whatever_its_index(name, tmp_path):
     if not (availability := index_availability(name)).ok:
         pytest.skip(availability.reason)

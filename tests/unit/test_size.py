@@ -246,6 +246,16 @@ class TestProcesses:
         pinned = [part.bytes for part in process.parts if part.name == "encoder torch: kept states" and part.place == "host"]
         assert pinned == [2**20]
 
+    @pytest.mark.parametrize(("items", "index", "there"), [(19_999, "auto", False), (20_000, "auto", True), (500, "cuda", True)])
+    def test_a_gpu_holds_the_vectors_that_are_searched_there(self, bundle, items, index, there):
+        settings = parse({"encoder": {"order": ["torch"], "options": {"torch": {"index": index}}}})
+        sizes = sizes_of(bundle)
+        sizes = replace(sizes, encoder=sizes.encoder.model_copy(update={"items": items}))
+        process = replica("encoder", settings, sizes, Use(), "gpu")
+        on_gpu = {part.name for part in process.parts if part.place == "gpu"}
+        assert {"encoder torch: vectors of nearest items", "encoder torch: scores of all items"} <= on_gpu or not there
+        assert any("nearest items" in name for name in on_gpu) == there
+
     def test_openvino_takes_nothing_of_a_gpu(self, bundle):
         for stage, others in (("encoder", {"CUDA context"}), ("ranker", set())):  # the encoder asks PyTorch whether triton could serve
             process = replica(stage, parse({stage: {"order": ["openvino"]}}), replace(sizes_of(bundle), graphs=GRAPHS), Use(), "gpu")

@@ -1,7 +1,7 @@
 """Batches padded up to one of few shapes, each recorded once: a CUDA graph replays a whole encoding with one launch, for one shape."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -9,8 +9,8 @@ from torch import Tensor
 Encode: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """items, times, next_times (B, L) and lengths (B,) -> states (B, C, D)."""
 Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
-Record: TypeAlias = Callable[[Encode, Inputs], Callable[[], Tensor]]
-"""An encoding and its inputs -> what runs it again on what these inputs then hold; the result is overwritten by the next run."""
+Record: TypeAlias = Callable[[Callable[..., Any], tuple[Tensor, ...]], Callable[[], Any]]
+"""A function of tensors and its inputs -> what runs it again on what these inputs then hold; the result is overwritten by the next run."""
 
 _WARM_UPS = 3
 
@@ -19,13 +19,13 @@ def cuda_graphs() -> Record:
     """Records CUDA graphs that share memory: one runs at a time, and what it returns is to be copied before the next one runs."""
     pool = torch.cuda.graph_pool_handle()
 
-    def record(encode: Encode, inputs: Inputs) -> Callable[[], Tensor]:
+    def record(encode: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
         _warm_up(encode, inputs)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads serve meanwhile
             out = encode(*inputs)
 
-        def replay() -> Tensor:
+        def replay() -> Any:
             graph.replay()
             return out
 
@@ -34,7 +34,7 @@ def cuda_graphs() -> Record:
     return record
 
 
-def _warm_up(encode: Encode, inputs: Inputs) -> None:
+def _warm_up(encode: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
     """Kernels are compiled and libraries take their memory, neither of which may happen while a graph is recorded."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())

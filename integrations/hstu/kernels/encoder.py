@@ -11,7 +11,11 @@ from integrations.hstu.encoder import TorchEncoder, doublings
 from integrations.hstu.state_options import KEEP_FROM_TRITON
 
 if TYPE_CHECKING:
+    from cluster.engines.buffers import BufferPool
+    from integrations.hstu.append_inputs import Shapes
     from integrations.hstu.kernels.buckets import Record
+    from integrations.hstu.model import HSTU
+    from integrations.hstu.stateful import RunAppend
 
 PROJECTIONS = ("torch", "cutlass")
 
@@ -19,7 +23,7 @@ _FAMILY = "hstu"
 
 
 class TritonEncoder(TorchEncoder):
-    """What is kept of users is continued by the append kernel.
+    """What is kept of users is continued by the append kernel, a few new events at a time by a CUDA graph, too.
 
     Shorter histories than `keep_from` events are encoded whole, by one CUDA graph; continuing them takes longer.
     `projection`: `torch`, or `cutlass` for gemm_silu in fp16 (or torch's with a warning where that cannot run; see projection.py).
@@ -71,10 +75,16 @@ class TritonEncoder(TorchEncoder):
             return model.latest(items, times, next_times, lengths, count)
 
         with torch.inference_mode():
-            self._index = make_index(self._index_name, model.item_vectors().cpu().numpy())
+            self._index = make_index(self._index_name, model.item_vectors().cpu().numpy(), on_gpu=self._device.type == "cuda")
             lengths = doublings(self.shortest, self._window.longest)
             self._encode = Bucketed(encode, self.batches, lengths, self._device, self._recorder())
         self._kept = self._keep(bundle, model)
+
+    def _appending(self, model: "HSTU") -> "tuple[RunAppend, Shapes, BufferPool | None]":
+        from integrations.hstu.kernels.recorded_append import RecordedAppend  # noqa: PLC0415 - imports torch
+
+        append = RecordedAppend(model.append, model.config, self.batches, self._device, self._recorder())
+        return append, append.shapes, append.memory
 
     def _recorder(self) -> "Record":
         from integrations.hstu.kernels.buckets import cuda_graphs  # noqa: PLC0415
