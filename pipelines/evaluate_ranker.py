@@ -13,7 +13,7 @@ from torch import Tensor
 from cluster.dataset import Interactions
 from cluster.errors import DataError
 from cluster.ranking import Task
-from cluster.values import FloatArray, UserSequence
+from cluster.values import Action, FloatArray, UserSequence
 from pipelines.drawing import Drawing
 from pipelines.ranking_labels import labels
 from pipelines.ranking_metrics import ranking_metrics
@@ -32,8 +32,9 @@ class MeasuredRanker(Protocol):
 
 
 def ranker_quality(ranker: MeasuredRanker, interactions: Interactions, *, from_end: int, device: torch.device) -> dict[str, float]:
-    """`hr@10` and `ndcg@10` of the event among drawn items by the first task; of every task `auc.TASK`, of `rating` `rmse.rating` and, to
-    compare with, `rmse.mean`: that of saying the mean every time. NaN where the events say nothing of a task.
+    """`hr@10` and `ndcg@10` of the event among drawn items by the first task, unless it is a dislike, which is to stand low; of every task
+    `auc.TASK`, of `rating` `rmse.rating` and, to compare with, `rmse.mean`: that of saying the mean every time. NaN where the events say
+    nothing of a task.
 
     Of more than `MOST_USERS` users with such an event, so many are drawn. It leaves the ranker in eval mode.
     Raises DataError where a prediction is not finite.
@@ -54,16 +55,18 @@ def ranker_quality(ranker: MeasuredRanker, interactions: Interactions, *, from_e
             if not np.isfinite(predictions).all():
                 raise DataError("the ranker predicts NaN or infinity; train it again with a lower learning rate")
             predicted.append(predictions[0])
-            first.append(predictions[:, 0])
+            if interactions.actions[event] != Action.DISLIKE.code:
+                first.append(predictions[:, 0])
             said.append(labels(interactions.actions[event : event + 1], interactions.values[event : event + 1], highest, tasks)[0])
     return _quality(tasks, np.stack(said), np.stack(predicted), first)
 
 
 def _quality(tasks: Sequence[Task], said: FloatArray, predicted: FloatArray, first: Sequence[FloatArray]) -> dict[str, float]:
-    ranks = np.array([int((scores[1:] >= scores[0]).sum()) + 1 for scores in first])
+    ranks = np.array([int((scores[1:] >= scores[0]).sum()) + 1 for scores in first], np.int64)
     metrics = ranking_metrics(ranks)
     quality = {name: metrics[name] for name in ("hr@10", "ndcg@10")}
-    quality["auc.click"] = float(np.mean([(scores[1:] < scores[0]).mean() + (scores[1:] == scores[0]).mean() / 2 for scores in first]))
+    above = [(scores[1:] < scores[0]).mean() + (scores[1:] == scores[0]).mean() / 2 for scores in first]
+    quality["auc.click"] = float(np.mean(above)) if above else float("nan")
     for column, task in enumerate(tasks):
         known = np.isfinite(said[:, column])
         wanted, got = said[known, column], predicted[known, column]

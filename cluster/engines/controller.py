@@ -178,15 +178,16 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         return {backend.name: backend.availability for backend in self._roster}
 
     async def refresh(self) -> bool:
-        """Unload what died or broke, probe if it is time to, and load every backend of the order that can be loaded: to be called about
-        once a second after `warm_up`. Returns whether an engine has been loaded since the last refresh.
+        """Unload what died, broke or was left out of the order, probe if it is time to, and load every backend of the order that can be
+        loaded: to be called about once a second after `warm_up`. Returns whether an engine has been loaded since the last refresh.
 
         Loads then take place beside the calls, which go to another backend meanwhile, and the samples, not a user, try a repaired one.
         They take place one after another; one that takes longer than LOADS_ALONE_S goes on beside this and later refreshes.
         The status stays true while no request comes.
         """
+        asked = self._roster.ranked()
         for one in self._roster:
-            if await one.lost():
+            if (one.loaded and one not in asked) or await one.lost():
                 await one.unload()
         await self._probe_when_due()
         self._room.loads_on_demand = not self._samples

@@ -23,18 +23,21 @@ mapped files above all. Ray's and Serve's are a head node's, all together: rayle
 dashboard's processes share what they were forked with. Measured by benchmarks/size.py.
 """
 SHOWN_USERS = 10_000
+MOST_OF_AUTO = 100
+"""Replicas of a deployment with `num_replicas: auto`, where nothing else is said: Serve's own default."""
 
 
 def replicas(document: Mapping[str, Any], *, most: bool) -> dict[str, int]:
     """Deployment -> how many replicas the first application of a Serve config file starts with, or has at `most`. Raises ConfigError."""
     found = {}
     for one in document["applications"][0].get("deployments") or []:
-        scaled = one.get("autoscaling_config") or {}
-        first = scaled.get("initial_replicas") or scaled.get("min_replicas", 1)
-        count = one.get("num_replicas") or (scaled.get("max_replicas", 1) if most else first)
-        if count != "auto" and not isinstance(count, int):
+        scaled, count = one.get("autoscaling_config") or {}, one.get("num_replicas")
+        if count in (None, "auto"):
+            first = scaled.get("initial_replicas") or scaled.get("min_replicas", 1)
+            count = scaled.get("max_replicas", MOST_OF_AUTO if count else 1) if most else first
+        if not isinstance(count, int):
             raise ConfigError(f"deployment {one.get('name')} has {count!r} replicas; give a number, or auto")
-        found[str(one.get("name"))] = 1 if count == "auto" else count
+        found[str(one.get("name"))] = count
     return found
 
 

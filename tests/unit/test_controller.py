@@ -750,6 +750,19 @@ class TestReconfigure:
             await controller.reconfigure(table=table, order=["third"])
         assert (await controller.call_one(1)).backend == "second", "what is wrong changes nothing"
 
+    async def test_a_backend_that_leaves_the_order_is_unloaded_by_the_next_refresh_unless_it_is_preferred(self, controller):
+        await controller.warm_up([1], ready=3)
+        controller.prefer("third")
+        await controller.reconfigure(order=["second"])
+        await controller.refresh()
+        assert [snapshot_of(controller, name).loaded for name in ORDER] == [False, True, True]
+        controller.prefer(None)
+        await controller.refresh()
+        assert [snapshot_of(controller, name).loaded for name in ORDER] == [False, True, False]
+        await controller.reconfigure(order=["first", "second"])
+        await controller.refresh()
+        assert (await controller.call_one(1)).backend == "first"
+
     async def test_a_backend_that_was_preferred_may_go(self, controller):
         controller.prefer("third")
         await controller.reconfigure(table={"second": TABLE["second"]}, order=["second"])

@@ -233,6 +233,10 @@ class TestProcesses:
         document = {"applications": [{"deployments": [{"name": "gateway", "num_replicas": 2}, scaled]}]}
         assert replicas(document, most=False) == {"gateway": 2, "encoder": 1}
         assert replicas(document, most=True) == {"gateway": 2, "encoder": 5}
+        auto = {"name": "gateway", "num_replicas": "auto"}
+        for more, first, highest in (({}, 1, 100), ({"autoscaling_config": {"min_replicas": 2, "max_replicas": 7}}, 2, 7)):
+            document = {"applications": [{"deployments": [{**auto, **more}]}]}
+            assert [replicas(document, most=most)["gateway"] for most in (False, True)] == [first, highest]
         wrong = {"applications": [{"deployments": [{"name": "gateway", "num_replicas": "two"}]}]}
         with pytest.raises(ConfigError, match="deployment gateway has 'two' replicas"):
             replicas(wrong, most=False)

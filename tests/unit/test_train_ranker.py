@@ -99,10 +99,15 @@ def test_a_ranker_begins_with_the_encoders_weights():
         assert torch.equal(ranker.state_dict()[name], weights), name
 
 
-def test_it_learns_what_users_turn_to_buy_and_rate():
-    interactions = shoppers()
-    record, trainer = trained(interactions, patience=15)
-    quality = ranker_quality(trainer.ranker, interactions, from_end=TEST, device=CPU)
+@pytest.fixture(scope="module")
+def learnt():
+    """What is recorded of a ranker that has learnt all that `shoppers` do, and its trainer."""
+    return trained(shoppers(), patience=15)
+
+
+def test_it_learns_what_users_turn_to_buy_and_rate(learnt):
+    record, trainer = learnt
+    quality = ranker_quality(trainer.ranker, shoppers(), from_end=TEST, device=CPU)
     assert record.tasks == (Task.CLICK, Task.LIKE, Task.RATING, Task.PURCHASE)
     assert quality["auc.click"] > 0.9
     assert quality["auc.purchase"] > 0.95  # the item alone tells
@@ -161,6 +166,28 @@ def test_users_without_the_event_take_no_place_among_those_who_are_measured(monk
     _, trainer = trained(regulars, epochs=1)
     measured = ranker_quality(trainer.ranker, crowd, from_end=VALIDATION, device=CPU)
     assert 0 < measured["auc.click"] < 1
+
+
+def test_a_dislike_is_no_right_answer(learnt):
+    """Every other user's last event becomes one, of an item that the ranker does not expect: nothing changes for those who are left."""
+    interactions, (_, trainer) = shoppers(), learnt
+    kept = np.arange(0, 120, 2)
+    rest = [ranker_quality(trainer.ranker, shoppers_of(interactions, users), from_end=TEST, device=CPU) for users in (kept, kept + 1)]
+    last = interactions.offsets[2::2] - TEST
+    interactions.items[last], interactions.actions[last] = 1, Action.DISLIKE.code
+    mixed = ranker_quality(trainer.ranker, interactions, from_end=TEST, device=CPU)
+    assert mixed["auc.click"] == pytest.approx(rest[0]["auc.click"], abs=0.03)
+    alone = ranker_quality(trainer.ranker, shoppers_of(interactions, kept + 1), from_end=TEST, device=CPU)
+    assert np.isnan(alone["auc.click"])
+    assert rest[1]["auc.click"] > 0.9
+
+
+def shoppers_of(interactions, users):
+    """These users with their events."""
+    rows = np.concatenate([np.arange(*interactions.offsets[user : user + 2]) for user in users])
+    columns = (getattr(interactions, name)[rows] for name in ("items", "timestamps", "actions", "values"))
+    offsets = np.r_[0, np.cumsum(interactions.lengths[users])].astype(np.int64)
+    return Interactions([interactions.user_ids[user] for user in users], offsets, *columns)
 
 
 def test_an_item_that_is_drawn_twice_counts_once():
