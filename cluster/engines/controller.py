@@ -203,7 +203,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """Load the first `ready` backends that work and let them answer `samples`; with selection "fastest", load and measure them all.
 
         Then neither a first call nor a first fallback waits for a load. An engine with a queue of its own starts slowly: a refresh loads it
-        while the others serve. Returns `explain()`.
+        while the others serve. One that takes longer than LOADS_ALONE_S goes on beside the next one, and beside what follows as soon as any
+        is loaded. Returns `explain()`.
         """
         if not samples:
             raise ConfigError(f"the {self.stage} backends cannot be warmed up without sample requests; give at least one")
@@ -212,7 +213,14 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         ready = len(self._roster.ranked()) if self._roster.selection == "fastest" else ready
         for backend in self._roster.ranked():
             if ready and not backend.queued and not backend.obstacle():
-                ready -= all_answered(await backend.rehearse(self._samples))
+                load = asyncio.create_task(self._load_beside(backend))
+                self._loads.add(load)
+                await asyncio.wait({load}, timeout=LOADS_ALONE_S)
+                ready -= load.done() and load.result()
+        while self._loads and not any(backend.loaded and not backend.loading for backend in self._roster):
+            await asyncio.wait(self._loads, return_when=asyncio.FIRST_COMPLETED)
+            self._any_loaded()
+        self._any_loaded()
         await self._measure()
         return self.explain()
 
@@ -331,15 +339,15 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         return any(loaded)
 
     async def _load_beside(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:
-        """Beside the calls, which do not ask it until it has answered the samples; whether it is loaded then."""
+        """Beside the calls, which do not ask it until it has answered the samples; whether it is loaded then, and has answered them."""
         backend.loading = True
         try:
-            await backend.rehearse(self._samples, beside)
+            answers = await backend.rehearse(self._samples, beside)
         finally:
             backend.loading = False
         if self._closed or backend not in self._roster:
             await backend.retire()
-        return backend.loaded
+        return backend.loaded and all_answered(answers)
 
     async def _measure(self) -> None:
         if self._roster.selection == "fastest" and self._samples:

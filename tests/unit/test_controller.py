@@ -472,8 +472,8 @@ class TestRecovery:
         assert third.reason == "its probe broke: OSError: [Errno 116] Stale file handle"
 
     async def test_a_load_that_hangs_keeps_no_other_from_being_repaired(self, controller, monkeypatch):
-        monkeypatch.setattr("cluster.engines.controller.LOADS_ALONE_S", 0.01)
         await controller.warm_up([1])
+        monkeypatch.setattr("cluster.engines.controller.LOADS_ALONE_S", 0.01)
         hangs, may_end = threading.Event(), threading.Event()
         monkeypatch.setattr(Third, "load", lambda self, bundle: (hangs.set(), may_end.wait(300)))
         await controller.refresh()
@@ -537,6 +537,22 @@ class TestWarmUp:
         Second.missing = "not here"
         assert await controller.warm_up([1, 2]) == "doubler=first"
         assert (First.log, Second.log, Third.log) == (["load", "batch of 2"], [], ["load", "batch of 2"])
+
+    @pytest.mark.parametrize("others", [True, False])
+    async def test_waits_for_a_load_that_hangs_only_where_no_other_backend_serves(self, controller, monkeypatch, others):
+        monkeypatch.setattr("cluster.engines.controller.LOADS_ALONE_S", 0.01)
+        may_end = threading.Event()
+        monkeypatch.setattr(First, "load", lambda self, bundle: may_end.wait(300))
+        Second.missing = Third.missing = "" if others else "not here"
+        warming = asyncio.create_task(controller.warm_up([1]))
+        await until(lambda: snapshot_of(controller, "first").reason == "is being loaded")
+        if others:
+            assert "first: is being loaded" in await warming
+            assert (await controller.call_one(1)).backend in ORDER[1:]
+        may_end.set()
+        await warming
+        await until(lambda: snapshot_of(controller, "first").loaded)
+        assert (await controller.call_one(1)).backend == "first"
 
     async def test_a_backend_that_breaks_on_the_samples_does_not_count_as_ready(self, controller):
         First.error = RuntimeError("dead")
