@@ -9,8 +9,8 @@ answers the whole request.
 
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from time import monotonic, perf_counter
 from typing import TypeVar
@@ -125,6 +125,11 @@ class VersionRecorder:
         if duration_ms is not None:
             self._latency.record(duration_ms, monotonic())
 
+    def failed(self) -> None:
+        """A request ended in an error, which is no better than a degraded answer."""
+        self._requests += 1
+        self._degraded += 1
+
     def compared(self, answer: Recommendation, with_: Recommendation) -> None:
         """In the shadow of another version's answer. What is degraded is not the model's, and says nothing of how alike the two are."""
         if answer.degraded or with_.degraded:
@@ -203,11 +208,12 @@ class VersionRouter:
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         """Stays with its version. How long it took is the reader's doing too, and does not count for a trial."""
         model = self.model_for(request.tenant, request.user_id)
-        async with aclosing(model.answers.stream(request)) as parts:
-            async for part in parts:
-                if isinstance(part, Recommendation) and self._counts(part):
-                    self._recorder(model, request).answered(part, None)
-                yield part
+        with self._failures_noted(model, request):
+            async with aclosing(model.answers.stream(request)) as parts:
+                async for part in parts:
+                    if isinstance(part, Recommendation) and self._counts(part):
+                        self._recorder(model, request).answered(part, None)
+                    yield part
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
         """What users usually ask for and were last answered: one user's of a tenant, a tenant's or all users'."""
@@ -237,10 +243,23 @@ class VersionRouter:
 
     async def _timed(self, model: ServedModel, request: RecommendRequest) -> Recommendation:
         began = perf_counter()
-        answer = await model.answers.recommend(request)
+        with self._failures_noted(model, request):
+            answer = await model.answers.recommend(request)
         if self._counts(answer):
             self._recorder(model, request).answered(answer, (perf_counter() - began) * 1e3)
         return answer
+
+    @contextmanager
+    def _failures_noted(self, model: ServedModel, request: RecommendRequest) -> Iterator[None]:
+        """Errors that are the version's doing count for a trial, not the caller's."""
+        try:
+            yield
+        except InvalidRequest:
+            raise
+        except Exception:
+            if self._rollout.trial is not None:
+                self._recorder(model, request).failed()
+            raise
 
     def _counts(self, answer: Recommendation) -> bool:
         """What comes from a cache says nothing of a version, and is what flags may differ in."""

@@ -12,6 +12,7 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.engines.latency import LatencySummary
 from cluster.engines.skipped import NoBackendAnswered
+from cluster.errors import InvalidRequest
 from cluster.fleet.board import FleetNews
 from cluster.fleet.rollout import Arm, Guard, Rollout, Trial, VersionFigures, judge
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
@@ -247,6 +248,21 @@ async def test_figures_are_kept_of_both_versions_during_a_trial_and_begin_anew_w
     assert figures[Arm(1)].latency.p95_ms > 0
     rig.learn(1, HALF.model_copy(update={"began": 2.0}))
     assert rig.versions.figures() == {}
+
+
+async def test_a_request_that_ends_in_an_error_of_the_version_counts_as_degraded_and_one_that_is_refused_does_not(rig):
+    rig.learn(1, HALF)
+    rig.encoder(2).error = ZeroDivisionError("in the version's code")
+    tried = [user for user in USERS if HALF.includes("default", user)]
+    for user in tried:
+        with pytest.raises(ZeroDivisionError):
+            await rig.ask(user)
+        with pytest.raises(ZeroDivisionError):
+            [part async for part in rig.versions.stream(RecommendRequest(user, HISTORY, k=3))]
+        with pytest.raises(InvalidRequest):
+            await rig.ask(user, blocked=frozenset({"no such item"}), strategy="generative")
+    figures = rig.versions.figures()[TRIED]
+    assert (figures.requests, figures.degraded) == (2 * len(tried), 2 * len(tried))
 
 
 async def test_what_comes_from_a_cache_says_nothing_of_a_version(three):
