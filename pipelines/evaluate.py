@@ -22,9 +22,11 @@ from pipelines.splits import TEST, Example, held_out
 _USERS_AT_ONCE = 128
 
 
-def evaluate(model: TrainableModel, interactions: Interactions, *, from_end: int = TEST) -> Mapping[str, float]:
-    """HR@10/50/200, NDCG@10/50 and MRR on the event that stands `from_end` from each user's end."""
-    return ranking_metrics(ranks(model, list(held_out(interactions, from_end))))
+def evaluate(
+    model: TrainableModel, interactions: Interactions, *, from_end: int = TEST, most_users: int | None = None
+) -> Mapping[str, float]:
+    """HR@10/50/200, NDCG@10/50 and MRR on the event that stands `from_end` from each user's end, of `most_users` users at most."""
+    return ranking_metrics(ranks(model, list(held_out(interactions, from_end, most_users=most_users))))
 
 
 def ranks(model: TrainableModel, examples: Sequence[Example]) -> Int64Array:

@@ -31,9 +31,14 @@ class Example:
         return np.append(self.history.items[1:], self.target).astype(np.int64)
 
 
-def held_out(interactions: Interactions, from_end: int) -> Iterator[Example]:
-    """For each user, everything before the event that stands `from_end` from the end, and that event's item."""
-    for user in range(interactions.users):
+def held_out(interactions: Interactions, from_end: int, *, most_users: int | None = None) -> Iterator[Example]:
+    """For each user, everything before the event that stands `from_end` from the end, and that event's item. Of more than `most_users`
+    users, so many are drawn, the same ones every time.
+    """
+    users = np.arange(interactions.users)
+    if most_users is not None and most_users < len(users):
+        users = np.sort(np.random.default_rng(0).choice(users, most_users, replace=False))
+    for user in users.tolist():
         end = int(interactions.offsets[user + 1])
         history = interactions.sequence(user, drop_last=from_end)
         if len(history):

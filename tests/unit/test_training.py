@@ -60,6 +60,17 @@ def test_the_splits_never_show_an_event_before_it_is_asked_for():
             assert example.history.request_time == data.timestamps[data.offsets[user + 1] - from_end]
 
 
+def test_of_many_users_the_same_few_are_ranked_after_each_epoch(monkeypatch):
+    data, model = walks(), small_model()
+    everybody, few = ([example.target for example in held_out(data, VALIDATION, most_users=most)] for most in (60, 7))
+    assert everybody == [example.target for example in held_out(data, VALIDATION)]
+    assert len(few) == 7
+    assert few == [example.target for example in held_out(data, VALIDATION, most_users=7)]
+    monkeypatch.setattr("pipelines.train.VALIDATED_USERS", 7)
+    best = Trainer(model, data, TrainOptions(epochs=1), device="cpu").fit()
+    assert best.validation == evaluate(model, data, from_end=VALIDATION, most_users=7) != evaluate(model, data, from_end=VALIDATION)
+
+
 @pytest.mark.parametrize(("held", "window"), [(2, "latest"), (1, "latest"), (2, "random")])
 def test_training_leaves_the_held_out_events_alone(held, window):
     data = walks()
