@@ -21,8 +21,8 @@ def seconds():
 
 @pytest.fixture(scope="module")
 def metas(seconds):
-    """Meta's own expression."""
-    return (torch.log(torch.abs(seconds.long()).clamp(min=1)) / 0.301).long()
+    """Meta's own expression, each step rounded to fp32."""
+    return torch.tensor([time_bucket(second) for second in seconds.tolist()])
 
 
 def asked(seconds):
@@ -36,8 +36,11 @@ def test_torch_finds_metas_buckets(seconds, metas, dtype, sign):
     assert torch.equal(time_buckets(*asked(sign * seconds.to(dtype)), LAST).flatten(), metas.int())
 
 
-def test_the_oracle_finds_them_too(seconds, metas):
-    assert [time_bucket(second) for second in seconds.tolist()] == metas.tolist()
+def test_metas_expression_in_torch_is_off_by_the_last_bit_of_a_logarithm_at_most(seconds, metas):
+    """On some processors it is, as on AMD's in torch 2.13: another bucket then is one of the two that meet there."""
+    there = torch.log(torch.abs(seconds.long()).clamp(min=1)) / 0.301
+    edges = torch.maximum(metas, there.long()).float()
+    assert ((there.long() == metas) | ((there - edges).abs() <= 4 * torch.finfo(torch.float32).eps * edges)).all()
 
 
 def test_each_bucket_ends_where_metas_arithmetic_says():
@@ -74,14 +77,14 @@ def test_onnxruntime_finds_metas_buckets(graph, seconds, metas):
     session = pytest.importorskip("onnxruntime").InferenceSession(graph)
     next_times, times = (tensor.numpy() for tensor in asked(seconds))
     (buckets,) = session.run(None, {"next_times": next_times, "times": times})
-    assert buckets.flatten().tolist() == metas.tolist()
+    assert np.array_equal(buckets.flatten(), metas)
 
 
 @EXPORTS
 def test_openvino_finds_metas_buckets(graph, seconds, metas):
     openvino = pytest.importorskip("openvino")
     buckets = openvino.Core().compile_model(graph, "CPU")([tensor.numpy() for tensor in asked(seconds)])[0]
-    assert buckets.flatten().tolist() == metas.tolist()
+    assert np.array_equal(buckets.flatten(), metas)
 
 
 @pytest.mark.slow
