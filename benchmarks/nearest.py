@@ -47,11 +47,10 @@ def main(
     load_before = os.getloadavg()[0]
     names = [name for name in INDEXES if index_availability(name).ok]
     lines = [line for size in SIZES for kind in CATALOGUES for line in measured(*size, kind, names, rounds)]
-    changing = [name for name in CHANGE_TO if name in names]
-    change_over = [change_over_line(items, 64, changing, rounds) for items in CHANGE_OVER]
+    change_over = [change_over_line(items, 64, changing(names), rounds) for items in CHANGE_OVER]
     device = "cuda" if "cuda" in names else "cpu"
     target = output or Path(__file__).parent / "results" / f"nearest_{device}_{datetime.now(UTC):%Y-%m-%d}.md"
-    target.write_text(report(lines, change_over, names, changing, rounds, load_before))
+    target.write_text(report(lines, change_over, names, rounds, load_before))
     print(target.read_text())
 
 
@@ -128,9 +127,12 @@ def change_over_line(items: int, dim: int, names: Sequence[str], rounds: int) ->
     return f"| {items:,} x {dim} | {' | '.join(f'{ms:.3f}' for ms in medians_ms(ways, 3 * rounds).values())} |"
 
 
-def report(  # noqa: PLR0917 - what was measured
-    lines: Sequence[str], change_over: Sequence[str], names: Sequence[str], changing: Sequence[str], rounds: int, load_before: float
-) -> str:
+def changing(names: Sequence[str]) -> list[str]:
+    """Those of the indexes that `auto` chooses from."""
+    return [name for name in CHANGE_TO if name in names]
+
+
+def report(lines: Sequence[str], change_over: Sequence[str], names: Sequence[str], rounds: int, load_before: float) -> str:
     columns = [f"{name} ms" for name in names] + [f"{name} recall" for name in names]
     packages = ", ".join(f"{name} {version(name)}" for name in ("numpy", "torch", *(["faiss-cpu"] if "faiss" in names else [])))
     clock = "processor time of the one thread" if now is time.thread_time else "elapsed time"
@@ -146,8 +148,8 @@ Random: directions drawn evenly. Grouped: {GROUP} items about {SPREAD} away from
 
 ## Where `auto` changes over, random
 
-| items | {" | ".join(f"{name} ms, users: {users}" for name in changing for users in USERS)} |
-|---|{"---|" * len(changing) * len(USERS)}
+| items | {" | ".join(f"{name} ms, users: {users}" for name in changing(names) for users in USERS)} |
+|---|{"---|" * len(changing(names)) * len(USERS)}
 {chr(10).join(change_over)}
 
 {processor()}, {os.cpu_count()} virtual CPUs, threads {THREADS or "all"}{f"; {described()}" if "cuda" in names else ""};

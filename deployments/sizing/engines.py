@@ -159,13 +159,14 @@ def _encoder(name: str, settings: Settings, sizes: Sizes, use: Use, place: Place
             return
     if state_bytes and name in APPENDS:
         yield Part(f"encoder {name}: weights to append", weights, place=place)
-    default = "exact" if name in {"onnxruntime", "openvino"} else AUTO
-    yield from _index(f"encoder {name}", options.get("index", default), sizes, settings.encoder.batching.max_requests, place)
+    torch_or_tensorrt = name not in {"onnxruntime", "openvino"}
+    index, searched = options.get("index", AUTO if torch_or_tensorrt else "exact"), place if torch_or_tensorrt else "host"
+    yield from _index(f"encoder {name}", index, sizes, settings.encoder.batching.max_requests, searched)
     if isinstance(sizes.encoder, HSTUConfig) and state_bytes:
         planes = state_planes(sizes.encoder, _dtype(options), with_states=bool(sizes.decoder))
         on_device = place == "gpu" and name != "onnxruntime"
         yield from _kept(f"encoder {name}", planes, state_bytes, options, use.within(sizes.encoder.max_history), on_device=on_device)
-        if on_device:
+        if on_device and name in {"torch", "triton"}:  # the others take few users at a time
             user = sizes.encoder.max_history * model_size(sizes.encoder).kv_bytes_per_event
             users = most_users_at_once(range(1, settings.encoder.batching.max_requests + 1), user)
             yield Part(f"encoder {name}: kept rows of a batch", users * user, "start" if name == "triton" else "passing", "gpu")
@@ -293,8 +294,8 @@ def _place(name: str, place: Place) -> Place:
 
 def _index(what: str, name: str, sizes: Sizes, users: int, place: Place) -> Iterator[Part]:
     if name == AUTO:
-        least = {"cuda": CUDA_FROM} if place == "gpu" else {"bf16": BF16_FROM}
-        name = next((one for one, items in least.items() if sizes.items >= items), "exact")
+        fastest, least = ("cuda", CUDA_FROM) if place == "gpu" else ("bf16", BF16_FROM)
+        name = fastest if sizes.items >= least else "exact"
     if name == "cuda":
         yield Part(f"{what}: vectors of nearest items", sizes.vector_bytes, place="gpu")
         yield Part(f"{what}: scores of all items", 4 * sizes.items * users, when="passing", place="gpu")

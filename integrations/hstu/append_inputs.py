@@ -68,12 +68,12 @@ class AppendRequest:
 
 def groups(users: Iterable[AppendRequest], row_bytes: int, shapes: Shapes | None = None) -> Iterator[list[AppendRequest]]:
     """The users in groups within which new rows, and kept rows, differ by less than a factor of two (or are few anyway)."""
-    most_users, most_bytes = (shapes.most_users, shapes.most_bytes) if shapes else (sys.maxsize, GROUP_BYTES)
+    shapes = shapes or Shapes()
     alike: dict[tuple[int, int], list[AppendRequest]] = {}
     for user in users:
         alike.setdefault((max(user.new, _FEW_NEW).bit_length(), max(user.kept, _FEW_KEPT).bit_length()), []).append(user)
     for group in alike.values():
-        at_once = min(most_users, max(1, most_bytes // (row_bytes * max(1, *(user.kept for user in group), 1))))
+        at_once = min(shapes.most_users, max(1, shapes.most_bytes // (row_bytes * max(1, *(user.kept for user in group), 1))))
         yield from (group[start : start + at_once] for start in range(0, len(group), at_once))
 
 

@@ -62,13 +62,20 @@ def nothing(config: HSTUConfig, users: int, new: int, past: int) -> Arrays:
     """Inputs of this shape that are all padding."""
     layers, heads = config.layers, config.heads
     return {
+        **padding(users, new, past),
+        "past_kt": np.zeros((layers, users, heads, config.attention_dim, past), np.float32),
+        "past_v": np.zeros((layers, users, heads, past, config.linear_dim), np.float32),
+    }
+
+
+def padding(users: int, new: int, past: int) -> Arrays:
+    """As `nothing`, without kept keys and values."""
+    return {
         "items": np.zeros((users, new), np.int64),
         **{name: np.zeros((users, new), np.int32) for name in ("times", "next_times")},
         "lengths": np.ones(users, np.int64),
         "past_times": np.zeros((users, past), np.int32),
         "past_lengths": np.zeros(users, np.int64),
-        "past_kt": np.zeros((layers, users, heads, config.attention_dim, past), np.float32),
-        "past_v": np.zeros((layers, users, heads, past, config.linear_dim), np.float32),
     }
 
 

@@ -10,7 +10,6 @@ from itertools import product
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from cluster.engines.buffers import BufferPool
 from integrations.hstu.append_inputs import GROUP_BYTES_ON_GPU, Arrays, Shapes, kept_side_by_side, most_users_at_once
@@ -18,7 +17,7 @@ from integrations.hstu.config import HSTUConfig
 from integrations.hstu.encoder import bucket
 from integrations.hstu.kernels.buckets import Record
 from integrations.hstu.model_parameter_calculator import model_size
-from integrations.hstu.torch_append import INPUTS, Append, append_run, arrays
+from integrations.hstu.torch_append import INPUTS, Append, append_run, arrays, padding
 
 _NEW = (8, 64)
 """New rows: a returning user's, and those of one who has been away."""
@@ -52,18 +51,18 @@ class RecordedAppend:
         self._launched = append_run(append, device)
         self._recorded = {}
         for shape in sorted(product(users, new, kept), reverse=True):  # the largest takes the memory
-            kept_rows = kept_side_by_side(self.memory, config, shape[0], shape[2])
-            inputs = *_padding(shape, device), *map(torch.as_tensor, kept_rows)
+            given, kept_rows = padding(*shape), kept_side_by_side(self.memory, config, shape[0], shape[2])
+            columns = {name: torch.as_tensor(given[name], device=device) for name in INPUTS if name in given}
             with torch.inference_mode():
-                self._recorded[shape] = inputs, record(append, inputs)
+                self._recorded[shape] = columns, record(append, (*columns.values(), *map(torch.as_tensor, kept_rows)))
 
     def __call__(self, inputs: Arrays) -> Arrays:
         shape = *inputs["items"].shape, inputs["past_times"].shape[1]
         if shape not in self._recorded:
             return self._launched(inputs)
-        held, replay = self._recorded[shape]
+        columns, replay = self._recorded[shape]
         with torch.inference_mode():
-            for column, name in zip(held, INPUTS[:-2], strict=False):
+            for name, column in columns.items():
                 column.copy_(torch.from_numpy(inputs[name]))
             states, kt, v = replay()
             return arrays(states, kt.clone(), v.clone())
@@ -75,10 +74,3 @@ def _buckets(config: HSTUConfig, batches: Sequence[int]) -> tuple[list[int], lis
     most = most_users_at_once(batches, longest * model_size(config).kv_bytes_per_event)
     users = [batch for batch in batches if batch <= most]
     return users, sorted({min(rows, longest) for rows in _NEW}), sorted({-(-longest // share) for share in _KEPT_SHARES})
-
-
-def _padding(shape: tuple[int, int, int], device: torch.device) -> list[Tensor]:
-    """Items, times and next times of new rows, the times of kept rows and how many are kept, all padding."""
-    users, new, kept = shape
-    sizes = ((users, new), torch.int64), ((users, new), torch.int32), ((users, new), torch.int32), ((users, kept), torch.int32)
-    return [torch.zeros(size, dtype=dtype, device=device) for size, dtype in (*sizes, ((users,), torch.int64))]
