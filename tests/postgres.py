@@ -24,6 +24,10 @@ class PostgresServer:
     directory: Path
     user: str | None
 
+    @property
+    def data(self) -> Path:
+        return self.directory / "data"
+
     def url(self, database: str = "postgres") -> str:
         return f"postgresql://genrec@/{database}?host={self.directory}"
 
@@ -48,7 +52,7 @@ class PostgresServer:
 
     @property
     def _data(self) -> str:
-        return f"{self.directory}/data"
+        return str(self.data)
 
     def run(self, program: str, *arguments: str) -> None:
         """One of PostgreSQL's programs, as the server's user."""

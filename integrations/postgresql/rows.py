@@ -10,24 +10,26 @@ from cluster.events.rules import latest, refuse_other_content, version_of
 from cluster.events.store import RECENT_USERS, Event, Stored, StoredHistory, StoredUser, StoreStatistics
 from cluster.values import Action, Behaviour
 from integrations.postgresql.database import Unsure
+from integrations.postgresql.keyed import make_functions
 
 ERASE_WITHIN_S = 600.0
 """For each statement of an erasure: what no one person is, as "guest", may have millions of events."""
 
-# Makes the users that are new and locks all of them until the commit. Every transaction locks in the order of names, so that none waits
+# Makes the users that are new and locks all of them until the commit. Every transaction locks in the order of digests, so that none waits
 # in a circle, and draws its sequences afterwards, so that they grow in the order of arrival.
 _LOCK_USERS = """
-    INSERT INTO genrec.users (tenant, user_id) SELECT * FROM unnest($1::text[], $2::text[])
-    ON CONFLICT (tenant, user_id) DO UPDATE SET latest = users.latest
-    RETURNING tenant, user_id, number"""
+    INSERT INTO genrec.users (digest) SELECT unnest($1::bytea[])
+    ON CONFLICT (digest) DO UPDATE SET latest = users.latest
+    RETURNING digest, number, latest = 0 AS new"""
+_NAME = "INSERT INTO genrec.names (number, tenant, user_id) SELECT * FROM unnest($1::bigint[], $2::text[], $3::text[])"
 _STORE = """
     WITH asked AS MATERIALIZED (
         SELECT nextval('genrec.arrivals') AS sequence, given.* FROM {given}
     ), stored AS (
-        INSERT INTO genrec.events (sequence, user_number, timestamp, item_id, action, value, tenant, idempotency_key)
-        SELECT sequence, user_number, timestamp, item_id, action, value, tenant, idempotency_key FROM asked
+        INSERT INTO genrec.events (sequence, user_number, timestamp, item_id, action, value, key_digest)
+        SELECT sequence, user_number, timestamp, item_id, action, value, key_digest FROM asked
         WHERE NOT EXISTS (SELECT FROM genrec.erased_events WHERE digest = asked.key_digest) ORDER BY sequence
-        ON CONFLICT (tenant, idempotency_key) WHERE idempotency_key IS NOT NULL DO NOTHING
+        ON CONFLICT (key_digest) WHERE key_digest IS NOT NULL DO NOTHING
         RETURNING sequence, user_number
     ), counted AS (
         UPDATE genrec.users SET latest = fresh.latest, events = users.events + fresh.events
@@ -35,8 +37,8 @@ _STORE = """
         WHERE number = fresh.user_number
     )
     SELECT position, sequence FROM asked JOIN stored USING (sequence)"""
-_COLUMNS = "position, user_number, timestamp, item_id, action, value, tenant, idempotency_key, key_digest"
-_TYPES = ("bigint", "bigint", "bigint", "text", "text", "double precision", "text", "text", "bytea")
+_COLUMNS = "position, user_number, timestamp, item_id, action, value, key_digest"
+_TYPES = ("bigint", "bigint", "bigint", "text", "text", "double precision", "bytea")
 _ARRAYS = ", ".join(f"${number}::{kind}[]" for number, kind in enumerate(_TYPES, start=1))
 _STORE_ARRAYS = _STORE.format(given=f"unnest({_ARRAYS}) AS given ({_COLUMNS})")
 _STORE_COPIED = _STORE.format(given="(SELECT * FROM pg_temp.genrec_copied ORDER BY position) AS given")
@@ -44,36 +46,37 @@ _COPIED = "CREATE TEMPORARY TABLE IF NOT EXISTS genrec_copied ({}) ON COMMIT DEL
     ", ".join(f"{name} {kind}" for name, kind in zip(_COLUMNS.split(", "), _TYPES, strict=True))
 )
 _RECENT = """
-    SELECT user_id, events FROM (SELECT * FROM genrec.users ORDER BY number DESC LIMIT $1) AS recent
+    SELECT user_id, events FROM (SELECT * FROM genrec.users ORDER BY number DESC LIMIT $1) AS recent JOIN genrec.names USING (number)
     WHERE tenant = $2 AND events > 0 ORDER BY number DESC LIMIT $3"""
 _KNOWN = """
     SELECT position, sequence, user_id, item_id, timestamp, action, value
-    FROM unnest($1::bigint[], $2::text[], $3::text[]) AS asked (position, tenant, key)
-    JOIN genrec.events ON events.tenant = asked.tenant AND idempotency_key = key JOIN genrec.users ON number = user_number"""
+    FROM unnest($1::bigint[], $2::bytea[]) AS asked (position, key)
+    JOIN genrec.events ON key_digest = key JOIN genrec.names ON number = user_number"""
 _USER = """
-    FROM genrec.store LEFT JOIN genrec.users ON tenant = $1 AND user_id = $2 LEFT JOIN genrec.erasures ON digest = $3"""
+    FROM genrec.store LEFT JOIN genrec.users ON users.digest = $1 LEFT JOIN genrec.erasures ON erasures.digest = $1"""
 _VERSION = f"SELECT identity, latest, erasures.number AS erasure {_USER}"
 _HISTORY = f"""SELECT identity, latest, erasures.number AS erasure, recent.* {_USER}
     LEFT JOIN LATERAL (
-        SELECT item_id, timestamp, action, value FROM genrec.events WHERE user_number = users.number AND timestamp <= $5
-        ORDER BY timestamp DESC, sequence DESC LIMIT $4
+        SELECT item_id, timestamp, action, value FROM genrec.events WHERE user_number = users.number AND timestamp <= $3
+        ORDER BY timestamp DESC, sequence DESC LIMIT $2
     ) AS recent ON true"""  # noqa: S608 - put together of constants
 _GONE = "SELECT digest, sequence FROM genrec.erased_events WHERE digest = ANY($1::bytea[])"
-_WITHOUT_EVENTS = "DELETE FROM genrec.users WHERE (tenant, user_id) IN (SELECT * FROM unnest($1::text[], $2::text[])) AND events = 0"
-_LOCK_USER = "SELECT number FROM genrec.users WHERE tenant = $1 AND user_id = $2 FOR UPDATE"
-_KEYS = "SELECT idempotency_key, sequence FROM genrec.events WHERE user_number = $1 AND idempotency_key IS NOT NULL"
+_WITHOUT_EVENTS = "DELETE FROM genrec.users WHERE digest = ANY($1::bytea[]) AND events = 0"
+_LOCK_USER = "SELECT number FROM genrec.users WHERE digest = $1 FOR UPDATE"
 _ERASE = """
     WITH erased AS (DELETE FROM genrec.users WHERE number = $1 RETURNING events),
     noted AS (
         INSERT INTO genrec.erasures (digest) VALUES ($2) ON CONFLICT (digest) DO UPDATE SET number = nextval('genrec.erasure_numbers')
         RETURNING number
     ), known AS (
-        INSERT INTO genrec.erased_events (digest, sequence) SELECT * FROM unnest($3::bytea[], $4::bigint[]) ON CONFLICT DO NOTHING
+        INSERT INTO genrec.erased_events (digest, sequence)
+        SELECT key_digest, sequence FROM genrec.events WHERE user_number = $1 AND key_digest IS NOT NULL ON CONFLICT DO NOTHING
     )
     SELECT events, noted.number FROM erased, noted"""
 _ERASE_AGAIN = """
     INSERT INTO genrec.erasures (digest) SELECT unnest($1::bytea[])
     ON CONFLICT (digest) DO UPDATE SET number = nextval('genrec.erasure_numbers') RETURNING digest, number"""
+_RENAME = "UPDATE genrec.users SET digest = pg_temp.user_digest(tenant, user_id) FROM genrec.names WHERE names.number = users.number"
 _GO_ON = "SELECT setval('genrec.erasure_numbers', greatest($1, nextval('genrec.erasure_numbers')))"
 
 
@@ -84,35 +87,41 @@ async def append(
 
     Raises InvalidRequest at a key of another event.
     """
-    numbers = await _lock_users(connection, events)
-    rows = [_row(position, event, numbers, digests) for position, event in enumerate(events) if position not in repeated]
+    users = [digests.user(event.tenant, event.user_id) for event in events]
+    locked = await _lock_users(connection, users)
+    rows = [
+        _row(position, event, locked[user]["number"], digests)
+        for position, (event, user) in enumerate(zip(events, users, strict=True))
+        if position not in repeated
+    ]
     found = {position: Stored(sequence) for position, sequence in await _store(connection, rows, copy=copy)}
+    if new := {locked[users[at]]["number"]: events[at] for at in found if locked[users[at]]["new"]}:
+        names = [event.tenant for event in new.values()], [event.user_id for event in new.values()]
+        await connection.execute(_NAME, list(new), *names)
     if len(found) < len(rows):
         found |= await _known(connection, digests, {row[0]: events[row[0]] for row in rows if row[0] not in found})
     found |= {position: Stored(found[original].sequence, duplicate=True) for position, original in repeated.items()}
     return [found[position] for position in range(len(events))]
 
 
-async def history(connection: Any, digests: Digests, tenant: str, user_id: str, *, limit: int, until: int | None) -> StoredHistory:
-    """The latest behaviours not after `until` and the version they were read at."""
-    rows = await connection.fetch(_HISTORY, tenant, user_id, digests.user(tenant, user_id), limit, latest(until))
+async def history(connection: Any, user: bytes, *, limit: int, until: int | None) -> StoredHistory:
+    """The latest behaviours not after `until` of the user of this digest, and the version they were read at."""
+    rows = await connection.fetch(_HISTORY, user, limit, latest(until))
     known = [_behaviour(row) for row in reversed(rows) if row["item_id"] is not None]
     return StoredHistory(tuple(known), version_of(rows[0]["identity"], rows[0]["latest"], rows[0]["erasure"]))
 
 
-async def version(connection: Any, digests: Digests, tenant: str, user_id: str) -> str:
-    row = await connection.fetchrow(_VERSION, tenant, user_id, digests.user(tenant, user_id))
+async def version(connection: Any, user: bytes) -> str:
+    row = await connection.fetchrow(_VERSION, user)
     return version_of(row["identity"], row["latest"], row["erasure"])
 
 
-async def erase(connection: Any, ledger: Ledger, tenant: str, user_id: str) -> int:
-    """Delete a user with all events, to be committed now that the ledger has it. Nothing changes where there is none."""
-    if (user := await connection.fetchval(_LOCK_USER, tenant, user_id)) is None:
+async def erase(connection: Any, ledger: Ledger, digest: bytes) -> int:
+    """Delete the user of this digest with all events, to be committed now that the ledger has it. Nothing changes where there is none."""
+    if (user := await connection.fetchval(_LOCK_USER, digest)) is None:
         return 0
     await connection.execute("SET LOCAL statement_timeout = 0")  # in its place comes ERASE_WITHIN_S
-    known = await connection.fetch(_KEYS, user, timeout=ERASE_WITHIN_S)
-    keys, digest = [ledger.digests.event(tenant, row["idempotency_key"]) for row in known], ledger.digests.user(tenant, user_id)
-    erased = await connection.fetchrow(_ERASE, user, digest, keys, [row["sequence"] for row in known], timeout=ERASE_WITHIN_S)
+    erased = await connection.fetchrow(_ERASE, user, digest, timeout=ERASE_WITHIN_S)
     await asyncio.to_thread(ledger.note, {digest: erased["number"]})
     events: int = erased["events"]
     return events
@@ -128,10 +137,8 @@ async def catch_up(connection: Any, ledger: Ledger) -> None:
     noted, held = await asyncio.to_thread(ledger.read), _numbers(await connection.fetch("SELECT digest, number FROM genrec.erasures"))
     if again := missing(noted, held):
         await connection.execute(_GO_ON, max(noted.values()))
-        names = [(row[0], row[1]) async for row in connection.cursor("SELECT tenant, user_id FROM genrec.users")]
-        for name in names:
-            if ledger.digests.user(*name) in again:
-                await erase(connection, ledger, *name)
+        for user in await connection.fetch("SELECT digest FROM genrec.users WHERE digest = ANY($1::bytea[])", list(again)):
+            await erase(connection, ledger, user["digest"])
         held |= _numbers(await connection.fetch(_ERASE_AGAIN, list(again)))
         await tell_anew(connection)
     await asyncio.to_thread(ledger.note, missing(held, noted))
@@ -147,10 +154,16 @@ def _numbers(rows: Sequence[Mapping[str, Any]]) -> dict[bytes, int]:
 
 
 async def keep_key(connection: Any, digests: Digests) -> None:
-    """Have the store know its key, by which its digests are made from now on, and those that were made without one."""
+    """Have the store know its key, by which its digests are made from now on, and those that were made without one.
+
+    Users whose digests are of a key that was lost are found again. Their events' keys are not: sent again, these are stored again.
+    """
     plain = [row["digest"] for row in await connection.fetch("SELECT digest FROM genrec.erasures")]
     changes = [(digests.keyed(digest), digest) for digest in plain]
     await connection.executemany("UPDATE genrec.erasures SET digest = $1 WHERE digest = $2", changes)
+    if await connection.fetchval("SELECT to_regclass('genrec.names')"):
+        await make_functions(connection, digests)
+        await connection.execute(_RENAME)
     await connection.execute("UPDATE genrec.store SET key_check = $1", digests.check)
 
 
@@ -164,16 +177,14 @@ async def statistics(connection: Any) -> StoreStatistics:
     return StoreStatistics(row["events"], row["users"])
 
 
-async def _lock_users(connection: Any, events: Sequence[Event]) -> dict[tuple[str, str], int]:
-    names = sorted({(event.tenant, event.user_id) for event in events})
-    rows = await connection.fetch(_LOCK_USERS, [tenant for tenant, _ in names], [user_id for _, user_id in names])
-    return {(row["tenant"], row["user_id"]): row["number"] for row in rows}
+async def _lock_users(connection: Any, digests: Sequence[bytes]) -> dict[bytes, Mapping[str, Any]]:
+    return {row["digest"]: row for row in await connection.fetch(_LOCK_USERS, sorted(set(digests)))}
 
 
-def _row(position: int, event: Event, numbers: Mapping[tuple[str, str], int], digests: Digests) -> tuple[Any, ...]:
+def _row(position: int, event: Event, user: int, digests: Digests) -> tuple[Any, ...]:
     what, key = event.behaviour, event.idempotency_key
-    user, digest = numbers[event.tenant, event.user_id], None if key is None else digests.event(event.tenant, key)
-    return position, user, what.timestamp, what.item_id, what.action.value, what.value, event.tenant, key, digest
+    digest = None if key is None else digests.event(event.tenant, key)
+    return position, user, what.timestamp, what.item_id, what.action.value, what.value, digest
 
 
 async def _store(connection: Any, rows: Sequence[tuple[Any, ...]], *, copy: bool) -> list[tuple[int, int]]:
@@ -189,23 +200,23 @@ async def _store(connection: Any, rows: Sequence[tuple[Any, ...]], *, copy: bool
 
 async def _known(connection: Any, digests: Digests, duplicates: Mapping[int, Event]) -> dict[int, Stored]:
     """Where the events of known keys stand, or stood until their user was erased. Raises InvalidRequest at a key of another event."""
-    tenants, keys = [event.tenant for event in duplicates.values()], [event.idempotency_key for event in duplicates.values()]
-    rows = await connection.fetch(_KNOWN, list(duplicates), tenants, keys)
+    keys = {at: digests.event(event.tenant, event.idempotency_key or "") for at, event in duplicates.items()}
+    rows = await connection.fetch(_KNOWN, list(keys), list(keys.values()))
     for row in sorted(rows, key=lambda row: row["position"]):
         refuse_other_content(row["position"], duplicates[row["position"]], Event(row["user_id"], _behaviour(row)))
     found = {row["position"]: Stored(row["sequence"], duplicate=True) for row in rows}
     if len(found) < len(duplicates):
-        found |= await _gone(connection, digests, {at: event for at, event in duplicates.items() if at not in found})
+        found |= await _gone(connection, {key: at for at, key in keys.items() if at not in found})
+        users = [digests.user(event.tenant, event.user_id) for event in duplicates.values()]
+        await connection.execute(_WITHOUT_EVENTS, users)  # which have just been locked, and are not made by that
     return found
 
 
-async def _gone(connection: Any, digests: Digests, events: Mapping[int, Event]) -> dict[int, Stored]:
-    """Where erased events stood. Their users, which have just been locked, are not made by that."""
-    sought = {digests.event(event.tenant, event.idempotency_key or ""): at for at, event in events.items()}
+async def _gone(connection: Any, sought: Mapping[bytes, int]) -> dict[int, Stored]:
+    """Where erased events stood."""
     found = {sought[row["digest"]]: Stored(row["sequence"], duplicate=True) for row in await connection.fetch(_GONE, list(sought))}
-    if len(found) < len(events):
+    if len(found) < len(sought):
         raise Unsure("an event whose key was known has just been erased")
-    await connection.execute(_WITHOUT_EVENTS, [event.tenant for event in events.values()], [event.user_id for event in events.values()])
     return found
 
 

@@ -13,8 +13,11 @@ from cluster.events.rules import check_events, check_limit, check_user, each_bat
 from cluster.events.store import Batches, Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics
 from integrations.postgresql import rows
 from integrations.postgresql.database import Database, place
+from integrations.postgresql.keyed import make_functions
 
 MIGRATIONS = "integrations.postgresql.migrations"
+WITH_DIGESTS = 3
+"""The first migration that needs the store's key."""
 MIGRATION_LOCK = 0x67656E726563  # "genrec": any number that no other program locks
 
 
@@ -45,16 +48,17 @@ class PostgreSQLEventStore:
         check_user(tenant, user_id)
         check_limit(limit)
         return await self._database.read(
-            lambda connection: rows.history(connection, self._digests, tenant, user_id, limit=limit, until=until)
+            lambda connection: rows.history(connection, self._digests.user(tenant, user_id), limit=limit, until=until)
         )
 
     async def version(self, tenant: str, user_id: str) -> str:
         check_user(tenant, user_id)
-        return await self._database.read(lambda connection: rows.version(connection, self._digests, tenant, user_id))
+        return await self._database.read(lambda connection: rows.version(connection, self._digests.user(tenant, user_id)))
 
     async def erase(self, tenant: str, user_id: str) -> int:
         check_user(tenant, user_id)
-        return await self._database.write(lambda connection: rows.erase(connection, self._ledger, tenant, user_id), repeatable=False)
+        digest = self._digests.user(tenant, user_id)
+        return await self._database.write(lambda connection: rows.erase(connection, self._ledger, digest), repeatable=False)
 
     async def digest(self, tenant: str, user_id: str) -> str:
         return self._digests.user(tenant, user_id).hex()
@@ -99,6 +103,8 @@ async def _up_to_date(connection: Any, where: str, file: Path | None) -> Ledger:
     async with connection.transaction(isolation="read_committed"):
         await connection.execute("SELECT pg_advisory_xact_lock($1)", MIGRATION_LOCK)
         for migration in pending(read_migrations(MIGRATIONS), await _applied(connection), f"event store {where}"):
+            if migration.number >= WITH_DIGESTS:
+                await make_functions(connection, await _digests(connection, where))
             for statement in migration.statements:
                 await connection.execute(statement)
             insert = "INSERT INTO genrec.schema_versions (version, name) VALUES ($1, $2)"

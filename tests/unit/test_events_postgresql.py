@@ -7,8 +7,7 @@ import asyncpg
 import pytest
 
 from cluster.errors import BackendUnavailable
-from cluster.events.store import Event
-from cluster.values import Behaviour
+from cluster.events.digests import Digests
 from integrations.postgresql import database as connections
 from integrations.postgresql.database import Database, Unsure, _durable, place
 from integrations.postgresql.rows import _lock_users
@@ -167,14 +166,14 @@ async def test_a_database_that_does_not_wait_for_the_disk_is_made_to(set_to, exp
     assert await _durable(Connection()) == expected
 
 
-async def test_users_are_locked_in_the_order_of_their_names_whatever_the_order_of_the_events():
+async def test_users_are_locked_in_one_order_whatever_the_order_of_the_events():
     class Connection:
-        async def fetch(self, sql, tenants, user_ids):
-            locked.append(list(zip(tenants, user_ids, strict=True)))
+        async def fetch(self, sql, digests):
+            locked.append(digests)
             return []
 
     locked = []
-    events = [Event(user, Behaviour("i", 1), tenant) for tenant in ("b", "a") for user in ("9", "10", "z", "é", "9")]
-    for order in (events, events[::-1], events[3:] + events[:3]):
+    users = [Digests(b"k").user(tenant, user) for tenant in ("b", "a") for user in ("9", "10", "z", "é", "9")]
+    for order in (users, users[::-1], users[3:] + users[:3]):
         await _lock_users(Connection(), order)
-    assert locked == [sorted({(event.tenant, event.user_id) for event in events})] * 3
+    assert locked == [sorted(set(users))] * 3

@@ -5,7 +5,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from hashlib import sha256
 
 import pytest
@@ -230,20 +230,6 @@ async def test_a_store_of_an_earlier_schema_keeps_what_it_holds_and_the_names_th
         assert new.sequence > 70
         await store.erase("t", "ada")
         assert b"ada" not in bytes_of(tmp_path)
-
-
-async def test_users_are_found_by_a_new_key_where_the_one_before_was_lost(tmp_path):
-    path = tmp_path / "e.db"
-    async with closing_store(f"sqlite:///{path}") as store:
-        await store.append([event("i", "ada")])
-        version = await store.version("default", "ada")
-    (tmp_path / "e.db.key").unlink()
-    (tmp_path / "e.db.erased").unlink()
-    with closing(sqlite3.connect(path)) as by_hand, by_hand:
-        by_hand.execute("UPDATE store SET key_check = NULL")
-    async with closing_store(f"sqlite:///{path}") as store:
-        assert await store.version("default", "ada") == version
-        assert await store.erase("default", "ada") == 1
 
 
 class WithoutCheckpoints:
