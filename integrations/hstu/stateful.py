@@ -115,7 +115,9 @@ class KeptStates(KeptRows):
         length = int(batch.lengths[row])
         times = batch.times[row, :length].astype(np.int64) + request.sequence.request_time  # as the model sees them: clipped
         rows = identities(batch.items[row, :length], times)
-        return AppendRequest(row, held.enter_context(self.store.matched(self._owner_of(request), rows)), rows, length)
+        kept = self.store.match(self._owner_of(request), rows)
+        held.callback(self.store.release, kept)
+        return AppendRequest(row, kept, rows, length)
 
     def _kept_and_latest(self, user: AppendRequest, column: int, outputs: Arrays) -> FloatArray | None:
         """Keep the rows that are final now; the latest states, or None where they are not finite."""

@@ -52,7 +52,7 @@ class Plane:
 
     def at(self, start: int, stop: int) -> tuple[slice, ...]:
         """The index of rows start..stop-1 of an array."""
-        return (*([slice(None)] * self.axis), slice(start, stop))
+        return (*(slice(None),) * self.axis, slice(start, stop))
 
     def rows_in(self, shape: tuple[int, ...]) -> int:
         """How many rows an array of this shape has. Raises ValueError where it is not of this plane."""
@@ -114,8 +114,9 @@ class PagePool:
     def retain(self, pages: Sequence[int]) -> None:
         """One more reference to each. Raises ValueError, and retains none, where one is free."""
         with self._lock:
-            self._require_references(Counter(dict.fromkeys(pages, 1)), "retained")
-            self._references.update(pages)
+            self._require_references(dict.fromkeys(pages, 1), "retained")
+            for page in pages:
+                self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> int:
         """One reference less to each; how many pages became free. Raises ValueError, and releases none, where one has fewer."""
@@ -129,7 +130,7 @@ class PagePool:
                 del self._references[page]
             return len(freed)
 
-    def _require_references(self, wanted: Counter[int], done: str) -> None:
+    def _require_references(self, wanted: Mapping[int, int], done: str) -> None:
         for page, count in wanted.items():
             if self._references[page] < count:
                 raise ValueError(f"page {page} was {done} {count} times and has {self._references[page]} references")

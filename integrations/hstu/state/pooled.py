@@ -48,7 +48,10 @@ class PooledStates(Matching, ABC):
             held = self._find(owner, rows)
             self.pool.retain(held.pages)
             self._holds.setdefault(owner, set()).add(held)
-            self._counts.update({"hits" if held.rows else "misses": 1, "hit_rows": held.rows, "asked_rows": len(rows)})
+            counts = self._counts
+            counts["hits" if held.rows else "misses"] += 1
+            counts["hit_rows"] += held.rows
+            counts["asked_rows"] += len(rows)
         return held
 
     def commit(self, held: Held, rows: Int64Array, start: int, new: Rows) -> None:

@@ -21,7 +21,9 @@ def identities(items: npt.ArrayLike, times: npt.ArrayLike) -> Int64Array:
     item, time = np.asarray(items, dtype=np.int64), np.asarray(times, dtype=np.int64)
     if item.shape != time.shape or item.ndim != 1:
         raise ValueError(f"one item and one time an event, both of shape (n,), not {item.shape} and {time.shape}")
-    return np.stack([item[:-1], time[:-1], time[1:]], axis=1)
+    rows = np.empty((max(0, len(item) - 1), 3), np.int64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = item[:-1], time[:-1], time[1:]
+    return rows
 
 
 def event_identities(items: npt.ArrayLike, times: npt.ArrayLike, actions: npt.ArrayLike, ratings: FloatArray) -> Int64Array:
@@ -33,9 +35,10 @@ def event_identities(items: npt.ArrayLike, times: npt.ArrayLike, actions: npt.Ar
 def common_rows(a: Int64Array, b: Int64Array) -> int:
     """How many rows the two begin with alike."""
     shared = min(len(a), len(b))
-    if np.array_equal(a[:shared], b[:shared]):  # the usual case: one goes on where the other ends
+    alike = a[:shared] == b[:shared]
+    if alike.all():  # the usual case: one goes on where the other ends
         return shared
-    return int(np.argmax((a[:shared] != b[:shared]).any(axis=1)))
+    return int(alike.all(axis=1).argmin())
 
 
 def page_digests(rows: Int64Array, page_rows: int) -> Iterator[bytes]:
