@@ -7,10 +7,10 @@ Shapes: V items, D width, K codes of a level.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from cluster.semantic_ids import SemanticIds
 from cluster.values import FloatArray, Int32Array, Int64Array
 from pipelines.balanced_k_means import balanced_codes, k_means, rank_in_runs
 
+Path: TypeAlias = tuple[int, ...]
 MOST_CODES = 65_536
 """A level's. With more of them, clustering takes hours and the decoder is mostly an embedding table."""
 
@@ -102,10 +103,10 @@ def add_items(ids: SemanticIds, clustered: FloatArray) -> SemanticIds:
     the codebooks or not finite, where there are no codebooks, and where every path is taken.
     """
     _check_fits(ids, clustered)
-    taken, codes = {tuple(path) for path in ids.codes[1:].tolist()}, []
+    taken, codes = Counter(_beginnings(ids.codes[1:].tolist())), []
     for vector in np.asarray(clustered, np.float32):
         codes.append(_free_path(ids, vector, taken))
-        taken.add(codes[-1])
+        taken.update(_beginnings(codes[-1:]))
     return replace(ids, codes=np.concatenate([ids.codes, np.array(codes, np.int32).reshape(-1, ids.levels)]))
 
 
@@ -119,13 +120,22 @@ def _check_fits(ids: SemanticIds, clustered: FloatArray) -> None:
         raise DataError("the vector of a new item is NaN or infinite; no path is near it")
 
 
-def _free_path(ids: SemanticIds, vector: FloatArray, taken: AbstractSet[tuple[int, ...]]) -> tuple[int, ...]:
-    if len(taken) < math.prod(ids.sizes):
-        for cell in _nearest_cells(ids.codebooks, vector):
-            for last in range(ids.sizes[-1]):
-                if (*cell, last) not in taken:
-                    return (*cell, last)
-    raise DataError(f"all {len(taken)} paths are taken; train anew, with more codes or levels")
+def _free_path(ids: SemanticIds, vector: FloatArray, taken: Mapping[Path, int]) -> Path:
+    """Level by level the nearest code with a path left; `taken`: how many paths begin so."""
+    if taken[()] >= math.prod(ids.sizes):
+        raise DataError(f"all {taken[()]} paths are taken; train anew, with more codes or levels")
+    path: Path = ()
+    for level, book in enumerate(ids.codebooks, start=1):
+        room = math.prod(ids.sizes[level:])
+        nearest = np.argsort(((book - vector) ** 2).sum(axis=1), kind="stable").tolist()
+        code = next(code for code in nearest if taken[*path, code] < room)
+        path, vector = (*path, code), vector - book[code]
+    return next((*path, last) for last in range(ids.sizes[-1]) if not taken[*path, last])
+
+
+def _beginnings(paths: Iterable[Sequence[int]]) -> Iterator[Path]:
+    """Of each path those of all lengths, from none of its codes to all of them."""
+    return (tuple(path[:length]) for path in paths for length in range(len(path) + 1))
 
 
 def report(ids: SemanticIds) -> Report:
@@ -141,17 +151,6 @@ def _number_within(cell: npt.NDArray[np.int64]) -> Int64Array:
     numbers = np.empty(len(cell), np.int64)
     numbers[order] = rank_in_runs(cell[order])
     return numbers
-
-
-def _nearest_cells(codebooks: Sequence[FloatArray], vector: FloatArray) -> Iterator[tuple[int, ...]]:
-    """All paths but for the last level, the nearest first code's first, and within it likewise."""
-    if not codebooks:
-        yield ()
-        return
-    book, *deeper = codebooks
-    for code in np.argsort(((book - vector) ** 2).sum(axis=1), kind="stable").tolist():
-        for rest in _nearest_cells(deeper, vector - book[code]):
-            yield (code, *rest)
 
 
 def _use(codes: Int32Array, size: int) -> LevelUse:

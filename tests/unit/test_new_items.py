@@ -106,6 +106,22 @@ def test_several_items_at_once_get_the_paths_that_one_after_the_other_would():
     assert (add_items(ids, new).codes == one_by_one.codes).all()
 
 
+def test_however_many_new_items_are_alike_each_is_compared_with_a_levels_codes_once():
+    class Compared(np.ndarray):
+        times = 0
+
+        def __sub__(self, other):
+            Compared.times += self.ndim == 2  # a level's codes, not one of them
+            return np.asarray(self) - other
+
+    ids = build_semantic_ids(kind_vectors(), levels=3, codes=16)
+    counted = replace(ids, codebooks=tuple(book.view(Compared) for book in ids.codebooks))
+    alike = np.repeat(kind_vectors(seed=1)[3:4], 100, axis=0)
+    grown = add_items(counted, alike)
+    assert len({tuple(path) for path in grown.codes[1:].tolist()}) == 2 * EACH + 100
+    assert Compared.times == 100 * len(ids.codebooks)
+
+
 def test_a_vector_of_another_width_or_ids_without_codebooks_or_nan_are_refused():
     known, vectors = catalogue(), kind_vectors()
     ids = build_semantic_ids(with_titles(vectors, known, 0.5))
