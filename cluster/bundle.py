@@ -515,6 +515,9 @@ def _read_manifest(path: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
+        if not path.parent.exists():
+            store, version = BundleStore(path.parent.parent), path.parent.name
+            raise BundleError(f"{store.root} has no version {version}; it has {store.versions()}") from None
         raise BundleError(f"{path} is missing: this version was never completely written; use another one") from None
     except OSError as error:
         raise BundleError(f"{path} cannot be read: {error}") from error

@@ -55,8 +55,9 @@ def test_versions_count_up_and_the_newest_becomes_current(tmp_path: Path):
     assert (store.versions(), store.current()) == ([1, 2, 3], 3)
     store.promote(1)
     assert store.open().version == "tiny/1"
-    with pytest.raises(BundleError, match=r"no version 9; it has \[1, 2, 3\]"):
-        store.promote(9)
+    for asked in (store.promote, store.open):
+        with pytest.raises(BundleError, match=r"no version 9; it has \[1, 2, 3\]"):
+            asked(9)
 
 
 @pytest.mark.parametrize("file", [WEIGHTS, POPULARITY, "catalogue.parquet"])
