@@ -8,7 +8,7 @@ A failing cache or event store costs time, never an answer, and never more time 
 """
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -65,7 +65,7 @@ class CachedRecommender:
         self._recommender.check(request)
         request = started(request)
         self._usual.note(request)  # as above
-        if kept := await self._kept(request, await self._version(request)):
+        if kept := await self._kept(request, await self._version(request), computes=False):
             for part in _parts(kept):
                 yield part
             return
@@ -105,7 +105,7 @@ class CachedRecommender:
             return await self._compute(request)
         if request.deadline is None:
             return await self._kept_or_computed(request, version)
-        if kept := await self._kept(request, version):
+        if kept := await self._kept(request, version, computes=True):
             return kept
         try:
             within_s = Budget(request.deadline).left_s() + LATE_S
@@ -116,19 +116,37 @@ class CachedRecommender:
     async def _kept_or_computed(self, request: RecommendRequest, version: str) -> Recommendation:
         assert self._cache is not None
         key, anew = self._key(request, version), request.cache == "refresh"
-        found = await self._cache.get_or_compute(key, lambda: self._computed(request, key, version), refresh=anew)
+        found = await self._cache.get_or_compute(
+            key,
+            lambda: self._computed(request, key, version),
+            refresh=anew,
+            renew=lambda: self._computed(unhurried(request), key, version),
+        )
         return self._given(request, key, found)
 
-    async def _kept(self, request: RecommendRequest, version: str | None) -> Recommendation | None:
-        """A cached answer, if there is one. A request with a deadline prefers the answer cached without one, which is never worse."""
+    async def _kept(self, request: RecommendRequest, version: str | None, *, computes: bool) -> Recommendation | None:
+        """A cached answer, if there is one. A request with a deadline prefers the answer cached without one, which is never worse. Where it
+        `computes` its own answer otherwise, the shared cache is asked for that then.
+        """
         if self._cache is None or version is None or request.cache != "use":
             return None
-        for asked in (unhurried(request), request)[: 1 if request.deadline_ms is None else 2]:
-            key = self._key(asked, version)
+        better, own = self._key(unhurried(request), version), self._key(request, version)
+        if (kept := self._cache.here((better, own))) is None:
+            keys = (better,) if computes or own == better else (better, own)
+            kept = await self._first_of(keys)
+        if kept is None:
+            return None
+        key, found = kept
+        if found.stale:
+            self._refresh(unhurried(request), version)
+        return self._given(request, key, found)
+
+    async def _first_of(self, keys: Sequence[Key]) -> tuple[Key, Found[Recommendation]] | None:
+        """The first of these that either tier holds."""
+        assert self._cache is not None
+        for key in keys:
             if found := await self._cache.get(key):
-                if found.stale:
-                    self._refresh(unhurried(request), version)
-                return self._given(request, key, found)
+                return key, found
         return None
 
     def _refresh(self, request: RecommendRequest, version: str) -> None:

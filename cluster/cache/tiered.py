@@ -9,7 +9,7 @@ A shared cache that fails is no error here.
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Generic, TypeAlias, TypeVar
 
@@ -62,19 +62,29 @@ class TieredCache(Generic[T]):
         """L2, for what is kept there beside answers."""
         return None if self._l2 is None else self._l2.shared
 
-    async def get_or_compute(self, key: Key, compute: Compute[T], *, refresh: bool = False) -> Found[T]:
+    async def get_or_compute(self, key: Key, compute: Compute[T], *, refresh: bool = False, renew: Compute[T] | None = None) -> Found[T]:
         """Raises what `compute` raises, to all that wait for it here; nothing is kept then. Computing ends when all of them are cancelled.
 
-        With `refresh`, nothing that is kept will do; what is being computed at this moment will.
+        With `refresh`, nothing that is kept will do; what is being computed at this moment will. `renew` computes it where no caller waits
+        for it, if that is not the same.
         """
+        renew = renew or compute
         self._hot.record(key)
         entry = None if refresh else self._l1.get(key)
         if entry is None:
-            return await self._join_or_begin(key, compute, ANEW if refresh else 0.0)
+            return await self._join_or_begin(key, compute, renew, ANEW if refresh else 0.0)
         found = self._found(entry, "l1")
         if found.stale or self._hot.due(key, entry, self._clock(), self._settings.refresh_ahead):
-            self.refresh(key, compute)
+            self.refresh(key, renew)
         return found
+
+    def here(self, keys: Iterable[Key]) -> tuple[Key, Found[T]] | None:
+        """The first of these that this memory holds, fresh or stale; where it holds none, that counts as no lookup."""
+        for key in keys:
+            if self._l1.peek(key) is not None and (entry := self._l1.get(key)) is not None:
+                self._hot.record(key)
+                return key, self._found(entry, "l1")
+        return None
 
     async def get(self, key: Key) -> Found[T] | None:
         """What is kept, fresh or stale; nothing is computed."""
@@ -142,7 +152,7 @@ class TieredCache(Generic[T]):
         if self._l2 is not None:
             await self._l2.shared.close()
 
-    async def _join_or_begin(self, key: Key, compute: Compute[T], newer_than: float) -> Found[T]:
+    async def _join_or_begin(self, key: Key, compute: Compute[T], renew: Compute[T], newer_than: float) -> Found[T]:
         while (flight := self._flights.get(key)) is not None:
             found = await self._flights.wait(flight)
             if newer_than < ANEW or found.tier != "l2":  # what was only looked up had been kept
@@ -150,7 +160,7 @@ class TieredCache(Generic[T]):
                 return replace(found, tier="joined")
         found = await self._flights.wait(self._flights.start(key, lambda: self._obtain(key, compute, newer_than)))
         if found.stale:
-            self.refresh(key, compute)
+            self.refresh(key, renew)
         return found
 
     async def _refreshed(self, key: Key, compute: Compute[T], newer_than: float) -> Found[T]:

@@ -58,6 +58,15 @@ class Setting:
     def clock(self):
         return self.now
 
+    def share(self, shard):
+        """Another gateway, with an empty memory, that shares this one."""
+        self.cache = TieredCache(
+            MemoryCache("s3fifo", 2**20, clock=self.clock), ShardedCache({"0": shard}), TierSettings(), ANSWER_CODEC, clock=self.clock
+        )
+        self.answers = CachedRecommender(
+            Recommender(self.bundle, self.encoder, rank=self.ranker), StoredHistories(self.store, 100), self.cache, self.bundle.digest
+        )
+
 
 @pytest.fixture
 async def setting(tmp_path, events):
@@ -383,6 +392,31 @@ async def test_a_hurried_answer_is_found_again_by_who_is_in_the_same_hurry(setti
     assert (await setting.answers.recommend(hurried)).cache.tier == "computed"
     assert (await setting.answers.recommend(hurried)).cache.tier == "l1"
     assert len(setting.encoder.asked) == 1
+
+
+async def test_a_hurried_answer_that_is_kept_here_is_given_without_a_look_elsewhere_and_counts_as_one_hit(setting):
+    shard = CacheShard(MemoryCache(clock=setting.clock), setting.clock)
+    setting.share(shard)
+    hurried = replace(ASKED, deadline_ms=60_000)
+    assert [(await setting.answers.recommend(hurried)).cache.tier for _ in range(3)] == ["computed", "l1", "l1"]
+    figures = await setting.cache.statistics()
+    assert (figures.l1.hits, figures.l1.misses) == (2, 2), "it looked for two answers once: one without a deadline, and its own"
+    assert figures.l2.hits + figures.l2.misses == 2
+
+
+async def test_a_hurried_answer_from_another_gateway_is_computed_anew_without_the_hurry_once_it_is_stale(setting):
+    shard, hurried = CacheShard(MemoryCache(clock=setting.clock), setting.clock), replace(ASKED, deadline_ms=50)
+    setting.share(shard)
+    await setting.answers.recommend(hurried)
+    await setting.cache.flush()
+    setting.share(shard)
+    setting.now += 100
+    setting.encoder.delay = 1.0
+    stale = await setting.answers.recommend(hurried)
+    assert (stale.cache.tier, stale.cache.stale, stale.degraded) == ("l2", True, False)
+    await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=60)
+    answer = await setting.answers.recommend(hurried)
+    assert (answer.cache.tier, answer.cache.stale, answer.degraded) == ("l1", False, False)
 
 
 async def test_a_store_that_is_late_costs_a_hurried_request_its_history_and_not_its_answer(setting, events):
