@@ -332,7 +332,8 @@ class BundleStore:
 
     @property
     def name(self) -> str:
-        return self.root.name
+        """The directory's, whether it is given by its own name or as `.`"""
+        return own_name(self.root)
 
     def versions(self) -> list[int]:
         """The published versions, oldest first."""
@@ -523,6 +524,11 @@ def _read_manifest(path: Path) -> Manifest:
         raise BundleError(f"{path} cannot be read: {error}") from error
     except ValidationError as error:
         raise BundleError(f"{path} is not a manifest this release understands: {error}") from error
+
+
+def own_name(path: Path) -> str:
+    """The last part of a path, also of `.` and `..`, which say where and not what."""
+    return path.name if path.name not in ("", "..") else path.resolve().name
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cluster.bundle import MANIFEST, Bundle, BundleStore
+from cluster.bundle import MANIFEST, Bundle, BundleStore, own_name
 from cluster.errors import BundleError, ConfigError
 from cluster.fleet.rollout import Guard, RolloutStore, Trial, TrialKind, said_flags, with_flags
 from deployments.cli.audit import AuditLog, audited_here
@@ -55,10 +55,10 @@ def publish(
     audit_log: AuditLog = None,
 ) -> None:
     """Add a version to the model, verified file by file. It serves once it is promoted."""
-    with audited_here(audit_log, "model.publish", model_dir.name) as line:
+    with audited_here(audit_log, "model.publish", own_name(model_dir)) as line:
         version = BundleStore(model_dir).adopt(_found(directory))
         line.more["version"] = version
-    typer.echo(f"published {model_dir.name}/{version}; to serve it: genrec models promote {version} --model-dir {model_dir}")
+    typer.echo(f"published {own_name(model_dir)}/{version}; to serve it: genrec models promote {version} --model-dir {model_dir}")
 
 
 @app.command()
@@ -92,7 +92,7 @@ def promote(
             guard = Guard(degraded_margin=degraded_margin, latency_ratio=latency_ratio, least_overlap=least_overlap)
             trial = Trial(version=version, kind=kind, flags=_flags(flags), share=share or 1.0, guard=guard)
     action = f"model.{trial.kind}" if trial else "model.promote"
-    with audited_here(audit_log, action, f"{model_dir.name}/{version}") as line:
+    with audited_here(audit_log, action, f"{own_name(model_dir)}/{version}") as line:
         line.more |= {"flags": trial.flags} if trial and trial.flags else {}
         rollouts = RolloutStore(BundleStore(model_dir))
         before = None if trial else rollouts.read().trial
@@ -103,7 +103,7 @@ def promote(
             f"the trial of its flags ends; to keep them, write `flags: {{{kept}}}` into the gateway's user_config, and run serve deploy"
         )
     begun = f"the {trial.kind} of {trial.tried} begins, on {trial.share:.1%} of users; " if trial else ""
-    typer.echo(f"{begun}{model_dir.name}/{rollout.stable} is stable; clusters that serve it follow within seconds")
+    typer.echo(f"{begun}{own_name(model_dir)}/{rollout.stable} is stable; clusters that serve it follow within seconds")
 
 
 @app.command()
@@ -114,10 +114,10 @@ def rollback(
     audit_log: AuditLog = None,
 ) -> None:
     """End the trial or, where there is none, serve what was stable before."""
-    with audited_here(audit_log, "model.rollback", model_dir.name) as line:
+    with audited_here(audit_log, "model.rollback", own_name(model_dir)) as line:
         rollout = RolloutStore(BundleStore(model_dir)).rollback(reason)
         line.more["stable"] = rollout.stable
-    typer.echo(f"{model_dir.name}/{rollout.stable} is stable")
+    typer.echo(f"{own_name(model_dir)}/{rollout.stable} is stable")
 
 
 @app.command()

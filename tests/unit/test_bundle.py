@@ -60,6 +60,15 @@ def test_versions_count_up_and_the_newest_becomes_current(tmp_path: Path):
             asked(9)
 
 
+def test_a_model_has_the_name_of_its_directory_also_where_that_is_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make_bundle(tmp_path / "tiny")
+    (tmp_path / "tiny" / "new").mkdir()
+    monkeypatch.chdir(tmp_path / "tiny")
+    assert make_bundle(Path()).version == "tiny/2"
+    monkeypatch.chdir("new")
+    assert make_bundle(Path("..")).version == "tiny/3"
+
+
 @pytest.mark.parametrize("file", [WEIGHTS, POPULARITY, "catalogue.parquet"])
 def test_an_altered_file_is_refused_by_name(tmp_path: Path, file: str):
     bundle = make_bundle(tmp_path / "tiny")
