@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.bundle import own_name
 from cluster.dataset import Dataset
 from cluster.errors import DataError
 from cluster.values import Item
@@ -46,7 +47,12 @@ def read_table(path: Path | None = None, options: ReadOptions | None = None) -> 
     if collector is None:
         raise DataError(f"{path} holds no table")
     interactions = collector.interactions(str(path))
-    return Dataset(path.stem, interactions, extend(items, collector.unlisted_items()), str(path), options.on_bad_row.count - bad_before)
+    return Dataset(_name(path), interactions, extend(items, collector.unlisted_items()), str(path), options.on_bad_row.count - bad_before)
+
+
+def _name(path: Path) -> str:
+    """What the data set is called, and a model of it where nothing else is said: the file or directory, less how it is written."""
+    return Path(own_name(path).removesuffix(".gz")).stem
 
 
 def _events(table: Table, options: ReadOptions) -> tuple[EventFormat, Iterator[Block]]:

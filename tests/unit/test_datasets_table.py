@@ -1,6 +1,8 @@
 import csv
+import gzip
 import io
 from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -125,6 +127,18 @@ def test_a_directory_is_read_as_parts_in_order_of_name(tmp_path):
     written(tmp_path, "timestamp,user,item,action,value\n100,a,x,click,\n200,b,z,like,\n", "part-1.csv")
     written(tmp_path, "not a table", "_SUCCESS")
     assert rows_of(read_table(tmp_path)) == EXPECTED
+
+
+def test_a_table_is_called_as_its_file_or_directory_however_that_is_written(tmp_path, monkeypatch):
+    text = b"user_id,item_id,timestamp\nada,1,5\n"
+    (tmp_path / "clicks" / "older").mkdir(parents=True)
+    (tmp_path / "clicks" / "part.csv").write_bytes(text)
+    (tmp_path / "events.csv.gz").write_bytes(gzip.compress(text))
+    monkeypatch.chdir(tmp_path / "clicks")
+    paths = [tmp_path / "clicks", Path(), tmp_path / "clicks" / "part.csv", tmp_path / "events.csv.gz"]
+    assert [read_table(path).name for path in paths] == ["clicks", "clicks", "part", "events"]
+    monkeypatch.chdir("older")
+    assert read_table(Path("..")).name == "clicks"
 
 
 def test_columns_and_actions_can_be_named(tmp_path):
