@@ -45,6 +45,11 @@ def held_out(interactions: Interactions, from_end: int, *, most_users: int | Non
             yield Example(history, int(interactions.items[end - from_end]))
 
 
+def measured_users(interactions: Interactions, from_end: int) -> int:
+    """How many users `held_out` gives: those with an event before the one that is held out."""
+    return int(np.count_nonzero(interactions.lengths > from_end))
+
+
 def training_examples(
     interactions: Interactions, *, held_out_events: int, max_history: int, window: Window, rng: np.random.Generator
 ) -> list[Example]:

@@ -19,7 +19,8 @@ from deployments.training.generative import measure_strategies
 from deployments.training.provenance import require_same_items
 from integrations.hstu.weights import load_model
 from pipelines import evaluate as evaluation
-from pipelines.splits import TEST, VALIDATION
+from pipelines.generative_run import MOST_USERS
+from pipelines.splits import TEST, VALIDATION, measured_users
 
 
 @with_fields
@@ -40,9 +41,10 @@ def evaluate(
     from_end = VALIDATION if validation else TEST
     quality = evaluation.evaluate(load_model(bundle), data.interactions, from_end=from_end)
     strategies = measure_strategies(bundle, data, from_end) if bundle.manifest.decoder else None
-    title = f"{bundle.version}, {data.interactions.users} users' {'second-last' if validation else 'last'} events"
+    title = measured_on(bundle, data, from_end, drawn=strategies is not None)
     if as_json:
-        typer.echo(json.dumps({"model": bundle.version, "users": data.interactions.users, **quality, "strategies": strategies}))
+        users = measured_users(data.interactions, from_end)
+        typer.echo(json.dumps({"model": bundle.version, "users": users, **quality, "strategies": strategies}))
     elif strategies:
         print_strategies(strategies, title)
     else:
@@ -64,6 +66,13 @@ def open_with_dataset(asked: DatasetOptions, model_dir: Path | None, version: in
         raise ConfigError("say which model, --model-dir MODEL_DIR, or which DATASET, for the model in models/DATASET")
     require_same_items(bundle, data)
     return bundle, data
+
+
+def measured_on(bundle: Bundle, dataset: Dataset, from_end: int = TEST, *, drawn: bool = False) -> str:
+    """The title of a table of metrics. `drawn`: where there are more users than serving's answers are computed for, some were drawn."""
+    users = measured_users(dataset.interactions, from_end)
+    counted = min(users, MOST_USERS) if drawn else users
+    return f"{bundle.version}, {counted} users' {'second-last' if from_end == VALIDATION else 'last'} events"
 
 
 def print_strategies(quality: Mapping[str, Mapping[str, float]], title: str) -> None:

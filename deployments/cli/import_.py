@@ -9,7 +9,7 @@ import typer
 from cluster.bundle import ModelRecord
 from cluster.registry import DATASETS
 from deployments.cli.dataset_options import open_dataset
-from deployments.cli.evaluate import print_quality
+from deployments.cli.evaluate import measured_on, print_quality
 from deployments.training.dataset_options import DatasetOptions
 from deployments.training.provenance import READ_AS
 from deployments.training.publishing import publish
@@ -56,7 +56,7 @@ def meta(
     quality = evaluate(model, data.interactions)
     origin = {READ_AS: asked.described(), "imported_from": "meta-recsys/generative-recommenders", "checkpoint": checkpoint.name}
     bundle = publish(model_dir or Path("models") / data.name, record, model, data, training=origin, quality=quality)
-    print_quality(quality, f"{bundle.version}, {data.interactions.users} users' last events")
+    print_quality(quality, measured_on(bundle, data))
     typer.echo(f"published {bundle.path}", err=True)
 
 

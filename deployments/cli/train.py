@@ -8,7 +8,7 @@ from typing import Annotated, cast
 import typer
 
 from deployments.cli.dataset_options import DATASET, open_dataset
-from deployments.cli.evaluate import print_quality, print_strategies
+from deployments.cli.evaluate import measured_on, print_quality, print_strategies
 from deployments.cli.fields import Fields, with_fields
 from deployments.training.dataset_options import DatasetOptions
 from deployments.training.plan import NO_DECODER, DecoderPlan, ModelPlan, TrainingPlan
@@ -65,7 +65,7 @@ def train(
     forget_checkpoints(run)
     if export:
         export_pretrained(bundle, export, shlex.join(["genrec", *sys.argv[1:]]))
-    title = f"{bundle.version}, {data.interactions.users} users' last events"
+    title = measured_on(bundle, data, drawn=bundle.manifest.blend is not None)
     print_strategies(bundle.manifest.blend.quality, title) if bundle.manifest.blend else print_quality(bundle.manifest.quality, title)
     if trained.ranking:
         typer.echo(trained.ranking.told())

@@ -1,0 +1,31 @@
+"""`genrec evaluate`, of a model that has learnt nothing."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from deployments.cli.evaluate import evaluate
+from deployments.training.dataset_options import DatasetOptions
+from deployments.training.plan import ModelPlan
+from deployments.training.provenance import READ_AS
+from deployments.training.publishing import publish
+from pipelines.training_run import new_model
+
+app = typer.Typer()
+app.command()(evaluate)
+
+
+@pytest.mark.parametrize(("split", "measured"), [((), "2 users' last events"), (("--validation",), "1 users' second-last events")])
+def test_the_users_that_are_counted_are_those_with_an_event_before_the_one_that_is_measured(tmp_path, monkeypatch, split, measured):
+    monkeypatch.setenv("COLUMNS", "200")
+    rows = ["ada,1,1", "ada,2,2", "ada,3,3", "bob,1,1", "bob,2,2", "cyd,1,1"]
+    (tmp_path / "events.csv").write_text("\n".join(["user_id,item_id,timestamp", *rows]))
+    asked = DatasetOptions(name="table", path=tmp_path / "events.csv")
+    data, record = asked.read(), ModelPlan(dim=8, layers=1, max_history=8).record(items=3)
+    publish(tmp_path / "shop", record, new_model(record, seed=0), data, training={READ_AS: asked.described()}, quality={})
+    arguments = ["--model-dir", str(tmp_path / "shop"), *split]
+    assert f"shop/1, {measured}" in CliRunner().invoke(app, arguments, catch_exceptions=False).output
+    told = json.loads(CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False).stdout)
+    assert told["users"] == int(measured[0])
