@@ -19,6 +19,7 @@ LONGEST_RECORD = 200  # lines that a quoted field may run over; a quotation mark
 _UNIT_SEPARATOR = b"\x1f"
 csv.field_size_limit(BLOCK_BYTES)  # Arrow has no limit, and Python's default of 131,072 would make the two disagree
 _LAST_ROW = "\x1e"
+GZIPPED = "the file is gzipped: give it a name that ends in .gz, or unpack it"
 _COLUMN_TYPE = re.compile(r":(token|float)(_seq)?$")
 
 
@@ -119,7 +120,9 @@ class TextBlock:
             try:
                 fields = self.format.split(raw.decode(self.format.encoding))
             except UnicodeDecodeError as error:
-                return Row(line, (), f"byte {error.start + 1} of the line, 0x{raw[error.start]:02x}, is not {self.format.encoding}"), 1
+                place = f"byte {error.start + 1} of the line, 0x{raw[error.start]:02x}"
+                cure = GZIPPED if raw.startswith(b"\x1f\x8b") else f"save the file as {self.format.encoding}"
+                return Row(line, (), f"{place}, is not {self.format.encoding}; {cure}"), 1
             except csv.Error as error:
                 fault = fault or f"a quotation mark is opened and never closed ({error})"
             else:

@@ -1,6 +1,7 @@
 import csv
 import gzip
 import io
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -327,6 +328,14 @@ def test_a_quoted_field_may_hold_line_ends_and_later_bad_rows_keep_their_line_nu
 @pytest.mark.parametrize("content", [b"", b"\n", b"user,item,timestamp\n", b"\xff\xfeu\x00"])
 def test_a_file_without_a_header_or_events_is_refused(tmp_path, content):
     with pytest.raises(DataError, match=r"events\.csv"):
+        read_table(written(tmp_path, content))
+
+
+@pytest.mark.parametrize(
+    ("content", "cure"), [(CSV.encode("utf-16"), "save the file as utf-8"), (gzip.compress(CSV.encode()), "a name that ends in .gz")]
+)
+def test_a_file_that_is_no_utf_8_is_refused_with_the_cure(tmp_path, content, cure):
+    with pytest.raises(DataError, match=rf"events\.csv:1: byte . of the line, 0x.., is not utf-8; .*{re.escape(cure)}"):
         read_table(written(tmp_path, content))
 
 
