@@ -25,7 +25,7 @@ from pipelines.sequence_models import TrainableModel
 from pipelines.splits import Example, held_out
 from pipelines.titles import with_titles
 from pipelines.train_decoder import DecoderOptions, DecoderTrainer, TrainableDecoder
-from pipelines.training_run import Trained, TrainingRun
+from pipelines.training_run import Trained, TrainingRun, said
 
 USERS_AT_ONCE = 32
 MOST_USERS = 20_000
@@ -74,7 +74,7 @@ def new_decoder(sizes: Mapping[str, Any], ids: SemanticIds, vectors: "np.ndarray
     try:
         config = family.config_type.model_validate(given)
     except ValidationError as error:
-        raise ConfigError(f"not a configuration of a decoder: {error}") from error
+        raise ConfigError(f"not a configuration of a decoder: {said(error)}") from error
     torch.manual_seed(seed)
     decoder: TrainableDecoder = family(config, ids, vectors)
     return decoder

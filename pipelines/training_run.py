@@ -121,10 +121,16 @@ def new_model(record: ModelRecord, seed: int) -> TrainableModel:
     try:
         config = family.config_type.model_validate(record.config)
     except ValidationError as error:
-        raise ConfigError(f"not a configuration of {record.family}: {error}") from error
+        raise ConfigError(f"not a configuration of {record.family}: {said(error)}") from error
     torch.manual_seed(seed)
     model: TrainableModel = family(config)
     return model
+
+
+def said(error: ValidationError) -> str:
+    """What is wrong with sizes, by their names and values."""
+    problems = ((".".join(map(str, one["loc"])), one["input"], one["msg"].removeprefix("Value error, ")) for one in error.errors())
+    return "; ".join(f"{name} = {value!r}: {problem}" if name else problem for name, value, problem in problems)
 
 
 def train_model(run: TrainingRun, options: TrainOptions) -> TrainedModel:

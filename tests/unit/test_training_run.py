@@ -89,6 +89,19 @@ def test_refuses_sizes_and_families_that_are_not_there():
         new_model(ModelRecord(family="gru", config=SIZES), 0)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"window_step": 50}, "window_step (50) must be less than or equal to max_history (20)"),
+        ({"dropout": 1.5, "dim": 0}, "dim = 0: Input should be greater than or equal to 1; dropout = 1.5: Input should be less than 1"),
+    ],
+)
+def test_sizes_that_fit_no_model_are_refused_with_name_and_value_in_one_line(wrong, told):
+    with pytest.raises(ConfigError) as refused:
+        new_model(ModelRecord(family="hstu", config={**SIZES, **wrong}), seed=0)
+    assert str(refused.value) == f"not a configuration of hstu: {told}"
+
+
 def test_a_device_that_is_unknown_or_not_there_is_refused_with_the_choices(dataset, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnknownChoice, match="unknown device 'gpu'; choose from auto, cpu, cuda"):
