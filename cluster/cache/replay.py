@@ -86,7 +86,7 @@ def _lines(path: Path) -> Iterator[str]:
     with path.open("rb") as file:
         gzipped = file.read(2) == b"\x1f\x8b"
         file.seek(0)
-        with io.TextIOWrapper(gzip.open(file) if gzipped else file, encoding="utf-8") as text:
+        with io.TextIOWrapper(gzip.open(file) if gzipped else file, encoding="utf-8-sig") as text:
             yield from text
 
 

@@ -53,6 +53,11 @@ def test_a_trace_is_read_one_key_a_line_plain_or_gzipped_whatever_its_name(tmp_p
     assert read_trace(zipped.rename(tmp_path / "no-suffix")) == ["a", "b", "a"]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
+    assert read_trace(written(tmp_path, "\ufeffa\nb\na\n")) == ["a", "b", "a"]
+    assert read_trace(written(tmp_path, '\ufeff{"hash_ids": [1, 2]}\n')) == [1, 2]
+
+
 def test_a_mooncake_trace_is_read_one_access_a_hash_id(tmp_path):
     lines = [{"timestamp": 0, "hash_ids": [1, 2]}, {"timestamp": 5, "hash_ids": [1, 3]}]
     assert read_trace(written(tmp_path, "\n".join(map(json.dumps, lines)), "t.jsonl.gz")) == [1, 2, 1, 3]
