@@ -50,6 +50,7 @@ class _Lately:
     def add(self, now: float) -> None:
         slot = int(now / self._slot_s)
         if not self._slots or self._slots[-1][0] != slot:
+            self.count(now)  # forgets what is long ago: nothing else asks for as long as all goes well
             self._slots.append([slot, 0])
         self._slots[-1][1] += 1
         self._total += 1

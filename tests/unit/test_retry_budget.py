@@ -1,5 +1,7 @@
 """How many requests may be sent again, on a clock that the test moves."""
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +28,26 @@ def storm(budget: RetryBudget, clock: Clock, per_s: int, seconds: int, tries: in
 def test_a_storm_of_retries_is_a_fifth_more_work_at_most(per_s):
     clock = Clock()
     assert 1.1 < storm(RetryBudget(clock=clock), clock, per_s, seconds=30) <= 1.2
+
+
+def test_no_more_than_the_window_is_kept_of_requests_while_none_is_sent_again():
+    clock = Clock()
+    budget = RetryBudget(clock=clock)
+
+    def peak_of(requests: int) -> int:
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(requests):
+            clock.advance(1)
+            budget.request()
+        return tracemalloc.get_traced_memory()[1] - before
+
+    tracemalloc.start()
+    try:
+        peak_of(100)
+        assert peak_of(5_000) < 50_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_who_asks_seldom_may_try_again_all_the_same():
