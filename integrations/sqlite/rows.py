@@ -92,7 +92,7 @@ def catch_up(connection: sqlite3.Connection, ledger: Ledger) -> bool:
         for (user,) in connection.execute("SELECT digest FROM users").fetchall():
             if user in again:
                 erase(connection, ledger, user)
-        latest = max([*noted.values(), *held.values()])
+        latest = max([*noted.values(), *held.values()]) + len(again)  # beyond those that were just given, which the ledger has
         held = {**held, **{user: number for number, user in enumerate(again, latest + 1)}}
         connection.executemany("INSERT OR REPLACE INTO erasures (digest, number) VALUES (?, ?)", [(user, held[user]) for user in again])
         connection.execute("UPDATE store SET identity = lower(hex(randomblob(4)))")

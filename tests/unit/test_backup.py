@@ -130,6 +130,21 @@ async def test_a_store_that_was_copied_back_by_other_means_forgets_as_it_is_open
         assert b"marker-" not in bytes_of(path)
 
 
+async def test_users_that_come_back_after_the_ledger_had_them_erased_stay_when_the_store_is_opened_again(path):
+    """The disk was full as their erasures were committed: the ledger has them, all with the number that was the next."""
+    url, names = f"sqlite:///{path}", [f"{number}" for number in range(8)]
+    async with closing_store(url) as store:
+        await store.append([event(name, "before") for name in [*names, "other"]])
+    digests = Digests(path.with_name("events.db.key").read_bytes().strip())
+    for name in names:
+        Ledger(path.with_name("events.db.erased"), digests).note({digests.user("default", name): 1})
+    async with closing_store(url) as store:
+        assert [await items(store, name) for name in [*names, "other"]] == [[]] * 8 + [["before"]]
+        await store.append([event(name, "after") for name in names])
+    async with closing_store(url) as store:
+        assert [await items(store, name) for name in names] == [["after"]] * 8
+
+
 async def test_a_backup_is_one_file_for_its_user_alone_and_sha256sum_knows_it(path, tmp_path):
     url, backup = f"sqlite:///{path}", tmp_path / "backup.db"
     async with closing_store(url) as store:
