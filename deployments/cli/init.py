@@ -33,10 +33,10 @@ def init(directory: Directory) -> None:
 
 
 def filled_in(text: str, home: Path) -> str:
-    """A launch file with the paths of this installation in place of its examples."""
+    """A launch file with the paths of this installation in place of its examples; what is filled in may hold an example itself."""
     command = Path(sys.executable).with_name("genrec")
-    filled = text.replace(f"{EXAMPLE_HOME}/.venv/bin/genrec", str(command))
-    return filled.replace(EXAMPLE_HOME, str(home)).replace(EXAMPLE_MODEL, f"models/{home.name}")
+    paths = {f"{EXAMPLE_HOME}/.venv/bin/genrec": str(command), EXAMPLE_HOME: str(home), EXAMPLE_MODEL: f"models/{home.name}"}
+    return re.sub("|".join(map(re.escape, paths)), lambda example: paths[example[0]], text)
 
 
 def write(texts: dict[str, str], home: Path) -> None:

@@ -11,7 +11,7 @@ import yaml
 from cluster.config import parse, read
 from cluster.errors import ConfigError
 from deployments.cli import main
-from deployments.cli.init import EXAMPLE_HOME, EXAMPLE_MODEL, init
+from deployments.cli.init import EXAMPLE_HOME, EXAMPLE_MODEL, filled_in, init
 from deployments.shipped import DEMO_MODEL, LAUNCH, RAY_CONFIG
 from tests.documents import ROOT, Command, problem
 
@@ -55,6 +55,15 @@ def test_all_files_are_written_without_a_path_of_the_example(tmp_path: Path):
     assert "ray_config.yaml" in texts
     for example in (EXAMPLE_MODEL, EXAMPLE_HOME, "cluster/launch/"):
         assert [name for name, text in texts.items() if example in text] == []
+
+
+@pytest.mark.parametrize("directory", ["/srv/shop", "/opt/genrec/shop", "/srv/models/ml-100k/shop"])
+def test_an_installation_at_the_examples_path_keeps_its_path(directory: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", f"{EXAMPLE_HOME}/.venv/bin/python")
+    unit = filled_in((LAUNCH / "genrec.service").read_text(), Path(directory))
+    (command,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
+    assert command.startswith(f"ExecStart={EXAMPLE_HOME}/.venv/bin/genrec serve ")
+    assert f"WorkingDirectory={directory}\n" in unit
 
 
 def test_the_example_paths_that_are_filled_in_stand_in_the_files():
