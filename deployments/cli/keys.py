@@ -1,10 +1,11 @@
 """`genrec keys`: keys for callers of the API."""
 
-import json
+import math
 from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
+import yaml
 
 from cluster.config import parse
 from cluster.errors import ConfigError
@@ -35,4 +36,9 @@ def new(
         raise ConfigError(f"--expires {expires} is past: it is {now:%Y-%m-%dT%H:%M:%SZ}; {cure}")
     typer.echo(key)
     typer.echo("Keep it: it is not shown again. Add this under gateway.api_keys, and deploy the configuration:", err=True)
-    typer.echo(f"  - {{{', '.join(f'{field}: {json.dumps(value)}' for field, value in entry.items())}}}", err=True)
+    typer.echo(f"  - {{{', '.join(f'{field}: {_quoted(value)}' for field, value in entry.items())}}}", err=True)
+
+
+def _quoted(value: str | list[str]) -> str:
+    """As YAML, in ASCII: JSON writes what is beyond 16 bits as two escapes, which YAML takes for halves of characters."""
+    return yaml.safe_dump(value, default_style='"', default_flow_style=True, width=math.inf).strip()

@@ -96,13 +96,14 @@ def test_rights_that_make_no_sense_are_refused_with_the_cure(more, cure):
         parse({"gateway": {"api_keys": [{"name": "a", "sha256": "0" * 64, **more}]}})
 
 
-def test_the_command_prints_a_key_once_and_the_entry_that_lets_it_in():
-    made = CliRunner().invoke(app, ["new", "--name", "shop: 1", "--tenant", "shop"])
+@pytest.mark.parametrize("name", ["shop: 1", "1e5", "no", 'a "b" c', "Zoë 🎉 \x7f" + " of the shop" * 4])
+def test_the_command_prints_a_key_once_and_the_entry_that_lets_it_in(name):
+    made = CliRunner().invoke(app, ["new", "--name", name, "--tenant", "shop"])
     key, [line] = made.stdout.strip(), [line for line in made.stderr.splitlines() if line.startswith("  - ")]
     assert key not in made.stderr
     [added] = parse({"gateway": {"api_keys": yaml.safe_load(line)}}).gateway.api_keys
     assert api_keys.find(key.encode(), [added]) is added
-    assert (added.name, added.tenant, added.rights, added.expires) == ("shop: 1", "shop", ["read", "events", "erase"], None)
+    assert (added.name, added.tenant, added.rights, added.expires) == (name, "shop", ["read", "events", "erase"], None)
 
 
 def test_the_command_gives_a_key_the_rights_and_the_expiry_that_are_asked_for():
