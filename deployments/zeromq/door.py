@@ -191,7 +191,7 @@ class FrontDoor:
 
     async def _known_caller(self, headers: Mapping[str, str]) -> bytes:
         """What tells one key from others; b"" without one. Raises what a gateway refuses the key with."""
-        key = headers.get("authorization", "")
+        key = _one_spelling(headers.get("authorization", ""))
         digest, now = sha256(key.encode()).digest(), monotonic()
         until = self._known.get(digest)
         if until is None or (until < now and len(self._asking) < MOST_ASKING):
@@ -300,6 +300,12 @@ def _unix_socket(path: str) -> socket.socket:
         made.close()
         raise
     return made
+
+
+def _one_spelling(authorization: str) -> str:
+    """One of all that a gateway takes for the same: a caller that writes `bearer`, or more spaces, is no other one."""
+    scheme, _, key = authorization.partition(" ")
+    return f"{scheme.lower()} {key.strip()}".strip()
 
 
 def _closed() -> HTTPException:

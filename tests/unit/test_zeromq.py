@@ -385,6 +385,19 @@ async def test_urgency_orders_the_requests_of_a_key_and_gives_it_nothing_over_ot
         assert [(await client.heard())[0] for _ in range(5)] == [b"running", b"first", b"patient", b"second", b"third"]
 
 
+async def test_a_key_has_one_turn_however_it_is_written():
+    async with opened_door(gateway={"api_keys": KEYS}, max_concurrent=1) as served:
+        served.service.gate.clear()
+        client = served.client()
+        spellings = ("Bearer genrec_shop", "bearer genrec_shop", "BEARER  genrec_shop", "Bearer genrec_shop ", "Bearer genrec_boss")
+        for number, authorization in enumerate(spellings):
+            headers = json.dumps({"authorization": authorization}).encode()
+            await client.send(b"%d" % number, RECOMMEND, headers, b'{"user_id": "ada"}')
+            await served.reached(lambda now, sent=number: (now.in_flight, now.queued) == (1, sent))
+        served.service.gate.set()
+        assert [(await client.heard())[:2] for _ in spellings] == [(b"0", 200), (b"1", 200), (b"4", 200), (b"2", 200), (b"3", 200)]
+
+
 async def test_what_a_client_has_waiting_when_it_leaves_is_not_computed():
     async with opened_door(max_concurrent=1) as served:
         served.service.gate.clear()
