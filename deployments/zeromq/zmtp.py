@@ -19,7 +19,8 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _GREETING = _SIGNATURE + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 _ASKING = (b"DEALER", b"REQ", b"ROUTER")
-_CHUNK = 2**16
+_CHUNK = 2**14
+"""Of a large frame, what is read before it counts as held."""
 
 
 class Broken(Exception):
@@ -111,12 +112,7 @@ class Peer:
             self._obey(await self._reader.readexactly(min(size, SMALL_BYTES)), size)
             heard.size = heard.size if heard.frames else 0  # heartbeats before a message are none of it
             return bool(heard.frames)
-        if size > SMALL_BYTES and not self._budget.take(size):
-            heard.whole = False
-            heard.frames.append(await self._dropped(size))
-        else:
-            heard.held += size if size > SMALL_BYTES else 0
-            heard.frames.append(await self._reader.readexactly(size))
+        heard.frames.append(await (self._large(heard, size) if size > SMALL_BYTES else self._reader.readexactly(size)))
         return bool(flags & _MORE)
 
     async def _head(self, flags: bytes) -> tuple[int, int]:
@@ -125,10 +121,21 @@ class Peer:
             raise Broken(f"a frame has the flags {flags[0]:#x}")
         return flags[0], int.from_bytes(await self._reader.readexactly(8 if flags[0] & _LONG else 1))
 
-    async def _dropped(self, size: int) -> bytes:
-        while size:
-            size -= len(await self._reader.readexactly(min(size, _CHUNK)))
-        return b""
+    async def _large(self, heard: Heard, size: int) -> bytes:
+        """A frame that counts as held part by part, as it comes: what is only announced takes no room from others. What does not fit is
+        read all the same, and dropped with the rest of the frame.
+        """
+        before, parts = heard.held, list[bytes]()
+        for start in range(0, size, _CHUNK):
+            part = await self._reader.readexactly(min(size - start, _CHUNK))
+            if heard.whole and self._budget.take(len(part)):
+                heard.held += len(part)
+                parts.append(part)
+            elif heard.whole:
+                self._budget.give(heard.held - before)
+                heard.held, heard.whole = before, False
+                parts.clear()
+        return b"".join(parts)
 
     def _obey(self, command: bytes, size: int) -> None:
         """PING is answered; other commands mean nothing to a ROUTER."""

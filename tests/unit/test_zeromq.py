@@ -308,6 +308,27 @@ async def test_what_all_requests_hold_has_a_budget_and_what_is_beyond_it_is_refu
         assert served.door.statistics().held_bytes == 0
 
 
+async def test_a_frame_that_is_announced_and_not_sent_takes_no_room_from_others():
+    async with opened_door(max_bytes=2**16) as served:
+        announcing = [await RawClient().connected(served.address) for _ in range(4)]
+        for client in announcing:
+            await client.send(frame(b"1", MORE) + frame(RECOMMEND, MORE) + frame(b"", MORE) + frame(bytes(20_000))[:9])
+        large = {"user_id": "ada", "blocked": [f"{number}" for number in range(1_500)]}
+        assert (await served.client().ask(body=large))[0] == 200
+        assert served.door.statistics().held_bytes == 0
+        for client in announcing:
+            client.writer.close()
+
+
+async def test_of_a_frame_that_does_not_fit_as_a_whole_nothing_is_held():
+    reader, budget = asyncio.StreamReader(), Budget(70_000)
+    reader.feed_data(GREETING + ready(b"REQ") + framed(20_000, 1) + framed(60_000, 1) + framed(20_000, 0))
+    peer = Peer(reader, Deaf(), budget, 200_000)
+    await peer.greet()
+    heard = await peer.message()
+    assert (heard.whole, [len(one) for one in heard.frames], heard.held, budget.held) == (False, [20_000, 0, 0], 20_000, 20_000)
+
+
 async def test_a_key_that_is_not_known_takes_no_place_in_the_queue():
     async with opened_door(gateway={"api_keys": KEYS}, max_concurrent=1, max_queue=1) as served:
         served.service.gate.clear()
