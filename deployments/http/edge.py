@@ -112,7 +112,7 @@ class Edge:
                 connection.headers = lambda: (*self._most(), *caller.headers())
                 operates, urgent = _operates(caller, scope), max(urgency(headers, scope["path"]), caller.most_urgent)
                 if not operates and self._admission.full(self._clock(), urgent, caller.tenant):
-                    raise self._overloaded()
+                    raise self._overloaded(caller)
                 await connection.read(self.settings, self._bodies)
                 caller.arrived = self._clock()
                 if len(connection.body) > SMALL and is_slow(scope, connection.body):
@@ -166,7 +166,7 @@ class Edge:
         caller.keep = lambda size: self._keep(caller, connection, size)
         try:
             if ticket.standing is Standing.WAITING and await self._wait(ticket) is Standing.REFUSED:
-                raise self._overloaded()
+                raise self._overloaded(caller)
             self._meter.observe(ADMISSION_WAIT, ticket.started - ticket.arrived)
             await self._admitted(answer, scope, connection, caller)
         finally:
@@ -208,7 +208,7 @@ class Edge:
         if displaced is not None:
             self._tell([displaced])
         if ticket.standing is Standing.REFUSED:
-            raise self._overloaded()
+            raise self._overloaded(caller)
         caller.belong = lambda tenant: self._admission.belong(ticket, tenant)
         return ticket
 
@@ -234,9 +234,11 @@ class Edge:
             if turn is not None and not turn.done():
                 turn.set_result(None)
 
-    def _overloaded(self) -> HTTPException:
-        held = self._admission
-        detail = f"all {held.places} places are taken and {held.waiting} requests wait; ask again later"
+    def _overloaded(self, caller: Caller) -> HTTPException:
+        held, shares = self._admission, self.settings.admission.max_concurrent_share < 1
+        its_share = shares and caller.tenant is not None and held.running < held.places
+        taken = f"tenant {caller.tenant!r} has its share of the places" if its_share else f"all {held.places} places are taken"
+        detail = f"{taken} and {held.waiting} requests wait; ask again later"
         return problems.overloaded(detail, held.wait_s(self._clock()))
 
     def _most(self) -> tuple[tuple[bytes, bytes]]:

@@ -258,6 +258,7 @@ async def test_each_answer_tells_the_proxy_how_many_requests_the_gateway_takes()
     ours = await served.asking("1", "2", "waits", headers=bearer("shop"))
     refused = await served.ask("beyond", headers=bearer("shop"))
     assert (refused.status_code, refused.headers["genrec-most"]) == (503, "6"), "what one tenant may not, the others may"
+    assert refused.json()["detail"] == "tenant 'shop' has its share of the places and 1 requests wait; ask again later"
     served.service.gate.set()
     answered = [await answer for answer in ours]
     assert [(one.status_code, one.headers["genrec-most"]) for one in answered] == [(200, "6")] * 3
