@@ -42,6 +42,7 @@ _TITLES = {
     500: "Internal error",
     503: "Not available now",
 }
+_SHORTER = "send the most recent behaviours only, or events, requests and candidates in several calls"
 _SHOWN_ERRORS = 20
 _SHOWN_CHARACTERS = 100
 _log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class BodyTooLarge(HTTPException):
 
     def __init__(self, most: int, of: str = "bytes") -> None:
         self.field = "body"
-        self.problem = f"has more than the {most} {of} this service takes; send the most recent behaviours only"
+        self.problem = f"has more than the {most} {of} this service takes; {_SHORTER}"
         super().__init__(413, f"{self.field}: {self.problem}")
 
     def __str__(self) -> str:

@@ -244,6 +244,7 @@ async def test_a_body_of_more_values_than_any_request_needs_is_refused_before_th
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert (response.status_code, response.json()["errors"][0]["field"]) == (413, "body")
+    assert "or events, requests and candidates in several calls" in response.json()["detail"]
     assert "104857 values" in response.json()["detail"]
     assert peak < 8 * 2**20
 
