@@ -70,7 +70,10 @@ def explained(where: str) -> Iterator[None]:
 
 def place(url: str) -> str:
     """The URL without user, password and options, for messages."""
-    parts = urlsplit(masked(url))  # in which a "/" or "#" of the password's is no part of the URL
+    try:
+        parts = urlsplit(masked(url))  # in which a "/" or "#" of the password's is no part of the URL
+    except ValueError:  # a bracket that is not closed
+        return "postgresql://..."
     return f"postgresql://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 

@@ -154,6 +154,8 @@ async def test_a_url_that_cannot_be_read_is_told_without_its_password():
     with pytest.raises(BackendUnavailable, match="the URL cannot be read") as told:
         await Database.open("postgresql://me:se/cret@db.example:5433/shop", prepare=None)
     assert not any(part in str(told.value) for part in ("se/", "cret", "me:"))
+    with pytest.raises(BackendUnavailable, match="the URL cannot be read"):
+        await PostgreSQLEventStore.open("postgresql://me:secret@[::1/shop")
 
 
 @pytest.mark.parametrize(("set_to", "expected"), [("off", {"synchronous_commit": "on"}), ("on", {}), ("remote_apply", {})])
