@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cluster.bundle import BundleStore
 from cluster.dataset import Dataset
 from cluster.errors import DataError, InvalidRequest
+from cluster.events.rules import check_user
 from cluster.events.store import Event, Loaded, StoreStatistics, closing_store, driver_of
 from cluster.registry import DATASETS
 from cluster.values import Action, Behaviour
@@ -179,6 +180,7 @@ async def _statistics(url: str) -> StoreStatistics:
 
 
 async def _erase(url: str, tenant: str, user: str, audit_log: Path | None) -> int:
+    check_user(tenant, user)  # the terminal may have given what no digest can be made of
     async with closing_store(url) as store:
         with audited_here(audit_log, "user.erase", f"{tenant}/{await store.digest(tenant, user)}") as line:
             line.more["events"] = erased = await store.erase(tenant, user)

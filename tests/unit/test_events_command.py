@@ -1,10 +1,11 @@
 import json
+import os
 
 import pytest
 from typer.testing import CliRunner
 
 from cluster.bundle import MANIFEST
-from cluster.errors import ConfigError, DataError, UnknownChoice
+from cluster.errors import ConfigError, DataError, InvalidRequest, UnknownChoice
 from cluster.events.store import closing_store
 from deployments.cli.events import app, batches
 from deployments.training.dataset_options import DatasetOptions
@@ -103,6 +104,12 @@ def test_a_store_that_is_not_there_is_refused_and_not_made(tmp_path, url, asked)
     with pytest.raises(ConfigError, match=r"events\.db is not there; give the URL that the service has"):
         run(*asked, "--url", url)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_user_that_no_store_can_hold_is_told_so(tmp_path, url):
+    run("import", written(tmp_path, CSV), "--url", url)
+    with pytest.raises(InvalidRequest, match=r"user_id: holds half of a surrogate pair"):
+        run("erase", os.fsdecode(b"a\xff"), "--url", url)
 
 
 def test_what_was_imported_of_a_user_stays_erased_when_the_file_is_imported_again(tmp_path, url):
