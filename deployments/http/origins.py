@@ -12,7 +12,7 @@ def foreign_page(headers: Mapping[str, str], hosts: Sequence[str], *, anonymous:
     """Why the call is taken for a foreign page's, and the cure; None where it is not. `hosts`: names of this service. `anonymous`: its
     callers need no key, which no foreign page has.
     """
-    host, origin = headers.get("host", ""), headers.get("origin")
+    host, origin, hosts = headers.get("host", ""), headers.get("origin"), [name.lower() for name in hosts]
     page = None if origin is None else origin.partition("://")[2].lower()
     if page is not None and (not page or page != host.lower()) and _name(page) not in hosts:
         return f"a page of {origin!r} may not operate this service at {host!r}; if it is its own page, name its host in gateway.hosts"

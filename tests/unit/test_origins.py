@@ -39,8 +39,9 @@ REBOUND = [
 
 @pytest.mark.parametrize("headers", OWN, ids=str)
 @pytest.mark.parametrize("anonymous", [True, False])
-def test_a_call_of_the_services_own_page_or_of_a_program_is_none(headers, anonymous):
-    assert foreign_page(headers, ["rec.example.org"], anonymous=anonymous) is None
+@pytest.mark.parametrize("name", ["rec.example.org", "Rec.Example.org"])
+def test_a_call_of_the_services_own_page_or_of_a_program_is_none(headers, anonymous, name):
+    assert foreign_page(headers, [name], anonymous=anonymous) is None
 
 
 @pytest.mark.parametrize("headers", FOREIGN_PAGES, ids=str)
