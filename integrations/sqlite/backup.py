@@ -18,8 +18,10 @@ def back_up(path: Path, to: Path) -> None:
     """The store at `path`, as it is at one moment, in the file `to`, and its checksum beside it, as sha256sum writes them. Writers go on
     meanwhile.
 
-    Raises ConfigError where `to` is there already, BackendUnavailable where the store cannot be read or is damaged.
+    Raises ConfigError where `to` is there already or a directory, BackendUnavailable where the store cannot be read or is damaged.
     """
+    if to.is_dir():
+        raise ConfigError(f"{to} is a directory; name a file in it that is not there yet")
     _refuse_existing(to, _another(to))
     _make(to)
     try:

@@ -250,6 +250,14 @@ async def test_what_a_backup_that_was_killed_left_is_told_by_its_lack_of_a_check
         await run("restore", backup, "--url", url)
 
 
+async def test_a_directory_in_place_of_a_backup_is_told_and_not_to_be_removed(backed_up, path):
+    url, _ = backed_up
+    async with closing_store(url):
+        for directory in (path.parent, "/", "."):
+            with pytest.raises(ConfigError, match=r"is a directory; name a file in it that is not there yet$"):
+                await run("backup", directory, "--url", url)
+
+
 async def test_a_store_is_not_restored_without_its_ledger(backed_up, path):
     url, backup = backed_up
     ledger = path.with_name("events.db.erased")
