@@ -26,12 +26,12 @@ _WEIGHT = 0.1
 class Batches:
     """The entries of one process. `places`: how many requests may run at a time just now; entries never run more than that either.
 
-    `refused` is called for each batch that is turned away. `held`: entries that run or wait.
+    `refused` is called for each batch that is turned away. `held`: entries that run or wait, `taken_on`: batches with such entries.
     """
 
     def __init__(self, settings: AdmissionSettings, places: Callable[[], int], refused: Callable[[], None] = lambda: None) -> None:
         self.settings, self._places, self._refused = settings, places, refused
-        self.held, self.running = 0, 0
+        self.held, self.running, self.taken_on = 0, 0, 0
         self._held_of: Counter[str] = Counter()
         self._turns: deque[asyncio.Future[None]] = deque()
         self._line, self._room = asyncio.Lock(), asyncio.Event()
@@ -51,6 +51,7 @@ class Batches:
                 self._end(1)
 
         async with self._taken_on(of):
+            self.taken_on += 1
             try:
                 async with asyncio.TaskGroup() as workers:
                     for _ in range(min(len(entries), self.settings.max_concurrent_entries)):
@@ -58,6 +59,7 @@ class Batches:
             except BaseExceptionGroup as failures:
                 raise failures.exceptions[0] from None
             finally:
+                self.taken_on -= 1
                 self._end(len(entries) - len(answers))
         return [answers[position] for position in range(len(entries))]
 

@@ -242,8 +242,10 @@ class Edge:
         return problems.overloaded(detail, held.wait_s(self._clock()))
 
     def _most(self) -> tuple[tuple[bytes, bytes]]:
-        """How many requests this gateway takes, beside answers that are being read: `haproxy.sh` refuses what is more."""
-        return ((b"genrec-most", b"%d" % (self._admission.most(self._clock()) + len(self._reading))),)
+        """How many requests this gateway takes, those among them that hold no place, as batches that were taken on and answers that are
+        being read: `haproxy.sh` refuses what is more.
+        """
+        return ((b"genrec-most", b"%d" % (self._admission.most(self._clock()) + self.batches.taken_on + len(self._reading))),)
 
 
 def identify(headers: Mapping[bytes, bytes], settings: GatewaySettings, now: Callable[[], float]) -> ApiKeySettings | None:

@@ -264,6 +264,22 @@ async def test_each_answer_tells_the_proxy_how_many_requests_the_gateway_takes()
     assert [(one.status_code, one.headers["genrec-most"]) for one in answered] == [(200, "6")] * 3
 
 
+async def test_batches_that_hold_no_place_take_nothing_from_what_the_proxy_is_told_that_the_gateway_takes(monkeypatch):
+    monkeypatch.setattr("deployments.http.pieces.PIECE", 100)
+    served = Served(admission={"max_concurrent": 4, "max_queued": 0, "max_concurrent_entries": 2})
+    clients = [SlowReader(served, path="/v1/recommend:batch", body={"requests": [{"user_id": "u"}] * 3}) for _ in range(5)]
+    await settled()
+    assert (await served.http.get("/v1/items/none")).headers["genrec-most"] == "9", "they wait for their entries"
+    served.service.gate.set()
+    await settled()
+    assert [client.status for client in clients] == [200] * 5
+    assert (await served.ask()).headers["genrec-most"] == "9", "they wait for their readers"
+    for client in clients:
+        client.gone.set()
+        await client.task
+    assert (await served.ask()).headers["genrec-most"] == "4"
+
+
 # Deadlines
 
 
