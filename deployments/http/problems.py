@@ -42,6 +42,10 @@ _TITLES = {
     500: "Internal error",
     503: "Not available now",
 }
+_NO_ROUTE = {
+    404: "there is nothing at this path; see /docs for the paths there are",
+    405: "this path does not take {}; see /docs for the methods it takes",
+}
 _SHORTER = "send the most recent behaviours only, or events, requests and candidates in several calls"
 _SHOWN_ERRORS = 20
 _SHOWN_CHARACTERS = 100
@@ -167,6 +171,8 @@ async def _known(request: Request, error: Exception) -> JSONResponse:
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    if error.detail == HTTPStatus(error.status_code).phrase and (told := _NO_ROUTE.get(error.status_code)):
+        error = HTTPException(error.status_code, told.format(request.method), error.headers)
     if error.status_code != 400:
         return await _known(request, error)
     problem = "cannot be read: it is not UTF-8, is nested too deeply, has an endless number, or was cut off"

@@ -307,6 +307,13 @@ async def test_items_are_looked_up_by_id(client):
     assert "'a/b'" in missing.json()["detail"]
 
 
+async def test_a_path_or_a_method_that_there_is_not_is_told_with_where_to_look(client):
+    nothing, other = await client.get("/v1/reccomend"), await client.get("/v1/recommend")
+    assert (nothing.status_code, nothing.json()["detail"]) == (404, "there is nothing at this path; see /docs for the paths there are")
+    assert (other.status_code, other.headers["allow"]) == (405, "POST")
+    assert other.json()["detail"] == "this path does not take GET; see /docs for the methods it takes"
+
+
 async def test_switches_name_the_choices_where_the_name_is_unknown(client):
     assert (await client.post("/v1/backends/encoder/torch:disable")).json()["enabled"] is False
     first = (await client.post("/v1/backends/encoder/torch:first")).json()
