@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 import time
 from base64 import urlsafe_b64encode
 from collections import Counter
@@ -18,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cluster.bundle import BundleStore
 from cluster.dataset import Dataset
-from cluster.errors import DataError, InvalidRequest
+from cluster.errors import ConfigError, DataError, InvalidRequest
 from cluster.events.rules import check_user
 from cluster.events.store import Event, Loaded, StoreStatistics, closing_store, driver_of
 from cluster.registry import DATASETS
@@ -31,6 +32,7 @@ from deployments.training.dataset_options import DatasetOptions, as_trained
 app = typer.Typer(no_args_is_help=True, help="Fill the event store, look into it, forget a user, back it up, restore it.")
 BATCH = 5_000
 ACTIONS = tuple(Action)
+TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 Url = Annotated[str, typer.Option(help="the store: sqlite:///events.db or postgresql://user@host/database")]
 Tenant = Annotated[str, typer.Option(help="the customer of these users, where several share a store")]
@@ -53,6 +55,8 @@ def import_(
     It may be stopped and started again, and a file that has grown may be imported again: what is stored already is not stored twice.
     Events that were imported before their user was erased stay erased; others of an erased user come back if the file has them.
     """
+    if not TENANT.fullmatch(tenant):
+        raise ConfigError(f"no request could name the tenant {tenant!r}; give 1 to 64 letters, digits, '_', '.' and '-', without accents")
     asked = _table_by_path(dataset)
     read = open_dataset(asked if like is None else as_trained(asked, BundleStore(like).open()))
     began = time.monotonic()

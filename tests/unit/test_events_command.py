@@ -106,6 +106,13 @@ def test_a_store_that_is_not_there_is_refused_and_not_made(tmp_path, url, asked)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("tenant", ["my shop", "", "café", "x" * 65])
+def test_events_are_not_imported_for_a_tenant_that_no_request_could_name(tmp_path, url, tenant):
+    with pytest.raises(ConfigError, match=r"no request could name the tenant .*; give 1 to 64 letters"):
+        run("import", written(tmp_path, CSV), "--url", url, "--tenant", tenant)
+    assert not (tmp_path / "events.db").exists()
+
+
 def test_a_user_that_no_store_can_hold_is_told_so(tmp_path, url):
     run("import", written(tmp_path, CSV), "--url", url)
     with pytest.raises(InvalidRequest, match=r"user_id: holds half of a surrogate pair"):
