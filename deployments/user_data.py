@@ -11,7 +11,7 @@ from cluster.cache.shared_notes import KEPT_S
 from cluster.cache.tier_values import Invalidated
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
-from cluster.errors import BackendUnavailable, GenrecError
+from cluster.errors import BackendUnavailable, GenrecError, InvalidRequest
 from cluster.events.store import Event, EventStore, StoredUser
 from cluster.no_request import Background
 from cluster.values import Behaviour, Recommendation
@@ -89,6 +89,8 @@ class UserData:
         """First the events, so that nothing more is computed from them, then what was; that also where the store does not answer."""
         try:
             events = await self._events.erase(tenant, user_id) if self._events else 0
+        except InvalidRequest:  # a name with NUL, which no store holds; what was computed from behaviours of the request may be kept
+            events = 0
         finally:
             dropped = await self.invalidate(tenant, user_id)
         return ErasedOut(user_id=user_id, tenant=tenant, events=events, cached_answers=dropped.dropped, everywhere=dropped.everywhere)

@@ -244,6 +244,16 @@ async def test_answers_are_dropped_by_user_by_tenant_or_all(served, body, droppe
     assert board.forgotten == [(body.get("tenant"), body.get("user_id"))]
 
 
+async def test_a_user_that_no_store_can_hold_is_erased_from_what_is_kept(served):
+    client, board, _ = served
+    user = "a\0b"
+    asked = {"user_id": user, "behaviours": [{"item_id": "1", "timestamp": 100}]}
+    assert (await client.post("/v1/recommend", json=asked)).status_code == 200
+    erased = await client.delete("/v1/users/a%00b/history")
+    assert (erased.status_code, erased.json()["events"], erased.json()["cached_answers"]) == (200, 0, 1)
+    assert board.forgotten == [("default", user)]
+
+
 async def test_a_user_to_invalidate_needs_a_tenant(client):
     response = await client.post("/v1/cache:invalidate", json={"user_id": "ada"})
     assert response.status_code == 422
