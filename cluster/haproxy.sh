@@ -36,7 +36,7 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     http-request set-var-fmt(txn.genrec_logged) "%HM %[path] %HV"
     http-request set-var-fmt(txn.genrec_logged) "%HM /v1/users/... %HV" if { path,url_dec -m sub /v1/users/ }
     acl genrec_has_key req.fhdr(authorization) -m found
-    http-request set-var(txn.genrec_caller) req.fhdr(authorization),sha1,hex if genrec_has_key
+    http-request set-var(txn.genrec_caller) "req.fhdr(authorization),regsub('^[^ ]+ +',''),sha1,hex" if genrec_has_key
     http-request set-var(txn.genrec_caller) src unless genrec_has_key or { src 127.0.0.1 }
     http-request track-sc0 var(txn.genrec_caller) table genrec_callers if { var(txn.genrec_caller) -m found } !{ path /-/healthz }
     http-request return status 429 content-type application/problem+json hdr Retry-After 10 lf-string '{"title":"Too many requests","status":429,"detail":"more than $GENREC_HAPROXY_PER_CALLER requests in 10 s by this key or address; ask again in 10 s","instance":"%[path,json(utf8s)]","errors":[]}' if { sc0_http_req_rate gt $GENREC_HAPROXY_PER_CALLER }
