@@ -42,7 +42,8 @@ class Digests:
     def refuse_other(self, check: bytes, where: str) -> None:
         """Raises BackendUnavailable where `check` is another key's: this one would find no erased user again."""
         if not hmac.compare_digest(check, self.check):
-            cure = f"give that key back, in its file or in {ENVIRONMENT}; where it is lost, set store.key_check to NULL"
+            lost = "where it is lost, move the ledger away and set store.key_check to NULL"
+            cure = f"give that key back, in its file or in {ENVIRONMENT}; {lost}"
             raise BackendUnavailable(f"{where}: what it holds of erased users was made with another key than the one given; {cure}")
 
 
