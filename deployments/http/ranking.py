@@ -25,6 +25,9 @@ class RankingService(Protocol):
     async def rank(self, request: RankingRequest) -> Ranking: ...
 
 
+Weight = Annotated[float, Field(ge=0, le=1_000_000, allow_inf_nan=False)]
+
+
 class RankIn(Message):
     """A user and the candidates to order for this user."""
 
@@ -44,7 +47,7 @@ class RankIn(Message):
     user_id: UserId
     candidates: ItemIds = Field(min_length=1, description="items to order; those that are given twice are ranked once")
     behaviours: Behaviours | None = Field(None, description="in any order. Default: what is stored of the user (/v1/events)")
-    weights: Annotated[dict[Task, float], BeforeValidator(few_fields)] | None = Field(
+    weights: Annotated[dict[Task, Weight], Field(min_length=1), BeforeValidator(few_fields)] | None = Field(
         None,
         description="task -> how much it counts. The score is p(click) * (weight of click + the other tasks' weights * their predictions): "
         "what showing the item is worth. Default: as the model's training chose",
@@ -56,7 +59,7 @@ class RankIn(Message):
     deadline_ms: float | None = Field(None, gt=0, le=600_000, allow_inf_nan=False, description="time for the whole answer")
 
     def to_value(self, arrived: float | None = None) -> RankingRequest:
-        """See RankBody.to_value. Raises InvalidRequest."""
+        """See RankBody.to_value."""
         return msgspec.convert(self.model_dump(exclude_unset=True), RankBody).to_value(self.tenant, arrived)
 
 

@@ -386,7 +386,9 @@ async def test_candidates_are_ranked_with_a_prediction_for_each_task(client):
         ({"user_id": "u", "candidates": ["1"], "weights": {"sneeze": 1}}, "weights.sneeze"),
         ({"user_id": "u", "candidates": ["1"], "weights": {"cart": 1}}, "weights.cart"),
         ({"user_id": "u", "candidates": ["1"], "weights": {"click": -1}}, "weights.click"),
+        ({"user_id": "u", "candidates": ["1"], "weights": {"click": 2e6}}, "weights.click"),
         ({"user_id": "u", "candidates": ["1"], "weights": {"click": 0}}, "weights"),
+        ({"user_id": "u", "candidates": ["1"], "weights": {}}, "weights"),
         ({"user_id": "u", "candidates": ["1"] * 2049}, "candidates"),
         ({"user_id": "u", "candidates": ["1"], "colour": "blue"}, "colour"),
     ],
@@ -395,3 +397,10 @@ async def test_a_ranking_that_cannot_be_asked_for_is_refused_with_the_field(clie
     response = await client.post("/v1/rank", json=message)
     assert response.status_code == 422
     assert any(error["field"].startswith(field) for error in response.json()["errors"]), response.text
+
+
+async def test_the_interface_tells_what_weights_may_be(client):
+    schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
+    weights = schemas["RankIn"]["properties"]["weights"]["anyOf"][0]
+    told = weights["minProperties"], *(weights["additionalProperties"][limit] for limit in ("minimum", "maximum"))
+    assert told == (1, 0, 1_000_000)
