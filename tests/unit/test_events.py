@@ -23,6 +23,7 @@ async def test_an_unknown_kind_of_store_lists_those_there_are():
         ("sqlite://events.db", "names no file; write sqlite:///events.db"),
         ("sqlite:///", "names no file"),
         ("sqlite:///:memory:", "names no file"),
+        ("sqlite:///events.db?ledgr=/erased", "'ledgr=/erased' is no option of SQLite's; the only one is"),
     ],
 )
 async def test_a_url_that_names_no_store_is_told_how_to_write_one(url, problem):
