@@ -110,7 +110,7 @@ class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
     def fit(
         self, *, after_batch: Callable[[float], None] | None = None, after_epoch: Callable[[EpochReport], None] | None = None
     ) -> EpochReport:
-        """Train until finished and put the best epoch's weights into the model."""
+        """Train until finished and put the best epoch's weights into the model. Raises DataError where the loss is no finite number."""
         while not self.finished:
             report = self.run_epoch(after_batch)
             if after_epoch:
@@ -171,7 +171,10 @@ class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
         if self.largest_gradient is not None:
             torch.nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], self.largest_gradient)
         self.optimizer.step()
-        return loss.item(), rows
+        if not math.isfinite(value := loss.item()):
+            cure = f"give a lower learning_rate than {self.options.learning_rate:g}, and see that no value of the data is extreme"
+            raise DataError(f"the loss became {value} in epoch {self.epoch + 1}, and no weights come back from that; {cure}")
+        return value, rows
 
     def _set_learning_rate(self, epochs_done: float) -> None:
         share = epochs_done / self.options.epochs

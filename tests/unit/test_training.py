@@ -222,6 +222,16 @@ def test_learns_a_walk_and_keeps_the_best_epochs_weights(family, loss):
     assert best.score == max(report.score for report in trainer.history)
 
 
+def test_a_training_that_diverges_ends_at_once_with_the_cure():
+    """By weights as a learning rate that is too high leaves them."""
+    model = small_model()
+    trainer = Trainer(model, walks(), TrainOptions(epochs=2, learning_rate=0.5), device="cpu")
+    with torch.no_grad():
+        model.position_embedding.weight.fill_(torch.nan)
+    with pytest.raises(DataError, match=r"the loss became nan in epoch 1, .*; give a lower learning_rate than 0\.5"):
+        trainer.fit()
+
+
 def test_stops_when_validation_gets_no_better():
     trainer = Trainer(small_model(), walks(), TrainOptions(epochs=50, learning_rate=1e-9, schedule="constant", patience=2), device="cpu")
     trainer.fit()
