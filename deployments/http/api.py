@@ -195,11 +195,13 @@ def _admin(service: Service, edge: Edge, audit: Audit) -> APIRouter:
 def _health(service: Service) -> APIRouter:
     routes = APIRouter(tags=["operation"])
 
+    @routes.head("/healthz", include_in_schema=False)
     @routes.get("/healthz")
     async def healthz() -> dict[str, Literal["ok"]]:
         """The gateway's process is alive."""
         return {"status": "ok"}
 
+    @routes.head("/readyz", include_in_schema=False)
     @routes.get("/readyz", responses={503: {"model": ReadyOut}})
     async def readyz(response: Response) -> ReadyOut:
         """Every stage is up, and which engines it would ask; 503 until each has its first choice, and while there is no encoder."""

@@ -64,6 +64,10 @@ class Turns:
         self._next = began + size / self.per_s
         return began - now
 
+    def give_back(self, size: int) -> None:
+        """The time of a body that left before its turn is another's."""
+        self._next -= size / self.per_s
+
 
 class Connection:
     """`status`: of the response, 0 until it starts. `first_byte_at`: when it started, on `clock`. `headers`: further ones of the response,

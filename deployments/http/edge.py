@@ -154,9 +154,15 @@ class Edge:
 
     async def _turn_to_read(self, connection: Connection) -> None:
         """Raises HTTPException (503) where it would come too late."""
-        within_s = self.settings.admission.max_wait_ms / 1e3
-        if wait_s := self._turns_to_read.take(len(connection.body), self._clock(), within_s):
+        size, within_s = len(connection.body), self.settings.admission.max_wait_ms / 1e3
+        wait_s = self._turns_to_read.take(size, self._clock(), within_s)
+        if not wait_s:
+            return
+        try:
             await asyncio.sleep(wait_s)
+        except asyncio.CancelledError:  # the client left
+            self._turns_to_read.give_back(size)
+            raise
 
     async def _with_a_place(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller, urgent: int) -> None:
         """Raises HTTPException (503) where there is none in time."""

@@ -654,6 +654,18 @@ async def test_a_large_body_whose_turn_would_come_too_late_is_refused_and_told_t
 
 
 @pytest.mark.virtual_time
+async def test_the_turn_of_a_client_that_leaves_before_it_is_read_is_another_s():
+    served = Served(admission={"max_wait_ms": 2500}, slow_bytes_per_s=len(json.dumps(MALFORMED)))
+    first, second, third = (Client(served, body=MALFORMED) for _ in range(3))
+    await first.task
+    second.gone.set()
+    await second.task
+    fourth = Client(served, body=MALFORMED)
+    await asyncio.gather(third.task, fourth.task)
+    assert [client.status for client in (first, third, fourth)] == [422, 422, 422]
+
+
+@pytest.mark.virtual_time
 async def test_large_bodies_that_are_fast_to_read_and_small_ones_take_no_turns():
     served = Served(slow_bytes_per_s=2**16)
     served.service.gate.set()

@@ -330,6 +330,7 @@ async def test_readiness_is_503_until_the_stages_are_there(client, service, monk
     backends = await client.get("/v1/backends")
     assert (backends.status_code, backends.headers["retry-after"]) == (503, "2")
     assert (await client.get("/healthz")).json() == {"status": "ok"}
+    assert [(await client.head(path)).status_code for path in ("/healthz", "/readyz")] == [200, 503], "as some balancers ask"
 
 
 async def test_a_damaged_file_of_the_model_is_named_with_its_cure(client, service, monkeypatch):
