@@ -91,6 +91,27 @@ def test_what_is_committed_reaches_the_host_and_comes_back_from_there_after_evic
     assert tier.statistics().used_bytes <= tier.statistics().budget_bytes
 
 
+def test_new_rows_of_a_known_user_go_to_the_host_once_they_begin_a_page(tier_of):
+    tier, in_host = tier_of(), []
+    for length in range(7, 15):
+        assert remember(tier, ANN, history(*EVENTS[:length])) == (length - 2 if in_host else 0)
+        tier.flush()
+        in_host.append(tier.store.statistics().rows)
+    assert in_host == [6, 6, 6, 9, 9, 9, 9, 13], f"{PAGE_ROWS} rows are a page"
+    assert tier.store.statistics().held == 0
+
+
+def test_a_copy_has_the_rows_that_the_host_has_not_been_given(tier_of):
+    tier = tier_of()
+    remember(tier, ANN, history(*EVENTS[:7]))
+    remember(tier, ANN, history(*EVENTS[:8]))
+    rows, copied = tier.copy(ANN)
+    np.testing.assert_array_equal(rows, history(*EVENTS[:8])[:7])
+    for name, array in contents(rows).items():
+        np.testing.assert_array_equal(copied[name], array)
+    assert (tier.store.statistics().held, len(tier.copy(BOB)[0])) == (0, 0)
+
+
 def test_the_host_catches_up_with_rows_that_were_too_many_at_once(tier_of):
     tier = tier_of(in_flight_bytes=8 * ROW_BYTES)
     remember(tier, ANN, history(*EVENTS[:5]))

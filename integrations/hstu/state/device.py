@@ -1,7 +1,8 @@
 """Tensors of recent users on the accelerator, over a store of all users in host memory.
 
     match   rows on the device -> nothing to copy;  rows in the host's pages -> read on a side stream, whole pages at a time
-    commit  new rows -> behind the user's tensors, at once;  and -> pinned memory -> the host's store, by a thread, once they are there
+    commit  new rows -> behind the user's tensors, at once;  and -> pinned memory -> the host's store, by a thread, once they are there:
+            those of a user that the host has go there when they begin another page
 
 Within the byte budget the least recently used user that no request holds makes room; one that finds none is computed with and not kept.
 What a GPU reads by itself is pinned: PagedStates(PagePool(planes, budget_bytes=..., allocate=pinned)). torch is imported when used.
@@ -32,12 +33,12 @@ IN_FLIGHT_BYTES = 1 << 30  # rows on their way to the host; those of a history t
 class DeviceHeld:
     """The kept beginning of one history, as tensors. `host` is the same history's beginning in host memory, perhaps of fewer rows."""
 
-    __slots__ = ("host", "owner", "ready", "released", "rows", "tier", "user")
+    __slots__ = ("host", "owner", "ready", "released", "rows", "tier", "user", "written")
 
     def __init__(self, tier: "DeviceTier", host: PooledHeld, user: DeviceUser, rows: int, ready: Any) -> None:
         self.tier, self.host, self.user, self.rows, self.ready = tier, host, user, rows, ready
         self.owner = host.owner
-        self.released = False
+        self.released = self.written = False  # written: rows are on their way to the host
 
     def planes(self, start: int = 0, stop: int | None = None) -> dict[str, "torch.Tensor"]:
         """Rows start..stop-1 (default: all held) of every plane, not copied: the current stream may read them until they are released."""
@@ -123,7 +124,9 @@ class DeviceTier(Matching):
             common = common_rows(mine.user.identities, rows)
             if common >= start:
                 self._append(mine, rows, common, tensors, start)
-                self._write_back(mine, rows)
+                pages_for, behind = self.store.pool.pages_for, mine.host.rows
+                if not behind or not mine.user.kept or pages_for(behind) < pages_for(len(rows)):
+                    mine.written |= self._write_back(mine.user, mine.host, rows)
 
     def _append(self, mine: DeviceHeld, rows: Int64Array, common: int, new: Tensors, start: int) -> None:
         if common == len(rows):
@@ -134,22 +137,25 @@ class DeviceTier(Matching):
         mine.user.write(common, {name: self.users.narrow(name, tensor, common - start) for name, tensor in new.items()})
         mine.user.identities = rows.copy()
 
-    def _write_back(self, mine: DeviceHeld, rows: Int64Array) -> None:
-        """Start the new rows on their way to the host. They are copied on the device first: the user's tensors go on changing."""
-        start = mine.host.rows
+    def _write_back(self, user: DeviceUser, host: PooledHeld, rows: Int64Array) -> bool:
+        """Start what the host lacks of these rows on its way there, if it is not too much. It is copied on the device first: the user's
+        tensors go on changing.
+        """
+        start = host.rows
         if start == len(rows):
-            return
-        parts = mine.user.rows_from(start, len(rows))
+            return False
+        parts = user.rows_from(start, len(rows))
         size = sum(part.nbytes for part in parts.values())
         if size + sum(sizes for _, sizes in self._pending) > self._in_flight_bytes:
             self._late += 1
-            return
+            return False
         parts = {name: part.clone() for name, part in parts.items()}
         with self.copies.stream():
             staged = {name: self.copies.staging(part, self.users.host_dtype(name)) for name, part in parts.items()}
             for name, part in parts.items():
                 staged[name].copy_(self.copies.keep(part), non_blocking=True)
-        self._submit(size, self._commit_host, self.copies.mark(), mine.host, rows.copy(), staged)
+        self._submit(size, self._commit_host, self.copies.mark(), host, rows.copy(), staged)
+        return True
 
     def _commit_host(self, done: Any, host: PooledHeld, rows: Int64Array, staged: Tensors) -> None:
         if done is not None:
@@ -162,7 +168,10 @@ class DeviceTier(Matching):
             mine.released = True
             self._held -= 1
             self.users.let_go(mine.user)
-            self._submit(0, self._release_host, mine.ready, mine.host)
+            if mine.written or mine.ready is not None:
+                self._submit(0, self._release_host, mine.ready, mine.host)
+            else:
+                self.store.release(mine.host)
 
     def _release_host(self, read: Any, host: PooledHeld) -> None:
         """After the commit, since one thread does both in order, and after the pages were read."""
@@ -215,7 +224,12 @@ class DeviceTier(Matching):
         return self.store.hottest()
 
     def copy(self, owner: Owner) -> tuple[Int64Array, Rows]:
-        """Of the host's store."""
+        """Of the host's store, once it has the rows that the device has."""
+        with self._lock:
+            if (user := self.users.get(owner)) is not None:
+                host = self.store.match(owner, user.identities)
+                self._write_back(user, host, user.identities)
+                self._submit(0, self._release_host, None, host)
         self.flush()
         return self.store.copy(owner)
 
