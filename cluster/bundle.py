@@ -481,16 +481,19 @@ class BundleStore:
     def _commit(self, draft: Draft) -> int:
         while True:
             version = max(self.versions(), default=0) + 1
-            (draft.path / MANIFEST).write_text(draft.manifest(version).model_dump_json(indent=2))
+            manifest = draft.path / MANIFEST
+            manifest.write_text(draft.manifest(version).model_dump_json(indent=2))
             draft.path.chmod(0o755)
             for path in (*draft.path.rglob("*"), draft.path):
+                if path.is_file():
+                    path.chmod(manifest.stat().st_mode)  # safetensors leaves its files to their owner alone
                 _flush(path)
             try:
                 draft.path.rename(self.root / str(version))
             except OSError:
                 if not (self.root / str(version)).exists():
                     raise
-                (draft.path / MANIFEST).unlink()  # another process published this number first: take the next
+                manifest.unlink()  # another process published this number first: take the next
             else:
                 return version
 

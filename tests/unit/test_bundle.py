@@ -227,6 +227,20 @@ def test_what_cannot_be_read_is_refused_like_what_is_damaged(tmp_path: Path):
     assert WEIGHTS in refused[0]
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_all_files_of_a_version_can_be_read_as_the_umask_says(tmp_path: Path, umask: int, mode: int):
+    before = os.umask(umask)
+    try:
+        bundle = make_generative_bundle(tmp_path / "demo")
+        with BundleStore(tmp_path / "demo").recompile(bundle) as draft:
+            pass
+    finally:
+        os.umask(before)
+    for version in (bundle.path, tmp_path / "demo" / str(draft.version)):
+        modes = {str(path.relative_to(version)): path.stat().st_mode & 0o777 for path in version.rglob("*") if path.is_file()}
+        assert set(modes.values()) == {mode}, modes
+
+
 def test_a_recompiled_version_has_the_same_model_and_new_artifacts_only(tmp_path: Path):
     store = BundleStore(tmp_path / "tiny")
     first = make_bundle(store.root)
