@@ -380,7 +380,10 @@ class BundleStore:
 
     @contextmanager
     def publish(self, model: ModelRecord) -> Iterator[Draft]:
-        """Write a new version and make it the current one; nothing is visible unless the block ends well."""
+        """Write a new version and make it the current one; nothing is visible unless the block ends well.
+
+        Raises BundleError where the disk does not take it.
+        """
         with self._drafted(model) as draft:
             yield draft
             draft.version = self._commit(draft)
@@ -393,6 +396,10 @@ class BundleStore:
         draft = Draft(Path(tempfile.mkdtemp(prefix=".draft-", dir=self.root)), self.name, model)
         try:
             yield draft
+        except OSError as error:
+            if error.filename is None:  # a file that was open already: the message does not say which
+                raise BundleError(f"a version cannot be written in {self.root}: {error}; is the disk full? make room") from error
+            raise
         finally:
             shutil.rmtree(draft.path, ignore_errors=True)
 

@@ -213,10 +213,18 @@ def chosen_device(name: str) -> str:
 
 
 def save_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:
-    """Write the run's state beside `path` and rename it, so that an interruption leaves the last one whole."""
+    """Write the run's state beside `path` and rename it, so that an interruption leaves the last one whole.
+
+    Raises DataError where the disk does not take it; nothing but the last one is left then.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    torch.save(trainer.state(), partial)
+    state, partial = trainer.state(), path.with_suffix(".partial")
+    try:
+        torch.save(state, partial)
+    except RuntimeError as error:  # torch's word for a full disk, as "unexpected pos 640 vs 598"
+        partial.unlink(missing_ok=True)
+        cure = "is the disk full? make room, and go on with --resume from what was saved before"
+        raise DataError(f"the checkpoint {path} of epoch {trainer.epoch} cannot be written ({error}); {cure}") from error
     partial.replace(path)
 
 

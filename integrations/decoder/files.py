@@ -26,14 +26,20 @@ def load_soft_prompt(bundle: Bundle) -> SoftPrompt:
 
 
 def save_decoder(decoder: "SemanticIdDecoder", draft: Draft) -> None:
-    """Put a trained decoder, its soft prompt and its semantic IDs into a version that is being written."""
+    """Put a trained decoder, its soft prompt and its semantic IDs into a version that is being written.
+
+    Raises BundleError where the disk does not take it.
+    """
     from transformers.utils import logging  # noqa: PLC0415 - serving need not import it
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config, ids = decoder.config, decoder.ids
-    decoder.lm.save_pretrained(draft.path / DECODER)
     prompt = {name: tensor.detach().cpu().contiguous() for name, tensor in decoder.prompt.state_dict().items()}
-    save_file(prompt, draft.path / SOFT_PROMPT)
+    try:
+        decoder.lm.save_pretrained(draft.path / DECODER)
+        save_file(prompt, draft.path / SOFT_PROMPT)
+    except SafetensorError as error:
+        raise BundleError(f"the decoder cannot be written in {draft.path}: {error}") from error
     write_semantic_ids(ids, draft.path / SEMANTIC_IDS)
     draft.decoder = DecoderRecord(
         family="llama", prompt_length=config.prompt_length, semantic_ids=ids.version, config=config.model_dump(mode="json")

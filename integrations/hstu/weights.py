@@ -51,5 +51,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write a module's `state_dict()` as safetensors."""
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path)
+    """Write a module's `state_dict()` as safetensors. Raises BundleError where the disk does not take it."""
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path)
+    except SafetensorError as error:
+        raise BundleError(f"weights cannot be written in {path.parent}: {error}") from error

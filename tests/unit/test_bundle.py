@@ -17,6 +17,7 @@ from cluster.errors import BundleError
 from cluster.served import served_bundle
 from deployments.app import resolved
 from tests.bundles import make_bundle, make_generative_bundle, make_ranking_bundle
+from tests.disks import largest_file
 
 
 def damage(path: Path) -> None:
@@ -225,6 +226,19 @@ def test_what_cannot_be_read_is_refused_like_what_is_damaged(tmp_path: Path):
     bundle, refused = store.open_last_good()
     assert bundle.version == "tiny/1"
     assert WEIGHTS in refused[0]
+
+
+def test_a_version_that_the_disk_does_not_take_is_told_whichever_file_it_is_and_leaves_nothing_behind(tmp_path: Path):
+    root = tmp_path / "demo"
+    whole = make_generative_bundle(root)
+    sizes = {file.size for file in whole.manifest.files.values()} | {(whole.path / MANIFEST).stat().st_size}
+    for size in sorted(sizes):
+        with largest_file(size - 1), pytest.raises((BundleError, OSError)) as refused:
+            make_generative_bundle(root)
+        said = refused.value.filename if isinstance(refused.value, OSError) else str(refused.value)
+        assert f"{root}/" in f"{said}/", said
+        assert not list(root.glob(".*"))
+        assert all(BundleStore(root).open(version) for version in BundleStore(root).versions())
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])

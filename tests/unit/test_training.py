@@ -18,6 +18,7 @@ from pipelines.losses import Seen, full_softmax, sampled_softmax
 from pipelines.ranking_metrics import ranking_metrics
 from pipelines.splits import TEST, VALIDATION, held_out, training_examples
 from pipelines.train import Trainer, TrainOptions
+from tests.disks import largest_file
 from tests.mutations import flip_a_bit
 
 ITEMS = 40
@@ -294,6 +295,15 @@ def test_refuses_a_checkpoint_of_which_one_bit_was_flipped(tmp_path):
     flip_a_bit(path, trainer.state()["model"]["item_embedding.weight"].numpy().tobytes())
     with pytest.raises(DataError, match=r"run\.ckpt is damaged .*data/\d+ in it does not match its checksum"):
         load_checkpoint(trainer, path)
+
+
+def test_a_checkpoint_that_the_disk_does_not_take_is_told_and_leaves_the_last_one_whole(tmp_path):
+    path, trainer = tmp_path / "run.ckpt", Trainer(small_model(), walks(), TrainOptions(), device="cpu")
+    save_checkpoint(trainer, path)
+    whole = path.read_bytes()
+    with largest_file(len(whole) // 2), pytest.raises(DataError, match=r"run\.ckpt of epoch 0 cannot be written .*disk full.*--resume"):
+        save_checkpoint(trainer, path)
+    assert [(file, file.read_bytes() == whole) for file in tmp_path.iterdir()] == [(path, True)]
 
 
 def test_refuses_data_with_nothing_to_learn():
