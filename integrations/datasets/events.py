@@ -201,7 +201,7 @@ def _times(column: pa.Array, unit: TimestampUnit) -> Int64Array:
     """Microseconds since 1970 of a column of numbers, times or text."""
     if _is_text(column):
         column = column.cast(_kind_of_time(column))
-    if column.null_count:
+    if column.null_count or pa.types.is_boolean(column.type):
         raise _Doubt
     if pa.types.is_temporal(column.type):
         times: Int64Array = column.cast(pa.timestamp("us", tz=getattr(column.type, "tz", None)), safe=False).cast(pa.int64()).to_numpy()
@@ -243,6 +243,8 @@ def _values(column: pa.Array) -> FloatArray:
     """Numbers as float32; NaN where the field is empty."""
     if _is_text(column):
         column = pc.if_else(pc.equal(column, ""), pa.scalar(None, column.type), column)
+    if pa.types.is_boolean(column.type):  # Arrow makes 1 of true
+        raise _Doubt
     column = column.cast(pa.float64())
     given = column.drop_null().to_numpy(zero_copy_only=False)
     if not np.all(np.abs(given) <= _LARGEST_VALUE):

@@ -277,6 +277,15 @@ def test_a_bad_row_of_a_parquet_file_names_its_row_and_cause_and_can_be_skipped(
     assert (len(dataset.interactions), dataset.skipped_rows) == (3, 1)
 
 
+@pytest.mark.parametrize("column", ["timestamp", "value"])
+def test_a_truth_value_in_a_parquet_file_is_no_number_whether_another_row_is_bad_or_not(tmp_path, column):
+    table = {"user": ["a", "b"], "item": ["x", "y"], "timestamp": [5, 6], "value": [1, 2]}
+    for users in (["a", "b"], ["a", ""]):
+        path = as_parquet(tmp_path, **(table | {"user": users, column: [True, False]}))
+        with pytest.raises(DataError, match=rf"events\.parquet:1: {column} 'True' is n"):
+            read_table(path)
+
+
 def test_parquet_times_python_cannot_hold_are_bad_rows(tmp_path):
     path = as_parquet(tmp_path, user=["a", "a"], item=["x", "x"], timestamp=pa.array([10**18, 5 * 10**6], pa.timestamp("us")))
     with pytest.raises(DataError, match=r"events\.parquet:1: timestamp '.*' is neither"):
