@@ -45,7 +45,7 @@ def parquet_blocks(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[Par
         for column in batch.columns:
             if pa.types.is_dictionary(column.type):  # Arrow reads their indices as they are
                 column.validate(full=True)
-        yield ParquetBlock(batch.select(list(columns)), row)
+        yield ParquetBlock(_plain(batch.select(list(columns))), row)
         row += batch.num_rows
 
 
@@ -53,8 +53,16 @@ def refuse_as_id(file: str, schema: pa.Schema, column: str) -> None:
     """Ids must be text or integers: 1.0 in a float column would not be found again as 1. Raises DataError otherwise."""
     kind = schema.field(column).type
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (pa.types.is_integer(inner) or pa.types.is_string(inner) or pa.types.is_large_string(inner)):
+    if not (pa.types.is_integer(inner) or pa.types.is_string(inner) or pa.types.is_large_string(inner) or pa.types.is_string_view(inner)):
         raise DataError(f"{file}: column {column!r} holds {kind}, but ids must be strings or integers; cast it when the file is written")
+
+
+def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The same, views of text as text: Arrow does not yet compute all with them."""
+    for number, column in enumerate(batch.schema):
+        if pa.types.is_string_view(column.type):
+            batch = batch.set_column(number, column.name, batch.column(number).cast(pa.large_string()))
+    return batch
 
 
 def _readable(column: pa.Array) -> pa.Array:

@@ -92,13 +92,24 @@ def test_reads_parquet(tmp_path):
     assert rows_of(read_table(path)) == EXPECTED
 
 
-@pytest.mark.parametrize("users", [pa.array([1, 2]), pa.array(["1", "2"]), pa.array([1, 2]).dictionary_encode()])
+@pytest.mark.parametrize(
+    "users", [pa.array([1, 2]), pa.array(["1", "2"]), pa.array(["1", "2"], pa.string_view()), pa.array([1, 2]).dictionary_encode()]
+)
 @pytest.mark.parametrize("kind", [pa.timestamp("ns"), pa.timestamp("ms", tz="Europe/Berlin"), pa.int32(), pa.float64(), pa.string()])
 def test_parquet_columns_may_have_any_sensible_type(tmp_path, users, kind):
     path = as_parquet(tmp_path, user=users, item=[7, 8], timestamp=pa.array([10, 20], pa.int64()).cast(kind))
     unit = {pa.timestamp("ns"): 10**9, pa.timestamp("ms", tz="Europe/Berlin"): 10**3}.get(kind, 1)
     path = as_parquet(tmp_path, user=users, item=[7, 8], timestamp=pa.array([10 * unit, 20 * unit]).cast(kind))
     assert rows_of(read_table(path)) == [("1", "7", 10, Action.VIEW, None), ("2", "8", 20, Action.VIEW, None)]
+
+
+def test_a_parquet_file_may_hold_views_of_text(tmp_path):
+    written_so = {"user": ["b", "a"], "item": ["x", "y"], "timestamp": ["5", "2020-01-01"], "action": ["view", "like"], "value": ["", "2"]}
+    path = as_parquet(tmp_path, **{name: pa.array(column, pa.string_view()) for name, column in written_so.items()})
+    items = as_parquet(tmp_path, "items.parquet", **{name: pa.array(["x", None], pa.string_view()) for name in ("id", "title", "shelf")})
+    dataset = read_table(path, skipping(items=items))
+    assert rows_of(dataset) == [("b", "x", 5, Action.VIEW, None), ("a", "y", 1_577_836_800, Action.LIKE, 2)]
+    assert dataset.catalogue[1].attributes == {"shelf": "x"}
 
 
 def test_ids_in_a_float_column_are_refused_with_the_cure(tmp_path):
