@@ -39,7 +39,12 @@ class ParquetBlock:
 
 
 def parquet_blocks(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[ParquetBlock]:
-    """The file's rows with only these columns, in this order. Raises ArrowInvalid where a damaged file refers to words that it lacks."""
+    """The file's rows with only these columns, in this order.
+
+    Raises ArrowInvalid where a damaged file refers to words that it lacks, or two of the columns have one name.
+    """
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise pa.ArrowInvalid(f"it has several columns {twice[0]!r}; give each a name of its own")
     row = 1
     for batch in file.iter_batches(batch_size=BLOCK_ROWS, columns=list(columns)):
         for column in batch.columns:

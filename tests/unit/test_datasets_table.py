@@ -103,6 +103,14 @@ def test_parquet_columns_may_have_any_sensible_type(tmp_path, users, kind):
     assert rows_of(read_table(path)) == [("1", "7", 10, Action.VIEW, None), ("2", "8", 20, Action.VIEW, None)]
 
 
+def test_a_parquet_item_table_with_two_columns_of_one_name_is_refused_and_events_do_without_such_columns(tmp_path):
+    names = ["user", "item", "timestamp", "note", "note"]
+    pq.write_table(pa.Table.from_arrays([pa.array([5])] * 5, names), tmp_path / "both.parquet")
+    assert rows_of(read_table(tmp_path / "both.parquet")) == [("5", "5", 5, Action.VIEW, None)]
+    with pytest.raises(DataError, match=r"both\.parquet cannot be read: it has several columns 'note'; give each a name of its own"):
+        read_table(tmp_path / "both.parquet", ReadOptions(items=tmp_path / "both.parquet"))
+
+
 def test_a_parquet_file_may_hold_views_of_text(tmp_path):
     written_so = {"user": ["b", "a"], "item": ["x", "y"], "timestamp": ["5", "2020-01-01"], "action": ["view", "like"], "value": ["", "2"]}
     path = as_parquet(tmp_path, **{name: pa.array(column, pa.string_view()) for name, column in written_so.items()})
