@@ -6,6 +6,7 @@ from typing import Annotated, cast, get_args
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cluster.bundle import BundleStore
@@ -37,12 +38,12 @@ def compile_(
             status.update(f"compiling: {result.step} took {result.seconds:.1f} s")
 
         bundle = compile_bundle(store, options, only=_split(only), on_step=show)
-    console.print(_table(f"{bundle.version}, compiled from version {bundle.manifest.compiled_from}", results))
+    console.print(_table(f"{escape(bundle.version)}, compiled from version {bundle.manifest.compiled_from}", results))
     for failed in (result for result in results if result.failure):
         console.print(f"[yellow]{failed.step}[/]: ", end="")
         console.print(failed.failure, markup=False)
     if told := overtaken(store, bundle.manifest.version):
-        console.print(told, soft_wrap=True)
+        console.print(told, soft_wrap=True, markup=False)
     if all(result.failure for result in results):
         raise typer.Exit(1)
 

@@ -50,7 +50,7 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(summary, ensure_ascii=False))
     else:
-        Console().print(_as_table(summary))
+        Console(markup=False).print(_as_table(summary))
 
 
 def summarise(dataset: Dataset) -> dict[str, Any]:

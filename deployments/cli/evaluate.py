@@ -82,7 +82,7 @@ def print_strategies(quality: Mapping[str, Mapping[str, float]], title: str) -> 
         table.add_column(name.upper(), justify="right")
     for strategy, figures in quality.items():
         table.add_row(strategy, *(f"{value:.4f}" for value in figures.values()))
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def print_quality(quality: Mapping[str, float], title: str) -> None:
@@ -91,4 +91,4 @@ def print_quality(quality: Mapping[str, float], title: str) -> None:
     for name in quality:
         table.add_column(name.upper(), justify="right")
     table.add_row(*(f"{value:.4f}" for value in quality.values()))
-    Console().print(table)
+    Console(markup=False).print(table)

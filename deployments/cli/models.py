@@ -35,7 +35,7 @@ def list_(*, model_dir: ModelDir = Path("models/ml-100k")) -> None:
         tried = f"{with_flags(trial.kind, trial.flags)}, {trial.share:.1%} of users" if trial else ""
         role = "; ".join(filter(None, ("stable" if version == rollout.stable else "", tried)))
         table.add_row(str(version), role, *_described(store, version))
-    Console().print(table)
+    Console(markup=False).print(table)
     for ended in rollout.ended[-3:]:
         typer.echo(f"the {ended.trial.kind} of {ended.trial.tried} was {ended.outcome}: {ended.reason}")
 
@@ -137,7 +137,7 @@ def status(
         table = _table(answer.json())
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{asked} is not a genrec of this version; give the address of a gateway: --url") from error
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def _flags(given: str) -> dict[str, str | None]:

@@ -39,6 +39,13 @@ def test_inspect_prints_a_table_for_people(tmp_path):
     assert "events" in answer.stdout
 
 
+def test_inspect_prints_a_name_with_brackets_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, CSV, "clicks [all].csv")
+    name, source, *_ = run(app, "inspect", "table", "--path", "clicks [all].csv").stdout.splitlines()
+    assert (name.split(maxsplit=1)[1].strip(), source.split(maxsplit=1)[1].strip()) == ("clicks [all]", "clicks [all].csv")
+
+
 def test_skipped_rows_are_told_on_stderr_and_counted(tmp_path):
     path = written(tmp_path, CSV + "a,x,abc,view,\n")
     answer = run(app, "inspect", "table", "--path", str(path), "--skip-bad-rows", "--json")
