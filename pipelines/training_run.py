@@ -1,7 +1,9 @@
 """From a dataset to a trained, measured model: train with early stop, learn the validation events too, measure on the test events."""
 
+import fcntl
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -161,6 +163,29 @@ def _train(run: TrainingRun, options: TrainOptions, phase: str) -> Trainer:
     trainer.identity = run.record.model_dump(mode="json")
     run.fit(trainer, phase)
     return trainer
+
+
+@contextmanager
+def alone(run: RunOptions) -> Iterator[None]:
+    """Keep other runs off this one's checkpoints, which they would delete and overwrite, for as long as the block takes.
+
+    Raises ConfigError where another run is there.
+    """
+    if run.checkpoint is None:
+        yield
+        return
+    run.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    file = _checkpoint(run.checkpoint, "lock")
+    with file.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            place = run.checkpoint.parent
+            raise ConfigError(f"another training is under way in {place}; wait for its end, or train in another directory") from None
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
 
 
 def forget_checkpoints(run: RunOptions, phases: Sequence[str] = PHASES) -> None:

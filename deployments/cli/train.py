@@ -23,7 +23,7 @@ from pipelines.generative_run import IdOptions
 from pipelines.train import TrainOptions
 from pipelines.train_decoder import DecoderOptions
 from pipelines.train_ranker import RankerOptions
-from pipelines.training_run import RunOptions, forget_checkpoints
+from pipelines.training_run import RunOptions, alone, forget_checkpoints
 
 MODEL = Fields(("family", "dim", "layers", "heads", "head_dim", "max_history", "window_step", "dropout"))
 LEARNING = Fields(
@@ -59,10 +59,11 @@ def train(
     data = open_dataset(dataset)
     target = model_dir or Path("models") / data.name
     run = RunOptions(refit=refit, device=device, checkpoint=target / ".training", resume=resume)
-    with TrainingProgress() as progress:
-        trained = train_version(plan, data, run, progress)
-    bundle = trained.publish(target, {READ_AS: dataset.described()})
-    forget_checkpoints(run)
+    with alone(run):
+        with TrainingProgress() as progress:
+            trained = train_version(plan, data, run, progress)
+        bundle = trained.publish(target, {READ_AS: dataset.described()})
+        forget_checkpoints(run)
     if export:
         export_pretrained(bundle, export, shlex.join(["genrec", *sys.argv[1:]]))
     title = measured_on(bundle, data, drawn=bundle.manifest.blend is not None)

@@ -12,7 +12,7 @@ from cluster.errors import ConfigError, DataError, UnknownChoice
 from cluster.values import Item
 from pipelines.evaluate import evaluate
 from pipelines.train import TrainOptions
-from pipelines.training_run import RunOptions, TrainingRun, forget_checkpoints, new_model, train_model
+from pipelines.training_run import RunOptions, TrainingRun, alone, forget_checkpoints, new_model, train_model
 from tests.unit.test_training import ITEMS, walks
 
 SIZES = {"items": ITEMS, "dim": 16, "attention_dim": 8, "linear_dim": 8, "max_length": 31, "max_history": 20}
@@ -124,6 +124,17 @@ def test_an_abandoned_runs_later_phases_are_not_resumed_by_another_run(dataset, 
     with pytest.raises(Interrupted):
         train_model(TrainingRun(RECORD, dataset, run, Watcher(1)), OPTIONS)
     assert [path.name for path in tmp_path.iterdir()] == ["run.train"]
+
+
+def test_two_runs_do_not_share_checkpoints_and_one_that_ended_keeps_no_other_out(tmp_path):
+    run = RunOptions(checkpoint=tmp_path / "shop" / "run")
+    for _ in range(2):
+        with alone(run):
+            with pytest.raises(ConfigError, match=r"another training is under way in .*shop; wait for its end"), alone(run):
+                pass
+            with alone(RunOptions(checkpoint=tmp_path / "other" / "run")), alone(RunOptions()), alone(RunOptions()):
+                pass
+        assert not list((tmp_path / "shop").iterdir())
 
 
 def test_a_run_that_is_resumed_for_longer_does_its_later_phases_anew(dataset, tmp_path):
