@@ -131,11 +131,16 @@ class TextBlock:
         return Row(line, (), fault), 1
 
     def _for_arrow(self) -> tuple[bytes, str]:
-        """Content and delimiter as Arrow takes them. It splits at one byte, so a longer delimiter gives way to one that stands nowhere."""
+        """Content and delimiter as Arrow takes them. It splits at one byte, so a longer delimiter gives way to one that stands nowhere.
+
+        Raises pa.ArrowInvalid where that cannot be.
+        """
         if self.content.count(b"\r") != self.content.count(b"\r\n"):
             raise pa.ArrowInvalid("the block holds a carriage return, which ends a line for Arrow, inside a line")
-        if len(self.format.delimiter) == 1:
+        if len(self.format.delimiter.encode()) == 1:
             return self.content, self.format.delimiter
+        if self.format.quoted and b'"' in self.content:
+            raise pa.ArrowInvalid("the block has quotation marks, inside which the delimiter must stay as it is")
         if _UNIT_SEPARATOR in self.content:
             raise pa.ArrowInvalid("the block holds the byte that should stand for the delimiter")
         return self.content.replace(self.format.delimiter.encode(), _UNIT_SEPARATOR), _UNIT_SEPARATOR.decode()

@@ -79,6 +79,16 @@ def test_reads_text_whatever_its_delimiter_quotes_and_line_ends(tmp_path, name, 
     assert rows_of(read_table(written(tmp_path, text, name))) == EXPECTED
 
 
+@pytest.mark.parametrize("delimiter", ["§", "¦", "\x01", "::"])
+@pytest.mark.parametrize("quoted", [False, True])
+def test_any_delimiter_may_be_named_also_one_of_several_bytes(tmp_path, delimiter, quoted):
+    user = f'"a{delimiter}b"' if quoted and len(delimiter) == 1 else "a"
+    lines = ["user,item,timestamp", f"{user},x,5", "c,y,6"]
+    path = written(tmp_path, "\n".join(line.replace(",", delimiter) for line in lines))
+    events = read_table(path, ReadOptions(delimiter=delimiter)).interactions
+    assert (list(events.user_ids), events.timestamps.tolist()) == ([user.strip('"'), "c"], [5, 6])
+
+
 def test_reads_parquet(tmp_path):
     path = as_parquet(
         tmp_path,
