@@ -48,7 +48,7 @@ class ModelPlan(BaseModel):
     def _widths(self) -> dict[str, int]:
         if self.family != "hstu":
             return {"feedforward_dim": self.dim}
-        width = self.head_dim or max(1, self.dim // self.heads)
+        width = max(1, self.dim // max(1, self.heads)) if self.head_dim is None else self.head_dim  # no heads: the family says so
         return {"attention_dim": width, "linear_dim": width}
 
 

@@ -15,7 +15,7 @@ from pipelines.generative_run import IdOptions
 from pipelines.train import TrainOptions
 from pipelines.train_decoder import DecoderOptions
 from pipelines.train_ranker import RankerOptions
-from pipelines.training_run import RunOptions
+from pipelines.training_run import RunOptions, new_model
 
 
 def test_a_head_of_an_hstu_is_its_share_of_the_width_unless_said_otherwise():
@@ -26,6 +26,20 @@ def test_a_head_of_an_hstu_is_its_share_of_the_width_unless_said_otherwise():
     assert ModelPlan(head_dim=8).record(12).config["attention_dim"] == 8
     assert ModelPlan(window_step=1).record(12).config["window_step"] == 1
     assert ModelPlan(family="sasrec", dim=16).record(12).config["feedforward_dim"] == 16
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "told"),
+    [
+        ("hstu", {"heads": 0}, "heads = 0"),
+        ("hstu", {"head_dim": 0}, "attention_dim = 0"),
+        ("hstu", {"dim": 0, "heads": 0}, "dim = 0"),
+        ("sasrec", {"heads": 0}, "heads = 0"),
+    ],
+)
+def test_a_size_of_0_is_refused_by_name_and_not_taken_for_the_default(family, sizes, told):
+    with pytest.raises(ConfigError, match=f"not a configuration of {family}: .*{told}"):
+        new_model(ModelPlan(family=family, **sizes).record(12), seed=0)
 
 
 def test_decoder_and_ranker_learn_with_the_encoders_seed_and_windows_and_validate_where_it_does():
