@@ -20,6 +20,11 @@ _UNIT_SEPARATOR = b"\x1f"
 csv.field_size_limit(BLOCK_BYTES)  # Arrow has no limit, and Python's default of 131,072 would make the two disagree
 _LAST_ROW = "\x1e"
 GZIPPED = "the file is gzipped: give it a name that ends in .gz, or unpack it"
+NO_TEXT = {
+    b"PAR1": "the file is Parquet: give it a name that ends in .parquet",
+    b"PK\x03\x04": "the file is a zip or a workbook: unpack it, or save the sheet as CSV",
+}
+"""What a file begins with whose first line may still be UTF-8, and the cure."""
 _COLUMN_TYPE = re.compile(r":(token|float)(_seq)?$")
 
 
@@ -171,6 +176,8 @@ class TextReader:
 
         Raises DataError where the file is empty, the line is not text, or the names are not the expected ones.
         """
+        if cure := next((cure for magic, cure in NO_TEXT.items() if self._rest.startswith(magic)), ""):
+            raise DataError(f"{self._place}:1: {cure}")
         line, _, self._rest = self._rest.partition(b"\n")
         self._line = 2
         row = next(TextBlock(line, 1, 0, self._format).rows(), Row(1, (), "the first line is empty and should name the columns"))

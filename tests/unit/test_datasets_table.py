@@ -142,6 +142,19 @@ def test_ids_in_a_float_column_of_an_item_table_are_refused_as_they_would_lose_t
         read_table(written(tmp_path, "user,item,timestamp\nu,1,5\n"), ReadOptions(items=items))
 
 
+@pytest.mark.parametrize(
+    ("name", "begins", "cure"),
+    [
+        ("EVENTS.PARQUET", b"PAR1\x15\x04\n", "the file is Parquet: give it a name that ends in .parquet"),
+        ("events.xlsx", b"PK\x03\x04\x14\n", "the file is a zip or a workbook: unpack it, or save the sheet as CSV"),
+    ],
+)
+def test_a_file_that_is_no_text_and_named_as_one_is_refused_with_the_cure(tmp_path, name, begins, cure):
+    with pytest.raises(DataError) as refused:
+        read_table(written(tmp_path, begins, name))
+    assert str(refused.value) == f"{tmp_path / name}:1: {cure}"
+
+
 @pytest.mark.parametrize("name", ["events.zip", "events.tar.gz", "events.csv.zst"])
 def test_a_packed_file_is_refused_with_the_cure(tmp_path, name):
     path, events_file = written(tmp_path, b"PK\x03\x04\xbb", name), written(tmp_path, CSV)
