@@ -88,7 +88,7 @@ def next_item_loss(
     negatives: int = 128,
 ) -> Tensor:
     """`full_softmax`, or `sampled_softmax` where that is asked for; auto: where the catalogue is not small."""
-    if loss == "full" or (loss == "auto" and len(vectors_VD) <= SMALL_CATALOGUE):
+    if loss == "full" or (loss == "auto" and len(vectors_VD) - 1 <= SMALL_CATALOGUE):
         return full_softmax(states_RD, vectors_VD, targets_R, temperature, seen)
     return sampled_softmax(states_RD, vectors_VD, targets_R, temperature, seen, negatives=negatives)
 

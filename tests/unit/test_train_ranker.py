@@ -127,8 +127,15 @@ def test_what_is_asked_behind_a_full_window_is_learnt():
 
 
 def test_of_a_large_catalogue_the_wrong_items_are_drawn(monkeypatch):
-    monkeypatch.setattr("pipelines.losses.SMALL_CATALOGUE", ITEMS)
+    monkeypatch.setattr("pipelines.losses.SMALL_CATALOGUE", ITEMS - 1)
     monkeypatch.setattr("pipelines.losses.full_softmax", None)
+    _, trainer = trained(shoppers(), epochs=1)
+    assert trainer.epoch == 1
+
+
+def test_a_catalogue_of_as_many_items_as_a_small_one_has_at_most_is_small(monkeypatch):
+    monkeypatch.setattr("pipelines.losses.SMALL_CATALOGUE", ITEMS)
+    monkeypatch.setattr("pipelines.losses.sampled_softmax", None)
     _, trainer = trained(shoppers(), epochs=1)
     assert trainer.epoch == 1
 
