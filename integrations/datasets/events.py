@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from cluster.dataset import Interactions
 from cluster.errors import DataError
 from cluster.values import Action, FloatArray, Int8Array, Int64Array
+from integrations.datasets.ids import wrong_id
 from integrations.datasets.options import BadRows, TimestampUnit
 from integrations.datasets.text import Row
 
@@ -136,7 +137,7 @@ class EventCollector:
         times = _times(columns[form.timestamp], form.unit)
         actions = np.full(len(times), form.default_action.code, np.int8) if form.action is None else self._actions(columns[form.action])
         values = np.full(len(times), np.nan, np.float32) if form.value is None else _values(columns[form.value])
-        users, items = _Ids(columns[form.user]), _Ids(columns[form.item])
+        users, items = _Ids("user", columns[form.user]), _Ids("item", columns[form.item])
         return _Events(users.numbers(self._users, 0), items.numbers(self._items, 1), times, actions, values)
 
     def _careful(self, block: Block, place: str) -> _Events:
@@ -159,8 +160,8 @@ class EventCollector:
         if len(fields) != form.width:
             raise _Fault(f"{len(fields)} fields where there should be {form.width}")
         user, item = fields[form.user].strip(), fields[form.item].strip()
-        if not user or not item:
-            raise _Fault(f"the {'item' if user else 'user'} id is empty")
+        if fault := wrong_id("user", user) or wrong_id("item", item):
+            raise _Fault(fault)
         action = form.default_action if form.action is None else form.action_of(fields[form.action])
         if action is None:
             known = ", ".join([*form.action_names, *Action])
@@ -181,13 +182,13 @@ class EventCollector:
 class _Ids:
     """A column of ids, checked before any of them is numbered."""
 
-    def __init__(self, column: pa.Array) -> None:
+    def __init__(self, kind: str, column: pa.Array) -> None:
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()  # its dictionary may hold ids that no row has
         encoded = pc.dictionary_encode(column)
         self._rows = encoded.indices
         self._ids = [str(name).strip() for name in encoded.dictionary.to_pylist()]
-        if encoded.null_count or "" in self._ids:
+        if encoded.null_count or any(wrong_id(kind, name) for name in self._ids):
             raise _Doubt
 
     def numbers(self, index: dict[str, int], first: int) -> Int64Array:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 
 from cluster.dataset import Catalogue
 from cluster.values import Item
+from integrations.datasets.ids import wrong_id
 from integrations.datasets.options import BadRows
 from integrations.datasets.text import Row
 
@@ -13,13 +14,13 @@ ItemOf = Callable[[Sequence[str]], Item]
 def collect_items(
     place: str, rows: Iterable[Row], *, width: int, item_of: ItemOf, bad_rows: BadRows, taken: Container[str] = ()
 ) -> list[Item]:
-    """The items of a table, in file order. A row with an empty id, one `taken` before, or not `width` fields is bad."""
+    """The items of a table, in file order. A row with an id that is none, one `taken` before, or not `width` fields is bad."""
     items: dict[str, Item] = {}
     for row in rows:
         fault = row.fault or (f"{len(row.fields)} fields where there should be {width}" if len(row.fields) != width else "")
         item = item_of(row.fields) if not fault else Item("", "")
-        if not fault and not item.item_id:
-            fault = "the item id is empty"
+        if not fault and (wrong := wrong_id("item", item.item_id)):
+            fault = wrong
         elif item.item_id in items or item.item_id in taken:
             fault = f"item {item.item_id!r} is listed a second time"
         if fault:

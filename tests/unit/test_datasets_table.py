@@ -18,7 +18,7 @@ from cluster.values import Action, Item
 from integrations.datasets.events import EventCollector, EventFormat
 from integrations.datasets.options import BadRows, Columns, ItemColumns, ReadOptions, TimestampUnit
 from integrations.datasets.parquet import parquet_blocks
-from integrations.datasets.table import read_table
+from integrations.datasets.table import read_items, read_table
 from integrations.datasets.text import TextFormat, TextReader
 
 CSV = "user,item,timestamp,action,value\nb,x,200,purchase,9.5\na,y,300,view,\na,x,100,click,\nb,z,200,like,\n"
@@ -328,6 +328,30 @@ def test_a_truth_value_in_a_parquet_file_is_no_number_whether_another_row_is_bad
             read_table(path)
 
 
+@pytest.mark.parametrize("how", ["csv", "parquet"])
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [("x" * 257, "'xxxxxxxxxxxxxxxxxxxx'... has 257 characters, and a request can name 256 at most"), ("a\0", "'a.x00' holds")],
+)
+@pytest.mark.parametrize("kind", ["user", "item"])
+def test_an_id_that_no_request_could_name_is_a_bad_row(tmp_path, how, kind, wrong, cause):
+    table = {"user": ["é" * 256, "b"], "item": ["x", "y" * 256], "timestamp": ["5", "6"]}
+    table[kind].append(wrong)
+    table = {name: (column * 2)[:3] for name, column in table.items()}
+    text = "\n".join(",".join(row) for row in [tuple(table), *zip(*table.values(), strict=True)])
+    path = written(tmp_path, text) if how == "csv" else as_parquet(tmp_path, **table)
+    with pytest.raises(DataError, match=rf"events\.{how}:{4 if how == 'csv' else 3}: the {kind} id {cause}"):
+        read_table(path)
+    assert len(read_table(path, skipping()).interactions) == 2
+
+
+def test_an_item_that_no_request_could_name_is_a_bad_row_of_an_item_table(tmp_path):
+    items = written(tmp_path, f"id,title\n{'x' * 257},A\nx,An X\n", "items.csv")
+    with pytest.raises(DataError, match=r"items\.csv:2: the item id .* has 257 characters"):
+        read_items(items, ReadOptions())
+    assert [item.title for item in read_items(items, skipping())] == ["An X"]
+
+
 def test_parquet_times_python_cannot_hold_are_bad_rows(tmp_path):
     path = as_parquet(tmp_path, user=["a", "a"], item=["x", "x"], timestamp=pa.array([10**18, 5 * 10**6], pa.timestamp("us")))
     with pytest.raises(DataError, match=r"events\.parquet:1: timestamp '.*' is neither"):
@@ -536,7 +560,7 @@ def test_the_fast_and_the_careful_pass_agree(rows, line_end):
 
 
 def test_the_fast_and_the_careful_pass_agree_on_a_very_long_field():
-    text = f'a,"{"x" * 200_000}, and more",5,1\n'.encode()
+    text = f'a,x,"{" " * 200_000}5",1\n'.encode()
     assert collected(text, 1 << 20)[0] == 0
     assert collected(text, 1 << 20) == collected(text, 1 << 20, OnlyRows)
 
