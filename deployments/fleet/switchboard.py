@@ -31,6 +31,8 @@ from deployments.fleet.processes import processes
 REPORT_INTERVAL_S = 2.0
 """How often a process reports where nothing changes."""
 JUDGE_INTERVAL_S = 1.0
+JUDGE_WITHIN_S = 0.5
+"""How long the answer of a process waits for the judgement of its trial: a file server that hangs keeps no orders back."""
 ASK_INTERVAL_S = 0.5
 """How often Serve is asked at most which processes live, while an erasure waits."""
 TTL_S = 3 * REPORT_INTERVAL_S
@@ -57,6 +59,7 @@ class SwitchboardDeployment:
         self._rollouts, self._pinned = RolloutStore(BundleStore(tree.model_dir)), tree.version
         self._shards = CacheShards(tree.cache.l2_shards, tree.cache.most_shards, TTL_S, now=clock())
         self._judged_at = 0.0
+        self._judging: asyncio.Task[None] | None = None
         self._orders = Orders(mark=int(clock() * 1000))
         self._changed = asyncio.Event()
 
@@ -153,9 +156,13 @@ class SwitchboardDeployment:
 
     async def _judge(self, trials: Iterable[str]) -> None:
         """End the trial that a process takes part in, once a second at most, where its figures are too bad."""
-        if not any(trials) or self._clock() - self._judged_at < JUDGE_INTERVAL_S:
+        under_way = self._judging is not None and not self._judging.done()
+        if not any(trials) or under_way or self._clock() - self._judged_at < JUDGE_INTERVAL_S:
             return
-        self._judged_at = self._clock()
+        self._judged_at, self._judging = self._clock(), asyncio.create_task(self._end_where_bad())
+        await asyncio.wait({self._judging}, timeout=JUDGE_WITHIN_S)
+
+    async def _end_where_bad(self) -> None:
         try:
             rollout = await asyncio.to_thread(self._rollouts.read)
             if rollout.trial and (reason := self._fleet.judge(rollout)):

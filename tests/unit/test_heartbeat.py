@@ -1,5 +1,6 @@
 """A process's heartbeat, beside a real switchboard in this process: what is read, held, told and followed, and in how many calls."""
 
+import asyncio
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from cluster.fleet.rollout import ROLLOUT, Arm, Rollout, RolloutStore, Trial, Ve
 from deployments.fleet import heartbeat as module
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.model_cache import ModelCache
-from deployments.fleet.switchboard import TTL_S, SwitchboardDeployment
+from deployments.fleet.switchboard import JUDGE_INTERVAL_S, TTL_S, SwitchboardDeployment
 from tests.bundles import make_bundle
 from tests.fakes.clock import Clock
 from tests.fakes.handles import Handle
@@ -243,6 +244,24 @@ async def test_a_rollout_that_takes_for_ever_to_be_read_silences_no_process(proc
     await until(lambda: len(handle.calls) >= asked + 3, "it goes on to report")
     may_end.set()
     await until(lambda: heartbeat._rollout.stable == 2)  # noqa: SLF001 - what was read at last
+
+
+async def test_orders_are_given_while_the_file_server_by_which_a_trial_is_judged_hangs(board, rollouts, clock, monkeypatch):
+    trial = rollouts.promote(2, Trial(version=2, share=0.5))
+    bad = {Arm(1): VersionFigures(1000), Arm(2, tried=True): VersionFigures(1000, degraded=500)}
+    may_end, reads = threading.Event(), []
+    report = Report({"gateway/a": Presence("gateway", {1: READY}, frozenset({1}), trial.period, bad)})
+    monkeypatch.setattr(board._rollouts, "read", lambda: reads.append(1) or (may_end.wait(300) and trial))  # noqa: SLF001 - it hangs
+    try:
+        for _ in range(3):
+            clock.advance(2 * JUDGE_INTERVAL_S)
+            number = await board.erase("shop", "ada")
+            told = await asyncio.wait_for(board.beat("a", report, 0, 0.0), 60)
+            assert told.erasures.place.number == number
+        assert len(reads) == 1, "one thread waits, and no other"
+    finally:
+        may_end.set()
+    await until(lambda: rollouts.read().trial is None, "the trial ends once its file can be read")
 
 
 async def test_where_replicas_hold_no_version_that_serves_the_newest_that_all_hold_is_loaded_too(process, board, rollouts):
