@@ -18,7 +18,7 @@ class HotKeys(Generic[KeyT]):
 
     At most `capacity` keys are counted; a new one takes the place of the least counted one and inherits its count as a possible error,
     which `top` and `hot` deduct: they never call a key hotter than it is. `hot_per_minute`: from how many lookups a minute a key is hot.
-    Not thread-safe. `clock` is in seconds.
+    Not thread-safe. `clock` is in seconds; where it is set back, counts go on from what they were.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class HotKeys(Generic[KeyT]):
             raise ValueError(f"hot keys need a capacity of 1 or more and a half-life above 0, not {capacity} and {half_life_s}")
         self.capacity, self.half_life_s, self.hot_per_minute = capacity, half_life_s, hot_per_minute
         self._clock = clock
-        self._start = clock()
+        self._start = self._latest = clock()
         # Counts grow instead of decaying: a lookup after n half-lives counts 2^n, and all are read divided by the present 2^n.
         self._counts: dict[KeyT, float] = {}
         self._errors: dict[KeyT, float] = {}
@@ -88,7 +88,11 @@ class HotKeys(Generic[KeyT]):
         return entry.fresh_s > 0 and entry.fresh_until - now < ahead * entry.fresh_s and self.hot(key)
 
     def _weight_now(self) -> float:
-        half_lives = (self._clock() - self._start) / self.half_life_s
+        now = self._clock()
+        if now < self._latest:
+            self._start -= self._latest - now  # else a count of before would seem to have doubled with each half-life that went back
+        self._latest = now
+        half_lives = (now - self._start) / self.half_life_s
         if half_lives > _RESCALE_AFTER_HALF_LIVES:
             self._rescale(half_lives)
             half_lives = 0.0

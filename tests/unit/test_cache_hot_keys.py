@@ -50,6 +50,17 @@ def test_counts_survive_many_half_lives(clock):
     assert hot_keys.top(1)[0][0] == "c"
 
 
+@pytest.mark.parametrize("back_s", [60.0, 86_400.0, 30 * 86_400.0])
+def test_a_clock_that_is_set_back_makes_no_key_hotter_and_counts_go_on(clock, back_s):
+    hot_keys = HotKeys(10, half_life_s=60.0, clock=clock)
+    lookups(hot_keys, clock, "before", per_minute=120, minutes=20)
+    clock.now -= back_s
+    assert hot_keys.rate("before") == pytest.approx(120, rel=0.02)
+    lookups(hot_keys, clock, "after", per_minute=120, minutes=20)
+    assert hot_keys.rate("after") == pytest.approx(120, rel=0.02)
+    assert not hot_keys.hot("before")
+
+
 def test_who_looks_when_counts_are_rescaled_is_told_no_other_rate(clock):
     hot_keys = HotKeys(2, half_life_s=1.0, clock=clock)
     clock.now += 499
