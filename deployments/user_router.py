@@ -34,8 +34,8 @@ class UserAffinityRouter(RankingRouter):
     def initialize_state(self, bound: float = BOUND, slack: int = SLACK, slow_times: float = TIMES, **unknown: Any) -> None:
         """The keys of `request_router_kwargs`. Raises ConfigError."""
         refuse(unknown, "UserAffinityRouter", "bound, slack and slow_times")
-        if not bound >= 1 or not isinstance(slack, int) or slack < 0:
-            raise ConfigError(f"bound is {bound} and slack {slack}; give a bound of 1 or more and a slack of 0 or more requests")
+        if not 1 <= bound < inf or not isinstance(slack, int) or slack < 0:
+            raise ConfigError(f"bound is {bound} and slack {slack}; give a finite bound of 1 or more and a slack of 0 or more requests")
         if not (slow_times > 1 or slow_times == 0):
             raise ConfigError(f"slow_times is {slow_times}; give more than 1, or 0 to leave no slow replica out")
         self._bound, self._slack, self._paces = bound, slack, Paces(slow_times or inf)

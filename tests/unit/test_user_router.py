@@ -265,7 +265,8 @@ async def test_where_it_is_not_wanted_no_replica_is_left_out_for_being_slow(rout
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"bound": 0.9}, {"bound": float("nan")}, {"slack": -1}, {"slack": 1.5}, {"bounds": 2}, {"slow_times": 1}]
+    "wrong",
+    [{"bound": 0.9}, {"bound": float("nan")}, {"bound": float("inf")}, {"slack": -1}, {"slack": 1.5}, {"bounds": 2}, {"slow_times": 1}],
 )
 async def test_wrong_settings_are_refused(router, wrong):
     with pytest.raises(ConfigError, match="|".join(wrong)):
