@@ -9,8 +9,8 @@ import importlib.util
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from cluster.cache.entry import CacheStatistics, Entry, Key, NamespaceStatistics
@@ -28,7 +28,9 @@ from integrations.redis.scripts import DROP, ERASE, LEASE, PUT, READ, RELEASE, W
 CONNECTIONS = 64
 PROBE_WITHIN_S = 1.0
 FIRST_POLL_S, LONGEST_POLL_S = 0.004, 0.05
-DROPPED_AT_ONCE = 500
+AT_ONCE = 500
+"""Sets that are asked, or entries that are dropped, in one exchange."""
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -118,20 +120,20 @@ class RedisCache:
     async def invalidate(self, namespace: str | None = None, group: str | None = None) -> int:
         await self._note_erasure(scope_digest(namespace, group))
         if namespace is None:
-            namespaces = await self._redis.zrange(f"{self._prefix}a", 0, -1)
-            dropped = sum([await self._dropped(f"n:{name.decode()}") for name in namespaces])
+            indexes = [f"n:{name}" for name in await self._namespaces()]
         else:
-            dropped = await self._dropped(f"n:{_quoted(namespace)}" if group is None else f"g:{_quoted(namespace)}:{_quoted(group)}")
+            indexes = [f"n:{_quoted(namespace)}" if group is None else f"g:{_quoted(namespace)}:{_quoted(group)}"]
+        dropped = sum([await self._dropped(some) for some in _parts_of(indexes)])
         self._counts["invalidations"] += dropped
         return dropped
 
     async def statistics(self) -> CacheStatistics:
         memory, stats = await self._redis.info("memory"), await self._redis.info("stats")
-        namespaces = await self._redis.zrange(f"{self._prefix}a", 0, -1)
-        now_ms = 1000 * time.time()
-        entries = {name: await self._redis.zcount(f"{self._prefix}n:{name.decode()}", now_ms, "+inf") for name in namespaces}
+        namespaces, now_ms = await self._namespaces(), 1000 * time.time()
+        counts = await self._of_each([f"n:{name}" for name in namespaces], lambda pipeline, index: pipeline.zcount(index, now_ms, "+inf"))
+        entries: dict[str, int] = dict(zip(namespaces, counts, strict=True))
         by_namespace = {
-            name: NamespaceStatistics(counts["hits"], counts["misses"], entries.get(_quoted(name).encode(), 0))
+            name: NamespaceStatistics(counts["hits"], counts["misses"], entries.get(_quoted(name), 0))
             for name, counts in self._lookups.items()
         }
         return CacheStatistics(
@@ -158,10 +160,26 @@ class RedisCache:
             if not await self._redis.delete(f"{self._prefix}x"):
                 await self._redis.delete(f"{self._prefix}e")
 
-    async def _dropped(self, index: str) -> int:
-        names = await self._redis.zrange(self._prefix + index, 0, -1)
-        parts = [names[start : start + DROPPED_AT_ONCE] for start in range(0, len(names), DROPPED_AT_ONCE)]
-        return sum([int(await self._drop([self._prefix], part)) for part in parts])
+    async def _namespaces(self) -> list[str]:
+        """Quoted, those that an entry or a lease is of."""
+        return [name.decode() for name in await self._redis.zrange(f"{self._prefix}a", 0, -1)]
+
+    async def _of_each(self, indexes: Sequence[str], ask: Callable[[Any, str], object]) -> list[Any]:
+        """What Redis answers of each of these sets, in order; `ask` puts the question to a pipeline. One after the other, thousands of
+        tenants would take longer than an operator's call may, and a shard that was out comes back by its statistics.
+        """
+        answers = list[Any]()
+        for some in _parts_of(indexes):
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for index in some:
+                    ask(pipeline, self._prefix + index)
+                answers += await pipeline.execute()
+        return answers
+
+    async def _dropped(self, indexes: Sequence[str]) -> int:
+        named = await self._of_each(indexes, lambda pipeline, index: pipeline.zrange(index, 0, -1))
+        names = [name for some in named for name in some]
+        return sum([int(await self._drop([self._prefix], some)) for some in _parts_of(names)])
 
     def _name(self, kind: str, key: Key) -> str:
         return f"{self._prefix}{kind}:{':'.join(_parts(key))}"
@@ -215,6 +233,10 @@ def _quoted(part: str) -> str:
 
 def _parts(key: Key) -> list[str]:
     return [_quoted(part) for part in key]
+
+
+def _parts_of(names: Sequence[T]) -> list[Sequence[T]]:
+    return [names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE)]
 
 
 def _asked(keys: Sequence[Key]) -> list[str]:

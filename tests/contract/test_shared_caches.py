@@ -356,6 +356,24 @@ def server_at(url):
     return pytest.importorskip("redis").Redis.from_url(url)
 
 
+async def test_redis_counts_and_erases_the_entries_of_many_tenants_in_a_few_exchanges(redis_url, monkeypatch):
+    redis = RedisCache(redis_url, prefix="many:")
+    cache, tenants = ShardedCache({"redis": redis}, PATIENT), 300
+    await put(cache, {Key(f"tenant-{number}", "ada", "1"): entry() for number in range(tenants)})
+    connection_type = pytest.importorskip("redis.asyncio").Connection
+    exchanges, sent = [], connection_type.send_packed_command
+
+    async def counting(connection, *args, **named):
+        exchanges.append(connection)
+        await sent(connection, *args, **named)
+
+    monkeypatch.setattr(connection_type, "send_packed_command", counting)
+    assert (await cache.statistics())["redis"].entries == tenants
+    assert (await cache.invalidate()).entries == tenants
+    assert len(exchanges) < 20
+    await cache.close()
+
+
 async def test_redis_keeps_nothing_for_longer_than_the_entries_live(redis_url):
     cache = ShardedCache({"redis": RedisCache(redis_url, prefix="short:")}, PATIENT)
     await put(cache, {ADA: entry(fresh_s=0.05, stale_s=0.05)})
