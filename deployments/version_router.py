@@ -9,7 +9,7 @@ answers the whole request.
 
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from time import monotonic, perf_counter
@@ -178,10 +178,16 @@ class VersionRouter:
         elif self._model_cache.get(self._serving) is None:
             any_held = self._model_cache.models[0].bundle.manifest.version
             self._serve(next((v for v in (*able, *sorted(news.used)) if self._model_cache.get(v)), any_held))
-        trial = self._rollout.trial
-        self._tried = trial.version if trial and trial.version in able and news.settled else None
+        self._tried = self._tried_now(able, settled=news.settled)
         if rollout.period != self._period:
             self._period, self._recorders = rollout.period, {}
+
+    def _tried_now(self, able: Collection[int], *, settled: bool) -> int | None:
+        """What is on trial from now on. A switchboard that was restarted has not heard of all: a trial that had begun goes on meanwhile."""
+        if (trial := self._rollout.trial) is None:
+            return None
+        goes_on = self._tried == trial.version and self._rollout.period == self._period and self._model_cache.get(trial.version)
+        return trial.version if (trial.version in able if settled else goes_on) else None
 
     def uses(self) -> frozenset[int]:
         return frozenset({self._serving, self._tried or self._serving} - {0})

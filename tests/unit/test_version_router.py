@@ -133,6 +133,20 @@ async def test_a_switchboard_that_has_not_heard_of_everybody_changes_nothing(rig
     assert {await rig.served_by(user) for user in USERS} == {1}
 
 
+@pytest.mark.parametrize("able", [{1, 2}, {1}, set()])
+async def test_a_restarted_switchboard_moves_no_user_out_of_a_trial(rig, able):
+    rig.learn(1, HALF)
+    before = {user: await rig.served_by(user) for user in USERS}
+    rig.stages.able = able
+    rig.learn(1, HALF, settled=False)
+    assert ({user: await rig.served_by(user) for user in USERS}, rig.versions.uses()) == (before, {1, 2})
+    rig.learn(1, HALF.model_copy(update={"began": HALF.began + 1}), settled=False)
+    assert {await rig.served_by(user) for user in USERS} == {1}, "another trial begins once all are heard of"
+    rig.learn(1, HALF)
+    rig.learn(1, settled=False)
+    assert {await rig.served_by(user) for user in USERS} == {1}, "a trial ends at once"
+
+
 async def test_a_gateway_that_is_new_takes_what_it_can_before_all_is_known(rig):
     rig.learn(2, settled=False)
     assert await rig.served_by() == 2
