@@ -83,7 +83,9 @@ class Heartbeat:
 
     async def start(self) -> None:
         """Returns once every member holds what serves. Raises BundleError where no version can be served."""
-        await self._read_rollout(within_s=None)
+        if not await self._read_rollout(within_s=None):
+            bundle, _ = await asyncio.to_thread(self._rollouts.store.open_last_good)
+            self._rollout = Rollout(stable=bundle.manifest.version)
         await self._tell()  # what is loaded is what will be asked: as it is switched, and versions in use in the middle of a rollout
         for member in self._members.values():
             await member.load(self._wanted, only=self._pinned is not None)
@@ -180,18 +182,22 @@ class Heartbeat:
         for member in self._members.values():
             member.follow(self._rollout, self._orders)
 
-    async def _read_rollout(self, within_s: float | None = LOOK_INTERVAL_S) -> None:
-        """A rollout that cannot be read, or not soon, changes nothing: the process goes on to report while a file server hangs."""
+    async def _read_rollout(self, within_s: float | None = LOOK_INTERVAL_S) -> bool:
+        """Whether it is known now. One that cannot be read, or not soon, changes nothing: the process goes on to report while a file server
+        hangs.
+        """
         if self._pinned is not None:
-            return
+            return True
         reading = self._reading = self._reading or asyncio.create_task(asyncio.to_thread(self._rollouts.read))
         if not (await asyncio.wait([reading], timeout=within_s))[0]:
-            return
+            return False
         self._reading = None
         try:
             self._rollout = reading.result()
         except (BundleError, OSError) as error:
             logger.warning("the rollout stays as it is: %s", error)
+            return False
+        return True
 
     async def _forget(self, tenant: str | None, user: str | None) -> None:
         await asyncio.gather(*(member.forget(tenant, user) for member in self._members.values()))

@@ -235,6 +235,22 @@ async def test_a_rollout_that_cannot_be_read_stays_as_it_is(process, rollouts, c
     await until(lambda: member.stable == 2)
 
 
+@pytest.mark.parametrize(("file", "holds", "stable"), [(ROLLOUT, '{"of": "a later release"}', 2), ("current", "two", 3)])
+async def test_a_process_that_starts_while_the_rollout_cannot_be_read_serves_the_current_version_or_else_the_newest(
+    process, rollouts, caplog, file, holds, stable
+):
+    rollouts.promote(2)
+    (rollouts.store.root / file).write_text(holds)
+    member = Member(rollouts.store)
+    await process(member).start()
+    await until(lambda: member.rollout is not None)
+    assert (member.stable, member.model_cache.holds) == (stable, {stable: READY})
+    assert "the rollout stays as it is" in caplog.text
+    (rollouts.store.root / file).unlink()
+    rollouts.store.promote(1)
+    await until(lambda: member.stable == 1)
+
+
 async def test_a_rollout_that_takes_for_ever_to_be_read_silences_no_process(process, handle, rollouts, monkeypatch):
     """As where the file server that has the models hangs."""
     heartbeat, may_end = process(Member(rollouts.store)), threading.Event()
