@@ -100,8 +100,8 @@ class QueuePolicy:
             ctx.current_num_replicas == ctx.target_num_replicas and now - max(state["running_since"], limit.lowered_at) >= self.settle_s
         )
         each = ctx.total_num_requests / ctx.current_num_replicas
-        called = [value for value in latency_ms.values() if value > 0]
-        if self.target_latency_ms is not None and called and settled and each <= limit.requests:
+        called = [value for value in latency_ms.values() if value > 0]  # also where calls are so brief that none was counted
+        if self.target_latency_ms is not None and called and settled and 0 < each <= limit.requests:
             over = sum(called) / len(called) / self.target_latency_ms
             if over > 1:
                 return limit.lowered(each / over, now)

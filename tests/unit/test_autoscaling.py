@@ -175,6 +175,14 @@ def test_a_latency_that_comes_of_too_many_requests_asks_for_nothing_more():
     assert deployment.state["limit"].requests == TARGET
 
 
+def test_calls_so_brief_that_none_is_counted_say_nothing_of_how_many_a_replica_may_have():
+    deployment = Deployment(QueuePolicy(target_latency_ms=4, settle_s=5))
+    for _ in range(6000):
+        deployment.tick(0, latency_ms=5)
+    assert deployment.state["limit"].requests == TARGET
+    assert [deployment.tick(2, latency_ms=5) for _ in range(3)] == [1, 1, 1]
+
+
 def test_a_forecast_starts_replicas_before_a_ramp_needs_them_and_is_bounded():
     """At 10 replicas for a load of 80, a replica that takes 10 s to start must have been wanted when the load was 70."""
     ahead, without = (Deployment(QueuePolicy(forecast_s=forecast_s)) for forecast_s in (10, 0))
