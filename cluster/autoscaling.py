@@ -23,6 +23,8 @@ RECOVERY = 10.0
 QUIET = 1e-3
 """A utilisation below it is that of an idle engine."""
 ROUNDING = 1e-6
+SET_BACK_S = 10.0
+"""Serve tells the system's time. Where that is set back by more, what is remembered would hold until it has come there again."""
 OUTLIER = 2.0
 """A sample may be so many mean deviations away from what was foreseen; the rest of it is cut off."""
 
@@ -65,8 +67,8 @@ class QueuePolicy:
     def __call__(self, ctx: Any) -> tuple[int, dict[str, Any]]:
         """`ctx` is Serve's AutoscalingContext. The replicas are within its bounds.
 
-        Remembered: how many replicas are `running`, and since when (`running_since`); when there was work last (`busy_at`); the Trend, the
-        Limit, and the `peaks` of the load that count against going down.
+        Remembered: when that was (`seen_at`); how many replicas are `running`, and since when (`running_since`); when there was work last
+        (`busy_at`); the Trend, the Limit, and the `peaks` of the load that count against going down.
         """
         now, requests, figures = ctx.current_time, ctx.total_num_requests, ctx.aggregated_metrics or {}
         state = _with_what_is_seen(ctx, figures)
@@ -156,6 +158,9 @@ class Trend:
 def _with_what_is_seen(ctx: Any, figures: Figures) -> dict[str, Any]:
     """What is remembered, with the replicas that run now and whether there is work."""
     now, state = ctx.current_time, dict(ctx.policy_state or {})
+    if now < state.get("seen_at", now) - SET_BACK_S:
+        state = {}
+    state["seen_at"] = now
     awoken = not state.get("running")
     if ctx.current_num_replicas != state.get("running"):
         state |= {"running": ctx.current_num_replicas, "running_since": now}

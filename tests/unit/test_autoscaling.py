@@ -129,6 +129,17 @@ def test_it_goes_down_only_after_the_load_has_been_lower_for_a_while_and_keeps_s
     assert deployment.tick(10) == 2
 
 
+def test_a_clock_that_is_set_back_holds_no_replica_for_as_long():
+    deployment = Deployment(QueuePolicy(down_after_s=20, forecast_s=10))
+    for second in range(30):
+        deployment.tick(5.0 * second)
+    deployment.now -= 86_400
+    for _ in range(60):
+        deployment.tick(5)
+    assert deployment.wanted[-1] == 1
+    assert deployment.tick(80) == 8
+
+
 def test_a_short_pause_in_the_load_costs_no_replica():
     deployment = Deployment(QueuePolicy(down_after_s=30))
     assert {deployment.tick(load) for load in [80] * 5 + [0] * 25 + [80] * 5 + [0] * 25 + [80] * 5} == {8}
