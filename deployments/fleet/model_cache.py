@@ -87,9 +87,14 @@ class ModelCache(Generic[Model]):
         await asyncio.to_thread(return_freed)
 
     def want(self, versions: Iterable[int]) -> None:
-        """Hold these from now on, beside what is asked for meanwhile; one thing after the other, in the background."""
+        """Hold these from now on, beside what is asked for meanwhile; one thing after the other, in the background. One that is not wanted
+        any more as it is being loaded, as after a rollback, holds no other up: its engine may hang.
+        """
         now = self._clock()
-        self._wanted_at.update(dict.fromkeys(versions, now))
+        self._wanted_at.update(wanted := dict.fromkeys(versions, now))
+        if self._work and self._loading and self._loading not in wanted and not self._work.cancelling():
+            logger.info("version %d is not needed any more, and is not loaded", self._loading)
+            self._work.cancel()
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._tidy(now))
 

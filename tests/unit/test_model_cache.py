@@ -10,6 +10,7 @@ from cluster.errors import BackendUnavailable, BundleError
 from cluster.fleet.board import READY
 from deployments.fleet.model_cache import RETRY_AFTER_S, ModelCache
 from tests.fakes.clock import Clock
+from tests.waiting import until
 
 KEEP_S = 30.0
 
@@ -75,6 +76,21 @@ async def test_another_version_is_loaded_beside_the_one_that_serves(model_cache,
     workshop.busy.set()
     await model_cache.settled()
     assert (model_cache.holds, workshop.made) == ({1: READY, 2: READY}, [1, 2])
+
+
+async def test_a_version_that_is_rolled_back_while_it_is_loaded_holds_no_other_up(model_cache, workshop, clock):
+    await model_cache.fill([1])
+    workshop.busy = asyncio.Event()  # for ever
+    model_cache.want([1, 2])
+    await until(lambda: 2 in model_cache.holds)
+    clock.advance(1)
+    model_cache.want([1])
+    await until(lambda: model_cache.holds == {1: READY})
+    workshop.busy = None
+    clock.advance(1)
+    model_cache.want([1, 3])
+    await until(lambda: model_cache.holds == {1: READY, 3: READY})
+    assert workshop.made == [1, 3]
 
 
 async def test_what_is_held_is_not_loaded_again(model_cache, workshop):
