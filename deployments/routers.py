@@ -73,6 +73,7 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
         super().update_replicas(replicas)
         here = {replica.replica_id for replica in replicas}
         self._unheard_since = {replica: since for replica, since in self._unheard_since.items() if replica in here}
+        self._unsent = Counter({replica: requests for replica, requests in self._unsent.items() if requests or replica in here})
 
     def _heard(self, replicas: list[RunningReplica]) -> list[RunningReplica]:
         """Less the silent ones."""

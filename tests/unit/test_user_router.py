@@ -182,6 +182,16 @@ async def test_who_leaves_just_as_a_replica_is_found_does_not_count_for_ever(rou
     assert (await chosen(router, pending("ada")))[0] == home
 
 
+async def test_a_replica_that_is_gone_is_not_remembered(router):
+    for number in range(5):
+        (replica,) = only = [Replica(f"number-{number}")]
+        router.update_replicas(only)
+        router.on_new_queue_len_info(replica.replica_id, 0)
+        async with asyncio.timeout(120):
+            await routed(router, pending("ada"))
+    assert [one.unique_id for one in router._unsent] == ["number-4"]  # noqa: SLF001 - what it has in memory
+
+
 async def test_a_caller_who_leaves_while_all_are_full_is_not_waited_for(router):
     for one in replicas_of(router):
         one.max_ongoing_requests = 1
