@@ -524,9 +524,9 @@ def read(path: Path, host: str | None = None) -> Settings:
         if stage in STAGES and changes:
             with_changes(settings, stage, changes, f"{path}: user_config of the {stage}")
         if stage == "gateway" and changes:
-            own, of_stages = split_changes(changes)
+            own, of_stages = split_changes(settings, changes, source := f"{path}: user_config of the gateway")
             for name, changed in {"gateway": own, **of_stages}.items():
-                with_changes(settings, name, changed, f"{path}: user_config of the gateway")
+                with_changes(settings, name, changed, source)
         _check_policy(deployment, path)
         _check_grace(settings, deployment, path)
     return settings
@@ -543,9 +543,15 @@ def require_keys(settings: Settings, host: str | None, source: str = "configurat
     )
 
 
-def split_changes(user_config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A gateway's user_config: its own keys, and those of the stages in its process."""
+def split_changes(settings: Settings, user_config: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A gateway's user_config: its own keys, and those of the stages in its process. Raises ConfigError where none are in it."""
     of_stages = {name: changes for name, changes in user_config.items() if name in STAGES}
+    if of_stages and settings.placement != "colocated":
+        stages = ", ".join(of_stages)
+        raise ConfigError(f"{source} has {stages}, and placement is {settings.placement}; put it under user_config of that deployment")
+    for name, changes in of_stages.items():
+        if not isinstance(changes, dict):
+            raise ConfigError(f"{source}: {name} = {_shown((name,), changes)}: give its keys, as in {name}: {{selection: fastest}}")
     return {name: value for name, value in user_config.items() if name not in STAGES}, of_stages
 
 

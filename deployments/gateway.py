@@ -109,7 +109,7 @@ class Gateway:
         """Take new limits and flags, and a colocated stage's settings, while requests are served; what is not given is as in `args`. Raises
         ConfigError, and nothing changes.
         """
-        (own, of_stages), source = split_changes(user_config), "user_config of the gateway"
+        own, of_stages = split_changes(self._settings, user_config, source := "user_config of the gateway")
         limits = with_changes(self._settings, "gateway", own, source).gateway
         for stage, changes in of_stages.items():
             with_changes(self._settings, stage, changes, source)

@@ -101,6 +101,22 @@ def test_a_wrong_user_config_is_refused_before_anything_is_deployed(tmp_path: Pa
         read(tmp_path / "other.yaml")
 
 
+@pytest.mark.parametrize(
+    ("placement", "encoder", "message"),
+    [
+        ("split", {"order": ["torch"]}, "has encoder, and placement is split; put it under user_config of that deployment"),
+        ("colocated", ["torch"], r"encoder = \['torch'\]: give its keys, as in encoder: \{selection: fastest\}"),
+        ("colocated", None, "encoder = None: give its keys"),
+    ],
+)
+def test_what_the_gateways_user_config_says_of_a_stage_is_refused_where_it_would_change_nothing(tmp_path, placement, encoder, message):
+    deployments = [{"name": "gateway", "user_config": {"max_k": 5, "encoder": encoder}}]
+    tree = {"applications": [{"args": {"placement": placement}, "deployments": deployments}]}
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError, match=rf"other\.yaml: user_config of the gateway.*{message}"):
+        read(tmp_path / "other.yaml")
+
+
 def test_ray_config_is_a_valid_serve_config_whose_values_are_the_defaults():
     ServeDeploySchema.model_validate(yaml.safe_load(RAY_CONFIG.read_text()))
     assert read(RAY_CONFIG) == Settings()

@@ -242,7 +242,7 @@ class TestReconfigure:
         assert (source(answer), stages_of(answer)) == ("computed", UNIFIED)
 
     async def test_the_edge_and_the_stages_are_told(self, gateway: Make) -> None:
-        one = await gateway()
+        one = await gateway(placement="colocated")
         assert await one.status(k=8) == 200
         await one.gateway.reconfigure({"max_k": 7, "flags": {"hedge": True}, "encoder": {"order": ["torch"]}})
         assert [await one.status(k=k) for k in (7, 8)] == [200, 422]
@@ -283,7 +283,7 @@ class TestReconfigure:
 
     @pytest.mark.parametrize("wrong", [{"max_k": 0}, {"max_k": 7, "encoder": {"order": ["torch"]}, "generator": {"order": ["no such"]}}])
     async def test_a_change_that_makes_no_sense_is_refused_and_changes_nothing(self, gateway: Make, wrong: dict[str, Any]) -> None:
-        one = await gateway()
+        one = await gateway(placement="colocated")
         with pytest.raises(ConfigError, match="user_config of the gateway"):
             await one.gateway.reconfigure({**wrong, "flags": {"cache": False}})
         assert [source(await one.asked()) for _ in range(2)] == ["computed", "l1"]
