@@ -24,6 +24,8 @@ SERVES_GRACE_S = 20.0
 """A deployment's graceful_shutdown_timeout_s where its configuration says nothing."""
 GRACE_S = 1.0
 """How much later than at its deadlines a request may still have an engine compute."""
+HOST = re.compile(r"[\w.-]+|[\da-fA-F]*:[\da-fA-F.]*:[\da-fA-F:.]*")
+"""A name or an address, as a `Host` header has it before the port; of IPv6 without brackets."""
 ReadT = TypeVar("ReadT", bound=BaseModel)
 
 
@@ -306,6 +308,12 @@ class GatewaySettings(Section):
     )
     playground: bool = Field(True, description="the page at /, to try the system in a browser; false: nothing is there")
 
+    @model_validator(mode="after")
+    def _hosts_are_names(self) -> Self:
+        if wrong := [host for host in self.hosts if not HOST.fullmatch(host)]:
+            raise ValueError(f"hosts has {wrong[0]!r}; give names alone, without a scheme, a port or a path, as rec.example.org")
+        return self
+
     @property
     def unguarded(self) -> bool:
         """Whether every caller may do everything."""
@@ -404,7 +412,10 @@ class ZeroMQSettings(Section):
     @model_validator(mode="after")
     def _listens_on_this_machine(self) -> Self:
         scheme, _, at = self.address.partition("://")
-        if scheme == "tcp" and not is_loopback(at.rpartition(":")[0]):
+        host, _, port = at.rpartition(":")
+        if scheme == "tcp" and not 1 <= int(port) <= 65_535:
+            raise ValueError(f"address {self.address} has the port {port}; give one from 1 to 65535, as in tcp://127.0.0.1:5555")
+        if scheme == "tcp" and not is_loopback(host):
             raise ValueError(
                 f"address {self.address} is open to other machines, and its frames are not encrypted; give tcp://127.0.0.1:5555 or "
                 "ipc:///a/file, and have a tunnel that encrypts (ssh, stunnel, WireGuard) carry it to them"
@@ -439,6 +450,14 @@ class Settings(Section):
             raise ValueError(
                 f"zeromq.max_bytes ({self.zeromq.max_bytes}) must be at least gateway.max_body_bytes ({self.gateway.max_body_bytes})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _a_body_may_be_held(self) -> Self:
+        edge = self.gateway
+        if edge.max_held_bytes < edge.max_body_bytes:
+            most, body = edge.max_held_bytes, edge.max_body_bytes
+            raise ValueError(f"gateway.max_held_bytes ({most}) must be at least gateway.max_body_bytes ({body})")
         return self
 
     @model_validator(mode="after")

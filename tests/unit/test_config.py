@@ -42,6 +42,12 @@ ONE_MACHINE = RAY_CONFIG.parent / "cluster" / "launch" / "one_machine.yaml"
         ({"placement": "together"}, "placement = 'together': Input should be 'split' or 'colocated'"),
         ({"gateway": {"flags": {"hedging": True}}}, "gateway.flags.hedging = True: Extra inputs are not permitted"),
         ({"gateway": {"flags": {"strategy": "popular"}}}, "gateway.flags.strategy = 'popular'"),
+        ({"gateway": {"max_held_bytes": 2**16}}, r"gateway\.max_held_bytes \(65536\) must be at least gateway\.max_body_bytes \(1048576\)"),
+        ({"gateway": {"hosts": ["a.org", "b.org:8000"]}}, r"hosts has 'b\.org:8000'; give names alone, without a scheme, a port or a path"),
+        ({"gateway": {"hosts": ["https://b.org"]}}, "hosts has 'https://b.org'; give names alone"),
+        ({"gateway": {"hosts": ["10.0.0.7:8000"]}}, "hosts has '10.0.0.7:8000'; give names alone"),
+        ({"zeromq": {"address": "tcp://127.0.0.1:65536"}}, "has the port 65536; give one from 1 to 65535, as in tcp://127.0.0.1:5555"),
+        ({"zeromq": {"address": "tcp://127.0.0.1:0"}}, "has the port 0; give one from 1 to 65535"),
         ({"events": {"url": "postgres://host/events"}}, "url is no event store's; write it as postgresql://user@host/database"),
         ({"events": {"url": "events.db"}}, "url is no event store's"),
         ({"cache": {"l2_shards": 3, "l2_max_shards": 2}}, r"l2_max_shards \(2\) must be greater than or equal to l2_shards \(3\)"),
@@ -50,6 +56,11 @@ ONE_MACHINE = RAY_CONFIG.parent / "cluster" / "launch" / "one_machine.yaml"
 def test_a_wrong_key_is_named_with_its_value_and_the_rule(tree, message):
     with pytest.raises(ConfigError, match=message):
         parse(tree)
+
+
+@pytest.mark.parametrize("host", ["rec.example.org", "REC", "xn--bcher-kva.example", "10.0.0.7", "::1", "fe80::1"])
+def test_a_host_is_a_name_or_an_address(host: str):
+    assert parse({"gateway": {"hosts": [host]}}).gateway.hosts == [host]
 
 
 def test_every_problem_is_told_at_once():
