@@ -90,7 +90,7 @@ def _check(backup: Path, checksum: str) -> None:
     told = _checksum_file(backup)
     if not told.is_file():
         raise ConfigError(f"{told} is not there; put it beside the backup that it was made with")
-    if told.read_text().split()[:1] != [checksum]:
+    if told.read_bytes().split()[:1] != [checksum.encode()]:
         raise DataError(f"{backup} is not the file that {told} was made of; take another backup")
 
 

@@ -186,6 +186,9 @@ async def test_a_backup_that_is_damaged_is_not_restored(backed_up, path):
     backup.write_bytes(backup.read_bytes()[:-1] + b"x")
     with pytest.raises(DataError, match=r"is not the file that .*backup\.db\.sha256 was made of"):
         await run("restore", backup, "--url", url)
+    backup.with_name("backup.db.sha256").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match=r"is not the file that .*backup\.db\.sha256 was made of"):
+        await run("restore", backup, "--url", url)
     backup.with_name("backup.db.sha256").unlink()
     with pytest.raises(ConfigError, match=r"backup\.db\.sha256 is not there"):
         await run("restore", backup, "--url", url)
