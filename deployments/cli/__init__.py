@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from errno import EDQUOT, ENOSPC
 
 import typer
 
@@ -33,6 +34,9 @@ COMMANDS = {
     "config": "deployments.cli.config:config",
 }
 
+NO_ROOM = (ENOSPC, EDQUOT)
+"""Of a disk, for which a write has no file's name."""
+
 
 @app.callback()
 def genrec() -> None:
@@ -45,7 +49,7 @@ def main() -> None:
     try:
         app()
     except (GenrecError, OSError) as error:
-        if isinstance(error, OSError) and error.filename is None:
+        if isinstance(error, OSError) and error.filename is None and error.errno not in NO_ROOM:
             raise
         typer.secho(f"genrec: {error}", fg="red", err=True)
         sys.exit(1)

@@ -39,6 +39,16 @@ def test_a_file_that_a_command_cannot_have_is_one_line_and_no_trace(tmp_path: Pa
     assert capsys.readouterr().err.startswith("genrec: [Errno ")
 
 
+def test_a_full_disk_is_one_line_and_no_trace(tmp_path: Path, monkeypatch, capsys):
+    command = ["bench", "interleave", "--baseline", "true", "--candidate", "true", "--rounds", "1", "--warm-up", "0"]
+    files = ["--json-baseline", "/dev/full", "--json-candidate", str(tmp_path / "other.json")]
+    monkeypatch.setattr(sys, "argv", ["genrec", *command, *files])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "genrec: [Errno 28] No space left on device\n"
+
+
 def test_every_configuration_serves_the_model_that_the_directory_is_named_after(tmp_path: Path):
     init(tmp_path / "shop")
     assert read(tmp_path / "shop/ray_config.yaml").model_dir == Path("models/shop")
