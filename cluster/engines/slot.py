@@ -28,11 +28,13 @@ class EngineSlot(Generic[RequestT, AnswerT]):
     def get_availability(self) -> Availability:
         """Whether the backend can serve here; never raises. For a thread: it imports the backend's module."""
         try:
-            availability: Availability = self._made().backend.get_availability(self._room.bundle)
+            availability = self._made().backend.get_availability(self._room.bundle)
         except ImportError as error:
             return Availability.no(f"{self._import_string} cannot be imported: {error}")
         except Exception as error:  # noqa: BLE001 - the module, the constructor and the probe are the backend's code
             return Availability.because(error, f"its probe broke: {reason_of(error)}")
+        if not isinstance(availability, Availability):
+            return Availability.no(f"its probe broke: get_availability returned a {type(availability).__name__}, not an Availability")
         return availability
 
     async def load(self, run: Run) -> None:

@@ -144,6 +144,13 @@ class TestChoice:
         monkeypatch.setattr(First, "get_availability", lambda self, bundle: 1 / 0)
         assert (await controller.call_one(1)).fallback_from[0].reason == "its probe broke: ZeroDivisionError: division by zero"
 
+    @pytest.mark.parametrize("said", [True, False, None, "no GPU"])
+    async def test_a_probe_that_answers_with_something_else_is_a_reason(self, controller, monkeypatch, said):
+        monkeypatch.setattr(First, "get_availability", lambda self, bundle: said)
+        served = await controller.call_one(1)
+        told = f"its probe broke: get_availability returned a {type(said).__name__}, not an Availability"
+        assert (served.backend, served.fallback_from) == ("second", (SkippedBackend("first", told),))
+
     async def test_a_disabled_backend_is_passed_over_until_it_is_enabled(self, controller):
         controller.disable("first")
         served = await controller.call_one(1)
