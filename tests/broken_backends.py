@@ -187,6 +187,11 @@ class LoadsOnce(Sound):
         del self.vectors
 
 
+class ExitsAsItLoads(Sound):
+    def load(self, bundle: Bundle) -> None:
+        raise SystemExit(2)
+
+
 class ClosesOnce(Sound):
     closed = False
 

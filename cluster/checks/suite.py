@@ -145,7 +145,7 @@ class _Run:
         except Stuck as stuck:
             self._stuck_in = one.name
             return Result.FAILED, f"it {stuck}: it hangs, or is very slow"
-        except Exception as error:  # noqa: BLE001 - any error of a foreign engine is what the check found
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of a foreign engine is what the check found
             return Result.FAILED, f"it raised {_told(error)}"
         return Result.PASSED, ""
 
@@ -158,7 +158,7 @@ class _Run:
         return "it is not loaded" if one.loaded and not self._subject.loaded else ""
 
 
-def _told(error: Exception) -> str:
+def _told(error: Exception | SystemExit) -> str:
     """What was raised, and where: our own errors speak for themselves."""
     if isinstance(error, GenrecError):
         return f"{type(error).__name__}: {error}"

@@ -92,6 +92,8 @@ class Batches(Engine[RequestT, AnswerT]):
             return [BackendFailed(GAVE_UP)] * len(requests)
         except Exception as error:  # noqa: BLE001 - any error of an engine is a reason to ask the next one
             return [error] * len(requests)
+        except SystemExit as error:
+            return [_no_end(error)] * len(requests)
         if not isinstance(answers, list | tuple) or len(answers) != len(requests):
             given = f"{len(answers)} answers" if isinstance(answers, list | tuple) else f"a {type(answers).__name__}"
             return [Nonsense(f"returned {given} for {len(requests)} requests")] * len(requests)
@@ -128,6 +130,8 @@ class Queue(Engine[RequestT, AnswerT]):
             yield self._late(error)
         except Exception as error:  # noqa: BLE001 - any error of an engine is a reason to ask the next one
             yield error
+        except SystemExit as error:
+            yield _no_end(error)
 
     async def _one(self, request: RequestT) -> AnswerT | Exception:
         try:
@@ -136,6 +140,8 @@ class Queue(Engine[RequestT, AnswerT]):
             return self._late(error)
         except Exception as error:  # noqa: BLE001 - any error of an engine is a reason to ask the next one
             return error
+        except SystemExit as error:
+            return _no_end(error)
         self._has_answered()
         return self._checked(request, answer)
 
@@ -153,6 +159,11 @@ class Queue(Engine[RequestT, AnswerT]):
         if isinstance(error, DeadlineExceeded):
             return error
         raise error
+
+
+def _no_end(error: SystemExit) -> RuntimeError:
+    """In place of what would end the process, and with it the backends that could answer."""
+    return RuntimeError(f"SystemExit: {error}")
 
 
 async def together(awaited: Sequence[Awaitable[T]]) -> list[T]:

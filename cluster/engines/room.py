@@ -35,11 +35,13 @@ async def beside(work: Callable[[], T]) -> T:
 
 
 def _done(work: Callable[[], T]) -> T:
-    """A StopIteration, as of a `next` that finds nothing, is raised as a RuntimeError: asyncio's future would be left open for good."""
+    """What asyncio's futures do not take is raised as a RuntimeError: a StopIteration, as of a `next` that finds nothing, would leave them
+    open for good, and a SystemExit, as of a library that parses a command line, would end the event loop.
+    """
     try:
         return work()
-    except StopIteration as error:
-        raise RuntimeError(f"StopIteration: {error}") from error
+    except (StopIteration, SystemExit) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 class EngineThread:
@@ -67,7 +69,7 @@ class EngineThread:
 
     async def compute_here(self, work: Callable[[], T]) -> T:
         """As `compute`, on the event loop: for what takes less time than the way to the thread and back, while nothing is `pending`."""
-        return self._timed(work)
+        return _done(lambda: self._timed(work))
 
     def close(self) -> None:
         """Returns when the work that runs has ended."""

@@ -33,6 +33,8 @@ class EngineSlot(Generic[RequestT, AnswerT]):
             return Availability.no(f"{self._import_string} cannot be imported: {error}")
         except Exception as error:  # noqa: BLE001 - the module, the constructor and the probe are the backend's code
             return Availability.because(error, f"its probe broke: {reason_of(error)}")
+        except SystemExit as error:
+            return Availability.no(f"its probe broke: SystemExit: {error}")
         if not isinstance(availability, Availability):
             return Availability.no(f"its probe broke: get_availability returned a {type(availability).__name__}, not an Availability")
         return availability
@@ -69,5 +71,5 @@ class EngineSlot(Generic[RequestT, AnswerT]):
     def _close(self, engine: Engine[RequestT, AnswerT]) -> None:
         try:
             engine.backend.close()
-        except Exception:  # a foreign engine may raise anything, and it is no longer needed
+        except (Exception, SystemExit):  # a foreign engine may raise anything, and it is no longer needed
             logger.warning("backend %s broke while it was closed", self._name, exc_info=True)

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -529,6 +530,21 @@ class TestRecovery:
             await controller.refresh()
         assert First.log.count("load") == 2, "in the engine thread, and beside it"
         assert (await controller.call_one(1)).backend == "second"
+
+    async def test_a_backend_that_would_end_the_process_is_passed_over(self, controller, monkeypatch):
+        """A SystemExit, as of a library that parses a command line, ends the event loop that it reaches."""
+        monkeypatch.setattr(First, "get_availability", lambda self, bundle: sys.exit("usage: first"))
+        assert (await controller.call_one(1)).fallback_from == (SkippedBackend("first", "its probe broke: SystemExit: usage: first"),)
+        monkeypatch.undo()
+        CLOCK.advance(5)
+        First.load_error = SystemExit(2)
+        await controller.probe()
+        assert (await controller.call_one(1)).fallback_from[0].reason == "could not be loaded: RuntimeError: SystemExit: 2"
+        First.load_error, First.error = None, SystemExit(3)
+        CLOCK.advance(1)
+        served = await controller.call_one(1)
+        assert (served.backend, served.fallback_from[0].reason) == ("second", "broke: RuntimeError")
+        assert snapshot_of(controller, "first").last_error == "broke: RuntimeError: SystemExit: 3"
 
     async def test_a_backend_that_breaks_while_closing_is_still_replaced(self, controller, monkeypatch, caplog):
         monkeypatch.setattr(First, "close", lambda self: 1 / 0)

@@ -1,6 +1,7 @@
 """The framework controller over an event loop: engines that take many requests at once, beside those that take a batch at a time."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -125,6 +126,22 @@ class TestServe:
         monkeypatch.setattr(First, "batch_infer", lambda self, requests: asyncio.run(cancelled(self, requests)))
         served = await stage.serve(4)
         assert (served.backend, [one.reason for one in served.fallback_from]) == ("second", [reason] * 2)
+
+    async def test_an_engine_that_would_end_the_process_is_passed_over(self, stage, monkeypatch):
+        async def exits(self, request):
+            sys.exit("out of memory")
+
+        async def stream(self, request):
+            yield 1.0
+            sys.exit("out of memory")
+
+        monkeypatch.setattr(Queued, "astream", stream)
+        piece, again, streamed = await stage.stream(4)
+        assert (piece, again, streamed.backend) == (1, 8, "first")
+        monkeypatch.setattr(Queued, "ainfer", exits)
+        served = await stage.serve(4)
+        assert (served.answer, served.backend) == (8, "first")
+        assert served.fallback_from == (SkippedBackend("queued", "broke: RuntimeError", failed=True),)
 
     async def test_an_engine_that_takes_batches_is_given_those_it_does_not_decline(self, tmp_path, monkeypatch):
         monkeypatch.setattr(First, "declines", lambda self, request: "is odd" if request % 2 else "", raising=False)
