@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cluster.cache.policy import POLICIES
@@ -39,7 +40,7 @@ def cache(
     if as_json:
         typer.echo(json.dumps({"results": [{"policy": one.policy, "size": one.size, "hit_rate": one.hit_rate} for one in results]}))
     else:
-        Console().print(_table(results, f"hit rates, {trace.name}"))
+        Console().print(_table(results, escape(f"hit rates, {trace.name}")))
 
 
 def _separated(text: str) -> list[str]:

@@ -34,7 +34,7 @@ def compare(
     made = [one for path in candidates for one in compared(base, Source.read(path), metric, rule)]
     if history:
         append_history(history, made)
-    Console().print(table(made, f"against {base.path.name}"))
+    Console().print(table(made, escape(f"against {base.path.name}")))
     rows = in_a_row_by_metric([*before, *made], of=made)
     tell(rows, rule)
     if any(map(rule.fails, rows.values())):

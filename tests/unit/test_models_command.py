@@ -125,7 +125,7 @@ TOLD = {
     "model_version": "tiny/1",
     "versions": [
         {"version": 1, "role": "stable", "holders": {"encoder": 2}, "obstacles": [], "requests": 9, "degraded": 0, "p95_ms": 12.5},
-        {"version": 2, "role": "shadow", "holders": {"encoder": 1}, "obstacles": ["it is cut off"], "requests": 3, "degraded": 1},
+        {"version": 2, "role": "shadow", "holders": {"encoder": 1}, "obstacles": ["it is cut off [/models]"], "requests": 3, "degraded": 1},
         {"version": 1, "role": "ab", "flags": {"cache": False}, "holders": {}, "obstacles": [], "requests": 4, "degraded": 0},
     ],
 }
@@ -143,8 +143,15 @@ def test_the_status_shows_what_a_cluster_tells_and_brings_the_key(monkeypatch):
     monkeypatch.setattr(httpx, "get", get)
     shown = genrec_models("status", "--url", "http://here:8000", "--key", "secret")[1]
     assert asked == [("http://here:8000/v1/models", {"authorization": "Bearer secret"})]
-    for part in ("tiny/1 is stable", "2 encoder", "1 encoder; it is cut off", "12.5", "0.8", "ab with cache=false"):
+    for part in ("tiny/1 is stable", "2 encoder", "1 encoder; it is cut off [/models]", "12.5", "0.8", "ab with cache=false"):
         assert part in shown, part
+
+
+def test_a_version_that_is_refused_is_listed_with_the_whole_reason(model_dir):
+    manifest = model_dir / "2" / "manifest.json"
+    manifest.chmod(0o644)
+    manifest.write_text("{}")
+    assert "[type=missing, " in " ".join(genrec_models("list", "--model-dir", model_dir)[1].split())
 
 
 @pytest.mark.parametrize("command", [("list",), ("promote", 1), ("rollback",)])
