@@ -30,7 +30,11 @@ async function load() {
   }
   readers.forEach((panel) => refuse(panel, ""));
   showActions(state.options.actions);
-  for (const pane of ["a", "b"]) showSettings(byId(`settings-${pane}`), pane, state.settings[pane], state.options, (changed) => run({ only: changed }));
+  for (const pane of ["a", "b"]) {
+    const settings = state.settings[pane];
+    settings.k = Math.min(settings.k, state.options.max_k);
+    showSettings(byId(`settings-${pane}`), pane, settings, state.options, (changed) => run({ only: changed }));
+  }
   const examples = await api.examples(signal);
   showExamples(examples, { onUser: openUser, onCompose: compose });
   const [user] = examples.users;
@@ -70,7 +74,7 @@ function wire() {
 }
 
 const openUser = (user) => become({ user, history: [] });
-const compose = (items) => become({ user: null, history: composed(items) });
+const compose = (items) => become({ user: null, history: composed(items, state.options?.max_behaviours ?? 0) });
 
 async function become(who) {
   Object.assign(state, who, { answers: { a: null, b: null } });

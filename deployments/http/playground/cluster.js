@@ -106,7 +106,7 @@ function showStage(stage, onSwitched, onProblem) {
     update(rows.get(key), engine);
   }
   const wanted = ordered.map((engine) => rows.get(`${stage.stage}/${engine.name}`).line);
-  if (wanted.some((line, at) => body.children[at] !== line)) body.replaceChildren(...wanted);
+  if (body.children.length !== wanted.length || wanted.some((line, at) => body.children[at] !== line)) body.replaceChildren(...wanted);
 }
 
 function table(stage) {

@@ -34,9 +34,10 @@ export function behaviourOf(item, action, now = Date.now()) {
   return { item_id: item.item_id, title: item.title, action, value: action === "rating" ? 5 : null, timestamp: Math.floor(now / 1000) };
 }
 
-// Items an hour apart, the last of them an hour ago.
-export function composed(items, now = Date.now()) {
-  return items.map((item, place) => behaviourOf(item, "view", now - (items.length - place) * 3_600_000));
+// The last `most` of the items, an hour apart, the last of them an hour ago.
+export function composed(items, most, now = Date.now()) {
+  const last = items.slice(Math.max(0, items.length - most));
+  return last.map((item, place) => behaviourOf(item, "view", now - (last.length - place) * 3_600_000));
 }
 
 // What became of a list: item id -> "new" or by how many places it rose, and the titles that are gone. Null where there was none before.

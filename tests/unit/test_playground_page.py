@@ -1,0 +1,88 @@
+"""The playground's page in headless Chromium, with canned answers in place of a service: what seldom happens with a real one."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from deployments.http.playground import FILES
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install '.[dev]')")
+expect = playwright.expect
+ITEMS = [{"item_id": f"{number}", "title": f"film {number}", "attributes": {}} for number in range(1, 6)]
+
+ANSWER = {"items": [], "stages": [], "model_version": "films/1", "degraded": False, "unknown_items": [], "cache": None}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The system's Chromium or, without one, playwright's own."""
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    with playwright.sync_playwright() as started:
+        try:
+            browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        except playwright.Error as error:
+            pytest.skip(f"no Chromium can be started (apt-get install chromium): {error.message.splitlines()[0]}")
+        yield browser
+        browser.close()
+
+
+class Service:
+    """What a page hears; `asked` are the bodies of its requests for recommendations."""
+
+    def __init__(self, **options: int) -> None:
+        self.options = {"model_version": "films/1", "strategies": ["retrieval"], "ranker": False, "actions": ["view"], **options}
+        self.engines = ["torch", "mean"]
+        self.asked: list[dict[str, Any]] = []
+
+    def answer(self, route: Any) -> None:
+        path = urlsplit(route.request.url).path
+        if path in FILES:
+            route.fulfill(body=FILES[path].body, content_type=FILES[path].media_type)
+        elif path == "/v1/recommend":
+            self.asked.append(json.loads(route.request.post_data))
+            route.fulfill(json=ANSWER)
+        else:
+            route.fulfill(json=self._told(path))
+
+    def _told(self, path: str) -> dict[str, Any]:
+        return {
+            "/v1/options": self.options,
+            "/v1/examples": {"users": [], "histories": [{"name": "genres: Drama", "items": ITEMS}]},
+            "/readyz": {"ready": True, "model_version": "films/1"},
+            "/v1/backends": {"stages": [{"stage": "encoder", "replicas": 1, "explanations": [], "backends": self._backends()}]},
+            "/v1/models": {"replicas": {}},
+            "/v1/cache": {"tiers": []},
+            "/v1/gateway": {"running": 0, "waiting": 0, "places": 1, "refused": {}},
+        }[path]
+
+    def _backends(self) -> list[dict[str, Any]]:
+        none = {"p50_ms": None, "p95_ms": None, "throughput_per_s": 0, "reasons": [], "last_errors": [], "calls": 0, "failures": 0}
+        return [{"name": name, "rank": rank, "enabled": True, "breakers": {}, **none} for rank, name in enumerate(self.engines)]
+
+    def open(self, browser: Any) -> Any:
+        page = browser.new_page(viewport={"width": 1280, "height": 2000})
+        page.route("**/*", self.answer)
+        page.goto("http://service.test/")
+        expect(page.locator("#announcement")).to_contain_text("0 recommendations")
+        return page
+
+
+def test_a_page_asks_for_no_more_than_the_service_takes(browser):
+    service = Service(max_k=4, max_behaviours=3)
+    page = service.open(browser)
+    assert [(one["k"], [past["item_id"] for past in one["behaviours"]]) for one in service.asked] == [(4, ["3", "4", "5"])]
+    assert page.input_value("#k-a") == "4"
+
+
+def test_an_engine_that_is_there_no_more_leaves_the_page(browser):
+    service = Service(max_k=100, max_behaviours=100)
+    page = service.open(browser)
+    shown = page.locator("#engines-encoder > tr")
+    expect(shown).to_have_count(2)
+    service.engines.pop()
+    expect(shown).to_have_count(1, timeout=30_000)
+    assert shown.get_attribute("data-engine") == "encoder/torch"
