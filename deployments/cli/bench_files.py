@@ -78,6 +78,16 @@ class Compared(_Record):
         return (self.scenario, self.workload, self.metric) == (other.scenario, other.workload, other.metric)
 
 
+def require_writable(*paths: Path) -> None:
+    """Before what takes long to measure. Raises OSError with the path."""
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        path.open("a").close()
+        if not there:
+            path.unlink()
+
+
 def read_measurement(path: Path) -> Measurement:
     """Raises DataError where there is no such file, or it is not of this schema."""
     tree = _parsed(_text(path), str(path))

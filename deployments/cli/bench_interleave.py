@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.errors import ConfigError
-from deployments.cli.bench_files import Measurement, Scenario, these_versions, this_machine
+from deployments.cli.bench_files import Measurement, Scenario, require_writable, these_versions, this_machine
 
 Side: TypeAlias = Literal["baseline", "candidate"]
 SIDES: tuple[Side, Side] = ("baseline", "candidate")
@@ -34,6 +34,7 @@ def interleave(
 ) -> None:
     """Run two commands in turns (A B, B A, ...) and write how long each run took, for `genrec bench compare`."""
     commands: dict[Side, list[str]] = {"baseline": split("baseline", baseline), "candidate": split("candidate", candidate)}
+    require_writable(json_baseline, json_candidate)
     samples = {side: {WALL_CLOCK: list[float](), PROCESSOR: list[float]()} for side in SIDES}
     for side in order(warm_up):
         timed(commands[side])

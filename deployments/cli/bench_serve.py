@@ -12,7 +12,7 @@ from rich.table import Table
 
 from cluster.errors import ConfigError
 from deployments.cli.bench_figures import Figures, Run, Target, check_targets, figures_of, parse_targets, samples_of
-from deployments.cli.bench_files import Measurement, Scenario, these_versions, this_machine
+from deployments.cli.bench_files import Measurement, Scenario, require_writable, these_versions, this_machine
 from deployments.cli.bench_memory import Memory, server_memory
 from deployments.cli.bench_requests import LENGTHS, SHAPES, ScenarioName, ShapeName, Workload
 
@@ -62,6 +62,7 @@ def serve(
 ) -> None:
     """Measure a running genrec: latency, time to the first item, throughput, hits, stages and memory."""
     targets = parse_targets(target)
+    require_writable(json_)
     workload = Workload(scenario, users, k, cache, strategy)
     items = None if model_dir is None else catalogue_items(model_dir)
     callers, usual = SHAPES[shape].callers, SHAPES[shape].iterations

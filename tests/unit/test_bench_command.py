@@ -146,6 +146,16 @@ def test_a_missed_target_ends_with_status_one_after_the_file_is_written(tmp_path
     assert (met.exit_code, "missed" in met.output) == (0, False)
 
 
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path):
+    service = Service()
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        bench_serve(service, tmp_path)
+    assert service.most_running == 0
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        run("interleave", "--baseline", "false", "--candidate", "true", "--json-baseline", tmp_path / "a", "--json-candidate", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_requests_without_an_answer_are_counted_by_what_came_instead(tmp_path):
     answer = bench_serve(Service(breaks=4), tmp_path / "found.json", "--iterations", 16, "--warm-up", 0, "--target", "errors=0")
     found = read_measurement(tmp_path / "found.json")
