@@ -611,10 +611,24 @@ def _check_grace(settings: Settings, deployment: dict[str, Any], path: Path) -> 
         )
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that stands twice in one place, of which YAML drops the first without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        names = set[str]()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in names:
+                problem = f"the key {key.value!r} stands there twice, and only the last would count; make one of both"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            names.add(key.value)
+        return node
+
+
 def read_document(path: Path) -> dict[str, Any]:
     """A whole Serve config file, which has one application at least. Raises ConfigError."""
     try:
-        document = yaml.safe_load(path.read_text())
+        document = _UniqueKeys(path.read_text()).get_single_data()
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; give the path of a Serve config file, or write one: genrec init DIRECTORY") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

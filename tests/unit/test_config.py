@@ -76,6 +76,17 @@ def test_a_file_that_is_no_serve_config_is_refused_by_name(tmp_path: Path, conte
         read_document(path)
 
 
+def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path):
+    keys = "gateway: {max_k: 5}\n      cache: {enabled: false}\n      gateway: {playground: false}"
+    (tmp_path / "other.yaml").write_text(f"applications:\n  - args:\n      {keys}\n")
+    with pytest.raises(ConfigError, match=r"(?s)other\.yaml cannot be read as YAML: the key 'gateway' stands there twice.*line 5"):
+        read(tmp_path / "other.yaml")
+    merged = "x: &x {enabled: true, ttl_s: 5}\napplications:\n  - args:\n      cache: {<<: *x, enabled: false}\n"
+    (tmp_path / "other.yaml").write_text(merged)
+    cache = read(tmp_path / "other.yaml").cache
+    assert (cache.enabled, cache.ttl_s) == (False, 5)
+
+
 def test_a_missing_file_is_refused_with_the_cure(tmp_path: Path):
     with pytest.raises(ConfigError, match="does not exist; give the path of a Serve config file"):
         read(tmp_path / "none.yaml")
