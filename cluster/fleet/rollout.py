@@ -45,7 +45,7 @@ NOTHING = LatencySummary()
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")  # null would not be read as the number it was
 
 
 class Guard(_Record):

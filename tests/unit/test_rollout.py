@@ -132,6 +132,16 @@ def test_a_shadow_that_recommends_something_else_ends_where_that_was_asked_for()
     assert judge(Guard(least_overlap=0.5), figures(100), figures(100, overlaps=FEWEST - 1)) == ""
 
 
+def test_a_trial_whose_latency_does_not_matter_is_read_as_it_was_written(rollouts: RolloutStore):
+    guard = Guard(latency_ratio=float("inf"))
+    rollouts.promote(2, Trial(version=2, share=0.5, guard=guard))
+    trial = rollouts.read().trial
+    assert trial is not None
+    assert trial.guard == guard
+    assert judge(trial.guard, figures(1000, ms=1), figures(1000, ms=1000)) == ""
+    assert rollouts.rollback("by hand").ended[-1].trial == trial
+
+
 def test_a_promoted_version_is_stable_and_a_rollback_brings_back_what_was_before(rollouts: RolloutStore):
     assert rollouts.read() == Rollout(stable=1, previous=[1, 2, 3])
     assert rollouts.promote(3).stable == 3
