@@ -148,7 +148,9 @@ class GatewayRecorder:
             self._totals.count(m.CACHE_WORK, getattr(figures, work), work=work)
         self._totals.count(m.CACHE_WORK, figures.refreshes, work="refreshed")
         self._totals.count(m.CACHE_EVICTIONS, l1.evictions)
-        self._totals.count(m.CACHE_FAILURES, figures.l2_failures + figures.codec_failures)
+        self._totals.count(m.CACHE_FAILURES, figures.codec_failures)
+        for shard in figures.shards:  # each by itself: one that is gone takes its failures along, and the others have no new ones
+            self._totals.count(m.CACHE_FAILURES, shard.failures, source=shard.name)
         for tier, held in {"l1": l1, "l2": figures.l2}.items():
             if held is not None:
                 self._meter.set(m.CACHE_ENTRIES, held.entries, tier=tier)

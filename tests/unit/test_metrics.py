@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from cluster import metrics as m
 from cluster.cache.entry import CacheStatistics
+from cluster.cache.shared import ShardHealth
 from cluster.cache.tier_values import TierStatistics
 from cluster.config import GatewaySettings
 from cluster.engines.breaker import BreakerState
@@ -232,6 +233,15 @@ def test_the_shared_cache_is_not_counted_by_every_gateway():
     assert noted.total(m.CACHE_LOOKUPS) == 9
     assert noted.total(m.CACHE_LOOKUPS, result="stale") == 2
     assert noted.values["genrec_cache_kept_entries", (("tier", "l2"),)] == 70
+
+
+def test_a_cache_with_fewer_shards_than_before_has_no_new_failures():
+    noted = Noted()
+    recorder, empty = GatewayRecorder(noted), CacheStatistics()
+    for failures in ({"cache-0": 3}, {"cache-0": 3, "cache-1": 5}, {"cache-0": 4}, {"cache-0": 4, "cache-1": 1}):
+        shards = tuple(ShardHealth(name, BreakerState.CLOSED, 100, count, 0, "") for name, count in failures.items())
+        recorder.look_at_cache(TierStatistics(empty, None, shards, 0, 0, 0, 0, 2, ()))
+    assert noted.total(m.CACHE_FAILURES) == 2 + 4 + 5 + 1
 
 
 def snapshot(**changes):
