@@ -60,6 +60,7 @@ class SwitchboardDeployment:
         self._shards = CacheShards(tree.cache.l2_shards, tree.cache.most_shards, TTL_S, now=clock())
         self._judged_at = 0.0
         self._judging: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[Rollout] | None = None
         self._orders = Orders(mark=int(clock() * 1000))
         self._changed = asyncio.Event()
 
@@ -125,8 +126,14 @@ class SwitchboardDeployment:
 
     async def versions(self) -> tuple[Rollout, FleetStatus]:
         """Raises BundleError where the rollout cannot be read."""
-        rollout = Rollout(stable=self._pinned) if self._pinned else await asyncio.to_thread(self._rollouts.read)
+        rollout = Rollout(stable=self._pinned) if self._pinned else await self._read()
         return rollout, self._fleet.status(rollout, now=self._clock())
+
+    async def _read(self) -> Rollout:
+        """All that ask meanwhile wait for the same: a file server that hangs takes one thread, and not those that erasures need too."""
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(asyncio.to_thread(self._rollouts.read))
+        return await asyncio.shield(self._reading)
 
     async def _ask_which_live(self) -> None:
         """Callers that come while Serve is asked wait for the answer, then go by it, or ask anew."""
@@ -164,7 +171,7 @@ class SwitchboardDeployment:
 
     async def _end_where_bad(self) -> None:
         try:
-            rollout = await asyncio.to_thread(self._rollouts.read)
+            rollout = await self._read()
             if rollout.trial and (reason := self._fleet.judge(rollout)):
                 logger.error("the trial of version %s ends: %s", rollout.trial.tried, reason)
                 await asyncio.to_thread(self._rollouts.end, rollout.trial, reason)

@@ -23,7 +23,7 @@ from tests.fakes.clock import Clock
 from tests.fakes.handles import Handle
 from tests.fakes.processes import only
 from tests.unit.test_switchboard import backend
-from tests.waiting import until
+from tests.waiting import settled, until
 
 NOW = 1_760_000_000.0
 KEEP_S = 60.0
@@ -278,6 +278,23 @@ async def test_orders_are_given_while_the_file_server_by_which_a_trial_is_judged
     finally:
         may_end.set()
     await until(lambda: rollouts.read().trial is None, "the trial ends once its file can be read")
+
+
+async def test_a_file_server_that_hangs_takes_one_thread_of_the_switchboards_however_often_versions_are_asked_for(
+    board, rollouts, monkeypatch
+):
+    may_end, reads = threading.Event(), []
+    monkeypatch.setattr(board._rollouts, "read", lambda: reads.append(1) or (may_end.wait(300) and Rollout(stable=2)))  # noqa: SLF001
+    asked = [asyncio.create_task(board.versions()) for _ in range(3)]
+    try:
+        await until(lambda: reads)
+        asked[0].cancel()  # as where its caller waits no longer
+        asked.append(asyncio.create_task(board.versions()))
+        await settled()
+        assert len(reads) == 1
+    finally:
+        may_end.set()
+    assert [rollout.stable for rollout, _ in await asyncio.gather(*asked[1:])] == [2, 2, 2]
 
 
 async def test_where_replicas_hold_no_version_that_serves_the_newest_that_all_hold_is_loaded_too(process, board, rollouts):
