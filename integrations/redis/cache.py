@@ -28,6 +28,8 @@ from integrations.redis.scripts import DROP, ERASE, LEASE, PUT, READ, RELEASE, W
 CONNECTIONS = 64
 PROBE_WITHIN_S = 1.0
 FIRST_POLL_S, LONGEST_POLL_S = 0.004, 0.05
+LONGEST_S = 10 * 365 * 86_400.0
+"""What never ends, by a `ttl_s` of .inf, is kept for so long: Redis knows no infinity."""
 AT_ONCE = 500
 """Sets that are asked, or entries that are dropped, in one exchange."""
 T = TypeVar("T")
@@ -86,7 +88,7 @@ class RedisCache:
         async with self._redis.pipeline(transaction=False) as pipeline:
             for key in sent:
                 entry = entries[key]
-                living_ms = max(1, int(1000 * (max(entry.fresh_until, entry.stale_until) - now)))
+                living_ms = max(1, int(1000 * min(LONGEST_S, max(entry.fresh_until, entry.stale_until) - now)))
                 arguments = [*_parts(key), to_bytes(entry, epochs[key]), living_ms, epochs[key], *scopes_of(key)]
                 await self._put([self._prefix], arguments, client=pipeline)
             taken = await pipeline.execute()

@@ -287,6 +287,12 @@ async def test_counts_hits_misses_and_entries_by_namespace(cache):
     assert (after.entries, after.by_namespace["tenant"].entries) == (3, 3)
 
 
+async def test_an_entry_that_never_ends_is_kept(cache):
+    await put(cache, {ADA: (endless := entry(fresh_s=float("inf")))})
+    assert (await cache.mget([ADA])).entries == {ADA: endless}
+    assert {shard.last_error for shard in cache.health()} == {""}
+
+
 async def test_all_of_it_went_without_a_failure(cache):
     await put(cache, {key: entry() for key in keys(3)})
     assert {(shard.breaker, shard.failures, shard.last_error) for shard in cache.health()} == {(BreakerState.CLOSED, 0, "")}
