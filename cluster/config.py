@@ -106,7 +106,7 @@ class EngineSettings(StageSettings):
 
     batching: BatchingSettings = BatchingSettings()
     breaker: BreakerSettings = BreakerSettings()
-    probe_interval_s: float = Field(5.0, gt=0, description="how often an unavailable backend is looked at again")
+    probe_interval_s: float = Field(5.0, gt=0, le=86_400, description="how often an unavailable backend is looked at again")
     retries: int = Field(2, ge=0, description="effort to find the bad requests of a batch that broke, before the next backend has it whole")
 
     @model_validator(mode="after")
@@ -276,9 +276,15 @@ class GatewaySettings(Section):
     )
     body_within_s: float = Field(10.0, gt=0, le=600, description="how long a body may take to arrive; then the request is answered 408")
     request_within_s: float = Field(30.0, gt=0, le=3600, description="time for a request once its body is there; then it ends (408)")
-    deadline_s: float = Field(5.0, gt=0, description="how long the encoder may take before the last good answer, or popularity, is given")
-    generation_deadline_s: float = Field(5.0, gt=0, description="how long the generator may take before the retrieved items are the answer")
-    ranking_deadline_s: float = Field(2.0, gt=0, description="how long the ranker may take before candidates stay in the order they are in")
+    deadline_s: float = Field(
+        5.0, gt=0, le=3600, description="how long the encoder may take before the last good answer, or popularity, is given"
+    )
+    generation_deadline_s: float = Field(
+        5.0, gt=0, le=3600, description="how long the generator may take before the retrieved items are the answer"
+    )
+    ranking_deadline_s: float = Field(
+        2.0, gt=0, le=3600, description="how long the ranker may take before candidates stay in the order they are in"
+    )
     pool: int = Field(500, ge=1, description="items that the blend, diversity and freshness choose from")
     rank_pool: int = Field(100, ge=1, le=2048, description="the best of them, which the ranker orders where it is the last stage")
     max_candidates: int = Field(2048, ge=1, le=MOST_ENTRIES, description="candidates one call of /v1/rank may carry")

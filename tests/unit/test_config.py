@@ -33,6 +33,7 @@ ONE_MACHINE = RAY_CONFIG.parent / "cluster" / "launch" / "one_machine.yaml"
         ({"encoder": {"batching": {"max_requests": 0}}}, "encoder.batching.max_requests = 0"),
         ({"encoder": {"backends": {"x": "nocolon"}}}, "backends names 'nocolon', which is not of the form 'module:Class'"),
         ({"encoder": {"breaker": {"growth": float("nan")}}}, "encoder.breaker.growth = nan: Input should be greater than or equal to 1"),
+        ({"gateway": {"deadline_s": float("inf")}}, "gateway.deadline_s = inf: Input should be less than or equal to 3600"),
         ({"encoder": {"breaker": {"pause_s": -1}}}, "encoder.breaker.pause_s = -1: Input should be greater than 0"),
         ({"generator": {"order": ["torch"]}}, r"order names torch, but no such generator is registered; there are torch_beam, vllm"),
         ({"generator": {"options": {"vlm": {}}}}, "options names vlm, but no such generator is registered"),
