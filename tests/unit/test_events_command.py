@@ -147,9 +147,9 @@ def test_a_file_is_read_as_for_a_model_s_training_where_one_is_named(tmp_path, u
     assert stored(run("import", later, "--as-trained", tmp_path / "shop", "--url", url, "--json")) == (1, 1)
 
 
-def test_an_event_that_no_store_takes_is_named_with_the_file(tmp_path, url):
+def test_an_event_that_no_store_takes_is_named_with_the_file_and_its_line(tmp_path, url):
     path = written(tmp_path, f"user_id,item_id,timestamp\n{'u' * 300},i,5\n")
-    with pytest.raises(DataError, match=r"events\.csv: an event cannot be stored: events\[0\]\.user_id: must be a text of 1 to 256"):
+    with pytest.raises(DataError, match=r"events\.csv:2: the user id 'u{20}'\.\.\. has 300 characters, and a request can name 256"):
         run("import", path, "--url", url)
 
 
