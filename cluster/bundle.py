@@ -498,8 +498,11 @@ class BundleStore:
             try:
                 draft.path.rename(self.root / str(version))
             except OSError:
-                if not (self.root / str(version)).exists():
+                taken = self.root / str(version)
+                if not taken.exists():
                     raise
+                if not taken.is_dir():
+                    raise BundleError(f"{taken} is no version and stands in the place of one; move it away") from None
                 manifest.unlink()  # another process published this number first: take the next
             else:
                 return version

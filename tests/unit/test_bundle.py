@@ -228,6 +228,15 @@ def test_what_cannot_be_read_is_refused_like_what_is_damaged(tmp_path: Path):
     assert WEIGHTS in refused[0]
 
 
+def test_a_file_in_the_place_of_the_next_version_is_told_and_not_waited_for(tmp_path: Path):
+    store = BundleStore(tmp_path / "tiny")
+    make_bundle(store.root)
+    (store.root / "2").write_text("what 2>2 leaves")
+    with pytest.raises(BundleError, match=r"tiny/2 is no version and stands in the place of one; move it away"):
+        make_bundle(store.root)
+    assert store.versions() == [1]
+
+
 def test_a_version_that_the_disk_does_not_take_is_told_whichever_file_it_is_and_leaves_nothing_behind(tmp_path: Path):
     root = tmp_path / "demo"
     whole = make_generative_bundle(root)
