@@ -10,6 +10,7 @@ from cluster.bundle import ModelRecord
 from cluster.registry import DATASETS
 from deployments.cli.dataset_options import open_dataset
 from deployments.cli.evaluate import measured_on, print_quality
+from deployments.cli.fields import as_options
 from deployments.training.dataset_options import DatasetOptions
 from deployments.training.provenance import READ_AS
 from deployments.training.publishing import publish
@@ -45,7 +46,8 @@ def meta(
     model_dir: Annotated[Path | None, typer.Option(help="where it is published (default: models/DATASET)")] = None,
 ) -> None:
     """Publish an HSTU from Meta's research trainer; its data set gives titles and popularity, and measures it."""
-    asked = DatasetOptions(name=dataset, path=path, items=items)
+    with as_options():
+        asked = DatasetOptions(name=dataset, path=path, items=items)
     data = open_dataset(asked)
     told = read_meta_config(config, items=len(data.catalogue), window_step=window_step)
     state, rows = read_meta_checkpoint(checkpoint), raw_id_rows([item.item_id for item in data.catalogue.items])

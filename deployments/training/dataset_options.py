@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
 from cluster.bundle import Bundle
 from cluster.dataset import Dataset
@@ -50,6 +50,14 @@ class DatasetOptions(BaseModel):
     progress: bool | None = Field(default=None, description="draw a progress bar (default: where stderr is a terminal)")
     cache: Path | None = Field(default=None, description="where fetched datasets are kept (default: $GENREC_CACHE or ~/.cache/genrec)")
     mirror: str = Field(default=GROUPLENS, description="where MovieLens is fetched from")
+
+    @field_validator("path", "items")
+    @classmethod
+    def _can_be_recorded(cls, path: Path | None) -> Path | None:
+        """A manifest is JSON: after hours of training it could not be written."""
+        if path and not _is_unicode(whole := str(path.absolute())):
+            raise ValueError(f"{whole!a} is no Unicode text, and a model's manifest could not name it; rename it")
+        return path
 
     def read_options(self) -> ReadOptions:
         """The same for a reader. Raises ConfigError where an `action_name` is not NAME=ACTION."""
@@ -94,6 +102,11 @@ def as_trained(asked: DatasetOptions, bundle: Bundle) -> DatasetOptions:
     except (TypeError, ValidationError) as error:
         cure = f"name the DATASET, one of {', '.join(DATASETS)}, with the options it was trained with"
         raise ConfigError(f"{bundle.version} does not say which data set it was trained on and how that was read; {cure}") from error
+
+
+def _is_unicode(text: str) -> bool:
+    """A file's name may be any bytes, of which Python makes half surrogate pairs."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _action_names(pairs: list[str]) -> Mapping[str, Action]:

@@ -46,6 +46,12 @@ def test_inspect_prints_a_name_with_brackets_as_it_is(tmp_path, monkeypatch):
     assert (name.split(maxsplit=1)[1].strip(), source.split(maxsplit=1)[1].strip()) == ("clicks [all]", "clicks [all].csv")
 
 
+@pytest.mark.parametrize("option", ["--path", "--items"])
+def test_a_path_that_no_manifest_could_name_is_refused_before_anything_is_read(option):
+    with pytest.raises(ConfigError, match=rf"{option}: '.*caf\\udce9\.csv' is no Unicode text, .*; rename it"):
+        run(app, "inspect", "table", option, "caf\udce9.csv")
+
+
 def test_skipped_rows_are_told_on_stderr_and_counted(tmp_path):
     path = written(tmp_path, CSV + "a,x,abc,view,\n")
     answer = run(app, "inspect", "table", "--path", str(path), "--skip-bad-rows", "--json")
