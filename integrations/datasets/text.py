@@ -179,6 +179,8 @@ class TextReader:
         if cure := next((cure for magic, cure in NO_TEXT.items() if self._rest.startswith(magic)), ""):
             raise DataError(f"{self._place}:1: {cure}")
         line, _, self._rest = self._rest.partition(b"\n")
+        if b"\r" in line.removesuffix(b"\r"):
+            raise DataError(f"{self._place}:1: lines end in a carriage return alone; save the file with the line ends of Unix or Windows")
         self._line = 2
         row = next(TextBlock(line, 1, 0, self._format).rows(), Row(1, (), "the first line is empty and should name the columns"))
         if row.fault:

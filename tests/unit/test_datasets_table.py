@@ -142,6 +142,12 @@ def test_ids_in_a_float_column_of_an_item_table_are_refused_as_they_would_lose_t
         read_table(written(tmp_path, "user,item,timestamp\nu,1,5\n"), ReadOptions(items=items))
 
 
+def test_a_table_with_the_line_ends_of_old_macintoshes_is_refused_with_the_cure(tmp_path):
+    with pytest.raises(DataError, match=r"events\.csv:1: lines end in a carriage return alone; save the file with the line ends of Unix"):
+        read_table(written(tmp_path, CSV.replace("\n", "\r").encode()))
+    assert rows_of(read_table(written(tmp_path, CSV.replace("\n", "\r\n").encode()))) == EXPECTED
+
+
 @pytest.mark.parametrize(
     ("name", "begins", "cure"),
     [
