@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from cluster.bundle import BundleStore
 from cluster.config import Settings, parse, read, read_document, with_changes
 from cluster.errors import ConfigError
+from cluster.events.rules import LARGEST_BATCH
 from deployments.app import build
 from deployments.cli import _register, app
 from deployments.cli import serve as serve_module
@@ -44,6 +45,10 @@ ONE_MACHINE = RAY_CONFIG.parent / "cluster" / "launch" / "one_machine.yaml"
         ({"gateway": {"flags": {"hedging": True}}}, "gateway.flags.hedging = True: Extra inputs are not permitted"),
         ({"gateway": {"flags": {"strategy": "popular"}}}, "gateway.flags.strategy = 'popular'"),
         ({"gateway": {"max_held_bytes": 2**16}}, r"gateway\.max_held_bytes \(65536\) must be at least gateway\.max_body_bytes \(1048576\)"),
+        (
+            {"gateway": {"max_events": LARGEST_BATCH + 1}},
+            f"gateway.max_events = {LARGEST_BATCH + 1}: Input should be less than or equal to",
+        ),
         ({"gateway": {"hosts": ["a.org", "b.org:8000"]}}, r"hosts has 'b\.org:8000'; give names alone, without a scheme, a port or a path"),
         ({"gateway": {"hosts": ["https://b.org"]}}, "hosts has 'https://b.org'; give names alone"),
         ({"gateway": {"hosts": ["10.0.0.7:8000"]}}, "hosts has '10.0.0.7:8000'; give names alone"),
@@ -57,6 +62,10 @@ ONE_MACHINE = RAY_CONFIG.parent / "cluster" / "launch" / "one_machine.yaml"
 def test_a_wrong_key_is_named_with_its_value_and_the_rule(tree, message):
     with pytest.raises(ConfigError, match=message):
         parse(tree)
+
+
+def test_a_call_may_carry_as_many_events_as_a_store_takes_together():
+    assert parse({"gateway": {"max_events": LARGEST_BATCH}}).gateway.max_events == LARGEST_BATCH
 
 
 @pytest.mark.parametrize("host", ["rec.example.org", "REC", "xn--bcher-kva.example", "10.0.0.7", "::1", "fe80::1"])
