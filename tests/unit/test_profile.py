@@ -31,6 +31,18 @@ def test_the_fast_profile_is_taken_where_it_works(with_haproxy):
     assert profile.environment("default") == profile.default()
 
 
+@pytest.mark.parametrize("said", ["20k", "0", "-1", "10s", "1.5", " "])
+def test_a_limit_of_the_proxy_that_is_none_is_refused(with_haproxy, monkeypatch: pytest.MonkeyPatch, said: str):
+    assert all(name in profile.STARTER.read_text() for name in profile.LIMITS)
+    monkeypatch.setenv("GENREC_HAPROXY_PER_CALLER", said)
+    with pytest.raises(ConfigError, match=f"GENREC_HAPROXY_PER_CALLER is '{said}', which is no limit; give a whole number above 0"):
+        profile.environment()
+    profile.environment("default")
+    for right in ("20000", ""):
+        monkeypatch.setenv("GENREC_HAPROXY_PER_CALLER", right)
+        profile.environment()
+
+
 def test_the_default_profile_is_taken_where_haproxy_is_not(without_haproxy):
     assert profile.environment() == profile.default()
     with pytest.raises(ConfigError, match=r"haproxy is not here; or choose --profile default"):
