@@ -50,6 +50,12 @@ def bring_back(backup: Path, path: Path) -> None:
         _copy_back(backup, path)
 
 
+def take_away(path: Path) -> None:
+    """Remove the store that `bring_back` has made."""
+    with turn_of(path).held():
+        _remove(path)
+
+
 def _drafts(path: Path) -> list[Path]:
     name = re.compile(rf"\.{re.escape(path.name)}-[0-9a-f]{{16}}(-wal|-shm|-journal)?")
     return [file for file in path.parent.iterdir() if name.fullmatch(file.name)]

@@ -40,7 +40,7 @@ class SQLiteDriver:
         await asyncio.to_thread(back_up, _files(url)[0], to)
 
     async def restore(self, url: str, backup: Path | None) -> None:
-        from integrations.sqlite.backup import bring_back, rebuild  # noqa: PLC0415
+        from integrations.sqlite.backup import bring_back, rebuild, take_away  # noqa: PLC0415
         from integrations.sqlite.store import ledger_beside  # noqa: PLC0415
 
         path, ledger = _files(url)
@@ -48,8 +48,12 @@ class SQLiteDriver:
             raise ConfigError("name the backup: genrec events restore FILE --url sqlite:///events.db")
         require(ledger or ledger_beside(path))
         await asyncio.to_thread(bring_back, backup, path)
-        await (await self.open(url)).close()
-        await asyncio.to_thread(rebuild, path)
+        try:
+            await (await self.open(url)).close()
+            await asyncio.to_thread(rebuild, path)
+        except BaseException:  # as where the key is another: users that were erased since the backup are still in it
+            take_away(path)
+            raise
 
 
 def _files(url: str) -> tuple[Path, Path | None]:

@@ -284,6 +284,18 @@ async def test_a_store_is_not_restored_with_a_directory_that_holds_no_ledger(bac
     assert "restored 1 events of 1 users" in (await run("restore", backup, "--url", f"{url}?ledger={ledger}")).output
 
 
+async def test_a_restore_that_cannot_erase_what_was_erased_since_leaves_no_store_and_may_be_tried_again(backed_up, path):
+    url, backup = backed_up
+    key = path.with_name("events.db.key")
+    right = key.read_text()
+    key.write_text("f" * len(right))
+    with pytest.raises(BackendUnavailable, match="key"):
+        await run("restore", backup, "--url", url)
+    assert not list(path.parent.glob("events.db")) + list(path.parent.glob("events.db-*"))
+    key.write_text(right)
+    assert "restored 1 events of 1 users" in (await run("restore", backup, "--url", url)).output
+
+
 @pytest.mark.parametrize("end", ["", "-wal"])
 async def test_a_store_that_is_there_is_not_overwritten(backed_up, path, end):
     url, backup = backed_up
