@@ -27,6 +27,7 @@ GRACE_S = 1.0
 HOST = re.compile(r"[\w.-]+|[\da-fA-F]*:[\da-fA-F.]*:[\da-fA-F:.]*")
 """A name or an address, as a `Host` header has it before the port; of IPv6 without brackets."""
 ReadT = TypeVar("ReadT", bound=BaseModel)
+TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Section(BaseModel):
@@ -212,13 +213,19 @@ class RateLimitSettings(Section):
     default: RateLimit | None = Field(None, description="of every tenant not named; default: no limit")
     tenants: dict[str, RateLimit | None] = Field({}, description="tenant -> its own limit; null: none")
 
+    @model_validator(mode="after")
+    def _tenants_can_be_named(self) -> Self:
+        if wrong := [name for name in self.tenants if not TENANT.fullmatch(name)]:
+            raise ValueError(f"no request could name the tenant {wrong[0]!r}; give 1 to 64 letters, digits, '_', '.' and '-'")
+        return self
+
 
 class ApiKeySettings(Section):
     """A caller's key. The key itself is kept nowhere: `genrec keys new` prints it once, and this entry."""
 
     name: str = Field(min_length=1, max_length=64, description="the key's owner, for people")
     sha256: str = Field(pattern="^[0-9a-f]{64}$", repr=False, description="SHA-256 of the key, in hexadecimal")
-    tenant: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="the only tenant it may act for; default: any")
+    tenant: str | None = Field(None, pattern=f"^{TENANT.pattern}$", description="the only tenant it may act for; default: any")
     most_urgent: int = Field(3, ge=0, le=7, description="the highest urgency its `Priority` may ask for; 0: before all others")
     rights: list[api_keys.Right] = Field(
         ["read", "events", "erase"],
@@ -353,7 +360,7 @@ class CacheSettings(Section):
     )
     l2_shard_bytes: int = Field(256 * 2**20, ge=2**16, description="memory of a cache actor")
     l2_deadline_ms: float = Field(100.0, gt=0, le=1000, description="a cache that has not answered by then counts as a miss")
-    redis_url: str | None = Field(None, description="such as redis://host:6379/0")
+    redis_url: str | None = Field(None, pattern=r"^(rediss?|unix)://.", description="such as redis://host:6379/0")
     ttl_s: float = Field(60.0, gt=0, description="how long an answer is fresh, give or take a tenth")
     stale_s: float = Field(300.0, ge=0, description="how long after that it is still given, while it is computed anew")
     negative_ttl_s: float = Field(1.0, gt=0, description="how long a degraded answer is kept")
@@ -394,8 +401,9 @@ class EventSettings(Section):
 
     @model_validator(mode="after")
     def _the_store_is_of_a_known_kind(self) -> Self:
-        scheme, separator, _ = (self.url or "sqlite://").partition("://")
-        if not separator or scheme not in registry.EVENT_STORES:
+        url = self.url or "sqlite:///"
+        scheme, separator, _ = url.partition("://")
+        if not separator or scheme not in registry.EVENT_STORES or (scheme == "sqlite" and not url.startswith("sqlite:///")):
             raise ValueError("url is no event store's; write it as postgresql://user@host/database or sqlite:////a/file")
         return self
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import re
 import time
 from base64 import urlsafe_b64encode
 from collections import Counter
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cluster.bundle import BundleStore
+from cluster.config import TENANT
 from cluster.dataset import Dataset
 from cluster.errors import ConfigError, DataError, InvalidRequest
 from cluster.events.rules import check_user
@@ -32,7 +32,6 @@ from deployments.training.dataset_options import DatasetOptions, as_trained
 app = typer.Typer(no_args_is_help=True, help="Fill the event store, look into it, forget a user, back it up, restore it.")
 BATCH = 5_000
 ACTIONS = tuple(Action)
-TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 Url = Annotated[str, typer.Option(help="the store: sqlite:///events.db or postgresql://user@host/database")]
 Tenant = Annotated[str, typer.Option(help="the customer of these users, where several share a store")]

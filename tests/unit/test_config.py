@@ -56,6 +56,9 @@ ONE_MACHINE = RAY_CONFIG.parent / "cluster" / "launch" / "one_machine.yaml"
         ({"zeromq": {"address": "tcp://127.0.0.1:0"}}, "has the port 0; give one from 1 to 65535"),
         ({"events": {"url": "postgres://host/events"}}, "url is no event store's; write it as postgresql://user@host/database"),
         ({"events": {"url": "events.db"}}, "url is no event store's"),
+        ({"events": {"url": "sqlite://events.db"}}, "url is no event store's"),
+        ({"cache": {"l2": "redis", "redis_url": "http://host:6379"}}, r"cache.redis_url = 'http://host:6379': String should match"),
+        ({"gateway": {"rate_limits": {"tenants": {"a shop": None}}}}, "no request could name the tenant 'a shop'; give 1 to 64 letters"),
         ({"cache": {"l2_shards": 3, "l2_max_shards": 2}}, r"l2_max_shards \(2\) must be greater than or equal to l2_shards \(3\)"),
     ],
 )
