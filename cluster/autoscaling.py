@@ -20,6 +20,8 @@ GROWTH = 2.0
 """How many times as many replicas a latency, or a forecast, may ask for at once. Both grow without bound where the load does not."""
 RECOVERY = 10.0
 """In so many times `down_after_s` a replica's limit, lowered because of latency, doubles."""
+BUSY = 0.5
+"""Requests that a replica has on average, at least, where its latency counts: one that is idle most of the time is slow by itself."""
 QUIET = 1e-3
 """A utilisation below it is that of an idle engine."""
 ROUNDING = 1e-6
@@ -102,8 +104,8 @@ class QueuePolicy:
             ctx.current_num_replicas == ctx.target_num_replicas and now - max(state["running_since"], limit.lowered_at) >= self.settle_s
         )
         each = ctx.total_num_requests / ctx.current_num_replicas
-        called = [value for value in latency_ms.values() if value > 0]  # also where calls are so brief that none was counted
-        if self.target_latency_ms is not None and called and settled and 0 < each <= limit.requests:
+        called = [value for value in latency_ms.values() if value > 0]
+        if self.target_latency_ms is not None and called and settled and BUSY <= each <= limit.requests:
             over = sum(called) / len(called) / self.target_latency_ms
             if over > 1:
                 return limit.lowered(each / over, now)

@@ -186,10 +186,11 @@ def test_a_latency_that_comes_of_too_many_requests_asks_for_nothing_more():
     assert deployment.state["limit"].requests == TARGET
 
 
-def test_calls_so_brief_that_none_is_counted_say_nothing_of_how_many_a_replica_may_have():
+@pytest.mark.parametrize("requests", [0, 1 / 60])
+def test_calls_so_brief_that_hardly_one_is_counted_say_nothing_of_how_many_a_replica_may_have(requests):
     deployment = Deployment(QueuePolicy(target_latency_ms=4, settle_s=5))
     for _ in range(6000):
-        deployment.tick(0, latency_ms=5)
+        deployment.tick(requests, latency_ms=5)
     assert deployment.state["limit"].requests == TARGET
     assert [deployment.tick(2, latency_ms=5) for _ in range(3)] == [1, 1, 1]
 
