@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import IO
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
@@ -213,8 +214,36 @@ def last_record_end(content: bytes, text_format: TextFormat) -> int:
     """Where the last whole record ends, that is the last line end not inside quotation marks; 0 where there is none."""
     end = content.rfind(b"\n") + 1
     quotes = content.count(b'"', 0, end) if text_format.quoted else 0
+    if not quotes:
+        return end
+    delimiter = text_format.delimiter.encode()
+    if _has_stray_quote(content[:end], delimiter):
+        return _last_end_between_quotes(content[:end], delimiter)
     while quotes % 2 and end:
         before = content.rfind(b"\n", 0, end - 1) + 1
         quotes -= content.count(b'"', before, end)
         end = before
     return end
+
+
+def _has_stray_quote(lines: bytes, delimiter: bytes) -> bool:
+    """Whether a quotation mark stands inside a field without them, as in ``a 27" screen``, so that their number says nothing.
+
+    Where there is none, every other one begins a field, or is the second of two that stand for one.
+    """
+    text = np.frombuffer(b"\n" + lines, np.uint8)
+    before = text[np.flatnonzero(text == ord('"'))[::2] - 1]
+    return not np.isin(before, np.frombuffer(b'\n"' + delimiter[-1:], np.uint8)).all()
+
+
+def _last_end_between_quotes(lines: bytes, delimiter: bytes) -> int:
+    """The last line end outside the fields in quotation marks; one open for more than LONGEST_RECORD lines opens none."""
+    field = re.compile(rb"(?:\A|(?<=\n)|(?<=" + re.escape(delimiter) + rb'))"[^"]*+(?:""[^"]*+)*+("?)')
+    end = outside = 0
+    while found := field.search(lines, outside):
+        end = max(end, lines.rfind(b"\n", outside, found.start()) + 1)
+        stray = lines.count(b"\n", *found.span()) >= LONGEST_RECORD
+        if not stray and not found[1]:
+            return end
+        outside = found.start() + 1 if stray else found.end()
+    return max(end, lines.rfind(b"\n", outside) + 1)

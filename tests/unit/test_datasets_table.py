@@ -589,6 +589,32 @@ def test_the_size_of_a_block_makes_no_difference(rows, block_bytes):
     assert collected(content, block_bytes) == collected(content, 1 << 20)
 
 
+unquoted = st.sampled_from(["a", 'a 27" screen', '27"', "6' 2\"", 'in"ch,x', '"q"', '"two\nlines"', '"say ""x"", or\n""y"""', '"a,\n""b"'])
+
+
+@given(st.lists(st.tuples(unquoted, unquoted), min_size=1, max_size=20), st.integers(1, 200))
+@example([('a 27" screen', "a"), *[("a", '"two\nlines"')] * 20], 40)
+@example([("a", "a"), ('27"', "a"), *[("a", '"two\nlines"')] * 20], 40)
+def test_the_size_of_a_block_makes_no_difference_where_quotation_marks_stand_inside_unquoted_fields(rows, block_bytes):
+    text = "".join(f"{user},{item},{row},1\n" for row, (user, item) in enumerate(rows)).encode()
+    assert collected(text, block_bytes) == collected(text, 1 << 20)
+
+
+def test_a_quotation_mark_inside_an_unquoted_field_costs_no_later_row_of_several_lines(tmp_path):
+    rows = ['u,i,1700000000,a 27" screen\n', *(f'u{row},i{row % 9},{1700000000 + row},"good,\n""{row}"" of them"\n' for row in range(5000))]
+    path = written(tmp_path, "user,item,timestamp,review\n" + "".join([*rows, "u,i,oops,\n"]))
+    options = skipping()
+    assert len(read_table(path, options).interactions) == len(rows)
+    assert options.on_bad_row.first == [f"{path}:10003: timestamp 'oops' is neither a number nor an ISO-8601 time"]
+
+
+def test_a_quotation_mark_that_is_never_closed_costs_no_later_row_whatever_the_size_of_a_block():
+    good = "".join(f'u,"i\n{row}",{row},1\n' for row in range(300))
+    far = "u,i,5,1\n" * 250
+    for text in (f'u,"i,5,1\n{good}', f'u,"i,5,1\n{far}{good}', f'u,in"ch,5,1\nu,"i,5,1\n{far}{good}{far}'):
+        assert {collected(text.encode(), block_bytes)[0] for block_bytes in (1 << 12, 1 << 13, 1 << 20)} == {1}
+
+
 def test_a_large_file_is_never_in_memory_whole():
     line = b"user,item,1700000000,1\n"
     taken = []
