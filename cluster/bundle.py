@@ -379,15 +379,17 @@ class BundleStore:
         raise BundleError(f"no version in {self.root} can be served: " + "; ".join(refused))
 
     @contextmanager
-    def publish(self, model: ModelRecord) -> Iterator[Draft]:
-        """Write a new version and make it the current one; nothing is visible unless the block ends well.
+    def publish(self, model: ModelRecord, since: int | None = None) -> Iterator[Draft]:
+        """Write a new version and make it the current one; nothing is visible unless the block ends well. `since`: the version that it
+        comes from, where it becomes current only if that one still is.
 
         Raises BundleError where the disk does not take it.
         """
         with self._drafted(model) as draft:
             yield draft
             draft.version = self._commit(draft)
-            self.promote(draft.version)
+            if since is None or self._here() == [since]:
+                self.promote(draft.version)
 
     @contextmanager
     def _drafted(self, model: ModelRecord) -> Iterator[Draft]:

@@ -33,7 +33,7 @@ def add_items(
 
     A new item has no events, so its vector is the mean of those of the 10 items most similar to it by title and attributes; one that
     resembles none gets the mean of all. Items that the model knows stay as they are. Columns are named as for the training, unless said
-    otherwise.
+    otherwise. Status 1 where another version became current meanwhile, which the new items are not in.
     """
     store = BundleStore(model_dir)
     bundle = store.open()
@@ -50,9 +50,13 @@ def add_items(
         typer.echo(f"nothing to add: {bundle.version} holds all {len(listed)} items of {items}")
         return
     seen = first_seen.replace(tzinfo=UTC) if first_seen else datetime.now(UTC)
-    unlike = publish_with(bundle, new, int(seen.timestamp()))
-    typer.echo(f"published {store.open().version}: {len(new)} items added to the {len(bundle.catalogue)} of {bundle.version}")
+    published, unlike = publish_with(bundle, new, int(seen.timestamp()))
+    typer.echo(f"published {published.version}: {len(new)} items added to the {len(bundle.catalogue)} of {bundle.version}")
     if unlike:
         typer.secho(f"{unlike} of them share no word with a known item and stand at the mean of all", fg="yellow", err=True)
+    if (current := store.current()) != published.manifest.version:
+        cure = "run the same command again to add the items to that one"
+        typer.secho(f"version {current} became current meanwhile and stays so; {cure}", fg="yellow", err=True)
+        raise typer.Exit(1)
     if bundle.manifest.artifacts:
         typer.secho(f"its compiled artifacts hold the old items; run: genrec compile --model-dir {model_dir}", fg="yellow", err=True)

@@ -20,10 +20,10 @@ from pipelines.new_items import Placed, extend_ids, place
 _EMBEDDING = "item_embedding.weight"
 
 
-def publish_with(bundle: Bundle, new: Sequence[Item], first_seen: int) -> int:
-    """Publish the bundle's model with items that its catalogue lacks; how many of them resemble none that it holds.
+def publish_with(bundle: Bundle, new: Sequence[Item], first_seen: int) -> tuple[Bundle, int]:
+    """The bundle's model with items that its catalogue lacks, as its next version; and how many of them resemble none that it holds.
 
-    `first_seen` is in seconds since 1970. Raises DataError where no semantic ID is free; nothing is published then.
+    It becomes current where `bundle` still is. `first_seen` is in seconds since 1970. Raises DataError where no semantic ID is free; nothing is published then.
     """
     joint = Catalogue([*bundle.catalogue.items, *new])
     model = load_model(bundle)
@@ -32,7 +32,8 @@ def publish_with(bundle: Bundle, new: Sequence[Item], first_seen: int) -> int:
     vectors = np.concatenate([bundle.item_vectors, placed.vectors])
     ids = _ids(bundle, vectors, joint) if bundle.manifest.decoder else None
     record = bundle.manifest.model.model_copy(update={"config": {**bundle.manifest.model.config, "items": len(joint)}})
-    with BundleStore(bundle.path.parent).publish(record) as draft:
+    store = BundleStore(bundle.path.parent)
+    with store.publish(record, since=bundle.manifest.version) as draft:
         popularity = np.append(bundle.popularity, np.zeros(len(new), np.int64))
         seen = np.append(bundle.first_seen, np.full(len(new), first_seen, np.int64))
         grown = build_model(record)
@@ -43,7 +44,7 @@ def publish_with(bundle: Bundle, new: Sequence[Item], first_seen: int) -> int:
             _put_decoder(draft, bundle, ids)
         if bundle.manifest.ranker:
             _put_ranker(draft, bundle, joint)
-    return placed.unlike
+    return store.open(draft.version), placed.unlike
 
 
 def _with_rows(weights: Mapping[str, torch.Tensor], placed: Placed) -> dict[str, torch.Tensor]:

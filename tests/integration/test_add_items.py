@@ -234,3 +234,26 @@ def test_bad_rows_are_refused_or_counted_and_a_missing_model_is_named(store, tmp
     assert len(store.open().catalogue) == KNOWN + 1
     with pytest.raises(BundleError, match="nowhere"):
         genrec("add-items", table, "--model-dir", tmp_path / "nowhere")
+
+
+def test_of_two_at_once_the_later_one_leaves_the_model_with_the_earlier_ones_items_and_says_so(tmp_path, table, monkeypatch):
+    store = BundleStore(tmp_path / "plain")
+    make_bundle(store.root, items=KNOWN)
+    other = tmp_path / "other.csv"
+    other.write_text("item_id,title\n20x,red berry\n")
+    read = add_items.read_items
+
+    def meanwhile(path, options):
+        if path == table:
+            genrec("add-items", other, "--model-dir", store.root)
+        return read(path, options)
+
+    monkeypatch.setattr(add_items, "read_items", meanwhile)
+    later = CliRunner().invoke(app, ["add-items", str(table), "--model-dir", str(store.root)])
+    assert later.exit_code == 1
+    assert "published plain/3: 2 items added to the 12 of plain/1" in later.output
+    assert "version 2 became current meanwhile and stays so; run the same command again to add the items to that one" in later.output
+    assert store.current() == 2
+    monkeypatch.undo()
+    genrec("add-items", table, "--model-dir", store.root)
+    assert [item.item_id for item in store.open().catalogue.items[KNOWN:]] == ["20x", "14x", "15x"]
