@@ -78,13 +78,20 @@ def from_meta(state: Mapping[str, Tensor], config: HSTUConfig, item_rows: Sequen
 
 
 def raw_id_rows(item_ids: Sequence[str]) -> list[int]:
-    """The embedding rows of items whose ids are the trainer's item numbers. Raises DataError where an id is not a number."""
+    """The embedding rows of items whose ids are the trainer's item numbers. Raises DataError where an id is not a number, or two are the same one."""
     if strangers := [item_id for item_id in item_ids if not item_id.isdecimal()]:
         raise DataError(
             f"{len(strangers)} item ids are not numbers, such as {strangers[0]!r}, so that their rows in the checkpoint are unknown; "
             "give the data set the checkpoint was trained on, with its raw item ids"
         )
-    return [int(item_id) for item_id in item_ids]
+    named: dict[int, str] = {}
+    for item_id in item_ids:
+        if (other := named.setdefault(int(item_id), item_id)) != item_id:
+            raise DataError(
+                f"item ids {other!r} and {item_id!r} are both the number {int(item_id)}, and the checkpoint has one row of it; "
+                "write each number in one way in the data set"
+            )
+    return list(named)
 
 
 def _names(config: HSTUConfig) -> dict[str, str]:

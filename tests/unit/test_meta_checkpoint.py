@@ -54,6 +54,11 @@ def test_names_every_missing_unexpected_and_misshapen_tensor():
         assert part in str(error.value)
 
 
+def test_refuses_ids_that_are_one_number_written_in_two_ways():
+    with pytest.raises(DataError, match="item ids '7' and '007' are both the number 7, and the checkpoint has one row of it; write each"):
+        raw_id_rows(["1", "7", "12", "007"])
+
+
 def test_refuses_items_the_checkpoint_has_no_row_for():
     with pytest.raises(DataError, match=r"rows 1\.\.12, but 1 items have numbers outside, such as 13, and 13 is the largest; give"):
         from_meta(tensors(), CONFIG, raw_id_rows([*RAW_IDS[:4], "13"]))
