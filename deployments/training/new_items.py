@@ -23,8 +23,8 @@ _EMBEDDING = "item_embedding.weight"
 def publish_with(bundle: Bundle, new: Sequence[Item], first_seen: int) -> tuple[Bundle, int]:
     """The bundle's model with items that its catalogue lacks, as its next version; and how many of them resemble none that it holds.
 
-    It becomes current where `bundle` still is. `first_seen` is in seconds since 1970. Raises DataError where no semantic ID is free; nothing
-    is published then.
+    It becomes current where `bundle` still is. `first_seen` is in seconds since 1970. Raises DataError where no semantic ID is free;
+    nothing is published then.
     """
     joint = Catalogue([*bundle.catalogue.items, *new])
     model = load_model(bundle)

@@ -78,7 +78,10 @@ def from_meta(state: Mapping[str, Tensor], config: HSTUConfig, item_rows: Sequen
 
 
 def raw_id_rows(item_ids: Sequence[str]) -> list[int]:
-    """The embedding rows of items whose ids are the trainer's item numbers. Raises DataError where an id is not a number, or two are the same one."""
+    """The embedding rows of items whose ids are the trainer's item numbers.
+
+    Raises DataError where an id is not a number, or two are the same one.
+    """
     if strangers := [item_id for item_id in item_ids if not item_id.isdecimal()]:
         raise DataError(
             f"{len(strangers)} item ids are not numbers, such as {strangers[0]!r}, so that their rows in the checkpoint are unknown; "
