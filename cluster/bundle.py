@@ -335,6 +335,12 @@ class BundleStore:
         """The directory's, whether it is given by its own name or as `.`"""
         return own_name(self.root)
 
+    def require_nameable(self) -> None:
+        """Raises BundleError where the directory's path is no Unicode text: no version could be written there."""
+        if not is_unicode(f"{self.root}{self.name}"):
+            cure = "a model's manifest could not name it; give another directory"
+            raise BundleError(f"the model's directory {str(self.root)!a} is no Unicode text, and {cure}")
+
     def versions(self) -> list[int]:
         """The published versions, oldest first."""
         if not self.root.is_dir():
@@ -393,6 +399,7 @@ class BundleStore:
 
     @contextmanager
     def _drafted(self, model: ModelRecord) -> Iterator[Draft]:
+        self.require_nameable()
         self.root.mkdir(parents=True, exist_ok=True)
         self._clear()
         draft = Draft(Path(tempfile.mkdtemp(prefix=".draft-", dir=self.root)), self.name, model)
@@ -544,6 +551,11 @@ def _read_manifest(path: Path) -> Manifest:
 def own_name(path: Path) -> str:
     """The last part of a path, also of `.` and `..`, which say where and not what."""
     return path.name if path.name not in ("", "..") else path.resolve().name
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8. A file's name may be any bytes, of which Python makes half surrogate pairs."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def write_whole(path: Path, text: str) -> None:

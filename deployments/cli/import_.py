@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.bundle import ModelRecord
+from cluster.bundle import BundleStore, ModelRecord
 from cluster.registry import DATASETS
 from deployments.cli.dataset_options import open_dataset
 from deployments.cli.evaluate import measured_on, print_quality
@@ -49,6 +49,8 @@ def meta(
     with as_options():
         asked = DatasetOptions(name=dataset, path=path, items=items)
     data = open_dataset(asked)
+    target = model_dir or Path("models") / data.name
+    BundleStore(target).require_nameable()
     told = read_meta_config(config, items=len(data.catalogue), window_step=window_step)
     state, rows = read_meta_checkpoint(checkpoint), raw_id_rows([item.item_id for item in data.catalogue.items])
     model = from_meta(state, told.sizes, rows, bf16=told.bf16)
@@ -57,7 +59,7 @@ def meta(
     record = ModelRecord(family="hstu", config=told.sizes.model_dump(mode="json"))
     quality = evaluate(model, data.interactions)
     origin = {READ_AS: asked.described(), "imported_from": "meta-recsys/generative-recommenders", "checkpoint": checkpoint.name}
-    bundle = publish(model_dir or Path("models") / data.name, record, model, data, training=origin, quality=quality)
+    bundle = publish(target, record, model, data, training=origin, quality=quality)
     print_quality(quality, measured_on(bundle, data))
     typer.echo(f"published {bundle.path}", err=True)
 

@@ -7,6 +7,7 @@ from typing import Annotated, cast
 
 import typer
 
+from cluster.bundle import BundleStore
 from deployments.cli.dataset_options import DATASET, open_dataset
 from deployments.cli.evaluate import measured_on, print_quality, print_strategies
 from deployments.cli.fields import Fields, with_fields
@@ -58,6 +59,7 @@ def train(
     plan = TrainingPlan(model, encoder, decoding_plan, ranking if ranker else None)
     data = open_dataset(dataset)
     target = model_dir or Path("models") / data.name
+    BundleStore(target).require_nameable()  # before hours of training, not after
     run = RunOptions(refit=refit, device=device, checkpoint=target / ".training", resume=resume)
     with alone(run):
         with TrainingProgress() as progress:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
-from cluster.bundle import Bundle
+from cluster.bundle import Bundle, is_unicode
 from cluster.dataset import Dataset
 from cluster.errors import ConfigError
 from cluster.registry import DATASETS, choose
@@ -55,7 +55,7 @@ class DatasetOptions(BaseModel):
     @classmethod
     def _can_be_recorded(cls, path: Path | None) -> Path | None:
         """A manifest is JSON: after hours of training it could not be written."""
-        if path and not _is_unicode(whole := str(path.absolute())):
+        if path and not is_unicode(whole := str(path.absolute())):
             raise ValueError(f"{whole!a} is no Unicode text, and a model's manifest could not name it; rename it")
         return path
 
@@ -102,11 +102,6 @@ def as_trained(asked: DatasetOptions, bundle: Bundle) -> DatasetOptions:
     except (TypeError, ValidationError) as error:
         cure = f"name the DATASET, one of {', '.join(DATASETS)}, with the options it was trained with"
         raise ConfigError(f"{bundle.version} does not say which data set it was trained on and how that was read; {cure}") from error
-
-
-def _is_unicode(text: str) -> bool:
-    """A file's name may be any bytes, of which Python makes half surrogate pairs."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _action_names(pairs: list[str]) -> Mapping[str, Action]:

@@ -202,6 +202,16 @@ def test_resume_without_a_checkpoint_says_so(table, tmp_path):
         genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--resume", *SMALL)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("train", "table", *WHOLE, "--decoder", "none", "--no-ranker"), ("import", "meta", "c", "--config", "c.gin", "--dataset", "table")],
+)
+def test_a_directory_that_no_manifest_could_name_is_refused_before_anything_is_trained(table, tmp_path, command):
+    with pytest.raises(BundleError, match=r"the model's directory '.*caf\\udce9' is no Unicode text, .*; give another directory"):
+        genrec(*command, "--path", table, "--model-dir", tmp_path / "caf\udce9")
+    assert list(tmp_path.iterdir()) == [table]
+
+
 def test_publishes_a_checkpoint_of_metas_trainer(table, tmp_path):
     state = meta_state(np.random.default_rng(0), rows=20, dim=8, layers=2, heads=2, dqk=4, dv=4, n=21)
     saved = {f"module.{name}": torch.from_numpy(value) for name, value in state.items()}

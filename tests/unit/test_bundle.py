@@ -183,6 +183,14 @@ def test_publishers_at_the_same_time_never_share_a_version(tmp_path: Path):
     assert [store.open(version).manifest.version for version in store.versions()] == store.versions()
 
 
+@pytest.mark.parametrize("place", ["caf\udce9", "caf\udce9/tiny"])
+def test_a_directory_that_no_manifest_could_name_is_refused_and_not_made(tmp_path: Path, place: str):
+    bundle = make_bundle(tmp_path / "tiny")
+    with pytest.raises(BundleError, match=r"the model's directory '.*caf\\udce9.*' is no Unicode text, .*; give another directory"):
+        BundleStore(tmp_path / place).adopt(bundle)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["tiny"]
+
+
 def test_what_was_gone_back_to_while_work_went_on_stays_current(tmp_path: Path):
     store = BundleStore(tmp_path / "tiny")
     make_bundle(store.root)
