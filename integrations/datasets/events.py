@@ -205,7 +205,8 @@ def _times(column: pa.Array, unit: TimestampUnit) -> Int64Array:
     if column.null_count or pa.types.is_boolean(column.type):
         raise _Doubt
     if pa.types.is_temporal(column.type):
-        times: Int64Array = column.cast(pa.timestamp("us", tz=getattr(column.type, "tz", None)), safe=False).cast(pa.int64()).to_numpy()
+        kind, nanoseconds = pa.timestamp("us", tz=getattr(column.type, "tz", None)), getattr(column.type, "unit", "") == "ns"
+        times: Int64Array = column.cast(kind, safe=not nanoseconds).cast(pa.int64()).to_numpy()  # of ns the rest is cut off
     else:
         numbers = column.cast(pa.float64(), safe=not pa.types.is_integer(column.type)).to_numpy()  # rounds nanoseconds, as _time does
         if not np.all((numbers >= 0) & (numbers <= min(_latest(unit), _LARGEST_INT))):

@@ -71,9 +71,13 @@ def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _readable(column: pa.Array) -> pa.Array:
-    """Times and dates as ISO-8601 text: Python's own cannot hold nanoseconds, nor years beyond 9999."""
+    """Times and dates as ISO-8601 text, in UTC: Python's own cannot hold nanoseconds, nor years beyond 9999.
+
+    Arrow says of a time without a zone that it is out of range; of one with a zone it writes the year modulo 65,536.
+    """
     if pa.types.is_timestamp(column.type):
-        return column.cast(pa.timestamp("us", tz="UTC" if column.type.tz else None), safe=False).cast(pa.string())
+        column = column.cast(pa.int64()).cast(pa.timestamp(column.type.unit))
+        return (column.cast(pa.timestamp("us"), safe=False) if column.type.unit == "ns" else column).cast(pa.string())
     if pa.types.is_date(column.type) or pa.types.is_time(column.type):
         return column.cast(pa.string())
     return column

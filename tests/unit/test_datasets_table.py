@@ -365,6 +365,24 @@ def test_parquet_times_python_cannot_hold_are_bad_rows(tmp_path):
     assert read_table(path, skipping()).interactions.timestamps.tolist() == [5]
 
 
+@pytest.mark.parametrize("zone", [None, "UTC", "Europe/Berlin"])
+@pytest.mark.parametrize("seconds", [2**64 // 10**6 + 1_700_000_000, 65_536 * 31_556_952 + 1_700_000_000], ids=["wraps", "year"])
+@pytest.mark.parametrize("unit", [("s", 1), ("ms", 1000), ("us", 10**6)], ids=lambda unit: unit[0])
+def test_a_parquet_time_that_no_64_bits_of_microseconds_or_16_of_years_hold_is_a_bad_row(tmp_path, unit, seconds, zone):
+    far = min(seconds * unit[1], 2**63 - 1)
+    times = pa.array([far, 5 * unit[1]], pa.timestamp(unit[0], tz=zone))
+    options = skipping()
+    dataset = read_table(as_parquet(tmp_path, user=["a", "a"], item=["x", "x"], timestamp=times), options)
+    assert dataset.interactions.timestamps.tolist() == [5]
+    assert re.search("timestamp '.*' is neither a number nor an ISO-8601 time", options.on_bad_row.first[0])
+
+
+def test_a_parquet_date_hundreds_of_thousands_of_years_away_is_a_bad_row(tmp_path):
+    days = pa.array([2**64 // (86_400 * 10**6) + 19_000, 1], pa.int32()).cast(pa.date32())
+    path = as_parquet(tmp_path, user=["a", "a"], item=["x", "x"], timestamp=days)
+    assert read_table(path, skipping()).interactions.timestamps.tolist() == [86_400]
+
+
 @pytest.mark.parametrize("how", ["csv", "parquet"])
 def test_bad_rows_far_apart_in_a_long_file_keep_their_numbers_and_cost_no_good_row(tmp_path, how):
     bad = {0, 1, 777, 10_000, 49_999}
