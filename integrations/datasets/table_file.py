@@ -52,7 +52,10 @@ Table = TextTable | ParquetTable
 
 
 def table_files(path: Path) -> list[File]:
-    """The file, or the parts in the directory in order of name. Raises DataError where there is nothing."""
+    """The file, or the parts in the directory in order of name, without text files of no bytes, which have no rows.
+
+    Raises DataError where there is nothing.
+    """
     if not path.exists():
         raise DataError(f"{path} does not exist")
     if path.name.endswith(PACKED) and path.is_file():
@@ -63,7 +66,14 @@ def table_files(path: Path) -> list[File]:
     parts = [file for file in files if file.name.endswith((*TEXT, *PARQUET))]
     if not parts:
         raise DataError(f"{path} holds no file whose name ends in {', '.join([*TEXT, *PARQUET])}")
-    return parts
+    if not (filled := [part for part in parts if part.name.endswith(PARQUET) or _has_bytes(part)]):
+        raise DataError(f"{path} holds empty files only: {', '.join(part.path.name for part in parts)}")
+    return filled
+
+
+def _has_bytes(file: File) -> bool:
+    with file.open() as stream:
+        return bool(stream.read(1))
 
 
 @contextmanager

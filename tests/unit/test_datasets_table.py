@@ -178,6 +178,20 @@ def test_a_directory_is_read_as_parts_in_order_of_name(tmp_path):
     assert rows_of(read_table(tmp_path)) == EXPECTED
 
 
+@pytest.mark.parametrize("name", ["part-0.csv", "part-2.csv", "part-0.csv.gz"])
+def test_a_part_without_a_byte_is_one_without_rows(tmp_path, name):
+    written(tmp_path, CSV, "part-1.csv")
+    written(tmp_path, gzip.compress(b"") if name.endswith(".gz") else b"", name)
+    assert rows_of(read_table(tmp_path)) == EXPECTED
+
+
+def test_a_directory_of_empty_files_is_refused_with_their_names(tmp_path):
+    written(tmp_path, b"", "part-0.csv")
+    written(tmp_path, gzip.compress(b""), "part-1.csv.gz")
+    with pytest.raises(DataError, match=r"holds empty files only: part-0\.csv, part-1\.csv\.gz"):
+        read_table(tmp_path)
+
+
 def test_a_table_is_called_as_its_file_or_directory_however_that_is_written(tmp_path, monkeypatch):
     text = b"user_id,item_id,timestamp\nada,1,5\n"
     (tmp_path / "clicks" / "older").mkdir(parents=True)
