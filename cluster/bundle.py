@@ -345,7 +345,7 @@ class BundleStore:
         """The published versions, oldest first."""
         if not self.root.is_dir():
             return []
-        return sorted(int(entry.name) for entry in self.root.iterdir() if entry.name.isdecimal() and entry.is_dir())
+        return sorted(int(entry.name) for entry in self.root.iterdir() if _NUMBER.fullmatch(entry.name) and entry.is_dir())
 
     def current(self) -> int | None:
         """The version that serves, or None where nothing has been published."""

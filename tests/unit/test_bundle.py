@@ -191,6 +191,14 @@ def test_a_directory_that_no_manifest_could_name_is_refused_and_not_made(tmp_pat
     assert [entry.name for entry in tmp_path.iterdir()] == ["tiny"]
 
 
+@pytest.mark.parametrize("name", ["20240101123000", "1234567890", "0", "007", "\N{ARABIC-INDIC DIGIT SEVEN}"])
+def test_a_directory_of_digits_that_are_no_versions_number_stands_in_no_versions_way(tmp_path: Path, name: str):
+    store = BundleStore(tmp_path / "tiny")
+    (store.root / name).mkdir(parents=True)
+    assert make_bundle(store.root).version == "tiny/1"
+    assert (store.versions(), store.current()) == ([1], 1)
+
+
 def test_what_was_gone_back_to_while_work_went_on_stays_current(tmp_path: Path):
     store = BundleStore(tmp_path / "tiny")
     make_bundle(store.root)
