@@ -60,6 +60,8 @@ def train(
     data = open_dataset(dataset)
     target = model_dir or Path("models") / data.name
     BundleStore(target).require_nameable()  # before hours of training, not after
+    if export:
+        export.mkdir(parents=True, exist_ok=True)
     run = RunOptions(refit=refit, device=device, checkpoint=target / ".training", resume=resume)
     with alone(run):
         with TrainingProgress() as progress:

@@ -38,6 +38,8 @@ def train_ranker(
     whether it is to be the last stage: there is nothing left to decide that by.
     """
     bundle, data = open_with_dataset(dataset, model_dir)
+    if export:
+        export.mkdir(parents=True, exist_ok=True)  # before the training, not after
     with TrainingProgress() as progress:
         run = TrainingRun(bundle.manifest.model, data, RunOptions(device=device), progress)
         part = train_ranking_of(bundle, run, options, last_stage=last_stage)

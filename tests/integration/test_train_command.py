@@ -10,16 +10,18 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from cluster.bundle import OPTIONAL, RANKER, BundleStore
+from cluster.bundle import CATALOGUE, OPTIONAL, RANKER, BundleStore
+from cluster.catalogue_file import write_catalogue
 from cluster.errors import BundleError, ConfigError, DataError, UnknownChoice
 from cluster.registry import DATASETS, choose
 from cluster.values import EncodeRequest
 from deployments.cli import evaluate, import_, train, train_ranker
 from deployments.training.pretrained import publish_pretrained, read_pretrained
+from integrations.datasets.table import read_table
 from integrations.hstu.encoder import TorchEncoder
 from integrations.hstu.weights import load_model
 from pipelines.train_decoder import DecoderTrainer
-from tests.bundles import random_sequence
+from tests.bundles import make_bundle, random_sequence
 from tests.hstu_oracle import hstu_states, meta_state
 
 ENCODER = ["--dim", "8", "--max-history", "10", "--batch-users", "16", "--learning-rate", "0.01", "--ranker-epochs", "1"]
@@ -210,6 +212,18 @@ def test_a_directory_that_no_manifest_could_name_is_refused_before_anything_is_t
     with pytest.raises(BundleError, match=r"the model's directory '.*caf\\udce9' is no Unicode text, .*; give another directory"):
         genrec(*command, "--path", table, "--model-dir", tmp_path / "caf\udce9")
     assert list(tmp_path.iterdir()) == [table]
+
+
+@pytest.mark.parametrize("command", ["train", "train-ranker"])
+def test_an_export_that_cannot_be_written_ends_the_command_before_anything_is_trained(table, tmp_path, command):
+    store = BundleStore(tmp_path / "shop")
+    make_bundle(store.root, items=12)
+    with store.recompile(store.open()) as draft:
+        write_catalogue(read_table(table).catalogue, draft.path / CATALOGUE)
+    options = ["--decoder", "none", "--no-ranker", *WHOLE] if command == "train" else []
+    with pytest.raises(FileExistsError):
+        genrec(command, "table", "--path", table, "--model-dir", store.root, "--export", table, *options)
+    assert store.versions() == [1, 2]
 
 
 def test_publishes_a_checkpoint_of_metas_trainer(table, tmp_path):
