@@ -17,6 +17,7 @@ from integrations.datasets.items import collect_items, extend
 from integrations.datasets.options import Columns, ItemColumns, ReadOptions
 from integrations.datasets.parquet import refuse_as_id
 from integrations.datasets.table_file import ParquetTable, Table, open_table, table_files
+from integrations.datasets.text import listed
 
 USUAL_NAMES = {
     "user": ("user_id", "user", "userId"),
@@ -90,7 +91,7 @@ def _column(table: Table, role: str, given: str | None) -> str:
     option = f"--item-{role}-column" if role in ("id", "title") else f"--{role}-column"
     if not found:
         sought = repr(given) if given else f"any of {', '.join(USUAL_NAMES[role])}"
-        raise DataError(f"{table.place} has no column {sought} for the {role}; it has {', '.join(table.names)}. Name it with {option}")
+        raise DataError(f"{table.place} has no column {sought} for the {role}; it has {listed(table.names)}. Name it with {option}")
     if table.names.count(found[0]) > 1:
         raise DataError(f"{table.place} has several columns {found[0]!r}; name another one with {option}")
     return found[0]

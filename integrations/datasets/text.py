@@ -17,6 +17,8 @@ SMALL_BYTES = 16 << 10
 WORTH_THREADS_BYTES = 1 << 20
 PIECES = 32  # parts of a block with a bad row, of which only those that have one are read line by line
 LONGEST_RECORD = 200  # lines that a quoted field may run over; a quotation mark open for longer is a stray one
+MOST_TOLD = 1000
+"""Characters of a file's columns in an error."""
 _UNIT_SEPARATOR = b"\x1f"
 csv.field_size_limit(BLOCK_BYTES)  # Arrow has no limit, and Python's default of 131,072 would make the two disagree
 _LAST_ROW = "\x1e"
@@ -188,7 +190,7 @@ class TextReader:
             raise DataError(f"{self._place}:1: {row.fault}")
         names = [_COLUMN_TYPE.sub("", name.strip()) for name in row.fields]
         if expected and names != list(expected):
-            raise DataError(f"{self._place}:1: the columns are {', '.join(names)}, but should be {', '.join(expected)}")
+            raise DataError(f"{self._place}:1: the columns are {listed(names)}, but should be {', '.join(expected)}")
         return names
 
     def blocks(self, width: int) -> Iterator[TextBlock]:
@@ -208,6 +210,12 @@ class TextReader:
         """Where the last record ends, 0 where none does yet; the last line, where a quotation mark stays open for too long to be meant."""
         end = last_record_end(content, self._format)
         return end if end or content.count(b"\n") < LONGEST_RECORD else content.rfind(b"\n") + 1
+
+
+def listed(names: Sequence[str]) -> str:
+    """Columns as errors tell them; of a file that is no table the beginning, as its first line may be all of it."""
+    told = ", ".join(names)
+    return told if len(told) <= MOST_TOLD else f"{told[:MOST_TOLD]}..."
 
 
 def last_record_end(content: bytes, text_format: TextFormat) -> int:

@@ -170,6 +170,13 @@ def test_a_packed_file_is_refused_with_the_cure(tmp_path, name):
         read_table(events_file, ReadOptions(items=path))
 
 
+def test_a_file_of_one_long_line_that_is_no_table_is_refused_with_its_beginning(tmp_path):
+    path = written(tmp_path, str([{"user": number, "item": "x"} for number in range(10_000)]))
+    with pytest.raises(DataError, match=r"it has \[\{'user': 0, 'item': 'x'\}, .*\.\.\. Name it with --user-column") as refused:
+        read_table(path)
+    assert len(str(refused.value)) < 2000
+
+
 def test_a_directory_is_read_as_parts_in_order_of_name(tmp_path):
     lines = CSV.splitlines()
     written(tmp_path, "\n".join([lines[0], *lines[1:3]]), "part-0.csv")
