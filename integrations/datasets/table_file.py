@@ -60,7 +60,7 @@ def table_files(path: Path) -> list[File]:
         raise DataError(f"{path} does not exist")
     if path.name.endswith(PACKED) and path.is_file():
         raise DataError(f"{path} is packed; unpack it first, and pass the table or the directory with its parts")
-    if path.is_file():
+    if not path.is_dir():  # a file, or a pipe, as of `--path <(zcat events.csv.gz)`
         return [File(path)]
     files = [File(entry) for entry in sorted(path.iterdir()) if entry.is_file() and not entry.name.startswith((".", "_"))]
     parts = [file for file in files if file.name.endswith((*TEXT, *PARQUET))]

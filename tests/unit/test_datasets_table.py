@@ -1,6 +1,7 @@
 import csv
 import gzip
 import io
+import os
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -175,6 +176,14 @@ def test_a_file_of_one_long_line_that_is_no_table_is_refused_with_its_beginning(
     with pytest.raises(DataError, match=r"it has \[\{'user': 0, 'item': 'x'\}, .*\.\.\. Name it with --user-column") as refused:
         read_table(path)
     assert len(str(refused.value)) < 2000
+
+
+def test_a_table_may_come_out_of_a_pipe():
+    reads, writes = os.pipe()
+    os.write(writes, CSV.encode())
+    os.close(writes)
+    assert rows_of(read_table(Path(f"/dev/fd/{reads}"))) == EXPECTED
+    os.close(reads)
 
 
 def test_a_directory_is_read_as_parts_in_order_of_name(tmp_path):
