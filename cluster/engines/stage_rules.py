@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
+from cluster.bundle import Bundle
 from cluster.ranking import Ranked, RankRequest
 from cluster.values import Encoded, EncodeRequest, FloatArray, Generated, GenerateRequest, Int32Array
 
@@ -155,12 +156,14 @@ def encoder_rules(catalogue_size: int) -> StageRules[EncodeRequest, Encoded]:
     return StageRules(partial(encoder_nonsense, catalogue_size=catalogue_size), encoder_disagreement, returning)
 
 
-def ranker_nonsense(request: RankRequest, answer: Ranked) -> str:
+def ranker_nonsense(request: RankRequest, answer: Ranked, tasks: int) -> str:
     predictions = answer.predictions if isinstance(answer, Ranked) else None
     if not isinstance(predictions, np.ndarray) or predictions.ndim != 2 or not np.issubdtype(predictions.dtype, np.floating):
         return f"answered with a {type(answer).__name__}, not with Ranked and a table of predictions"
     if len(predictions) != len(request.candidates):
         return f"answered with {len(predictions)} rows to {len(request.candidates)} candidates"
+    if predictions.shape[1] != tasks:
+        return f"predicts {predictions.shape[1]} things of a candidate; the model's record names {tasks}"
     return "" if np.isfinite(predictions).all() else "answered with NaN or infinity"
 
 
@@ -176,14 +179,14 @@ def distance_of_predictions(reference: FloatArray, other: FloatArray) -> float:
     return float((np.abs(reference - other) / np.maximum(1.0, np.abs(reference))).max(initial=0.0))
 
 
-def ranker_rules(_: int) -> StageRules[RankRequest, Ranked]:
-    """The rules of the ranker stage, for any catalogue."""
-    return StageRules(ranker_nonsense, ranker_disagreement, returning)
+def ranker_rules(tasks: int) -> StageRules[RankRequest, Ranked]:
+    """The rules of the ranker stage, for a model that predicts that many tasks."""
+    return StageRules(partial(ranker_nonsense, tasks=tasks), ranker_disagreement, returning)
 
 
-RULES: Mapping[str, Callable[[int], StageRules[Any, Any]]] = {
-    "encoder": encoder_rules,
-    "generator": generator_rules,
-    "ranker": ranker_rules,
+RULES: Mapping[str, Callable[[Bundle], StageRules[Any, Any]]] = {
+    "encoder": lambda bundle: encoder_rules(bundle.items),
+    "generator": lambda bundle: generator_rules(bundle.items),
+    "ranker": lambda bundle: ranker_rules(len(bundle.manifest.ranker.tasks) if bundle.manifest.ranker else 0),
 }
-"""Stage -> its rules, for a catalogue of so many items."""
+"""Stage -> its rules, for the model in a bundle."""

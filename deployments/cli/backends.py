@@ -79,7 +79,7 @@ def _bundle(model_dir: Path | None, version: int | None, settings: Settings) -> 
 
 
 def _probed(stage: str, settings: Settings, bundle: Bundle) -> Stage:
-    rules = RULES[stage](len(bundle.catalogue))
+    rules = RULES[stage](bundle)
     controller = FrameworkController[Any, Any].configured(settings.engines(stage), bundle, rules)
     asyncio.run(controller.probe())
     snapshot = controller.snapshot()

@@ -27,7 +27,7 @@ class StageModel(Generic[RequestT, AnswerT]):
 
     def __init__(self, settings: Settings, bundle: Bundle, join: Join[RequestT, AnswerT] | None = None) -> None:
         self._settings, self.bundle = settings, bundle
-        rules = RULES[self.stage](bundle.items)
+        rules = RULES[self.stage](bundle)
         self.controller = FrameworkController[RequestT, AnswerT].configured(settings.engines(self.stage), bundle, rules, join)
         self._turn: asyncio.Future[None] | None = None  # of a check's piece of work on the engine thread
 

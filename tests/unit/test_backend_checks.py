@@ -44,6 +44,7 @@ BROKEN = [
     ("NamesNothing", "generator", "answers a prompt of one event", "it named no item where 200 might be named"),
     ("MixesUpCalls", "generator", "answers many at a time", "by infer, and by one of 28 calls of ainfer"),
     ("ForgetsACandidate", "ranker", "answers a history of one event", "answered with 29 rows to 30 candidates"),
+    ("ForgetsATask", "ranker", "answers a history of one event", "predicts 2 things of a candidate; the model's record names 3"),
 ]
 
 

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from cluster.config import Settings
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import BackendFailed, InvalidRequest
 from cluster.ranking import RankingRequest, Task
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
+from deployments.replicas.ranker import RankerModel
 from pipelines.rank import CandidateRanker
 from pipelines.recommend import Recommender
 from pipelines.scoring import combined
@@ -173,3 +175,16 @@ async def test_the_deadline_of_the_whole_answer_leaves_the_ranker_what_is_left(b
     stage = Ascending(bundle)
     await ranker_of(bundle, stage).rank(asked("1", deadline_ms=300.0))
     assert 0 < stage.seconds[0] <= 0.3
+
+
+async def test_a_ranker_that_leaves_out_a_task_is_passed_over(bundle):
+    settings = Settings.model_validate({"ranker": {"backends": {"own": "tests.broken_backends:ForgetsATask"}, "order": ["own"]}})
+    model = RankerModel(settings, bundle)
+
+    async def rank(request, within_s):
+        return model.answer_of(await model.submit(request))
+
+    answer = await ranker_of(bundle, rank).rank(asked("30", "1", "7"))
+    assert (ids(answer), answer.degraded) == (["30", "7", "1"], True)
+    assert "predicts 2 things of a candidate; the model's record names 3" in answer.stages[0].fallback_from[0].reason
+    model.controller.close()
