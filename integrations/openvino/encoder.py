@@ -85,7 +85,8 @@ class OpenVinoEncoder(KeepsRows[KeptStates]):
 
     def _keep(self, bundle: Bundle) -> KeptStates:
         engine = self._compiled(bundle, append.GRAPH, "f32")
-        inputs, outputs = ([node.any_name for node in nodes] for nodes in (engine.inputs, engine.outputs))
+        inputs = [node.any_name for node in engine.inputs]
+        outputs = [name for node in engine.outputs for name in node.names]  # with one layer, K^T and V have other names too
         shapes = Shapes(users=partial(bucket, step=USERS), new=self._padded_length, past=partial(bucket, step=self._step))
         return KeptStates(bundle, append.append_run(bundle, engine, inputs, outputs), self._state_options, shapes=shapes)
 

@@ -172,6 +172,17 @@ def test_what_is_kept_of_a_whole_window_is_what_the_model_computes(loaded, tmp_p
     assert not encoder.kept()["failures"]
 
 
+def test_keeps_states_of_a_model_with_one_layer(loaded, tmp_path):
+    make_bundle(tmp_path / "tiny", layers=1)
+    bundle = compiled(tmp_path / "tiny", CompileOptions(precisions=("fp32",)), only=["onnx"])
+    encoder, eager = loaded(bundle, keep_from=1), TorchEncoder()
+    eager.load(bundle)
+    for length in (8, 9):
+        request = EncodeRequest(first_of(random_sequence(9), length), 5, user="ann")
+        assert encoder.infer(request).state == pytest.approx(eager.infer(request).state, abs=1e-5)
+    assert encoder.kept()["hit_rows"] == 7
+
+
 def test_an_answer_stays_what_it_is_when_the_next_one_is_computed(loaded):
     encoder = loaded()
     first = encoder.infer(EncodeRequest(random_sequence(5), 5))
