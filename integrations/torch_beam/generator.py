@@ -39,8 +39,9 @@ class TorchBeamGenerator:
         for what, name, choices in (("dtype", dtype, DTYPES), ("prompt_policy", prompt_policy, POLICIES)):
             if name not in choices:
                 raise UnknownChoice(what, name, choices)
-        if prompt_bytes < 0:
-            raise ConfigError(f"prompt_bytes ({prompt_bytes}) must be at least 0, which keeps nothing")
+        for what, size in (("cache_bytes", cache_bytes), ("prompt_bytes", prompt_bytes)):
+            if size < 0:
+                raise ConfigError(f"{what} ({size}) must be at least 0, which keeps nothing")
         self._dtype, self._threads, self._cache_bytes = dtype, threads, cache_bytes
         self._prompts: dict[str, Any] = {"prompt_bytes": prompt_bytes, "prompt_policy": prompt_policy, "share_prompts": share_prompts}
         self._loaded: BeamEngine | None = None

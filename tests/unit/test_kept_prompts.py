@@ -351,5 +351,6 @@ def test_says_what_it_keeps_and_nothing_where_that_is_off(bundle, keeping, whole
 def test_options_that_mean_nothing_are_refused():
     with pytest.raises(UnknownChoice, match="unknown prompt_policy 'arc'; choose from fifo, lfu, lru"):
         TorchBeamGenerator(prompt_policy="arc")
-    with pytest.raises(ConfigError, match=r"prompt_bytes \(-1\) must be at least 0"):
-        TorchBeamGenerator(prompt_bytes=-1)
+    for name in ("prompt_bytes", "cache_bytes"):
+        with pytest.raises(ConfigError, match=rf"{name} \(-1\) must be at least 0"):
+            TorchBeamGenerator(**{name: -1})

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from cluster.errors import ConfigError
 from cluster.ranking import Task
 from cluster.values import Action, UserSequence
 from integrations.hstu.config import RankerConfig, RatingScale
 from integrations.hstu.ranker import HSTURanker
 from integrations.hstu.ranker_inputs import standard_ratings
+from integrations.hstu.torch_ranker import TorchRanker
 
 CONFIG = RankerConfig(
     items=40, dim=8, layers=3, heads=2, attention_dim=4, linear_dim=4, max_length=20, max_history=16,
@@ -89,3 +91,9 @@ def test_ratings_count_in_deviations_from_the_mean_and_other_values_do_not_count
 
 def test_a_newcomer_gets_predictions_too(ranker):
     assert torch.isfinite(ranker.after(history(0), torch.tensor([1, 2]))).all()
+
+
+@pytest.mark.parametrize("size", [0, -5])
+def test_candidates_cannot_be_computed_none_at_a_time(size):
+    with pytest.raises(ConfigError, match=rf"micro_batch \({size}\) must be at least 1"):
+        TorchRanker(micro_batch=size)
