@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import aclosing
 from typing import Any
 
 from cluster.checks.report import Failed, Skipped
 from cluster.checks.subject import Subject
+from cluster.engines.engine import ended
 from cluster.engines.forgetting import FORGETTING
 
 ADA, BOB = "ada", "bob"
@@ -36,7 +36,7 @@ def streams_what_makes_sense(subject: Subject) -> None:
 
 
 async def _pieces(subject: Subject, request: Any) -> list[Any]:
-    async with aclosing(subject.backend.astream(request)) as pieces:
+    async with ended(subject.backend.astream(request)) as pieces:
         found = [piece async for piece in pieces]
     if not found:
         raise Failed("astream yielded nothing; its pieces together are the answer")

@@ -7,8 +7,8 @@ Each request gets its answer, checked by the stage's rules, or the exception tha
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -119,7 +119,7 @@ class Queue(Engine[RequestT, AnswerT]):
     async def stream(self, request: RequestT) -> AsyncGenerator[AnswerT | Exception, None]:
         """What the engine finds as it finds it, lastly the exception that ended it, if one did."""
         try:
-            async with aclosing(self.backend.astream(request)) as pieces:
+            async with ended(self.backend.astream(request)) as pieces:
                 async for piece in pieces:
                     outcome = self._checked(request, piece)
                     yield outcome
@@ -164,6 +164,16 @@ class Queue(Engine[RequestT, AnswerT]):
 def _no_end(error: SystemExit) -> RuntimeError:
     """In place of what would end the process, and with it the backends that could answer."""
     return RuntimeError(f"SystemExit: {error}")
+
+
+@asynccontextmanager
+async def ended(pieces: AsyncIterator[T]) -> AsyncGenerator[AsyncIterator[T], None]:
+    """As `aclosing`, for any async iterator: one that is no generator has nothing to close."""
+    try:
+        yield pieces
+    finally:
+        if hasattr(pieces, "aclose"):
+            await pieces.aclose()
 
 
 async def together(awaited: Sequence[Awaitable[T]]) -> list[T]:

@@ -448,6 +448,23 @@ class TestStream:
         assert found == [8]
         assert stage.of("queued").failures == 0
 
+    async def test_a_stream_may_be_any_async_iterator(self, stage, monkeypatch):
+        class Pieces:
+            def __init__(self, *pieces):
+                self.left = iter(pieces)
+
+            def __aiter__(self):
+                return self
+
+            async def __anext__(self):
+                if (piece := next(self.left, None)) is None:
+                    raise StopAsyncIteration
+                return piece
+
+        monkeypatch.setattr(Queued, "astream", lambda _, request: Pieces(request, request + 1))
+        *pieces, served = await stage.stream(4)
+        assert (pieces, served.answer, served.backend) == ([4, 5], 9, "queued")
+
     async def test_a_consumer_that_leaves_ends_the_engines_stream(self, stage, monkeypatch):
         ended = []
 
