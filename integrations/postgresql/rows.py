@@ -15,10 +15,14 @@ from integrations.postgresql.keyed import make_functions
 ERASE_WITHIN_S = 600.0
 """For each statement of an erasure: what no one person is, as "guest", may have millions of events."""
 
-# Makes the users that are new and locks all of them until the commit. Every transaction locks in the order of digests, so that none waits
-# in a circle, and draws its sequences afterwards, so that they grow in the order of arrival.
+# Makes the users that are new, numbered in the order of arrival, and locks all of them until the commit. Every transaction locks in the
+# order of digests, so that none waits in a circle, and draws its sequences afterwards, so that they grow in the order of arrival.
 _LOCK_USERS = """
-    INSERT INTO genrec.users (digest) SELECT unnest($1::bytea[])
+    WITH asked AS MATERIALIZED (
+        SELECT nextval(pg_get_serial_sequence('genrec.users', 'number')) AS number, digest
+        FROM (SELECT * FROM unnest($1::bytea[], $2::bigint[]) AS given (digest, position) ORDER BY position) AS arrived
+    )
+    INSERT INTO genrec.users (number, digest) OVERRIDING SYSTEM VALUE SELECT number, digest FROM asked ORDER BY digest
     ON CONFLICT (digest) DO UPDATE SET latest = users.latest
     RETURNING digest, number, latest = 0 AS new"""
 _NAME = "INSERT INTO genrec.names (number, tenant, user_id) SELECT * FROM unnest($1::bigint[], $2::text[], $3::text[])"
@@ -178,7 +182,9 @@ async def statistics(connection: Any) -> StoreStatistics:
 
 
 async def _lock_users(connection: Any, digests: Sequence[bytes]) -> dict[bytes, Mapping[str, Any]]:
-    return {row["digest"]: row for row in await connection.fetch(_LOCK_USERS, sorted(set(digests)))}
+    arrived = {digest: position for position, digest in enumerate(dict.fromkeys(digests))}
+    ordered = sorted(arrived)
+    return {row["digest"]: row for row in await connection.fetch(_LOCK_USERS, ordered, [arrived[digest] for digest in ordered])}
 
 
 def _row(position: int, event: Event, user: int, digests: Digests) -> tuple[Any, ...]:

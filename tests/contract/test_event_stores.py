@@ -201,6 +201,14 @@ async def test_users_are_named_with_their_counts_those_met_last_first_and_only_t
     assert await store.users("nobody", 5) == []
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+async def test_users_of_one_batch_were_met_in_its_order(store, loaded):
+    names = [f"u{number}" for number in range(20)]
+    batch = [event(user=name) for name in (*names, "u3")]
+    await (store.load([batch]) if loaded else store.append(batch))
+    assert [user.user_id for user in await store.users("default", 20)] == names[::-1]
+
+
 async def test_an_empty_batch_is_stored_as_nothing(store):
     assert await store.append([]) == []
     assert await store.statistics() == StoreStatistics(0, 0)

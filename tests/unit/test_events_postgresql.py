@@ -170,7 +170,8 @@ async def test_a_database_that_does_not_wait_for_the_disk_is_made_to(set_to, exp
 
 async def test_users_are_locked_in_one_order_whatever_the_order_of_the_events():
     class Connection:
-        async def fetch(self, sql, digests):
+        async def fetch(self, sql, digests, arrived):
+            assert "SELECT number, digest FROM asked ORDER BY digest" in sql
             locked.append(digests)
             return []
 
