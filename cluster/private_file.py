@@ -2,6 +2,7 @@
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -11,7 +12,10 @@ def private(path: str, flags: int) -> int:
 
 
 def append(file: Path, line: bytes, *, durable: bool = False) -> None:
-    """Put a line at the end of a file, in one write; `durable`: it is on the disk when this returns. Raises OSError."""
+    """Put a line at the end of a file, in one write; `durable`: it is on the disk when this returns. A part of a line, which a full disk
+    has left there, is ended first. Raises OSError.
+    """
+    line = b"\n" + line if line and _ends_in_a_line(file) else line
     descriptor = private(os.fspath(file), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
     try:
         if os.write(descriptor, line) < len(line):
@@ -20,3 +24,12 @@ def append(file: Path, line: bytes, *, durable: bool = False) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _ends_in_a_line(file: Path) -> bool:
+    with suppress(OSError):  # one that is empty, not there, or may be written alone
+        if file.is_file():
+            with file.open("rb") as opened:
+                opened.seek(-1, os.SEEK_END)
+                return opened.read() != b"\n"
+    return False

@@ -22,6 +22,7 @@ from deployments.http.api import create_api
 from deployments.http.event_messages import ErasedOut, InvalidatedOut
 from deployments.http.messages import SwitchOut
 from deployments.user_data import UserData
+from tests.disks import largest_file
 
 KEY = {"name": "boss", "sha256": hashlib.sha256(b"genrec_boss").hexdigest(), "rights": ["read", "events", "erase", "operate"]}
 ASKED = {"authorization": "Bearer genrec_boss", "x-request-id": "r-7"}
@@ -158,6 +159,20 @@ def test_a_file_is_made_for_its_user_alone_and_made_anew_where_logrotate_has_mov
     with audited(file, "model.promote", "shop/2"):
         pass
     assert [[line["object"] for line in lines(one)] for one in (moved, file)] == [["shop/0", "shop/1"], ["shop/2"]]
+
+
+def test_a_line_that_a_full_disk_cut_off_spoils_no_later_one(file):
+    with audited(file, "user.erase", "before"):
+        pass
+    with largest_file(file.stat().st_size + 30), audited(file, "user.erase", "cut off") as line:
+        pass
+    assert line.lost
+    for number in range(2):
+        with audited(file, "user.erase", f"after {number}"):
+            pass
+    before, part, *after = file.read_text().splitlines()
+    assert len(part) == 30
+    assert [json.loads(line)["object"] for line in (before, *after)] == ["before", "after 0", "after 1"]
 
 
 def test_a_call_that_is_given_up_leaves_a_line(file):
