@@ -13,6 +13,8 @@ from cluster.errors import ConfigError, DataError
 from cluster.private_file import private
 from integrations.sqlite.connection import connect_reader, connect_writer, explained, turn_of
 
+_NOT_WRITTEN = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_TRUNCATE)
+
 
 def back_up(path: Path, to: Path) -> None:
     """The store at `path`, as it is at one moment, in the file `to`, and its checksum beside it, as sha256sum writes them. Writers go on
@@ -86,7 +88,12 @@ def rebuild(path: Path) -> None:
 
 def _copy(path: Path, to: Path) -> None:
     with explained(path), closing(connect_reader(path)) as store, closing(sqlite3.connect(to)) as copy:
-        store.backup(copy)
+        try:
+            store.backup(copy)
+        except sqlite3.Error as error:
+            if error.sqlite_errorcode in _NOT_WRITTEN:  # the store is only read
+                raise ConfigError(f"{to} cannot be written: {error}; make room, or name a file on another disk") from error
+            raise
         [[found]] = copy.execute("PRAGMA quick_check(1)").fetchall()
     if found != "ok":
         raise DataError(f"event store {path} is damaged: {found}; restore it from an earlier backup")

@@ -21,6 +21,7 @@ from cluster.events.store import Event, StoreStatistics, closing_store
 from cluster.values import Behaviour
 from deployments.cli.events import app
 from integrations.sqlite.connection import turn_of
+from tests.disks import largest_file
 from tests.postgres import running_postgres
 
 DIGESTS = Digests(b"k" * 32)
@@ -167,6 +168,10 @@ async def test_of_a_backup_that_fails_nothing_is_left(path, tmp_path):
         await run("backup", tmp_path / "backup.db", "--url", url)
     with pytest.raises(ConfigError, match=r"backup\.db cannot be written: No such file or directory"):
         await run("backup", tmp_path / "missing" / "backup.db", "--url", url)
+    path.write_bytes(whole)
+    full = r"backup\.db cannot be written: .*; make room, or name a file on another disk"
+    with largest_file(40_000), pytest.raises(ConfigError, match=full):
+        await run("backup", tmp_path / "backup.db", "--url", url)
     assert {file.name for file in tmp_path.iterdir()} == {"store"}
 
 
