@@ -104,5 +104,8 @@ class TurnLock:
                     problem = f"event store: another process has held {self.path} for more than {self.timeout_s:g} s; end it, or wait"
                     raise BackendUnavailable(problem) from None
                 self.sleep(_POLL_S)
+            except OSError as error:
+                problem = f"event store: {self.path} cannot be locked ({error.strerror}); put the event store on a local disk"
+                raise BackendUnavailable(problem) from error
             else:
                 return

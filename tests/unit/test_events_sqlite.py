@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import random
 import signal
 import sqlite3
@@ -143,6 +144,17 @@ with TurnLock(pathlib.Path({str(tmp_path / "x.lock")!r})).held():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
     with TurnLock(tmp_path / "x.lock", timeout_s=0).held():
         pass
+
+
+async def test_a_file_system_without_locks_is_told_with_the_cure(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)  # as a network's file system does, whose server keeps no locks
+    with pytest.raises(
+        BackendUnavailable, match=r"events\.db\.lock cannot be locked \(No locks available\); put the event store on a local disk"
+    ):
+        await open_event_store(f"sqlite:///{tmp_path}/events.db")
 
 
 def test_a_writer_waits_for_the_disk_at_each_commit_and_checks_references(tmp_path):
