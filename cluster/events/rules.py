@@ -1,6 +1,6 @@
 """What every event store does the same way: refuse what none takes, find repeated events, name versions."""
 
-import math
+import sys
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 
 from msgspec import structs
@@ -11,6 +11,7 @@ from cluster.values import Action
 
 LONGEST = {"user_id": 256, "item_id": 256, "tenant": 64, "idempotency_key": 256}  # characters; what an index row of PostgreSQL holds
 LATEST_TIMESTAMP = 253_402_300_799  # the last second of the year 9999
+LARGEST_VALUE = sys.float_info.max
 LARGEST_BATCH = 10_000
 LARGEST_LIMIT = 100_000
 
@@ -98,7 +99,7 @@ def _check_event(event: Event, field: str) -> None:
         raise InvalidRequest(f"{field}.behaviour.timestamp", problem)
     if not isinstance(behaviour.action, Action):
         raise InvalidRequest(f"{field}.behaviour.action", f"must be one of {', '.join(Action)}, not {behaviour.action!r}")
-    if behaviour.value is not None and not (isinstance(behaviour.value, int | float) and math.isfinite(behaviour.value)):
+    if behaviour.value is not None and not (isinstance(behaviour.value, int | float) and abs(behaviour.value) <= LARGEST_VALUE):
         raise InvalidRequest(f"{field}.behaviour.value", f"must be a finite number or none, not {behaviour.value!r}")
 
 

@@ -127,7 +127,8 @@ def _user_number(connection: sqlite3.Connection, digests: Digests, tenant: str, 
 
 def _append_one(connection: sqlite3.Connection, position: int, event: Event, user: int, key: bytes | None) -> Stored:
     what = event.behaviour
-    cursor = connection.execute(_STORE, (user, what.timestamp, what.item_id, what.action.value, what.value, key))
+    value = None if what.value is None else float(what.value)  # SQLite takes no larger integers than of 64 bits
+    cursor = connection.execute(_STORE, (user, what.timestamp, what.item_id, what.action.value, value, key))
     if cursor.rowcount and cursor.lastrowid is not None:
         return Stored(cursor.lastrowid)
     sequence, user_id, *behaviour = connection.execute(_KNOWN, (key,)).fetchone()

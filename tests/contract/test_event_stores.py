@@ -127,7 +127,7 @@ async def test_an_unknown_user_has_no_history_and_no_version(store):
 
 
 async def test_every_action_and_value_comes_back_as_it_was(store):
-    values = [None, 0.0, 4.5, -1e300, 0.1, 5]
+    values = [None, 0.0, 4.5, -1e300, 0.1, 5, 2**70]
     behaviours = tuple(Behaviour(f"i{at}", at, action, value) for at, (action, value) in enumerate((a, v) for a in Action for v in values))
     await store.append([Event("u", behaviour) for behaviour in behaviours])
     assert (await store.history("default", "u", 1000)).behaviours == behaviours
@@ -167,6 +167,7 @@ async def test_equal_looking_names_are_different_users(store):
         (event(value=float("nan")), "behaviour.value", "finite number or none, not nan"),
         (event(value=float("inf")), "behaviour.value", "not inf"),
         (event(value="5"), "behaviour.value", "not '5'"),
+        (event(value=10**400), "behaviour.value", "finite number or none, not 1000"),
     ],
 )
 async def test_a_bad_event_is_refused_by_name_and_its_batch_with_it(store, bad, field, problem):
