@@ -30,7 +30,7 @@ class _Show:
 
 
 class ShownItems:
-    """The latest shows of each of at most `users` users, of `MOST_ITEMS` items together, each for `window_s`."""
+    """The latest shows of each of at most `users` users, of `MOST_ITEMS` items together, each for `window_s`; of a longer one the best."""
 
     def __init__(self, users: int = 10_000, window_s: float = 1800.0) -> None:
         self._most, self._window_s = users, window_s
@@ -41,14 +41,14 @@ class ShownItems:
 
     def show(self, tenant: str, user: str, items: list[str], model_version: str, now: float) -> None:
         key = tenant, user
-        shows = self._users.get(key)
+        shows, items = self._users.get(key), items[:MOST_ITEMS]
         if shows is None:
             shows = self._users[key] = []
         else:
             self._users.move_to_end(key)
         if shows and shows[-1].items == items:
             shows.pop()  # it is shown again
-        shows.append(_Show(now, model_version, items[-MOST_ITEMS:]))
+        shows.append(_Show(now, model_version, items))
         self._expire(shows, now)
         self._drop(now)
 

@@ -338,11 +338,20 @@ def test_the_memory_of_what_was_shown_is_bounded_and_forgets_who_is_erased():
     for user in ("a", "b", "c"):
         shown.show("shop", user, list(map(str, range(MOST_ITEMS + 10))), "tiny/1", now=1000)
     assert len(shown) == 2
-    assert shown.follow("shop", "c", "0", 1000, now=1000)[0] is Followed.NO
+    assert shown.follow("shop", "c", f"{MOST_ITEMS}", 1000, now=1000)[0] is Followed.NO
+    assert shown.follow("shop", "c", f"{MOST_ITEMS - 1}", 1000, now=1000)[0] is Followed.YES
     shown.forget("shop", "c")
     assert shown.follow("shop", "c", "100", 1000, now=1000)[0] is Followed.UNKNOWN
     shown.forget()
     assert not len(shown)
+
+
+def test_of_a_long_answer_the_best_items_are_remembered():
+    shown = ShownItems()
+    for _ in range(2):
+        shown.show("shop", "ada", list(map(str, range(MOST_ITEMS + 300))), "tiny/1", now=1000)
+    assert shown.follow("shop", "ada", "0", 1001, now=1001) == (Followed.YES, "tiny/1")
+    assert shown.follow("shop", "ada", "0", 1002, now=1002)[0] is Followed.NO
 
 
 def test_what_flags_on_trial_brought_is_counted_apart(monkeypatch):
