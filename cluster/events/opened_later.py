@@ -16,6 +16,7 @@ class StoreOpenedLater:
         self._url, self._open_store = url, open_store
         self.name = url.partition("://")[0]
         self._opening: asyncio.Future[EventStore] | None = None
+        self._closed = False
 
     async def open(self) -> str:
         """Open the store; why that is not possible now, or ""."""
@@ -50,6 +51,8 @@ class StoreOpenedLater:
         return await (await self._opened()).statistics()
 
     async def close(self) -> None:
+        """As every store's. One that is being opened is given up, and so are the calls that wait for it."""
+        self._closed = True
         if self._opening is None:
             return
         if not self._opening.done():
@@ -59,7 +62,16 @@ class StoreOpenedLater:
 
     async def _opened(self) -> EventStore:
         """The store. Calls made while it is being opened wait for the same attempt, which goes on when a caller leaves."""
+        if self._closed:
+            raise self._gone()
         if self._opening is None or (self._opening.done() and (self._opening.cancelled() or self._opening.exception())):
             self._opening = asyncio.ensure_future(self._open_store(self._url))
             self._opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, though all callers may have left
-        return await asyncio.shield(self._opening)
+        if not (opening := self._opening).done():
+            await asyncio.wait([opening])
+        if opening.cancelled():
+            raise self._gone()
+        return opening.result()
+
+    def _gone(self) -> BackendUnavailable:
+        return BackendUnavailable(f"the event store ({self.name}) is closed; open it again")

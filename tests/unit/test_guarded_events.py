@@ -9,6 +9,7 @@ from cluster.events.guarded import GuardedHistories
 from cluster.events.opened_later import StoreOpenedLater
 from cluster.events.store import Event, StoredHistory, open_event_store
 from cluster.values import Behaviour
+from tests.waiting import until
 
 pytestmark = pytest.mark.virtual_time
 
@@ -103,3 +104,20 @@ async def test_it_opens_once_for_all_who_come_together_and_closes_what_it_opened
     await store.close()
     with pytest.raises(BackendUnavailable):
         await store.append([Event("u", Behaviour("1", 9))])
+
+
+async def test_one_that_is_closed_before_it_was_opened_stays_closed_and_tells_those_that_wait_for_it():
+    asked = []
+
+    async def never_opens(url):
+        asked.append(url)
+        await asyncio.Event().wait()
+
+    store = StoreOpenedLater("played://", never_opens)
+    waiting = asyncio.create_task(store.append([]))
+    await until(lambda: asked)
+    await store.close()
+    for call in (waiting, store.append([])):
+        with pytest.raises(BackendUnavailable, match=r"the event store \(played\) is closed; open it again"):
+            await call
+    assert len(asked) == 1
