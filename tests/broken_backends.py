@@ -77,6 +77,15 @@ class IgnoresAmong(Sound):
         return super().batch_infer([replace(request, among=None) for request in requests])
 
 
+class GivesWideStates(Sound):
+    """Those of a layer within, twice as wide as what the decoder was trained on."""
+
+    def batch_infer(self, requests):
+        answers = super().batch_infer(requests)
+        wide = [np.repeat(answer.state, 2) / np.float32(2**0.5) for answer in answers]
+        return [replace(answer, state=state, states=state[None]) for answer, state in zip(answers, wide, strict=True)]
+
+
 class NeedsArguments(Sound):
     def __init__(self, url):
         self.url = url

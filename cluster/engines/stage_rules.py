@@ -54,7 +54,7 @@ AGREEING_SHARE = 0.9
 """Share of the reference's items that another backend must retrieve too: near ties may change places, the set may not change much."""
 
 
-def encoder_nonsense(request: EncodeRequest, answer: Encoded, catalogue_size: int) -> str:
+def encoder_nonsense(request: EncodeRequest, answer: Encoded, catalogue_size: int, width: int | None = None) -> str:
     if not isinstance(answer, Encoded):
         return f"answered with a {type(answer).__name__}, not with Encoded"
     if problem := _wrong_rows(answer, {"state": "f", "items": "iu", "scores": "f"}):
@@ -63,12 +63,12 @@ def encoder_nonsense(request: EncodeRequest, answer: Encoded, catalogue_size: in
         return "answered with NaN or infinity"
     if len(answer.items) != len(answer.scores) or len(answer.items) > request.top_n:
         return f"answered with {len(answer.items)} items and {len(answer.scores)} scores to top_n {request.top_n}"
-    if problem := _wrong_states(answer, len(request.sequence)):
+    if problem := _wrong_states(answer, len(request.sequence), width):
         return problem
     return _wrong_choice(answer.items, answer.scores, request.among, catalogue_size)
 
 
-def _wrong_states(answer: Encoded, events: int) -> str:
+def _wrong_states(answer: Encoded, events: int, width: int | None) -> str:
     """A decoder is prompted with them: a wrong shape or a NaN would take its engine down."""
     states = answer.states
     if states is None:
@@ -77,6 +77,8 @@ def _wrong_states(answer: Encoded, events: int) -> str:
         return f"answered with states that are not rows of numbers, but {type(states).__name__} {getattr(states, 'shape', '')}".rstrip()
     if states.shape[1] != len(answer.state) or not 1 <= len(states) <= events:
         return f"answered with states of shape {states.shape} to {events} events and a state of {len(answer.state)}"
+    if width is not None and states.shape[1] != width:
+        return f"answered with states of {states.shape[1]} numbers; the decoder is prompted with {width}"
     return "" if _finite(states) else "answered with NaN or infinity"
 
 
@@ -151,9 +153,9 @@ def generator_rules(catalogue_size: int) -> StageRules[GenerateRequest, Generate
     return StageRules(partial(generator_nonsense, catalogue_size=catalogue_size), generator_disagreement)
 
 
-def encoder_rules(catalogue_size: int) -> StageRules[EncodeRequest, Encoded]:
-    """The rules of the encoder stage, for a catalogue of that many items."""
-    return StageRules(partial(encoder_nonsense, catalogue_size=catalogue_size), encoder_disagreement, returning)
+def encoder_rules(catalogue_size: int, width: int | None = None) -> StageRules[EncodeRequest, Encoded]:
+    """The rules of the encoder stage, for a catalogue of that many items; `width`: of the states that a decoder is prompted with."""
+    return StageRules(partial(encoder_nonsense, catalogue_size=catalogue_size, width=width), encoder_disagreement, returning)
 
 
 def ranker_nonsense(request: RankRequest, answer: Ranked, tasks: int) -> str:
@@ -184,8 +186,15 @@ def ranker_rules(tasks: int) -> StageRules[RankRequest, Ranked]:
     return StageRules(partial(ranker_nonsense, tasks=tasks), ranker_disagreement, returning)
 
 
+def _prompted_width(bundle: Bundle) -> int | None:
+    """How many numbers a state has that the decoder is prompted with, where there is one that says so."""
+    decoder = bundle.manifest.decoder
+    width = decoder.config.get("state_dim") if decoder else None
+    return width if isinstance(width, int) else None
+
+
 RULES: Mapping[str, Callable[[Bundle], StageRules[Any, Any]]] = {
-    "encoder": lambda bundle: encoder_rules(bundle.items),
+    "encoder": lambda bundle: encoder_rules(bundle.items, _prompted_width(bundle)),
     "generator": lambda bundle: generator_rules(bundle.items),
     "ranker": lambda bundle: ranker_rules(len(bundle.manifest.ranker.tasks) if bundle.manifest.ranker else 0),
 }

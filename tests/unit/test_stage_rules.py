@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from cluster.engines.stage_rules import encoder_disagreement, encoder_rules, ranker_disagreement
+from cluster.engines.stage_rules import RULES, encoder_disagreement, encoder_rules, ranker_disagreement
 from cluster.ranking import Ranked
 from cluster.values import Encoded, EncodeRequest
-from tests.bundles import random_sequence
+from tests.broken_backends import GivesWideStates
+from tests.bundles import make_bundle, make_generative_bundle, random_sequence
 
 REQUEST = EncodeRequest(random_sequence(5), top_n=4)
 encoder_nonsense = encoder_rules(catalogue_size=9).nonsense
@@ -47,6 +48,16 @@ def test_items_that_were_not_asked_for_are_nonsense():
     request = replace(REQUEST, among=np.array([1, 2, 3], np.int32))
     assert encoder_nonsense(request, SOUND) == "answered with catalogue index 9, which is not among the items asked for"
     assert encoder_nonsense(request, replace(SOUND, items=SOUND.items[:3], scores=SOUND.scores[:3])) == ""
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [(make_generative_bundle, "answered with states of 32 numbers; the decoder is prompted with 16"), (make_bundle, "")],
+)
+def test_states_of_a_width_that_the_decoder_does_not_take_are_nonsense(tmp_path, make, problem):
+    bundle, encoder = make(tmp_path / "tiny"), GivesWideStates()
+    encoder.load(bundle)
+    assert RULES["encoder"](bundle).nonsense(REQUEST, encoder.infer(REQUEST)) == problem
 
 
 def test_small_differences_and_near_ties_are_agreement():
