@@ -71,7 +71,8 @@ def make_complete_bundle(
 def _add_decoder(bundle: Bundle, seed: int, sizes: tuple[int, ...], decoder: dict[str, int]) -> Bundle:
     """The next version of the bundle, with a decoder."""
     ids = random_semantic_ids(len(bundle.catalogue), sizes, seed)
-    config = DecoderConfig(levels=ids.levels, state_dim=16, **{"vocabulary": ids.vocabulary, **DECODER_SIZES, **decoder})
+    given = {"vocabulary": ids.vocabulary, "state_dim": bundle.item_vectors.shape[1], **DECODER_SIZES, **decoder}
+    config = DecoderConfig(levels=ids.levels, **given)
     torch.manual_seed(seed)
     model = SemanticIdDecoder(config, ids, bundle.item_vectors)
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """What counts as nonsense from an encoder, and when two encoders are the same model."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from cluster.engines.stage_rules import RULES, encoder_disagreement, encoder_rul
 from cluster.ranking import Ranked
 from cluster.values import Encoded, EncodeRequest
 from tests.broken_backends import GivesWideStates
-from tests.bundles import make_bundle, make_generative_bundle, random_sequence
+from tests.bundles import make_bundle, make_complete_bundle, make_generative_bundle, random_sequence
 
 REQUEST = EncodeRequest(random_sequence(5), top_n=4)
 encoder_nonsense = encoder_rules(catalogue_size=9).nonsense
@@ -52,7 +53,11 @@ def test_items_that_were_not_asked_for_are_nonsense():
 
 @pytest.mark.parametrize(
     ("make", "problem"),
-    [(make_generative_bundle, "answered with states of 32 numbers; the decoder is prompted with 16"), (make_bundle, "")],
+    [
+        (make_generative_bundle, "answered with states of 32 numbers; the decoder is prompted with 16"),
+        (partial(make_complete_bundle, dim=8), "answered with states of 16 numbers; the decoder is prompted with 8"),
+        (make_bundle, ""),
+    ],
 )
 def test_states_of_a_width_that_the_decoder_does_not_take_are_nonsense(tmp_path, make, problem):
     bundle, encoder = make(tmp_path / "tiny"), GivesWideStates()
