@@ -54,7 +54,7 @@ def _download(url: str, target: Path, timeout_s: float) -> Path:
                     raise DataError(f"{url}: status {answer.status_code} {answer.reason_phrase}")
                 for chunk in answer.iter_bytes(1 << 20):
                     file.write(chunk)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise DataError(f"{url}: {error or type(error).__name__}") from error
         _check_zip(draft, url)
         return draft.replace(target)

