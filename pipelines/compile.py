@@ -40,8 +40,9 @@ def compile_bundle(
     `only` these compilers run; what the others made is kept.
     """
     chosen = {name: choose_compiler(compilers, name) for name in only or compilers}
-    bundle, _ = store.open_last_good()
-    with store.recompile(bundle) as draft:
+    bundle, refused = store.open_last_good()
+    since = None if refused else bundle.manifest.version  # what is current by now may be another one: opening reads gigabytes
+    with store.recompile(bundle, since) as draft:
         for name in compilers.keys() - chosen.keys():
             keep(name, bundle, draft)
         for name, compiler in chosen.items():

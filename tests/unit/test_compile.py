@@ -4,7 +4,7 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from cluster.bundle import Artifact, BundleStore, FailedStep
+from cluster.bundle import WEIGHTS, Artifact, BundleStore, FailedStep
 from cluster.compilation import CompileOptions, CompileStep, why_missing
 from cluster.errors import CompileError, UnknownChoice
 from deployments.cli.compile import compile_
@@ -88,6 +88,24 @@ def test_what_was_gone_back_to_meanwhile_stays_current(store):
         store, CompileOptions(), compilers=table("Good"), on_step=lambda _: store.current() == current and store.roll_back()
     )
     assert (store.current(), bundle.manifest.version, bundle.manifest.compiled_from) == (good, current + 1, current)
+
+
+def test_what_became_current_while_the_version_was_opened_stays_so(store, monkeypatch):
+    def opened():
+        opening = BundleStore.open_last_good(store)
+        make_bundle(store.root)
+        return opening
+
+    monkeypatch.setattr(store, "open_last_good", opened)
+    bundle = compile_bundle(store, CompileOptions(), compilers=table("Good"))
+    assert (bundle.manifest.compiled_from, bundle.version, store.current()) == (1, "tiny/3", 2)
+
+
+def test_of_a_current_version_that_is_refused_the_one_made_of_the_last_good_takes_the_place(store):
+    damaged = make_bundle(store.root)
+    (damaged.path / WEIGHTS).write_bytes(b"")
+    bundle = compile_bundle(store, CompileOptions(), compilers=table("Good"))
+    assert (bundle.manifest.compiled_from, store.current()) == (1, bundle.manifest.version)
 
 
 def test_drops_a_refused_artifact_records_why_and_goes_on(store):
