@@ -17,7 +17,8 @@ def write_catalogue(catalogue: Catalogue, path: Path) -> None:
         "title": [item.title for item in catalogue.items],
         "attributes": [json.dumps(dict(item.attributes), ensure_ascii=False) for item in catalogue.items],
     }
-    pq.write_table(pa.table(columns), path)
+    with path.open("wb") as file:  # of a path Arrow would take `shop:v2/...` for an address
+        pq.write_table(pa.table(columns), file)
 
 
 def read_catalogue(path: Path) -> Catalogue:

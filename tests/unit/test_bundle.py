@@ -183,6 +183,12 @@ def test_publishers_at_the_same_time_never_share_a_version(tmp_path: Path):
     assert [store.open(version).manifest.version for version in store.versions()] == store.versions()
 
 
+def test_a_directory_may_have_a_colon_in_its_name_wherever_it_is_given_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    bundle = make_bundle(Path("shop:v2"), items=30)
+    assert (bundle.version, len(bundle.catalogue), bundle.items) == ("shop:v2/1", 30, 30)
+
+
 @pytest.mark.parametrize("place", ["caf\udce9", "caf\udce9/tiny"])
 def test_a_directory_that_no_manifest_could_name_is_refused_and_not_made(tmp_path: Path, place: str):
     bundle = make_bundle(tmp_path / "tiny")
