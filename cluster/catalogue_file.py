@@ -25,6 +25,7 @@ def read_catalogue(path: Path) -> Catalogue:
     """The catalogue that `write_catalogue` wrote, with the same indices."""
     import pyarrow.parquet as pq  # noqa: PLC0415 - as above
 
-    columns = pq.read_table(path).to_pydict()
+    with path.open("rb") as file:
+        columns = pq.read_table(file).to_pydict()
     rows = zip(columns["item_id"], columns["title"], columns["attributes"], strict=True)
     return Catalogue([Item(item_id, title, json.loads(attributes)) for item_id, title, attributes in rows])

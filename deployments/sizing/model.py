@@ -80,7 +80,8 @@ def sampled_entry(bundle: Bundle) -> Entry:
     """A usual entry of the bundle's catalogue, by its first ones."""
     import pyarrow.parquet as pq  # noqa: PLC0415 - a replica that is to fit need not load it
 
-    rows = next(pq.ParquetFile(bundle.path / CATALOGUE).iter_batches(batch_size=SAMPLED)).to_pylist()
+    with (bundle.path / CATALOGUE).open("rb") as file:
+        rows = next(pq.ParquetFile(file).iter_batches(batch_size=SAMPLED)).to_pylist()
     made = [(Item(row["item_id"], row["title"], json.loads(row["attributes"])), row["attributes"]) for row in rows]
     count = max(1, len(made))
     held = sum(_held(item) + allocated(attributes) for item, attributes in made) // count

@@ -16,6 +16,7 @@ from cluster.config import Settings
 from cluster.errors import BundleError
 from cluster.served import served_bundle
 from deployments.app import resolved
+from deployments.sizing.model import sampled_entry
 from tests.bundles import make_bundle, make_generative_bundle, make_ranking_bundle
 from tests.disks import largest_file
 
@@ -187,6 +188,7 @@ def test_a_directory_may_have_a_colon_in_its_name_wherever_it_is_given_from(tmp_
     monkeypatch.chdir(tmp_path)
     bundle = make_bundle(Path("shop:v2"), items=30)
     assert (bundle.version, len(bundle.catalogue), bundle.items) == ("shop:v2/1", 30, 30)
+    assert sampled_entry(bundle)
 
 
 @pytest.mark.parametrize("place", ["caf\udce9", "caf\udce9/tiny"])
