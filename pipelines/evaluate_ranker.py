@@ -65,7 +65,7 @@ def _quality(tasks: Sequence[Task], said: FloatArray, predicted: FloatArray, fir
     ranks = np.array([int((scores[1:] >= scores[0]).sum()) + 1 for scores in first], np.int64)
     metrics = ranking_metrics(ranks)
     quality = {name: metrics[name] for name in ("hr@10", "ndcg@10")}
-    above = [(scores[1:] < scores[0]).mean() + (scores[1:] == scores[0]).mean() / 2 for scores in first]
+    above = [(scores[1:] < scores[0]).mean() + (scores[1:] == scores[0]).mean() / 2 for scores in first if len(scores) > 1]
     quality["auc.click"] = float(np.mean(above)) if above else float("nan")
     for column, task in enumerate(tasks):
         known = np.isfinite(said[:, column])

@@ -269,3 +269,14 @@ def test_events_that_a_version_has_learnt_do_not_decide_whether_the_ranker_is_it
     run = TrainingRun(model, dataset, RunOptions(device="cpu"), Watcher())
     part = train_ranking_of(bundle, run, RankerOptions(epochs=1))
     assert (part.trained.record.last_stage, bool(part.trained.best.validation)) == (decided, decided)
+
+
+def test_of_a_catalogue_of_one_item_nothing_stands_beside_an_event_and_no_auc_of_clicks_is_told():
+    alone = Interactions(
+        ["u"], np.array([0, 3]), np.ones(3, np.int32), np.arange(3), np.zeros(3, np.int8), np.full(3, np.nan, np.float32)
+    )  # fmt: skip
+    config = {**MODEL.config, "items": 1, "attention_dim": 16, "linear_dim": 16}
+    record = ranker_record(ModelRecord(family="hstu", config=config), alone)
+    ranker = new_ranker(record, HSTU(HSTUConfig.model_validate(config)), seed=0)
+    quality = ranker_quality(ranker, alone, from_end=TEST, device=CPU)
+    assert (quality["hr@10"], np.isnan(quality["auc.click"])) == (1, True)
