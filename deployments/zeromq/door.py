@@ -175,6 +175,7 @@ class FrontDoor:
         envelope, rest = opened(heard.frames)
         try:
             self._check_room(heard)
+            envelope.require_id()
             asked = understood(rest)
             caller = await self._known_caller(asked.headers) or b"%d" % id(peer)
             self._receive(caller, peer, envelope, asked, heard.held)

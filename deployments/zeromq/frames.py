@@ -23,10 +23,18 @@ _CALL = re.compile(r"(GET|POST|DELETE) (/[!-~]{0,4095})")
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The frames before the call: a REQ socket's empty one, if any, and the call's id."""
+    """The frames before the call: a REQ socket's empty one, if any, and the call's id; `cut`: of which that is the beginning."""
 
     before: tuple[bytes, ...]
     request_id: bytes
+    cut: bool = False
+
+    def require_id(self) -> None:
+        """Raises InvalidRequest where an answer would not have the whole id."""
+        if self.cut:
+            raise InvalidRequest(
+                "request_id", f"has more than {MOST_ID_BYTES} bytes, of which an answer has the first alone; send a shorter one"
+            )
 
     def frames(self, answered: HttpResponse) -> list[bytes]:
         headers = json.dumps(dict(answered.headers)).encode()
@@ -37,7 +45,8 @@ def opened(frames: Sequence[bytes]) -> tuple[Envelope, Sequence[bytes]]:
     """The envelope of a message, and the frames in it. What has no request id is answered with an empty one."""
     enveloped = 1 if frames and not frames[0] else 0
     rest = frames[enveloped:]
-    return Envelope(tuple(frames[:enveloped]), rest[0][:MOST_ID_BYTES] if rest else b""), rest[1:]
+    request_id = rest[0] if rest else b""
+    return Envelope(tuple(frames[:enveloped]), request_id[:MOST_ID_BYTES], len(request_id) > MOST_ID_BYTES), rest[1:]
 
 
 def understood(frames: Sequence[bytes]) -> HttpRequest:

@@ -227,6 +227,16 @@ async def test_malformed_frames_are_answered_with_a_problem_and_the_next_request
         served.door.check_health()
 
 
+async def test_a_request_whose_id_an_answer_would_not_bring_back_is_refused_and_not_carried_out():
+    async with opened_door() as served:
+        client = served.client()
+        await client.send(b"x" * 257, RECOMMEND, b"", b'{"user_id": "ada"}')
+        request_id, status, _, problem = await client.heard()
+        assert (request_id, status, problem["errors"][0]["field"]) == (b"x" * 256, 422, "request_id")
+        assert not served.service.asked
+        assert (await client.ask(body={"user_id": "ada"}, request_id=b"x" * 256))[0] == 200
+
+
 async def test_a_frame_beyond_all_bounds_costs_its_sender_the_connection_and_nobody_else_anything():
     async with opened_door() as served:
         sender, other = served.client(), served.client()
