@@ -14,7 +14,8 @@ OLDEST = (3, 37, 0)  # strict tables
 
 class SQLiteDriver:
     """``sqlite:///events.db``, relative to the working directory, or ``sqlite:////var/lib/genrec/events.db``; ``?ledger=/a/file`` names the
-    ledger of erasures, which is beside the file otherwise.
+    ledger of erasures, which is beside the file otherwise. What a symbolic link names is the file, with its lock, key and ledger beside it,
+    so that all names of a store are the same one.
     """
 
     def get_availability(self) -> Availability:
@@ -66,4 +67,5 @@ def _files(url: str) -> tuple[Path, Path | None]:
         )
     if "?" in name:
         raise ConfigError(f"event store {url!r}: {name.partition('?')[2]!r} is no option of SQLite's; the only one is ?ledger=/a/file")
-    return Path(name), ledger
+    path = Path(name)
+    return path.resolve() if path.is_symlink() else path, ledger

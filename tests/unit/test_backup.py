@@ -131,6 +131,21 @@ async def test_a_store_that_was_copied_back_by_other_means_forgets_as_it_is_open
         assert b"marker-" not in bytes_of(path)
 
 
+async def test_a_store_by_the_name_of_a_link_has_the_lock_the_key_and_the_ledger_that_it_has_by_its_own(path, tmp_path):
+    url, link, backup = f"sqlite:///{path}", tmp_path / "linked" / "events.db", tmp_path / "backup.db"
+    link.parent.mkdir()
+    link.symlink_to(path)
+    async with closing_store(f"sqlite:///{link}") as store, closing_store(url) as other:
+        await store.append([event("ada", "i"), event("bob", "i")])
+        await run("backup", backup, "--url", url)
+        assert [await store.erase("default", "ada"), await other.erase("default", "bob")] == [1, 1]
+    assert list(link.parent.iterdir()) == [link]
+    moved_away(path)
+    await run("restore", backup, "--url", f"sqlite:///{link}")
+    async with closing_store(url) as store:
+        assert await store.statistics() == StoreStatistics(0, 0)
+
+
 async def test_users_that_come_back_after_the_ledger_had_them_erased_stay_when_the_store_is_opened_again(path):
     """The disk was full as their erasures were committed: the ledger has them, all with the number that was the next."""
     url, names = f"sqlite:///{path}", [f"{number}" for number in range(8)]
