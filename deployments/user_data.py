@@ -62,6 +62,7 @@ class UserData:
         self._recalls, self._background = Background(RECALLS_AT_ONCE), Background()
         self._anticipates = anticipates or (lambda *_: settings.events.anticipate)
         self._anticipated: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._insisting: dict[tuple[str | None, str | None], asyncio.Task[None]] = {}
         self._preparing: asyncio.Task[None] | None = None
 
     async def append(self, events: Sequence[Event]) -> EventsOut:
@@ -153,8 +154,16 @@ class UserData:
         self._recorder.forget(tenant, user_id)
         dropped = await self._cache.invalidate(tenant, user_id) if self._cache else Invalidated(0)
         if dropped.unconfirmed:
-            self._background.start(self._insist(tenant, user_id, dropped.unconfirmed))
+            self._insist_in_place(tenant, user_id, dropped.unconfirmed)
         return dropped
+
+    def _insist_in_place(self, tenant: str | None, user_id: str | None, silent: Collection[str]) -> None:
+        """Of those that ask for the same, as a caller does that goes on erasing, the last one alone."""
+        if before := self._insisting.pop((tenant, user_id), None):
+            before.cancel()
+        task = self._background.start(self._insist(tenant, user_id, silent))
+        self._insisting[tenant, user_id] = task
+        task.add_done_callback(lambda done: self._insisting.get((tenant, user_id)) is done and self._insisting.pop((tenant, user_id)))
 
     async def _insist(self, tenant: str | None, user_id: str | None, silent: Collection[str]) -> None:
         """Ask caches that did not answer again, until they do or what they held has had its time. What is not one user's is erased again

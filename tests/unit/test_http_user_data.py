@@ -308,6 +308,24 @@ async def test_while_a_cache_is_away_a_tenants_answers_are_erased_once_from_the_
     await data.close()
 
 
+@pytest.mark.virtual_time
+async def test_while_a_cache_is_away_an_erasure_that_is_sent_again_and_again_is_insisted_on_once(tmp_path):
+    shard = BreakableShard()
+    shared = ShardedCache({"only": shard}, SharedSettings(deadline_s=60))
+    cache = TieredCache(MemoryCache("s3fifo", 2**20), shared, TierSettings(), ANSWER_CODEC)
+    answers = CachedRecommender(None, StoredHistories(None, 100), cache, "")
+    data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), versions_of(None, answers), cache=cache, events=None)
+    shard.mood, tasks = "raises", len(asyncio.all_tasks())
+    for _ in range(20):
+        for user in ("ada", "ben"):
+            assert (await data.erase("default", user)).everywhere is False
+    await until(lambda: len(asyncio.all_tasks()) == tasks + 2, "one insists for each user")
+    erased, shard.mood = watched(shard, "invalidate"), "works"
+    await until(lambda: len(asyncio.all_tasks()) == tasks, "both are erased")
+    assert sorted(erased) == [("default", "ada"), ("default", "ben")]
+    await data.close()
+
+
 def watched(shard, name):
     """The calls of a method of the shard's, from now on."""
     calls, method = [], getattr(shard, name)
