@@ -54,14 +54,15 @@ def connect_writer(path: Path) -> sqlite3.Connection:
 
 
 def connect_reader(path: Path) -> sqlite3.Connection:
-    """A connection that cannot write; it reads beside a writer without waiting."""
-    connection = _connect(path)
+    """A connection that cannot write; it reads beside a writer without waiting. A file that was removed meanwhile is not made anew."""
+    connection = _connect(f"{path.absolute().as_uri()}?mode=rw")
     connection.execute("PRAGMA query_only = ON")
     return connection
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+def _connect(path: Path | str) -> sqlite3.Connection:
+    """Of a text, it is a URI."""
+    return sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=isinstance(path, str))
 
 
 def turn_of(store: Path) -> "TurnLock":

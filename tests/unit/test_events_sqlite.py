@@ -6,7 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from hashlib import sha256
 
 import pytest
@@ -17,7 +17,7 @@ from cluster.events.migrations import read_migrations
 from cluster.events.rules import version_of
 from cluster.events.store import Event, Stored, closing_store, open_event_store
 from cluster.values import Action, Behaviour
-from integrations.sqlite.connection import TurnLock, connect_writer
+from integrations.sqlite.connection import TurnLock, connect_reader, connect_writer
 from integrations.sqlite.driver import SQLiteDriver
 from integrations.sqlite.store import MIGRATIONS
 from integrations.sqlite.writer import Writer
@@ -397,6 +397,23 @@ async def test_a_damaged_file_is_told_with_the_cure(tmp_path):
     with pytest.raises(BackendUnavailable, match="it is damaged; restore it from a backup"):
         async with closing_store(f"sqlite:///{path}") as store:
             await store.append([event("x", "u7")])
+
+
+async def test_a_read_of_a_file_that_was_removed_makes_no_empty_one_in_its_place(tmp_path):
+    path = tmp_path / "a %41?#.db"
+    async with closing_store(f"sqlite:///{tmp_path}/moved.db") as store:
+        await store.append([event()])
+    (tmp_path / "moved.db").rename(path)
+    with closing(connect_reader(path)) as reader:
+        assert reader.execute("SELECT count(*) FROM events").fetchone() == (1,)
+    store = await open_event_store(f"sqlite:///{tmp_path}/e.db")
+    await store.append([event()])
+    for end in ("", "-wal", "-shm"):
+        (tmp_path / f"e.db{end}").unlink()
+    with pytest.raises(BackendUnavailable, match="it cannot be opened"):
+        await store.history("default", "u", 10)
+    assert not (tmp_path / "e.db").exists()
+    await store.close()
 
 
 async def test_a_file_that_is_removed_while_it_is_open_is_noticed_before_events_are_lost(tmp_path):
