@@ -34,7 +34,7 @@ def publish(
         for put in puts:
             put(draft)
         draft.training, draft.quality = {**provenance(dataset), **training}, dict(quality)
-    return store.open()
+    return store.open(draft.version)
 
 
 def write_required(
