@@ -5,7 +5,6 @@ GENREC_SCREENSHOTS=docs/images keeps the pictures that the README shows; otherwi
 
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +17,10 @@ from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue
 from cluster.traffic import api_keys
 from cluster.values import Item
+from tests.browsers import chromium, expect
 from tests.bundles import make_generative_bundle
 from tests.clusters import SharedCluster, fixed
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install '.[dev]')")
-expect = playwright.expect
 pytestmark = pytest.mark.cluster
 
 SETTINGS = {
@@ -76,15 +74,8 @@ def film(number: int) -> Item:
 
 @pytest.fixture(scope="module")
 def browser():
-    """The system's Chromium or, without one, playwright's own."""
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    with playwright.sync_playwright() as started:
-        try:
-            browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(f"no Chromium can be started (apt-get install chromium): {error.message.splitlines()[0]}")
-        yield browser
-        browser.close()
+    with chromium() as started:
+        yield started
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """The playground's page in headless Chromium, with canned answers in place of a service: what seldom happens with a real one."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -9,9 +8,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from deployments.http.playground import FILES
+from tests.browsers import chromium, expect
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install '.[dev]')")
-expect = playwright.expect
 ITEMS = [{"item_id": f"{number}", "title": f"film {number}", "attributes": {}} for number in range(1, 6)]
 
 ANSWER = {"items": [], "stages": [], "model_version": "films/1", "degraded": False, "unknown_items": [], "cache": None}
@@ -19,15 +17,8 @@ ANSWER = {"items": [], "stages": [], "model_version": "films/1", "degraded": Fal
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """The system's Chromium or, without one, playwright's own."""
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    with playwright.sync_playwright() as started:
-        try:
-            browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(f"no Chromium can be started (apt-get install chromium): {error.message.splitlines()[0]}")
-        yield browser
-        browser.close()
+    with chromium() as started:
+        yield started
 
 
 class Service:
