@@ -7,15 +7,14 @@ from msgspec.structs import replace
 
 from cluster.bundle import Bundle
 from cluster.checks.cases import history, indices, lengths, naming, some, window
-from cluster.engines.stage_rules import STATE_TOLERANCE, encoder_rules
+from cluster.engines.stage_rules import RULES, STATE_TOLERANCE
 from cluster.values import Encoded, EncodeRequest
 
 
 class EncoderCases:
     def __init__(self, bundle: Bundle) -> None:
         self._items, self._window = len(bundle.catalogue), window(bundle.manifest.model.config)
-        self._state_dim = bundle.item_vectors.shape[1] if bundle.manifest.decoder else None
-        self.rules = encoder_rules(self._items)
+        self.rules = RULES["encoder"](bundle)
 
     def typical(self) -> Mapping[str, EncodeRequest]:
         return {f"user {seed}'s history of {length} events": self._asked(length, seed) for seed, length in enumerate(lengths(self._window))}
@@ -63,8 +62,6 @@ class EncoderCases:
     def _wrong_states(self, answer: Encoded) -> str:
         if answer.states is None:
             return ""
-        if self._state_dim and answer.states.shape[1] != self._state_dim:
-            return f"answered with states of {answer.states.shape[1]} numbers; the decoder is prompted with {self._state_dim}"
         apart = float(np.abs(answer.states[-1] - answer.state).max())
         return f"the last of its states is {apart:.3g} off its state; they are the same" if apart > STATE_TOLERANCE else ""
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from cluster.bundle import Bundle
 from cluster.checks.cases import history, indices, lengths, naming, some
-from cluster.engines.stage_rules import generator_rules
+from cluster.engines.stage_rules import RULES
 from cluster.values import Generated, GenerateRequest, SamplingOptions, UserState
 
 BEAM, K, WIDEST = 20, 10, 64
@@ -17,7 +17,7 @@ BEAM, K, WIDEST = 20, 10, 64
 class GeneratorCases:
     def __init__(self, bundle: Bundle) -> None:
         self._items, self._prompt, self._dim = len(bundle.catalogue), max(1, bundle.prompt_length), bundle.item_vectors.shape[1]
-        self.rules = generator_rules(self._items)
+        self.rules = RULES["generator"](bundle)
 
     def typical(self) -> Mapping[str, GenerateRequest]:
         return {f"user {seed}'s prompt of {length} events": self._asked(length, seed) for seed, length in enumerate(lengths(self._prompt))}

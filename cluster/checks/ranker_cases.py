@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from cluster.bundle import Bundle
 from cluster.checks.cases import history, indices, lengths, naming, some, window
-from cluster.engines.stage_rules import ranker_rules
+from cluster.engines.stage_rules import RULES
 from cluster.ranking import Ranked, RankRequest
 from cluster.values import Int32Array
 
@@ -15,7 +15,7 @@ class RankerCases:
     def __init__(self, bundle: Bundle) -> None:
         record = bundle.manifest.ranker
         self._items, self._window = len(bundle.catalogue), window(record.config if record else {})
-        self.rules = ranker_rules(len(record.tasks) if record else 0)
+        self.rules = RULES["ranker"](bundle)
 
     def typical(self) -> Mapping[str, RankRequest]:
         return {

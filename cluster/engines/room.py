@@ -69,7 +69,7 @@ class EngineThread:
 
     async def compute_here(self, work: Callable[[], T]) -> T:
         """As `compute`, on the event loop: for what takes less time than the way to the thread and back, while nothing is `pending`."""
-        return _done(lambda: self._timed(work))
+        return self._timed(work)
 
     def close(self) -> None:
         """Returns when the work that runs has ended."""

@@ -34,7 +34,7 @@ class EngineSlot(Generic[RequestT, AnswerT]):
         except Exception as error:  # noqa: BLE001 - the module, the constructor and the probe are the backend's code
             return Availability.because(error, f"its probe broke: {reason_of(error)}")
         except SystemExit as error:
-            return Availability.no(f"its probe broke: SystemExit: {error}")
+            return Availability.no(f"its probe broke: {reason_of(error)}")
         if not isinstance(availability, Availability):
             return Availability.no(f"its probe broke: get_availability returned a {type(availability).__name__}, not an Availability")
         return availability
