@@ -15,6 +15,7 @@ from cluster.addresses import is_loopback
 from cluster.autoscaling import QueuePolicy
 from cluster.engines.breaker import BreakerSettings
 from cluster.errors import ConfigError
+from cluster.events.rules import LARGEST_BATCH
 from cluster.stages import STAGES
 from cluster.traffic import api_keys
 
@@ -169,8 +170,8 @@ class RankerSettings(EngineSettings):
     batching: BatchingSettings = BatchingSettings(max_padding=1.0)  # users are computed one by one, so that nothing is padded
 
 
-MOST_ENTRIES, MOST_EVENTS, MOST_REQUESTS = 65_536, 10_000, 4096
-"""What the limits of a gateway may be raised to: entries of a list, events that a store takes together, and requests of a batch."""
+MOST_ENTRIES, MOST_REQUESTS = 65_536, 4096
+"""What the limits of a gateway may be raised to: entries of a list, and requests of a batch."""
 
 
 class AdmissionSettings(Section):
@@ -295,7 +296,7 @@ class GatewaySettings(Section):
     pool: int = Field(500, ge=1, description="items that the blend, diversity and freshness choose from")
     rank_pool: int = Field(100, ge=1, le=2048, description="the best of them, which the ranker orders where it is the last stage")
     max_candidates: int = Field(2048, ge=1, le=MOST_ENTRIES, description="candidates one call of /v1/rank may carry")
-    max_events: int = Field(1000, ge=1, le=MOST_EVENTS, description="events one call of /v1/events may carry")
+    max_events: int = Field(1000, ge=1, le=LARGEST_BATCH, description="events one call of /v1/events may carry")
     admission: AdmissionSettings = AdmissionSettings()
     rate_limits: RateLimitSettings = RateLimitSettings()
     api_keys: list[ApiKeySettings] = Field(

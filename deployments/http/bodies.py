@@ -9,13 +9,13 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from cluster.config import MOST_ENTRIES
+from cluster.config import MOST_ENTRIES, TENANT
 from cluster.ranking import RankingRequest, Task
 from cluster.values import Behaviour, CacheUse, Name, RecommendRequest, SamplingOptions, Strategy, Timestamp
 
 REFUSED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What a decoder raises at a body that it does not accept."""
-Tenant: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
+Tenant: TypeAlias = Annotated[str, Meta(pattern=rf"^{TENANT.pattern}\Z")]
 Behaviours: TypeAlias = Annotated[tuple[Behaviour, ...], Meta(max_length=MOST_ENTRIES)]
 Names: TypeAlias = Annotated[list[Name], Meta(max_length=MOST_ENTRIES)]
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]

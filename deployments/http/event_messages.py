@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
 
-from cluster.config import MOST_EVENTS
 from cluster.dataset import Catalogue
+from cluster.events.rules import LARGEST_BATCH
 from cluster.events.store import Event, Stored
 from cluster.values import Action, Behaviour
 from deployments.http.messages import ONE, SEVERAL, ItemId, Message, Tenant, Timestamp, UserId
@@ -48,7 +48,7 @@ class EventsIn(Message):
         json_schema_extra={"examples": [{"events": [{"user_id": "196", "item_id": "50", "action": "rating", "value": 5}]}]}
     )
 
-    events: list[EventIn] = Field(min_length=1, max_length=MOST_EVENTS, fail_fast=True)
+    events: list[EventIn] = Field(min_length=1, max_length=LARGEST_BATCH, fail_fast=True)
 
 
 def _kind(body: Any) -> str:

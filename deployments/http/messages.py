@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
-from cluster.config import MOST_ENTRIES, MOST_REQUESTS
+from cluster.config import MOST_ENTRIES, MOST_REQUESTS, TENANT
 from cluster.values import LATEST_TIMESTAMP, Action, CacheTier, CacheUse, Recommendation, RecommendRequest, Strategy
 from deployments.http.answer_json import answer_json
 from deployments.http.bodies import RecommendBody
@@ -31,7 +31,7 @@ def _in_seconds(value: int) -> int:
 
 ItemId = Annotated[str, StringConstraints(min_length=1, max_length=256), BeforeValidator(_as_text)]
 UserId = Annotated[str, StringConstraints(min_length=1, max_length=256), BeforeValidator(_as_text)]
-Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Tenant = Annotated[str, StringConstraints(pattern=f"^{TENANT.pattern}$")]
 Timestamp = Annotated[
     int,
     Field(ge=0, description="whole seconds since 1970, UTC", json_schema_extra={"maximum": LATEST_TIMESTAMP}),
