@@ -15,7 +15,7 @@ def append(file: Path, line: bytes, *, durable: bool = False) -> None:
     """Put a line at the end of a file, in one write; `durable`: it is on the disk when this returns. A part of a line, which a full disk
     has left there, is ended first. Raises OSError.
     """
-    line = b"\n" + line if line and _ends_in_a_line(file) else line
+    line = b"\n" + line if line and _is_cut_off(file) else line
     descriptor = private(os.fspath(file), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
     try:
         if os.write(descriptor, line) < len(line):
@@ -26,10 +26,11 @@ def append(file: Path, line: bytes, *, durable: bool = False) -> None:
         os.close(descriptor)
 
 
-def _ends_in_a_line(file: Path) -> bool:
-    with suppress(OSError):  # one that is empty, not there, or may be written alone
-        if file.is_file():
-            with file.open("rb") as opened:
-                opened.seek(-1, os.SEEK_END)
-                return opened.read() != b"\n"
+def _is_cut_off(file: Path) -> bool:
+    """Whether the last line has no end."""
+    if not file.is_file():  # a pipe would wait to be read
+        return False
+    with suppress(OSError), file.open("rb") as opened:  # one that is empty, or may be written alone
+        opened.seek(-1, os.SEEK_END)
+        return opened.read() != b"\n"
     return False

@@ -186,8 +186,10 @@ class VersionRouter:
         """What is on trial from now on. A switchboard that was restarted has not heard of all: a trial that had begun goes on meanwhile."""
         if (trial := self._rollout.trial) is None:
             return None
+        if settled:
+            return trial.version if trial.version in able else None
         goes_on = self._tried == trial.version and self._rollout.period == self._period and self._model_cache.get(trial.version)
-        return trial.version if (trial.version in able if settled else goes_on) else None
+        return trial.version if goes_on else None
 
     def uses(self) -> frozenset[int]:
         return frozenset({self._serving, self._tried or self._serving} - {0})

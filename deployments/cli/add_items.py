@@ -8,6 +8,7 @@ import typer
 
 from cluster.bundle import BundleStore
 from deployments.cli.dataset_options import tell_skipped
+from deployments.cli.models import overtaken
 from deployments.training.dataset_options import DatasetOptions, as_trained
 from deployments.training.new_items import publish_with
 from deployments.training.provenance import READ_AS
@@ -54,9 +55,8 @@ def add_items(
     typer.echo(f"published {published.version}: {len(new)} items added to the {len(bundle.catalogue)} of {bundle.version}")
     if unlike:
         typer.secho(f"{unlike} of them share no word with a known item and stand at the mean of all", fg="yellow", err=True)
-    if (current := store.current()) != published.manifest.version:
-        cure = "run the same command again to add the items to that one"
-        typer.secho(f"version {current} became current meanwhile and stays so; {cure}", fg="yellow", err=True)
+    if told := overtaken(store, published.manifest.version, "run the same command again to add the items to that one"):
+        typer.secho(told, fg="yellow", err=True)
         raise typer.Exit(1)
     if bundle.manifest.artifacts:
         typer.secho(f"its compiled artifacts hold the old items; run: genrec compile --model-dir {model_dir}", fg="yellow", err=True)

@@ -40,11 +40,11 @@ def list_(*, model_dir: ModelDir = Path("models/ml-100k")) -> None:
         typer.echo(f"the {ended.trial.kind} of {ended.trial.tried} was {ended.outcome}: {ended.reason}")
 
 
-def overtaken(store: BundleStore, made: int) -> str:
-    """That another version became current while this one was made, and how to serve it; "" where none did."""
+def overtaken(store: BundleStore, made: int, cure: str = "") -> str:
+    """That another version became current while this one was made, and the cure, by default how to serve this one; "" where none did."""
     current = store.current()
-    to_serve = f"genrec models promote {made} --model-dir {store.root}"
-    return "" if current == made else f"version {current} became current meanwhile and stays so; to serve this one: {to_serve}"
+    cure = cure or f"to serve this one: genrec models promote {made} --model-dir {store.root}"
+    return "" if current == made else f"version {current} became current meanwhile and stays so; {cure}"
 
 
 @app.command()
