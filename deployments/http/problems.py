@@ -4,8 +4,7 @@
     InvalidRequest                    422, with the field
     what pydantic refuses             422, with the fields
     UnknownChoice                     404; only FastAPI's routes look up names
-    BackendUnavailable, BundleError   503, Retry-After
-    any other BackendError            503: it may fail again
+    BackendError, BundleError         503, Retry-After
     anything else                     500; the log has the trace
 
 `problem_of` decides for direct routes and streams; `install` has FastAPI's routes decide the same.
@@ -25,7 +24,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Send
 
-from cluster.errors import BackendError, BackendUnavailable, BundleError, InvalidRequest, UnknownChoice
+from cluster.errors import BackendError, BundleError, InvalidRequest, UnknownChoice
 from deployments.http.messages import ONE, SEVERAL, FieldProblem, Problem
 
 MEDIA_TYPE = "application/problem+json"
@@ -131,7 +130,7 @@ def headers_of(error: Exception) -> Mapping[str, str]:
     match error:
         case HTTPException():
             return error.headers or {}
-        case BackendUnavailable() | BundleError():
+        case BackendError() | BundleError():
             return {"Retry-After": "2"}
         case _:
             return {}

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.config import GatewaySettings
-from cluster.errors import BackendUnavailable, BundleError, UnknownChoice
+from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded, UnknownChoice
 from cluster.values import StageAnswer, StageReport
 from deployments.http import problems
 from deployments.http.api import create_api
@@ -331,6 +331,17 @@ async def test_readiness_is_503_until_the_stages_are_there(client, service, monk
     assert (backends.status_code, backends.headers["retry-after"]) == (503, "2")
     assert (await client.get("/healthz")).json() == {"status": "ok"}
     assert [(await client.head(path)).status_code for path in ("/healthz", "/readyz")] == [200, 503], "as some balancers ask"
+
+
+@pytest.mark.parametrize("error", [BackendFailed("every engine failed"), DeadlineExceeded("no answer in time"), BundleError("half-written")])
+async def test_whatever_does_not_answer_now_says_when_to_ask_again(client, service, monkeypatch, error):
+    async def failing(*_, **__):
+        raise error
+
+    monkeypatch.setattr(service, "models", failing, raising=False)
+    monkeypatch.setattr(service, "recommend", failing)
+    for response in (await client.get("/v1/models"), await client.post("/v1/recommend", json={"user_id": "ada"})):
+        assert (response.status_code, response.headers["retry-after"], response.json()["detail"]) == (503, "2", str(error))
 
 
 async def test_a_damaged_file_of_the_model_is_named_with_its_cure(client, service, monkeypatch):
