@@ -29,7 +29,7 @@ from starlette.exceptions import HTTPException
 
 from cluster.config import ZeroMQSettings, parse
 from cluster.engines.latency import LatencyRecorder
-from cluster.errors import BackendError, ConfigError
+from cluster.errors import ConfigError
 from deployments.calls.remote import ask
 from deployments.http import problems
 from deployments.http.edge import urgency
@@ -45,6 +45,7 @@ DRAIN_S, LINGER_S = 15.0, 1.0
 ENVELOPE_BYTES = 2**16
 """What a message may have beyond the largest body; a client that sends more loses its connection."""
 MOST_CONNECTIONS, READ_AHEAD = 1024, 2**14
+"""Where there are so many connections, the next takes the place of an idle one: a ZeroMQ client connects anew when it has something to ask."""
 KNOWN_FOR_S, MOST_ASKING, MOST_KNOWN = 30.0, 16, 10_000
 """How long a key counts as known to the queue, and how many keys may be asked after at a time. The gateway checks every request's."""
 SAFE = ("/v1/recommend", "/v1/recommend:batch", "/v1/rank")
@@ -68,6 +69,22 @@ class DoorStatistics:
     throughput_per_s: float | None
 
 
+@dataclass(eq=False, slots=True)
+class Client:
+    """A connection. `heard`: when it came, or sent its last request with a `known` key; `pending`: what it has waiting or under way."""
+
+    peer: Peer
+    listener: asyncio.Task[None]
+    heard: float
+    known: bool = False
+    pending: int = 0
+
+    @property
+    def idle(self) -> bool:
+        """It may be cut: nothing that it asked is lost. Until it has shown a key, what it is sending counts for nothing."""
+        return not self.pending and (self.peer.silent or not self.known)
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Waiting:
     """`held`: bytes of the budget, given back when it is answered."""
@@ -75,7 +92,7 @@ class Waiting:
     urgency: int
     number: int
     arrived: float = field(compare=False)
-    peer: Peer = field(compare=False)
+    client: Client = field(compare=False)
     envelope: Envelope = field(compare=False)
     asked: HttpRequest = field(compare=False)
     held: int = field(compare=False)
@@ -92,7 +109,7 @@ class FrontDoor:
         self._budget = Budget(settings.max_bytes)
         self._queue: Turns[Waiting] = Turns()
         self._numbers = itertools.count()
-        self._peers: dict[Peer, asyncio.Task[None]] = {}
+        self._clients: set[Client] = set()
         self._running: set[asyncio.Task[None]] = set()
         self._known: dict[bytes, float] = {}
         self._asking: dict[bytes, asyncio.Task[None]] = {}
@@ -110,8 +127,8 @@ class FrontDoor:
     async def close(self, within_s: float = DRAIN_S) -> None:
         """Take nothing more; answer what was taken, with 503 where the time is not enough."""
         self._server.close()
-        for listener in self._peers.values():
-            listener.cancel()
+        for client in self._clients:
+            client.listener.cancel()
         deadline = monotonic() + within_s
         while self._running and (left_s := deadline - monotonic()) > 0:
             await asyncio.wait(self._running, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
@@ -121,7 +138,7 @@ class FrontDoor:
         while late:
             self._refuse_waiting(late.take(), _closed())
         await asyncio.gather(*self._running, return_exceptions=True)
-        await asyncio.gather(*(peer.close(LINGER_S) for peer in self._peers))
+        await asyncio.gather(*(client.peer.close(LINGER_S) for client in self._clients))
 
     def check_health(self) -> None:
         """Raises ConfigError where it has ceased to listen."""
@@ -130,7 +147,7 @@ class FrontDoor:
 
     @property
     def connections(self) -> int:
-        return len(self._peers)
+        return len(self._clients)
 
     def statistics(self) -> DoorStatistics:
         figures = self._latency.summary(monotonic()).as_json()
@@ -153,38 +170,50 @@ class FrontDoor:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, until it ends."""
         peer = Peer(reader, writer, self._budget, self._most_bytes)
-        if len(self._peers) == MOST_CONNECTIONS:
+        if len(self._clients) >= MOST_CONNECTIONS and not self._cut_an_idle_one():
             return await peer.close()
         task = asyncio.current_task()
         assert task is not None
-        self._peers[peer] = task
+        client = Client(peer, task, monotonic())
+        self._clients.add(client)
         try:
             await peer.greet()
             while True:
-                await self._hear(peer, await peer.message())
+                await self._hear(client, await peer.message())
         except asyncio.CancelledError:
             return None  # by `close`, which answers what was taken and ends the connection
         except (Broken, EOFError, OSError) as error:  # a TimeoutError is an OSError
             logger.debug("a ZeroMQ connection ends: %s", error)
         except Exception:
             logger.exception("a ZeroMQ connection ends by a fault of this door")
-        del self._peers[peer]
+        self._clients.discard(client)
         return await peer.close()
 
-    async def _hear(self, peer: Peer, heard: Heard) -> None:
+    def _cut_an_idle_one(self) -> bool:
+        """Cut the connection that has been silent for longest, one that never showed a known key before all others; False where none is
+        idle.
+        """
+        idle = min((one for one in self._clients if one.idle), key=lambda one: (one.known, one.heard), default=None)
+        if idle:
+            self._clients.discard(idle)
+            idle.peer.cut()
+        return idle is not None
+
+    async def _hear(self, client: Client, heard: Heard) -> None:
         envelope, rest = opened(heard.frames)
         try:
             self._check_room(heard)
             envelope.require_id()
             asked = understood(rest)
-            caller = await self._known_caller(asked.headers) or b"%d" % id(peer)
-            self._receive(caller, peer, envelope, asked, heard.held)
+            caller = await self._known_caller(asked.headers) or b"%d" % id(client)
+            client.known, client.heard = True, monotonic()
+            self._receive(caller, client, envelope, asked, heard.held)
         except asyncio.CancelledError:
-            self._refuse(peer, envelope, _closed())
+            self._refuse(client.peer, envelope, _closed())
             raise
         except Exception as error:  # noqa: BLE001 - every message is answered, and the next one heard
             self._budget.give(heard.held)
-            self._refuse(peer, envelope, error)
+            self._refuse(client.peer, envelope, error)
 
     def _check_room(self, heard: Heard) -> None:
         if not heard.whole:
@@ -221,10 +250,10 @@ class FrontDoor:
             self._known.clear()
         self._known[digest] = now + KNOWN_FOR_S
 
-    def _receive(self, caller: bytes, peer: Peer, envelope: Envelope, asked: HttpRequest, held: int) -> None:
+    def _receive(self, caller: bytes, client: Client, envelope: Envelope, asked: HttpRequest, held: int) -> None:
         """Raises what refuses the request."""
         headers = {name.encode(): value.encode() for name, value in asked.headers.items()}
-        waiting = Waiting(urgency(headers, asked.target), next(self._numbers), monotonic(), peer, envelope, asked, held)
+        waiting = Waiting(urgency(headers, asked.target), next(self._numbers), client.heard, client, envelope, asked, held)
         if len(self._running) < self._settings.max_concurrent:
             self._start(waiting)
         elif len(self._queue) < self._settings.max_queue:
@@ -232,6 +261,7 @@ class FrontDoor:
         else:
             detail = f"{len(self._running)} requests are under way and {len(self._queue)} wait at this door; ask again later"
             raise problems.overloaded(detail, wait_s=1)
+        client.pending += 1
 
     def _start(self, waiting: Waiting) -> None:
         task = asyncio.create_task(self._answer(waiting))
@@ -242,8 +272,8 @@ class FrontDoor:
         self._running.discard(task)
         while self._queue and len(self._running) < self._settings.max_concurrent:
             waiting = self._queue.take()
-            if waiting.peer.gone:
-                self._budget.give(waiting.held)
+            if waiting.client.peer.gone:
+                self._let_go(waiting)
             else:
                 self._start(waiting)
 
@@ -258,8 +288,8 @@ class FrontDoor:
             self._served[answered.status] += 1
             now = monotonic()
             self._latency.record((now - waiting.arrived) * 1e3, now)
-            self._budget.give(waiting.held)
-            waiting.peer.send(waiting.envelope.frames(answered))
+            self._let_go(waiting)
+            waiting.client.peer.send(waiting.envelope.frames(answered))
 
     async def _asked(self, waiting: Waiting) -> HttpResponse:
         left_s = waiting.arrived + self._settings.timeout_s - monotonic()
@@ -276,15 +306,19 @@ class FrontDoor:
         return gateways if gateways.status != 200 else HttpResponse(200, {"content-type": "application/json"}, body)
 
     def _refuse_waiting(self, waiting: Waiting, error: Exception) -> None:
+        self._let_go(waiting)
+        self._refuse(waiting.client.peer, waiting.envelope, error)
+
+    def _let_go(self, waiting: Waiting) -> None:
+        """It waits no more, and is not under way."""
         self._budget.give(waiting.held)
-        self._refuse(waiting.peer, waiting.envelope, error)
+        waiting.client.pending -= 1
 
     def _refuse(self, peer: Peer, envelope: Envelope, error: Exception) -> None:
         problem = problems.problem_of("zeromq", error)
         self._refused[problem.status] += 1
-        retry = {"retry-after": "2"} if isinstance(error, BackendError) else {}
-        headers = (error.headers or {}) if isinstance(error, HTTPException) else retry
-        said = {"content-type": problems.MEDIA_TYPE, **{name.lower(): value for name, value in headers.items()}}
+        headers = {name.lower(): value for name, value in problems.headers_of(error).items()}
+        said = {"content-type": problems.MEDIA_TYPE, **headers}
         peer.send(envelope.frames(HttpResponse(problem.status, said, problem.model_dump_json().encode())))
 
 

@@ -57,6 +57,8 @@ class Peer:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, budget: Budget, most_bytes: int) -> None:
         self._reader, self._writer, self._budget, self._most_bytes = reader, writer, budget, most_bytes
+        self.silent = False
+        """Whether it is between two messages."""
 
     @property
     def gone(self) -> bool:
@@ -80,7 +82,9 @@ class Peer:
         heard = Heard()
         try:
             while not heard.frames:  # commands may come before it
+                self.silent = True
                 first = await self._reader.readexactly(1)
+                self.silent = False
                 async with asyncio.timeout(MESSAGE_WITHIN_S):
                     while await self._goes_on(heard, first):
                         first = await self._reader.readexactly(1)
@@ -93,6 +97,10 @@ class Peer:
         """Dropped where the client has left."""
         self._write(b"".join(_framed(_MORE * (position < len(frames)), frame) for position, frame in enumerate(frames, 1)))
 
+    def cut(self) -> None:
+        """End the connection at once."""
+        self._writer.transport.abort()
+
     async def close(self, within_s: float = 0.0) -> None:
         """Cut the connection, at the latest in `within_s`, by when what was sent may leave."""
         self._writer.close()
@@ -100,7 +108,7 @@ class Peer:
             async with asyncio.timeout(within_s):
                 await self._writer.wait_closed()
         except (OSError, TimeoutError):
-            self._writer.transport.abort()
+            self.cut()
 
     async def _goes_on(self, heard: Heard, first: bytes) -> bool:
         """Read one frame, and whether the message goes on after it."""
@@ -149,7 +157,7 @@ class Peer:
         if self.gone:
             return
         if self._writer.transport.get_write_buffer_size() > UNREAD_BYTES:
-            self._writer.transport.abort()
+            self.cut()
         else:
             self._writer.write(data)
 

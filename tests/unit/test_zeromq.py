@@ -283,11 +283,36 @@ async def test_what_is_no_socket_that_asks_is_cut_off(said):
         assert (await served.client().ask(body={"user_id": "ada"}))[0] == 200
 
 
-async def test_a_connection_beyond_the_most_is_closed_at_once(monkeypatch):
+async def test_where_all_connections_are_at_work_the_next_is_closed_at_once(monkeypatch):
     monkeypatch.setattr("deployments.zeromq.door.MOST_CONNECTIONS", 1)
     async with opened_door() as served:
-        assert (await served.client().ask(body={"user_id": "ada"}))[0] == 200
+        served.service.gate.clear()
+        at_work = served.client()
+        await at_work.send(b"1", RECOMMEND, b"", b'{"user_id": "ada"}')
+        await served.reached(lambda now: now.in_flight == 1)
         await (await RawClient().opened(served.address)).is_cut()
+        served.service.gate.set()
+        assert (await at_work.heard())[:2] == (b"1", 200)
+
+
+async def test_idle_connections_shut_no_client_out_and_those_that_never_showed_a_key_make_room_first(monkeypatch):
+    monkeypatch.setattr("deployments.zeromq.door.MOST_CONNECTIONS", 3)
+    async with opened_door({"api_keys": KEYS}) as served:
+        shop = {"authorization": "Bearer genrec_shop"}
+        known = await RawClient().connected(served.address)
+        asked = json.dumps(shop).encode()
+        await known.send(frame(b"1", MORE) + frame(RECOMMEND, MORE) + frame(asked, MORE) + frame(b'{"user_id": "ada"}'))
+        await asyncio.wait_for(known.reader.readuntil(b'"user_id":"ada"'), 120)
+        silent = await RawClient().connected(served.address)
+        slow = await RawClient().connected(served.address)
+        await slow.send(frame(b"1", MORE))
+        for cut in (silent, slow):
+            assert (await served.client().ask(body={"user_id": "ada"}, headers=shop))[0] == 200
+            await cut.is_cut()
+        assert served.door.connections == 3
+        assert not known.reader.at_eof()
+        assert (await served.client().ask(body={"user_id": "ada"}, headers=shop))[0] == 200
+        await known.is_cut()  # among those with a key it is silent for longest
 
 
 async def test_a_ping_is_answered_also_within_a_message():
