@@ -34,7 +34,7 @@ def check(
     option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="an option of the backend's, in YAML; repeatable")] = None,
     model_dir: Annotated[Path | None, typer.Option(help="check it with this model (default: a small one of random numbers)")] = None,
     version: Annotated[int | None, typer.Option(help="which of the model's versions (default: the current one)")] = None,
-    limit_s: Annotated[float, typer.Option(help="how many seconds a check may take")] = LIMIT_S,
+    limit_s: Annotated[float, typer.Option(help="how many seconds a check may take", min=0.001)] = LIMIT_S,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Check a backend: exit status 0 where it passes, 1 where a check fails, 3 where it says that it cannot run here."""

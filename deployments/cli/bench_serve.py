@@ -57,7 +57,7 @@ def serve(
     k: Annotated[int, typer.Option(help="items asked for", min=1)] = Workload.k,
     cache: Annotated[str, typer.Option(help="use kept answers, refresh them, or bypass them")] = Workload.cache,
     strategy: Annotated[str | None, typer.Option(help="unified, retrieval or generative (default: the server's)")] = None,
-    timeout_s: Annotated[float, typer.Option(help="an answer that takes longer is an error")] = 30.0,
+    timeout_s: Annotated[float, typer.Option(help="an answer that takes longer is an error", min=0.001)] = 30.0,
     key: Annotated[str | None, typer.Option(envvar="GENREC_API_KEY", help="API key, where the gateway wants one")] = None,
 ) -> None:
     """Measure a running genrec: latency, time to the first item, throughput, hits, stages and memory."""

@@ -45,7 +45,7 @@ DRAIN_S, LINGER_S = 15.0, 1.0
 ENVELOPE_BYTES = 2**16
 """What a message may have beyond the largest body; a client that sends more loses its connection."""
 MOST_CONNECTIONS, READ_AHEAD = 1024, 2**14
-"""Where there are so many connections, the next takes the place of an idle one: a ZeroMQ client connects anew when it has something to ask."""
+"""The next connection takes the place of an idle one: a ZeroMQ client connects anew when it has something to ask."""
 KNOWN_FOR_S, MOST_ASKING, MOST_KNOWN = 30.0, 16, 10_000
 """How long a key counts as known to the queue, and how many keys may be asked after at a time. The gateway checks every request's."""
 SAFE = ("/v1/recommend", "/v1/recommend:batch", "/v1/rank")

@@ -333,7 +333,7 @@ async def test_readiness_is_503_until_the_stages_are_there(client, service, monk
     assert [(await client.head(path)).status_code for path in ("/healthz", "/readyz")] == [200, 503], "as some balancers ask"
 
 
-@pytest.mark.parametrize("error", [BackendFailed("every engine failed"), DeadlineExceeded("no answer in time"), BundleError("half-written")])
+@pytest.mark.parametrize("error", [BackendFailed("every engine failed"), DeadlineExceeded("too late"), BundleError("half-written")])
 async def test_whatever_does_not_answer_now_says_when_to_ask_again(client, service, monkeypatch, error):
     async def failing(*_, **__):
         raise error

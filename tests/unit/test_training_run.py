@@ -1,5 +1,7 @@
 """A whole run: train, refit, measure; interrupted and resumed."""
 
+import errno
+import os
 from dataclasses import replace
 
 import pytest
@@ -135,6 +137,18 @@ def test_two_runs_do_not_share_checkpoints_and_one_that_ended_keeps_no_other_out
             with alone(RunOptions(checkpoint=tmp_path / "other" / "run")), alone(RunOptions()), alone(RunOptions()):
                 pass
         assert not list((tmp_path / "shop").iterdir())
+
+
+def test_a_file_system_without_locks_is_named_with_the_cure(tmp_path, monkeypatch):
+    def unsupported(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    with (
+        pytest.raises(ConfigError, match=r"run\.lock cannot be locked .*No locks available.*; train on a file system that has locks"),
+        alone(RunOptions(checkpoint=tmp_path / "run")),
+    ):
+        pass
 
 
 def test_a_run_that_is_resumed_for_longer_does_its_later_phases_anew(dataset, tmp_path):
