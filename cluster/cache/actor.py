@@ -2,6 +2,7 @@
 
     replica -> ShardedCache -> ActorShard -> (Ray) -> CacheActor, one process each: APPLICATION-cache-0, -1, ...
 
+A call of an actor costs each side about a millisecond of Python, for one lookup or many: those that wait go together.
 They are named by the Serve application: two applications on one cluster share none.
 
 How many there are may change while they serve (see cluster.cache.elastic): they hand each other what they hold.
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -32,6 +33,8 @@ from cluster.cache.shard import Leased, Lookup
 from cluster.cache.shared import SharedSettings
 from cluster.config import CacheSettings
 from cluster.errors import BackendUnavailable
+from cluster.no_request import no_requests_context
+from cluster.traffic.batcher import Batcher, Member, Raised
 from cluster.traffic.utilisation import Utilisation
 
 T = TypeVar("T")
@@ -39,6 +42,8 @@ NAMESPACE = "genrec"
 LARGE_BYTES = 100_000
 REFUSALS = (RayError, ValueError, RuntimeError, ConnectionError)  # what Ray raises where it cannot be had
 MAX_CONCURRENCY = 10_000  # callers that wait for another's computation take a place each
+MOST, ON_THE_WAY, PATIENCE_S = 16, 2, 0.2
+"""Lookups in one call, few enough for an answer without Ray's object store; calls under way, and for how long each delays the next."""
 logger = logging.getLogger(__name__)
 
 
@@ -51,6 +56,14 @@ class ShardSettings:
     namespace_share: float
     minimum_hit_rate: float
     given_at: float
+
+
+class Asked(NamedTuple):
+    """A call of a shard's method, one that does not wait for other callers."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    named: Mapping[str, Any] = {}
 
 
 class CacheActor(MovingShard):
@@ -73,6 +86,16 @@ class CacheActor(MovingShard):
             self.memory.put(key, entry)
         return True
 
+    async def each(self, calls: Sequence[Asked]) -> list[Any | Raised]:
+        """What these come to, in their order; the error of one is its own."""
+        return [await self._answer(one) for one in calls]
+
+    async def _answer(self, asked: Asked) -> Any | Raised:
+        try:
+            return await getattr(self, asked.method)(*asked.arguments, **asked.named)
+        except Exception as error:  # noqa: BLE001 - it goes to the caller
+            return Raised(error)
+
 
 class ActorShard:
     """An actor as a Movable. After a call that failed it is found again by its name, or made anew, beside the calls; not where it is not
@@ -85,9 +108,18 @@ class ActorShard:
         self._name, self._settings, self._large_within_s, self._wanted = name, settings, large_within_s, wanted
         self._actor = actor
         self._search: asyncio.Task[None] | None = None
+        self._lookups: Batcher[Asked, Any] = Batcher(
+            self._together,
+            lambda sizes: range(min(len(sizes), MOST)),
+            MOST,
+            at_once=ON_THE_WAY,
+            patience_s=PATIENCE_S,
+            abandons=True,
+            context=no_requests_context(),
+        )
 
     async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup:
-        found: Lookup = await self._call("mget", list(keys), counted=counted)
+        found: Lookup = await self._lookups.submit(Asked("mget", (list(keys),), {"counted": counted}))
         entries = await asyncio.gather(*map(self._whole, found.entries.values()))
         return Lookup({key: entry for key, entry in zip(found.entries, entries, strict=True) if entry}, found.epochs)
 
@@ -97,7 +129,7 @@ class ActorShard:
         return refused
 
     async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased:
-        leased: Leased = await self._call("lease", key, holder, seconds, newer_than)
+        leased: Leased = await self._lookups.submit(Asked("lease", (key, holder, seconds, newer_than)))
         if not isinstance(leased, Entry):
             return leased
         if (entry := await self._whole(leased)) is not None:
@@ -136,10 +168,14 @@ class ActorShard:
         if self._search is not None:
             self._search.cancel()
 
-    async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+    async def _together(self, members: Sequence[Member[Asked, Any]]) -> Sequence[Any | Raised]:
+        answers: Sequence[Any | Raised] = await self._call("each", [member.request for member in members])
+        return answers
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
         """Raises BackendUnavailable where its process has ended: Ray has the next calls wait until it runs again."""
         try:
-            return await getattr(self._actor, method).remote(*arguments, **named)
+            return await getattr(self._actor, method).remote(*arguments)
         except BaseException as error:  # a timeout, seen from here, is a cancellation
             self._find_again()
             if isinstance(error, RayActorError):

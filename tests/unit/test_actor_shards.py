@@ -2,13 +2,71 @@
 
 import asyncio
 import threading
+import time
 
+import pytest
 import ray
 
-from cluster.cache.actor import NAMESPACE, ActorShards, ShardSettings
+from cluster.cache.actor import MOST, NAMESPACE, ON_THE_WAY, ActorShard, ActorShards, CacheActor, ShardSettings
+from cluster.cache.entry import Entry, Key
+from cluster.cache.shard import Granted
 from tests.waiting import until
 
 SETTINGS = ShardSettings("s3fifo", 1 << 20, 1.0, 0.0, given_at=1.0)
+
+
+class Remote:
+    """An actor in this process; its calls wait at the gate. `calls`: how many lookups came in each."""
+
+    def __init__(self):
+        self.actor, self.gate, self.calls = CacheActor("cache-0", SETTINGS), asyncio.Event(), []
+        self.each = self
+
+    async def remote(self, asked):
+        self.calls.append(len(asked))
+        await self.gate.wait()
+        return await self.actor.each(asked)
+
+
+def key(number):
+    return Key("tenant", f"user {number}", "1")
+
+
+async def test_lookups_that_wait_go_together_in_few_calls_and_each_has_its_own_answer():
+    remote = Remote()
+    kept = Entry.lasting(b"kept", 4, now=time.time(), fresh_s=600)
+    await remote.actor.mput({key(3): kept}, (await remote.actor.mget([key(3)])).epochs)
+    shard = ActorShard("cache-0", SETTINGS, 1.0, remote)
+    lookups = []
+    for number in range(ON_THE_WAY + MOST + 4):
+        lookups.append(asyncio.create_task(shard.lease(key(number), "me", 10.0)))
+        if number < ON_THE_WAY:
+            await until(lambda under_way=number + 1: len(remote.calls) == under_way)
+    gone = lookups.pop()
+    gone.cancel()
+    remote.gate.set()
+    leased = await asyncio.gather(*lookups)
+    assert remote.calls == [1] * ON_THE_WAY + [MOST, 3]
+    assert leased[3] == kept
+    assert all(isinstance(one, Granted) for number, one in enumerate(leased) if number != 3)
+    assert (await shard.mget([key(3)])).entries == {key(3): kept}
+    assert isinstance(await shard.lease(key(99), "me", 10.0), Granted)
+
+
+async def test_a_lookup_that_fails_at_the_actor_is_no_other_ones(monkeypatch):
+    remote = Remote()
+
+    async def broken(*_):
+        raise OSError("broken")
+
+    monkeypatch.setattr(remote.actor, "lease", broken)
+    shard = ActorShard("cache-0", SETTINGS, 1.0, remote)
+    remote.gate.set()
+    leased, found = asyncio.create_task(shard.lease(key(1), "me", 10.0)), asyncio.create_task(shard.mget([key(1)]))
+    with pytest.raises(OSError, match="broken"):
+        await leased
+    assert (await found).entries == {}
+    assert remote.calls == [2]
 
 
 async def test_searches_that_are_given_up_while_the_head_is_away_keep_no_threads_from_others(monkeypatch):
