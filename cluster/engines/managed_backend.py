@@ -2,7 +2,7 @@
 
     ask                 which requests it may be given now
       _answers          one by one to an engine with a queue; else a batch, as it comes or joined with others (`join`)
-        _load_and_try   in its turn: loaded where it is not, unloaded where this opens its breaker
+        _load_and_try   where it is not loaded, or on trial: alone in its turn; unloaded where this opens its breaker
           _try          a call; where all of it broke, a sample, then halves of the batch; then it is judged
             _attempt    one call of the engine: answers, and for the others the reasons
 
@@ -27,6 +27,7 @@ from cluster.engines.room import AskOne, EngineRoom, Run, beside
 from cluster.engines.skipped import OutOfTime, any_answer, has_failed, kind_of, reason_of
 from cluster.engines.slot import EngineSlot
 from cluster.engines.snapshots import BackendSnapshot
+from cluster.engines.turn import Turn
 from cluster.errors import DeadlineExceeded
 from cluster.values import Availability, SkippedBackend
 
@@ -43,7 +44,8 @@ LATE_TO_BE_STUCK = 3
 
 
 class ManagedBackend(Generic[RequestT, AnswerT]):
-    """Batches, probes, loads, unloads and erasures take turns; requests to an engine with a queue of its own wait for none of them.
+    """Probes, loads, unloads and erasures take turns with batches, which follow each other in the engine thread at once; requests to
+    an engine with a queue of its own wait for none of them.
 
     Others write to four of its attributes: its operator, by way of the controller, to `enabled`; the controller to `loading` and
     `fallbacks`; a measurement of the whole order to `measured_ms` and `exclusion`.
@@ -60,7 +62,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self._alone_s = math.inf  # what it last took for a request alone
         self.fallbacks = 0
         self.health = Health(name, room.breaker, room.clock)
-        self._room, self._turn = room, asyncio.Lock()
+        self._room, self._turn = room, Turn()
         self._slot: EngineSlot[RequestT, AnswerT] = EngineSlot(name, import_string, self.options, room)
 
     @property
@@ -130,14 +132,14 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         """Load it, and have it answer requests that no user made: no call and no latency is counted. Without `loads`, what was unloaded
         before its turn, perhaps for good, stays so.
         """
-        async with self._turn:
+        async with self._turn.alone():
             if not (loads or self.loaded):
                 return [self.health.unready()] * len(samples)
             return await self._load_and_try(samples, run or self._room.thread.run, rehearsal=True)
 
     async def probe(self) -> None:
         """Ask again whether it can run here. One that was repaired starts afresh: newly loaded, its failures forgotten."""
-        async with self._turn:
+        async with self._turn.alone():
             found = await self._room.thread.run(self._slot.get_availability)
             if self.loaded and not found.certain:
                 self.health.note(f"stays loaded, though its files cannot be checked: {found.reason}")
@@ -150,12 +152,12 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
 
     async def unload(self) -> None:
         """Free what the engine holds."""
-        async with self._turn:
+        async with self._turn.alone():
             await self._unload(beside)
 
     async def retire(self) -> None:
         """As `unload`, for good: a call that is under way does not load it again."""
-        async with self._turn:
+        async with self._turn.alone():
             self.availability = Availability.no("is no longer configured")
             await self._unload(beside)
 
@@ -183,7 +185,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         """
         if not self.loaded or self.loading:  # a load starts with nothing
             return 0
-        async with self._turn:
+        async with self._turn.alone():
             engine = self._slot.engine if self.loaded else None
             try:
                 return await self._room.thread.run(lambda: forget(engine.backend, tenant, user)) if engine else 0
@@ -202,7 +204,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
 
     async def hand_over(self) -> AsyncGenerator[list[KeptUser], None]:
         """What its engine keeps of users, the hottest first, a few MiB at a time. It takes no batch until that is read, or closed."""
-        async with self._turn:
+        async with self._turn.alone():
             kind, engine = self.kind, self._slot.engine
             states = sealed(engine.backend, kind) if engine and kind else iter(())
             while chunk := await self._room.thread.run(lambda: chunk_of(states)):
@@ -212,7 +214,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         """Have its engine keep these states: how many it took. `wanted` is asked in the backend's turn: an erasure is carried out before
         it, or follows.
         """
-        async with self._turn:
+        async with self._turn.alone():
             kind, engine = self.kind, self._slot.engine
             if engine is None or not kind:
                 return 0
@@ -267,10 +269,17 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return self._room.join(self.name, self._answer_batch)
 
     async def _answer_batch(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
-        async with self._turn:
+        async with self._turn.together():
             if skipped := self.unfit():  # what was so when the requests came may have changed while they waited
                 return [skipped] * len(requests)
-            results = await self._load_and_try(requests, self._way(requests))
+            results = await self._try(requests, self._way(requests)) if self.loaded and self.health.closed else None
+        if results is None:
+            async with self._turn.alone():
+                if skipped := self.unfit():
+                    return [skipped] * len(requests)
+                results = await self._load_and_try(requests, self._way(requests))
+        elif self.health.state is BreakerState.OPEN:
+            await self._unload_broken()
         self.health.calls += len(requests)
         self.health.failures += sum(map(has_failed, results))
         return results
@@ -309,7 +318,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             self._judge(engine, sound=True)
 
     async def _load_and_try(self, requests: Sequence[RequestT], run: Run, *, rehearsal: bool = False) -> list[AnswerT | SkippedBackend]:
-        """In its turn. Where that opens the breaker, unload, so that the next trial starts from a fresh load."""
+        """Alone in its turn. Where that opens the breaker, unload, so that the next trial starts from a fresh load."""
         if not (self.loaded or await self._load(run)):
             return [self.health.skipped(self.health.last_error, failed=True)] * len(requests)
         results = await self._try(requests, run, rehearsal=rehearsal)
@@ -418,6 +427,12 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             self.health.broke(at_once=True)
             await self._unload(run)
         return self.loaded
+
+    async def _unload_broken(self) -> None:
+        """As `_load_and_try` does, once the batches beside this one are through."""
+        async with self._turn.alone():
+            if self.health.state is BreakerState.OPEN:
+                await self._unload(self._room.thread.run)
 
     async def _unload(self, run: Run) -> None:
         self.measured_ms, self.exclusion = None, ""

@@ -46,7 +46,8 @@ class Batcher(Generic[RequestT, AnswerT]):
 
     `choose` is given the sizes of all that wait, the longest-waiting first, and names the positions of those that go together, ascending
     and the first among them; `most` at a time. `size`: of a request. `wait_s`: how long the first request waits for others while no batch
-    runs; 0: it goes with those of the same turn of the loop. `patience_s`: a batch that runs for longer no longer holds others up.
+    runs; 0: it goes with those of the same turn of the loop. `beside_s`: how long the latest batch runs before the next begins beside it,
+    unless that one is full. `patience_s`: a batch that runs for longer no longer holds others up.
     `abandons`: a batch is cancelled once all of its members have left. `context`: in which batches run; without it, in that of the request
     by which they begin. `idle`: called when nothing waits or runs.
     """
@@ -60,23 +61,25 @@ class Batcher(Generic[RequestT, AnswerT]):
         size: Callable[[RequestT], int] = lambda _: 1,
         at_once: int = 1,
         wait_s: float = 0.0,
+        beside_s: float = 0.0,
         patience_s: float = math.inf,
         abandons: bool = False,
         context: Context | None = None,
         idle: Callable[[], object] = lambda: None,
     ) -> None:
         self._run, self._choose, self._most, self._size = run, choose, most, size
-        self._at_once, self._wait_s, self._patience_s, self._abandons = at_once, wait_s, patience_s, abandons
+        self._at_once, self._wait_s, self._beside_s = at_once, wait_s, beside_s
+        self._patience_s, self._abandons = patience_s, abandons
         self._context, self._idle = context, idle
         self._waiting: list[Member[RequestT, AnswerT]] = []
-        self._running: dict[asyncio.Task[None], float] = {}  # when each began, the oldest first
+        self._running: dict[asyncio.Task[None], tuple[float, int]] = {}  # when each began, and how many members it has; the oldest first
         self._steps_soon = False
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a batch."""
-        return len(self._waiting)
+        """How many requests wait: for a batch, or in one behind the batch that began first."""
+        return len(self._waiting) + sum([members for _, members in self._running.values()][1:])
 
     def submit(self, request: RequestT) -> asyncio.Future[AnswerT]:
         """The answer to one request, or the error. A caller that leaves cancels it."""
@@ -106,11 +109,13 @@ class Batcher(Generic[RequestT, AnswerT]):
 
     def _due(self, chosen: int) -> float:
         """When the next batch, of so many members, may begin; infinity: when one that runs has ended."""
-        lately = [began for began in self._running.values() if monotonic() - began < self._patience_s]
+        lately = [began for began, _ in self._running.values() if monotonic() - began < self._patience_s]
         if len(lately) >= self._at_once:
             return lately[0] + self._patience_s
-        if self._running or chosen < len(self._waiting) or chosen == self._most:
+        if chosen < len(self._waiting) or chosen == self._most:
             return 0.0
+        if self._running:
+            return max(began for began, _ in self._running.values()) + self._beside_s
         return self._waiting[0].since + self._wait_s
 
     def _step_at(self, due: float) -> None:
@@ -125,7 +130,7 @@ class Batcher(Generic[RequestT, AnswerT]):
 
     def _start(self, members: Sequence[Member[RequestT, AnswerT]]) -> None:
         batch = asyncio.get_running_loop().create_task(self._serve(members), context=self._context)
-        self._running[batch] = monotonic()
+        self._running[batch] = monotonic(), len(members)
         batch.add_done_callback(self._ended, context=self._context)
         if self._abandons:
             _cancel_once_all_have_left(batch, members)

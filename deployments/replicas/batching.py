@@ -10,6 +10,8 @@ from cluster.config import BatchingSettings
 from cluster.traffic.adaptive_limit import AdaptiveLimit
 from cluster.traffic.batcher import Batcher, Member
 
+MADE_UP_AFTER_S = 0.002
+"""How long a batch is computed before the next one is made up: one that takes less time is over before more would wait."""
 TOO_LATE = "the time was over while the request waited for a batch"
 
 
@@ -33,15 +35,17 @@ def engine_batcher(
     too_late: Callable[[], Answer],
     watch: Watch,
 ) -> Batcher[Request, Answer]:
-    """One batch at a time: the request that has waited longest, and those of similar length. Requests that arrive meanwhile form the next
-    one, so `max_wait_ms` is spent only while the engine is idle and few requests wait.
+    """A batch is the request that has waited longest, and those of similar length. Requests that arrive while it is computed form the next
+    one, so `max_wait_ms` is spent only while the engine is idle and few requests wait. That one is made up while the engine works on the
+    first, and follows it at once: the event loop, which may be busy with other requests, has no part in that.
 
     `compute` answers a batch with one answer for each request, in order; `rows`: how many a request takes up. Requests that are past their
     deadlines are not computed, as they would cost the others time: they get what `too_late` makes.
     """
-    most = BatchLimits(limits)
+    most, ended = BatchLimits(limits), 0.0
 
     async def run(members: Sequence[Member[Request, Answer]]) -> Sequence[Answer]:
+        nonlocal ended
         now, sizes = monotonic(), [member.size for member in members]
         watch(sizes, [now - member.since for member in members])
         requests = [member.request for member in members]
@@ -49,10 +53,19 @@ def engine_batcher(
         with tracing.joined_span("batch", [member.trace for member in members], requests=len(members), longest=max(sizes)):
             answers = iter(await compute(list(compress(requests, timely))) if any(timely) else ())
             if any(timely):  # that nothing was computed says nothing of how long it takes
-                most.after(sum(timely), monotonic() - now)
+                began, ended = max(now, ended), monotonic()
+                most.after(sum(timely), ended - began)
             return [next(answers) if in_time else too_late() for in_time in timely]
 
-    return Batcher(run, lambda sizes: alike(sizes, most.limits), limits.max_requests, size=rows, wait_s=limits.max_wait_ms / 1e3)
+    return Batcher(
+        run,
+        lambda sizes: alike(sizes, most.limits),
+        limits.max_requests,
+        size=rows,
+        at_once=2,
+        wait_s=limits.max_wait_ms / 1e3,
+        beside_s=MADE_UP_AFTER_S,
+    )
 
 
 class BatchLimits:

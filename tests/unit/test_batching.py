@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.config import BatchingSettings
 from cluster.errors import BackendFailed
-from deployments.replicas.batching import alike, engine_batcher
+from deployments.replicas.batching import MADE_UP_AFTER_S, alike, engine_batcher
 from tests.waiting import settled
 
 pytestmark = pytest.mark.virtual_time
@@ -85,13 +85,18 @@ class Engine:
 
 
 class SlowEngine(Engine):
-    """Takes `each_s` for a request, and notes how large its batches are."""
+    """Takes `each_s` for a request, one batch after the other, and notes how large its batches are."""
 
     each_s = 0.01
 
+    def __init__(self, **changes):
+        super().__init__(**changes)
+        self.thread = asyncio.Lock()
+
     async def compute(self, batch):
         self.batches.append(len(batch))
-        await asyncio.sleep(self.each_s * len(batch))
+        async with self.thread:
+            await asyncio.sleep(self.each_s * len(batch))
         return [2 * one.name for one in batch]
 
 
@@ -149,6 +154,35 @@ async def test_while_the_engine_is_busy_the_next_batch_gathers():
     engine.gate.set()
     assert await asyncio.gather(*first, *rest) == [0, 2, 4, 6]
     assert engine.batches == [[0], [1, 2, 3]]
+
+
+async def test_behind_a_batch_that_takes_its_time_the_next_one_is_made_up_and_those_after_it_gather():
+    engine = Engine(max_wait_ms=0)
+    engine.gate.clear()
+    answers = []
+    for number in range(4):
+        answers += engine.asked(number)
+        await asyncio.sleep(MADE_UP_AFTER_S + 0.001)
+    assert engine.batches == [[0], [1]]
+    assert engine.batcher.waiting == 3, "the one in the second batch does too"
+    engine.gate.set()
+    assert await asyncio.gather(*answers) == [0, 2, 4, 6]
+    assert engine.batches == [[0], [1], [2, 3]]
+
+
+async def test_behind_a_batch_that_has_just_begun_the_next_one_is_made_up_once_it_is_full():
+    engine = Engine(max_wait_ms=0, max_requests=2)
+    engine.gate.clear()
+    first = engine.asked(0)
+    await settled()
+    second = engine.asked(1)
+    await settled()
+    assert engine.batches == [[0]]
+    second += engine.asked(2)
+    await settled()
+    assert engine.batches == [[0], [1, 2]]
+    engine.gate.set()
+    assert await asyncio.gather(*first, *second) == [0, 2, 4]
 
 
 async def test_batches_become_smaller_while_they_take_longer_than_they_may_and_larger_again_afterwards():

@@ -485,3 +485,45 @@ async def test_queues_are_those_of_the_loaded_engines(tmp_path):
     stage = Stage(tmp_path)
     assert stage.controller.queues() == {}
     assert (await stage.start()).controller.queues() == {"queued": {"waiting": 3.0}}
+
+
+class TestBatches:
+    async def test_one_follows_the_other_in_the_engine_without_the_event_loop(self, stage, monkeypatch):
+        begun, may_end, working = [threading.Event(), threading.Event()], threading.Event(), First.batch_infer
+
+        def held_up(self, requests):
+            begun[requests[0]].set()
+            assert may_end.wait(300)
+            return working(self, requests)
+
+        monkeypatch.setattr(First, "batch_infer", held_up)
+        stage.controller.disable("queued")
+        batches = [asyncio.create_task(stage.serve(number)) for number in range(2)]
+        await until(begun[0].is_set)
+        await settled()
+        may_end.set()
+        assert begun[1].wait(300), "the loop stands still meanwhile"
+        assert [one.answer for one in await asyncio.gather(*batches)] == [0.0, 2.0]
+
+    async def test_what_breaks_beside_another_is_unloaded_once_both_are_through(self, stage, monkeypatch):
+        begun, may_end = threading.Event(), threading.Event()
+
+        def broken(self, requests):
+            self.log.append("breaks")
+            begun.set()
+            assert may_end.wait(300)
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr(First, "batch_infer", broken)
+        stage.controller.disable("queued")
+        batches = [asyncio.create_task(stage.serve(number)) for number in range(2)]
+        await until(begun.is_set)
+        await settled()
+        erased = asyncio.create_task(stage.controller.forget("shop", "ada"))
+        await settled()
+        assert not erased.done()
+        may_end.set()
+        assert [one.backend for one in await asyncio.gather(*batches)] == ["second", "second"]
+        assert await erased == 0
+        assert (First.log.count("close"), First.log[-1]) == (1, "close")
+        assert stage.of("first").breaker is BreakerState.OPEN

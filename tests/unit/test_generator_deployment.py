@@ -181,7 +181,7 @@ async def test_the_autoscaler_is_told_of_all_queues_in_paths(bundle):
         try:
             await until(entered.is_set, "the engine has begun with the first")
             asking += [asyncio.create_task(replica.answer(wanted(), 300.0)) for _ in range(2)]
-            await until(lambda: told(2 * settings.generator.beam + 5.0), "two wait for a batch, and vllm has a queue of its own")
+            await until(lambda: told(2 * settings.generator.beam + 5.0), "two wait behind a batch, and vllm has a queue of its own")
             assert (await replica.record_autoscaling_stats())["kv_cache_usage"] == 0.25
         finally:
             go_on.set()
