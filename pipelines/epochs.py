@@ -44,6 +44,11 @@ class EpochOptions(BaseModel):
     stop_after: int | None = Field(default=None, ge=1, description="stop after this many epochs, with `epochs` still the schedule's end")
     seed: int = Field(default=42, ge=0, lt=2**63)
 
+    @property
+    def held_out_events(self) -> int:
+        """How many of each user's last events are not learnt: the test event and, where there is validation, that one."""
+        return 2 if self.validate_every else 1
+
 
 @dataclass(frozen=True)
 class EpochReport:

@@ -22,7 +22,7 @@ from pipelines.ranking_labels import ratings, tasks_of
 from pipelines.ranking_metrics import ranking_metrics
 from pipelines.scoring import combined
 from pipelines.sequence_models import TrainableModel
-from pipelines.splits import TEST
+from pipelines.splits import TEST, learnt_events
 from pipelines.train_ranker import RankerOptions, RankerTrainer, TrainableRanker
 from pipelines.training_run import Trained, TrainingRun
 
@@ -40,7 +40,7 @@ class TrainedRanker(Trained):
 def train_ranker(run: TrainingRun, encoder: TrainableModel, options: RankerOptions, phase: str = "ranker") -> TrainedRanker:
     """Train on all but each user's last two events, or with `validate_every=0` the last. It begins with the encoder's weights."""
     interactions, device = run.dataset.interactions, run.options.device
-    record = ranker_record(run.record, interactions)
+    record = ranker_record(run.record, learnt_events(interactions, options.held_out_events))
     trainer = RankerTrainer(new_ranker(record, encoder, options.seed), interactions, options, device=device)
     trainer.identity = {"ranker": record.model_dump(mode="json")}
     run.fit(trainer, phase)

@@ -53,18 +53,13 @@ class Trainer(EpochTrainer[list[Example], TrainOptions]):
         super().__init__(model, optimizer, options, place)
         self.forward: Callable[..., Tensor] = torch.compile(model, dynamic=False) if options.compile else model
         if not self._examples(np.random.default_rng(0)):
-            raise DataError(
-                f"none of the {interactions.users} users has events enough to learn from: at least {self._held_out + 2} are needed"
-            )
-
-    @property
-    def _held_out(self) -> int:
-        return 2 if self.options.validate_every else 1
+            least = options.held_out_events + 2
+            raise DataError(f"none of the {interactions.users} users has events enough to learn from: at least {least} are needed")
 
     def _examples(self, rng: np.random.Generator) -> list[Example]:
         history = self.model.config.max_history
         return training_examples(
-            self.interactions, held_out_events=self._held_out, max_history=history, window=self.options.window, rng=rng
+            self.interactions, held_out_events=self.options.held_out_events, max_history=history, window=self.options.window, rng=rng
         )
 
     def _batches(self, rng: np.random.Generator) -> list[list[Example]]:

@@ -76,10 +76,9 @@ class DecoderTrainer(EpochTrainer[Sequence[WindowColumns], DecoderOptions]):
             raise DataError(f"none of the {interactions.users} users has events enough to learn from")
 
     def _examples(self, rng: np.random.Generator) -> list[Example]:
-        held_out_events = 2 if self.options.validate_every else 1
         history = self.encoder.config.max_history
         return training_examples(
-            self.interactions, held_out_events=held_out_events, max_history=history, window=self.options.window, rng=rng
+            self.interactions, held_out_events=self.options.held_out_events, max_history=history, window=self.options.window, rng=rng
         )
 
     def _batches(self, rng: np.random.Generator) -> list[list[WindowColumns]]:

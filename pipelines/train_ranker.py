@@ -26,7 +26,7 @@ from pipelines.evaluate_ranker import ranker_quality
 from pipelines.losses import next_item_loss
 from pipelines.ranking_labels import labels
 from pipelines.sequence_models import TrainableModule
-from pipelines.splits import VALIDATION, Example, Window, training_examples
+from pipelines.splits import VALIDATION, Example, Window, learnt_events, training_examples
 
 TEMPERATURE = 0.05
 """Of the softmax over items."""
@@ -67,23 +67,18 @@ class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
         self.ranker, self.interactions = ranker.to(place), interactions
         optimizer = torch.optim.AdamW(ranker.parameters(), lr=options.learning_rate, betas=(0.9, 0.98), weight_decay=options.weight_decay)
         super().__init__(ranker, optimizer, options, place)
-        self._drawing = Drawing(interactions.popularity(ranker.config.items))
+        self._drawing = Drawing(learnt_events(interactions, options.held_out_events).popularity(ranker.config.items))
         if not self.examples(np.random.default_rng(0)):
-            raise DataError(
-                f"none of the {interactions.users} users has events enough to learn from: at least {self._held_out + 1} are needed"
-            )
-
-    @property
-    def _held_out(self) -> int:
-        return 2 if self.options.validate_every else 1
+            least = options.held_out_events + 1
+            raise DataError(f"none of the {interactions.users} users has events enough to learn from: at least {least} are needed")
 
     def examples(self, rng: np.random.Generator) -> list[Example]:
         """Windows with all events that may be learnt: here the last one is a place too, and what follows it is of no use. Before the last
         place of a window stand as many events as a ranker is ever given.
         """
-        history = self.ranker.config.max_history + 1
+        history, options = self.ranker.config.max_history + 1, self.options
         return training_examples(
-            self.interactions, held_out_events=self._held_out - 1, max_history=history, window=self.options.window, rng=rng
+            self.interactions, held_out_events=options.held_out_events - 1, max_history=history, window=options.window, rng=rng
         )
 
     def _batches(self, rng: np.random.Generator) -> list[list[Example]]:

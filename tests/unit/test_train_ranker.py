@@ -18,7 +18,7 @@ from pipelines.blend import BlendWeights
 from pipelines.drawing import Drawing
 from pipelines.evaluate_ranker import auc, ranker_quality
 from pipelines.generative_run import Lists
-from pipelines.ranker_run import improves, last_stage_quality, new_ranker, ranker_record
+from pipelines.ranker_run import improves, last_stage_quality, new_ranker, ranker_record, train_ranker
 from pipelines.ranking_labels import labels, tasks_of
 from pipelines.splits import TEST, VALIDATION, held_out
 from pipelines.train_ranker import RankerOptions, RankerTrainer
@@ -157,6 +157,23 @@ def test_training_never_sees_the_held_out_events():
     assert len(seen | last) == len(interactions)
     again = RankerTrainer(HSTURanker(trainer.ranker.config), interactions, RankerOptions(validate_every=0), device="cpu")
     assert len({int(t) for example in again.examples(np.random.default_rng(0)) for t in example.history.timestamps} & last) == 120
+
+
+def test_nothing_that_is_learnt_knows_of_the_held_out_events():
+    """Neither which tasks there are and how far ratings reach, nor which wrong items are drawn how often."""
+    rankers = []
+    for item, action, stars in ((1, Action.VIEW, 5.0), (ITEMS, Action.PURCHASE, 9.0)):
+        interactions = shoppers(actions=(Action.VIEW, Action.RATING))
+        last = np.concatenate([interactions.offsets[1:] - back for back in (TEST, VALIDATION)])
+        interactions.items[last], interactions.actions[last] = item, action.code
+        interactions.actions[last[:5]], interactions.values[last[:5]] = Action.RATING.code, stars
+        dataset = Dataset("shop", interactions, Catalogue([Item(str(item), f"Item {item}") for item in range(1, ITEMS + 1)]), "made up")
+        run = TrainingRun(MODEL, dataset, RunOptions(device="cpu"), Watcher())
+        rankers.append(train_ranker(run, new_model(MODEL, 0), RankerOptions(epochs=1)))
+    first, second = (one.record.model_copy(update={"quality": {}}) for one in rankers)
+    assert first == second
+    weights = [one.ranker.state_dict() for one in rankers]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_users_without_the_event_take_no_place_among_those_who_are_measured(monkeypatch):
