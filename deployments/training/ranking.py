@@ -65,7 +65,9 @@ def train_ranking_of(bundle: Bundle, run: TrainingRun, options: RankerOptions, *
     """
     learnt = not _was_validated(bundle)
     weights = BlendWeights.of(bundle.manifest.blend)
-    ranker = train_ranker(run, load_model(bundle), options.model_copy(update={"validate_every": 0}) if learnt else options)
+    if learnt:
+        options = options.model_copy(update={"validate_every": 0})
+    ranker = train_ranker(run, load_model(bundle), options)
     if last_stage is None:
         last_stage = not learnt and improves(_measured(ranker, served_lists(bundle, run.dataset, VALIDATION), weights))
     return _part(options, ranker, served_lists(bundle, run.dataset, TEST), weights, last_stage=last_stage)

@@ -286,6 +286,7 @@ def test_events_that_a_version_has_learnt_do_not_decide_whether_the_ranker_is_it
     run = TrainingRun(model, dataset, RunOptions(device="cpu"), Watcher())
     part = train_ranking_of(bundle, run, RankerOptions(epochs=1))
     assert (part.trained.record.last_stage, bool(part.trained.best.validation)) == (decided, decided)
+    assert bool(part.described()["options"]["validate_every"]) == decided
 
 
 def test_of_a_catalogue_of_one_item_nothing_stands_beside_an_event_and_no_auc_of_clicks_is_told():
