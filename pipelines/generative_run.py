@@ -134,7 +134,7 @@ def _asked(encoded: Encoded, example: Example, beam: int, longest: int) -> Gener
 
 def _unseen(encoded: Encoded, example: Example, pool: int) -> Encoded:
     kept = np.flatnonzero(~np.isin(encoded.items, _seen(example)))[:pool]
-    return Encoded(encoded.state, encoded.items[kept], encoded.scores[kept])
+    return Encoded(encoded.state.copy(), encoded.items[kept], encoded.scores[kept])  # a view would hold a whole batch of states
 
 
 def _seen(example: Example) -> "np.ndarray[Any, np.dtype[np.int32]]":

@@ -43,3 +43,8 @@ def test_of_many_users_some_are_drawn_the_same_ones_each_time(bundle, interactio
     first, again = (serving_lists(bundle, interactions, TEST, beam=3, pool=5, most_users=4).targets for _ in range(2))
     assert first == again
     assert len(first) == 4
+
+
+def test_a_list_holds_the_users_own_state_and_not_those_of_a_batch(bundle, interactions):
+    lists = serving_lists(bundle, interactions, TEST, beam=3, pool=5)
+    assert all(one.state.base is None and one.states is None for one in lists.retrieved)
