@@ -16,7 +16,7 @@ from deployments.cli.dataset_options import OPTIONAL_DATASET, open_dataset
 from deployments.cli.fields import with_fields
 from deployments.training.dataset_options import DatasetOptions, as_trained
 from deployments.training.generative import measure_strategies
-from deployments.training.provenance import require_same_items
+from deployments.training.provenance import require_same_items, was_validated
 from integrations.hstu.weights import load_model
 from pipelines import evaluate as evaluation
 from pipelines.generative_run import MOST_USERS
@@ -69,10 +69,15 @@ def open_with_dataset(asked: DatasetOptions, model_dir: Path | None, version: in
 
 
 def measured_on(bundle: Bundle, dataset: Dataset, from_end: int = TEST, *, drawn: bool = False) -> str:
-    """The title of a table of metrics. `drawn`: where there are more users than serving's answers are computed for, some were drawn."""
+    """The title of a table of metrics, which says so where the version has learnt what it is measured on. `drawn`: where there are more
+    users than serving's answers are computed for, some were drawn.
+    """
     users = measured_users(dataset.interactions, from_end)
     counted = min(users, MOST_USERS) if drawn else users
-    return f"{bundle.version}, {counted} users' {'second-last' if from_end == VALIDATION else 'last'} events"
+    if from_end != VALIDATION:
+        return f"{bundle.version}, {counted} users' last events"
+    known = "" if was_validated(bundle) else ", which it has learnt"
+    return f"{bundle.version}, {counted} users' second-last events{known}"
 
 
 def print_strategies(quality: Mapping[str, Mapping[str, float]], title: str) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import platform
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 from cluster.bundle import Bundle
 from cluster.dataset import Catalogue, Dataset
@@ -33,6 +33,13 @@ def item_order_sha256(catalogue: Catalogue) -> str:
 def added_items(bundle: Bundle) -> int:
     """How many items came after the training."""
     return int(bundle.manifest.training.get("added_items", 0))  # type: ignore[arg-type]  # JSON; written by new_items.py
+
+
+def was_validated(bundle: Bundle) -> bool:
+    """Whether the manifest says that validation events were held back to the end. Meta's trainer learns them, and says nothing of it."""
+    training = bundle.manifest.training
+    options = cast("dict[str, Any]", training.get("options") or {})
+    return bool(options.get("validate_every")) and not training.get("refit")
 
 
 def require_same_items(bundle: Bundle, dataset: Dataset) -> None:

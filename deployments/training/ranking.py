@@ -4,11 +4,12 @@ Whether the ranker orders recommendations is decided on the validation events, b
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from cluster.bundle import RANKER, Bundle, BundleStore, Draft
 from cluster.config import Settings
 from deployments.training.generative import served_lists
+from deployments.training.provenance import was_validated
 from integrations.hstu.weights import load_model, save_weights
 from pipelines.blend import BlendWeights
 from pipelines.fit_blend import CRITERION, Quality
@@ -63,7 +64,7 @@ def train_ranking_of(bundle: Bundle, run: TrainingRun, options: RankerOptions, *
     """A ranker for a version that is there. `last_stage` None: where recommendations are better so on the validation events, unless the
     version has learnt those already.
     """
-    learnt = not _was_validated(bundle)
+    learnt = not was_validated(bundle)
     weights = BlendWeights.of(bundle.manifest.blend)
     if learnt:
         options = options.model_copy(update={"validate_every": 0})
@@ -81,13 +82,6 @@ def publish_ranking(bundle: Bundle, part: RankingPart) -> Bundle:
         draft.training["ranker"] = part.described()
         draft.compiled_from = None
     return store.open(draft.version)
-
-
-def _was_validated(bundle: Bundle) -> bool:
-    """Whether the manifest says that validation events were held back to the end. Meta's trainer learns them, and says nothing of it."""
-    training = bundle.manifest.training
-    options = cast("dict[str, Any]", training.get("options") or {})
-    return bool(options.get("validate_every")) and not training.get("refit")
 
 
 def _part(options: RankerOptions, ranker: TrainedRanker, test: Lists, weights: BlendWeights, *, last_stage: bool) -> RankingPart:

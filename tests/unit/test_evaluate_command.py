@@ -29,3 +29,19 @@ def test_the_users_that_are_counted_are_those_with_an_event_before_the_one_that_
     assert f"shop/1, {measured}" in CliRunner().invoke(app, arguments, catch_exceptions=False).output
     told = json.loads(CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False).stdout)
     assert told["users"] == int(measured[0])
+
+
+@pytest.mark.parametrize(
+    ("training", "known"),
+    [({"options": {"validate_every": 1}}, False), ({"options": {"validate_every": 1}, "refit": True}, True), ({}, True)],
+)
+def test_figures_of_events_that_the_version_has_learnt_say_so(tmp_path, monkeypatch, training, known):
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "events.csv").write_text("\n".join(["user_id,item_id,timestamp", "ada,1,1", "ada,2,2", "ada,3,3"]))
+    asked = DatasetOptions(name="table", path=tmp_path / "events.csv")
+    data, record = asked.read(), ModelPlan(dim=8, layers=1, max_history=8).record(items=3)
+    told = {READ_AS: asked.described(), **training}
+    publish(tmp_path / "shop", record, new_model(record, seed=0), data, training=told, quality={})
+    arguments = ["--model-dir", str(tmp_path / "shop")]
+    shown = [CliRunner().invoke(app, [*arguments, *split], catch_exceptions=False).output for split in ((), ("--validation",))]
+    assert ["which it has learnt" in one for one in shown] == [False, known]
