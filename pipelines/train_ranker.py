@@ -115,9 +115,10 @@ class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
         return torch.stack(losses).sum() / len(logits_RT)
 
     def _validate(self) -> dict[str, float]:
+        """Without the tasks of which the validation events say nothing: a manifest is JSON, which has no NaN."""
         quality = ranker_quality(self.ranker, self.interactions, from_end=VALIDATION, device=self.device)
         self.ranker.train()
-        return quality
+        return {name: value for name, value in quality.items() if np.isfinite(value)}
 
 
 def _of_drawn(clicks_RN: Tensor, collides_RN: Tensor) -> Tensor:

@@ -1,16 +1,18 @@
 """What events teach a ranker, how it is trained and measured, and whether it is to be the last stage."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
-from cluster.bundle import ModelRecord, RankerRecord
+from cluster.bundle import MANIFEST, ModelRecord, RankerRecord
 from cluster.dataset import Catalogue, Dataset, Interactions
 from cluster.errors import DataError
 from cluster.ranking import Task
 from cluster.values import Action, Encoded, Generated, Item
 from deployments.training.publishing import publish
-from deployments.training.ranking import train_ranking_of
+from deployments.training.ranking import publish_ranking, train_ranking_of
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.model import HSTU
 from integrations.hstu.ranker import HSTURanker
@@ -267,6 +269,21 @@ def test_the_last_stage_is_measured_on_the_lists_as_they_are_served():
     cut_off = last_stage_quality(Liking(targets[0]), record, lists, BlendWeights(), rank_pool=2)
     assert cut_off["ranked"]["hr@10"] == 0.0  # who is not in the pool is not ranked
     assert not improves(cut_off)
+
+
+def test_a_task_of_which_validation_says_nothing_leaves_the_manifest_json(tmp_path):
+    interactions = shoppers()
+    validation = interactions.offsets[1:] - VALIDATION
+    interactions.items[validation], interactions.actions[validation] = 2, Action.VIEW.code
+    dataset = Dataset("shop", interactions, Catalogue([Item(str(item), f"Item {item}") for item in range(1, ITEMS + 1)]), "made up")
+    model = ModelRecord(family="hstu", config={**MODEL.config, "attention_dim": 16, "linear_dim": 16})
+    told = {"options": {"validate_every": 1}, "refit": False}
+    bundle = publish(tmp_path / "shop", model, new_model(model, 0), dataset, training=told, quality={})
+    run = TrainingRun(model, dataset, RunOptions(device="cpu"), Watcher())
+    published = publish_ranking(bundle, train_ranking_of(bundle, run, RankerOptions(epochs=1)))
+    strange = []
+    json.loads((published.path / MANIFEST).read_text(), parse_constant=strange.append)
+    assert (Task.PURCHASE in published.ranker().tasks, strange) == (True, [])
 
 
 @pytest.mark.parametrize(
