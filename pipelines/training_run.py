@@ -183,7 +183,9 @@ def alone(run: RunOptions) -> Iterator[None]:
             place = run.checkpoint.parent
             raise ConfigError(f"another training is under way in {place}; wait for its end, or train in another directory") from None
         except OSError as error:
-            raise ConfigError(f"{file} cannot be locked ({error}); train on a file system that has locks, or on this machine's disk") from None
+            raise ConfigError(
+                f"{file} cannot be locked ({error}); train on a file system that has locks, or on this machine's disk"
+            ) from None
         try:
             yield
         finally:
