@@ -33,16 +33,14 @@ class Example:
 
 def held_out(interactions: Interactions, from_end: int, *, most_users: int | None = None) -> Iterator[Example]:
     """For each user, everything before the event that stands `from_end` from the end, and that event's item. Of more than `most_users`
-    users, so many are drawn, the same ones every time.
+    users with an event before it, so many are drawn, the same ones every time.
     """
-    users = np.arange(interactions.users)
+    users = np.flatnonzero(interactions.lengths > from_end)
     if most_users is not None and most_users < len(users):
         users = np.sort(np.random.default_rng(0).choice(users, most_users, replace=False))
     for user in users.tolist():
         end = int(interactions.offsets[user + 1])
-        history = interactions.sequence(user, drop_last=from_end)
-        if len(history):
-            yield Example(history, int(interactions.items[end - from_end]))
+        yield Example(interactions.sequence(user, drop_last=from_end), int(interactions.items[end - from_end]))
 
 
 def measured_users(interactions: Interactions, from_end: int) -> int:

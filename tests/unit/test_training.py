@@ -72,6 +72,19 @@ def test_of_many_users_the_same_few_are_ranked_after_each_epoch(monkeypatch):
     assert best.validation == evaluate(model, data, from_end=VALIDATION, most_users=7) != evaluate(model, data, from_end=VALIDATION)
 
 
+def test_users_without_the_event_take_no_place_among_the_few_who_are_ranked():
+    regulars, many = walks(3), 500
+    columns = {name: getattr(regulars, name) for name in ("items", "timestamps", "actions", "values")}
+    crowd = Interactions(
+        user_ids=[*(f"once{user}" for user in range(many)), *regulars.user_ids],
+        offsets=np.r_[np.arange(many), many + regulars.offsets],
+        **{name: np.r_[np.repeat(column[:1], many), column] for name, column in columns.items()},
+    )
+    few = [example.target for example in held_out(crowd, VALIDATION, most_users=2)]
+    assert len(few) == 2
+    assert set(few) <= {example.target for example in held_out(regulars, VALIDATION)}
+
+
 @pytest.mark.parametrize(("held", "window"), [(2, "latest"), (1, "latest"), (2, "random")])
 def test_training_leaves_the_held_out_events_alone(held, window):
     data = walks()
