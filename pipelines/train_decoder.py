@@ -95,8 +95,8 @@ class DecoderTrainer(EpochTrainer[Sequence[WindowColumns], DecoderOptions]):
         return loss, sum(len(columns["targets"]) for columns in batch)
 
     def _validate(self) -> dict[str, float]:
-        """The loss on each user's validation event, prompted with all that went before."""
-        examples = list(held_out(self.interactions, VALIDATION))
+        """The loss on users' validation events, prompted with all that went before: of as many users as an epoch learns from at most."""
+        examples = list(held_out(self.interactions, VALIDATION, most_users=self.options.users_an_epoch))
         losses, rows, length = 0.0, 0, self.decoder.prompt_length
         self.decoder.eval()
         with torch.inference_mode():

@@ -130,6 +130,19 @@ def test_validation_holds_the_states_of_no_more_users_than_a_batch_takes(monkeyp
     assert calls[:4] == ["collate", "loss"] * 2
 
 
+def test_an_epoch_learns_from_and_is_validated_on_so_many_users_at_most(monkeypatch):
+    trainer, encoded = trainer_of(DecoderOptions(epochs=1, users_an_epoch=7)), {True: 0, False: 0}
+    collate = trainer.encoder.collate
+
+    def counted(histories):
+        encoded[trainer.decoder.training] += len(histories)
+        return collate(histories)
+
+    monkeypatch.setattr(trainer.encoder, "collate", counted)
+    trainer.run_epoch()
+    assert encoded == {True: 7, False: 7}
+
+
 def test_a_run_resumed_from_a_checkpoint_is_equal_to_one_that_was_never_interrupted(tmp_path):
     options = DecoderOptions(epochs=3, batch_windows=8)
     whole = trainer_of(options)
