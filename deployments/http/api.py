@@ -136,7 +136,7 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings], ba
         _give_tenants([message], caller)
         request = message.to_value(caller.arrived)
         if media_type := streaming.wanted(",".join(http.headers.getlist("accept"))):
-            return await streaming.respond(service.stream(request), media_type, http.url.path, caller.computed)
+            return await streaming.respond(service.stream(request), media_type, http.scope["path"], caller.computed)
         return InPieces(answer_json(await service.recommend(request)), caller.computed)
 
     @routes.post("/v1/recommend:batch", tags=["recommendations"], response_model=RecommendBatchOut)

@@ -165,7 +165,7 @@ def field_path(location: Sequence[Any]) -> str:
 
 
 async def _known(request: Request, error: Exception) -> JSONResponse:
-    return _response(problem_of(request.url.path, error), headers_of(error))
+    return _response(problem_of(request.scope["path"], error), headers_of(error))
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
@@ -176,15 +176,15 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
         return await _known(request, error)
     problem = "cannot be read: it is not UTF-8, is nested too deeply, has an endless number, or was cut off"
     found = FieldProblem(field="body", problem=problem)  # 400 is FastAPI's word for a body that Python's JSON parser gave up on
-    return _response(_problem(request.url.path, 422, f"body: {problem}", [found]))
+    return _response(_problem(request.scope["path"], 422, f"body: {problem}", [found]))
 
 
 async def _unknown_choice(request: Request, error: Exception) -> JSONResponse:
-    return _response(_problem(request.url.path, 404, str(error)))
+    return _response(_problem(request.scope["path"], 404, str(error)))
 
 
 async def _our_fault(request: Request, error: Exception) -> JSONResponse:
-    return _response(_problem(request.url.path, 500, _told(request.url.path, error)))
+    return _response(_problem(request.scope["path"], 500, _told(request.scope["path"], error)))
 
 
 async def _invalid_message(request: Request, error: Exception) -> JSONResponse:
@@ -192,7 +192,7 @@ async def _invalid_message(request: Request, error: Exception) -> JSONResponse:
     found = error.errors()
     problems = [_field_problem(e) for e in found[:_SHOWN_ERRORS]]
     detail = f"{problems[0].field}: {problems[0].problem}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
-    return _response(_problem(request.url.path, 422, detail, problems))
+    return _response(_problem(request.scope["path"], 422, detail, problems))
 
 
 def _field_problem(error: dict[str, Any]) -> FieldProblem:

@@ -314,6 +314,13 @@ async def test_a_path_or_a_method_that_there_is_not_is_told_with_where_to_look(c
     assert other.json()["detail"] == "this path does not take GET; see /docs for the methods it takes"
 
 
+async def test_a_problem_names_the_path_that_was_asked_for_whatever_is_in_it(client):
+    for path, instance in (("/v1/items/a%0Ab", "/v1/items/a\nb"), ("/v1/items/a%3Fb%23c", "/v1/items/a?b#c")):
+        assert (await client.get(path)).json()["instance"] == instance
+    refused = await client.post("/v1/backends/encoder/a%3Fb:toggle")
+    assert (refused.status_code, refused.json()["instance"]) == (422, "/v1/backends/encoder/a?b:toggle")
+
+
 async def test_switches_name_the_choices_where_the_name_is_unknown(client):
     assert (await client.post("/v1/backends/encoder/torch:disable")).json()["enabled"] is False
     first = (await client.post("/v1/backends/encoder/torch:first")).json()
