@@ -85,7 +85,15 @@ def create_api(
         await service.close()
 
     about = "Recommendations from behaviour."
-    api = FastAPI(title="genrec", version=version("genrec"), description=about, lifespan=lifespan, docs_url=None, redoc_url=None)
+    api = FastAPI(
+        title="genrec",
+        version=version("genrec"),
+        description=about,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # its redirect is to http, and unquotes the path once more, which may make it another user's
+    )
     problems.install(api)
 
     key = Depends(HTTPBearer(auto_error=False, description="an API key, where this service asks for one"))  # the edge checks it

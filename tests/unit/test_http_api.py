@@ -321,6 +321,12 @@ async def test_a_problem_names_the_path_that_was_asked_for_whatever_is_in_it(cli
     assert (refused.status_code, refused.json()["instance"]) == (422, "/v1/backends/encoder/a?b:toggle")
 
 
+async def test_a_path_with_a_slash_too_many_is_no_other_path(client):
+    """Starlette would answer with the path unquoted once more: another user's."""
+    for method, path in (("DELETE", "/v1/users/100%2541/history/"), ("POST", "/v1/recommend/"), ("GET", "/v1/options/")):
+        assert (await client.request(method, path)).status_code == 404
+
+
 async def test_switches_name_the_choices_where_the_name_is_unknown(client):
     assert (await client.post("/v1/backends/encoder/torch:disable")).json()["enabled"] is False
     first = (await client.post("/v1/backends/encoder/torch:first")).json()
