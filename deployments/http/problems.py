@@ -197,6 +197,8 @@ async def _invalid_message(request: Request, error: Exception) -> JSONResponse:
 
 def _field_problem(error: dict[str, Any]) -> FieldProblem:
     field, value = field_path(error["loc"]), shown(error.get("input"))
+    if isinstance(error.get("input"), bytes):  # FastAPI reads no body of another type, and none without one
+        return FieldProblem(field=field, problem="is not read as JSON; send it with the header Content-Type: application/json", value=value)
     match error["type"]:
         case "extra_forbidden":
             return FieldProblem(

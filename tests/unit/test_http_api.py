@@ -327,6 +327,15 @@ async def test_a_path_with_a_slash_too_many_is_no_other_path(client):
         assert (await client.request(method, path)).status_code == 404
 
 
+@pytest.mark.parametrize("path", ["/v1/recommend", "/v1/recommend:batch", "/v1/rank", "/v1/events"])
+@pytest.mark.parametrize("sent", [{}, {"content-type": "application/x-www-form-urlencoded"}], ids=["none", "form"])
+async def test_a_body_that_is_not_said_to_be_json_is_refused_with_the_header_that_says_so(client, path, sent):
+    response = await client.post(path, content=b'{"user_id": "u"}', headers=sent)
+    (problem,) = response.json()["errors"]
+    assert (response.status_code, problem["field"]) == (422, "body")
+    assert problem["problem"] == "is not read as JSON; send it with the header Content-Type: application/json"
+
+
 async def test_switches_name_the_choices_where_the_name_is_unknown(client):
     assert (await client.post("/v1/backends/encoder/torch:disable")).json()["enabled"] is False
     first = (await client.post("/v1/backends/encoder/torch:first")).json()
