@@ -2,6 +2,7 @@
 gateway provides.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Annotated, Protocol
@@ -31,6 +32,8 @@ from deployments.http.pieces import InPieces
 
 UserIdInPath = Annotated[str, Path(min_length=1, max_length=256)]
 TenantInQuery = Annotated[Tenant | None, Query(description="default: the API key's tenant, or `default`")]
+_PLACE_OF_KEY = re.compile(r"\\x1f\d+(?=['\"])")
+"""In a key as Python writes it, where `_events_of` has made one of each event."""
 
 
 class UserDataService(Protocol):
@@ -60,7 +63,10 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
         With an `Idempotency-Key`, or a key in each event, a call may be repeated until it succeeds: every event is stored once.
         """
         _give_tenants(message, caller)
-        stored = await data.append(_events_of(message, idempotency_key, limits().max_events))
+        try:
+            stored = await data.append(_events_of(message, idempotency_key, limits().max_events))
+        except InvalidRequest as error:
+            raise _as_sent(error, message) from None
         response.status_code = 201 if stored.stored else 200
         return stored
 
@@ -121,3 +127,9 @@ def _events_of(message: EventIn | EventsIn, key: str | None, most: int) -> list[
     if len(message.events) > most:
         raise InvalidRequest("events", f"has {len(message.events)} entries; send at most {most} a call")
     return [event.to_value(key and f"{key}\x1f{position}") for position, event in enumerate(message.events)]
+
+
+def _as_sent(error: InvalidRequest, message: EventIn | EventsIn) -> InvalidRequest:
+    """What the store refuses, in the names of the call: the store knows a list, behaviours, and keys with their places."""
+    field, problem = error.field.replace("].behaviour.", "]."), _PLACE_OF_KEY.sub("", error.problem)
+    return InvalidRequest(field.removeprefix("events[0].") if isinstance(message, EventIn) else field, problem)

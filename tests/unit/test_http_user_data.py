@@ -149,6 +149,35 @@ async def test_a_wrong_event_is_refused_with_the_field(client, body, field):
     assert [one["field"] for one in response.json()["errors"]] == [field], response.text
 
 
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (event("a\0b"), "item_id"),
+        (event(user_id="a\0b"), "user_id"),
+        ({"events": [event(), event("a\0b")]}, "events[1].item_id"),
+        ({"events": [event(), event(user_id="a\0b")]}, "events[1].user_id"),
+    ],
+)
+async def test_what_the_store_refuses_is_named_as_it_was_sent(client, body, field):
+    response = await client.post("/v1/events", json=body)
+    assert (response.status_code, [one["field"] for one in response.json()["errors"]]) == (422, [field])
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "field"),
+    [
+        (event("1"), event("2"), "idempotency_key"),
+        ({"events": [event("1")] * 2}, {"events": [event("1"), event("2")]}, "events[1].idempotency_key"),
+    ],
+    ids=["one", "several"],
+)
+async def test_a_header_that_was_used_for_another_event_is_refused_as_it_was_sent(client, first, then, field):
+    for body in (first, then):
+        response = await client.post("/v1/events", json=body, headers={"Idempotency-Key": "order-17"})
+    assert (response.status_code, response.json()["errors"][0]["field"]) == (422, field)
+    assert response.json()["errors"][0]["problem"].startswith("'order-17' is known for another event")
+
+
 async def test_an_unknown_item_is_stored_and_said(client):
     assert (await client.post("/v1/events", json=event("new"))).json()["unknown_items"] == ["new"]
     assert (await client.get("/v1/users/ada/history")).json()["events"][0]["title"] is None
