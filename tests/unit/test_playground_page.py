@@ -54,11 +54,11 @@ class Service:
         none = {"p50_ms": None, "p95_ms": None, "throughput_per_s": 0, "reasons": [], "last_errors": [], "calls": 0, "failures": 0}
         return [{"name": name, "rank": rank, "enabled": True, "breakers": {}, **none} for rank, name in enumerate(self.engines)]
 
-    def open(self, browser: Any) -> Any:
+    def open(self, browser: Any, said: str = "0 recommendations") -> Any:
         page = browser.new_page(viewport={"width": 1280, "height": 2000})
         page.route("**/*", self.answer)
         page.goto("http://service.test/")
-        expect(page.locator("#announcement")).to_contain_text("0 recommendations")
+        expect(page.locator("#announcement")).to_contain_text(said)
         return page
 
 
@@ -77,3 +77,34 @@ def test_an_engine_that_is_there_no_more_leaves_the_page(browser):
     service.engines.pop()
     expect(shown).to_have_count(1, timeout=30_000)
     assert shown.get_attribute("data-engine") == "encoder/torch"
+
+
+class Slow(Service):
+    """Answers with `k` films, but for the first request for `held` of them, which it never answers."""
+
+    held = 0
+
+    def answer(self, route: Any) -> None:
+        if urlsplit(route.request.url).path != "/v1/recommend":
+            return super().answer(route)
+        self.asked.append(asked := json.loads(route.request.post_data))
+        if asked["k"] == self.held:
+            self.held = 0
+            return None
+        scored = {"score": 1.0, "stage": "encode", "explanation": None}
+        return route.fulfill(json={**ANSWER, "items": [{**item, **scored} for item in ITEMS[: asked["k"]]]})
+
+
+def test_settings_that_are_changed_while_the_other_pane_waits_for_its_answer_take_it_from_none(browser):
+    service = Slow(max_k=5, max_behaviours=5)
+    page = service.open(browser, "5 recommendations")
+    page.get_by_label("Compare two settings").check()
+    expect(page.locator("#items-b > li")).to_have_count(5)
+    service.held = 3
+    with page.expect_request("**/v1/recommend"):
+        page.locator("#k-a").fill("3")
+        page.locator("#k-a").blur()
+    page.locator("#k-b").fill("2")
+    page.locator("#k-b").blur()
+    expect(page.locator("#items-b > li")).to_have_count(2)
+    expect(page.locator("#items-a > li")).to_have_count(3)

@@ -11,6 +11,8 @@ import { behaviourOf, changes, composed, createState, requestOf } from "./state.
 import { showWaterfall } from "./waterfall.js";
 
 const state = createState();
+// What a run has to do: "history", or a pane -> whether a kept answer will not do.
+const due = new Map();
 let running = new AbortController();
 let loading = new AbortController();
 
@@ -105,17 +107,34 @@ function forget(place) {
 }
 
 // `only`: the pane whose settings changed; `refresh`: kept answers tell of engines that served before.
-async function run({ only, refresh } = {}) {
+async function run({ only, refresh = false } = {}) {
   if (state.options === null) return;
   running.abort();
   const { signal } = (running = new AbortController());
+  for (const what of only ? [only] : ["history", "a", "b"]) due.set(what, refresh || due.get(what) === true);
   await guarded(async () => {
-    if (state.user !== null && !only) state.history = (await api.history(state.user, Math.min(50, state.options.max_behaviours), signal)).events;
+    if (state.user !== null) await settle("history", signal, readHistory);
     showHistory(state, forget);
-    const panes = state.comparing ? ["a", "b"] : ["a"];
-    for (const pane of panes.filter((one) => !only || one === only || !state.answers[one])) await ask(pane, refresh, signal);
+    for (const pane of state.comparing ? ["a", "b"] : ["a"]) {
+      if (!state.answers[pane] && !due.has(pane)) due.set(pane, refresh);
+      await settle(pane, signal, ask);
+    }
     if (state.comparing) showComparison(state.answers);
   });
+}
+
+// Does what is due. What is given up for a later run is due in that one.
+async function settle(what, signal, work) {
+  if (!due.has(what)) return;
+  try {
+    await work(what, due.get(what), signal);
+  } finally {
+    if (!signal.aborted) due.delete(what);
+  }
+}
+
+async function readHistory(_, __, signal) {
+  state.history = (await api.history(state.user, Math.min(50, state.options.max_behaviours), signal)).events;
 }
 
 // One pane after the other, so that neither waits for the other's engines.
