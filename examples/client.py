@@ -51,7 +51,8 @@ def send_events(events: Sequence[Json], *, idempotency_key: str | None = None) -
 
 
 def history(user_id: str) -> Call:
-    return {"method": "GET", "url": f"/v1/users/{quote(user_id, safe='')}/history"}
+    part = quote(user_id, safe="").replace(".", "%2E")  # `..` by itself would be the folder above
+    return {"method": "GET", "url": f"/v1/users/{part}/history"}
 
 
 def erase(user_id: str) -> Call:

@@ -208,10 +208,11 @@ def test_events_carry_the_same_key_each_time_they_are_sent_and_another_for_each_
     assert other != first
 
 
-def test_user_ids_with_slashes_and_spaces_stay_one_part_of_the_path(ask):
-    with served(said(200, {"user_id": "a/b c?", "tenant": "default", "events": 0, "cached_answers": 0, "everywhere": True})) as server:
-        ask(server.url, client.erase("a/b c?"))
-    assert server.heard[0].path == "/v1/users/a%2Fb%20c%3F/history"
+@pytest.mark.parametrize(("user_id", "part"), [("a/b c?", "a%2Fb%20c%3F"), ("..", "%2E%2E"), (".", "%2E")])
+def test_any_user_id_stays_one_part_of_the_path(ask, user_id, part):
+    with served(said(200, {"user_id": user_id, "tenant": "default", "events": 0, "cached_answers": 0, "everywhere": True})) as server:
+        ask(server.url, client.erase(user_id))
+    assert server.heard[0].path == f"/v1/users/{part}/history"
 
 
 def lines(*events):
