@@ -108,3 +108,25 @@ def test_settings_that_are_changed_while_the_other_pane_waits_for_its_answer_tak
     page.locator("#k-b").blur()
     expect(page.locator("#items-b > li")).to_have_count(2)
     expect(page.locator("#items-a > li")).to_have_count(3)
+
+
+class Seeking(Service):
+    """Finds all films by `film`, and is still looking for all else."""
+
+    def answer(self, route: Any) -> None:
+        asked = urlsplit(route.request.url)
+        if asked.path != "/v1/items":
+            super().answer(route)
+        elif "query=film&" in f"{asked.query}&":
+            route.fulfill(json={"items": ITEMS})
+
+
+def test_a_key_takes_no_title_that_was_found_for_another_text(browser):
+    page = Seeking(max_k=100, max_behaviours=100).open(browser)
+    finder = page.get_by_role("combobox", name="Add a title")
+    finder.press_sequentially("film")
+    expect(finder).to_have_attribute("aria-activedescendant", "title-option-0")
+    finder.press_sequentially(" 5")
+    finder.press("Enter")
+    assert finder.input_value() == "film 5"
+    expect(page.locator("#history li")).to_have_count(5)

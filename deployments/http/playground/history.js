@@ -34,14 +34,19 @@ export function titleFinder(onPick, onProblem) {
   let timer = 0;
   let asking = null;
 
-  const close = () => {
+  // What is found is of another text: nothing of it is picked by a key.
+  const outdate = () => {
     clearTimeout(timer);
     asking?.abort();
     found = [];
     active = -1;
+    [...list.children].forEach((option) => option.setAttribute("aria-selected", "false"));
+    field.removeAttribute("aria-activedescendant");
+  };
+  const close = () => {
+    outdate();
     list.hidden = true;
     field.setAttribute("aria-expanded", "false");
-    field.removeAttribute("aria-activedescendant");
   };
   const pick = (item) => {
     field.value = "";
@@ -77,7 +82,7 @@ export function titleFinder(onPick, onProblem) {
   field.addEventListener("input", () => {
     const query = field.value.trim();
     if (!query) return close();
-    clearTimeout(timer);
+    outdate();
     timer = setTimeout(search, PAUSE_MS, query);
   });
   field.addEventListener("blur", close);
