@@ -256,12 +256,20 @@ class FrontDoor:
         waiting = Waiting(urgency(headers, asked.target), next(self._numbers), client.heard, client, envelope, asked, held)
         if len(self._running) < self._settings.max_concurrent:
             self._start(waiting)
-        elif len(self._queue) < self._settings.max_queue:
-            self._queue.put(caller, waiting)
         else:
-            detail = f"{len(self._running)} requests are under way and {len(self._queue)} wait at this door; ask again later"
-            raise problems.overloaded(detail, wait_s=1)
+            self._make_room(caller)
+            self._queue.put(caller, waiting)
         client.pending += 1
+
+    def _make_room(self, caller: bytes) -> None:
+        """One that waits gives way where its caller has most of all, and more than this one will have. Raises HTTPException (503)."""
+        if len(self._queue) < self._settings.max_queue:
+            return
+        detail = f"{len(self._running)} requests are under way and {len(self._queue)} wait at this door; ask again later"
+        full, last = problems.overloaded(detail, wait_s=1), self._queue.give_way(caller)
+        if last is None:
+            raise full
+        self._refuse_waiting(last, full)
 
     def _start(self, waiting: Waiting) -> None:
         task = asyncio.create_task(self._answer(waiting))

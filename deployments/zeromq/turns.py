@@ -30,3 +30,13 @@ class Turns(Generic[Request]):
         else:
             del self._of[caller]
         return request
+
+    def give_way(self, caller: bytes) -> Request | None:
+        """Take out the last request of whichever caller has the most, where those are more than this caller's will be with one more."""
+        most = max(self._of.values(), key=len, default=[])
+        if len(most) <= len(self._of.get(caller, ())) + 1:
+            return None
+        last: Request = max(most)  # type: ignore[type-var]
+        most.remove(last)
+        heapq.heapify(most)  # type: ignore[type-var]
+        return last

@@ -648,6 +648,23 @@ async def test_a_full_queue_refuses_at_once_and_the_most_urgent_are_next():
         assert [request.user_id for request in served.service.asked] == ["running", "sooner", "later"]
 
 
+async def test_a_caller_that_fills_the_queue_makes_room_for_one_that_has_fewer_waiting():
+    async with opened_door(max_concurrent=1, max_queue=3) as served:
+        served.service.gate.clear()
+        greedy, modest = served.client(), served.client()
+        for number in range(4):
+            await greedy.send(b"%d" % number, RECOMMEND, b"", json.dumps({"user_id": f"greedy-{number}"}).encode())
+        await served.reached(lambda now: (now.in_flight, now.queued) == (1, 3))
+        await modest.send(b"1", RECOMMEND, b"", b'{"user_id": "modest-1"}')
+        assert (await greedy.heard())[:2] == (b"3", 503)
+        status, *_ = await modest.ask(request_id=b"2")
+        assert status == 503, "it has as many waiting then"
+        served.service.gate.set()
+        assert (await modest.heard())[:2] == (b"1", 200)
+        assert [(await greedy.heard())[:2] for _ in range(3)] == [(b"0", 200), (b"1", 200), (b"2", 200)]
+        await served.reached(lambda now: (now.in_flight, now.queued, now.held_bytes) == (0, 0, 0))
+
+
 async def test_statistics_count_what_was_done():
     async with opened_door() as served:
         client = served.client()
