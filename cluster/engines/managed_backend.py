@@ -1,13 +1,13 @@
 """One backend under the controller's care: switched on or off, probed, loaded when first needed, called, measured, stopped when it breaks.
 
-    ask                 which requests it may be given now
-      _answers          one by one to an engine with a queue; else a batch, as it comes or joined with others (`join`)
-        _load_and_try   where it is not loaded, or on trial: alone in its turn; unloaded where this opens its breaker
-          _try          a call; where all of it broke, a sample, then halves of the batch; then it is judged
-            _attempt    one call of the engine: answers, and for the others the reasons
+    ask                 picks the requests that the backend may be given now
+      _answers          one by one for an engine with a queue; else in a batch, as it comes or joined with others (`join`)
+        _load_and_try   alone in the backend's turn: loads it where it is not loaded, unloads it where this opens its breaker
+          _try          calls the engine; where the whole call breaks, tries a sample, then halves of the batch; judges the engine
+            _attempt    one call of the engine: for each request an answer, or the reason why there is none
 
 Only what a backend's own code raises is caught (a foreign engine may raise anything); an error of ours passes through. All state is changed
-on the event loop; the backend's code runs in the engine thread, a load beside the calls in another one, `ainfer` and `astream` on the loop.
+on the event loop. A backend's code runs in the engine thread, a load beside the calls in another one, `ainfer` and `astream` on the loop.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ from cluster.values import Availability, SkippedBackend
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 SAMPLE_WITHIN_S, SAMPLE_SLOWER = 5.0, 10.0
-"""How long an engine with a queue may take for a sample that it answered before, and how many times what it took then, if that is more,
-until it counts as broken.
+"""How long an engine with a queue may take for a sample that it answered before, until it counts as broken: so many seconds, or so many
+times as long as before, whichever is more.
 """
 BRIEF_S = 0.001
-"""A call that took less is not worth a thread: the way there and back takes as long, and others wait no longer than for it."""
+"""A call that takes less is not worth a thread: the way there and back takes as long, and other work waits no longer for the call."""
 LATE_TO_BE_STUCK = 3
-"""Calls that came too late to be answered, with no answer between them, after which an engine is asked a sample: it may be stuck."""
+"""After so many calls in a row that were late, with no answer between them, an engine is asked a sample: it may be stuck."""
 
 
 class ManagedBackend(Generic[RequestT, AnswerT]):
@@ -58,8 +58,8 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self.availability = Availability.no("not probed yet")
         self.exclusion = ""
         self.measured_ms: float | None = None
-        self.rehearsed_ms = 0.0  # what the engine last took for the samples
-        self._alone_s = math.inf  # what it last took for a request alone
+        self.rehearsed_ms = 0.0  # how long the engine last took for the samples
+        self._alone_s = math.inf  # how long it last took for a single request
         self.fallbacks = 0
         self.health = Health(name, room.breaker, room.clock)
         self._room, self._turn = room, Turn()
@@ -71,25 +71,25 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
 
     @property
     def proven(self) -> bool:
-        """Whether it has answered a user's request here."""
+        """Whether the backend has answered a user's request here."""
         return self.health.calls > self.health.failures
 
     @property
     def forgets(self) -> bool:
-        """Whether its engine is loaded and can forget users."""
+        """Whether there is an engine that can forget users."""
         return self._slot.engine is not None and any(hasattr(self._slot.engine.backend, name) for name in FORGETTING)
 
     @property
     def queued(self) -> bool:
-        """Whether its engine has a queue of its own; False as long as there is no engine."""
+        """Whether the engine has a queue of its own; False as long as there is no engine."""
         return self._slot.engine is not None and self._slot.engine.queued
 
     def obstacle(self) -> SkippedBackend | None:
-        """Why it must be neither loaded nor asked now; None where it may."""
+        """Why the backend must be neither loaded nor asked now; None where it may."""
         return self.unusable() or (self.health.skipped(self.exclusion) if self.exclusion else None)
 
     def unusable(self) -> SkippedBackend | None:
-        """As `obstacle`, but None for one that is only excluded: it may be measured anew."""
+        """As `obstacle`, but None for a backend that only a measurement excludes: it may be measured anew."""
         if not self.enabled:
             return self.health.skipped("switched off by the operator")
         if not self.availability.ok:
@@ -99,14 +99,14 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return self.health.obstacle()
 
     def unfit(self) -> SkippedBackend | None:
-        """Why a request would not be given to it now: an obstacle, or a load that calls do not wait for."""
+        """Why the backend would not be given a request now: an obstacle, or a load for which calls do not wait. None where it would."""
         if obstacle := self.obstacle():
             return obstacle
         waits = not self.loaded and (self.queued or not self._room.loads_on_demand)
         return self.health.unready() if waits or (self.queued and not self.health.closed) else None
 
     async def ask(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
-        """For each request an answer, or why there is none, in the order asked."""
+        """For each request, in the order asked, an answer or the reason why there is none."""
         if skipped := self.unfit():
             return [skipped] * len(requests)
         declined = [self._declined(request) for request in requests]
@@ -115,7 +115,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return [reason or next(answers) for reason in declined]
 
     async def stream(self, request: RequestT) -> AsyncGenerator[AnswerT | SkippedBackend, None]:
-        """What the engine finds as it finds it. Where it breaks, the reason comes last, and it is not asked again."""
+        """Pieces of the answer as the engine finds them. Where it breaks, the reason comes last, and the request is not tried again."""
         engine = self._slot.engine
         if not isinstance(engine, Queue) or not engine.streams:
             yield (await self.ask([request]))[0]
@@ -129,8 +129,8 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     async def rehearse(
         self, samples: Sequence[RequestT], run: Run | None = None, *, loads: bool = True
     ) -> Sequence[AnswerT | SkippedBackend]:
-        """Load it, and have it answer requests that no user made: no call and no latency is counted. Without `loads`, what was unloaded
-        before its turn, perhaps for good, stays so.
+        """Load the backend and have it answer samples, which count as no calls and no latencies. Without `loads`, a backend that was
+        unloaded before its turn came, perhaps for good, stays unloaded.
         """
         async with self._turn.alone():
             if not (loads or self.loaded):
@@ -138,7 +138,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             return await self._load_and_try(samples, run or self._room.thread.run, rehearsal=True)
 
     async def probe(self) -> None:
-        """Ask again whether it can run here. One that was repaired starts afresh: newly loaded, its failures forgotten."""
+        """Ask again whether the backend can run here. A repaired one starts afresh: newly loaded, its failures forgotten."""
         async with self._turn.alone():
             found = await self._room.thread.run(self._slot.get_availability)
             if self.loaded and not found.certain:
@@ -151,7 +151,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
                 self.health.answered()
 
     async def unload(self) -> None:
-        """Free what the engine holds."""
+        """Close the engine, which frees all that it holds."""
         async with self._turn.alone():
             await self._unload(beside)
 
@@ -166,11 +166,11 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self._slot.close()
 
     async def lost(self) -> bool:
-        """Whether it is loaded and of no use: its engine died, is stuck, or broke until the breaker opened. It is then to be unloaded."""
+        """Whether a loaded engine is lost, and to be unloaded: it died, is stuck, or broke until the breaker opened."""
         engine = self._slot.engine
         if engine is None or not self.loaded or self.loading:
             return False
-        problem = await self._unusable(engine) if self.health.closed else ""
+        problem = await self._fault_of(engine) if self.health.closed else ""
         if engine is not self._slot.engine:
             return False
         if problem:
@@ -179,9 +179,9 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return bool(problem) or (engine.queued and not self.health.closed)
 
     async def forget(self, tenant: str | None, user: str | None) -> int:
-        """See cluster.engines.forgetting; in the engine thread, after the batch that runs.
+        """As cluster.engines.forgetting has it, in the engine thread, after the batch that runs; returns how many states were erased.
 
-        One that breaks over it is unloaded, and with it goes all that it keeps; it is loaded again as any that is not.
+        An engine that breaks over it is unloaded, which frees all that it keeps, and loaded again like any other.
         """
         if not self.loaded or self.loading:  # a load starts with nothing
             return 0
@@ -196,14 +196,16 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
 
     @property
     def kind(self) -> str:
-        """What states have to be of to be taken over here; "" where none can be, as long as it is not loaded."""
+        """The kind of states that can be taken over here; "" where the backend takes none, or is not loaded."""
         engine = self._slot.engine if self.loaded and not self.loading else None
         if engine is None or not hands_over(engine.backend):
             return ""
         return kind_of_engine(self._room.bundle.version, self.import_string, self.options)
 
     async def hand_over(self) -> AsyncGenerator[list[KeptUser], None]:
-        """What its engine keeps of users, the hottest first, a few MiB at a time. It takes no batch until that is read, or closed."""
+        """The states that the engine keeps of users, the hottest first, a few MiB at a time. The backend takes no batch until all are read,
+        or the generator is closed.
+        """
         async with self._turn.alone():
             kind, engine = self.kind, self._slot.engine
             states = sealed(engine.backend, kind) if engine and kind else iter(())
@@ -211,8 +213,8 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
                 yield chunk
 
     async def take_over(self, states: Sequence[KeptUser], wanted: Callable[[KeptUser], bool]) -> int:
-        """Have its engine keep these states: how many it took. `wanted` is asked in the backend's turn: an erasure is carried out before
-        it, or follows.
+        """Have the engine keep those of these states that are `wanted`; returns how many it took. `wanted` is asked in the backend's turn:
+        an erasure has been carried out before, or follows.
         """
         async with self._turn.alone():
             kind, engine = self.kind, self._slot.engine
@@ -222,34 +224,34 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             return await self._room.thread.run(lambda: take_over(engine.backend, kind, still))
 
     def kept(self) -> dict[str, float]:
-        """What it says it keeps of users; empty where it says nothing."""
+        """The engine's figures of what it keeps of users; empty where it gives none."""
         return self._figures(lambda engine: kept(engine.backend), "asked what it keeps of users")
 
     def queue(self) -> dict[str, float]:
-        """What the engine says of its queue, such as how many requests wait; empty where it says nothing."""
+        """The engine's figures of its queue, such as how many requests wait; empty where it gives none."""
         return self._figures(lambda engine: dict(engine.optional("queue") or {}), "asked for its queue")
 
     def snapshot(self, rank: int | None, obstacle: SkippedBackend | None) -> BackendSnapshot:
         health = self.health
         return BackendSnapshot(
-            self.name,
-            self.import_string,
-            self.availability.ok,
-            obstacle.reason if obstacle else "",
-            self.enabled,
-            rank,
-            self.loaded,
-            health.state,
-            health.last_error,
-            health.calls,
-            health.failures,
-            self.fallbacks,
-            health.latency(),
-            self.kept(),
+            name=self.name,
+            import_string=self.import_string,
+            available=self.availability.ok,
+            reason=obstacle.reason if obstacle else "",
+            enabled=self.enabled,
+            rank=rank,
+            loaded=self.loaded,
+            breaker=health.state,
+            last_error=health.last_error,
+            calls=health.calls,
+            failures=health.failures,
+            fallbacks=self.fallbacks,
+            latency=health.latency(),
+            kept=self.kept(),
         )
 
     def _declined(self, request: RequestT) -> SkippedBackend | None:
-        """Why this one request is not for it: neither a call nor a failure."""
+        """Why the engine declines this request, which then counts as neither a call nor a failure; None where it takes the request."""
         try:
             reason = self._slot.engine.optional("declines", request) if self._slot.engine else ""
         except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything
@@ -270,28 +272,28 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
 
     async def _answer_batch(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
         async with self._turn.together():
-            if skipped := self.unfit():  # what was so when the requests came may have changed while they waited
+            if skipped := self.unfit():  # asked again: it may have become unfit while the requests waited
                 return [skipped] * len(requests)
-            results = await self._try(requests, self._way(requests)) if self.loaded and self.health.closed else None
+            results = await self._try(requests, self._run_for(requests)) if self.loaded and self.health.closed else None
         if results is None:
             async with self._turn.alone():
                 if skipped := self.unfit():
                     return [skipped] * len(requests)
-                results = await self._load_and_try(requests, self._way(requests))
+                results = await self._load_and_try(requests, self._run_for(requests))
         elif self.health.state is BreakerState.OPEN:
             await self._unload_broken()
         self.health.calls += len(requests)
         self.health.failures += sum(map(has_failed, results))
         return results
 
-    def _way(self, requests: Sequence[RequestT]) -> Run:
-        """Into the engine thread; a lone request of a brief engine is computed at once."""
+    def _run_for(self, requests: Sequence[RequestT]) -> Run:
+        """How to run the call for these requests: in the engine thread, or on the event loop for a lone request of a brief engine."""
         engine, thread = self._slot.engine, self._room.thread
         brief = engine is not None and self.loaded and engine.brief and self._alone_s < BRIEF_S
         return thread.compute_here if brief and len(requests) == 1 and not thread.pending else thread.compute
 
     async def _answer_one(self, request: RequestT) -> AnswerT | SkippedBackend:
-        """By an engine with a queue, beside all that it answers already."""
+        """Answer one request by an engine with a queue, beside those that it answers already."""
         if skipped := self.unfit():
             return skipped
         self.health.calls += 1
@@ -318,7 +320,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             self._judge(engine, sound=True)
 
     async def _load_and_try(self, requests: Sequence[RequestT], run: Run, *, rehearsal: bool = False) -> list[AnswerT | SkippedBackend]:
-        """Alone in its turn. Where that opens the breaker, unload, so that the next trial starts from a fresh load."""
+        """For the backend's turn, alone in it. Where this opens the breaker, the engine is unloaded: the next trial starts from a fresh load."""
         if not (self.loaded or await self._load(run)):
             return [self.health.skipped(self.health.last_error, failed=True)] * len(requests)
         results = await self._try(requests, run, rehearsal=rehearsal)
@@ -327,10 +329,10 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return results
 
     async def _try(self, requests: Sequence[RequestT], run: Run, *, rehearsal: bool = False) -> list[AnswerT | SkippedBackend]:
-        """Where all of it breaks, a sample that the engine answered before tells whether the engine is broken or the requests are poisoned.
+        """Where the whole call breaks, a sample that the engine answered before tells whether it is broken or the requests are poisoned.
 
-        A poisoned batch is halved until the requests at fault stand alone. They never count against the breaker of a backend that answers
-        others; every call of a broken one does, also that by which it is found out.
+        A poisoned batch is halved until the requests at fault stand alone. These never count against the breaker of a backend that answers
+        others; every call of a broken backend does, the sample's too.
         """
         engine, broken_calls = self._slot.engine, 0
         assert engine is not None
@@ -346,7 +348,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         if any_answer(results):
             self._judge(engine, sound=True, on_trial=on_trial)
             return results
-        if all(isinstance(result, OutOfTime) for result in results):  # one may have been late for all: alone, the others are not
+        if all(isinstance(result, OutOfTime) for result in results):  # one request may have made all late: apart from it, others are not
             return results if len(requests) <= 1 else await in_parts(requests, results, attempt, self._room.retries)
         still_answers = await self._still_answers(engine, run)
         if still_answers or (still_answers is None and not on_trial):
@@ -371,7 +373,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return results
 
     async def _still_answers(self, engine: Engine[RequestT, AnswerT], run: Run) -> bool | None:
-        """Whether it still answers a sample that it answered before; None where there is no such sample."""
+        """Whether the engine still answers a sample that it answered before; None where there is no such sample."""
         if engine is not self._slot.engine or not engine.is_alive():
             return False
         if engine.known_good is None:
@@ -383,7 +385,8 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             return False
         return not isinstance(outcome, Exception)
 
-    async def _unusable(self, engine: Engine[RequestT, AnswerT]) -> str:
+    async def _fault_of(self, engine: Engine[RequestT, AnswerT]) -> str:
+        """What is wrong with a loaded engine that has not broken on calls; "" where nothing is."""
         if not engine.is_alive():
             return "has lost its engine"
         if engine.late_in_a_row < LATE_TO_BE_STUCK:
@@ -398,7 +401,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return max(SAMPLE_WITHIN_S, SAMPLE_SLOWER * self.rehearsed_ms / 1e3)
 
     def _judge(self, engine: Engine[RequestT, AnswerT], *, sound: bool, on_trial: bool = False, broken_calls: int = 0) -> None:
-        """Count for or against the breaker, unless another engine has been loaded since. An open one is closed by a trial only."""
+        """Count for or against the breaker, unless another engine has been loaded since. Only a trial closes an open breaker."""
         if engine is not self._slot.engine:
             return
         if not sound:
@@ -407,7 +410,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             self.health.answered()
 
     def _result(self, engine: Engine[RequestT, AnswerT], outcome: AnswerT | Exception) -> AnswerT | SkippedBackend:
-        """The answer, or why there is none; that is noted unless the engine has been replaced under the call, for a reason of its own."""
+        """The answer, or why there is none. The reason is noted, unless the engine was replaced during the call for a reason of its own."""
         if not isinstance(outcome, Exception):
             return outcome
         if isinstance(outcome, DeadlineExceeded):
@@ -419,7 +422,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return self.health.note(reason, None if nonsense else outcome, told=told)
 
     async def _load(self, run: Run) -> bool:
-        """Whether it could be loaded. A failed load opens the breaker at once."""
+        """Load the engine; returns whether it is loaded. A failed load opens the breaker at once."""
         try:
             await self._slot.load(run)
         except Exception as error:  # noqa: BLE001 - any error of an engine while it loads is a reason to ask the next one

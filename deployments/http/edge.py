@@ -52,8 +52,8 @@ _URGENCY = re.compile(rb"(?:^|,)[ \t]*u=([0-7])[ \t]*(?:[,;]|$)")
 
 @dataclass(frozen=True, slots=True)
 class EdgeStatistics:
-    """`places`: requests that may run at a time now; `entries`: of batches, that run or wait; `refused`: HTTP status -> requests since
-    the start.
+    """`places`: requests that may run at a time now; `entries`: entries of batches that run or wait; `refused`: HTTP status -> requests
+    since the start.
     """
 
     running: int
@@ -64,8 +64,8 @@ class EdgeStatistics:
 
 
 class Edge:
-    """The protection of one gateway replica. `gateways` gives the number of live ones, which share the tenants' rate limits; `now` the time
-    of day, in seconds since 1970, by which keys expire.
+    """The protection of one gateway replica. `gateways`: gives the number of live gateways, which share the tenants' rate limits. `now`:
+    gives the time in seconds since 1970, by which keys expire.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Edge:
         self.batches = Batches(settings.admission, lambda: self._admission.places, lambda: self._turned_away(BATCHES, 503))
         self._rates = RateLimiter(settings.rate_limits)
         self._bodies, self._turns_to_read = BodyBudget(settings.max_held_bytes), Turns(settings.slow_bytes_per_s)
-        self._turns: dict[Ticket, asyncio.Future[None]] = {}
+        self._undecided: dict[Ticket, asyncio.Future[None]] = {}  # the tickets that wait, and what wakes each
         self._refused: Counter[int] = Counter()
         self._reading: set[Connection] = set()
 
@@ -93,7 +93,7 @@ class Edge:
         self._bodies.most, self._turns_to_read.per_s = settings.max_held_bytes, settings.slow_bytes_per_s
         now = self._clock()
         self._tell(self._admission.reconfigure(settings.admission, _target_s(settings), now))
-        if self._turns:
+        if self._undecided:
             self._expire_at(now + settings.admission.max_wait_ms / 1e3)
 
     def statistics(self) -> EdgeStatistics:
@@ -101,15 +101,15 @@ class Edge:
         return EdgeStatistics(held.running, held.waiting, held.places, self.batches.held, dict(self._refused))
 
     async def serve(self, answer: Answer, scope: Scope, connection: Connection, is_slow: IsSlow, route_of: RouteOf) -> None:
-        """Answer one HTTP request: with a refusal, or by `answer` once it has a place. `is_slow`: whether its body is slow to read; raises
-        the HTTPException that refuses it. `route_of`: what a refusal is counted under.
+        """Answer one HTTP request: with a refusal, or by `answer` once it has a place. `is_slow`: whether its body is slow to read; may
+        raise the HTTPException that refuses it. `route_of`: the route under which a refusal is counted.
         """
-        connection.headers = self._most
+        connection.headers = self._capacity_header
         try:
             with connection:
                 headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
                 caller = self._caller(headers)
-                connection.headers = lambda: (*self._most(), *caller.headers())
+                connection.headers = lambda: (*self._capacity_header(), *caller.headers())
                 operates, urgent = _operates(caller, scope), max(urgency(headers, scope["path"]), caller.most_urgent)
                 if not operates and self._admission.full(self._clock(), urgent, caller.tenant):
                     raise self._overloaded(caller)
@@ -131,7 +131,7 @@ class Edge:
             self._bodies.held -= connection.held
 
     async def check_key(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application by itself: 204 where the key is known. That costs its tenant no request, and takes no place."""
+        """An ASGI application that answers 204 where the caller's key is known. This costs the tenant no request, and takes no place."""
         try:
             identify(dict(scope["headers"]), self.settings, self._now)
         except HTTPException as refusal:
@@ -145,7 +145,7 @@ class Edge:
         return Connection(receive, send, self._clock)
 
     def _caller(self, headers: dict[bytes, bytes]) -> Caller:
-        """Raises the HTTPException that refuses the request."""
+        """The caller, of whose rate this request is taken. Raises the HTTPException that refuses the request."""
         self._check_length(headers)
         caller = Caller(identify(headers, self.settings, self._now), self._take)
         if caller.tenant is not None:
@@ -153,7 +153,7 @@ class Edge:
         return caller
 
     async def _turn_to_read(self, connection: Connection) -> None:
-        """Raises HTTPException (503) where it would come too late."""
+        """Wait for the body's turn to be read. Raises HTTPException (503) where it would come too late."""
         size, within_s = len(connection.body), self.settings.admission.max_wait_ms / 1e3
         wait_s = self._turns_to_read.take(size, self._clock(), within_s)
         if not wait_s:
@@ -165,7 +165,7 @@ class Edge:
             raise
 
     async def _with_a_place(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller, urgent: int) -> None:
-        """Raises HTTPException (503) where there is none in time."""
+        """Answer once the request has a place. Raises HTTPException (503) where it gets none in time."""
         ticket = self._arrive(caller, urgent)
         caller.leave_place = lambda: self._tell(self._admission.leave(ticket, self._clock(), _first_byte_s(scope, ticket, connection)))
         caller.computed = lambda size: self._computed(caller, connection, size)
@@ -179,14 +179,14 @@ class Edge:
             caller.leave_place()
 
     def _computed(self, caller: Caller, connection: Connection, size: int) -> None:
-        """An answer that waits for its reader holds no place, but where such answers take up too much memory."""
+        """Leave the place: an answer that only waits for its reader needs none, unless such answers take up too much memory."""
         if self._bodies.keep(size):
             connection.held += size
             self._reading.add(connection)
             caller.leave_place()
 
     def _keep(self, caller: Caller, connection: Connection, size: int) -> None:
-        """Raises HTTPException (503) where such answers take up too much memory."""
+        """Hold the bytes of an answer until it is read. Raises HTTPException (503) where such answers take up too much memory."""
         if not self._bodies.keep(size):
             caller.refused = 503
             held = f"{self._bodies.most // 2} bytes there are for them"
@@ -219,26 +219,27 @@ class Edge:
         return ticket
 
     async def _wait(self, ticket: Ticket) -> Standing:
-        """Until it was decided on, and how."""
-        turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
+        """Wait until the ticket is decided on; returns its standing then."""
+        decided = self._undecided[ticket] = asyncio.get_running_loop().create_future()
         timer = self._expire_at(ticket.until)
         try:
-            await turn
+            await decided
         finally:
             timer.cancel()
-            del self._turns[ticket]
+            del self._undecided[ticket]
         return ticket.standing
 
     def _expire_at(self, when: float) -> asyncio.TimerHandle:
-        """Expire with the time `when`, not the clock's: a timer may fire a moment early."""
+        """At `when`, refuse the tickets that have waited long enough by `when`, not by the clock: a timer may fire a moment early."""
         delay_s = max(0.0, when - self._clock())
         return asyncio.get_running_loop().call_later(delay_s, lambda: self._tell(self._admission.expire(when)))
 
-    def _tell(self, decided: Iterable[Ticket]) -> None:
-        for ticket in decided:
-            turn = self._turns.get(ticket)
-            if turn is not None and not turn.done():
-                turn.set_result(None)
+    def _tell(self, tickets: Iterable[Ticket]) -> None:
+        """Wake the requests whose tickets were decided on."""
+        for ticket in tickets:
+            decided = self._undecided.get(ticket)
+            if decided is not None and not decided.done():
+                decided.set_result(None)
 
     def _overloaded(self, caller: Caller) -> HTTPException:
         held, shares = self._admission, self.settings.admission.max_concurrent_share < 1
@@ -247,9 +248,9 @@ class Edge:
         detail = f"{taken} and {held.waiting} requests wait; ask again later"
         return problems.overloaded(detail, held.wait_s(self._clock()))
 
-    def _most(self) -> tuple[tuple[bytes, bytes]]:
-        """How many requests this gateway takes, those among them that hold no place, as batches that were taken on and answers that are
-        being read: `haproxy.sh` refuses what is more.
+    def _capacity_header(self) -> tuple[tuple[bytes, bytes]]:
+        """How many requests this gateway takes, beyond which `haproxy.sh` refuses others. Requests that hold no place count too: batches
+        that were taken on, and answers that are being read.
         """
         return ((b"genrec-most", b"%d" % (self._admission.most(self._clock()) + self.batches.taken_on + len(self._reading))),)
 
