@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class AuditLine:
-    """`more`: what the call adds to its line. `lost`: it could not be written."""
+    """A line being made. `more`: fields that the call adds; `lost`: whether the line could not be written."""
 
     more: dict[str, Any] = field(default_factory=dict)
     lost: bool = False
@@ -30,9 +30,9 @@ class AuditLine:
 
 @contextmanager
 def audited(file: Path | None, action: str, thing: str, **by: str | None) -> Iterator[AuditLine]:
-    """Write a line as the block ends: its outcome is "done", or the kind of the error that ended it. None: the log is off.
+    """Write a line as the block ends; its outcome is "done", or the kind of the error that ended the block. `file` None: the log is off.
 
-    A call is not undone for want of its line: what cannot be written is logged, whole, as an error, and marked as lost.
+    A call is not undone for want of its line: a line that cannot be written is logged, whole, as an error, and marked as lost.
     """
     line, outcome = AuditLine(), "done"
     try:

@@ -1,6 +1,6 @@
 """How many replicas a deployment needs: Serve's view of it -> (replicas, what to remember). In ray_config.yaml:
 
-policy: {policy_function: "cluster.autoscaling:QueuePolicy", policy_kwargs: {down_after_s: 60, forecast_s: 10}}
+    policy: {policy_function: "cluster.autoscaling:QueuePolicy", policy_kwargs: {down_after_s: 60, forecast_s: 10}}
 
     load   the figure that is furthest above its target: requests queued and running, and what the replicas tell of themselves
     up     at once, as far as the load says
@@ -19,14 +19,14 @@ from typing import Any
 GROWTH = 2.0
 """How many times as many replicas a latency, or a forecast, may ask for at once. Both grow without bound where the load does not."""
 RECOVERY = 10.0
-"""In so many times `down_after_s` a replica's limit, lowered because of latency, doubles."""
+"""A replica's limit that was lowered because of latency doubles in so many times `down_after_s`."""
 BUSY = 0.5
-"""Requests that a replica has on average, at least, where its latency counts: one that is idle most of the time is slow by itself."""
+"""A latency counts where a replica has at least so many requests on average: one that is idle most of the time is slow by itself."""
 QUIET = 1e-3
 """A utilisation below it is that of an idle engine."""
 ROUNDING = 1e-6
 SET_BACK_S = 10.0
-"""Serve tells the system's time. Where that is set back by more, what is remembered would hold until it has come there again."""
+"""Serve passes the system's time. Where that is set back by more, the policy starts anew: what it remembers lies in the future."""
 OUTLIER = 2.0
 """A sample may be so many mean deviations away from what was foreseen; the rest of it is cut off."""
 
@@ -84,12 +84,12 @@ class QueuePolicy:
         return self.replicas(load, highest, ctx, now - state["busy_at"]), state | {"trend": trend, "limit": limit, "peaks": peaks}
 
     def load(self, requests: float, figures: Figures) -> float:
-        """All in replicas: `requests` by themselves, or the figure that says more."""
+        """How many replicas are needed: `requests`, which is in replicas already, or by the figure that says more."""
         targets = {"waiting": self.target_waiting, "kv_cache_usage": self.target_kv_cache_usage, "utilisation": self.target_utilisation}
         return max(requests, *(sum(figures.get(name, {}).values()) / target for name, target in targets.items() if target is not None), 0.0)
 
     def replicas(self, load: float, peak: float, ctx: Any, idle_for_s: float) -> int:
-        """`load` now, and `peak`, the highest of the last `down_after_s`, both in replicas."""
+        """How many replicas to have. `load`: now; `peak`: the highest of the last `down_after_s`; both in replicas."""
         now, enough, target = ceil(load - ROUNDING), ceil(peak * (1 + self.band) - ROUNDING), ctx.target_num_replicas
         wanted = max(now, min(enough, target))  # up at once, down as far as the peak allows
         if idle_for_s < self.idle_s:
@@ -124,14 +124,14 @@ class Limit:
         return Limit(max(to, self.requests / GROWTH), now, now)
 
     def recovered(self, most: float, now: float, doubling_s: float) -> "Limit":
-        """Slowly, so that what was learned holds for as long as a load does."""
+        """The limit raised slowly towards `most`, so that what was learned holds for as long as a load does."""
         return Limit(min(most, self.requests * 2 ** (max(0.0, now - self.at) / doubling_s)) if doubling_s else most, now, self.lowered_at)
 
 
 @dataclass(frozen=True)
 class Trend:
-    """Holt's linear trend (1957), with Brown's weights: a sample's falls by 1/e each `trend_s`. Made robust as by Gelper, Fried and Croux
-    (2010): outliers are cut off.
+    """Holt's linear trend (1957), with Brown's weights: that of a sample falls to 1/e each `trend_s`. Made robust as by Gelper, Fried and
+    Croux (2010): outliers are cut off.
 
     `level` requests at the time `at`, `slope` more each second, and `spread`: the mean deviation of a sample from what was foreseen.
     """
@@ -142,7 +142,7 @@ class Trend:
     spread: float = 1.0
 
     def after(self, load: float, now: float, trend_s: float) -> "Trend":
-        """With one more sample. What was seen `trend_s` ago counts 1/e of what is seen now."""
+        """The trend with one more sample. What was seen `trend_s` ago counts 1/e of what is seen now."""
         if (elapsed := now - self.at) <= 0:
             return self
         gain = 1 - exp(-elapsed / trend_s)

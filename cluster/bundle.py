@@ -53,15 +53,15 @@ DECODER = "decoder"
 RANKER = "ranker.safetensors"
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 ABANDONED_S = 24 * 3600.0
-"""A draft in which nothing has changed for so long is of a process that was killed."""
+"""A draft that has not changed for so long was left by a process that was killed."""
 REMEMBERED = 20
-"""Versions that were current before, to go back to."""
+"""How many versions that were current before are remembered, to go back to."""
 GENERATIVE = (SEMANTIC_IDS, SOFT_PROMPT, f"{DECODER}/config.json", f"{DECODER}/generation_config.json", f"{DECODER}/model.safetensors")
 OPTIONAL = (*GENERATIVE, RANKER)
 
 
 def _relative(name: str) -> str:
-    """Raises ValueError at a name that may lead out of the version's directory. It is written in one way only."""
+    """The name as it is. Raises ValueError where it may lead out of the version's directory, or could be written in a simpler way."""
     parts = PurePosixPath(name).parts
     if not parts or name != "/".join(parts) or ".." in parts or name.startswith("/") or "\\" in name or not name.isprintable():
         problem = f"{name!r} does not name a file inside the version's directory: no '..', no leading '/', no backslash"
@@ -114,8 +114,8 @@ class BlendRecord(_Record):
 class RankerRecord(_Record):
     """The model in `ranker.safetensors`, which predicts `tasks` of given candidates.
 
-    `weights`: task -> how much it counts where a request does not say. `last_stage`: whether it orders recommendations too, unless a
-    request says otherwise: training has measured that they are better so.
+    `weights`: task -> how much it counts where a request does not say. `last_stage`: whether the ranker orders recommendations too, unless
+    a request says otherwise: training has measured that this makes them better.
     """
 
     family: str
@@ -156,7 +156,7 @@ class FailedStep(_Record):
 
 
 class Manifest(_Record):
-    """What a version is. Unknown keys are refused, so a manifest of a later format is never half understood."""
+    """The content of manifest.json. Unknown keys are refused, so a manifest of a later format is never half understood."""
 
     format: Literal[1] = 1
     name: str
@@ -183,12 +183,12 @@ class Bundle:
 
     @property
     def version(self) -> str:
-        """How answers name it, as ``ml-1m/3``."""
+        """The version's name in answers, as ``ml-1m/3``."""
         return f"{self.manifest.name}/{self.manifest.version}"
 
     @cached_property
     def digest(self) -> str:
-        """What tells this version from every other, those of the same name and number included."""
+        """A digest that differs from that of every other version, even of one with the same name and number."""
         return blake2b(self.manifest.model_dump_json().encode(), digest_size=16).hexdigest()
 
     @property
@@ -202,7 +202,7 @@ class Bundle:
 
     @cached_property
     def items(self) -> int:
-        """V, how many items the catalogue holds; told without reading it."""
+        """V, how many items the catalogue holds, without reading the catalogue."""
         return len(np.load(self.path / POPULARITY, mmap_mode="r")) - 1
 
     @cached_property
@@ -225,7 +225,7 @@ class Bundle:
 
     @cached_property
     def semantic_ids(self) -> SemanticIds:
-        """Raises BundleError where this version has none or they are damaged."""
+        """The items' semantic IDs. Raises BundleError where this version has none or they are damaged."""
         self.decoder()
         return read_semantic_ids(self.verified(SEMANTIC_IDS))
 
@@ -278,8 +278,8 @@ class Bundle:
 
 
 class Draft:
-    """A version being written: put files under `path`, fill in the fields, and leave the `with` block to publish it. `version`: its number
-    from then on.
+    """A version being written: put files under `path`, fill in the fields, and leave the `with` block to publish it. `version`: its number,
+    once it is published.
     """
 
     def __init__(self, path: Path, name: str, model: ModelRecord) -> None:
@@ -332,11 +332,11 @@ class BundleStore:
 
     @property
     def name(self) -> str:
-        """The directory's, whether it is given by its own name or as `.`"""
+        """The name of the model: that of its directory, also where that is given as `.`"""
         return own_name(self.root)
 
     def require_nameable(self) -> None:
-        """Raises BundleError where the directory's path is no Unicode text: no version could be written there."""
+        """Raises BundleError where the directory's path is no Unicode text, in which a manifest could not name the model."""
         if not is_unicode(f"{self.root}{self.name}"):
             cure = "a model's manifest could not name it; give another directory"
             raise BundleError(f"the model's directory {str(self.root)!a} is no Unicode text, and {cure}")
@@ -358,7 +358,7 @@ class BundleStore:
         return int(text)
 
     def open(self, version: int | None = None) -> Bundle:
-        """A verified version, by default the current one. Raises BundleError with what is wrong."""
+        """A verified version, by default the current one. Raises BundleError that says what is wrong."""
         number = version if version is not None else self.current()
         if number is None:
             raise BundleError(f"no model has been published in {self.root}; run: genrec train DATASET --model-dir {self.root}")
@@ -386,8 +386,8 @@ class BundleStore:
 
     @contextmanager
     def publish(self, model: ModelRecord, since: int | None = None) -> Iterator[Draft]:
-        """Write a new version and make it the current one; nothing is visible unless the block ends well. `since`: the version that it
-        comes from, where it becomes current only if that one still is.
+        """Write a new version and make it the current one; nothing is visible unless the block ends well. `since`: the version that the new
+        one was made from; the new one then becomes current only if that version still is.
 
         Raises BundleError where the disk does not take it.
         """
@@ -420,7 +420,7 @@ class BundleStore:
                     shutil.rmtree(draft)
 
     def adopt(self, bundle: Bundle) -> int:
-        """Publish a version that was made elsewhere, all of it, without making it current; its number here. Raises BundleError."""
+        """Publish a whole version that was made elsewhere, without making it current; returns its number here. Raises BundleError."""
         with self._drafted(bundle.manifest.model) as draft:
             for file in bundle.manifest.files:
                 draft.take(bundle, file)
@@ -431,8 +431,8 @@ class BundleStore:
     @contextmanager
     def recompile(self, bundle: Bundle, since: int | None = None) -> Iterator[Draft]:
         """Publish a version with the same model and new artifacts: required files are copied, derived ones start empty. It becomes the
-        current one unless another version has meanwhile: a newer model, or what was gone back to. `since`: what was current when the work
-        began; default: what is now.
+        current one unless another version has become current meanwhile, by a training or a rollback. `since`: the version that was current
+        when the work began, by default the one that is now.
         """
         here = self._here() if since is None else [since]
         with self._drafted(bundle.manifest.model) as draft:
@@ -445,7 +445,7 @@ class BundleStore:
 
     @staticmethod
     def _copy(bundle: Bundle, draft: Draft) -> None:
-        """Take over the model itself."""
+        """Take over the model's own files and records."""
         for file in (*REQUIRED, *(file for file in OPTIONAL if file in bundle.manifest.files)):
             draft.take(bundle, file)
         BundleStore._describe(bundle, draft)
@@ -463,7 +463,7 @@ class BundleStore:
         self._point_at(version)
 
     def roll_back(self) -> int:
-        """Make current what was before, and return it. Raises BundleError where nothing was, or it does not verify."""
+        """Go back to the version before the current one, and return it. Raises BundleError where there is none, or it does not verify."""
         if not (before := self.previous()):
             raise BundleError(f"{self.root} has no earlier version to go back to; promote one of {self.versions()}")
         *earlier, last = before
@@ -473,7 +473,7 @@ class BundleStore:
         return last
 
     def previous(self) -> list[int]:
-        """What was current before, the latest last."""
+        """The versions that were current before, the latest last."""
         file, here = self.root / "previous", self._here()
         before = [int(line) for line in file.read_text(errors="replace").split() if _NUMBER.fullmatch(line)] if file.is_file() else []
         while before and before[-1:] == here:
@@ -481,7 +481,7 @@ class BundleStore:
         return before
 
     def _here(self) -> list[int]:
-        """The current version where the pointer can be read."""
+        """The current version in a list, which is empty where there is none or the pointer cannot be read."""
         try:
             current = self.current()
         except BundleError:
@@ -526,7 +526,7 @@ def _inside(directory: Path, file: str) -> Path:
 
 
 def _size(path: Path) -> int | None:
-    """In bytes; None where there is no such file. Raises OSError where that cannot be told."""
+    """A file's size in bytes; None where there is no such file. Raises OSError where that cannot be told."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -549,12 +549,12 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def own_name(path: Path) -> str:
-    """The last part of a path, also of `.` and `..`, which say where and not what."""
+    """The last part of a path; for `.` and `..` the name of the directory that they stand for."""
     return path.name if path.name not in ("", "..") else path.resolve().name
 
 
 def is_unicode(text: str) -> bool:
-    """Whether it can be written as UTF-8. A file's name may be any bytes, of which Python makes half surrogate pairs."""
+    """Whether the text can be written as UTF-8. The name of a file may be any bytes: Python reads some as halves of surrogate pairs."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 

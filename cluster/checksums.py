@@ -19,8 +19,8 @@ def sha256(path: Path) -> str:
 
 
 def require_intact(path: Path) -> None:
-    """Raises ValueError where a member of a zip archive, as `torch.save` writes, was altered; `torch.load` checks none of their checksums.
-    What is no archive passes.
+    """Raises ValueError where a member of a zip archive, as `torch.save` writes, was altered: `torch.load` checks no checksums. A file that
+    is no archive passes.
     """
     if not zipfile.is_zipfile(path):
         return

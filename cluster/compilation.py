@@ -12,8 +12,8 @@ Precision: TypeAlias = Literal["fp32", "fp16", "int8"]
 
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
-    """GPU architectures to build engines for (the full TensorRT builds only for the GPU that is here), and the precisions to make; int8 is
-    made where it is asked for.
+    """`targets`: GPU architectures to build engines for (the full TensorRT builds only for this machine's GPU). `precisions`: those to
+    make; int8 only on request.
     """
 
     targets: tuple[str, ...] = ("sm_80", "sm_86", "sm_89", "sm_120")
@@ -46,14 +46,14 @@ def artifact_file(artifact: Artifact, bundle: Bundle) -> Path:
 
 
 def compile_command(bundle: Bundle, precision: Precision = "fp32") -> str:
-    """What a person types to compile the model of this version, in this precision too."""
+    """The command that compiles this version's model, also in this precision."""
     usual = CompileOptions().precisions
     asked = "" if precision in usual else f" --precision {','.join((*usual, precision))}"
     return f"genrec compile --model-dir {bundle.path.parent}{asked}"
 
 
 def why_missing(bundle: Bundle, kind: str, graph: str, precision: Precision = "fp32") -> str:
-    """Why this version has no such artifact: the step, or the whole compiler, that failed, or that none was run; and what to do."""
+    """Why this version has no such artifact: the step or compiler that failed, or the command to run where none was."""
     step, form = (f"{kind} {graph}", "") if precision == "fp32" else (f"{kind} {graph} {precision}", f" in {precision}")
     failed = next((s for s in bundle.manifest.failed_steps if s.step == kind or f"{s.step} ".startswith(f"{step} ")), None)
     because = f"the step {failed.step!r} failed: {failed.reason}" if failed else f"run: {compile_command(bundle, precision)}"

@@ -20,7 +20,7 @@ from cluster.stages import STAGES
 from cluster.traffic import api_keys
 
 RESTARTS = ("deadline_s", "generation_deadline_s", "ranking_deadline_s", "pool", "rank_pool", "max_behaviours")
-"""Of the gateway's settings, those that are read once."""
+"""Those of the gateway's settings that are read only at the start."""
 SERVES_GRACE_S = 20.0
 """A deployment's graceful_shutdown_timeout_s where its configuration says nothing."""
 GRACE_S = 1.0
@@ -37,7 +37,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Without passwords and keys: a repr ends up in logs."""
+        """The fields without passwords and keys: a repr ends up in logs."""
         return ((name, api_keys.masked_tree(value)) for name, value in super().__repr_args__())
 
 
@@ -171,7 +171,7 @@ class RankerSettings(EngineSettings):
 
 
 MOST_ENTRIES, MOST_REQUESTS = 65_536, 4096
-"""What the limits of a gateway may be raised to: entries of a list, and requests of a batch."""
+"""The highest limits that a gateway may be given: entries of a list, and requests of a batch."""
 
 
 class AdmissionSettings(Section):
@@ -371,7 +371,7 @@ class CacheSettings(Section):
 
     @property
     def most_shards(self) -> int:
-        """Of cache actors, at any time."""
+        """The most cache actors at any time."""
         return self.l2_shards if self.l2_max_shards is None else self.l2_max_shards
 
     @model_validator(mode="after")
@@ -486,7 +486,7 @@ class Settings(Section):
 
     @property
     def event_store_url(self) -> str:
-        """Where events are stored; a file by its absolute path."""
+        """The URL of the event store, a file with its absolute path."""
         scheme, separator, file = (self.events.url or f"sqlite:///{self.model_dir / 'events.db'}").partition("sqlite:///")
         return f"{separator}{Path(file).absolute()}" if separator else scheme
 
@@ -519,7 +519,7 @@ class _Deployment(BaseModel):
 
 
 class _ServesOwn(BaseModel):
-    """What is read of a Serve config file besides our `args`; Serve, which checks all of it, does so once Ray runs."""
+    """The part of a Serve config file that is read besides our `args`. Serve itself checks the whole file, but only once Ray runs."""
 
     http_options: _HttpOptions | None = None
     deployments: list[_Deployment] | None = None
@@ -590,7 +590,7 @@ def split_changes(settings: Settings, user_config: dict[str, Any], source: str) 
 
 
 def with_changes(settings: Settings, section: str, changes: dict[str, Any], source: str) -> Settings:
-    """Settings in which a section has other values of some keys, as have the sections in it. Raises ConfigError, also at what needs a
+    """The settings with other values for some keys of a section, and of sections in it. Raises ConfigError, also for keys that need a
     restart.
     """
     tree, own = settings.model_dump(mode="json"), getattr(settings, section)
@@ -627,7 +627,7 @@ def _check_grace(settings: Settings, deployment: dict[str, Any], path: Path) -> 
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that stands twice in one place, of which YAML drops the first without a word."""
+    """Refuses a key that stands twice in one mapping: YAML would silently drop the first."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

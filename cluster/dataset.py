@@ -14,7 +14,7 @@ from cluster.values import Behaviour, FloatArray, Int8Array, Int32Array, Int64Ar
 
 _WHEN, _WHICH = attrgetter("timestamp"), attrgetter("item_id")
 JSON_KEPT = 100_000
-"""Items of which the JSON is kept: about 30 MB."""
+"""The most items whose JSON is kept: about 30 MB."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Catalogue:
         return sequence, unknown
 
     def unknown(self, item_ids: Iterable[str]) -> tuple[str, ...]:
-        """Those that the catalogue does not hold, each once."""
+        """The item ids that the catalogue does not hold, each once."""
         return tuple(item_id for item_id in dict.fromkeys(item_ids) if self.index_of(item_id) is None)
 
     @cached_property
@@ -74,7 +74,7 @@ class Catalogue:
 
 
 class Beginnings(dict[int, str]):
-    """By catalogue index, `{"item_id":"50","title":"...","attributes":{...},"score":`: made where it is asked for, and kept."""
+    """Catalogue index -> `{"item_id":"50","title":"...","attributes":{...},"score":`, made when it is first asked for, and kept."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self._items = items
@@ -138,7 +138,7 @@ class Interactions:
 
 @dataclass(frozen=True)
 class Dataset:
-    """What a reader returns. `skipped_rows` counts bad rows passed over on request, `source` says where it came from."""
+    """What a reader returns. `skipped_rows`: bad rows that were skipped on request; `source`: where the data came from."""
 
     name: str
     interactions: Interactions

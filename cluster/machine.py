@@ -7,7 +7,7 @@ V2_LIMIT, V1_LIMIT = "memory.max", "memory.limit_in_bytes"
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """In bytes, swap space included; None where the system does not tell. `root`: where its /proc and /sys stand."""
+    """The limit in bytes, swap space included; None where the system does not tell. `root`: the directory of its /proc and /sys."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         known = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
@@ -17,7 +17,7 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def _limits(root: Path) -> Iterator[int]:
-    """Those of this process's group and of the groups around it; a container may see its own group as the outermost."""
+    """The memory limits of this process's cgroup and of the groups around it; a container may see its own group as the outermost."""
     for line in (root / "proc/self/cgroup").read_text().splitlines() if (root / "proc/self/cgroup").is_file() else ():
         _, controllers, path = line.split(":", 2)
         if not controllers:

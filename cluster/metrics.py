@@ -16,14 +16,14 @@ from typing import Protocol, TypeAlias
 from cluster.errors import ConfigError
 
 UNITS = ("seconds", "bytes", "ratio", "requests", "items", "users", "entries", "places", "state", "number", "info")
-"""What a name ends with where it is no counter."""
+"""One of these ends the name of a gauge or a histogram."""
 RESERVED = frozenset({"deployment", "replica", "application", "le", "quantile"})
 """Labels that Serve or Prometheus gives itself."""
 _NAME, _LABEL = re.compile(r"genrec(_[a-z0-9]+)+"), re.compile(r"[a-z][a-z0-9_]*")
 
 
 class Kind(StrEnum):
-    """As Prometheus has them."""
+    """Prometheus's kinds of metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -56,12 +56,12 @@ class Metric:
 
     @property
     def scraped(self) -> str:
-        """What it is called where Prometheus finds it."""
+        """The metric's name in Prometheus."""
         return f"ray_{self.name}"
 
     @property
     def series(self) -> tuple[str, ...]:
-        """The names of all that a scrape has of it."""
+        """The names of the metric's series in a scrape."""
         ends = ("_bucket", "_count", "_sum") if self.kind is Kind.HISTOGRAM else ("",)
         return tuple(self.scraped + end for end in ends)
 
@@ -79,7 +79,7 @@ def _histogram(name: str, help_: str, buckets: tuple[float, ...], *labels: str) 
 
 
 SECONDS = (0.001, 0.002, 0.004, 0.007, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.0, 2.5, 5.0, 10.0)
-"""Of answers and stages. The deadlines of the default configuration lie on bounds."""
+"""Buckets for answers and stages. The deadlines of the default configuration lie on bounds."""
 SHORT_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 POWERS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
@@ -106,7 +106,7 @@ ANSWERS = _counter(
     "degraded",
     "model_version",
 )
-ANSWER_DURATION = _histogram("genrec_answer_duration_seconds", "From the gateway's pipeline; not of streams.", SECONDS, "tier")
+ANSWER_DURATION = _histogram("genrec_answer_duration_seconds", "How long answers took the pipeline; not streams.", SECONDS, "tier")
 STAGE_DURATION = _histogram(
     "genrec_stage_duration_seconds",
     "A stage as its report has it, with the time preferred backends took to fail.",
@@ -127,9 +127,9 @@ RETRIES_REFUSED = _counter("genrec_stage_retries_refused_total", "Copies that th
 BACKEND_REQUESTS = _counter("genrec_backend_requests_total", "Requests a backend was asked.", "stage", "backend")
 BACKEND_FAILURES = _counter("genrec_backend_failures_total", "Requests a backend broke on.", "stage", "backend")
 BACKEND_FALLBACKS = _counter(
-    "genrec_backend_fallbacks_total", "Requests it answered after a preferred one was passed over.", "stage", "backend"
+    "genrec_backend_fallbacks_total", "Requests a backend answered after a preferred one was passed over.", "stage", "backend"
 )
-BACKEND_LOADED = _gauge("genrec_backend_loaded_state", "1 where it is loaded, 0 where not.", "stage", "backend")
+BACKEND_LOADED = _gauge("genrec_backend_loaded_state", "1 where a backend is loaded, 0 where not.", "stage", "backend")
 BREAKER = _gauge("genrec_backend_breaker_state", "0 closed, 1 half-open, 2 open.", "stage", "backend")
 QUEUE_WAITING = _gauge(
     "genrec_queue_waiting_requests", "What waits for an engine; of generators in paths; backend `batches`: for a batch.", "stage", "backend"
@@ -145,11 +145,11 @@ STATE_LOOKUPS = _counter(
     "genrec_state_lookups_total", "Histories looked up among kept states; result: hit or miss.", "stage", "backend", "result"
 )
 STATE_ROWS = _counter("genrec_state_rows_total", "Rows of histories or prompts that were looked up.", "stage", "backend")
-STATE_ROWS_FOUND = _counter("genrec_state_rows_found_total", "Those of them that were kept.", "stage", "backend")
+STATE_ROWS_FOUND = _counter("genrec_state_rows_found_total", "Rows looked up that were kept.", "stage", "backend")
 STATE_EVICTIONS = _counter("genrec_state_evictions_total", "Users or leaves that made room for others.", "stage", "backend")
 STATE_REJECTIONS = _counter("genrec_state_rejections_total", "States that found no room.", "stage", "backend")
 STATE_USERS = _gauge("genrec_state_kept_users", "Users that a backend keeps something of.", "stage", "backend")
-STATE_BYTES = _gauge("genrec_state_used_bytes", "What that takes.", "stage", "backend")
+STATE_BYTES = _gauge("genrec_state_used_bytes", "Memory of what a backend keeps of users.", "stage", "backend")
 BUFFERS = _counter(
     "genrec_buffer_requests_total",
     "Arrays asked of the buffer pool; result: hit, or miss where memory was made.",
@@ -157,7 +157,7 @@ BUFFERS = _counter(
     "backend",
     "result",
 )
-BUFFER_BYTES = _gauge("genrec_buffer_held_bytes", "What the buffer pool holds.", "stage", "backend")
+BUFFER_BYTES = _gauge("genrec_buffer_held_bytes", "Memory that the buffer pool holds.", "stage", "backend")
 LOGITS = _counter("genrec_logits_lookups_total", "Prompts looked up in the decoder's cache of logits.", "stage", "backend", "result")
 
 # ---- kept answers. The second tier is every gateway's: what it holds is to be read with max, not added up.
@@ -170,7 +170,7 @@ CACHE_FAILURES = _counter(
     "genrec_cache_failures_total", "Calls of the shared cache that broke or took too long, and values that could not be encoded or read."
 )
 CACHE_ENTRIES = _gauge("genrec_cache_kept_entries", "Answers that a tier holds.", "tier")
-CACHE_BYTES = _gauge("genrec_cache_used_bytes", "What they take.", "tier")
+CACHE_BYTES = _gauge("genrec_cache_used_bytes", "Memory of the answers that a tier holds.", "tier")
 
 # ---- the model, and how good it is
 MODEL_VERSION = _gauge("genrec_model_version_number", "The version that serves users outside of trials.")
@@ -185,13 +185,13 @@ NOT_FOLLOWED = _counter(
     "genrec_not_followed_items_total", "Events of users with recommendations remembered here, on other items.", "action"
 )
 ITEMS_NAMED = _counter("genrec_request_items_total", "Items named in requests' behaviours and lists, each once a request.")
-ITEMS_UNKNOWN = _counter("genrec_request_unknown_items_total", "Those of them that the catalogue does not hold.")
+ITEMS_UNKNOWN = _counter("genrec_request_unknown_items_total", "Items named that the catalogue does not hold.")
 USERS_UNKNOWN = _counter("genrec_unknown_users_total", "Answers to users without a history, or without a known item in it.")
 
 # ---- GPUs, by NVML, of the machine that a stage's replica runs on: several replicas of a machine report the same ones
-GPU_USED = _gauge("genrec_gpu_memory_used_bytes", "Memory in use, by whomever.", "gpu")
-GPU_MEMORY = _gauge("genrec_gpu_memory_bytes", "Memory there is.", "gpu")
-GPU_BUSY = _gauge("genrec_gpu_busy_ratio", "Share of the last moment in which a kernel ran.", "gpu")
+GPU_USED = _gauge("genrec_gpu_memory_used_bytes", "Memory of a GPU in use, by any process.", "gpu")
+GPU_MEMORY = _gauge("genrec_gpu_memory_bytes", "Memory that a GPU has.", "gpu")
+GPU_BUSY = _gauge("genrec_gpu_busy_ratio", "Share of the last moment in which a GPU ran a kernel.", "gpu")
 
 METRICS: Mapping[str, Metric] = {value.name: value for value in list(globals().values()) if isinstance(value, Metric)}
 """All of them, by name."""
@@ -218,14 +218,14 @@ Labels: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class Totals:
-    """Counters out of figures that others add up themselves, read now and then. A figure that has become less began anew."""
+    """Counters fed from totals that are counted elsewhere and read now and then. A total that has become less began anew at 0."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._last: dict[tuple[str, str, Labels], float] = {}
 
     def count(self, metric: Metric, total: float, *, source: str = "", **labels: str) -> None:
-        """`source`: where the figure comes from, where several are counted together."""
+        """Count what was added to `total` since the last call. `source` tells apart totals that are counted together."""
         key = (metric.name, source, tuple(sorted(labels.items())))
         before = self._last.get(key, 0.0)
         self._last[key] = total

@@ -7,8 +7,8 @@
     auto    cuda from CUDA_FROM items on for an engine that computes on a GPU; else bf16 from BF16_FROM on, where torch is installed and
             the processor multiplies bf16; else exact. The default of the engines that compute by torch or TensorRT
 
-All find the same items with the same scores, to the rounding of fp32. An index of your own is a subclass of NearestItems that searches
-otherwise, and a line in registry.INDEXES.
+All find the same items with the same scores, to the rounding of fp32. An index of your own is a subclass of NearestItems with its own
+`search`, and a line in registry.INDEXES.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,9 @@ from cluster.values import Availability, Encoded, EncodeRequest, FloatArray, Int
 
 AUTO = "auto"
 CUDA_FROM = 20_000
-"""Between the 3,000 items from which on an H200 is faster than 16 cores for 32 users at a time, and the 30,000 for one; see
-benchmarks/nearest.py."""
+"""An H200 is faster than 16 cores from 3,000 items on for 32 users at a time, from 30,000 on for one user; see benchmarks/nearest.py."""
 BF16_FROM = 50_000
-"""Between the 20,000 items from which on bf16 is faster for 32 users at a time, and the 100,000 for one; see benchmarks/nearest.py."""
+"""bf16 is faster from 20,000 items on for 32 users at a time, from 100,000 on for one user; see benchmarks/nearest.py."""
 
 
 class NearestItems:
@@ -38,16 +37,16 @@ class NearestItems:
 
     @classmethod
     def get_availability(cls) -> Availability:
-        """Whether what it is made with is installed here."""
+        """Whether the libraries of this index are installed here."""
         return Availability.yes()
 
     @classmethod
     def is_fast(cls) -> bool:
-        """Whether this processor is one that it is for."""
+        """Whether the index is fast on this processor."""
         return True
 
     def answer(self, requests: Sequence[EncodeRequest], states_BD: FloatArray) -> list[Encoded]:
-        """What each request asked for, given its state; one search serves all those that ask for the whole catalogue."""
+        """The items that each request asks for, given its state; one search serves all requests for the whole catalogue."""
         states_BD = finite(states_BD)
         whole = [row for row, request in enumerate(requests) if request.among is None]
         found = iter(self.search(states_BD[whole], [requests[row].top_n for row in whole]) if whole else ())
@@ -62,7 +61,7 @@ class NearestItems:
         return [_best(state, scores, count) for state, scores, count in zip(states_BD, scores_BV, counts, strict=True)]
 
     def among(self, among: Int32Array, state: FloatArray, top_n: int) -> Encoded:
-        """The best of `among`; what is no item is passed over."""
+        """The best `top_n` items of `among`; indices that are no items are passed over."""
         items = np.unique(among)
         items = items[(items >= 1) & (items <= len(self))].astype(np.int32)
         return _best(state, self._vectors[items] @ state, top_n, items)

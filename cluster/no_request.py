@@ -12,15 +12,15 @@ T = TypeVar("T")
 
 
 def no_requests_context() -> Context:
-    """A context to make tasks in. It is taken where an object is made, which is to be outside of requests: Serve cancels the calls that
-    were made in a cancelled request's context, also those that other requests wait for.
+    """A context to make tasks in, to be taken outside of requests, as an object is made. Serve cancels all calls made in the context of a
+    cancelled request, even calls that other requests wait for.
     """
     return copy_context()
 
 
 class Background:
-    """Tasks that no request waits for, at most `limit` at a time; `dropped` counts those there was no room for. To be made outside of
-    requests: what it starts has that context.
+    """Tasks that no request waits for, at most `limit` at a time; `dropped` counts those for which there was no room. To be made outside of
+    requests: its tasks run in the context in which it was made.
     """
 
     def __init__(self, limit: float = inf) -> None:
@@ -32,20 +32,20 @@ class Background:
         return len(self._tasks)
 
     def has_room(self) -> bool:
-        """Whether one more may begin; counted as dropped where not."""
+        """Whether one more task may begin; where not, counts it as dropped."""
         if self._closed or len(self._tasks) >= self._limit:
             self.dropped += 1
             return False
         return True
 
     def start(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Begin it, in the caller's trace and in no request's context, and `keep` it."""
+        """Begin the work as a task, in the caller's trace but in no request's context, and `keep` the task."""
         task = asyncio.get_running_loop().create_task(work, context=tracing.continued_in(self._context))
         self.keep(task)
         return task
 
     def keep(self, task: "asyncio.Task[Any]") -> None:
-        """Hold it until it ends, or cancel it at `close`."""
+        """Hold the task until it ends; `close` cancels it."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

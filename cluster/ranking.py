@@ -1,4 +1,4 @@
-"""Ranking given candidates: what a ranker predicts, what it is asked, what it answers.
+"""Ranking given candidates: the tasks that a ranker predicts, its requests and its answers.
 
 Outside, candidates are item ids and the answer is an order; inside, they are catalogue indices and the answer is a table of predictions.
 """
@@ -14,7 +14,7 @@ from cluster.values import Behaviour, FloatArray, Int32Array, Item, StageReport,
 
 
 class Task(StrEnum):
-    """What a ranker may predict of a user and an item. All but the first are of a user that has turned to the item.
+    """What a ranker may predict of a user and an item. All tasks but the first are predicted for a user that has turned to the item.
 
     The order of the members is that of a ranker's columns: append, never reorder.
     """
@@ -28,7 +28,7 @@ class Task(StrEnum):
 
 
 class RatingScale(BaseModel):
-    """The ratings that a ranker learnt from; it is given (rating - mean) / deviation."""
+    """The scale of the ratings that a ranker learnt from; its input is (rating - mean) / deviation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,7 +39,7 @@ class RatingScale(BaseModel):
 
 
 class RankRequest(Struct, frozen=True, eq=False):
-    """Predict what this user does with each of the `candidates` (catalogue indices, (C,)), none of which knows of the others.
+    """Predict what this user does with each of the `candidates` (catalogue indices, (C,)), each independently of the others.
 
     A history of 0 events is allowed. The other fields are those of an EncodeRequest.
     """
@@ -53,7 +53,7 @@ class RankRequest(Struct, frozen=True, eq=False):
 
 
 class Ranked(Struct, frozen=True, eq=False):
-    """`predictions` (C, T): a row for each candidate in the order asked, a column for each task of the model: probabilities, but of
+    """`predictions` (C, T): a row for each candidate in the order asked, a column for each task of the model: probabilities, but for
     `rating` the expected rating in the data's own unit.
     """
 
@@ -77,8 +77,8 @@ class RankingRequest(Struct, frozen=True):
 
 
 class RankedItem(Struct, frozen=True):
-    """A candidate and its score: what the weights make of the predictions, or a cosine or a share of all events where no ranker answered,
-    and there are no `predictions`.
+    """A candidate and its score: the predictions combined by the weights. Where no ranker answered, there are no `predictions`, and the
+    score is a cosine or a share of all events.
     """
 
     item: Item

@@ -88,7 +88,7 @@ def backends(stage: str, configured: Mapping[str, str] | None = None) -> dict[st
 
 
 def choose(what: str, table: Mapping[str, str], name: str) -> Any:
-    """What `table` names `name`, imported. Raises UnknownChoice with the names there are."""
+    """The object that `table` has under `name`, imported. Raises UnknownChoice with the names that the table has."""
     if name not in table:
         raise UnknownChoice(what, name, table)
     return resolve(table[name])

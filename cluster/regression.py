@@ -2,7 +2,7 @@
 
     mann_whitney   how probable so large a shift is where there is none
     compare        one metric of one candidate: worse, better, or neither
-    in_a_row       how many of the latest comparisons found it worse; a `Rule` says from how many on that counts
+    in_a_row       how many of the latest comparisons found it worse; a `Rule` says how many are a failure
 
 Every sample is a cost, such as a time: more is worse.
 """
@@ -21,15 +21,15 @@ from cluster.errors import ConfigError, DataError
 Samples: TypeAlias = Sequence[float] | npt.NDArray[np.float64]
 Verdict: TypeAlias = Literal["regression", "improvement", "unchanged"]
 LEAST_SAMPLES = 5
-"""On either side. With four on both no outcome is less probable than one in 70, so that nothing would ever be significant."""
+"""The fewest samples on either side. With four on both, no outcome is less probable than 1 in 70: nothing would ever be significant."""
 
 
 @dataclass(frozen=True)
 class Rule:
     """A regression is a median that is worse by more than the share `tolerance`, with a p-value below `significance`.
 
-    It fails a metric when its latest `failures` comparisons all are: samples of one run share that run's luck, which the test does not see.
-    Raises ConfigError at values that could not be meant.
+    A metric fails when its latest `failures` comparisons are all regressions: samples of one run share that run's luck, which the test does
+    not see. Raises ConfigError at values that make no sense.
     """
 
     tolerance: float = 0.1
@@ -45,7 +45,7 @@ class Rule:
             raise ConfigError(f"failures must be 1 or more, not {self.failures}; 1 fails at the first regression")
 
     def fails(self, row: int) -> bool:
-        """Whether so many regressions of a metric in a row do."""
+        """Whether so many regressions of a metric in a row are a failure."""
         return row >= self.failures
 
 
@@ -62,7 +62,7 @@ class Comparison:
 
 
 def compare(metric: str, baseline: Samples, candidate: Samples, rule: Rule = Rule()) -> Comparison:
-    """What became of a metric. Raises DataError where there are too few samples, or any that are no costs."""
+    """The comparison of one metric. Raises DataError where there are too few samples, or a sample is no cost."""
     before, after = _median(metric, "baseline", baseline), _median(metric, "candidate", candidate)
     if before == 0:
         raise DataError(f"the baseline's median of {metric} is 0, to which there is no ratio; measure something that costs time")
@@ -98,7 +98,7 @@ def mann_whitney(larger: Samples, smaller: Samples) -> float:
 
 
 def in_a_row(verdicts: Sequence[Verdict]) -> int:
-    """How many of the latest (the last) are regressions, back to the first that is none."""
+    """How many regressions there are in a row at the end of `verdicts`, which are in the order of time."""
     return sum(1 for _ in takewhile(lambda verdict: verdict == "regression", reversed(verdicts)))
 
 

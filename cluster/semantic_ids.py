@@ -64,13 +64,13 @@ class SemanticIds:
 
 
 def write_semantic_ids(ids: SemanticIds, path: Path) -> None:
-    """Write them as an .npz file."""
+    """Write semantic IDs as an .npz file."""
     books = {f"codebook_{level}": book for level, book in enumerate(ids.codebooks)}
     np.savez_compressed(path, codes=ids.codes, sizes=np.array(ids.sizes, np.int32), **books)  # type: ignore[arg-type]
 
 
 def read_semantic_ids(path: Path) -> SemanticIds:
-    """What `write_semantic_ids` wrote. Raises BundleError where the file is damaged."""
+    """The semantic IDs that `write_semantic_ids` wrote. Raises BundleError where the file is damaged."""
     try:
         with path.open("rb") as file, np.load(file) as arrays:  # numpy leaves a path that it opened itself open at an error
             books: Sequence[FloatArray] = [arrays[name] for name in sorted(arrays.files) if name.startswith("codebook_")]

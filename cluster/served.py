@@ -1,4 +1,4 @@
-"""What a configuration has served first."""
+"""The version of the model that a configuration serves first."""
 
 import logging
 
@@ -9,7 +9,7 @@ logger = logging.getLogger("ray.serve")
 
 
 def served_bundle(settings: Settings) -> Bundle:
-    """Raises BundleError where nothing can be served."""
+    """The version that the settings name, else the last good one of the store. Raises BundleError where there is none."""
     store = BundleStore(settings.model_dir.absolute())
     if settings.version is not None:
         return store.open(settings.version)

@@ -1,4 +1,4 @@
-"""The stages that engines serve, in one table: what tells them apart wherever a request of theirs goes.
+"""The stages that engines serve, in one table.
 
 encoder     EncodeRequest   -> Encoded      a user's state, and the nearest items
 generator   GenerateRequest -> Generated    the items that a decoder names for that state
@@ -19,9 +19,9 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage(Generic[RequestT, ResultT]):
-    """`name`: of the deployment, of its section of the configuration, of its table of backends. `step`: its name in an answer's `stages`
-    and in traces. `extent`: how much a request asks for, as attributes of its span. `repeatable`: the stage
-    only computes, so the same request may go to two replicas.
+    """`name`: of the deployment, its section of the configuration and its table of backends. `step`: the stage's name in an answer's
+    `stages` and in traces. `extent`: how much a request asks for, as attributes of its span. `repeatable`: the stage only computes, so
+    the same request may go to two replicas.
     """
 
     name: StageName

@@ -38,7 +38,7 @@ class TitledItems(Sequence[ScoredItem]):
         return f"TitledItems({tuple(self)!r})"
 
     def item_ids(self) -> list[str]:
-        """The items' ids outside of the system."""
+        """The items' ids, as requests and answers name them."""
         items = self.catalogue.items
         return [items[index - 1].item_id for index in self.indices]
 

@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry: what of a request took which time, in the traces that Ray Serve begins and carries from replica to replica.
+"""OpenTelemetry spans: how long each step of a request took, in the traces that Ray Serve begins and carries from replica to replica.
 
     replica_handle_request gateway                        Serve's, or a child of the caller's `traceparent`
       recommend                                           strategy, degraded, where the answer came from
@@ -7,7 +7,7 @@
             batch                                         requests, the longest one's rows; linked to every request that is in it
         generate, rank                                    likewise
 
-Where no trace is recorded, which is also the case without an exporter, a span costs the look that finds this out.
+Where no trace is recorded, as without an exporter, a span costs one look at the current span.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ def recording() -> bool:
 
 
 def span(name: str, **attributes: Attribute) -> AbstractContextManager[Span]:
-    """A step of the request that is under way; give what is known later to `set_attribute` of what this yields."""
+    """A step of the request that is under way. Attributes that are known later go to `set_attribute` of the span that this yields."""
     if not recording():
         return NOT_RECORDED
     return TRACER.start_as_current_span(name, attributes=_named(attributes))
@@ -40,8 +40,8 @@ def span(name: str, **attributes: Attribute) -> AbstractContextManager[Span]:
 
 @contextmanager
 def joined_span(name: str, places: Sequence[SpanContext | None], **attributes: Attribute) -> Iterator[Span]:
-    """A step that several requests have in common, whose `places` in their traces are known (see `here`): a child of the first that is
-    traced, linked to all of them.
+    """A step that several requests have in common: a child of the first request that is traced, linked to all that are. `places`: where the
+    requests are in their traces, by `here`.
     """
     traced = [one for one in places if one is not None]
     if not traced:
@@ -54,7 +54,7 @@ def joined_span(name: str, places: Sequence[SpanContext | None], **attributes: A
 
 
 def here() -> SpanContext | None:
-    """Where in its trace the caller is; None where nothing is recorded."""
+    """The caller's place in its trace; None where nothing is recorded."""
     current = trace.get_current_span()
     return current.get_span_context() if current.is_recording() else None
 
@@ -67,7 +67,7 @@ def continued_in(context: Context) -> Context:
 
 
 def say_who_served(current: Span, report: StageReport) -> None:
-    """What an answer says of a stage, as the attributes of the stage's span."""
+    """Set the attributes of a stage's span to what the answer says of the stage."""
     if current.is_recording():
         told: dict[str, Attribute] = {
             "backend": report.backend,
@@ -78,7 +78,7 @@ def say_who_served(current: Span, report: StageReport) -> None:
 
 
 def say_whence(current: Span, answer: Recommendation) -> None:
-    """What an answer says of itself, as the attributes of the request's span."""
+    """Set the attributes of the request's span to what the answer says of itself."""
     if current.is_recording():
         tier = answer.cache.tier if answer.cache else "none"
         told: dict[str, Attribute] = {

@@ -1,4 +1,4 @@
-"""The trie of all semantic IDs: which codes may follow which, so that a decoder can only ever name an item there is.
+"""The trie of all semantic IDs: which codes may follow which, so that a decoder can only name existing items.
 
 Level 0 is the root, level `levels` the items. A level's nodes are numbered in the order of their paths, so that a node's children are
 consecutive, and three small arrays a level hold everything.
@@ -71,13 +71,13 @@ class Trie:
         return tuple(reversed(counts[:-1]))
 
     def children(self, level: int, nodes: Int32Array) -> Int32Array:
-        """The children of several nodes of `level`, (nodes, most children of any), filled up with NO_NODE."""
+        """The children of several nodes of `level`, (nodes, most children of any node), filled up with NO_NODE."""
         starts, stops = self.first[level][nodes], self.first[level][nodes + 1]
         below = starts[:, None] + np.arange(int((stops - starts).max(initial=0)), dtype=np.int32)
         return np.where(below >= stops[:, None], np.int32(NO_NODE), below)
 
     def view(self, among: Int32Array | None = None, blocked: Int32Array | None = None) -> "TrieView":
-        """The trie with only the items of `among` (default: all), less `blocked`; catalogue indices, of which strangers are passed over."""
+        """The trie with only the items of `among` (default: all), less `blocked`: catalogue indices, of which unknown ones are ignored."""
         if among is None and (blocked is None or not len(blocked)):
             return TrieView(self, None)
         if among is None:
@@ -86,7 +86,7 @@ class Trie:
         return TrieView(self, tuple(left > 0 for left in self._below(kept)))
 
     def _below(self, items: Int32Array | None) -> list[Int32Array]:
-        """How many of these items stand below each node, level 1 to the leaves."""
+        """How many of these items are below each node, level 1 to the leaves."""
         given = np.unique(np.asarray(items, np.int64))
         nodes = self.leaves[given[(given >= 1) & (given < len(self.leaves))]]
         below = []
@@ -98,7 +98,7 @@ class Trie:
 
 @dataclass(frozen=True, eq=False)
 class TrieView:
-    """What of a trie may be named: `alive[l]` says which nodes of level l + 1, None that all may."""
+    """The part of a trie that may be named. `alive[l]`: which nodes of level l + 1 may; None: all."""
 
     trie: Trie
     alive: tuple[BoolArray, ...] | None

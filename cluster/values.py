@@ -24,7 +24,7 @@ Strategy: TypeAlias = Literal["unified", "retrieval", "generative"]
 CacheUse: TypeAlias = Literal["use", "refresh", "bypass"]
 CacheTier: TypeAlias = Literal["l1", "l2", "joined", "computed"]
 LATEST_TIMESTAMP = 4_102_444_800
-"""Of a request, in seconds: the year 2100."""
+"""The latest timestamp of a request, in seconds: the year 2100."""
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 Timestamp: TypeAlias = Annotated[int, Meta(ge=0, le=LATEST_TIMESTAMP)]
 
@@ -90,7 +90,7 @@ class Availability:
 
     @classmethod
     def because(cls, error: Exception, problem: str = "") -> "Availability":
-        """No, for the reason that the error gives, or in the words of `problem`."""
+        """Not available: for the reason that the error gives, or in the words of `problem`."""
         causes = [error]
         while isinstance(cause := causes[-1].__cause__, Exception):
             causes.append(cause)
@@ -118,8 +118,8 @@ class EncodeRequest(Struct, frozen=True, eq=False):
     """Encode one user and retrieve the `top_n` nearest items, out of all of them or only out of `among` (catalogue indices).
 
     The sequence is that of `user` of `tenant`: an encoder may keep what it computed for them. "" is no user in particular.
-    `deadline` is on this process's monotonic clock, in seconds: what is not done by then is given up. `model_version`: of the catalogue
-    the indices are of; "" where that is known to be the encoder's.
+    `deadline`: in seconds on this process's monotonic clock, when the request is given up. `model_version`: the version to whose catalogue
+    the indices belong; "" where that is known to be the encoder's.
     """
 
     sequence: UserSequence
@@ -134,8 +134,8 @@ class EncodeRequest(Struct, frozen=True, eq=False):
 class Encoded(Struct, frozen=True, eq=False):
     """`state`: the user's L2-normalised vector (D,); `items`, `scores`: nearest catalogue indices and cosines, best first.
 
-    `states`: those after each of the latest events, oldest first, as many as the decoder's prompt takes or the history has, (T, D);
-    the last of them is `state`. None from a backend that has only the one.
+    `states`: the states after each of the latest events, oldest first, as many as the decoder's prompt takes or the history has, (T, D);
+    the last of them is `state`. None from a backend that gives `state` alone.
     """
 
     state: FloatArray
@@ -166,7 +166,7 @@ class StageReport(Struct, frozen=True):
 
 
 class StageAnswer(Struct, Generic[ResultT], frozen=True, eq=False):
-    """What a stage returns for one request, and from which version of the model: indices mean nothing in another."""
+    """A stage's result for one request, and the version of the model that gave it: in another version its indices mean nothing."""
 
     result: ResultT
     report: StageReport
@@ -174,7 +174,7 @@ class StageAnswer(Struct, Generic[ResultT], frozen=True, eq=False):
 
 
 class UserState(Struct, frozen=True, eq=False):
-    """What a decoder is prompted with: the encoder's states (T, D) after the latest events, oldest first, and those T events themselves."""
+    """The input of a decoder's prompt: the encoder's states (T, D) after the latest T events, oldest first, and these events."""
 
     states: FloatArray
     sequence: UserSequence
@@ -213,9 +213,9 @@ class SamplingOptions(Struct, frozen=True):
 class GenerateRequest(Struct, frozen=True, eq=False):
     """Generate the `k` most probable items with a beam of that width, out of all items or only `among`, never one of `blocked`.
 
-    `deadline` is on this process's monotonic clock, in seconds: what cannot be done by then is given up. `tenant` and `user_id` (its user,
-    "" for no user in particular) keep cached prompts apart. With `sampling`, items are drawn, and the `k` most probable of those drawn are
-    the answer. `model_version`: of the catalogue that the indices are of; "" where that is known to be the generator's.
+    `deadline`: in seconds on this process's monotonic clock, when the request is given up. `tenant` and `user_id` (its user, "" for no user
+    in particular) keep cached prompts apart. With `sampling`, items are drawn, and the `k` most probable of those drawn are the answer.
+    `model_version`: the version to whose catalogue the indices belong; "" where that is known to be the generator's.
     """
 
     user: UserState
@@ -231,7 +231,7 @@ class GenerateRequest(Struct, frozen=True, eq=False):
 
     @property
     def width(self) -> int:
-        """How many paths are followed at a time, at most."""
+        """The most paths that are followed at a time."""
         return self.sampling.samples if self.sampling else self.beam
 
 
@@ -245,14 +245,14 @@ class Generated(Struct, frozen=True, eq=False):
 class RecommendRequest(Struct, frozen=True):
     """What the caller asks for: `k` items for a user with these behaviours, as of `request_time` (seconds; default: now).
 
-    `behaviours` None means those that are stored of the user; an empty tuple, that there are none.
-    `exclude_seen` leaves out what stands in `behaviours`, `blocked` the items it names; with `allowed`, nothing else is recommended.
+    `behaviours` None: those that are stored of the user; an empty tuple: the user has none.
+    `exclude_seen` leaves out the items of `behaviours`, `blocked` the items that it names; with `allowed`, no other items are recommended.
     `tenant` is the customer, where several share a cluster; it does not change the answer.
     `strategy`: the encoder's nearest items (retrieval), the decoder's most probable ones (generative) or both lists blended (unified);
     None is unified where the model has a decoder and retrieval where it has none. `sampling` draws the generated items.
     `deadline_ms` is the time for the whole answer, and `deadline` the moment when it is over, in seconds on this process's monotonic clock:
-    what a stage has not found by then is substituted by what comes next in the order of degradation. Without a `deadline`, the time runs
-    from when the pipeline is asked.
+    a stage that has found nothing by then is replaced by the next in the order of degradation. Without a `deadline`, the time runs from
+    when the pipeline is asked.
     `rank`: whether the ranker orders the best of what was found; None: where training has measured that answers are better so.
     `diversity` and `freshness`, both 0 to 1, say how much items unlike each other, and items new to the catalogue, are preferred.
     `cache`: take a kept answer where there is one (use), compute it and keep that (refresh), or compute it and keep nothing (bypass).
@@ -285,9 +285,9 @@ class SimilarItem(Struct, frozen=True):
 
 
 class Explanation(Struct, frozen=True):
-    """Why an item was recommended: what each stage gave it, None where the stage did not find it or was not asked.
+    """Why an item was recommended: the score that each stage gave it, None where the stage did not find it or was not asked.
 
-    `retrieval`: its cosine with the user's state; `generation`: the logarithm of its probability; `blended`: what the two make together;
+    `retrieval`: its cosine with the user's state; `generation`: the logarithm of its probability; `blended`: both combined;
     `ranking`: the ranker's score; `popularity`: its share of all events; `freshness`: 1 for an item first met now, half of it for each
     half-life since. `similar`: the items of the history that are most like it, the most similar first.
     """
@@ -344,4 +344,4 @@ class Recommendation(Struct, frozen=True):
 
 
 AnswerPart: TypeAlias = StageReport | ScoredItem | Sequence[ScoredItem] | Recommendation
-"""What a streamed answer consists of: a stage's report, an item or several as they are found, lastly the whole."""
+"""A part of a streamed answer: a stage's report, an item or several as they are found, or lastly the whole."""

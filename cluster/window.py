@@ -1,7 +1,7 @@
 """Which of a user's events an engine is given: a window whose start moves in steps.
 
-What engines keep of a user is valid only while positions are counted from the same event. A window of exactly the latest events moves
-with every event and would invalidate it beyond `longest` events; a stepped one moves once in `step` events. All engines are
+The rows that engines keep of a user are valid only while positions are counted from the same event. Beyond `longest` events, a window of
+exactly the latest events would move, and invalidate them, with every event; a stepped window moves once in `step` events. All engines are
 given the same window, so that no answer depends on what is kept.
 """
 
@@ -23,8 +23,8 @@ class Window:
 
     @classmethod
     def of(cls, longest: int, step: int | None = None) -> "Window":
-        """`step` is an eighth of the window by default: at worst that share of the latest events is not seen, and what is kept lasts for
-        as many events.
+        """The window; `step` is an eighth of it by default: at worst that share of the latest events is left out, and kept rows stay valid
+        for as many events.
         """
         return cls(longest, max(1, longest // 8) if step is None else step)
 

@@ -40,7 +40,7 @@ from cluster.traffic.utilisation import Utilisation
 T = TypeVar("T")
 NAMESPACE = "genrec"
 LARGE_BYTES = 100_000
-REFUSALS = (RayError, ValueError, RuntimeError, ConnectionError)  # what Ray raises where it cannot be had
+REFUSALS = (RayError, ValueError, RuntimeError, ConnectionError)  # what Ray raises where it, or an actor, cannot be reached
 MAX_CONCURRENCY = 10_000  # callers that wait for another's computation take a place each
 MOST, ON_THE_WAY, PATIENCE_S = 16, 2, 0.2
 """Lookups in one call, few enough for an answer without Ray's object store; calls under way, and for how long each delays the next."""
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ShardSettings:
-    """What one actor is told. Where two differ, the one that was `given_at` a later time (seconds since 1970) holds."""
+    """The settings of one cache actor. Of two that differ, the later `given_at` (seconds since 1970) holds."""
 
     policy: str
     capacity_bytes: int
@@ -75,7 +75,7 @@ class CacheActor(MovingShard):
         self._settings = settings
 
     async def configure(self, settings: ShardSettings) -> bool:
-        """Says whether anything changed. The entries stay, as far as there is room for them."""
+        """Take new settings; returns whether they changed anything. The entries stay, as far as there is room for them."""
         if settings.given_at <= self._settings.given_at:
             return False
         known, self._settings = self._settings, settings
@@ -98,8 +98,8 @@ class CacheActor(MovingShard):
 
 
 class ActorShard:
-    """An actor as a Movable. After a call that failed it is found again by its name, or made anew, beside the calls; not where it is not
-    `wanted` any more.
+    """A cache actor as a Movable. After a failed call the actor is found again by its name, or made anew, in the background, as long as it
+    is `wanted`.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class ActorShard:
         return answers
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Raises BackendUnavailable where its process has ended: Ray has the next calls wait until it runs again."""
+        """Raises BackendUnavailable where the actor's process has ended: Ray has the next calls wait until it runs again."""
         try:
             return await getattr(self._actor, method).remote(*arguments)
         except BaseException as error:  # a timeout, seen from here, is a cancellation
@@ -201,7 +201,7 @@ class ActorShard:
         try:
             self._actor = await asyncio.to_thread(_find_or_make, self._name, self._settings)
         except REFUSALS as error:
-            logger.warning("cache actor %s cannot be had: %s: %s", self._name, type(error).__name__, error)
+            logger.warning("cache actor %s cannot be reached: %s: %s", self._name, type(error).__name__, error)
 
 
 class ActorShards:
@@ -225,13 +225,13 @@ class ActorShards:
         await self._ask_ray(lambda: _kill(name))
 
     async def _ask_ray(self, question: Callable[[], T]) -> T:
-        """One question after the other, in a thread of their own: Ray answers none for a minute while its head is away, and each that is
-        given up would keep one of the threads that the whole process has.
+        """Ask one question after the other, in a thread for them alone: while Ray's head is away an answer takes a minute, and questions
+        that were given up would hold the threads that the whole process shares.
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, question)
         except REFUSALS as error:
-            raise _cannot_be_had(error) from error
+            raise _unreachable(error) from error
 
     def _shard(self, name: str, actor: Any) -> ActorShard:
         return ActorShard(name, self._settings, self._large_within_s, actor, self._wanted_still)
@@ -273,14 +273,14 @@ def name_of(application: str) -> str:
 
 
 def _named(name: str) -> list[str]:
-    """The cache actors there are. Blocks."""
+    """The names of the cache actors that there are. Blocks."""
     numbered = re.compile(rf"{re.escape(name)}-\d+")
     there = ray.util.list_named_actors(all_namespaces=True)
     return [one["name"] for one in there if one["namespace"] == NAMESPACE and numbered.fullmatch(one["name"])]
 
 
 def _find(name: str) -> Any | None:
-    """None where it has ended."""
+    """The actor of this name; None where it has ended."""
     try:
         return ray.get_actor(name, NAMESPACE)
     except ValueError:
@@ -296,7 +296,7 @@ def _kill(name: str) -> None:
 
 
 def _find_or_make(name: str, settings: ShardSettings) -> Any:
-    """Blocks for as long as Ray's head needs; not until the actor runs."""
+    """The actor of this name. Blocks until Ray's head has answered, not until the actor runs."""
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
     placed = {"num_cpus": 0, "max_concurrency": MAX_CONCURRENCY, "scheduling_strategy": "SPREAD"}
     actor: Any = ray.remote(CacheActor).options(**options, **placed).remote(name, settings)
@@ -319,8 +319,8 @@ async def _peer(name: str) -> _Peer:
     return _Peer(await asyncio.to_thread(ray.get_actor, name, NAMESPACE))
 
 
-def _cannot_be_had(error: Exception) -> BackendUnavailable:
-    return BackendUnavailable(f"the cache actors cannot be had: {type(error).__name__}: {error}; see: ray status")
+def _unreachable(error: Exception) -> BackendUnavailable:
+    return BackendUnavailable(f"the cache actors cannot be reached: {type(error).__name__}: {error}; see: ray status")
 
 
 def _memory(settings: ShardSettings) -> MemoryCache:
@@ -329,7 +329,7 @@ def _memory(settings: ShardSettings) -> MemoryCache:
 
 
 async def _light(entry: Entry) -> Entry:
-    """Itself, or where its payload is large, with a reference in its place."""
+    """The entry; a large payload is put into the object store, and a reference stands in its place."""
     if len(entry.payload) < LARGE_BYTES:
         return entry
     return replace(entry, payload=await asyncio.to_thread(ray.put, entry.payload))  # copies, and may wait for room

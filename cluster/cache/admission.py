@@ -45,7 +45,7 @@ class FrequencySketch:
         return min(row[place] for row, place in zip(self._rows, self._places(key), strict=True))
 
     def _places(self, key: Hashable) -> Iterable[int]:
-        """One place a row, all from one hash by double hashing (Kirsch and Mitzenmacher, 2006)."""
+        """The key's place in each row, all from one hash by double hashing (Kirsch and Mitzenmacher, 2006)."""
         # The hash of a small integer is that integer: multiply (Knuth, vol. 3, 6.4) so that all bits depend on it.
         mixed = hash(key) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
         mixed = (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & 0xFFFFFFFFFFFFFFFF
@@ -100,16 +100,16 @@ class AdaptiveAdmission:
         return not self.strict or self._frequencies.estimate(key) > 1
 
     def victim(self, pool: "SampledKeys", entries: dict[Key, Entry]) -> Key:
-        """Of a sample of the pool's keys the one worth least to keep."""
+        """The key that is worth least to keep among a sample of the pool's keys."""
         return min(pool.draw(self.sample, self._random), key=lambda key: self.value(key, entries[key]))
 
     def value(self, key: Hashable, entry: Entry) -> float:
-        """Milliseconds of computing that a byte of this entry saves, in proportion. An entry of unknown cost counts as one of 1 ms."""
+        """In proportion, the milliseconds of computing that a byte of this entry saves. An entry of unknown cost counts as one of 1 ms."""
         return self._frequencies.estimate(key) * (entry.cost_ms or 1.0) / entry.weight
 
 
 def admission_of(minimum_hit_rate: float) -> AdaptiveAdmission | None:
-    """As configured: at 0 a cache takes in everything. Raises ConfigError as AdaptiveAdmission does."""
+    """The admission for a minimum hit rate; at 0 None: the cache takes in everything. Raises ConfigError as AdaptiveAdmission does."""
     return AdaptiveAdmission(minimum_hit_rate) if minimum_hit_rate else None
 
 

@@ -1,15 +1,15 @@
 """ARC: recency and frequency, balanced by what the cache would have needed (Megiddo and Modha, FAST 2003).
 
-Keys used once are in `once` (T1 in the paper), keys used again in `again` (T2), both least recently used first. Of the keys evicted from
-either, `once_ghost` (B1) and `again_ghost` (B2) remember names and weights. A miss that the one ghost remembers says that its queue was
-too short: the target of `once` (p) moves that way.
+Keys used once are in `once` (T1 in the paper), keys used again in `again` (T2), both least recently used first. For keys evicted from
+either, `once_ghost` (B1) and `again_ghost` (B2) remember names and weights. A miss that a ghost remembers shows that its queue was too
+short: the target of `once` (p) moves accordingly.
 """
 
 from cluster.cache.policy import KeyT, WeighedPolicy, WeighedQueue
 
 
 class ArcPolicy(WeighedPolicy[KeyT]):
-    """The published algorithm with weights for sizes: where it moves one page, this moves as many keys as the new one needs room.
+    """The published algorithm with weights for sizes: where it moves one page, this moves as many keys as make room for the new one.
 
     Bounds, as published: `once` and its ghost weigh at most the capacity, all four at most twice the capacity.
     """
@@ -77,5 +77,5 @@ class ArcPolicy(WeighedPolicy[KeyT]):
 
 
 def _ratio(other: WeighedQueue[int], met: WeighedQueue[int]) -> float:
-    """By how many times the key's weight the target moves: the shorter the ghost that remembered it, the more."""
+    """How many times the key's weight the target moves: the shorter the ghost that remembered the key, the more."""
     return max(1.0, other.used / met.used)

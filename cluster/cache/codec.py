@@ -1,4 +1,4 @@
-"""How values become bytes and weigh something. A value that cannot be encoded is not kept; bytes that cannot be decoded are a miss."""
+"""How values become bytes for the shared cache. A value that cannot be encoded is not kept; bytes that cannot be decoded are a miss."""
 
 import logging
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class CountingCodec(Generic[T]):
             return None
 
     def decoded(self, entry: Entry) -> Entry | None:
-        """The entry with its value for a payload."""
+        """The entry with the decoded value as its payload."""
         try:
             return replace(entry, payload=self._codec.decode(entry.payload))
         except Exception as error:  # noqa: BLE001 - another version of the program may have written it

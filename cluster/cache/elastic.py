@@ -1,4 +1,4 @@
-"""The shared cache with shards that become more and fewer while it serves, without losing what they hold.
+"""The shared cache whose number of shards grows and shrinks while it serves, without losing what they hold.
 
     follow(layout) -> the owners are made -> keys go to them -> all shards are told: entries move -> shards that own nothing are ended
 
@@ -23,37 +23,37 @@ T = TypeVar("T")
 LOOK_S = 0.5
 """How often shards are asked whether they still give entries away."""
 ROUNDS = 6
-"""Of an erasure, after which it is unconfirmed: layouts change more slowly than that."""
+"""After so many rounds an erasure is given up as unconfirmed: layouts change more slowly than that."""
 NONE = Layout(-1, 0)
-"""Before there are shards."""
+"""The layout before there are shards."""
 logger = logging.getLogger(__name__)
 
 
 class Movable(Shard, Protocol):
-    """See MovingShard for what each does."""
+    """A shard that can move its entries; see MovingShard."""
 
     async def follow(self, layout: Layout) -> ShardState: ...
     async def erase(self, namespace: str | None, group: str | None, layout: Layout) -> tuple[int, Layout]: ...
 
 
 class Shards(Protocol):
-    """Where shards are had, by name. Each method raises BackendUnavailable where that cannot be said."""
+    """Makes, finds and ends shards by name. Each method raises BackendUnavailable where that is not possible now."""
 
     async def make(self, names: Sequence[str]) -> Mapping[str, Movable]:
-        """The shards of these names; those that do not exist are made. Until the next call these alone are made anew where they end."""
+        """The shards of these names; those that do not exist are made. Until the next call, only these are made anew where they end."""
         ...
 
     async def others(self, names: Sequence[str]) -> Mapping[str, Movable]:
-        """Those that exist beside them."""
+        """The existing shards with other names than these."""
         ...
 
     async def end(self, name: str) -> None:
-        """For good; what it holds is lost."""
+        """End the shard of this name for good; what it holds is lost."""
         ...
 
 
 class _Away:
-    """In the place of shards that cannot be had yet."""
+    """Stands in for shards that cannot be reached yet: every call raises BackendUnavailable."""
 
     def __getattr__(self, method: str) -> Any:
         async def refused(*_: object, **__: object) -> None:
@@ -63,10 +63,10 @@ class _Away:
 
 
 class ElasticCache(ShardedCache):
-    """To be had by `made`. It begins with `least` shards. Shards that other gateways use already know a later layout, which it follows;
-    where that has fewer than `least` shards or more than `most`, as of an earlier configuration, it puts one within them in its place.
+    """To be made by `made`. The cache begins with `least` shards. Shards that other gateways use already know a later layout, which the
+    cache follows; where that has fewer than `least` shards or more than `most`, as of an earlier configuration, one within replaces it.
 
-    Where no shard can be had yet, all keys are misses and no erasure is confirmed, until they can.
+    Until the shards can be reached, all keys are misses and no erasure is confirmed.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ElasticCache(ShardedCache):
         settings: SharedSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> "ElasticCache":
-        """Returns once its shards were asked for. Where they cannot be had yet they are asked for again, in the background."""
+        """The cache, after a first attempt to make its shards; where that fails, further attempts are made in the background."""
         made = cls(name=name, place=place, bounds=(least, most), settings=settings or SharedSettings(), clock=clock)
         first = Layout(0, least)
         with suppress(BackendUnavailable):  # told once they are asked for again
@@ -114,7 +114,7 @@ class ElasticCache(ShardedCache):
             self._work = asyncio.get_running_loop().create_task(self._settle())
 
     async def settled(self) -> None:
-        """Until every shard follows the layout, and holds nothing that another one owns."""
+        """Wait until every shard follows the layout and holds no entry that another shard owns."""
         if self._work is not None:
             await asyncio.shield(self._work)
 
@@ -140,7 +140,7 @@ class ElasticCache(ShardedCache):
         return Erased(count, tuple(self._names))
 
     async def statistics(self) -> Mapping[str, CacheStatistics]:
-        """As every shared cache. Tells the shards the layout, too: one that was restarted knows none."""
+        """As every shared cache. Tells the shards the layout too: a shard that was restarted knows none."""
         if self._work is None or self._work.done():
             await self._looked()
             self.follow(self._wanted)
@@ -166,7 +166,9 @@ class ElasticCache(ShardedCache):
             await asyncio.sleep(LOOK_S)
 
     async def _make_owners(self) -> None:
-        """Before any shard gives them what they own: one that does not run yet would miss it. Raises BackendUnavailable."""
+        """Make the shards of the wanted layout, before others give them entries: a shard that does not run yet would miss those. Raises
+        BackendUnavailable.
+        """
         if (layout := self._wanted) == self._layout:
             return
         shards = await self._place.make(layout.names(self._name))
@@ -182,7 +184,7 @@ class ElasticCache(ShardedCache):
         self._layout, self._seen = layout, ShardsSeen(layout)
 
     async def _looked(self) -> bool:
-        """Tell all shards the layout, and end those that own nothing and have given all away; whether nothing moves any more."""
+        """Tell all shards the layout, and end those that own nothing and have given all away. Returns whether nothing moves any more."""
         try:
             states = await self._of_all(lambda shard: shard.follow(self._layout))
             known = {name: state for name, state in states.items() if state is not None}
@@ -207,7 +209,7 @@ class ElasticCache(ShardedCache):
         self._wanted = max(latest, self._wanted)
 
     async def _of_all(self, call: Callable[[Movable], Awaitable[T]]) -> dict[str, T | None]:
-        """What the owners, and all others that exist, answer; None where one does not. Raises BackendUnavailable or TimeoutError."""
+        """The answers of all existing shards, by name; None where a shard gives none. Raises BackendUnavailable or TimeoutError."""
         async with asyncio.timeout(self._settings.operator_s):
             others = await self._place.others(self._names)
         guarded = {**{name: self._guarded(name, shard) for name, shard in others.items()}, **self._shards}

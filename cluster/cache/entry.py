@@ -86,7 +86,7 @@ class CacheStatistics:
 
     @property
     def hit_rate(self) -> float | None:
-        """Of all lookups, 0..1; None before the first."""
+        """The share of all lookups that hit, 0..1; None before the first lookup."""
         lookups = self.hits + self.misses
         return self.hits / lookups if lookups else None
 
@@ -98,7 +98,7 @@ _SUMMED = (
 
 
 def merged(statistics: Iterable[CacheStatistics]) -> CacheStatistics:
-    """Those of several caches as if they were one; the recent hit rate is the mean of theirs, weighted by their lookups."""
+    """The statistics of several caches as if they were one; the recent hit rate is the mean of theirs, weighted by lookups."""
     parts = list(statistics)
     by_namespace: dict[str, NamespaceStatistics] = {}
     for part in parts:

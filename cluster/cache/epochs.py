@@ -1,7 +1,7 @@
-"""What was forgotten when, so that nothing computed from before comes back.
+"""What was erased when, so that no answer from before an erasure comes back.
 
-The computation of an answer notes the epoch as it begins; each erasure begins a new one. An answer is taken in only where nothing that it
-belongs to was erased since its epoch.
+Each erasure begins a new epoch. The computation of an answer notes the epoch in which it begins, and the answer is taken in only where no
+erasure since then covers it.
 """
 
 from collections import OrderedDict
@@ -13,10 +13,10 @@ REMEMBERED = 100_000
 
 
 class Epochs:
-    """Counts erasures from `start` on. Only the latest `remembered` scopes are known one by one, by their digests: what began before those
-    is refused.
+    """Counts erasures from `start` on. Only the latest `remembered` scopes are known one by one, by their digests: answers from before
+    those are refused.
 
-    `start` must lie above every epoch that an earlier life of the same cache handed out; nanoseconds since 1970 do.
+    `start` must be above every epoch that the same cache handed out before a restart; nanoseconds since 1970 are.
     """
 
     def __init__(self, start: int, remembered: int = REMEMBERED) -> None:
@@ -25,7 +25,7 @@ class Epochs:
         self._ended: OrderedDict[str, int] = OrderedDict()
 
     def end(self, namespace: str | None = None, group: str | None = None) -> None:
-        """Everything of the group (None: the namespace; None both: everything) that is under way now is out of date."""
+        """Note an erasure of a group (None: the namespace; None both: everything): answers of it that are under way are out of date."""
         self.now += 1
         scope = scope_digest(namespace, group)
         self._ended[scope] = self.now

@@ -56,7 +56,7 @@ class HotKeys(Generic[KeyT]):
             self._place(key, error + weight, error)
 
     def forget(self, concerned: Callable[[KeyT], bool]) -> None:
-        """Count these no more. Takes time in proportion to the capacity."""
+        """Stop counting the concerned keys. Takes time in proportion to the capacity."""
         gone = [key for key in self._counts if concerned(key)]
         for key in gone:
             del self._counts[key], self._errors[key]
@@ -90,7 +90,7 @@ class HotKeys(Generic[KeyT]):
     def _weight_now(self) -> float:
         now = self._clock()
         if now < self._latest:
-            self._start -= self._latest - now  # else a count of before would seem to have doubled with each half-life that went back
+            self._start -= self._latest - now  # else earlier counts would seem to double with each half-life that the clock was set back
         self._latest = now
         half_lives = (now - self._start) / self.half_life_s
         if half_lives > _RESCALE_AFTER_HALF_LIVES:

@@ -1,6 +1,6 @@
-"""Leases without a holder: the answer came after the deadline, or its caller was gone by then.
+"""Leases that were granted too late: the answer of `lease` came after the deadline, or after its caller had left.
 
-The holder does not know that it holds, and other callers would wait for it: such a lease is given back as soon as its answer is there.
+Its holder does not know of the lease, for which other callers would wait: it is given back as soon as the answer is there.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class LateLeases:
-    """At most `limit` calls at a time, each awaited for `within_s` at most; leases beyond that end with their time."""
+    """Awaits at most `limit` calls at a time, each for `within_s` at most; the leases of others end with their time."""
 
     def __init__(self, within_s: float, limit: int = 1000) -> None:
         self._within_s, self._limit = within_s, limit
         self._tasks: set[asyncio.Task[None]] = set()
 
     def give_back(self, call: "asyncio.Future[Leased]", release: Release) -> None:
-        """Let the `call` of `lease` go on, and `release` what it may have been granted, in the background."""
+        """Await the `call` of `lease` in the background, and `release` the lease that it may be granted."""
         if len(self._tasks) >= self._limit:
             call.cancel()
             return
@@ -32,7 +32,7 @@ class LateLeases:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Give back what is answered in time, and let go of the rest."""
+        """Give back the leases whose calls are answered in time, and cancel the other calls."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._within_s)
         for task in self._tasks:
@@ -45,7 +45,7 @@ class LateLeases:
             await self._tried(release())
 
     async def _tried(self, call: Awaitable[Any]) -> Any:
-        """Its answer; None where it fails or takes too long, as a lease that is not given back ends with its time."""
+        """The call's answer; None where it fails or takes too long: a lease that is not given back ends with its time."""
         try:
             async with asyncio.timeout(self._within_s):
                 return await call

@@ -1,6 +1,6 @@
 """How many shards share the keys. Every gateway and every shard follows the latest layout that it has heard of.
 
-switchboard -> Layout -> gateways -> shards: each gives away what another one owns by it
+switchboard -> Layout -> gateways -> shards: each gives away the entries that another one owns by it
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Least frequently used: the key with the fewest hits leaves; of several, the one that has had that few for the longest time."""
+"""Least frequently used: the key with the fewest hits leaves; of several such keys, the one that was used least recently."""
 
 from collections import OrderedDict
 from typing import Generic
@@ -25,7 +25,7 @@ class _Level(Generic[KeyT]):
         return level
 
     def discard(self, key: KeyT) -> None:
-        """Take a key out, and the level out of the chain where that was the last one."""
+        """Take a key out; a level without keys leaves the chain."""
         del self.keys[key]
         if not self.keys:
             self.below.above, self.above.below = self.above, self.below

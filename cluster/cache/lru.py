@@ -1,4 +1,4 @@
-"""Least recently used: the key whose last hit, or insertion, is longest ago leaves."""
+"""Least recently used: the key leaves whose last hit, or insertion, is longest ago."""
 
 from cluster.cache.fifo import FifoPolicy
 from cluster.cache.policy import KeyT

@@ -42,11 +42,11 @@ class MemoryCache:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Entries held, with those that are past their time and were not asked for since."""
+        """Entries held, including expired ones that have not been looked up since."""
         return len(self._entries)
 
     def get(self, key: Key) -> Entry | None:
-        """The entry, fresh or stale; None where there is none, or none any more. Counts."""
+        """The entry, fresh or stale; None where it is missing or expired. Counts as a lookup."""
         with self._lock:
             entry = self._entries.get(key)
             freshness = entry.freshness(self._clock()) if entry else "absent"
@@ -64,7 +64,7 @@ class MemoryCache:
             return entry if entry and entry.freshness(self._clock()) != "expired" else None
 
     def entries(self) -> list[tuple[Key, Entry]]:
-        """All of them, those put earlier first."""
+        """All keys and entries, those put earlier first."""
         with self._lock:
             return list(self._entries.items())
 
@@ -89,7 +89,7 @@ class MemoryCache:
             return bool(self._invalidate((key,)))
 
     def discard(self, keys: Iterable[Key]) -> None:
-        """Forget these, which another cache has now; that counts as nothing."""
+        """Forget entries that another cache has taken over; the statistics count no invalidation."""
         with self._lock:
             for key in keys:
                 self._forget(key)
@@ -100,7 +100,7 @@ class MemoryCache:
         Raises ValueError at a group without a namespace: groups of one name in different namespaces have nothing in common.
         """
         if group is not None and namespace is None:
-            raise ValueError(f"group {group!r} of which namespace is to be invalidated? give both")
+            raise ValueError(f"group {group!r} cannot be invalidated without its namespace; give both")
         with self._lock:
             return self._invalidate(self._namespaces.keys(namespace, group))
 
@@ -133,7 +133,7 @@ class MemoryCache:
         return key in self._entries or not full or not self.admission or self.admission.admits(key)
 
     def _insert(self, key: Key, entry: Entry) -> bool:
-        """Says whether it stayed: an entry that became heavier may be the first to make room for itself."""
+        """Whether the entry stayed: one that became heavier may itself be the first to be evicted."""
         is_new = key not in self._entries
         self._entries[key] = entry
         self._evict(self._namespaces.admit(key, entry.weight))

@@ -1,11 +1,11 @@
-"""A shard that gives away what it does not own any more, and takes over what it owns now.
+"""A shard that gives away entries that it no longer owns, and takes over entries that it owns now.
 
     gateway -> follow(layout) -> for each batch of entries that others own: owner.take_over(entries, its epoch before they were read)
 
-An entry is in one shard, or in two while it is on its way. Erased it is gone from both, and from what is on its way, by two rules: a shard
-takes over nothing that it has erased anything of since the giver read it; and an erasure is repeated until two rounds in a row found the
-same shards, all in the same layout (see ElasticCache). In one layout an entry moves once, from a shard that does not own it to the one that
-does: the first round leaves it nowhere but there, or on the way there, and the second erases the one and has the other refused.
+An entry is in one shard, or in two while it is on its way. An erasure removes it from both, and from its way, by two rules: a shard takes
+over no entry that an erasure since the giver read it covers; and an erasure is repeated until two rounds in a row found the same shards,
+all in the same layout (see ElasticCache). In one layout an entry moves once, from a shard that does not own it to the one that does: after
+the first round it is only there, or on its way there, and the second round erases the former and has the latter refused.
 
 An owner that cannot be reached costs its entries, never an answer. Leases do not move: a key that changes its owner may be computed twice.
 """
@@ -25,7 +25,7 @@ from cluster.cache.rendezvous import pick
 from cluster.cache.shard import CacheShard
 
 BATCH = 128
-"""Entries that are looked at, and given away, at a time. Requests go on between batches."""
+"""How many entries are looked at, and given away, at a time. Requests go on between batches."""
 TRIES, PAUSE_S, GIVE_WITHIN_S = 3, 0.5, 5.0
 UNKNOWN_EPOCH = -1
 logger = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ class ShardState:
 
 
 class MovingShard(CacheShard):
-    """`name` is its own, with a number at the end; `peer` finds another shard by its name, and may raise. `busy` tells the share of a core
-    that this one uses.
+    """`name`: the shard's own, with a number at the end; `peer`: finds another shard by its name, and may raise; `busy`: gives the share of
+    a core that this one uses.
     """
 
     def __init__(
@@ -68,24 +68,24 @@ class MovingShard(CacheShard):
         self._move: asyncio.Task[None] | None = None
 
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
-        """As every shard, but what another one owns is not taken in, and not refused either: it is a miss."""
+        """As every shard, but an entry that another shard owns is neither taken in nor refused: it is a miss."""
         own = {key: entry for key, entry in entries.items() if self._owns(key)}
         for key in entries.keys() - own.keys():
             self._settle(key, None)
         return await super().mput(own, epochs)
 
     async def follow(self, layout: Layout) -> ShardState:
-        """Give away what others own by this layout, in the background; an earlier one than that which is followed changes nothing."""
+        """Give away entries that others own by this layout, in the background; an earlier layout than the present one changes nothing."""
         return ShardState(self._adopt(layout), self._move is not None and not self._move.done(), self._busy())
 
     async def erase(self, namespace: str | None, group: str | None, layout: Layout) -> tuple[int, Layout]:
-        """As `invalidate`; with the number of entries, the layout that is followed as they are removed."""
+        """As `invalidate`; returns the number of entries, and the layout that the shard followed as they were removed."""
         latest = self._adopt(layout)
         return await self.invalidate(namespace, group), latest
 
     async def take_over(self, entries: Mapping[Key, Entry], epoch: int, layout: Layout) -> int:
-        """Take in what is its own and nothing was erased of since `epoch`, less the keys that it has an entry of; returns the epoch for
-        what is read from now on.
+        """Take in the entries that this shard owns, lacks, and has not erased since `epoch`; returns the epoch for entries that the giver
+        reads from now on.
         """
         self._adopt(layout)
         for key, entry in entries.items():
@@ -102,7 +102,7 @@ class MovingShard(CacheShard):
         return self._layout is None or pick(key, self._owners) == self._name
 
     def _adopt(self, layout: Layout) -> Layout:
-        """The latest layout that it has heard of."""
+        """The latest layout that the shard has heard of."""
         if self._layout is not None and layout <= self._layout:
             return self._layout
         self._layout, self._owners = layout, layout.names(self._name.rpartition("-")[0])
@@ -127,8 +127,8 @@ class MovingShard(CacheShard):
             await asyncio.sleep(0)
 
     async def _give(self, owner: str, keys: Sequence[Key], layout: Layout, epochs: dict[str, int]) -> None:
-        """Have the owner take these over, or give them up. `epochs`: of each owner, the one that it told last; UNKNOWN_EPOCH where it is
-        out of reach, so that no time is lost with the next batch.
+        """Have the owner take these entries over, or give them up. `epochs`: owner -> the epoch that it told last; UNKNOWN_EPOCH where it
+        is out of reach, so that no time is lost with the next batch.
         """
         for attempt in range(TRIES if epochs.get(owner) != UNKNOWN_EPOCH else 0):
             if attempt:

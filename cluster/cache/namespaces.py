@@ -8,11 +8,11 @@ from cluster.cache.policy import Policy, make_policy
 
 COUNTED_NAMESPACES = 1000
 OTHERS = "(others)"
-"""Lookups of namespaces beyond that many are counted together under this name: callers invent names, memory is finite."""
+"""Lookups of further namespaces, beyond COUNTED_NAMESPACES, are counted together under this name, as callers may invent names."""
 
 
 class Namespaces:
-    """The keys held, by namespace and group. `ceiling`: what one namespace may take, in bytes. Not thread-safe."""
+    """The keys held, by namespace and group. `ceiling`: the bytes that one namespace may take. Not thread-safe."""
 
     def __init__(self, policy: str, capacity: int, share: float) -> None:
         if not 0 < share <= 1:
@@ -69,7 +69,7 @@ class Namespaces:
 
 
 class _Held:
-    """What one namespace holds. `policy`, where there is a ceiling: which of its keys make room."""
+    """The keys of one namespace. `policy`: in which order they make room; None without a ceiling."""
 
     __slots__ = ("entries", "groups", "policy", "used")
 

@@ -1,4 +1,4 @@
-"""Policies of eviction: in which order keys leave a cache that is full.
+"""Eviction policies: in which order keys leave a full cache.
 
 A policy knows keys and their weights, neither values nor time. It is not thread-safe: its owner holds the lock. A policy is added by
 a line in `POLICIES`, and its name in `CacheSettings.policy`.
@@ -51,7 +51,7 @@ def make_policy(name: str, capacity: int) -> Policy[Any]:
 
 
 class WeighedPolicy(ABC, Generic[KeyT]):
-    """What the policies have in common: they keep weights and evict one key after the other until the next one fits.
+    """The common part of the policies: they keep weights, and evict one key after the other until the new one fits.
 
     A policy says in which order (`_victim`) and keeps its queues (`_insert`, `_forget`).
     """
@@ -106,7 +106,7 @@ class WeighedPolicy(ABC, Generic[KeyT]):
 
     @abstractmethod
     def _forget(self, key: KeyT) -> None:
-        """Unqueue a key that is there."""
+        """Unqueue a key that is in the policy."""
 
     def _make_room(self, key: KeyT, weight: int) -> list[KeyT]:  # noqa: ARG002 - some policies choose victims by the key that comes
         return self._evict_down_to(self.capacity - weight)
@@ -126,7 +126,7 @@ class WeighedPolicy(ABC, Generic[KeyT]):
 
 
 class WeighedQueue(Generic[KeyT]):
-    """Keys with their weights, first in first out, and what they weigh together."""
+    """Keys with their weights, first in first out, and their total weight (`used`)."""
 
     __slots__ = ("used", "weights")
 
@@ -138,7 +138,7 @@ class WeighedQueue(Generic[KeyT]):
         return key in self.weights
 
     def append(self, key: KeyT, weight: int) -> None:
-        """Add a key that is not in it, as the newest."""
+        """Add a new key as the newest."""
         self.weights[key] = weight
         self.used += weight
 
@@ -148,7 +148,7 @@ class WeighedQueue(Generic[KeyT]):
         return key, weight
 
     def remove(self, key: KeyT) -> int:
-        """Returns the weight. Raises KeyError."""
+        """Take a key out; returns its weight. Raises KeyError where it is missing."""
         weight = self.weights.pop(key)
         self.used -= weight
         return weight

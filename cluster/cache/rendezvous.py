@@ -1,7 +1,7 @@
 """Which shard a key belongs to, the same in every process: highest random weight (Thaler & Ravishankar, 1996).
 
-Every node draws a number for the key and the highest wins. Without a node only its own keys move, and each to the node that came second;
-with one more node, it takes its share and nothing moves between the others.
+Every node draws a number for the key and the highest wins. Where a node goes, only its keys move, each to the node that came second;
+where a node comes, it takes its share, and nothing moves between the others.
 """
 
 from collections.abc import Sequence
@@ -28,6 +28,6 @@ def _bytes_of(key: Key) -> bytes:
 
 
 def _prefixed(part: str) -> bytes:
-    """With its length before it, so that ("ab", "c") and ("a", "bc") differ."""
+    """The part with its length before it, so that ("ab", "c") and ("a", "bc") differ."""
     encoded = part.encode()
     return len(encoded).to_bytes(4, "big") + encoded

@@ -1,4 +1,4 @@
-"""Replay a trace of accesses against policies: what hit rate would which cache have had?"""
+"""Replay a trace of accesses against policies: the hit rate that each cache would have had."""
 
 import gzip
 import io
@@ -14,7 +14,7 @@ from cluster.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`size` as it was asked for, `capacity` in keys, `hit_rate` 0..1 of all accesses, the first ones of each key included."""
+    """`size`: as it was asked for; `capacity`: in keys; `hit_rate`: 0..1 over all accesses, each key's first one included."""
 
     policy: str
     size: str
@@ -43,7 +43,7 @@ def replay(trace: Iterable[Hashable], sizes: Sequence[str], policies: Sequence[s
 
 
 def hit_rate(accesses: Sequence[Hashable], policy_name: str, capacity: int) -> float:
-    """Of a cache that is empty at first."""
+    """The hit rate of a policy in a cache that is empty at first."""
     policy = make_policy(policy_name, capacity)
     hits = 0
     for key in accesses:
@@ -56,7 +56,7 @@ def hit_rate(accesses: Sequence[Hashable], policy_name: str, capacity: int) -> f
 
 
 def parse_size(size: str, distinct: int) -> int:
-    """A number of keys, from a size as `replay` takes it; a share of so few keys that it comes to none is one key. Raises DataError."""
+    """A size for `replay` as a number of keys; a share that is less than one key counts as one. Raises DataError."""
     share = size.strip().endswith("%")
     try:
         number = float(size.strip().removesuffix("%")) if share else int(size)

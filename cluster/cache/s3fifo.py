@@ -12,7 +12,7 @@ from cluster.cache.policy import KeyT, WeighedPolicy, WeighedQueue
 
 SMALL_SHARE = 0.1
 GHOST_SHARE = 0.9
-"""Of the capacity: what the small queue may hold, and what the keys the ghost remembers weighed."""
+"""Shares of the capacity: what the small queue may hold, and what the keys that the ghost remembers weighed."""
 MOST_HITS = 3
 """Hits are counted up to here: two bits in the paper."""
 HITS_TO_PROMOTE = 2

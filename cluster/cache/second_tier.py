@@ -1,4 +1,4 @@
-"""The shared cache as one replica uses it: get an entry, or the right to compute it, or wait for it; send what was computed."""
+"""The shared cache as one replica uses it: get an entry, or the right to compute it, or wait for it; send the computed entry."""
 
 import asyncio
 import itertools
@@ -28,14 +28,14 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """To compute an entry and put it with this epoch. `holder`: the lease's holder; "" where another replica holds the lease."""
+    """The right to compute an entry and put it with this epoch. `holder`: of the lease; "" where another replica holds it."""
 
     epoch: int
     holder: str
 
 
 class SecondTier:
-    """`refused` is told of each key whose entry was not taken in because it was erased while it was computed."""
+    """`refused` is called with each key whose entry was not taken in because it was erased while it was computed."""
 
     def __init__(self, shared: SharedCache, codec: CountingCodec[Any], settings: TierSettings, refused: Callable[[Key], object]) -> None:
         self.shared = shared
@@ -52,10 +52,10 @@ class SecondTier:
 
     async def obtain(self, key: Key, newer_than: float) -> Arrived | Right | None:
         """An entry that is fresh until after `newer_than`, or the right to compute it: with its lease, or beside a holder that is too slow.
-        None where the shared cache cannot be asked: what is computed then stays here.
+        None where the shared cache does not answer: the entry that is then computed stays in this replica.
         """
         until = _now() + self._settings.wait_s
-        holder = f"{self._name}-{next(self._asked)}"  # another each time: what this one releases late is not the next one's
+        holder = f"{self._name}-{next(self._asked)}"  # a new name each time, so that a late release does not end the next one's lease
         for _ in range(TRIES):  # each replica whose computation fails takes its turn; more tries than that have another cause
             leased = await self.shared.lease(key, holder, self._settings.lease_s, newer_than)
             entry = await self._awaited(key, leased, until - _now(), newer_than) if isinstance(leased, Held) else leased
@@ -68,11 +68,11 @@ class SecondTier:
         return None
 
     def put(self, key: Key, entry: Entry, epoch: int) -> bool:
-        """Send it soon, in the background; says whether there was room for it."""
+        """Send the entry soon, in the background; returns whether there was room for it."""
         return self.writes.put(key, entry, epoch)
 
     def release(self, key: Key, right: Right) -> None:
-        """Let the next replica compute it, in the background."""
+        """Give back the lease in the background, so that the next replica computes the entry."""
         if not right.holder:
             return
         task = asyncio.get_running_loop().create_task(self.shared.release(key, right.holder))
@@ -80,7 +80,7 @@ class SecondTier:
         task.add_done_callback(self._releases.discard)
 
     async def flush(self) -> None:
-        """Until what was put and released so far has been sent."""
+        """Wait until all that was put and released so far has been sent."""
         await asyncio.gather(self.writes.flush(), *self._releases)
 
     async def _awaited(self, key: Key, held: Held, left_s: float, newer_than: float) -> Entry | None:

@@ -20,7 +20,7 @@ from cluster.cache.scopes import concerns
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What was found, and for each of the keys the epoch to put another entry with."""
+    """The entries that were found, and for each key asked for the epoch with which to put a new entry."""
 
     entries: Mapping[Key, Entry]
     epochs: Mapping[Key, int]
@@ -61,12 +61,12 @@ class CacheShard:
         self._waiting: defaultdict[Key, list[asyncio.Future[Entry | None]]] = defaultdict(list)
 
     async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup:
-        """Lookups that are no request's are not `counted` among the hits and misses."""
+        """The entries that are there. `counted`: whether the lookups count as hits and misses, as those of requests do."""
         look = self.memory.get if counted else self.memory.peek
         return Lookup({key: entry for key in keys if (entry := look(key)) is not None}, dict.fromkeys(keys, self._epochs.now))
 
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
-        """Take in what nothing was erased of since its epoch; returns the keys of the rest, among them those without an epoch."""
+        """Put the entries that no erasure since their epochs concerns; returns the keys of all others, those without an epoch too."""
         refused = frozenset(key for key in entries if key not in epochs or not self._epochs.admits(key, epochs[key]))
         for key in entries.keys() - refused:
             self.memory.put(key, entries[key])
@@ -74,10 +74,10 @@ class CacheShard:
         return refused
 
     async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased:
-        """The entry where it is fresh until after `newer_than`; otherwise the lease goes to exactly one holder at a time.
+        """The entry where it is fresh until after `newer_than`; otherwise the lease, which one holder has at a time.
 
-        It ends with `mput`, `release`, an erasure of the key, or after `seconds`. A holder that asks again is granted it again: the answer
-        to its first call may have been lost.
+        The lease ends with `mput`, `release`, an erasure of the key, or after `seconds`. A holder that asks again is granted it again: the
+        answer to its first call may have been lost.
         """
         if (entry := self._newer(key, newer_than, counted=newer_than == 0)) is not None:
             return entry
@@ -104,7 +104,7 @@ class CacheShard:
             self._stop_waiting(key, put)
 
     async def release(self, key: Key, holder: str) -> None:
-        """Give the lease back without an entry; nothing where `holder` has it no more."""
+        """Give the lease back without an entry; does nothing where `holder` no longer has it."""
         lease = self._lease(key)
         if lease is not None and lease.holder == holder:
             self._settle(key, None)
@@ -120,7 +120,7 @@ class CacheShard:
         return self.memory.statistics()
 
     async def close(self) -> None:
-        """Callers that wait are told that nothing will come."""
+        """End all waits: their callers get None."""
         for key in list(self._waiting):
             self._settle(key, None)
 
@@ -129,7 +129,7 @@ class CacheShard:
         return entry if entry is not None and entry.fresh_until > newer_than else None
 
     def _lease(self, key: Key) -> _Lease | None:
-        """The one that runs now. Those whose time is over are dropped from the oldest on, as their holders may have died."""
+        """The key's lease, if it still runs. Leases whose time is over are dropped, the oldest first: their holders may have died."""
         now = self._clock()
         while self._leases and next(iter(self._leases.values())).until <= now:
             self._leases.popitem(last=False)

@@ -1,9 +1,9 @@
 """The cache that replicas share (L2): keys spread over shards, and no call that can hurt its caller.
 
-    SharedCache  what the tiers ask; never raises, never takes longer than its deadline; a failure is a miss
-    Shard        what is behind it: an actor, a Redis, a CacheShard in this process; may hang, may raise anything
+    SharedCache  asked by the tiers; never raises, never takes longer than its deadline; a failure is a miss
+    Shard        behind it: an actor, a Redis, a CacheShard in this process; may hang, may raise anything
 
-A shard that fails some times in a row costs nothing until it is tried again (see cluster.engines.breaker).
+A shard that fails several times in a row is not asked, and so costs no time, until it is tried again (see cluster.engines.breaker).
 """
 
 import asyncio
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Shard(Protocol):
-    """See CacheShard for what each does."""
+    """One shard; see CacheShard for its methods."""
 
     async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup: ...
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]: ...
@@ -63,9 +63,9 @@ class ShardHealth:
 
 
 class SharedCache(Protocol):
-    """As Shard, less what fails: `lease` is None where the shard is away, and `mput` returns what it knows to be refused for an erasure.
+    """As Shard, without its failures: `lease` returns None where the shard is away, and `mput` the keys that an erasure is known to refuse.
 
-    A lease that is granted after `lease` returned None, or was cancelled, is given back: its holder must be one that no other call names.
+    A lease that is granted after `lease` returned None, or was cancelled, is given back; so each call has to name another holder.
     """
 
     async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup: ...
@@ -80,17 +80,17 @@ class SharedCache(Protocol):
 
     @property
     def seen(self) -> ShardsSeen | None:
-        """What there is to tell of its shards; None where their number is fixed."""
+        """The shards as this process sees them; None where their number is fixed."""
         ...
 
     def follow(self, layout: Layout) -> None:
-        """Have so many shards, where their number is not fixed, and no later layout is followed. Returns at once; idempotent."""
+        """Follow a layout, unless the number of shards is fixed, or a later layout is followed. Returns at once; idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SharedSettings:
-    """`deadline_s` bounds every call of a request (a `wait` has it beside its own time); `operator_s` the erasures and statistics."""
+    """`deadline_s` bounds every call of a request (for `wait`, in addition to its own time); `operator_s`: erasures and statistics."""
 
     deadline_s: float = 0.02
     operator_s: float = 2.0
@@ -104,7 +104,7 @@ class SharedSettings:
 class GuardedShard:
     """A shard behind a deadline and a breaker; counts what fails. `clock` only moves forward.
 
-    Whether one that failed is back is tried in the background, by asking for its statistics: no request waits for it.
+    Whether a failed shard is back is tried in the background, by asking for its statistics: no request waits for it.
     """
 
     def __init__(self, name: str, shard: Shard, settings: SharedSettings, clock: Callable[[], float]) -> None:
@@ -115,7 +115,7 @@ class GuardedShard:
         self._last_error = ""
 
     async def ask(self, call: Callable[[Shard], Awaitable[T]], more_s: float = 0.0) -> T | None:
-        """What the shard answers within the deadline and `more_s`; None where it fails, or is not to be asked now."""
+        """The shard's answer within the deadline and `more_s`; None where it fails, or is not to be asked now."""
         state = self._breaker.state(self._clock())
         if state is BreakerState.CLOSED:
             return await self._timed(call, self._settings.deadline_s + more_s)
@@ -151,7 +151,7 @@ class GuardedShard:
         return answer
 
     def _failed(self, why: str, *, gone: bool = False) -> None:
-        """What is `gone` need not fail thrice: calls would wait for it to come back."""
+        """Count a failure. A shard that is `gone` need not fail thrice: calls would wait for it to come back."""
         self._failures += 1
         self._last_error = why
         was_closed = self._breaker.trial_at is None
@@ -169,8 +169,8 @@ class GuardedShard:
 class ShardedCache:
     """The SharedCache over `shards`, by name; a key belongs to the same one in every process that names them alike.
 
-    An epoch counts at the shard that told it. Those that this cache tells say which shard that was, and nothing is put elsewhere with them:
-    by then a key may have another owner.
+    An epoch is valid only at the shard that gave it. The epochs of this cache say which shard that was, and no entry is put into another
+    one with them: by then a key may have another owner.
     """
 
     def __init__(
@@ -189,10 +189,10 @@ class ShardedCache:
         return None
 
     def follow(self, layout: Layout) -> None:
-        """Its shards are those that it was made with."""
+        """Does nothing: the shards are those that the cache was made with."""
 
     async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup:
-        """Keys of a shard that fails are neither found nor have an epoch."""
+        """As a Shard's; keys of a shard that fails are not found, and have no epoch."""
 
         async def look_up(shard: GuardedShard, asked: list[Key]) -> Lookup | None:
             found = await shard.ask(lambda s: s.mget(asked, counted=counted))
@@ -205,7 +205,7 @@ class ShardedCache:
         )
 
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
-        """What another shard told the epoch of is not put, and not refused: it is a miss."""
+        """As a Shard's; an entry with an epoch of another shard is neither put nor refused: it is a miss."""
 
         async def put(shard: GuardedShard, keys: list[Key]) -> frozenset[Key] | None:
             own = {key: epochs[key] // EPOCHS for key in keys if key in epochs and epochs[key] % EPOCHS == self._numbers[shard.name]}
@@ -244,7 +244,7 @@ class ShardedCache:
         )
 
     async def statistics(self) -> Mapping[str, CacheStatistics]:
-        """By shard; those that do not answer are left out."""
+        """The statistics by shard; shards that do not answer are left out."""
         shards = [self._shards[name] for name in self._names]
         answers = await asyncio.gather(*(shard.insist(lambda s: s.statistics()) for shard in shards))
         return {shard.name: answer for shard, answer in zip(shards, answers, strict=True) if answer is not None}
@@ -257,7 +257,7 @@ class ShardedCache:
         await asyncio.gather(*(shard.close() for shard in self._shards.values()))
 
     def _own(self, shards: Mapping[str, Shard]) -> None:
-        """Have these own the keys from now on."""
+        """Have these shards own the keys from now on."""
         self._shards = {name: self._shards.get(name) or self._guarded(name, shard) for name, shard in shards.items()}
         self._names = sorted(shards)
         for name in self._names:
@@ -280,6 +280,6 @@ class ShardedCache:
 
     @staticmethod
     async def _each(grouped: Mapping[GuardedShard, list[Key]], ask: Callable[[GuardedShard, list[Key]], Awaitable[T | None]]) -> list[T]:
-        """What the shards answer to `ask`, all at once; less those that fail."""
+        """The shards' answers to `ask`, which are asked at the same time, without those that fail."""
         answers = await asyncio.gather(*(ask(shard, keys) for shard, keys in grouped.items()))
         return [answer for answer in answers if answer is not None]

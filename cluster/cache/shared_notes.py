@@ -22,20 +22,20 @@ class SharedNotes(Generic[T]):
         self._writes = WriteBehind(shared, MAX_WRITES)
 
     def put(self, key: Key, value: T) -> None:
-        """In the background."""
+        """Write the value in the background."""
         if (payload := self._codec.encoded(value)) is not None:
             self._writes.put(key, Entry.lasting(payload, max(1, len(payload)), now=self._clock(), fresh_s=KEPT_S))
 
     async def find(self, keys: Iterable[Key]) -> dict[Key, T]:
-        """Those that are known."""
+        """The values of those keys that have one."""
         found = (await self._shared.mget([*keys], counted=False)).entries
         decoded = {key: self._codec.decoded(entry) for key, entry in found.items()}
         return {key: entry.payload for key, entry in decoded.items() if entry is not None}
 
     def forget(self, concerned: Callable[[Key], bool]) -> None:
-        """Put no value of these any more that was noted so far. What the shared cache has of them is its own to erase."""
+        """Drop the concerned values that wait to be written. Those in the shared cache are erased by the shared cache itself."""
         self._writes.forget(concerned)
 
     async def flush(self) -> None:
-        """Until what was put so far is in the shared cache."""
+        """Wait until all that was put so far is in the shared cache."""
         await self._writes.flush()

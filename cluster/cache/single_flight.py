@@ -1,7 +1,7 @@
 """Work that several callers wait for, on one event loop.
 
-A flight is a task of its own, in the context of no caller: one that goes away does not take it down while others wait, and its error
-reaches each of them. The flight ends with the last caller that waits.
+A flight is a task of its own, in the context of no caller: a caller that leaves does not end it while others wait, and its error reaches
+each of them. The flight is cancelled with the last caller that waits.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ class SingleFlight(Generic[KeyT, T]):
         self._context = no_requests_context()
 
     def get(self, key: KeyT) -> Flight[KeyT, T] | None:
-        """The one under way, to `wait` for."""
+        """The key's flight that is under way, to `wait` for; None where there is none."""
         return self._flights.get(key)
 
     def start(self, key: KeyT, compute: Callable[[], Coroutine[Any, Any, T]], *, waiting: int = 0) -> Flight[KeyT, T]:
-        """A new one, which later callers join. `waiting`: how many wait for it already and never go away: 1 for background work."""
+        """A new flight, which later callers join. `waiting`: how many wait for it already and never leave: 1 for background work."""
         task = asyncio.get_running_loop().create_task(compute(), context=tracing.continued_in(self._context))
         flight = self._flights[key] = Flight(key, task, waiting)
         self._running.add(flight.task)
@@ -45,7 +45,7 @@ class SingleFlight(Generic[KeyT, T]):
         return flight
 
     async def wait(self, flight: Flight[KeyT, T]) -> T:
-        """Its answer. Where the last caller that waits is cancelled, so is the flight, and the next caller begins another."""
+        """The flight's answer. Where the last caller that waits is cancelled, so is the flight, and the next caller begins another."""
         flight.waiting += 1
         try:
             return await asyncio.shield(flight.task)
@@ -56,7 +56,7 @@ class SingleFlight(Generic[KeyT, T]):
                 self._drop(flight)
 
     def detach(self, concerned: Callable[[KeyT], bool]) -> None:
-        """No caller joins these any more; those that wait for one still get its answer."""
+        """Have no more callers join the concerned flights; callers that wait for one still get its answer."""
         for key in [key for key in self._flights if concerned(key)]:
             del self._flights[key]
 

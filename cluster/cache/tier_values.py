@@ -1,4 +1,4 @@
-"""What goes into the two tiers and what comes out of them, and for how long it stays."""
+"""The values that go into the two tiers and come out of them, and how long they stay."""
 
 import time
 from collections import OrderedDict
@@ -16,7 +16,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Computed(Generic[T_co]):
-    """`negative`: degraded, worth keeping for a moment only. `keep` False: for the callers that wait for it, and not for later ones."""
+    """A computed answer. `negative`: degraded, worth keeping for a moment only. `keep` False: only for the callers that wait for it."""
 
     value: T_co
     negative: bool = False
@@ -25,7 +25,7 @@ class Computed(Generic[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class Found(Generic[T_co]):
-    """`tier`: where it was; "joined" where a caller here or in another replica was computing it. `age_s`: since it was computed."""
+    """An answer that was found. `tier`: where it was, "joined" where another caller was computing it; `age_s`: since it was computed."""
 
     value: T_co
     tier: CacheTier
@@ -48,10 +48,11 @@ class Invalidated:
 
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
-    """What one replica's cache did. `l2`: all shards that answer together, None without a shared cache; `shards`: how it gets on with each.
+    """One replica's cache. `l2`: all shards that answer, together; None without a shared cache. `shards`: each shard as this replica sees
+    it.
 
     `computed`: computations that ended well; `joined`: callers that waited for one of this replica; `refreshes`: computations begun before
-    anyone had to wait; `dropped`: refreshes and writes there was no room for; `codec_failures`: values that could not be encoded or
+    a caller had to wait; `dropped`: refreshes and writes for which there was no room; `codec_failures`: values that could not be encoded or
     decoded. `hot`: digests, without their users, and lookups a minute, hottest first.
     """
 
@@ -134,12 +135,12 @@ class Pauses:
         return self._clock() < self._until.get(key, 0.0)
 
     def forget(self, concerned: Callable[[Key], bool]) -> None:
-        """Erased users are not named here any more. Takes time in proportion to the pauses that last."""
+        """Drop the pauses of the concerned keys, so that no erased user is named here. Takes time in proportion to their number."""
         self._drop_ended()
         for key in [key for key in self._until if concerned(key)]:
             del self._until[key]
 
     def _drop_ended(self) -> None:
-        """From the oldest on, as they are about equally long."""
+        """Drop pauses that have ended, the oldest first, as they are about equally long."""
         while self._until and next(iter(self._until.values())) <= self._clock():
             self._until.popitem(last=False)

@@ -2,7 +2,7 @@
 
     get_or_compute:  L1 -> join the computation here -> L2: the entry | the lease to compute it | wait for the lease's holder -> compute
 
-An answer past its time is still served, at once, while one task computes the next; what many ask for is computed ahead of its time.
+An answer past its time is still served, at once, while one task computes the next; answers in demand are computed anew ahead of their time.
 A shared cache that fails is no error here.
 """
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 Compute: TypeAlias = Callable[[], Awaitable[Computed[T]]]
 HOTTEST = 10
 ANEW = 1e15  # nothing kept is fresh for that long
-DECODED_WEIGHT = 2  # in memory an answer is objects, about twice as large as the JSON that it weighs in the shared cache
+DECODED_WEIGHT = 2  # in memory an answer is objects, about twice as large as its JSON in the shared cache
 logger = logging.getLogger(__name__)
 
 
@@ -63,10 +63,11 @@ class TieredCache(Generic[T]):
         return None if self._l2 is None else self._l2.shared
 
     async def get_or_compute(self, key: Key, compute: Compute[T], *, refresh: bool = False, renew: Compute[T] | None = None) -> Found[T]:
-        """Raises what `compute` raises, to all that wait for it here; nothing is kept then. Computing ends when all of them are cancelled.
+        """The answer: kept, joined or computed. An error of `compute` is raised to all callers that wait here, and nothing is kept. The
+        computation is cancelled with the last of them.
 
-        With `refresh`, nothing that is kept will do; what is being computed at this moment will. `renew` computes it where no caller waits
-        for it, if that is not the same.
+        With `refresh`, no kept answer will do, but one that is being computed now will. `renew` computes in place of `compute` where no
+        caller waits.
         """
         renew = renew or compute
         self._hot.record(key)
@@ -79,7 +80,7 @@ class TieredCache(Generic[T]):
         return found
 
     def here(self, keys: Iterable[Key]) -> tuple[Key, Found[T]] | None:
-        """The first of these that this memory holds, fresh or stale; where it holds none, that counts as no lookup."""
+        """The first of these keys that this memory holds, with its answer, fresh or stale; a miss counts as no lookup."""
         for key in keys:
             if self._l1.peek(key) is not None and (entry := self._l1.get(key)) is not None:
                 self._hot.record(key)
@@ -87,7 +88,7 @@ class TieredCache(Generic[T]):
         return None
 
     async def get(self, key: Key) -> Found[T] | None:
-        """What is kept, fresh or stale; nothing is computed."""
+        """The kept answer, fresh or stale; nothing is computed."""
         self._hot.record(key)
         if (entry := self._l1.get(key)) is not None:
             return self._found(entry, "l1")
@@ -96,7 +97,9 @@ class TieredCache(Generic[T]):
         return self._taken_over(key, entry, began, "l2") if entry else None
 
     def refresh(self, key: Key, compute: Compute[T]) -> bool:
-        """Compute it in the background, unless it is computed or was, here or in another replica; says whether a task was begun for it."""
+        """Compute the answer in the background, unless that is under way or was just done, here or in another replica. Returns whether a
+        task was begun.
+        """
         if self._flights.get(key) is not None or self._pauses.paused(key) or not self._background.has_room():
             return False
         entry = self._l1.peek(key)
@@ -106,13 +109,13 @@ class TieredCache(Generic[T]):
         return True
 
     def hottest(self, count: int) -> list[tuple[str, str]]:
-        """Namespaces and groups of the keys that are looked up most, hottest first, each once; of so many keys."""
+        """The (namespace, group) of the `count` keys that are looked up most, hottest first, each once."""
         return list(dict.fromkeys((key.namespace, key.group) for key, _ in self._hot.top(count)))
 
     def forget(self, namespace: str | None = None, group: str | None = None) -> int:
         """Remove from this replica's memory a group, a namespace (group None) or everything; returns how many entries.
 
-        What is being computed of it now is not kept either, and no later caller is given it.
+        Answers of it that are being computed now are not kept either, and no later caller is given them.
         """
         self._epochs.end(namespace, group)
         for kept in (self._flights.detach, self._hot.forget, self._pauses.forget):
@@ -120,7 +123,7 @@ class TieredCache(Generic[T]):
         return self._l1.invalidate(namespace, group)
 
     async def invalidate(self, namespace: str | None = None, group: str | None = None) -> Invalidated:
-        """`forget`, and remove it from the shared cache. The memories of other replicas are theirs to `forget`."""
+        """`forget`, and erase from the shared cache too. Other replicas have to `forget` by themselves."""
         removed = self.forget(namespace, group)
         if self._l2 is None:
             return Invalidated(removed)
@@ -141,12 +144,12 @@ class TieredCache(Generic[T]):
         )
 
     async def flush(self) -> None:
-        """Until what was computed so far is in the shared cache, or was refused there."""
+        """Wait until all that was computed so far is in the shared cache, or was refused there."""
         if self._l2 is not None:
             await self._l2.flush()
 
     async def close(self) -> None:
-        """End the background tasks, send what is still to be written, and let go of the shared cache."""
+        """End the background tasks, send what is still to be written, and close the shared cache."""
         await self._background.close()
         await self.flush()
         if self._l2 is not None:
@@ -195,7 +198,7 @@ class TieredCache(Generic[T]):
                 self._l2.release(key, right)
 
     def _keep(self, key: Key, computed: Computed[T], cost_ms: float, began: int, right: Right | None) -> bool:
-        """In both tiers, and whether it goes to the second."""
+        """Keep a computed answer in both tiers; returns whether it goes to the second."""
         payload = self._codec.encoded(computed.value) if computed.keep else None
         if payload is None or computed.negative:
             self._pauses.pause(key, self._settings.negative_ttl_s)  # or each caller that is given a stale one would start the next attempt
@@ -208,12 +211,12 @@ class TieredCache(Generic[T]):
         return self._l2 is not None and right is not None and self._l2.put(key, entry, right.epoch)
 
     def _has_better(self, key: Key, degraded: Entry) -> bool:
-        """Whether a good answer, if an old one, is there for longer: it is not given up for a degraded one."""
+        """Whether a good answer, perhaps a stale one, is kept for longer than this degraded one: it is not given up for it."""
         entry = self._l1.peek(key)
         return entry is not None and entry.stale_until > degraded.stale_until
 
     def _remember(self, key: Key, entry: Entry, began: int) -> None:
-        """A decoded entry, in this memory, unless it was erased since it `began`."""
+        """Keep a decoded entry in this memory, unless it was erased since `began`."""
         if self._epochs.admits(key, began):
             self._l1.put(key, replace(entry, weight=DECODED_WEIGHT * entry.weight))
 

@@ -1,4 +1,4 @@
-"""Entries on their way to the shared cache: collected while a call is under way, sent together in the next. No answer waits for them."""
+"""Entries on their way to the shared cache: collected while one call is under way, and sent together in the next. No answer waits."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,9 +12,9 @@ BATCH = 64
 
 
 class WriteBehind:
-    """Holds at most `limit` entries; more are dropped and counted. `refused` is told of each key that was erased in the meantime.
+    """Holds at most `limit` entries; further ones are dropped and counted. `refused` is called with each key that was erased meanwhile.
 
-    To be made outside of requests: entries are sent in that context.
+    To be made outside of requests: entries are sent in the context in which it was made.
     """
 
     def __init__(self, shared: SharedCache, limit: int, refused: Callable[[Key], object] = lambda _: None) -> None:
@@ -25,8 +25,8 @@ class WriteBehind:
         self._context = no_requests_context()
 
     def put(self, key: Key, entry: Entry, epoch: int | None = None) -> bool:
-        """With the epoch in which its computation began; without one, where it belongs to this moment and not to what went before. Says
-        whether there was room for it.
+        """Take an entry to be sent; returns whether there was room for it. `epoch`: when its computation began; without one, the entry is
+        of this moment, and no earlier erasure concerns it.
         """
         if len(self._pending) >= self._limit and key not in self._pending:
             self.dropped += 1
@@ -37,12 +37,12 @@ class WriteBehind:
         return True
 
     def forget(self, concerned: Callable[[Key], bool]) -> None:
-        """Send these no more."""
+        """Drop the concerned entries that wait to be sent."""
         for key in [key for key in self._pending if concerned(key)]:
             del self._pending[key]
 
     async def flush(self) -> None:
-        """Until all that was put so far has been sent."""
+        """Wait until all entries that were put so far have been sent."""
         if self._sender is not None:
             await asyncio.shield(self._sender)
 

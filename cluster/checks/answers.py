@@ -1,4 +1,4 @@
-"""What a loaded backend must do with requests."""
+"""Checks of a loaded backend's answers."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -97,7 +97,7 @@ def draws_or_declines(subject: Subject, what: str, request: Any) -> None:
 
 
 def gives_up_what_is_late(subject: Subject) -> None:
-    """An error or an answer, soon: the check's time limit is for what hangs."""
+    """A late request gets an error or an answer soon; a backend that hangs meets the check's time limit."""
     good, asked = next(iter(subject.typical.items()))
     before, late = subject.infer(asked, good), replace(asked, deadline=time.monotonic() - 1)
     with suppress(DeadlineExceeded):
@@ -140,7 +140,7 @@ def answers_after_close_and_load(subject: Subject) -> None:
 
 
 def leaves_a_second_one_alone(subject: Subject) -> None:
-    """Two live side by side while a new version of the model is loaded."""
+    """Closing one instance leaves another: two live side by side while a new version of the model is loaded."""
     before, other = subject.batch(subject.typical), subject.make()
     with ThreadPoolExecutor(1) as thread:
         thread.submit(other.load, subject.bundle).result()

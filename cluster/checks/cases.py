@@ -9,14 +9,14 @@ from cluster.engines.stage_rules import StageRules
 from cluster.values import Action, Int32Array, UserSequence
 
 WINDOW = 50
-"""Events of a full history where the model's record does not say."""
+"""How many events a full history has where the model's record does not say."""
 
 
 class Cases(Protocol):
-    """What the checks ask of a stage. Mappings go from what a request is like, in words, to the request.
+    """The requests that the checks send to a stage's backend. Mappings: a request's description in words -> the request.
 
-    `typical`: of several users with histories of different lengths. `edges`: must be answered with sense. `restricted`: the same, with
-    items to choose from or to leave out. `strangers`: name what is not in the catalogue; they may be refused, with an error.
+    `typical`: of several users with histories of different lengths. `edges`: extreme requests, which must get a valid answer. `restricted`:
+    likewise, with items to choose from or to leave out. `strangers`: name items that the catalogue lacks; an error may refuse them.
     `optional`: may be declined.
     """
 
@@ -65,10 +65,10 @@ def indices(*items: int) -> Int32Array:
 
 
 def some(items: int, count: int) -> Int32Array:
-    """So many catalogue indices from all over the catalogue, or all of them, in no order."""
+    """`count` catalogue indices from all over the catalogue, or all of them, in no order."""
     return np.random.default_rng(0).permutation(np.unique(np.linspace(1, items, min(items, count)).astype(np.int32)))
 
 
 def lengths(longest: int) -> Sequence[int]:
-    """Of several users' histories, short and long ones mixed."""
+    """The lengths of several users' histories, short and long ones mixed."""
     return [min(max(1, length), longest) for length in (longest, 1, longest // 2, 3, longest - 1, 2, longest // 3)]

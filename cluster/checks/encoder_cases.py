@@ -1,4 +1,4 @@
-"""What an encoder is asked."""
+"""The requests that an encoder is checked with, and what is wrong with an answer."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What a generator is asked."""
+"""The requests that a generator is checked with, and what is wrong with an answer."""
 
 from collections.abc import Mapping
 from typing import Any

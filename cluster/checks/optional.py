@@ -1,4 +1,4 @@
-"""What a backend must do that has some of the optional methods; see cluster.protocols."""
+"""Checks of the optional methods that a backend has; see cluster.protocols."""
 
 import asyncio
 from collections.abc import Mapping
@@ -73,7 +73,7 @@ def does_not_mix_up_users(subject: Subject) -> None:
 
 
 def forgets_users(subject: Subject) -> None:
-    """What the erasures count, and that answers are the same after them."""
+    """Erasures count what they erase, and leave answers as they were."""
     backend = subject.backend
     has = [name for name in (*FORGETTING, "kept") if hasattr(backend, name)]
     if not has:
@@ -115,7 +115,7 @@ def _holds_no_user(subject: Subject) -> None:
 
 
 def erases_one_user_only(subject: Subject) -> None:
-    """The count of `kept` where it names users: the same name at another tenant stays."""
+    """The erasure of one user lowers the number of users in `kept` by one: the same name at another tenant stays."""
     if not (hasattr(subject.backend, "forget") and hasattr(subject.backend, "kept")):
         raise Skipped("it has not both forget and kept")
     _ask_for_all(subject)
@@ -129,7 +129,7 @@ def erases_one_user_only(subject: Subject) -> None:
 
 
 def hands_users_over(subject: Subject) -> None:
-    """Answers are the same from what was handed over, and from what was cut on its way."""
+    """Answers are the same after states were handed over whole, and after each was cut in half on its way."""
     backend = subject.backend
     has = [name for name in ("hand_over", "take_over") if hasattr(backend, name)]
     if not has:

@@ -1,4 +1,4 @@
-"""What a ranker is asked."""
+"""The requests that a ranker is checked with, and what is wrong with an answer."""
 
 from collections.abc import Mapping
 

@@ -20,7 +20,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`reason` is "" where the check passed."""
+    """What came of one check; `reason` is "" where it passed."""
 
     check: str
     result: Result
@@ -43,5 +43,5 @@ class Report:
         return any(outcome.result is Result.FAILED for outcome in self.outcomes)
 
     def count(self, result: Result) -> int:
-        """How many checks ended so."""
+        """How many checks had this result."""
         return sum(outcome.result is result for outcome in self.outcomes)

@@ -28,16 +28,16 @@ class Subject:
         self.typical = self.cases.typical()
 
     def make(self) -> Backend[Any, Any]:
-        """Another one of it, with the options."""
+        """A new instance of the backend, with the options."""
         made: Backend[Any, Any] = resolve(self.import_string)(**self.options)
         return made
 
     def infer(self, request: Any, what: str) -> Any:
-        """Its answer to one request. Raises Failed where that makes no sense."""
+        """The backend's answer to one request. Raises Failed where it makes no sense."""
         return self.checked(request, self.backend.infer(request), what)
 
     def batch(self, requests: Mapping[str, Any]) -> list[Any]:
-        """Its answers to several. Raises Failed where one makes no sense, or they are not as many."""
+        """The backend's answers to several requests. Raises Failed where one makes no sense, or their number differs."""
         answers = self.backend.batch_infer(list(requests.values()))
         if not isinstance(answers, list | tuple) or len(answers) != len(requests):
             given = f"{len(answers)} answers" if isinstance(answers, list | tuple) else f"a {type(answers).__name__}"
@@ -56,6 +56,6 @@ class Subject:
             raise Failed(f"{what}: {problem}")
 
     def all_same(self, expected: Sequence[Any], answers: Sequence[Any], what: str) -> None:
-        """The same of answers to the typical requests."""
+        """As `same`, for each answer to a typical request."""
         for label, one, other in zip(self.typical, expected, answers, strict=True):
             self.same(one, other, f"{label}, {what}")

@@ -2,7 +2,7 @@
 
     report = check("my_package.encoder:MyEncoder", "encoder", bundle)
 
-A check that fails does not end the run; one that never ends does, since a backend is asked by one thread at a time.
+A check that fails does not end the run. A check that hangs does, since a backend is asked by one thread at a time.
 """
 
 import time
@@ -28,12 +28,12 @@ from cluster.values import Availability
 CASES: Mapping[str, Callable[[Bundle], Cases]] = {"encoder": EncoderCases, "generator": GeneratorCases, "ranker": RankerCases}
 LIMIT_S = 60.0
 _OTHERS = ("site-packages", "/cluster/checks/", "<")
-"""What frames of a traceback are not the backend's own."""
+"""Parts of the paths of traceback frames that are not the backend's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`loaded`: it asks a backend that is loaded. `limits`: how many times the limit it may take."""
+    """`loaded`: whether the check asks a loaded backend. `limits`: how many times the limit the check may take."""
 
     name: str
     run: Callable[[Subject], None]
@@ -76,7 +76,7 @@ CLOSES = Check("closes", lambda subject: subject.backend.close())
 def check(import_string: str, stage: str, bundle: Bundle, *, options: Mapping[str, Any] | None = None, limit_s: float = LIMIT_S) -> Report:
     """All checks of the stage. `limit_s`: how long one may take, the load excepted, which may take ten times that.
 
-    Raises UnknownChoice at a stage that there is not.
+    Raises UnknownChoice at an unknown stage.
     """
     if stage not in CASES:
         raise UnknownChoice("stage", stage, CASES)
@@ -91,7 +91,7 @@ def check(import_string: str, stage: str, bundle: Bundle, *, options: Mapping[st
 
 
 def checks_of(cases: Cases) -> Iterator[Check]:
-    """The load, and what follows it: a check for each request that the stage's cases name, and those of every stage."""
+    """The load and the checks after it: one for each request that the stage's cases name, and those of every stage."""
     yield Check("loads", before_load.loads, loaded=False, limits=10)
     for what, request in cases.edges().items():
         yield Check(f"answers {what}", partial(answers.answers_with_sense, what=what, request=request))
@@ -150,7 +150,7 @@ class _Run:
         return Result.PASSED, ""
 
     def _obstacle(self, one: Check) -> str:
-        """Why a check is not run."""
+        """Why a check is not run; "" where it is."""
         if self._stuck_in:
             return f"it is still busy with {self._stuck_in!r}"
         if self._subject.backend is None and one is not NEEDED[0]:
@@ -159,7 +159,7 @@ class _Run:
 
 
 def _told(error: Exception | SystemExit) -> str:
-    """What was raised, and where: our own errors speak for themselves."""
+    """What was raised, and where; of our own errors, which speak for themselves, only the message."""
     if isinstance(error, GenrecError):
         return f"{type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)

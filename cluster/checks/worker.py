@@ -1,4 +1,4 @@
-"""One thread that is given one call after another, as a stage's controller does, and may be left behind where a call never ends."""
+"""One thread that makes one call after another, like a stage's engine thread; it may be left behind where a call never ends."""
 
 import threading
 from collections.abc import Callable
@@ -11,7 +11,7 @@ Call: TypeAlias = tuple["Future[Any]", Callable[[], Any]]
 
 
 class Stuck(Exception):
-    """A call has not ended in its time; its thread goes on."""
+    """Raised where a call has not ended in its time; its thread goes on."""
 
 
 class Worker:

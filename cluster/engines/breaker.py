@@ -38,7 +38,7 @@ class BreakerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Breaker:
-    """Ask `state` before a call, keep what `succeeded` or `failed` returns after it."""
+    """A breaker's value: ask its `state` before a call, and keep the breaker that `succeeded` or `failed` returns after it."""
 
     settings: BreakerSettings = field(default_factory=BreakerSettings)
     failures: int = 0
@@ -58,8 +58,8 @@ class Breaker:
         return Breaker(self.settings)
 
     def failed(self, now: float, *, calls: int = 1, at_once: bool = False) -> "Breaker":
-        """After `calls` broken calls in a row, the last at `now`; `at_once` opens at any count (for what need not be seen thrice,
-        as a failed load).
+        """The breaker after `calls` broken calls in a row, the last at `now`; `at_once` opens it at any count, as after a failed load,
+        which need not be seen thrice.
         """
         counted = replace(self, failures=self.failures + calls)
         state = self.state(now)

@@ -21,7 +21,9 @@ SMALLEST = 64
 
 @dataclass(slots=True)
 class BufferStatistics:
-    """`hits`: arrays that were there, `misses`: that had to be made or grown; `held_bytes` now, `peak_bytes` at most since the start."""
+    """`hits`: arrays for which memory was there; `misses`: for which it had to be made or grown; `held_bytes`: now; `peak_bytes`: the most
+    since the start.
+    """
 
     hits: int = 0
     misses: int = 0
@@ -30,7 +32,7 @@ class BufferStatistics:
 
 
 class BufferPool:
-    """A buffer for each name, which grows to the tier that is asked of it. Not for two threads."""
+    """A buffer for each name, which grows to the largest tier that was asked for. Not for two threads."""
 
     def __init__(self, allocate: Allocate = np.empty) -> None:
         self._allocate = allocate
@@ -60,12 +62,12 @@ class BufferPool:
         return out
 
     def clear(self) -> None:
-        """Let go of all memory, and of what was last put there."""
+        """Free all memory, and with it what was last put there."""
         self._held = {}
         self._statistics.held_bytes = 0
 
     def statistics(self) -> dict[str, float]:
-        """As plain numbers, by ``buffer_hits`` and so on."""
+        """The statistics as plain numbers, by ``buffer_hits`` and so on."""
         return {f"buffer_{name}": float(value) for name, value in asdict(self._statistics).items()}
 
     def _grown(self, name: str, size: int, dtype: npt.DTypeLike) -> Any:

@@ -1,11 +1,11 @@
-"""The framework controller: of a stage's backends, ask the first that can answer, and say why the others were not asked.
+"""The framework controller: ask the first of a stage's backends that can answer, and say why those before it did not.
 
     encoder=onnxruntime (tensorrt: no engine for sm_90 in models/ml-1m/3; run: genrec compile)
 
     requests -> vllm          a queue of its own: each request at once, on the event loop
              -> torch_beam    what vllm could not answer, a batch at a time in the engine thread
 
-An answer is never an error because an engine is: what one backend cannot answer, the next one is asked.
+An engine's error is not shown to the caller: a request that one backend cannot answer goes to the next.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ from cluster.values import Availability, SkippedBackend
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 LOADS_ALONE_S = 30.0
-"""How long a refresh waits for a backend that loads. From then on it may hang: the others are looked after, and loaded, beside it."""
+"""How long a refresh waits for a backend that loads. After that it may hang: other backends are looked after, and loaded, beside it."""
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Served(Generic[AnswerT]):
-    """An answer, which backend gave it, and which preferred ones did not; `duration_ms` includes the time they took to fail."""
+    """An answer, the backend that gave it, and the preferred ones that did not; `duration_ms` includes the time they took to fail."""
 
     answer: AnswerT
     backend: str
@@ -49,13 +49,13 @@ class Served(Generic[AnswerT]):
 
 
 class FrameworkController(Generic[RequestT, AnswerT]):
-    """Everything belongs to one event loop at a time; engines that take batches run in a thread, one call after another.
+    """One stage's backends. All methods belong to one event loop at a time; engines that take batches run in a thread, call after call.
 
     `table` names every backend of the stage (name -> import string), `order` those that may serve, most wanted first. `selection` "fastest"
-    reorders them by speed on the requests given to `warm_up`, the last of which is also asked as users ask who return: `returning` is their
-    share, None for the one that is seen. `retries` bounds the search for bad requests in a batch that broke (0: none).
-    `options` are the keyword arguments of the backends' constructors, by name. `join` makes batches behind the order, for a stage of which
-    some engines have queues of their own; without it, `call` is given batches.
+    reorders them by their speed on the requests given to `warm_up`, the last of which is also timed as that of a returning user.
+    `returning`: the share of such users; None: the share that is seen. `retries` bounds the search for bad requests in a batch that broke
+    (0: none). `options`: the keyword arguments of the backends' constructors, by backend. `join` makes batches for a single backend, where
+    some of the stage's engines have queues of their own; without it, `call` is given batches.
     Raises UnknownChoice or ConfigError where the order does not fit the table.
     """
 
@@ -147,9 +147,9 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     async def stream(
         self, request: RequestT, merge: Callable[[Sequence[AnswerT]], AnswerT]
     ) -> AsyncGenerator[AnswerT | Served[AnswerT], None]:
-        """What is found as it is found, lastly the whole: `merge` makes it of one backend's pieces. Raises NoBackendAnswered.
+        """Pieces of the answer as a backend finds them, lastly the whole, which `merge` makes of them. Raises NoBackendAnswered.
 
-        Where a backend breaks midway, all that the next one finds follows: the same may come twice.
+        Where a backend breaks midway, all pieces of the next one follow: some of them may have come before.
         """
         began, skipped = self._clock(), tuple[SkippedBackend, ...]()
         for backend in self._roster.ranked():
@@ -178,12 +178,12 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         return {backend.name: backend.availability for backend in self._roster}
 
     async def refresh(self) -> bool:
-        """Unload what died, broke or was left out of the order, probe if it is time to, and load every backend of the order that can be
+        """Unload backends that died, broke or left the order, probe if it is time to, and load every backend of the order that can be
         loaded: to be called about once a second after `warm_up`. Returns whether an engine has been loaded since the last refresh.
 
         Loads then take place beside the calls, which go to another backend meanwhile, and the samples, not a user, try a repaired one.
-        They take place one after another; one that takes longer than LOADS_ALONE_S goes on beside this and later refreshes.
-        The status stays true while no request comes.
+        Loads take place one after another; one that takes longer than LOADS_ALONE_S goes on beside this and later refreshes.
+        So the status stays true even while no request comes.
         """
         asked = self._roster.ranked()
         for one in self._roster:
@@ -254,14 +254,15 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         self._roster.first = name
 
     def suspect(self, names: Collection[str]) -> None:
-        """These broke on most of the other replicas: here one failure opens their breakers, and what has not answered a request here yet
-        is asked after the others. Nothing of it holds for the last one that could answer. Ends with the next call that leaves them out.
+        """Take that these backends broke on most of the other replicas: one failure opens their breakers here, and those that have not
+        answered a request here yet are asked after the others. The last backend that could answer is spared. A later call without a
+        backend's name ends its suspicion.
         """
         self._roster.suspects = frozenset(names)
 
     async def reconfigure(self, **given: Unpack[Changes]) -> None:
-        """Change what is given and leave the rest; nothing changes where something given is wrong. `options` go with a `table`: a backend
-        with the same import string and options stays as it is, one that is new is loaded by `refresh`, and one that is gone is unloaded.
+        """Change the given settings, or none where one of them is wrong. `options` go with a `table`: a backend with the same import string
+        and options stays as it is, a new one is loaded by `refresh`, and one that is gone is unloaded.
         """
         gone = self._roster.change(**given)
         for backend in gone:
@@ -271,7 +272,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         await self._probe_when_due()
 
     async def follow(self, settings: EngineSettings) -> None:
-        """Reconfigure as the stage's settings are now."""
+        """Reconfigure by the stage's present settings."""
         await self.reconfigure(
             order=settings.order,
             selection=settings.selection,
@@ -282,26 +283,26 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         )
 
     async def forget(self, tenant: str | None, user: str | None) -> int:
-        """Have every loaded backend erase what it keeps of a user: how many states that were, as they count them.
+        """Have every loaded backend erase what it keeps of a user; returns how many states that were, as the backends count them.
 
         With `user` None, of all the tenant's users; with `tenant` None too, of all users. A batch that runs meanwhile ends first, and what
-        it kept is erased too. A backend that breaks over it is unloaded, and the others still are told.
+        it kept is erased too. A backend that breaks over it is unloaded, and the next ones are asked all the same.
         """
         return sum([await backend.forget(tenant, user) for backend in self._roster])
 
     def openings(self) -> dict[str, Room]:
-        """Kind of states that a loaded backend can take over -> the room it has for them."""
+        """Kind of states -> the room that a loaded backend has for them, for all kinds that can be taken over here."""
         return {kind: room_for(backend.kept()) for backend in self._roster.ranked() if (kind := backend.kind)}
 
     async def hand_over(self) -> AsyncGenerator[list[KeptUser], None]:
-        """What the loaded backends keep of users, the first choice's first, of each the hottest first; a few MiB at a time."""
+        """The states that the loaded backends keep of users, the first choice's first, of each the hottest first; a few MiB at a time."""
         for backend in self._roster.ranked():
             async with aclosing(backend.hand_over()) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
     async def take_over(self, states: Sequence[KeptUser], wanted: Callable[[KeptUser], bool]) -> int:
-        """Have each loaded backend keep the states of its kind: how many were taken. See ManagedBackend."""
+        """Have each loaded backend keep the states of its kind; returns how many were taken. See ManagedBackend."""
         taken = 0
         for backend in self._roster.ranked():
             kind = backend.kind
@@ -310,15 +311,15 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         return taken
 
     def kept(self) -> dict[str, dict[str, float]]:
-        """What the loaded backends say they keep of users, by backend."""
+        """The figures of what the loaded backends keep of users, by backend."""
         return {backend.name: kept for backend in self._roster if (kept := backend.kept())}
 
     def queues(self) -> dict[str, dict[str, float]]:
-        """What the loaded engines of the order say of their queues, by backend."""
+        """The figures of the queues of the order's loaded engines, by backend."""
         return {backend.name: queue for backend in self._roster.ranked() if (queue := backend.queue())}
 
     def close(self) -> None:
-        """Free what the backends hold, after the batch that runs; the one that is just being loaded as soon as it is."""
+        """Close all backends, after the batch that runs; one that is just being loaded is closed once it is loaded."""
         self._closed = True
         self.thread.close()
         for backend in self._roster:
@@ -332,14 +333,14 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         return next((one for one in self._roster.ranked() if not one.loaded and not one.obstacle()), None)
 
     def _any_loaded(self) -> bool:
-        """Of the loads that have ended, whether one left an engine that serves. Raises what is no error of a backend's."""
+        """Whether one of the loads that have ended left an engine that serves. Raises an error that is not a backend's."""
         ended = {load for load in self._loads if load.done()}
         self._loads -= ended
         loaded = [load.result() for load in ended]
         return any(loaded)
 
     async def _load_beside(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:
-        """Beside the calls, which do not ask it until it has answered the samples; whether it is loaded then, and has answered them."""
+        """Load a backend and have it answer the samples, beside the calls, which do not ask it before. Returns whether it did both."""
         backend.loading = True
         try:
             answers = await backend.rehearse(self._samples, beside)

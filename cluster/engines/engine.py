@@ -46,7 +46,7 @@ class Engine(Generic[RequestT, AnswerT]):
         self.late_in_a_row = self.answered = 0
 
     async def ask(self, requests: Sequence[RequestT], run: Run) -> Reply[AnswerT]:
-        """The outcome of each request, in order; `run` is the thread for what takes one."""
+        """The outcome of each request, in order; `run` does the work of an engine that needs a thread."""
         raise NotImplementedError
 
     @property
@@ -61,7 +61,7 @@ class Engine(Generic[RequestT, AnswerT]):
             return False
 
     def optional(self, name: str, *args: Any) -> Any:
-        """What a method answers that a backend may have; None where it has not."""
+        """What an optional method of the backend returns; None where the backend lacks it."""
         method = getattr(self.backend, name, None)
         return method(*args) if method else None
 
@@ -149,8 +149,8 @@ class Queue(Engine[RequestT, AnswerT]):
         self.answered, self.late_in_a_row = self.answered + 1, 0
 
     def _late(self, error: DeadlineExceeded | asyncio.CancelledError) -> Exception:
-        """The time was over, or the caller has gone, perhaps because it was: raises that one again. Where the call was not
-        cancelled, the engine broke: it may have given up a task or a connection of its own.
+        """The error to report for a call that was late. Raises CancelledError again where the caller cancelled the call. Where it did not,
+        the engine broke: it may have given up a task or a connection of its own.
         """
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and not task.cancelling():
@@ -162,7 +162,7 @@ class Queue(Engine[RequestT, AnswerT]):
 
 
 def _no_end(error: SystemExit) -> RuntimeError:
-    """In place of what would end the process, and with it the backends that could answer."""
+    """An error in place of a SystemExit, which would end the process, and with it the backends that could answer."""
     return RuntimeError(f"SystemExit: {error}")
 
 
@@ -177,5 +177,5 @@ async def ended(pieces: AsyncIterator[T]) -> AsyncGenerator[AsyncIterator[T], No
 
 
 async def together(awaited: Sequence[Awaitable[T]]) -> list[T]:
-    """All at the same time, in order; a single one costs no task."""
+    """The results in order, awaited at the same time; a single one costs no task."""
     return [await awaited[0]] if len(awaited) == 1 else list(await asyncio.gather(*awaited))

@@ -1,7 +1,7 @@
 """With `selection: fastest`: time the loaded backends of a stage, and exclude those that disagree with the reference.
 
-An excluded one may be fast, but it is not the same model. Where a stage's engines may keep users' states, each is also timed with users who
-return with a new last event, and these count by their share.
+An excluded backend may be fast, but it does not compute the same model. Where a stage's engines may keep users' states, each is also timed
+with users who return with a new last event; these times count by the share of such users.
 """
 
 import asyncio
@@ -23,18 +23,20 @@ logger = logging.getLogger(__name__)
 MEASURED_ROUNDS = 5
 UNSEEN_SHARE = 0.5
 SEEN_FROM = 1000
-"""Histories looked up among kept states from which on their share of hits counts, in tenths, in place of UNSEEN_SHARE."""
+"""Once so many histories were looked up among kept states, their share of hits counts, in tenths, in place of UNSEEN_SHARE."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of a backend's calls with the samples: as histories never met, and of users of whom it may keep all but the last event."""
+    """A backend's times for the samples: as histories that it never met, and as those of returning users, of whom it may keep all but the
+    last event.
+    """
 
     new_ms: float
     returning_ms: float
 
     def mean(self, returning: float) -> float:
-        """With this share of users who return."""
+        """The mean time, with this share of returning users."""
         return (1 - returning) * self.new_ms + returning * self.returning_ms
 
 
@@ -47,7 +49,7 @@ class Measuring(Generic[RequestT, AnswerT]):
         self._share: float | None = None
 
     async def measure(self, samples: Sequence[RequestT]) -> None:
-        """Time what has not been timed, and weigh all times by the share of users who return now."""
+        """Time the backends that have not been timed, and weigh all times by the present share of returning users."""
         async with self._turn:
             usable = self._roster.ready()
             fit = [backend for backend in usable if not backend.exclusion]
@@ -65,7 +67,7 @@ class Measuring(Generic[RequestT, AnswerT]):
                 self._weigh(share)
 
     def _returning(self) -> float:
-        """The configured share of users who return or, to the tenth, the one that engines have seen."""
+        """The configured share of returning users or, rounded to tenths, the share that engines have seen."""
         if self._roster.returning is not None:
             return self._roster.returning
         figures = [backend.kept() for backend in self._roster]
@@ -88,7 +90,7 @@ class Measuring(Generic[RequestT, AnswerT]):
                 backend.exclusion = next((f"disagrees with {self._reference}: {problem}" for problem in problems if problem), "")
 
     async def _timed(self, backends: Sequence[ManagedBackend[RequestT, AnswerT]], samples: Sequence[RequestT]) -> list[Times | None]:
-        """None for one that broke while it was timed. One that cannot forget a user is shown none."""
+        """The times of each backend; None for one that broke while it was timed. A backend that cannot forget a user is given none."""
         returning, keeping = dict[str, float](), list[ManagedBackend[RequestT, AnswerT]]()
         if again := self._rules.returning:
             keeping = [backend for backend in backends if backend.forgets]
@@ -99,7 +101,7 @@ class Measuring(Generic[RequestT, AnswerT]):
         return [Times(new[one.name], returning.get(one.name, new[one.name])) if one.name in new else None for one in backends]
 
     def _weigh(self, share: float) -> None:
-        """The log says what was found, and which is the fastest."""
+        """Weigh the times of all backends by this share of returning users, and log them and the fastest backend."""
         self._share = share
         timed = {backend: times for backend, times in self._times.items() if backend in self._roster and backend.measured_ms is not None}
         self._times = timed
@@ -121,8 +123,8 @@ class Measuring(Generic[RequestT, AnswerT]):
 async def median_ms(
     backends: Sequence[ManagedBackend[RequestT, AnswerT]], samples: Callable[[int], Sequence[RequestT]]
 ) -> dict[str, float]:
-    """By name, of calls in turns, so that what slows the machine for a while slows them all; without those that broke while they were
-    timed. `samples` gives the requests of each round; the first is not counted: there, no user has returned yet.
+    """Backend's name -> its median time, without backends that broke. They are called in turns, so that what slows the machine for a while
+    slows them all. `samples`: gives the requests of each round; the first round is not counted: there, no user has returned yet.
     """
     durations: dict[str, list[float]] = {backend.name: [] for backend in backends}
     broken = set()

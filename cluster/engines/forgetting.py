@@ -1,4 +1,4 @@
-"""Tell a backend to forget a user, by the narrowest of its methods that will do; see cluster.protocols."""
+"""Tell a backend to forget a user, by the narrowest of its methods that is wide enough; see cluster.protocols."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +9,10 @@ FORGETTING = ("forget", "forget_tenant", "forget_everything")
 
 
 def forget(backend: object, tenant: str | None, user: str | None) -> int:
-    """How much it forgot, as it counts: of this user, of all the tenant's where `user` is None, of all users where `tenant` is None too.
+    """Forget this user, all the tenant's users where `user` is None, or all users where `tenant` is None too. Returns how much was
+    forgotten, as the backend counts it.
 
-    Raises BackendFailed where it keeps something, and has no method that is wide enough; else what the method raises.
+    Raises BackendFailed where the backend keeps something, and has no method that is wide enough; else what the method raises.
     """
     wanted: list[tuple[str, tuple[str, ...]]] = [("forget_everything", ())]
     if tenant is not None:
@@ -27,7 +28,7 @@ def forget(backend: object, tenant: str | None, user: str | None) -> int:
 
 
 def kept(backend: object) -> dict[str, float]:
-    """What it says it keeps of users; empty where it says nothing."""
+    """The backend's figures of what it keeps of users; empty where it gives none."""
     method = getattr(backend, "kept", None)
     figures: Mapping[str, Any] = (method() if method else None) or {}
     return {name: float(figure) for name, figure in figures.items()}

@@ -1,4 +1,6 @@
-"""What an engine keeps of users, on its way to an engine of the same kind in another process; see `hand_over` in cluster.protocols."""
+"""The states that an engine keeps of users, on their way to an engine of the same kind in another process; see `hand_over` in
+cluster.protocols.
+"""
 
 import json
 import logging
@@ -8,13 +10,15 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 CHUNK_BYTES = 4 << 20
-"""What goes in one call, unless a single user's state is larger: the receiver's event loop is busy with it for a few milliseconds."""
+"""The bytes in one call, unless a single user's state is larger: the receiver's event loop is busy with them for a few milliseconds."""
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class KeptUser:
-    """`data` is the engine's own. `kind` names the version of the model, the engine and its options: another one's states are not used."""
+    """A user's state. `data`: in the engine's own format. `kind`: names model version, engine and options; states of another kind are not
+    used.
+    """
 
     kind: str
     tenant: str
@@ -32,12 +36,12 @@ class KeptUser:
 
     @property
     def erased_by(self) -> tuple[tuple[str | None, str | None], ...]:
-        """The (tenant, user) of erasures that reach it: of the user, of all the tenant's users, of all users."""
+        """The (tenant, user) of all erasures that erase this state: of the user, of all the tenant's users, of all users."""
         return (self.tenant, self.user), (self.tenant, None), (None, None)
 
 
 def kind_of_engine(version: str, import_string: str, options: Mapping[str, Any]) -> str:
-    """A digest: options may hold what no other process should know."""
+    """The kind of an engine's states, as a digest: options may hold what no other process should know."""
     said = json.dumps([version, import_string, options], sort_keys=True, default=str)
     return blake2b(said.encode(), digest_size=16).hexdigest()
 
@@ -47,7 +51,7 @@ def hands_over(backend: object) -> bool:
 
 
 def sealed(backend: Any, kind: str) -> Iterator[KeptUser]:
-    """What it keeps, the hottest first; ends where it raises, which the log says."""
+    """The states that a backend keeps, the hottest first. Where it raises, the error is logged, and there are no more."""
     try:
         for tenant, user, data in backend.hand_over():
             yield KeptUser.sealed(kind, tenant, user, data)
@@ -56,7 +60,7 @@ def sealed(backend: Any, kind: str) -> Iterator[KeptUser]:
 
 
 def chunk_of(states: Iterator[KeptUser], most_bytes: int = CHUNK_BYTES) -> list[KeptUser]:
-    """The next of them, up to the first with which they are as large; none where there are no more."""
+    """The next states, until they have `most_bytes` or more; empty where there are no more."""
     chunk, size = list[KeptUser](), 0
     while size < most_bytes and (one := next(states, None)):
         chunk.append(one)
@@ -65,27 +69,27 @@ def chunk_of(states: Iterator[KeptUser], most_bytes: int = CHUNK_BYTES) -> list[
 
 
 class Room(NamedTuple):
-    """The bytes that an engine has for what it takes over, and those that it keeps of a user on average."""
+    """The bytes that an engine has left for states that it takes over, and those that it keeps of a user on average."""
 
     left: int
     each: int = 0
 
     def less(self, state: KeptUser) -> "Room":
-        """A short history may take as much memory as a longer one: no user counts less than those that are there."""
+        """The room after one more state. A short history may take as much memory as a longer one, so a state counts as an average user."""
         return self._replace(left=self.left - max(self.each, len(state.data)))
 
 
 def room_for(kept: Mapping[str, float]) -> Room:
-    """What an engine that says this of what it keeps should take over: what is free, or half of its memory at the cost of the least
-    recently used, since those that are handed over are no hotter than its own.
+    """The room of an engine with these figures for states that it takes over: its free memory, or half of all, at the cost of the least
+    recently used users; not more, as states that are handed over are no hotter than its own.
     """
     budget, used = kept.get("budget_bytes", float(1 << 62)), kept.get("used_bytes", 0.0)
     return Room(int(max(budget / 2, budget - used)), int(used / max(1.0, kept.get("users", 0.0))))
 
 
 def take_over(backend: Any, kind: str, states: Iterable[KeptUser]) -> int:
-    """Have the engine keep these: how many it took. What is damaged, or not its own, is refused, and costs a log line and that user's next
-    request the time of a whole encoding.
+    """Have the engine keep these states; returns how many it took. A state that is damaged, or of another kind, is refused and logged; that
+    user's next request then takes the time of a whole encoding.
     """
     taken, refused, why = 0, 0, ""
     for one in states:

@@ -1,4 +1,4 @@
-"""How a backend does: its breaker, the last thing that was wrong with it, and its figures."""
+"""The health of one backend: its breaker, its last error, and its figures."""
 
 import logging
 import threading
@@ -32,25 +32,25 @@ class Health:
         return self.state is BreakerState.CLOSED
 
     def obstacle(self) -> SkippedBackend | None:
-        """That the breaker lets no call through now."""
+        """The reason that the breaker lets no call through now; None where it lets one through."""
         if self.state is not BreakerState.OPEN:
             return None
         return self.skipped(f"{self._told}; next trial in {self._breaker.wait_s(self._clock()):.1f} s", failed=True)
 
     def unready(self) -> SkippedBackend:
-        """That it waits to be loaded, anew if it broke."""
+        """The reason that the backend waits to be loaded, or loaded anew if it broke."""
         return self.skipped(LOADING) if self.closed else self.skipped(f"{self._told}; it is being loaded again", failed=True)
 
     def broke(self, *, calls: int = 1, at_once: bool = False) -> None:
-        """Count so many broken calls in a row; `at_once` they open the breaker."""
+        """Count so many broken calls in a row; with `at_once` they open the breaker, however few they are."""
         self._breaker = self._breaker.failed(self._clock(), calls=calls, at_once=at_once or self.suspected())
 
     def answered(self) -> None:
-        """It is sound: close the breaker, and count from nothing."""
+        """The backend is sound: close the breaker, and count failures from 0."""
         self._breaker = self._breaker.succeeded()
 
     def record(self, duration_s: float, calls: int = 1) -> None:
-        """That so many calls were answered together."""
+        """Count `calls` calls that were answered together in `duration_s`."""
         with self._latency_lock:
             self._latency.record(duration_s * 1e3, self._clock(), calls)
 
@@ -59,7 +59,9 @@ class Health:
             return self._latency.summary(self._clock())
 
     def note(self, reason: str, error: Exception | None = None, *, told: str = "") -> SkippedBackend:
-        """What is wrong with it, logged where it is news. `told`: what callers are told of it where the reason may hold another's data."""
+        """Note what is wrong, log it where it is new, and return it as a reason. `told`: the text for callers, where `reason` may hold
+        data of another user.
+        """
         if reason != self.last_error:
             logger.warning("backend %s %s", self._name, reason, exc_info=error)
         self.last_error, self._told = reason, told or reason

@@ -1,8 +1,8 @@
-"""Keep long-lived objects out of the garbage collector's way, and give back what loading them needed.
+"""Keep long-lived objects out of the garbage collector's way, and give back the memory that was needed only to load them.
 
 A full collection walks every container object of the process and holds up all of its threads: 0.2 s for the 385,000 objects of torch and
 vLLM on an idle machine, seconds on a busy one. Ray Serve freezes the heap once a replica has been constructed; engines that load afterwards
-are frozen here. What a load allocated and freed again, once to twice the weights, the C library would keep from the system.
+are frozen here. Memory that a load has freed again, once to twice the weights, the C library would not give back to the system by itself.
 """
 
 import ctypes
@@ -16,9 +16,9 @@ at Python's default of 700 the collector looks 200 times a second, for 4 % of a 
 
 
 def freeze_loaded() -> None:
-    """Collect garbage among the objects made since the last freeze, leave those that are alive out of later ones, and make these rare.
+    """Collect garbage among the objects made since the last freeze, leave living objects out of later collections, and make these rare.
 
-    Call it after an engine or a model version was loaded. The cost follows what was loaded, not what the process holds.
+    To be called after an engine or a model version was loaded. The cost grows with what was loaded, not with what the process holds.
     """
     gc.collect()
     gc.freeze()
@@ -36,6 +36,6 @@ def collect_discarded() -> None:
 
 
 def return_freed() -> None:
-    """Give the system back what was freed and the C library still holds; where it is not glibc, nothing happens."""
+    """Give freed memory that the C library still holds back to the system; does nothing where the library is not glibc."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

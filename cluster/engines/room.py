@@ -20,7 +20,7 @@ AnswerT = TypeVar("AnswerT")
 AskBatch: TypeAlias = Callable[[list[RequestT]], Awaitable[Sequence[AnswerT | SkippedBackend]]]
 AskOne: TypeAlias = Callable[[RequestT], Awaitable[AnswerT | SkippedBackend]]
 Join: TypeAlias = Callable[[str, AskBatch[RequestT, AnswerT]], AskOne[RequestT, AnswerT]]
-"""(backend's name, what answers a batch) -> what takes one request, and answers it in a batch with others."""
+"""(backend's name, a function that answers a batch) -> a function that answers one request, in a batch with others."""
 
 
 class Run(Protocol):
@@ -30,13 +30,13 @@ class Run(Protocol):
 
 
 async def beside(work: Callable[[], T]) -> T:
-    """In a thread of its own, beside the engine thread."""
+    """Do work in another thread than the engine thread."""
     return await asyncio.to_thread(_done, work)
 
 
 def _done(work: Callable[[], T]) -> T:
-    """What asyncio's futures do not take is raised as a RuntimeError: a StopIteration, as of a `next` that finds nothing, would leave them
-    open for good, and a SystemExit, as of a library that parses a command line, would end the event loop.
+    """The work's result. Errors that asyncio's futures do not take become RuntimeErrors: a StopIteration, as of a `next` that finds
+    nothing, would leave the future open for good; a SystemExit, as of a library that parses a command line, would end the event loop.
     """
     try:
         return work()
@@ -64,7 +64,7 @@ class EngineThread:
         return await asyncio.wrap_future(working)
 
     async def compute(self, work: Callable[[], T]) -> T:
-        """As `run`, and counted as busy: what is computed for requests, of which more replicas could take some."""
+        """As `run`, and counted in `busy_s`: the work for requests, of which more replicas could take some."""
         return await self.run(lambda: self._timed(work))
 
     async def compute_here(self, work: Callable[[], T]) -> T:

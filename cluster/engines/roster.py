@@ -14,7 +14,7 @@ Selection = Literal["ordered", "fastest"]
 
 
 class Changes(TypedDict, total=False):
-    """What a controller can be told while it serves; what is left out stays. `options` go with a `table`."""
+    """The settings of a controller that can change while it serves; those left out stay. `options` go with a `table`."""
 
     order: Sequence[str]
     enabled: Mapping[str, bool]
@@ -25,9 +25,8 @@ class Changes(TypedDict, total=False):
 
 
 class Roster(Generic[RequestT, AnswerT]):
-    """`first` is asked before all others, also where the order leaves it out; `suspects` after them, until they have answered here.
-
-    `returning`: the share of users who return that "fastest" reckons with; None: as it is seen.
+    """The backend `first` is asked before all others, even where the order leaves it out; `suspects` after the others, until they have
+    answered here. `returning`: the share of returning users that "fastest" reckons with; None: the share that is seen.
     Raises UnknownChoice or ConfigError where the order does not fit the table.
     """
 
@@ -51,7 +50,7 @@ class Roster(Generic[RequestT, AnswerT]):
         self._order, self.selection = self._checked_order(order, self._backends), _checked_selection(selection)
 
     def __iter__(self) -> Iterator[ManagedBackend[RequestT, AnswerT]]:
-        """All of them as they are now, also those that the order leaves out."""
+        """All backends of this moment, including those that the order leaves out."""
         return iter(list(self._backends.values()))
 
     def __contains__(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:
@@ -61,7 +60,7 @@ class Roster(Generic[RequestT, AnswerT]):
         return self._known(name, self._backends)
 
     def ranked(self) -> list[ManagedBackend[RequestT, AnswerT]]:
-        """Those that may serve, in the order they are asked."""
+        """The backends that may serve, in the order in which they are asked."""
         ranked = [self._backends[name] for name in self._order]
         if self.selection == "fastest":
             ranked.sort(key=lambda backend: float("inf") if (measured := backend.measured_ms) is None else measured)
@@ -72,11 +71,11 @@ class Roster(Generic[RequestT, AnswerT]):
         return ranked
 
     def ready(self) -> list[ManagedBackend[RequestT, AnswerT]]:
-        """What is loaded and may be asked, or is only excluded, as the order has it."""
+        """The loaded backends that may be asked, in order; including those that only a measurement excludes."""
         return [backend for name in self._order if (backend := self._backends[name]).loaded and not backend.unusable()]
 
     def change(self, **given: Unpack[Changes]) -> list[ManagedBackend[RequestT, AnswerT]]:
-        """Change what is given, all or nothing; which backends are gone then."""
+        """Change the given settings, all or none; returns the backends that are gone then."""
         backends = self._made(given["table"], given.get("options", {})) if "table" in given else self._backends
         new_order = self._checked_order(given.get("order", self._order), backends)
         new_selection = _checked_selection(given.get("selection", self.selection))
@@ -89,7 +88,7 @@ class Roster(Generic[RequestT, AnswerT]):
         return gone
 
     def _made(self, table: Mapping[str, str], options: Mapping[str, Mapping[str, Any]]) -> dict[str, ManagedBackend[RequestT, AnswerT]]:
-        """A backend for each name of the table: the one there is where its import string and options are the same."""
+        """A backend for each name of the table; an existing one with the same import string and options is kept."""
         backends = {}
         for name, path in table.items():
             backend, given = self._backends.get(name), dict(options.get(name, {}))

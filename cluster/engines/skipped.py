@@ -25,7 +25,7 @@ class NoBackendAnswered(BackendFailed):
 
 
 def passed_over(name: str, error: BackendError) -> SkippedBackend:
-    """The reason that an error gives for having passed over the backend, stage or store of that name."""
+    """Why the backend, stage or store of this name was passed over, by the error that it raised."""
     return OutOfTime(name, str(error)) if isinstance(error, DeadlineExceeded) else SkippedBackend(name, str(error), failed=True)
 
 
@@ -43,7 +43,7 @@ def all_answered(results: Sequence[AnswerT | SkippedBackend]) -> TypeGuard[Seque
 
 
 def reasons(skipped: Iterable[SkippedBackend]) -> str:
-    """As ``tensorrt: no NVIDIA GPU is here; onnxruntime: switched off``."""
+    """The reasons on one line: ``tensorrt: no NVIDIA GPU is here; onnxruntime: switched off``."""
     return "; ".join(f"{one.backend}: {one.reason}" for one in skipped)
 
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineSlot(Generic[RequestT, AnswerT]):
-    """Its methods take turns, but for `close`, which is the last one."""
+    """The slot of one backend. Its methods are called one at a time, except `close`, after which none is called."""
 
     def __init__(self, name: str, import_string: str, options: Mapping[str, Any], room: EngineRoom[RequestT, AnswerT]) -> None:
         self.engine: Engine[RequestT, AnswerT] | None = None
@@ -63,7 +63,7 @@ class EngineSlot(Generic[RequestT, AnswerT]):
         return self.engine
 
     def _vacated(self) -> Engine[RequestT, AnswerT] | None:
-        """The engine that is to be closed, if there is one: from now on no call reaches it."""
+        """Take the engine out of the slot, so that no call reaches it any more; returns it where it has to be closed."""
         engine, self.engine = self.engine, None
         held, self._holds, self.loaded = self._holds, False, False
         return engine if held else None

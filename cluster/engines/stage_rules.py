@@ -1,4 +1,4 @@
-"""What the controller must know about a stage's answers: which are plain nonsense, and when two backends agree."""
+"""The rules for a stage's answers: which answers are plain nonsense, and when two backends agree."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, slots=True)
 class StageRules(Generic[RequestT, AnswerT]):
-    """Both functions say what is wrong, or "" where nothing is: `nonsense` given a request and its answer, `disagreement` given the
-    reference backend's answer and another's to the same request. `returning` makes of a sample the request of a user, REHEARSING, who was
-    here before: of all numbers it has the same events but the last. None for a stage to which that makes no difference.
+    """`nonsense(request, answer)` and `disagreement(reference's answer, another's)` return what is wrong, or "".
+    `returning(sample, number)` turns a sample into the request of a returning user, REHEARSING: for all numbers it has the same events but
+    the last. None for a stage to which that makes no difference.
     """
 
     nonsense: Callable[[RequestT, AnswerT], str]
@@ -29,12 +29,12 @@ class StageRules(Generic[RequestT, AnswerT]):
 
 
 REHEARSING = ("genrec rehearses", "returning")
-"""A tenant and a user that no request can have: a tenant's name has no blanks."""
+"""A tenant and a user that no request can name: a tenant's name has no blanks."""
 AsksForUserT = TypeVar("AsksForUserT", EncodeRequest, RankRequest)
 
 
 def returning(request: AsksForUserT, number: int) -> AsksForUserT:
-    """For StageRules. The last event is so many seconds later."""
+    """The `returning` of StageRules: the sample as a request of REHEARSING, its last event `number` seconds later."""
     timestamps = request.sequence.timestamps.copy()
     timestamps[-1:] += number
     tenant, user = REHEARSING
@@ -69,7 +69,7 @@ def encoder_nonsense(request: EncodeRequest, answer: Encoded, catalogue_size: in
 
 
 def _wrong_states(answer: Encoded, events: int, width: int | None) -> str:
-    """A decoder is prompted with them: a wrong shape or a NaN would take its engine down."""
+    """What is wrong with an answer's states. A decoder is prompted with them: a wrong shape or a NaN would end its engine."""
     states = answer.states
     if states is None:
         return ""
@@ -98,13 +98,13 @@ def _wrong_choice(items: Int32Array, scores: FloatArray, among: Int32Array | Non
 
 
 def _finite(numbers: FloatArray) -> bool:
-    """Whether none of them is NaN or infinite: a sum of squares tells at a third of the cost, unless the numbers are huge."""
+    """Whether no number is NaN or infinite. A sum of squares shows it at a third of the cost, unless the numbers are huge."""
     flat = numbers.ravel()
     return bool(np.isfinite(flat @ flat) or np.isfinite(flat).all())
 
 
 def _wrong_rows(answer: object, kinds: Mapping[str, str]) -> str:
-    """`kinds`: field -> the letters of numpy's kinds that it may have."""
+    """What is wrong with the arrays of an answer, or "". `kinds`: field -> the letters of numpy's kinds that it may have."""
     for field, kind in kinds.items():
         array = getattr(answer, field)
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kind:
@@ -187,7 +187,7 @@ def ranker_rules(tasks: int) -> StageRules[RankRequest, Ranked]:
 
 
 def _prompted_width(bundle: Bundle) -> int | None:
-    """How many numbers a state has that the decoder is prompted with, where there is one that says so."""
+    """The width of the states that the decoder is prompted with; None without a decoder, or where its record does not say."""
     decoder = bundle.manifest.decoder
     width = decoder.config.get("state_dim") if decoder else None
     return width if isinstance(width, int) else None

@@ -1,4 +1,6 @@
-"""What is left of erased users: digests by a key of the deployment, without which no list of names shows which of them were erased."""
+"""The digests that are left of erased users. They are made by a key of the deployment: without it, a list of names does not show which of
+them were erased.
+"""
 
 import hmac
 import os
@@ -13,30 +15,30 @@ from cluster.private_file import private
 
 ENVIRONMENT = "GENREC_ERASURE_KEY"
 SHORTEST = 32
-"""Characters of a key."""
+"""The fewest characters of a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """HMAC-SHA-256 with `key`. NUL stands in no name, so that no two of them are the same text."""
+    """HMAC-SHA-256 with `key`, of names joined by NUL. No name has a NUL, so no two different names give the same text."""
 
     key: bytes = field(repr=False)
 
     @property
     def check(self) -> bytes:
-        """What tells this key from every other."""
+        """A digest that tells this key from every other."""
         return self.keyed(b"which key")
 
     def user(self, tenant: str, user_id: str) -> bytes:
-        """Of an erased user: the version goes on from there."""
+        """The digest of an erased user, from which the user's version goes on."""
         return self.keyed(sha256(f"{tenant}\0{user_id}".encode()).digest())
 
     def event(self, tenant: str, idempotency_key: str) -> bytes:
-        """Of an erased user's event, which is not stored again."""
+        """The digest of an erased user's event, by which it is not stored again."""
         return self.keyed(sha256(f"\0{tenant}\0{idempotency_key}".encode()).digest())
 
     def keyed(self, plain: bytes) -> bytes:
-        """The digest for one that was made without a key, as schema version 1 has them."""
+        """The keyed digest for one that was made without a key, as in schema version 1."""
         return hmac.digest(self.key, plain, "sha256")
 
     def refuse_other(self, check: bytes, where: str) -> None:
@@ -56,8 +58,8 @@ def given_key() -> bytes | None:
 
 
 def kept_key(file: Path, *, make: bool) -> bytes:
-    """The key in the file, which is made where it is not there and `make`. Raises BackendUnavailable where it cannot be had, or is empty
-    or so short that it can be guessed.
+    """The key in the file; with `make`, a missing file is made with a new key. Raises BackendUnavailable where the key cannot be read, or
+    is so short that it can be guessed.
     """
     cure = f"restore it from its backup, let this user read and write it, or give the key in {ENVIRONMENT}"
     try:
@@ -72,7 +74,7 @@ def kept_key(file: Path, *, make: bool) -> bytes:
 
 
 def _make(file: Path) -> None:
-    """All of it or nothing, by one of those that try."""
+    """Make the file with a new key, wholly or not at all; of several processes that try, one makes it."""
     draft = file.with_name(f".{file.name}-{token_hex(8)}")
     try:
         with open(draft, "x", opener=private) as opened:

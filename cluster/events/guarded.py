@@ -1,6 +1,6 @@
-"""Histories on the way of an answer: read within a time limit, from a store that is left alone for a while when it keeps failing.
+"""Histories for answers: read within a time limit, from a store that is left alone for a while when it keeps failing.
 
-A caller that asks for a history itself, or writes one, asks the store directly: it is told how that ended, however long that takes.
+A caller that asks for a history itself, or writes events, asks the store directly, and waits as long as that takes.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ BREAKER = BreakerSettings(failures_to_open=3, pause_s=1.0, longest_pause_s=10.0)
 
 
 class GuardedHistories:
-    """Those of `store`, each read within `within_s` seconds. Raises BackendUnavailable where a read takes longer and, without asking, while
-    the store is left alone; else as the store does. For one event loop.
+    """The histories of `store`, each read within `within_s` seconds. Raises BackendUnavailable where a read takes longer and, without
+    asking, while the store is left alone; else as the store does. For one event loop.
     """
 
     def __init__(self, store: Histories, within_s: float, *, clock: Callable[[], float] = monotonic) -> None:

@@ -1,12 +1,12 @@
-"""The ledger of erasures: apart from the store and from its backups, by which a store that was restored forgets again.
+"""The ledger of erasures: kept apart from the store and its backups, so that a restored store forgets again what was erased.
 
     a store erases   the user's digest ──► the ledger, on the disk ──► the store's commit
     a store opens    what the ledger has and the store has not: erased, before anything is read (the store is an older copy of itself)
                      what the store has and the ledger has not: added (the ledger is new, or was away)
 
-It is a file, or a directory in which each machine has a file of its own and all of them are read: over a network, what several machines add
-to one file may be lost. A line has a mark of the key, the erasure's number and the digest. It names no user. The order of lines means
-nothing.
+The ledger is a file, or a directory in which each machine writes a file of its own and reads all: over a network, lines that several
+machines add to one file may be lost. A line has a mark of the key, the erasure's number and the user's digest, but no user's name. The
+order of lines means nothing.
 """
 
 import re
@@ -74,8 +74,8 @@ def _own(place: Path) -> Path:
 
 
 def _lines(place: Path) -> Iterator[tuple[bytes, int, bytes]]:
-    """Mark, number and digest. A part of a line, which a full disk leaves, stands before a whole one; a program that copied or edited the
-    file may have given its lines another end.
+    """Mark, number and digest of each line. A full disk may have left a part of a line before a whole one, and a program that copied or
+    edited the file may have changed the ends of its lines.
     """
     for file in place.glob("*.erased") if place.is_dir() else [place]:
         with file.open("rb") as lines:
@@ -84,9 +84,9 @@ def _lines(place: Path) -> Iterator[tuple[bytes, int, bytes]]:
 
 
 def require(ledger: Path | None) -> None:
-    """Raises ConfigError where it is not there: a restored store would serve users that were erased since its backup.
+    """Raises ConfigError where the ledger is missing: a restored store would serve users that were erased since its backup.
 
-    A directory without a file of any machine is none: its disk is not mounted, or its files have other names.
+    A directory without a machine's file counts as missing: its disk is not mounted, or its files have other names.
     """
     if ledger is None:
         raise ConfigError("this store has no ledger of erasures; name it in the URL, as ?ledger=/var/lib/genrec/erased")

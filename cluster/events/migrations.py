@@ -20,7 +20,7 @@ class Migration:
 
     @property
     def statements(self) -> list[str]:
-        """Those of the file, without the semicolons."""
+        """The statements of the file, without their semicolons."""
         return [statement.strip() for statement in f"{self.sql}\n".split(";\n") if statement.strip()]
 
 
@@ -35,7 +35,7 @@ def read_migrations(package: str) -> list[Migration]:
 
 
 def pending(migrations: Sequence[Migration], applied: int, where: str) -> Sequence[Migration]:
-    """Those still to be applied to a schema of version `applied`, 0 where there is none.
+    """The migrations still to be applied to a schema of version `applied`, 0 where there is none.
 
     Raises BackendUnavailable where the schema is newer than the code: the code would write rows that the newer one does not expect.
     """

@@ -8,8 +8,8 @@ from cluster.events.store import Batches, Event, EventStore, Loaded, Stored, Sto
 
 
 class StoreOpenedLater:
-    """The event store at `url`. A call opens it where that is still to be done, and raises BackendUnavailable where it fails; the next
-    tries again. For one event loop.
+    """The event store at `url`, for one event loop. Until it is open, each call tries to open it, and raises BackendUnavailable where that
+    fails.
     """
 
     def __init__(self, url: str, open_store: Callable[[str], Awaitable[EventStore]] = open_event_store) -> None:
@@ -19,7 +19,7 @@ class StoreOpenedLater:
         self._closed = False
 
     async def open(self) -> str:
-        """Open the store; why that is not possible now, or ""."""
+        """Open the store; returns why that is not possible now, or ""."""
         try:
             await self._opened()
         except BackendUnavailable as error:
@@ -51,7 +51,7 @@ class StoreOpenedLater:
         return await (await self._opened()).statistics()
 
     async def close(self) -> None:
-        """As every store's. One that is being opened is given up, and so are the calls that wait for it."""
+        """As every store's. An attempt to open the store is given up, and the calls that wait for it raise."""
         self._closed = True
         if self._opening is None:
             return

@@ -1,4 +1,4 @@
-"""What every event store does the same way: refuse what none takes, find repeated events, name versions."""
+"""What every event store does the same way: refuse events that no store takes, find repeated events, name versions."""
 
 import sys
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
@@ -41,7 +41,7 @@ def check_limit(limit: int) -> None:
 
 
 def latest(until: int | None) -> int:
-    """The last second of which events count: `until`, where that is one that an event can have."""
+    """The last second whose events count: `until`, or the last one that an event can have."""
     return LATEST_TIMESTAMP if until is None else min(until, LATEST_TIMESTAMP)
 
 
@@ -60,7 +60,7 @@ def repeats(events: Sequence[Event]) -> dict[int, int]:
 
 
 def refuse_other_content(number: int, event: Event, known: Event) -> None:
-    """Raises InvalidRequest where an event is not the one its key is known for."""
+    """Raises InvalidRequest where an event differs from the stored one with its idempotency key."""
     sent = structs.replace(event.behaviour, timestamp=known.behaviour.timestamp) if event.dated_on_arrival else event.behaviour
     if (event.user_id, sent) != (known.user_id, known.behaviour):
         problem = f"{event.idempotency_key!r} is known for another event; send a new event with a new key, and an old one unchanged"
@@ -78,7 +78,7 @@ def version_of(identity: str, latest: int | None, erasure: int | None) -> str:
 
 
 async def each_batch(batches: Batches) -> AsyncIterator[Sequence[Event]]:
-    """Either kind of batches as the asynchronous one."""
+    """The batches as an asynchronous iterator, whichever kind they are."""
     if isinstance(batches, AsyncIterable):
         async for batch in batches:
             yield batch

@@ -132,7 +132,7 @@ class EventStore(Histories, Protocol):
         ...
 
     async def users(self, tenant: str, limit: int) -> list[StoredUser]:
-        """The tenant's among the RECENT_USERS that were met last, over all tenants; those met last first."""
+        """The tenant's users among the RECENT_USERS of all tenants that were first met last, the latest first."""
         ...
 
     async def statistics(self) -> StoreStatistics: ...
@@ -175,7 +175,7 @@ async def open_event_store(url: str) -> EventStore:
 
 
 def driver_of(url: str) -> EventStoreDriver:
-    """Raises as `open_event_store`."""
+    """The driver of the database that a URL names. Raises as `open_event_store`."""
     scheme, separator, _ = url.partition("://")
     if not separator:
         raise ConfigError(f"event store {url!r} is not a URL; write sqlite:///events.db or postgresql://user@host/database")
@@ -187,7 +187,7 @@ def driver_of(url: str) -> EventStoreDriver:
 
 @asynccontextmanager
 async def closing_store(url: str) -> AsyncIterator[EventStore]:
-    """The same in a `with` block that closes it."""
+    """The store that `open_event_store` opens, closed at the end of an `async with` block."""
     store = await open_event_store(url)
     try:
         yield store

@@ -2,7 +2,7 @@
 
     replica, gateway -> report(what it holds, which versions it gives answers of) -> what is ready everywhere, what is in use anywhere
 
-It keeps nothing on disk, and a restarted one knows everything again after the next reports. Times are passed in, in seconds.
+Nothing is kept on disk: after a restart the next reports tell everything again. Times are passed in, in seconds.
 """
 
 from collections import Counter
@@ -20,8 +20,8 @@ READY = ""
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What a process tells of itself. `holds`: version -> READY, or why it cannot serve it (yet); `uses`: versions whose answers a gateway
-    gives; `figures` of the arms in that `period` of a trial; `shards`: those of the shared cache, where their number may change.
+    """What a process reports of itself. `holds`: version -> READY, or why it cannot serve it (yet); `uses`: the versions by which a gateway
+    answers; `figures`: of the arms in that `period` of a trial; `shards`: of the shared cache, where their number may change.
     """
 
     role: Role
@@ -34,10 +34,10 @@ class Presence:
 
 @dataclass(frozen=True, slots=True)
 class FleetNews:
-    """`ready`: versions that every live replica of every stage can serve; `used`: those that some gateway gives answers of.
+    """`ready`: versions that every live replica of every stage can serve; `used`: versions by which some gateway answers.
 
-    `settled`: the board has been there for long enough to have heard from every process. `replicas`: stage -> the ids of those that live
-    and hold a version: no request goes to one that still loads its first.
+    `settled`: the board has existed for long enough to have heard from every process. `replicas`: stage -> the ids of the replicas that
+    live and hold a version: no request goes to a replica that still loads its first.
     """
 
     ready: frozenset[int] = frozenset()
@@ -48,7 +48,7 @@ class FleetNews:
 
     @property
     def generators(self) -> int | None:
-        """How many can be asked; None while that is not known."""
+        """How many generators can be asked; None while that is not known."""
         return len(self.replicas.get("generator", ())) if self.settled else None
 
 
@@ -64,7 +64,7 @@ class FleetStatus:
 
 
 class FleetBoard:
-    """Plain Python, for one thread at a time; a process that is silent for `ttl_s` is gone, its figures are not."""
+    """Plain Python, for one thread at a time. A process that is silent for `ttl_s` counts as gone; its figures stay."""
 
     def __init__(self, ttl_s: float = 5.0, *, now: float = 0.0) -> None:
         self._ttl_s, self._made_at = ttl_s, now
@@ -73,7 +73,7 @@ class FleetBoard:
         self._period = ""
 
     def report(self, name: str, presence: Presence, *, now: float) -> FleetNews:
-        """Take what a process tells; returns what it should know of the others."""
+        """Take a process's report; returns what it should know of the others."""
         self._present[name] = now, presence
         if presence.period:
             if presence.period != self._period:
@@ -109,7 +109,7 @@ class FleetBoard:
         return judge(trial.guard, stable, tried, alone=trial.kind != "shadow" and trial.share >= 1)
 
     def figures(self, rollout: Rollout) -> dict[Arm, VersionFigures]:
-        """By arm, over all gateways that have taken part in the trial beside this stable version."""
+        """The figures of each arm, over all gateways that have taken part in the trial beside this stable version."""
         total: dict[Arm, VersionFigures] = {}
         for measured in self._figures.values() if rollout.period == self._period else ():
             for arm, figures in measured.items():
@@ -129,8 +129,8 @@ class FleetBoard:
         )
 
     def _ready(self, live: Mapping[str, Presence]) -> frozenset[int]:
-        """None while there is no encoder: a stage without replicas, as a generator that was scaled to zero, holds up no version, nor
-        does a replica that holds nothing yet, since no request goes to it.
+        """The versions that every live replica can serve; empty while there is no encoder. A stage without replicas, as a generator that
+        was scaled to zero, holds up no version, nor does a replica that holds nothing yet: no request goes to it.
         """
         stages = [one for one in _serving(live).values() if one.role != "gateway"]
         if not any(one.role == "encoder" for one in stages):
@@ -143,10 +143,10 @@ class FleetBoard:
 
 
 def _serving(live: Mapping[str, Presence]) -> dict[str, Presence]:
-    """Those that hold a version, and so are given requests."""
+    """The processes that hold a version, and so are given requests."""
     return {name: one for name, one in live.items() if READY in one.holds.values()}
 
 
 def _ids_of(role: Role, live: Mapping[str, Presence]) -> tuple[str, ...]:
-    """A process is called by its role and the id of its replica: `encoder/abc`."""
+    """The replica ids of a role's processes, whose names are role and id: `encoder/abc`."""
     return tuple(name.partition("/")[2] for name, one in live.items() if one.role == role)

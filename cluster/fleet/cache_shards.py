@@ -1,8 +1,8 @@
-"""How many shards the shared cache has: as many as its load needs, and as many as there are until the last change is over.
+"""How many shards the shared cache has: as many as its load needs; their number stays until the last change is over.
 
-gateway -> report(the layout it follows, how busy its shards are) -> the layout that all gateways should follow
+    gateway -> report(the layout it follows, how busy its shards are) -> the layout that all gateways should follow
 
-It keeps nothing on disk: a restarted one adopts the latest layout that a gateway follows, and decides nothing before it has heard from all.
+Nothing is kept on disk: after a restart the latest layout that a gateway follows is adopted, and nothing decided before all have reported.
 Times are passed in, in seconds.
 """
 
@@ -15,13 +15,15 @@ from cluster.cache.layout import Layout, ShardsSeen
 
 ROUNDING = 1e-6
 LOOK_EVERY_S = 1.0
-"""Gateways report far more often while their orders change, as with each erasure, and all see the same load."""
+"""How often a report's load is looked at. Gateways report far more often while their orders change, as at each erasure, and all see the
+same load.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPolicy:
-    """`target_busy`: the share of a core that a shard may use. More shards once the load has needed them for `up_after_s`; fewer once
-    `down_after_s` have passed in which fewer, with `band` to spare, would have done. A change costs moves, so neither is soon.
+    """`target_busy`: the share of a core that a shard may use. There are more shards once the load has needed them for `up_after_s`, and
+    fewer once fewer, with `band` to spare, would have done for `down_after_s`. A change costs moves, so neither comes quickly.
     """
 
     target_busy: float = 0.6
@@ -30,7 +32,7 @@ class ShardPolicy:
     band: float = 0.25
 
     def owners(self, loads: Sequence[tuple[float, float]], owners: int, bounds: tuple[int, int], *, now: float) -> int:
-        """How many there should be of the `owners` there are. `loads`: (when, cores used by all), from the last change on."""
+        """How many shards there should be, where there are `owners` now. `loads`: (when, cores used by all), from the last change on."""
         needed, enough = _within(loads, now - self.up_after_s), _within(loads, now - self.down_after_s)
         more = self._shards(min(needed, default=0.0))
         fewer = self._shards(max(enough) * (1 + self.band)) if enough else owners
@@ -41,13 +43,13 @@ class ShardPolicy:
 
 
 def _within(loads: Sequence[tuple[float, float]], since: float) -> list[float]:
-    """Those from then on, with the one that held at that time; none where they do not go back so far."""
+    """The loads from `since` on, with the one that held at that time; none where the loads do not go back so far."""
     before = [load for at, load in loads if at <= since]
     return [*before[-1:], *(load for at, load in loads if at > since)] if before else []
 
 
 class CacheShards:
-    """Plain Python, for one thread at a time; a gateway that is silent for `ttl_s` is not waited for. `now` is the time it is made at."""
+    """Plain Python, for one thread at a time. A gateway that is silent for `ttl_s` is not waited for. `now`: when the object is made."""
 
     def __init__(self, least: int, most: int, ttl_s: float, policy: ShardPolicy | None = None, *, now: float) -> None:
         self._bounds, self._ttl_s, self._made_at = (least, most), ttl_s, now
@@ -57,7 +59,7 @@ class CacheShards:
         self.layout: Layout | None = None
 
     def report(self, gateway: str, seen: ShardsSeen, *, now: float) -> None:
-        """Take what a gateway sees; `layout` is another one afterwards where that is called for."""
+        """Take a gateway's view of the shards; changes `layout` where that is called for."""
         self._seen[gateway] = now, seen
         self._seen = {name: told for name, told in self._seen.items() if now - told[0] <= self._ttl_s}
         if self.layout is None or seen.layout > self.layout:

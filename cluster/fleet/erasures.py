@@ -34,7 +34,7 @@ class Place:
 
 
 NO_PLACE = Place()
-"""Of a follower that has just started."""
+"""The place of a follower that has just started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ErasureLog:
         self._kept: deque[Erasure] = deque()
 
     def add(self, tenant: str | None, user: str | None, *, now: float) -> int:
-        """The erasure's number. Raises ValueError at a user without a tenant: several tenants may have users of that name."""
+        """Add an erasure; returns its number. Raises ValueError at a user without a tenant: several tenants may have users of that name."""
         if user is not None and tenant is None:
             raise ValueError(f"the tenant of user {user!r} is missing; name it, or neither of them to erase all users")
         self._last = max(self._last + 1, int(now * 1000))
@@ -67,7 +67,7 @@ class ErasureLog:
         return self._last
 
     def since(self, place: Place) -> News:
-        """What a follower that has come to `place` has not done yet."""
+        """The erasures that a follower which has come to `place` has not carried out yet."""
         if place.epoch != self._epoch or place.number < self._dropped:
             return News(self.place, lost_track=True)
         missed = takewhile(lambda one: one.number > place.number, reversed(self._kept))

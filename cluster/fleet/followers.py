@@ -1,6 +1,6 @@
 """The processes that keep something of users: how far each has carried out the erasures, and which of them have ended.
 
-A process that says nothing may be stopped, and go on with all it keeps. It has ended only where the list of those that live lacks it.
+A silent process may be stopped, and go on later with all that it keeps. It has ended only where it is not in the list of living processes.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from cluster.fleet.erasures import NO_PLACE, Place
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Which processes live? Put when these followers had been heard of, and the log had come to this number."""
+    """A question which processes live: the followers that were known, and the log's number, when it was put."""
 
     heard_of: frozenset[str] = frozenset()
     number: int = -1
@@ -19,7 +19,7 @@ class Question:
 
 @dataclass
 class Followers:
-    """By the name of the process. `places` is how far each has come, by what it said last."""
+    """The followers by their processes' names. `places`: how far each has come, by its last report."""
 
     places: dict[str, Place] = field(default_factory=dict)
     _question: Question = Question()
@@ -35,7 +35,7 @@ class Followers:
         self._question, self._live = question, live
 
     def waited_for(self, number: int) -> list[Place] | None:
-        """Where those stand that may keep a user of that erasure; None where it is not known which they are."""
+        """The places of all followers that may keep a user of that erasure; None where it is not known which these are."""
         unheard = [name for name, keeps in self._live.items() if keeps and name not in self.places]
         if number > self._question.number or unheard:
             return None

@@ -3,8 +3,8 @@
     replica that stops -> give(states, hottest first) -> held for a while, less what was erased since they were read
     any other replica  -> take(process, kinds)        -> those of the users that it is the home of, each once
 
-They stay when they are taken, until their time is over or others need the room: replicas that are restarted one after the other each find
-theirs. They lie in memory alone, so that an erasure here is one everywhere; times are passed in, in seconds.
+States stay when they are taken, until their time is over or others need the room: of replicas that are restarted one after the other each
+finds its users'. They are held in memory only, so that an erasure here leaves nothing on a disk. Times are passed in, in seconds.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -15,12 +15,12 @@ from cluster.fleet.erasures import News
 from cluster.traffic.user_router import in_order_of
 
 LOOK_AT = 1000
-"""States that one call looks at, at most: the switchboard has other things to do."""
+"""The most states that one call looks at: the switchboard has other calls to answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """`after` is where the next call goes on; where it is the last one's, there is no more."""
+    """States for a replica. `after`: to be passed to the next call; where it is the same as in the last call, there are no more states."""
 
     states: tuple[KeptUser, ...]
     after: int
@@ -28,7 +28,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """How many were held, and the bytes that there is room for after them; 0: nothing more is taken of this giver."""
+    """How many states are held of those given, and for how many more bytes there is room; 0: nothing more is taken from this giver."""
 
     held: int
     room: int
@@ -47,7 +47,7 @@ class _Held:
 
 
 class HeldStates:
-    """Plain Python, for one thread at a time: `max_bytes` of them at most, each for `keep_s`."""
+    """The states that are held, at most `max_bytes` of them, each for `keep_s`. Plain Python, for one thread at a time."""
 
     def __init__(self, max_bytes: int, keep_s: float) -> None:
         self._max_bytes, self._keep_s = max_bytes, keep_s
@@ -60,7 +60,7 @@ class HeldStates:
 
     @property
     def number(self) -> int:
-        """Of the last one that was given: something else where there may be more to take."""
+        """The number of the state that was given last. It changes where there may be more states to take."""
         return self._number
 
     @property
@@ -68,7 +68,7 @@ class HeldStates:
         return self._max_bytes - self.used_bytes + self._taken_bytes
 
     def give(self, states: Iterable[KeptUser], missed: News, *, now: float) -> Given:
-        """Hold these, less the users that are erased in what the giver has `missed`."""
+        """Hold these states, except those of users that an erasure concerns which the giver has `missed`."""
         self.expire(now)
         if missed.lost_track:
             return Given(0, 0)
@@ -77,7 +77,7 @@ class HeldStates:
         return Given(held, self._room)
 
     def take(self, process: str, kinds: Collection[str], homes: Sequence[str], after: int = 0) -> Taken:
-        """Of the states of these kinds, behind the one of number `after`, the next ones of users that `process` is the home of."""
+        """The next states after number `after` that are of these `kinds` and of users that `process` is the home of."""
         mine, size, looked = list[KeptUser](), 0, 0
         for held in self._held.values():
             if held.number <= after:
@@ -92,7 +92,7 @@ class HeldStates:
         return Taken(tuple(mine), after)
 
     def forget(self, tenant: str | None, user: str | None) -> None:
-        """Drop a user's, all of the tenant's users' where `user` is None, and all where `tenant` is None too."""
+        """Drop a user's states; those of all the tenant's users where `user` is None, and all states where `tenant` is None too."""
         for held in [held for held in self._held.values() if (tenant, user) in held.state.erased_by]:
             self._drop(held)
 
@@ -112,7 +112,7 @@ class HeldStates:
         return True
 
     def _has_room(self, size: int) -> bool:
-        """Made, where need be, of what was taken already, the first that was; where that is not enough, it stays."""
+        """Whether there is room for `size` bytes. States that were taken make room, the first taken first, unless all are not enough."""
         if size > self._room:
             return False
         lacking = self.used_bytes + size - self._max_bytes

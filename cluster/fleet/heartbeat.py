@@ -26,8 +26,8 @@ class Report:
 
     @property
     def urgent(self) -> tuple[Any, ...]:
-        """What other processes act upon: a report in which it differs from the last one is not kept back. Reasons are left out, which count
-        seconds down.
+        """The part that other processes act upon: a report is sent at once where this differs from the last report. Reasons are left out,
+        since they count seconds down.
         """
         held = {name: (one.holds, one.uses, one.period) for name, one in self.presences.items()}
         engines = {
@@ -39,9 +39,9 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a process has to follow: the switches, the backends that broke elsewhere by stage, which versions others hold and use, what to
-    erase, and how many shards the shared cache has (None: that is not known yet). `mark` tells the state of the switchboard from its
-    earlier ones; `handed_over` is another number where there may be more states to take over.
+    """What a process has to follow: the switches, the backends that broke elsewhere by stage, the versions that others hold and use, what
+    to erase, and how many shards the shared cache has (None: not known yet). `mark` tells the state of the switchboard from its earlier
+    states; `handed_over` is another number where there may be more states to take over.
     """
 
     mark: int = 0

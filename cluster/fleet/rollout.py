@@ -39,7 +39,7 @@ UNTRIED: Mapping[str, str] = {
 """Flag -> why it is not tried on some of the users."""
 REMEMBERED = 20
 FEWEST = 20
-"""Requests without which no share of them means anything."""
+"""Of fewer requests no share means anything."""
 Z_95 = 1.645
 NOTHING = LatencySummary()
 
@@ -59,7 +59,7 @@ class Guard(_Record):
 
 
 class Arm(NamedTuple):
-    """Answers of a version that are measured together; `tried`: those of a trial, which may be of the stable version with other flags."""
+    """Answers of a version that are measured together. `tried`: those of a trial, be it of the stable version with other flags."""
 
     version: int
     tried: bool = False
@@ -101,12 +101,12 @@ class Trial(_Record):
 
     @property
     def name(self) -> str:
-        """Tells it from every other trial."""
+        """A name that no other trial has."""
         return f"{self.version}@{self.began:.3f}"
 
     @property
     def tried(self) -> str:
-        """What is tried."""
+        """The version, and the flags, that are tried."""
         return with_flags(self.version, self.flags)
 
     @property
@@ -120,12 +120,12 @@ class Trial(_Record):
 
 
 def with_flags(what: object, flags: Mapping[str, Any]) -> str:
-    """As ``4`` or ``4 with cache=false``."""
+    """What is served, with its flags: ``4`` or ``4 with cache=false``."""
     return f"{what} with {said_flags(flags)}" if flags else str(what)
 
 
 def said_flags(flags: Mapping[str, Any]) -> str:
-    """As an operator gives them: ``cache=false, strategy=retrieval``."""
+    """Flags as an operator gives them: ``cache=false, strategy=retrieval``."""
     return ", ".join(f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in flags.items())
 
 
@@ -139,14 +139,14 @@ class EndedTrial(_Record):
 
 
 class _Kept(_Record):
-    """What stands in the file."""
+    """The content of rollout.json."""
 
     trial: Trial | None = None
     ended: list[EndedTrial] = []
 
 
 class Rollout(_Record):
-    """`previous`: what was stable before, the latest last."""
+    """Which versions serve. `previous`: the versions that were stable before, the latest last."""
 
     stable: int = Field(ge=1)
     trial: Trial | None = None
@@ -155,12 +155,12 @@ class Rollout(_Record):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """What has to be loaded, the stable one first."""
+        """The versions that have to be loaded, the stable one first."""
         return tuple(dict.fromkeys((self.stable, self.trial.version))) if self.trial else (self.stable,)
 
     @property
     def period(self) -> str:
-        """In which figures can be compared: of one trial, beside one stable version; "" where nothing is tried."""
+        """A name for the time of one trial beside one stable version, within which figures can be compared; "" where nothing is tried."""
         return f"{self.trial.name}/{self.stable}" if self.trial else ""
 
     def trial_for(self, tenant: str, user: str) -> Trial | None:
@@ -171,8 +171,8 @@ class Rollout(_Record):
 
 @dataclass(frozen=True, slots=True)
 class VersionFigures:
-    """What was measured of an arm's answers: of all of them where flags are tried, else of those that were computed. `overlaps`: answers
-    that were compared with the stable version's in its shadow, `overlap` the sum of the shares of items in common.
+    """The figures of an arm: over all its answers where flags are tried, else over those that were computed. `overlaps`: how many answers
+    of a shadow were compared with the stable version's; `overlap`: the sum of their shares of items in common.
     """
 
     requests: int = 0
@@ -187,7 +187,7 @@ class VersionFigures:
 
 
 def judge(guard: Guard, stable: VersionFigures, tried: VersionFigures, *, alone: bool = False) -> str:
-    """Why the trial has to end, "" where it may go on. `alone`: all users take part, and there is nothing to compare it with."""
+    """Why the trial has to end, "" where it may go on. `alone`: all users take part, so that there is nothing to compare it with."""
     usual = stable.degraded / stable.requests if stable.requests else 0.0
     enough = tried.requests >= FEWEST and (alone or stable.requests >= FEWEST)
     if enough and (least := least_share(tried.degraded, tried.requests)) > usual + guard.degraded_margin:
@@ -196,7 +196,7 @@ def judge(guard: Guard, stable: VersionFigures, tried: VersionFigures, *, alone:
 
 
 def least_share(count: int, of: int) -> float:
-    """The lower end of Wilson's interval: the true share is lower in one case of twenty."""
+    """The lower end of Wilson's interval for the share `count` / `of`: the true share is lower in one case of twenty."""
     share, z2 = count / of, Z_95**2
     spread = Z_95 * math.sqrt(share * (1 - share) / of + z2 / (4 * of * of))
     return max(0.0, (share + z2 / (2 * of) - spread) / (1 + z2 / of))
@@ -224,7 +224,7 @@ class RolloutStore:
         self.store, self._clock = store, clock
 
     def read(self) -> Rollout:
-        """Raises BundleError where no version is current, or the file cannot be understood."""
+        """The rollout as it is now. Raises BundleError where no version is current, or rollout.json cannot be understood."""
         stable = self.store.current()
         if stable is None:
             raise BundleError(f"no model has been published in {self.store.root}; run: genrec train DATASET --model-dir {self.store.root}")
@@ -233,7 +233,7 @@ class RolloutStore:
         return Rollout(stable=stable, trial=trial, previous=previous, ended=kept.ended)
 
     def promote(self, version: int, trial: Trial | None = None) -> Rollout:
-        """Make a verified version the stable one, or begin its trial; one that was going on ends. Raises BundleError."""
+        """Make a verified version the stable one, or begin its trial; a trial that was going on ends. Raises BundleError."""
         _require_decoder(self.store.open(version), trial)
         with self._changing() as before:
             if trial is not None:
@@ -245,17 +245,17 @@ class RolloutStore:
             return self.read()
 
     def rollback(self, reason: str) -> Rollout:
-        """End the trial or, where there is none, make stable what was before. Raises BundleError where nothing was."""
+        """End the trial or, where there is none, go back to the stable version before. Raises BundleError where there is none."""
         with self._changing() as before:
             if before.trial is not None:
                 self._write(self._ended(before, "rolled back", reason))
             else:
-                self._write(before)  # or a trial of the version that is left, which was over while it was stable, would go on
+                self._write(before)  # without a trial of the version that is left: that trial was over while the version was stable
                 self.store.roll_back()
             return self.read()
 
     def end(self, trial: Trial, reason: str) -> None:
-        """Roll this very trial back; nothing happens where it has ended already."""
+        """Roll back this trial and no other; does nothing where it has ended already."""
         with self._changing() as before:
             if before.trial == trial:
                 self._write(self._ended(before, "rolled back", reason))
@@ -294,8 +294,8 @@ class RolloutStore:
 
 
 def _is_over(trial: Trial, stable: list[int]) -> bool:
-    """Whether another way than `promote` made the version on trial stable, or, where flags alone are tried, another version, be it only for
-    a while. `stable`: what was stable, the latest last.
+    """Whether the version on trial has become stable, if only for a while, other than by `promote`; where flags alone are tried, whether
+    any other version has. `stable`: the versions that were stable, the latest last.
     """
     began = max((place for place, version in enumerate(stable) if version == trial.beside), default=-1)
     since = stable[began + 1 :]

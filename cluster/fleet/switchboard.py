@@ -5,7 +5,7 @@
 
     process that keeps users' data -> report_place(how far it has come) -> what it should forget
     operator -> erase(tenant, user) -> number; erased(number) once each of them has forgotten it
-    Serve -> answered(question(), the processes that live) -> which have ended: silence does not say so
+    Serve -> answered(question(), the processes that live) -> which have ended: a process that is only silent may live
 
 It keeps nothing on disk: after a restart it adopts the switches of the replicas, which know them, and has all that is kept of users
 forgotten. Times are passed in, in seconds since 1970, and never go back: versions count milliseconds since then, so that a switch set
@@ -84,8 +84,8 @@ class _Report:
 
 
 class Switchboard:
-    """Plain Python, for one thread at a time; a replica not heard of for `ttl_s` counts as gone, but for erasures. `now` is the time it is
-    made at.
+    """Plain Python, for one thread at a time. A replica that was silent for `ttl_s` counts as gone, except that erasures still wait for it.
+    `now`: when the switchboard is made.
     """
 
     def __init__(self, ttl_s: float = 5.0, *, now: float = 0.0) -> None:
@@ -108,15 +108,15 @@ class Switchboard:
         return self._version, dict(self._switches)
 
     def suspects(self, stage: str, *, now: float) -> frozenset[str]:
-        """The backends that broke on most of the stage's live replicas, of those that have asked them: a replica without experience of its
-        own should not ask them first. Ends as soon as they have recovered on half of them.
+        """The backends that are broken on more than half of the stage's live replicas that have asked them: a replica that has not asked
+        them itself should not ask them first.
         """
         votes = [one for snapshot in self._stages(now).get(stage, []) for one in snapshot.backends if _has_asked(one)]
         asked, open_on = Counter(one.name for one in votes), Counter(one.name for one in votes if one.breaker is not BreakerState.CLOSED)
         return frozenset(name for name, count in open_on.items() if 2 * count > asked[name])
 
     def set(self, stage: str, name: str, position: Position, *, now: float) -> int:
-        """Switch a backend on or off everywhere, or have it asked first, in place of the one that was; the version to pass to `applied`.
+        """Switch a backend on or off everywhere, or have it asked before all others; returns the version to pass to `applied`.
 
         Raises UnknownChoice for what no live replica has, BackendUnavailable before any has reported.
         """
@@ -131,7 +131,7 @@ class Switchboard:
         return bool(live) and all(report.version >= version for report in live)
 
     def erase(self, tenant: str | None, user: str | None, *, now: float) -> int:
-        """Have a user forgotten everywhere, or all users of a tenant, or all users; the number to pass to `erased`."""
+        """Have a user forgotten everywhere, or all users of a tenant, or all users; returns the number to pass to `erased`."""
         return self._erasures.add(tenant, user, now=now)
 
     def report_place(self, follower: str, place: Place) -> News:
@@ -145,7 +145,7 @@ class Switchboard:
 
     @property
     def place(self) -> Place:
-        """Where a follower stands that has forgotten all that it should."""
+        """The place of a follower that has forgotten all that it should."""
         return self._erasures.place
 
     def question(self) -> Question:
@@ -157,9 +157,9 @@ class Switchboard:
         self._followers.answered(question, live)
 
     def erased(self, number: int) -> bool:
-        """Whether every live process that keeps something of users has reported that it is forgotten, however long it is silent.
+        """Whether every live process that keeps something of users, even a silent one, has reported that this erasure is carried out.
 
-        Not before a question that was put after the erasure is answered.
+        False until a `question` that was put after the erasure is answered.
         """
         places = self._followers.waited_for(number)
         return places is not None and self._erasures.reached(number, places)
@@ -197,14 +197,14 @@ class Switchboard:
 
 
 def _joined(older: Switches, newer: Switches) -> dict[tuple[str, str], Position]:
-    """The newer position of each; one backend of a stage is the first."""
+    """The older positions with the newer ones in their place; of each stage one backend is `first`."""
     taken = {stage for (stage, _), position in newer.items() if position == "first"}
     kept: Switches = {key: "on" if position == "first" and key[0] in taken else position for key, position in older.items()}
     return {**kept, **newer}
 
 
 def _has_asked(backend: BackendSnapshot) -> bool:
-    """Whether what a replica reports of a backend comes from having asked it."""
+    """Whether the replica has asked the backend, so that its report of it says something."""
     return backend.enabled and (backend.breaker is not BreakerState.CLOSED or backend.calls > backend.failures)
 
 

@@ -36,7 +36,7 @@ class AdaptiveLimit(Struct, frozen=True):
         return int(self._limit)
 
     def after(self, took_s: float, now: float, *, full: bool) -> "AdaptiveLimit":
-        """With one more answer, `took_s` after its request was admitted; `full`: all places were taken until now."""
+        """The limit after one more answer, `took_s` after its request was admitted; `full`: all places were taken until now."""
         mean_s = took_s if self.mean_s is None else self.mean_s + _WEIGHT * (took_s - self.mean_s)
         limit, starting = self._limit, self.lowered_at == -inf
         if mean_s <= self.target_s:

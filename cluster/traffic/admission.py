@@ -6,12 +6,13 @@
        │          └──────► LEFT           its client has gone
        └─────► REFUSED                    the queue is full, or so long that its turn would come too late
 
-A request that would wait longer than half of what is allowed is refused on arrival, while its caller can still go elsewhere:
-an overloaded queue then holds only what will be served. The wait is foretold by Little's law, those ahead x mean duration / places, and
-by how soon one finished after the other since all places were taken, whichever says longer: a mean lags behind a growing load.
+A request that would wait longer than half of the allowed wait is refused on arrival, while its caller can still go elsewhere: an
+overloaded queue then holds only requests that will be served. The wait is foretold in two ways, and the longer one counts, as a mean lags
+behind a growing load: by Little's law, requests ahead x mean duration / places, and by how soon one request finished after the other since
+all places were taken.
 
-A queue takes in bursts. One that stands, since all places have been taken for a second, only makes every answer later (Nichols and
-Jacobson, 2012): from then on a request may wait for a twentieth of what is allowed, until none was refused for `_LULL_S`.
+A queue is there for bursts. A standing queue, where all places have been taken for a second, only makes every answer later (Nichols and
+Jacobson, 2012): from then on a request may wait for a twentieth of the allowed wait, until no request was refused for `_LULL_S`.
 """
 
 from collections import Counter
@@ -33,7 +34,7 @@ _PACE_S = 4.0
 _STANDS_S = 1.0
 _LULL_S = 5.0
 _LONG, _SHORT = 1 / 2, 1 / 20
-"""Of the wait that is allowed: what a request may be foretold, and what it may where the queue stands."""
+"""The shares of the allowed wait that may be foretold to a request: usually, and where the queue stands."""
 
 
 class Standing(StrEnum):
@@ -47,7 +48,7 @@ class Standing(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request. `until`: when it has waited long enough; `tenant` None: not known yet, or none."""
+    """One request. `until`: when it is refused if it still waits; `tenant` None: not known yet, or none."""
 
     urgency: int
     arrived: float
@@ -59,7 +60,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How soon one request finishes after the other, counted from when all places were taken; of the last seconds."""
+    """How soon one request finishes after the other while all places are taken, over the last seconds."""
 
     since: float | None = None
     count: float = 0.0
@@ -77,11 +78,11 @@ class Pace:
         return Pace(self.since, self.count + 1)
 
     def lasts_s(self, now: float) -> float:
-        """For how long all places have been taken, of the last seconds."""
+        """For how many of the last seconds all places have been taken."""
         return 0.0 if self.since is None else now - self.since
 
     def each_s(self, now: float, places: int) -> float:
-        """0 while there are places; before the first has finished, as if all did now."""
+        """Seconds between two ends: 0 while a place is free; before the first end, as if all requests ended now."""
         return 0.0 if self.since is None else max(0.0, now - self.since) / (self.count or places)
 
 
@@ -89,8 +90,8 @@ NOT_FULL = Pace()
 
 
 class Admission:
-    """The places of one process, `places` of them just now. Methods say which waiting tickets they decided on, so that their callers can
-    be told.
+    """The `places` of one process, as many as the adaptive limit allows now. Methods return the waiting tickets that they decided on, for
+    their callers to be told.
     """
 
     def __init__(self, settings: "AdmissionSettings", target_s: float) -> None:
@@ -104,7 +105,7 @@ class Admission:
         self._adapt(AdaptiveLimit(settings.max_concurrent, target_s))
 
     def arrive(self, now: float, urgency: int, tenant: str | None = None) -> tuple[Ticket, Ticket | None]:
-        """A new request, and the waiting one whose place in the queue it took, if any."""
+        """The ticket of a new request, and that of the waiting request whose place in the queue it took, if any."""
         ticket = Ticket(urgency, now, now + self._settings.max_wait_ms / 1e3, tenant)
         if self.running < self.places and not self._has_its_share(tenant):
             self._start(ticket, now)
@@ -130,14 +131,14 @@ class Admission:
         return self.waiting >= self._settings.max_queued and ((last := self._last()) is None or last.urgency <= urgency)
 
     def most(self, now: float) -> int:
-        """How many requests may run and wait before one of no urgency is refused."""
+        """How many requests may run and wait before one of the least urgency is refused."""
         each_s, queued = self._each_s(now), self._settings.max_queued
         return self.places + (min(queued, int(self._may_wait_s(now) / each_s)) if each_s else queued)
 
     def leave(self, ticket: Ticket, now: float, first_byte_s: float | None = None) -> list[Ticket]:
-        """A request has its answer, or its client has gone; the tickets that may start now. Does nothing for a refused one.
+        """A request has its answer, or its client has gone; returns the tickets that may start now. Does nothing for a refused request.
 
-        `first_byte_s`, from start to answer, adapts the limit: not given for what takes its time by nature, as a batch does.
+        `first_byte_s`: from start to answer, by which the limit adapts; None for requests that take long by nature, as batches do.
         """
         match ticket.standing:
             case Standing.WAITING:
@@ -149,7 +150,7 @@ class Admission:
         return started
 
     def expire(self, now: float) -> list[Ticket]:
-        """Refuse tickets that have waited long enough."""
+        """Refuse the tickets whose time to wait is over, and return them."""
         late = [ticket for queue in self._queues for ticket in _expired(queue, now)]
         for ticket in late:
             self._dequeue(ticket, Standing.REFUSED)
@@ -166,7 +167,7 @@ class Admission:
         return True
 
     def reconfigure(self, settings: "AdmissionSettings", target_s: float, now: float) -> list[Ticket]:
-        """Go on under other settings; the tickets that may start or are refused by them. Running requests go on."""
+        """Go on under other settings; returns the tickets that start or are refused under them. Running requests go on."""
         if (settings.max_concurrent, target_s) != (self._limit.most, self._limit.target_s):
             self._adapt(AdaptiveLimit(settings.max_concurrent, target_s))
         self._settings = settings
@@ -179,19 +180,19 @@ class Admission:
         return started + surplus
 
     def wait_s(self, now: float, urgency: int = URGENCIES[-1]) -> float:
-        """How long one that arrives at `now` would wait, if no more urgent one came after it."""
+        """How long a request that arrives at `now` would wait, if no more urgent one came after it."""
         ahead = sum(map(len, self._queues[: urgency + 1]))
         return (ahead + 1) * self._each_s(now)
 
     def _each_s(self, now: float) -> float:
-        """How soon one request is foretold to follow the other."""
+        """The foretold seconds between the starts of two waiting requests."""
         return max(self._mean_s / self.places, self._full.each_s(now, self.places))
 
     def _stands(self, now: float) -> bool:
         return self._full.lasts_s(now) > _STANDS_S or now < self._stands_until
 
     def _may_wait_s(self, now: float) -> float:
-        """What a request may be foretold to wait."""
+        """The longest foretold wait with which a request is not refused."""
         return (_SHORT if self._stands(now) else _LONG) * self._settings.max_wait_ms / 1e3
 
     def _last(self) -> Ticket | None:
@@ -253,7 +254,7 @@ class Admission:
 
 
 def _expired(queue: dict[Ticket, None], now: float) -> Iterator[Ticket]:
-    """From a queue's head: later arrivals may wait until later."""
+    """The expired tickets, which are at the queue's head: later arrivals may wait until later."""
     for ticket in queue:
         if ticket.until > now:
             return
@@ -261,7 +262,7 @@ def _expired(queue: dict[Ticket, None], now: float) -> Iterator[Ticket]:
 
 
 def _take_off(count: Counter[str | None], tenant: str | None) -> None:
-    """One less; a tenant without any is forgotten, or the count would hold every name there ever was."""
+    """Count one less. A tenant at 0 is removed, or the counter would hold every name that ever came."""
     count[tenant] -= 1
     if not count[tenant]:
         del count[tenant]

@@ -1,7 +1,7 @@
 """API keys: made once, shown once, kept as hashes.
 
-A key is 32 random bytes, so one fast hash is enough: there is nothing to guess. Slow, salted hashes (scrypt, argon2) make guessing the
-passwords of people dear, and would make every request dear here.
+A key is 32 random bytes, so one fast hash is enough: it cannot be guessed. Slow, salted hashes (scrypt, argon2) make it expensive to guess
+people's passwords, and here would make every request expensive.
 """
 
 import re
@@ -14,9 +14,9 @@ from secrets import token_urlsafe
 from typing import Any, Literal, Protocol, TypeVar
 
 PREFIX = "genrec_"
-"""Marks a key as one: for people, and for programs that look for secrets in what is published."""
+"""The beginning of every key, by which people, and programs that look for published secrets, recognise one."""
 Right = Literal["read", "events", "erase", "operate"]
-"""What a key may allow: ask for recommendations and read what is stored, store events, erase users, operate the system."""
+"""The rights of a key: to ask for recommendations and read stored data, to store events, to erase users, to operate the system."""
 _KEY = re.compile(PREFIX + r"[A-Za-z0-9_-]{8,}")
 _PASSWORD = re.compile(r"(://[^\s/:@]*:)\S+(?=@)|([?&](?:\w*password|token)=)[^&\s'\"]+", re.IGNORECASE)
 _SECRET = re.compile(r"(?:password|passwd|secret|token|api_?key)$", re.IGNORECASE)
@@ -39,7 +39,7 @@ def new_key() -> str:
 
 
 def digest(key: bytes) -> str:
-    """What is kept of a key."""
+    """The hash of a key, which is kept in its place."""
     return sha256(key).hexdigest()
 
 
@@ -55,7 +55,7 @@ def find(presented: bytes, keys: Sequence[Entry]) -> Entry | None:
 
 
 def expiry(text: object) -> datetime:
-    """The moment at which a key named so expires; a date, in UTC, is over before it does. Raises ValueError with the cure."""
+    """The moment at which a key expires, from text; given a date, the end of that day in UTC. Raises ValueError with the cure."""
     with suppress(ValueError):
         if isinstance(text, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", text):
             return datetime.combine(date.fromisoformat(text), time.max, UTC)
@@ -70,7 +70,7 @@ def masked(text: str) -> str:
 
 
 def masked_tree(tree: Any) -> Any:
-    """A plain tree of values without the secrets in it, be it by their form or by the name they have."""
+    """A plain tree of values without its secrets, which are recognised by their form or by their name."""
     match tree:
         case dict():
             return {name: "***" if _is_secret(name, value) else masked_tree(value) for name, value in tree.items()}
@@ -85,5 +85,5 @@ def masked_tree(tree: Any) -> Any:
 
 
 def _is_secret(name: object, value: object) -> bool:
-    """By its name; that none is set, or whether one is wanted, tells nothing."""
+    """Whether a value is a secret by its name. An unset one (None), or a switch (bool), is none."""
     return not (value is None or isinstance(value, bool)) and _SECRET.search(str(name)) is not None

@@ -1,12 +1,12 @@
 """Send a request, and once more where another replica may do better; the first answer counts, and the other calls are cancelled.
 
-    it died, or failed in a way that another need not    once more, after a short random pause
-    it is slower than 95 % of all (`hedge`)              a copy beside it
-    it stalls: 8 times slower than that, or half of      a copy beside it: it may be stopped, or busy with something endless,
-    the time is over                                     which looks the same as being slow
+    the replica died, or failed as another need not      once more, after a short random pause
+    the call is slower than 95 % of all (`hedge`)        a copy beside it
+    the call stalls: 8 times slower than that, or half   a copy beside it: the replica may be stopped, or busy with something endless,
+    of the time is over                                  which looks the same as being slow
 
-A stalled call is not given up, for what is merely slow would be begun anew with too little time. Every copy is granted by the retry
-budget, hedges by one of their own besides: where all replicas are slow or gone, sending twice does not help.
+A stalled call is not given up: one that is merely slow would begin anew with too little time. Every copy is granted by the retry budget, a
+hedge by the hedges' own budget too: where all replicas are slow or gone, sending twice does not help.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ T = TypeVar("T")
 STALLED_TIMES, STALLED_LEAST_S, STALLED_SHARE = 8.0, 0.2, 0.5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.25
 GRACE_S = 1.0
-"""How much longer than a call may take its answer is awaited: that the time is over is for the caller, or the replica, to say."""
+"""How long after the deadline an answer is still awaited: the replica, or the caller, says first that the time is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class Rules:
 
 
 class Attempts(Generic[T]):
-    """The calls that one request comes to, `tries` at most.
+    """The calls made for one request, `tries` at most.
 
-    `send(number, left_s)` makes one, `number` 0 the first, with the seconds it may take; `better(call)` says of one that ended whether
-    another could do better. With `hedged`, a copy is sent to a replica that is only slow. `lost` is given what a call that was not waited
-    for came to.
+    `send(number, left_s)` makes call `number`, from 0, which may take `left_s` seconds. `better(call)`: whether another replica could do
+    better than this call that has ended. With `hedged`, a call that is only slow gets a copy too. `lost` is given the result of a call that
+    was no longer waited for.
     """
 
     def __init__(
@@ -72,7 +72,9 @@ class Attempts(Generic[T]):
         self._next_at, self._hedging, self._granted = math.inf, False, False
 
     async def answer(self) -> T:
-        """Raises what the call raised that ended last, and TimeoutError where none has ended `GRACE_S` after the deadline."""
+        """The first answer that another replica could not better, else the last one or its error. Raises TimeoutError where no call has
+        ended `GRACE_S` after the deadline.
+        """
         self._rules.retries.request()
         if self._hedge:
             self._hedge.request()
@@ -107,7 +109,7 @@ class Attempts(Generic[T]):
         return call
 
     def _begin(self) -> None:
-        """Send it, and say when the next copy is due."""
+        """Make the next call, and set when a copy of it is due."""
         now = monotonic()
         left_s = max(0.0, self._deadline - now)
         call = asyncio.ensure_future(self._send(self._sent, left_s))
@@ -118,7 +120,7 @@ class Attempts(Generic[T]):
         self._next_at = now + (slow_s if self._hedging else stalled_s) if self._tries_left > 0 else math.inf
 
     def _copy(self) -> None:
-        """The next one is due: send it where it is granted, else, of one that is slow, wait until it stalls."""
+        """Send the copy that is due, if the budgets grant it. A refused hedge is due again once the call stalls; other copies are not."""
         if self._granted or self._grants():
             self._begin()
         elif self._hedging:
@@ -135,7 +137,7 @@ class Attempts(Generic[T]):
         return granted
 
     def _again(self) -> bool:
-        """After a failure: whether it is sent once more, after a pause that leaves time for it."""
+        """After a failure: whether the request is sent once more, after a pause that leaves time for it."""
         self._failures += 1
         pause_s = self._rules.pause_s(self._failures)
         if self._tries_left <= 0 or pause_s >= self._deadline - monotonic() or not self._rules.retries.take():

@@ -1,4 +1,4 @@
-"""Which replica a request goes to, where it has no home: the least loaded, or the one that is soonest done by its weight.
+"""Which replica a request without a home goes to: the least loaded one, or by weights the one that is soonest done.
 
     loads (requests under way, by replica) -> the replicas in the order to try them
 

@@ -1,4 +1,4 @@
-"""The time of a request: one deadline for all that is done for it, of which every step gets what is left.
+"""The time of a request: one deadline for all its steps, each of which gets the time that is left.
 
 arrival ---- history ---- encoder ---- generator ---- blend, titles ---- deadline
 """
@@ -17,7 +17,7 @@ from cluster.values import RecommendRequest
 
 T = TypeVar("T")
 FINISH_S = 0.005
-"""What no step gets: the answer is still to be put together and sent when the last one is over."""
+"""The time that no step gets: after the last one, the answer is still to be put together and sent."""
 
 
 def started(request: RecommendRequest, clock: Callable[[], float] = monotonic) -> RecommendRequest:
@@ -40,17 +40,17 @@ class Budget:
     clock: Callable[[], float] = monotonic
 
     def left_s(self) -> float:
-        """Negative once it is over."""
+        """The seconds that are left; negative once the time is over."""
         return math.inf if self.deadline is None else self.deadline - self.clock()
 
     def within(self, most_s: float) -> float:
-        """How many seconds a step that begins now may take: what is left, but at most `most_s`; 0.0 where nothing is."""
+        """How many seconds a step that begins now may take: those that are left, at most `most_s`; 0.0 where none are."""
         return max(0.0, min(most_s, self.left_s() - FINISH_S))
 
 
 async def in_time(work: Callable[[], Awaitable[T]], within_s: float, until: float | None = None) -> T:
-    """What `work` comes to within that many seconds, or `until` then on the loop's clock, where the time has begun to run already. Raises
-    DeadlineExceeded where it does not, or there is no time to begin.
+    """The result of `work` within that many seconds, or by `until` on the loop's clock where its time runs already. Raises DeadlineExceeded
+    where the work does not end in time, or there is no time to begin.
     """
     if within_s <= 0:
         raise DeadlineExceeded("no time was left for it")
@@ -65,9 +65,9 @@ async def in_time(work: Callable[[], Awaitable[T]], within_s: float, until: floa
 
 
 async def each_in_time(parts: AsyncIterator[T], within_s: float) -> AsyncGenerator[T, None]:
-    """What `parts` yields within that many seconds from the first time it is asked. Raises DeadlineExceeded once they are over.
+    """The parts that come within that many seconds from the first request for one. Raises DeadlineExceeded once they are over.
 
-    Only the waiting is under the time limit: a limit around a `yield` would cancel the caller that holds what was yielded.
+    Only the waiting is under the time limit: a limit around a `yield` would cancel the caller while it uses a part.
     """
     deadline = asyncio.get_running_loop().time() + within_s
     try:

@@ -33,7 +33,7 @@ class Durations:
         self._latency.record(duration_s * 1e3, self._clock())
 
     def p95_s(self) -> float:
-        """What 95 % of the answers did not take longer than; infinite while there were too few. Up to a second old."""
+        """The 95th percentile of recent answers, up to a second old; infinite while there are fewer than ENOUGH."""
         now = self._clock()
         if now - self._looked_at >= LOOK_EVERY_S:
             self._looked_at, buckets = now, self._latency.summary(now).buckets

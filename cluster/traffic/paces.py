@@ -3,11 +3,11 @@
     an answer -> late, where it took half as long again as nine tenths of the other replicas' answers
     most of the latest answers late, or two of them far too late -> the replica is left out; after a pause one call is a trial
 
-A replica that still answers, on a core that another process takes or a card that throttles, is neither silent nor full: its own users
-would all wait for it. What is late is read from the calls themselves. To compute a user's states anew takes many times as long as to go
-on from kept ones, so an answer is held against the long ones among the others', not against a usual one: else a few new users in a row
-would send all others away from their states. Where more than a third of the replicas are slow, the load is the reason, and none is left
-out: the others would only become slow too.
+A replica that answers slowly, on a core that another process takes or a card that throttles, is neither silent nor full: all its users
+would wait for it. Lateness is read from the calls themselves. Computing a user's states anew takes many times as long as going on from
+kept ones, so an answer is compared with the other replicas' long answers, not with their usual ones: else a few new users in a row would
+send all others away from their states. Where more than a third of the replicas are slow, the load is the reason, and none is left out:
+the others would only become slow too.
 """
 
 from collections import deque
@@ -18,21 +18,21 @@ from statistics import median
 from cluster.engines.breaker import Breaker, BreakerSettings, BreakerState
 
 TIMES = 1.5
-"""An answer is late that took more than so many times what all but a tenth of the other replicas' answers take."""
+"""An answer is late if it took more than so many times as long as nine tenths of the other replicas' answers take."""
 LEAST_S = 0.01
-"""One that took less than this longer is not, whatever the ratio."""
+"""An answer that took less than this longer is not late, whatever the ratio."""
 LATEST = 11
-"""Answers of which most must be late."""
+"""A replica is left out once most of so many answers are late."""
 FAR, COUNTS = 2, 3
-"""An answer that took more than FAR times the longest of the others' counts as so many late ones: no new user's states take that long."""
+"""A late answer that took more than FAR times the longest of the others' counts as COUNTS of them: no new user's states take that long."""
 FADES = 0.999
-"""What is left of the longest after each answer: new users may be one in a hundred."""
+"""The remembered longest answer shrinks by this factor at each answer, slowly: new users may be one in a hundred."""
 NEW_S, MOVED_S = 60.0, 10.0
-"""A replica that has just come computes the states of its users anew, and so do the others once one is left out: they are not judged for
-so long.
+"""How long a new replica is not judged, which computes the states of its users anew; and how long all are not once one is left out, which
+do the same for that one's users.
 """
 SEEN, ENOUGH, SHARE = 31, 10, 0.9
-"""Answers that say how long a replica takes, how many must be there, and the share of them that take no longer."""
+"""How long a replica takes is the SHARE quantile of its last SEEN answers, once there are ENOUGH."""
 AVOIDING = BreakerSettings(failures_to_open=1, pause_s=10.0, growth=2.0, longest_pause_s=60.0)
 
 
@@ -48,25 +48,25 @@ class _Pace:
 
 
 class Paces:
-    """Of the replicas of a deployment, as one process has met them. Times are passed in, in seconds on a clock that only moves forward."""
+    """The paces of a deployment's replicas, as one process meets them. Times are passed in: seconds of a clock that is never set back."""
 
     def __init__(self, times: float = TIMES) -> None:
         self._times = times
         self._paces: dict[str, _Pace] = {}
 
     def keep(self, replicas: Iterable[str], now: float) -> None:
-        """Take which replicas there are; those known before all others do not count as new."""
+        """Take which replicas there are; those of the first call do not count as new."""
         first = not self._paces
         self._paces = {name: self._paces.get(name) or _Pace(now - NEW_S if first else now) for name in replicas}
 
     def sent(self, replica: str, now: float) -> None:
-        """A call goes there. To one that is left out it is a trial, which counts as failed until it is answered in time."""
+        """A call was sent. To a replica that is due for a trial it is the trial, which counts as failed until it is answered in time."""
         pace = self._paces.get(replica)
         if pace and pace.breaker.state(now) is BreakerState.HALF_OPEN:
             pace.breaker, pace.on_trial = pace.breaker.failed(now), True
 
     def answered(self, replica: str, took_s: float, now: float, *, failed: bool = False) -> None:
-        """A call has ended. One that `failed`, or was cancelled, counts where it was late: a quick failure says nothing of the pace."""
+        """A call has ended. One that `failed`, or was cancelled, counts only if it was late: a quick failure says nothing of the pace."""
         if (pace := self._paces.get(replica)) is None:
             return
         late = self._lateness(replica, took_s)
@@ -86,14 +86,14 @@ class Paces:
                     one.late.clear()
 
     def slow(self, now: float) -> frozenset[str]:
-        """The replicas to leave out; not among them one that is due for a trial."""
+        """The replicas to leave out, without those that are due for a trial."""
         tried = [name for name, pace in self._paces.items() if pace.breaker.trial_at is not None]
         if not tried or len(tried) > max(1, len(self._paces) // 3):
             return frozenset()
         return frozenset(name for name in tried if self._paces[name].breaker.state(now) is BreakerState.OPEN)
 
     def _lateness(self, replica: str, took_s: float) -> int:
-        """As how many late answers it counts."""
+        """As how many late answers this one counts; 0 where it is not late."""
         others = [(pace.most_s, pace.longest_s) for name, pace in self._paces.items() if name != replica and pace.most_s is not None]
         most_s, longest_s = map(median, zip(*others, strict=True)) if others else (took_s, took_s)
         late = took_s > self._times * most_s and took_s > most_s + LEAST_S

@@ -29,9 +29,9 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The answer to a request for tokens. `wait_s`: until as many are there, 0 where they were given; `reset_s`: until the bucket is full.
+    """The answer to a request for tokens. `wait_s`: until there are enough, 0 where they were given; `reset_s`: until the bucket is full.
 
-    `limit`: tokens a full bucket of this gateway holds; `most`: of the whole cluster's, more than which one call never gets.
+    `limit`: tokens in a full bucket of this gateway; `most`: of the whole cluster. A call that costs more than `most` is never given.
     """
 
     limit: int
@@ -46,7 +46,7 @@ class Grant:
 
 
 class RateLimiter:
-    """One gateway's buckets. Where more tenants come at a time than it keeps buckets for, the strangers among them share one."""
+    """One gateway's buckets, `most_tenants` of them. Beyond that, further tenants that the configuration does not name share one bucket."""
 
     def __init__(self, settings: "RateLimitSettings", most_tenants: int = MOST_TENANTS) -> None:
         self._settings, self._most = settings, most_tenants
@@ -57,7 +57,7 @@ class RateLimiter:
         self._settings = settings
 
     def take(self, tenant: str, cost: int, now: float, gateways: int = 1, paid: int = 0) -> Grant | None:
-        """Take `cost` tokens, all or none; None where the tenant has no limit. `paid`: of them, what the call has taken before."""
+        """Take `cost` tokens, all or none; None where the tenant has no limit. `paid`: how many of them the call has taken before."""
         limit = self._limit_of(tenant)
         if limit is None:
             return None
@@ -82,7 +82,7 @@ class RateLimiter:
         return bucket
 
     def _has_room(self, now: float, gateways: int) -> bool:
-        """Whether one more can be kept, at the cost of a bucket that is full by now, as a new one would be."""
+        """Whether one more bucket can be kept. The one asked longest ago is dropped where it is full by now, as a new one would be."""
         if len(self._buckets) < self._most:
             return True
         tenant, bucket = next(iter(self._buckets.items()))

@@ -1,7 +1,7 @@
 """How many requests may be sent twice: a share of those that were sent once, so that retries cannot make an overload worse.
 
-After Finagle's RetryBudget (a share of the requests of a window, and a few that are always allowed), with one difference: the few are
-there instead of the share while that is less, not on top of it. Added up, 20 % and 10 a second let 100 requests a second become 130.
+After Finagle's RetryBudget (a share of a window's requests, and a few that are always allowed), with one difference: the greater of the two
+counts, not their sum. By the sum, 20 % and 10 a second would let 100 requests a second become 130.
 """
 
 import time
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 SLOTS = 20
-"""A window moves on in steps of this part of it."""
+"""Into how many slots a window is divided; it moves on slot by slot."""
 
 
 class RetryBudget:
@@ -30,7 +30,7 @@ class RetryBudget:
         self._requests.add(self._clock())
 
     def take(self) -> bool:
-        """Whether one of them may be sent again now; if so, it is counted."""
+        """Whether a request may be sent again now; if so, it is counted."""
         now = self._clock()
         allowed = self._retries.count(now) + 1 <= max(self._least, self.share * self._requests.count(now))
         if allowed:
@@ -50,7 +50,7 @@ class _Lately:
     def add(self, now: float) -> None:
         slot = int(now / self._slot_s)
         if not self._slots or self._slots[-1][0] != slot:
-            self.count(now)  # forgets what is long ago: nothing else asks for as long as all goes well
+            self.count(now)  # drops old slots: as long as no retry is asked for, nothing else does
             self._slots.append([slot, 0])
         self._slots[-1][1] += 1
         self._total += 1

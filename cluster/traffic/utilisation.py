@@ -1,4 +1,4 @@
-"""How busy something was lately, from how many seconds it has been busy since its start."""
+"""The share of recent time in which something was busy, from the seconds that it has been busy since its start."""
 
 from collections import deque
 
@@ -13,7 +13,7 @@ class Utilisation:
         self._seen = deque([(now, busy_s)])
 
     def share(self, now: float, busy_s: float) -> float:
-        """Of one core, or thread. What was busy before what is looked at now has ended counts from its end on."""
+        """The share of one core, or thread. Work counts when it ends, with all its seconds."""
         while len(self._seen) > 1 and self._seen[1][0] <= now - self._window_s:
             self._seen.popleft()
         began, before = self._seen[0]

@@ -120,7 +120,7 @@ def test_a_group_a_namespace_or_everything_is_forgotten_on_request(cache):
     assert cache.invalidate() == 5
     assert len(cache) == 0
     assert (cache.statistics().invalidations, cache.statistics().used_bytes) == (12, 0)
-    with pytest.raises(ValueError, match="group 'ann' of which namespace"):
+    with pytest.raises(ValueError, match="group 'ann' cannot be invalidated without its namespace"):
         cache.invalidate(group="ann")
 
 
