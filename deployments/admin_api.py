@@ -1,4 +1,4 @@
-"""What an operator asks of the running system: which backends serve, switch one, is it ready."""
+"""An operator's calls to the running system: which backends serve, to switch one, whether the system is ready."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,7 +20,7 @@ SWITCHBOARD_DEADLINE_S = 2.0
 
 
 class AdminApi:
-    """Ask the switchboard; `served` is the model that serves at the time.
+    """Asks the switchboard; `served` gives the model that serves at the time.
 
     Every method raises BackendUnavailable where the switchboard cannot be reached, except `readiness`.
     """
@@ -38,7 +38,9 @@ class AdminApi:
         return SwitchOut(stage=stage, name=name, enabled=to != "off", first=to == "first", applied=await self._followed("applied", version))
 
     async def forget(self, tenant: str | None, user_id: str | None) -> bool:
-        """Have a user forgotten in every replica, or all of a tenant, or all users; whether all live processes have done so in time."""
+        """Have a user forgotten in every replica, or all of a tenant, or all users; returns whether all live processes have done so in
+        time.
+        """
         number: int = await self._ask("erase", tenant, user_id)
         return await self._followed("erased", number)
 
@@ -49,7 +51,7 @@ class AdminApi:
 
     @property
     def _stages(self) -> tuple[str, ...]:
-        """Those that the model that serves has need of."""
+        """The stages that the serving model needs."""
         manifest = self._served().manifest
         optional = {"generator": manifest.decoder, "ranker": manifest.ranker}
         return "encoder", *(stage for stage, record in optional.items() if record is not None)
@@ -85,7 +87,7 @@ class AdminApi:
         return StageReadyOut(stage=stage, ready=ready, detail="; ".join(status.explanations))
 
     async def _followed(self, question: str, number: int) -> bool:
-        """Whether every replica has come so far, asked until it has or is long overdue."""
+        """Whether every replica has come so far; asks until all have, or they are long overdue."""
         deadline = monotonic() + APPLY_WITHIN_S
         # what is waited for happens in other processes
         while not (followed := bool(await self._ask(question, number))) and monotonic() < deadline:  # noqa: ASYNC110

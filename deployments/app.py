@@ -51,19 +51,19 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def _host() -> str | None:
-    """Where the Serve that builds the application listens; None outside of one."""
+    """The host at which the running Serve listens; None where no Serve runs."""
     client = context._get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None  # noqa: SLF001
     return None if client is None else client.http_config.host
 
 
 def _zeromq(tree: dict[str, Any]) -> Application:
-    """The other front door: one replica, for two on a node could not listen at one address."""
+    """The deployment that listens for ZeroMQ: one replica, for two on a node could not listen at one address."""
     deployment = serve.deployment(name="zeromq", num_replicas=1, max_replicas_per_node=1, ray_actor_options={"num_cpus": 0})
     return deployment(ZeroMQDeployment).bind(tree)
 
 
 def resolved(settings: Settings) -> Settings:
-    """Settings that name files by absolute paths, so that all replicas find the same wherever they start; there is something to serve."""
+    """The settings with absolute paths, so that all replicas find the same files. Raises BundleError where there is no model to serve."""
     served_bundle(settings)
     events = settings.events.model_copy(update={"url": settings.event_store_url})
     return settings.model_copy(update={"model_dir": settings.model_dir.absolute(), "events": events})

@@ -1,8 +1,8 @@
 """The gateway deployment: HTTP in, the recommendation pipeline, HTTP out.
 
-It holds what ranks and titles items, of each version of the model that serves: the catalogue, their vectors and first days, what is
-popular, the blend; and what is known of users: kept answers, the event store. The stages it asks are deployments of their own, or, with
-`placement: colocated`, in its own process.
+A gateway holds, for each version of the model that serves, what ranks and titles items: the catalogue, items' vectors, first days and
+popularity, the blend; and what is known of users: kept answers, the event store. The stages that it asks are deployments of their own, or,
+with `placement: colocated`, in its own process.
 """
 
 import asyncio
@@ -58,8 +58,8 @@ READINESS_S = 0.5
 
 
 class Gateway:
-    """One replica, without what Serve has to do with it: `api` is its door, and its stages are where `stages` says. `start` it before it
-    is asked.
+    """One gateway replica, independent of Serve. `api`: its ASGI application; `stages`: how it asks its stages. `start` is to be called
+    before the first request.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class Gateway:
             self._cache_figures = asyncio.create_task(self._look_at(self._cache))
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Take new limits and flags, and a colocated stage's settings, while requests are served; what is not given is as in `args`. Raises
-        ConfigError, and nothing changes.
+        """Take new limits and flags, and colocated stages' settings, while requests are served; settings that are not given are as in
+        `args`. Where it raises ConfigError, nothing changes.
         """
         own, of_stages = split_changes(self._settings, user_config, source := "user_config of the gateway")
         limits = with_changes(self._settings, "gateway", own, source).gateway
@@ -118,7 +118,7 @@ class Gateway:
         await self._stages.reconfigure(of_stages, self._limits.flags)
 
     async def check_health(self) -> None:
-        """Unhealthy where a task of its own has ended."""
+        """Raises the error of a background task that has ended."""
         self._heartbeat.check()
         if self._cache_figures and self._cache_figures.done():
             self._cache_figures.result()
@@ -129,7 +129,7 @@ class Gateway:
         return {"utilisation": self._utilisation.share(monotonic(), process_time())}
 
     async def close(self) -> None:
-        """Let go of what it keeps state in."""
+        """Close the cache, the event store and the stages."""
         self._heartbeat.close()
         if self._cache_figures:
             self._cache_figures.cancel()
@@ -139,7 +139,7 @@ class Gateway:
 
     @property
     def model_cache(self) -> ModelCache[ServedModel]:
-        """The versions that are held here."""
+        """The versions that this gateway holds."""
         return self._models
 
     async def load(self, versions: Sequence[int], *, only: bool) -> None:
@@ -151,7 +151,7 @@ class Gateway:
         return Presence("gateway", self._models.holds, uses, rollout.period, figures, shards)
 
     def snapshot(self) -> None:
-        """It has no engines of its own."""
+        """None: a gateway has no engines of its own."""
 
     def follow(self, rollout: Rollout, orders: Orders) -> None:
         if self._shared is not None and orders.layout is not None:
@@ -167,11 +167,11 @@ class Gateway:
         await self._data.forget(tenant, user)
 
     async def exchange(self, asked: HttpRequest) -> HttpResponse:
-        """An HTTP exchange that came another way: the same edge, routes and messages."""
+        """Answer an HTTP exchange that came by another door, with the same edge, routes and messages."""
         return await exchange(self.api, asked)
 
     async def check_key(self, asked: HttpRequest) -> HttpResponse:
-        """For such a door: 204 where the key of a request is known here."""
+        """For another door: 204 where the key of a request is known here."""
         return await exchange(self.api.edge.check_key, asked)
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
@@ -219,14 +219,14 @@ class Gateway:
         return await self._admin.switch(stage, name, to)
 
     async def readiness(self) -> ReadyOut:
-        """Asked by anybody and often: the switchboard is asked twice a second at most."""
+        """Whether each stage is ready. Callers may ask often: the switchboard is asked twice a second at most."""
         return await self._readiness.get()
 
     async def models(self) -> ModelsOut:
         return await self._admin.models()
 
     def _flagged(self, request: RecommendRequest) -> RecommendRequest:
-        """As the flags of the moment have it, where the request leaves it open."""
+        """The request, with the present flags where it leaves a choice open."""
         flags = self._flags_for(request.tenant, request.user_id)
         request = replace(request, cache="bypass") if not flags.cache else request
         if flags.strategy is None or request.strategy is not None:
@@ -237,7 +237,7 @@ class Gateway:
         return replace(request, strategy=flags.strategy, sampling=sampling)
 
     def _flags_for(self, tenant: str, user_id: str) -> FlagSettings:
-        """Those of the trial that the user is served under, and for the rest the configured ones."""
+        """The configured flags, with those of the trial under which the user is served in their place."""
         trial = self._versions.trial_for(tenant, user_id)
         return self._limits.flags.model_copy(update=trial.flags) if trial else self._limits.flags
 
@@ -262,7 +262,9 @@ class Gateway:
 
 
 class GatewayDeployment(Gateway):
-    """A replica as Serve makes it, which asks it for the ASGI application afterwards. Without handles its stages are its own."""
+    """The gateway as a Serve deployment: Serve makes the replica, then asks it for its ASGI application. Without handles, its stages are
+    in its own process.
+    """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -298,4 +300,4 @@ def _stages(
 
 
 async def _discard(model: ServedModel) -> None:
-    """Nothing but memory."""
+    """Nothing to close: a served model holds only memory."""

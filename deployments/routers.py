@@ -1,4 +1,4 @@
-"""Serve's request routers to choose from, between a handle and the replicas of a deployment. In ray_config.yaml:
+"""Request routers for Serve, between a handle and the replicas of a deployment. In ray_config.yaml:
 
 request_router_config:                     # left out: Serve's power of two choices
   request_router_class: "deployments.routers:LeastLoadedRouter"
@@ -20,18 +20,19 @@ from cluster.errors import ConfigError
 from cluster.traffic.balancing import least_loaded, weighted
 
 SILENT_S = 1.0
-"""A replica says how busy it is as soon as it is sent a request, however long the answer takes: one that does not is stopped, or stuck.
-Over gRPC (the fast profile) it says so with the answer, unless that is a stream; one that computes for longer is asked, and says it then.
+"""A replica reports its load as soon as it is sent a request, however long the answer takes: a replica that does not is stopped or stuck.
+Over gRPC (the fast profile) it reports with the answer, unless that is a stream; a replica that computes for longer is asked, and reports
+then.
 """
 
 
 class RankingRouter(PowerOfTwoChoicesRequestRouter):
-    """A request goes to the first replica of its own ranking that takes it. `rank` is what the routers differ in.
+    """A request goes to the first replica of its ranking that takes it. The routers differ in `rank`.
 
-    How busy the replicas are stands in the queue-length cache, which counts this process's requests as they are sent, and is corrected by
-    what each replica says as it takes one. What dies with a replica, or is refused by a full one, is the parent's business. One that was
-    sent a request and says nothing for `SILENT_S` is left out, unless all are, and asked once a second whether it is there again: the cache
-    alone would send it the next request each time that a caller gives up on one.
+    The replicas' loads are in the queue-length cache, which counts this process's requests as they are sent, and is corrected by each
+    replica's report as it takes one. Requests that die with a replica, or that a full one refuses, are the parent's business. A replica
+    that was sent a request and says nothing for `SILENT_S` is left out, unless all are, and asked once a second whether it is back: by the
+    cache alone it would get the next request each time that a caller gives up on one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +59,7 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
         return [[replicas[name]] for name in ranking]
 
     def _among(self, candidates: list[RunningReplica], ranks: list[list[RunningReplica]]) -> list[list[RunningReplica]]:
-        """What the parent chose, less those that are no candidates: it draws from all replicas. Where none is left, two candidates."""
+        """The parent's choice without replicas that are no candidates, as it draws from all; where none is left, two candidates."""
         return [[one for one in rank if one in candidates] or sample(candidates, min(2, len(candidates))) for rank in ranks]
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
@@ -76,7 +77,7 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
         self._unsent = Counter({replica: requests for replica, requests in self._unsent.items() if requests or replica in here})
 
     def _heard(self, replicas: list[RunningReplica]) -> list[RunningReplica]:
-        """Less the silent ones."""
+        """The replicas without the silent ones."""
         now = monotonic()
         silent = [one for one in replicas if now - self._unheard_since.get(one.replica_id, now) > SILENT_S]
         if silent and now - self._asked_at > SILENT_S:
@@ -90,11 +91,11 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
                 self._unheard_since.pop(replica.replica_id, None)
 
     def _load(self, replica_id: ReplicaID) -> int:
-        """Requests under way there; where it was not heard of for long, those that it is about to get."""
+        """The requests under way at a replica; where it was not heard of for long, those that it is about to get."""
         return (self.replica_queue_len_cache.get(replica_id) or 0) + self._unsent[replica_id]
 
     async def _choose_replica_for_request(self, pending_request: PendingRequest, *, is_retry: bool = False) -> RunningReplica:
-        """As the parent does; when it returns, the request is sent before anything else happens."""
+        """As the parent. Once this returns, the request is sent before anything else happens."""
         try:
             return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         finally:  # also where the caller leaves just as the replica was found
@@ -120,7 +121,7 @@ class LeastLoadedRouter(RankingRouter):
     """A request goes to the replica with the fewest requests under way."""
 
     def initialize_state(self, **unknown: Any) -> None:
-        """The keys of `request_router_kwargs`: none. Raises ConfigError."""
+        """Take no keys of `request_router_kwargs`. Raises ConfigError where there are any."""
         refuse(unknown, "LeastLoadedRouter", "no options")
         self._random = Random()
 
@@ -137,7 +138,7 @@ class WeightedRouter(RankingRouter):
     """
 
     def initialize_state(self, figure: str = "weight", weights: Mapping[str, float] | None = None, **unknown: Any) -> None:
-        """The keys of `request_router_kwargs`. Raises ConfigError."""
+        """Take the keys of `request_router_kwargs`. Raises ConfigError."""
         refuse(unknown, "WeightedRouter", "figure and weights")
         self._figure, self._weights, self._random = figure, dict(weights or {}), Random()
         if wrong := {name: weight for name, weight in self._weights.items() if not (isinstance(weight, int | float) and weight > 0)}:

@@ -1,7 +1,7 @@
-"""What was recommended lately, to tell the events that follow a recommendation from those that do not. Time is passed in.
+"""The items recommended lately, to tell events that follow a recommendation from others. Time is passed in.
 
-An item counts once each time it is shown. The memory is this gateway's: where another one is told of the event, nothing is counted, so that
-the share of followed among a remembered user's events holds, however many gateways there are, and their number does not.
+An item counts once each time it is shown. Each gateway remembers only its own recommendations: an event that another gateway is told of is
+not counted. So with many gateways the share of followed events is right, and their number is too low.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,7 @@ CLOCKS_DIFFER_S = 60.0
 
 
 class Followed(StrEnum):
-    """What an event was."""
+    """Whether an event followed a recommendation."""
 
     YES = "yes"
     NO = "no"
@@ -22,7 +22,7 @@ class Followed(StrEnum):
 
 @dataclass(slots=True)
 class _Show:
-    """Items that were shown together and not followed yet. `at`: when, in seconds since 1970."""
+    """Items that were shown together and have not been followed yet. `at`: when they were shown, in seconds since 1970."""
 
     at: float
     model_version: str
@@ -30,7 +30,7 @@ class _Show:
 
 
 class ShownItems:
-    """The latest shows of each of at most `users` users, of `MOST_ITEMS` items together, each for `window_s`; of a longer one the best."""
+    """The latest shows of at most `users` users, each for `window_s`; of a user at most `MOST_ITEMS` items, of a longer show the best."""
 
     def __init__(self, users: int = 10_000, window_s: float = 1800.0) -> None:
         self._most, self._window_s = users, window_s
@@ -53,8 +53,8 @@ class ShownItems:
         self._drop(now)
 
     def follow(self, tenant: str, user: str, item: str, timestamp: float, now: float) -> tuple[Followed, str]:
-        """What an event at `timestamp` was that arrived at `now`, and the model version that had recommended its item. An event from before
-        the recommendation, as a log that is sent later has them, says nothing of it.
+        """Whether an event at `timestamp` that arrived at `now` followed a recommendation, and the model version that had recommended its
+        item. An event from before the recommendation, as in a log that is sent later, says nothing of it.
         """
         shows = self._users.get((tenant, user))
         if not shows:

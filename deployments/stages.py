@@ -1,7 +1,7 @@
 """Where the stages are computed: by deployments of their own (split), or in the gateway's replica (colocated). The pipeline cannot tell.
 
 gateway -> SplitStages     -> a handle -> a replica of the encoder, of the generator, of the ranker
--> ColocatedStages -> an Encoder, a Generator and a Ranker of its own
+        -> ColocatedStages -> an Encoder, a Generator and a Ranker of its own
 """
 
 import logging
@@ -33,24 +33,24 @@ logger = logging.getLogger("ray.serve")
 
 
 class Stages(Protocol):
-    """All stages. `ask` and `stream` raise BackendError where there is no answer, ModelGone where only that version has none."""
+    """All stages. `ask` and `stream` raise BackendError where there is no answer; ModelGone where only the version asked for is missing."""
 
     def ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> Awaitable[StageAnswer[ResultT]]:
-        """The stage's answer to one request, which it may take `within_s` for."""
+        """The stage's answer to one request, within `within_s` seconds."""
         ...
 
     def stream(
         self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float
     ) -> AsyncGenerator[ResultT | StageAnswer[ResultT], None]:
-        """Results as the stage finds them, the same perhaps twice; lastly its answer."""
+        """Results as the stage finds them, some perhaps twice, and lastly its answer."""
         ...
 
     def update(self, news: FleetNews) -> None:
-        """Take what is known of the replicas by now."""
+        """Take the latest news of the replicas."""
         ...
 
     def ready(self, version: int) -> bool:
-        """Whether a request for this version finds it, as far as is known."""
+        """Whether replicas of all stages serve this version, as far as is known."""
         ...
 
     def calls(self) -> dict[StageName, dict[str, float]]:
@@ -63,7 +63,7 @@ class Stages(Protocol):
 
 
 class SplitStages:
-    """Across the cluster."""
+    """Stages that are deployments of their own, anywhere in the cluster."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class SplitStages:
         self._scale_up = ScaleUpTrigger(generator)
 
     async def ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> StageAnswer[ResultT]:
-        """Where a replica's engines are broken, or it lacks the version, another replica is asked what only computes."""
+        """Where a replica's engines are broken, or it lacks the version, a request to a `repeatable` stage goes to another replica."""
         self._wake(stage)
         caller = self._callers[stage.name]
         answer = await caller.ask(request, within_s=within_s, safe=stage.repeatable, poor=_is_failure)
@@ -110,7 +110,7 @@ class SplitStages:
         return {stage: caller.figures for stage, caller in self._callers.items()}
 
     def _wake(self, stage: Stage[Any, Any]) -> None:
-        """Raises BackendUnavailable at once if no generator runs, rather than have users wait for one to start."""
+        """Raises BackendUnavailable at once where no generator runs, and has one started: users do not wait for its start."""
         if stage is GENERATOR and self._generators == 0:
             self._scale_up.pull()
             raise BackendUnavailable("no generator runs now; one is being started")
@@ -144,7 +144,7 @@ class ScaleUpTrigger:
 
 
 class ColocatedStages:
-    """In this process: no call leaves it, and each gateway replica has engines of its own."""
+    """Stages in the gateway's own process: no call leaves it, and each gateway replica has its own engines."""
 
     def __init__(self, encoder: Encoder, generator: Generator, ranker: Ranker) -> None:
         self._replicas: dict[StageName, StageReplica[Any]] = {"encoder": encoder, "generator": generator, "ranker": ranker}
@@ -169,7 +169,7 @@ class ColocatedStages:
         return {}  # none leaves this process
 
     async def reconfigure(self, user_config: dict[str, Any], flags: FlagSettings) -> None:  # noqa: ARG002 - nothing can be hedged here
-        """A stage's name in a gateway's user_config holds what stands in that deployment's own where they are split."""
+        """`user_config` holds by each stage's name what, with split stages, stands in the user_config of the stage's deployment."""
         for stage, replica in self._replicas.items():
             await replica.reconfigure(user_config.get(stage, {}))
 
@@ -187,7 +187,7 @@ def _is_failure(answer: Any) -> bool:
 
 
 def _raised(answer: Any) -> Any:
-    """An error that a replica gave as a value is raised here."""
+    """The answer. Raises an error that a replica gave in its place."""
     if _is_failure(answer):
         raise answer
     return answer

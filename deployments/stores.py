@@ -1,4 +1,4 @@
-"""Open what a gateway keeps state in, as configured: the cache of answers and the event store. Neither need be there for it to start."""
+"""Open the stores of a gateway's state, as configured: the cache of answers and the event store. The gateway starts without them too."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ logger = logging.getLogger("ray.serve")
 
 
 async def open_cache(settings: CacheSettings, application: str) -> TieredCache[Recommendation] | None:
-    """The cache of an application's answers; with l1 alone where l2 cannot be had, None where answers are not to be kept."""
+    """The cache of an application's answers; with l1 alone where l2 cannot be reached, None where answers are not to be kept."""
     if not settings.enabled:
         await open_shared(settings.model_copy(update={"l2": "off"}), application)
         return None
@@ -32,7 +32,7 @@ async def open_cache(settings: CacheSettings, application: str) -> TieredCache[R
 
 
 async def open_shared(settings: CacheSettings, application: str) -> SharedCache | None:
-    """What all gateways of an application share. What is wrong with it is logged: an answer can always be computed."""
+    """The cache that all gateways of an application share. An error is logged and not raised: answers can always be computed."""
     try:
         if settings.l2 != "actors":
             # those of an earlier configuration would keep what no erasure reaches

@@ -1,4 +1,4 @@
-"""Where Serve sends spans: `tracing_config: {exporter_import_path: deployments.tracing:otlp}` in ray_config.yaml names one of these."""
+"""Exporters of Serve's spans; ray_config.yaml names one: `tracing_config: {exporter_import_path: deployments.tracing:otlp}`."""
 
 from opentelemetry.sdk.trace import SpanProcessor
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -7,9 +7,9 @@ from cluster.errors import ConfigError
 
 
 def otlp() -> list[SpanProcessor]:
-    """To an OpenTelemetry collector, over HTTP: OTEL_EXPORTER_OTLP_ENDPOINT and the other variables of its specification say where.
+    """Send spans to an OpenTelemetry collector over HTTP, at OTEL_EXPORTER_OTLP_ENDPOINT (and the other variables of its specification).
 
-    They must be set on every node before Ray starts there. Raises ConfigError where the exporter is not installed.
+    These variables must be set on every node before Ray starts there. Raises ConfigError where the exporter is not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415 - only tracing needs it

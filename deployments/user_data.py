@@ -1,4 +1,4 @@
-"""What is kept of users, from the gateway's side: store events, erase a user everywhere, tell what the caches do."""
+"""The gateway's part in what is kept of users: store events, erase a user everywhere, tell what the caches do."""
 
 import asyncio
 import logging
@@ -33,9 +33,9 @@ from pipelines.stored_history import SWITCHED_OFF
 
 INSIST_EVERY_S = 2.0
 READY_KEYS, READY_SHARE = 100, 0.2
-"""After a change of versions so many of the hottest answers are computed anew, in this share of the time: the rest is for callers."""
+"""After a change of versions, READY_KEYS of the hottest answers are computed anew, in READY_SHARE of the time: the rest is for callers."""
 RECALLS_AT_ONCE = 16
-"""Look-ups of users that this gateway does not know; with more under way, the next ones' answers are computed when they are asked for."""
+"""Look-ups at a time of users that this gateway does not know; further users' answers are computed only when they are asked for."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -66,7 +66,7 @@ class UserData:
         self._preparing: asyncio.Task[None] | None = None
 
     async def append(self, events: Sequence[Event]) -> EventsOut:
-        """Durable when it returns. Raises BackendUnavailable, and InvalidRequest where a key was used for another event."""
+        """Store events, durably. Raises BackendUnavailable, and InvalidRequest where a key was used for another event."""
         stored = await self._store().append(events)
         for event, place in zip(events, stored, strict=True):
             if not place.duplicate:
@@ -83,11 +83,13 @@ class UserData:
         return await self._events.users(tenant, limit) if self._events else []
 
     async def digest(self, tenant: str, user_id: str) -> str:
-        """The user, as lines of the audit log name it. Raises BackendUnavailable where there is no store to ask for its key."""
+        """The user's digest, by which the audit log names it. Raises BackendUnavailable where there is no store to ask for its key."""
         return await self._store().digest(tenant, user_id)
 
     async def erase(self, tenant: str, user_id: str) -> ErasedOut:
-        """First the events, so that nothing more is computed from them, then what was; that also where the store does not answer."""
+        """Erase first the user's events, so that nothing more is computed from them, then what was computed; the latter even where the
+        store does not answer.
+        """
         try:
             events = await self._events.erase(tenant, user_id) if self._events else 0
         except InvalidRequest:  # a name with NUL, which no store holds; what was computed from behaviours of the request may be kept
@@ -97,7 +99,7 @@ class UserData:
         return ErasedOut(user_id=user_id, tenant=tenant, events=events, cached_answers=dropped.dropped, everywhere=dropped.everywhere)
 
     async def invalidate(self, tenant: str | None, user_id: str | None) -> InvalidatedOut:
-        """Here and in the shared cache at once, in every other replica with its next report."""
+        """Drop answers, here and in the shared cache at once, in every other replica with its next report."""
         dropped = await self._drop(tenant, user_id)
         everywhere = await self._admin.forget(tenant, user_id)
         return InvalidatedOut(dropped=dropped.dropped, everywhere=everywhere and not dropped.unconfirmed)
@@ -133,7 +135,7 @@ class UserData:
         )
 
     async def _user_states(self) -> dict[str, dict[str, dict[str, float]]]:
-        """By stage and backend; empty while the switchboard cannot be reached."""
+        """What engines keep of users, by stage and backend; empty while the switchboard cannot be reached."""
         try:
             statuses = await self._admin.statuses()
         except BackendUnavailable as error:
@@ -158,7 +160,7 @@ class UserData:
         return dropped
 
     def _insist_in_place(self, tenant: str | None, user_id: str | None, silent: Collection[str]) -> None:
-        """Of those that ask for the same, as a caller does that goes on erasing, the last one alone."""
+        """Insist in place of an earlier task for the same erasure, as of a caller that erases again and again."""
         if before := self._insisting.pop((tenant, user_id), None):
             before.cancel()
         task = self._background.start(self._insist(tenant, user_id, silent))
@@ -166,8 +168,8 @@ class UserData:
         task.add_done_callback(lambda done: self._insisting.get((tenant, user_id)) is done and self._insisting.pop((tenant, user_id)))
 
     async def _insist(self, tenant: str | None, user_id: str | None, silent: Collection[str]) -> None:
-        """Ask caches that did not answer again, until they do or what they held has had its time. What is not one user's is erased again
-        only once they answer: the other caches have done so, and fill anew.
+        """Ask caches that did not answer again, until they do or all that they held has expired. An erasure of more than one user is
+        repeated only once they answer: the other caches have carried it out, and fill anew.
         """
         assert self._cache is not None
         settings, shared = self._settings.cache, self._cache.shared
@@ -183,7 +185,7 @@ class UserData:
         logger.warning("a cache was away for longer than it keeps anything of users; what was to be erased is out of date there by now")
 
     def make_ready(self) -> None:
-        """Another version serves: compute anew what the users that ask most usually ask for, before they do, and beside other work."""
+        """Another version serves: compute the usual answers of the users that ask most, before they ask, and beside other work."""
         if self._preparing:
             self._preparing.cancel()
         if self._cache is not None:
@@ -198,7 +200,7 @@ class UserData:
             await asyncio.sleep((monotonic() - began) * (1 / READY_SHARE - 1))
 
     def _expect(self, users: set[tuple[str, str]]) -> None:
-        """Anticipate the users with a usual request that is known, here or in another gateway."""
+        """Anticipate those of the users whose usual request is known, here or in another gateway."""
         known = {user for user in users if self._usual.of(*user) is not None}
         for user in known:
             self._anticipate(*user)
@@ -210,7 +212,7 @@ class UserData:
             self._anticipate(*user)
 
     def _anticipate(self, tenant: str, user_id: str) -> None:
-        """Once the user's events have paused for a moment: several often come at a time."""
+        """Compute the user's usual answer once the user's events have paused for a moment: several often come at a time."""
         if waiting := self._anticipated.pop((tenant, user_id), None):
             waiting.cancel()
         task = self._background.start(self._anticipate_later(tenant, user_id))

@@ -2,9 +2,9 @@
 
 In ray_config.yaml:
 
-request_router_config:
-  request_router_class: "deployments.user_router:UserAffinityRouter"
-  request_router_kwargs: {bound: 1.25, slack: 8, slow_times: 1.5}
+    request_router_config:
+      request_router_class: "deployments.user_router:UserAffinityRouter"
+      request_router_kwargs: {bound: 1.25, slack: 8, slow_times: 1.5}
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from deployments.routers import RankingRouter, refuse
 class UserAffinityRouter(RankingRouter):
     """Routes a request to its user's home unless that is busy, and a request without a user by Serve's power of two choices.
 
-    The user is the handle's `session_id` if given, else the request's. A replica is left out if most of its answers take `slow_times` as
-    long as all but a tenth of the others', or two take far longer than any; its users go to the next of their orders, until a trial is
-    quick again. 0: none is.
+    The user is the handle's `session_id` if given, else the request's. A replica is left out if most of its answers take more than
+    `slow_times` as long as nine tenths of the others', or two take far longer than any; its users go to the next replica of their orders,
+    until a trial is quick again. `slow_times` 0: no replica is left out.
     """
 
     def initialize_state(self, bound: float = BOUND, slack: int = SLACK, slow_times: float = TIMES, **unknown: Any) -> None:
-        """The keys of `request_router_kwargs`. Raises ConfigError."""
+        """Take the keys of `request_router_kwargs`. Raises ConfigError."""
         refuse(unknown, "UserAffinityRouter", "bound, slack and slow_times")
         if not 1 <= bound < inf or not isinstance(slack, int) or slack < 0:
             raise ConfigError(f"bound is {bound} and slack {slack}; give a finite bound of 1 or more and a slack of 0 or more requests")
@@ -44,7 +44,7 @@ class UserAffinityRouter(RankingRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The slow ones last: where the others are full."""
+        """As the base class, with slow replicas last, for when the others are full."""
         slow = self._paces.slow(monotonic())
         quick = [one for one in candidate_replicas if one.replica_id.unique_id not in slow] or candidate_replicas
         ranks = await super().choose_replicas(quick, pending_request)
@@ -69,12 +69,12 @@ class UserAffinityRouter(RankingRouter):
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         super().on_request_routed(pending_request, replica_id, result)
-        # over gRPC a replica says that it takes a request only with the answer: that time runs from before, on the clock of Ray's choice
+        # over gRPC a replica accepts a request only with the answer: so its time counts from the request's creation, on Ray's clock
         answered = partial(self._answered, replica_id.unique_id, pending_request.created_at)
         result.add_done_callback(lambda outcome: self._event_loop.call_soon_threadsafe(answered, outcome))  # in a thread of Ray's
 
     def _left(self, sender: asyncio.Task[Any]) -> None:
-        """Of a request that was cancelled before its replica said that it takes it: over gRPC, before the answer. Ray tells no more."""
+        """Count a request that was cancelled before its replica accepted it (over gRPC: before the answer). Ray tells no more."""
         if (sent := self._unrouted.pop(sender, None)) is not None and sender.cancelled():
             (replica, since), now = sent, monotonic()
             self._paces.answered(replica, now - since, now, failed=True)
@@ -93,7 +93,7 @@ def _user_of(pending: PendingRequest) -> str:
 
 
 def _was_cancelled(outcome: object) -> bool:
-    """Of a call over gRPC, which is given as it is; of any other call Ray gives the error, or the result."""
+    """Whether a call over gRPC was cancelled: Ray passes that call itself; of any other call, the error or the result."""
     return bool(isinstance(outcome, _Call) and outcome.cancelled())
 
 

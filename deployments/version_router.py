@@ -1,7 +1,7 @@
 """Which version of the model answers which user, in one gateway.
 
     user -> the trial's version, where the user's hash falls to its share and all replicas can serve it
-         -> else the stable one, once all replicas can serve it ; until then what served before
+         -> else the stable one, once all replicas can serve it; until then the version that served before
 
 An answer is made of one version from its first stage to its last. Where a replica turns out not to hold that version, another version
 answers the whole request.
@@ -44,16 +44,16 @@ RequestT = TypeVar("RequestT")
 ResultT = TypeVar("ResultT")
 AnswerT = TypeVar("AnswerT", Recommendation, Ranking)
 KEPT_TIMES = 1.2
-"""A degraded answer is kept for `negative_ttl_s`, give or take a tenth."""
+"""How many times `negative_ttl_s` a degraded answer may be kept, with a margin: its time varies by a tenth."""
 TIMED_FOR_S = 3600.0
-"""A trial's latencies are those of the last one to two of these: long enough for many on a small share of few users."""
+"""A trial's latencies are those of the last one to two such windows: long enough for many answers on a small share of few users."""
 SHADOWS_AT_ONCE = 2
-"""A request that would be the next one is answered, and not repeated in the shadow."""
+"""How many requests are repeated in the shadow at a time; further ones are only answered."""
 logger = logging.getLogger("ray.serve")
 
 
 class ServedModel:
-    """One version in a gateway: what ranks and titles its items, and the way to the stages that hold it."""
+    """One version in a gateway: the data that rank and title its items, and the way to the stages that hold it."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class ServedModel:
 
 
 class VersionRecorder:
-    """What a trial is judged by, of one arm."""
+    """Records the figures of one arm, by which a trial is judged."""
 
     def __init__(self) -> None:
         self._requests = self._degraded = self._overlaps = 0
@@ -131,7 +131,7 @@ class VersionRecorder:
         self._degraded += 1
 
     def compared(self, answer: Recommendation, with_: Recommendation) -> None:
-        """In the shadow of another version's answer. What is degraded is not the model's, and says nothing of how alike the two are."""
+        """Compare a shadow's answer with the one that was given. Degraded answers are left out: they do not show the models' likeness."""
         if answer.degraded or with_.degraded:
             return
         ours, theirs = set(item_ids(answer.items)), set(item_ids(with_.items))
@@ -160,7 +160,7 @@ class VersionRouter:
         return self._model_cache.get(self._serving) or self._model_cache.models[0]
 
     def model_for(self, tenant: str, user_id: str) -> ServedModel:
-        """What answers this user."""
+        """The version that answers this user."""
         trial = self.trial_for(tenant, user_id)
         return (trial and self._model_cache.get(trial.version)) or self.stable
 
@@ -183,7 +183,7 @@ class VersionRouter:
             self._period, self._recorders = rollout.period, {}
 
     def _tried_now(self, able: Collection[int], *, settled: bool) -> int | None:
-        """What is on trial from now on. A switchboard that was restarted has not heard of all: a trial that had begun goes on meanwhile."""
+        """The version on trial from now on. A restarted switchboard has not heard from all processes yet: a trial goes on meanwhile."""
         if (trial := self._rollout.trial) is None:
             return None
         if settled:
@@ -198,7 +198,7 @@ class VersionRouter:
         return {arm: recorder.figures() for arm, recorder in self._recorders.items()}
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
-        """Raises InvalidRequest."""
+        """The answer by the user's version. Raises InvalidRequest."""
         began, model = monotonic(), self.model_for(request.tenant, request.user_id)
         answer = await self._timed(model, request)
         if answer.degraded:
@@ -208,13 +208,13 @@ class VersionRouter:
         return answer
 
     async def rank(self, request: RankingRequest) -> Ranking:
-        """Raises InvalidRequest."""
+        """The ranking by the user's version. Raises InvalidRequest."""
         began, model = monotonic(), self.model_for(request.tenant, request.user_id)
         answer = await model.candidates.rank(request)
         return await self._elsewhere(model, answer, began, lambda other: other.candidates.rank(request))
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
-        """Stays with its version. How long it took is the reader's doing too, and does not count for a trial."""
+        """The answer's parts, all by one version. A stream's duration depends on its reader too, and does not count for a trial."""
         model = self.model_for(request.tenant, request.user_id)
         with self._failures_noted(model, request):
             async with aclosing(model.answers.stream(request)) as parts:
@@ -224,7 +224,7 @@ class VersionRouter:
                     yield part
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
-        """What users usually ask for and were last answered: one user's of a tenant, a tenant's or all users'."""
+        """Forget the usual requests and last answers of a user, of a tenant's users, or of all."""
         for model in self._model_cache.models:
             model.answers.forget(tenant, user_id)
 
@@ -239,8 +239,8 @@ class VersionRouter:
     async def _elsewhere(
         self, first: ServedModel, answer: AnswerT, began: float, ask: Callable[[ServedModel], Awaitable[AnswerT]]
     ) -> AnswerT:
-        """The answer of `first`, or of another version where replicas turned out to lack the versions asked before. One that cannot do what
-        is asked, as for want of a decoder, is passed over.
+        """The answer of `first`, or of another version where replicas turned out to lack those asked before. Another version that cannot
+        answer the request, as for want of a decoder, is passed over.
         """
         model, others = first, [other for other in self._model_cache.models if other is not first]
         while answer.degraded and model.was_gone(began) and others:
@@ -259,7 +259,7 @@ class VersionRouter:
 
     @contextmanager
     def _failures_noted(self, model: ServedModel, request: RecommendRequest) -> Iterator[None]:
-        """Errors that are the version's doing count for a trial, not the caller's."""
+        """Within the block, errors of the version count for a trial; errors of the caller do not."""
         try:
             yield
         except InvalidRequest:
@@ -270,7 +270,7 @@ class VersionRouter:
             raise
 
     def _counts(self, answer: Recommendation) -> bool:
-        """What comes from a cache says nothing of a version, and is what flags may differ in."""
+        """Whether an answer counts for a trial. A kept answer says nothing of a version, but may be what flags on trial change."""
         trial = self._rollout.trial
         return trial is not None and (bool(trial.flags) or answer.cache is None or answer.cache.tier == "computed")
 

@@ -52,7 +52,7 @@ class Mailbox:
         self._replicas = tuple(replicas)
 
     def send(self, request: Any, left_s: float) -> asyncio.Future[Any]:
-        """The answer to one request, which has `left_s` seconds at the replica; its error, or Ray's where the call fails."""
+        """A future of the answer to one request, which has `left_s` seconds at the replica; it raises the request's error, or Ray's."""
         traced = tracing.here()
         address = Address(home_of(request, self._replicas), request.model_version, traced.span_id if traced else 0)
         batcher = self._batchers.get(address)

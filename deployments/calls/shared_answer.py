@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 class SharedAnswer(Generic[T]):
-    """What `ask` answers, asked at most once in `fresh_s` seconds on `clock`; it must not raise. A caller that leaves disturbs no other.
-    To be made outside of requests: `ask` has that context.
+    """The answer of `ask`, which is called at most once in `fresh_s` seconds on `clock` and must not raise. A caller that leaves disturbs
+    no other. To be made outside of requests: `ask` runs in that context.
     """
 
     def __init__(self, ask: Callable[[], Coroutine[Any, Any, T]], fresh_s: float, clock: Callable[[], float] = monotonic) -> None:

@@ -35,7 +35,7 @@ COMMANDS = {
 }
 
 NO_ROOM = (ENOSPC, EDQUOT)
-"""Of a disk, for which a write has no file's name."""
+"""Errors of a full disk; where a write raises them, they name no file."""
 
 
 @app.callback()

@@ -1,4 +1,4 @@
-"""The audit log of commands: the option that names it, and a line that says which login of the system gave the command."""
+"""The audit log of commands: the option that names its file, and a line with the system's login that gave the command."""
 
 import os
 from contextlib import AbstractContextManager

@@ -23,7 +23,7 @@ from cluster.checks.suite import check as run_checks
 from cluster.errors import ConfigError, UnknownChoice
 
 UNAVAILABLE = 3
-"""Exit status where the backend says that it cannot run here: neither right nor wrong. 1: a check failed; 2: the command is wrong."""
+"""The exit status where the backend cannot run here, so that it is neither right nor wrong. 1: a check failed; 2: the command is wrong."""
 _COLOURS = {Result.PASSED: "green", Result.FAILED: "red", Result.SKIPPED: "yellow"}
 
 
@@ -53,7 +53,7 @@ def check(
 
 
 def _import_string(backend: str, stage: str) -> str:
-    """What a name stands for where it is one. Raises UnknownChoice."""
+    """The import string of a backend that is given by name or as MODULE:CLASS. Raises UnknownChoice."""
     if ":" in backend:
         return backend
     table = registry.backends(stage)
@@ -63,7 +63,7 @@ def _import_string(backend: str, stage: str) -> str:
 
 
 def _options(pairs: list[str]) -> Mapping[str, Any]:
-    """Raises ConfigError where one is not NAME=VALUE."""
+    """Name -> value, read as YAML. Raises ConfigError where an option is not NAME=VALUE."""
     options = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -78,7 +78,7 @@ def _options(pairs: list[str]) -> Mapping[str, Any]:
 
 @contextmanager
 def _bundle(model_dir: Path | None, version: int | None) -> Iterator[Bundle]:
-    """The model asked for, or one made for the occasion."""
+    """The model that the options name, or a small one made for the check."""
     if model_dir is not None:
         yield BundleStore(model_dir).open(version)
         return

@@ -26,7 +26,7 @@ app.command()(check)
 
 @dataclass(frozen=True)
 class Row:
-    """One backend; `available` is None where it takes a model to tell."""
+    """One backend; `available` is None where only a probe with a model can tell."""
 
     name: str
     import_string: str
@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Stage:
-    """What would serve one stage; `explanation` says which backend and why."""
+    """The backends of one stage; `explanation` says which would serve, and why."""
 
     stage: str
     explanation: str
@@ -68,7 +68,7 @@ def backends(
 
 
 def _bundle(model_dir: Path | None, version: int | None, settings: Settings) -> Bundle | None:
-    """The model asked for, or the configured one if it has been published; None otherwise. Raises BundleError."""
+    """The model that the options name, else the configured one if it has been published, else None. Raises BundleError."""
     if model_dir is not None:
         return BundleStore(model_dir).open(version)
     store = BundleStore(settings.model_dir)
@@ -88,7 +88,7 @@ def _probed(stage: str, settings: Settings, bundle: Bundle) -> Stage:
 
 
 def _imported(stage: str, settings: Settings) -> Stage:
-    """What can be said without a model: whether each backend's module is there."""
+    """The stage as far as it is known without a model: whether each backend can be imported."""
     engines = settings.engines(stage)
     order, table = engines.order, registry.backends(stage, engines.backends)
     names = sorted(table, key=lambda name: order.index(name) if name in order else len(order))

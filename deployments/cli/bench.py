@@ -1,4 +1,4 @@
-"""`genrec bench`: measure what serves or a part of it, and compare what was measured."""
+"""`genrec bench`: measure a service or a part of it, and compare measurements."""
 
 import json
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def _separated(text: str) -> list[str]:
 
 
 def _table(results: Sequence[Result], title: str) -> Table:
-    """A row a policy, a column a size."""
+    """A table with a row for each policy and a column for each size."""
     capacities = {one.size: one.capacity for one in results}
     table = Table("policy", title=title)
     for size, capacity in capacities.items():

@@ -86,7 +86,7 @@ def in_a_row_by_metric(comparisons: Sequence[Compared], of: Sequence[Compared]) 
 
 
 def tell(rows: Mapping[str, int], rule: Rule) -> None:
-    """Of each metric that is in a row of regressions, what that means."""
+    """Tell of each metric how many regressions in a row it has had, if any, and whether that is a failure."""
     for name, count in rows.items():
         if rule.fails(count):
             typer.secho(f"{name}: {count} regressions in a row, which is a failure", fg="red", err=True)
@@ -106,7 +106,7 @@ def table(made: Sequence[Compared], title: str) -> Table:
 
 
 def _check_comparable(base: Source, candidate: Source) -> None:
-    """Another machine may be meant, and is told; another workload never is."""
+    """Raises DataError where scenario or workload differ. Another machine may be intended, and is only warned of."""
     one, other = base.scenario, candidate.scenario
     if one.name != other.name:
         _refuse(base, candidate, f"{one.name or 'nothing named'!r} is not {other.name or 'nothing named'!r}")

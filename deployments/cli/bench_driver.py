@@ -1,6 +1,6 @@
-"""Drives a genrec endpoint: callers that ask again as soon as they are answered, and when each answer, or its first item, was there.
+"""Drives a genrec endpoint: callers that ask again as soon as they are answered, and the time of each answer, or of its first item.
 
-A closed loop: the server sets the pace, and a stall delays what would have come in it instead of being seen by it.
+It is a closed loop: the server sets the pace, and requests that an independent caller would send during a stall are sent only after it.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ PATH = "/v1/recommend"
 SSE = "text/event-stream"
 FIRST_ITEM, LAST_EVENTS = b"event: item\n", (b"event: answer\n", b"event: error\n")
 STREAMED_SHARE = 4
-"""One streamed answer for so many plain ones, and one a caller at least."""
+"""There is one streamed answer for so many plain ones, and at least one for each caller."""
 MOST_ITEMS = (1000, 100, 10)
-"""Asked for in turns, as a server has a limit, to learn of items."""
+"""How many items are asked for, to learn item ids: the first number that the server's limit allows."""
 
 
 class Endpoint:
-    """A genrec that answers at `client`'s base URL."""
+    """A genrec server at `client`'s base URL."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
@@ -66,7 +66,7 @@ class Endpoint:
         raise ConfigError(f"{self._client.base_url} names no items: {_told(response)}; give the model's directory: --model-dir")
 
     async def check(self, body: bytes) -> Answer:
-        """One answer, before many are asked for. Raises ConfigError with what the server says in its place."""
+        """One answer, before many requests are sent. Raises ConfigError with the server's message where it gives none."""
         response = await self._sent(body)
         answer = _answer(response.content) if response.status_code == 200 else None
         if answer is None:
@@ -82,14 +82,14 @@ class Endpoint:
 
 
 def connect(url: str, *, callers: int = 1, key: str | None = None, timeout_s: float = 30.0) -> httpx.AsyncClient:
-    """A client that keeps one connection a caller, and goes through no proxy, for the server is what is measured. Raises ConfigError."""
+    """A client that keeps one connection for each caller, and uses no proxy, as the server is measured. Raises ConfigError."""
     limits = httpx.Limits(max_connections=callers, max_keepalive_connections=callers)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return httpx.AsyncClient(base_url=server_url(url), headers=headers, timeout=timeout_s, limits=limits, trust_env=False)
 
 
 async def measure(endpoint: Endpoint, bodies: Sequence[bytes], *, callers: int, warm_up: int, iterations: int) -> Run:
-    """`warm_up` requests that do not count, `iterations` plain ones, and a share of them once more as streams."""
+    """Send `warm_up` requests that do not count, `iterations` plain ones, and a share of them once more as streams."""
     await closed_loop(endpoint.ask, bodies, callers, warm_up)
     plain, seconds = await closed_loop(endpoint.ask, bodies, callers, iterations)
     await closed_loop(endpoint.ask_streamed, bodies, callers, min(warm_up, callers))
@@ -100,7 +100,7 @@ async def measure(endpoint: Endpoint, bodies: Sequence[bytes], *, callers: int, 
 async def closed_loop(
     ask: Callable[[bytes], Awaitable[Seen]], bodies: Sequence[bytes], callers: int, count: int
 ) -> tuple[list[Seen], float]:
-    """`count` requests, the bodies in turns, each sent as soon as one of so many callers is free; and the seconds all of them took."""
+    """Send `count` requests, the bodies in turns, each as soon as a caller is free; returns their outcomes, and the seconds in all."""
     seen: list[Seen] = []
     numbers = iter(range(count))
 
@@ -124,7 +124,7 @@ def _seen(duration_ms: float, status: int, content: bytes) -> Seen:
 
 
 def _answer(content: bytes) -> Answer | None:
-    """None where it is something else."""
+    """The answer in a response's content; None where that is no answer."""
     try:
         tree: Any = json.loads(content)
         stages = tuple(Served(one["stage"], one["backend"], float(one["duration_ms"])) for one in tree["stages"])
@@ -135,7 +135,7 @@ def _answer(content: bytes) -> Answer | None:
 
 
 def _last_event(content: bytes) -> bytes:
-    """What the last server-sent event holds."""
+    """The data of the last server-sent event."""
     _, _, data = content.rstrip(b"\n").rpartition(b"\ndata: ")
     return data
 

@@ -13,9 +13,9 @@ AT_MOST = (
     *("p50_ms", "p95_ms", "p99_ms", "first_item_p50_ms", "first_item_p95_ms", "first_item_p99_ms", "per_item_ms"),
     *("errors", "degraded", "resident_mib"),
 )
-"""What a target may name: of the first the measured figure must be as large, of the others as small."""
+"""The figures that a target may name: those of AT_LEAST must be as large as the limit or larger, those of AT_MOST as small or smaller."""
 FRESH = ("computed", "none")
-"""Tiers of answers that stages ran for: the stages of others are of an earlier computation."""
+"""Tiers of answers that were computed for the request: the stages in other answers are of an earlier computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What counts of an answer. `tier`: where it came from, "none" where no kept answer was looked for."""
+    """The parts of an answer that are measured. `tier`: where it came from, "none" where no kept answer was looked for."""
 
     items: int
     degraded: bool
@@ -40,9 +40,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What became of one request: an answer, or the problem that stands in its place, `duration_ms` after it was sent.
+    """The outcome of one request, `duration_ms` after it was sent: an answer, or the problem in its place.
 
-    `first_item_ms`: likewise, when the first item came, of an answer that was streamed.
+    `first_item_ms`: of a streamed answer, how long after the request was sent its first item came.
     """
 
     duration_ms: float
@@ -97,7 +97,7 @@ class Target:
 
 
 def samples_of(run: Run) -> dict[str, list[float]]:
-    """By metric, in milliseconds to a thousandth, in the order in which requests ended; a metric without any is left out."""
+    """Samples by metric, in milliseconds to a thousandth, in the order in which requests ended; a metric without samples is left out."""
     answered = [(seen, seen.answer) for seen in run.plain if seen.answer]
     metrics = {
         "end_to_end_ms": [seen.duration_ms for seen, _ in answered],
@@ -144,7 +144,7 @@ def parse_targets(texts: Iterable[str]) -> dict[str, float]:
 
 
 def check_targets(figures: Figures, targets: Mapping[str, float]) -> dict[str, Target]:
-    """By name, as `parse_targets` gives them."""
+    """The targets of `parse_targets` by name, each with its measured figure."""
     measured: dict[str, float | None] = {name: asdict(figures)[name] for name in targets}
     return {name: Target(limit, measured[name], _met(name, measured[name], limit)) for name, limit in targets.items()}
 

@@ -1,8 +1,8 @@
-"""The files of `genrec bench`: what was measured, as one JSON object, and how its comparisons went, as JSON lines.
+"""The files of `genrec bench`: a measurement as one JSON object, and the history of its comparisons as JSON lines.
 
     {"schema": 1, "machine": {}, "versions": {}, "scenario": {}, "samples": {"end_to_end_ms": [...]}, "figures": {}, "targets": {}}
 
-Only `schema` and `samples` must be there, so that any program can write one.
+Only `schema` and `samples` must be there, so that any program can write a measurement.
 """
 
 import json
@@ -41,7 +41,7 @@ class Scenario(_Record):
 
 
 class Measurement(_Record):
-    """`samples`: one list a metric, each value a cost, in the order of measuring; `figures` and `targets`: what was made of them."""
+    """`samples`: metric -> values, each a cost, in the order of measuring; `figures` and `targets`: computed from them."""
 
     machine: dict[str, JsonValue] = {}
     versions: dict[str, str] = {}
@@ -56,9 +56,9 @@ class Measurement(_Record):
 
 
 class Compared(_Record):
-    """One comparison that was made, a line of the history; `at` is UTC as in ISO 8601, `baseline` and `candidate` are the files' names.
+    """One comparison, a line of the history. `at`: UTC, as in ISO 8601; `baseline`, `candidate`: the files' names.
 
-    A row of regressions is one of the same `scenario`, `workload` and `metric`.
+    Regressions are counted in a row for the same `scenario`, `workload` and `metric`.
     """
 
     at: str
@@ -74,12 +74,12 @@ class Compared(_Record):
     verdict: Verdict
 
     def is_of(self, other: "Compared") -> bool:
-        """Whether both are of the same metric of the same thing."""
+        """Whether both are of the same metric, scenario and workload."""
         return (self.scenario, self.workload, self.metric) == (other.scenario, other.workload, other.metric)
 
 
 def require_writable(*paths: Path) -> None:
-    """Before what takes long to measure. Raises OSError with the path."""
+    """Raises OSError with the path where a file cannot be written; to be called before a long measurement."""
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.exists()
@@ -89,7 +89,7 @@ def require_writable(*paths: Path) -> None:
 
 
 def read_measurement(path: Path) -> Measurement:
-    """Raises DataError where there is no such file, or it is not of this schema."""
+    """The measurement in a file. Raises DataError where there is no such file, or it is not of this schema."""
     tree = _parsed(_text(path), str(path))
     schema = tree.get("schema") if isinstance(tree, dict) else None
     if schema != SCHEMA:
@@ -100,7 +100,7 @@ def read_measurement(path: Path) -> Measurement:
 
 
 def read_history(path: Path) -> list[Compared]:
-    """The oldest first; none where there is no such file yet. Raises DataError with the line."""
+    """The comparisons in a history, the oldest first; none where there is no such file yet. Raises DataError with the line."""
     if not path.exists():
         return []
     lines = [(f"{path}:{number}", line) for number, line in enumerate(_text(path).splitlines(), 1) if line.strip()]
@@ -118,7 +118,7 @@ def this_machine() -> dict[str, JsonValue]:
 
 
 def these_versions() -> dict[str, str]:
-    """Of Python, and of what is installed of the packages that matter."""
+    """The versions of Python and of the installed packages that matter to a measurement."""
     return {"python": platform.python_version(), **{name: found for name in PACKAGES if (found := _installed(name))}}
 
 
@@ -130,7 +130,7 @@ def _installed(package: str) -> str:
 
 
 def _processor() -> str:
-    """The model, where Linux names it."""
+    """The processor's model, where Linux names it."""
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
     named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -24,12 +24,12 @@ TAIL_CHARACTERS = 500
 
 def interleave(
     *,
-    baseline: Annotated[str, typer.Option(help="a command, split as a shell would, run without one")],
+    baseline: Annotated[str, typer.Option(help="a command; its words are split as by a shell, but no shell runs it")],
     candidate: Annotated[str, typer.Option(help="the command that may be slower")],
     json_baseline: Annotated[Path, typer.Option(help="where the baseline's samples are written")],
-    json_candidate: Annotated[Path, typer.Option(help="where the candidate's are")],
-    rounds: Annotated[int, typer.Option(help="runs of each that count; even, so that each is first as often", min=1)] = 10,
-    warm_up: Annotated[int, typer.Option(help="runs of each, before, that do not", min=0)] = 1,
+    json_candidate: Annotated[Path, typer.Option(help="where the candidate's samples are written")],
+    rounds: Annotated[int, typer.Option(help="measured runs of each; an even number, so that each goes first as often", min=1)] = 10,
+    warm_up: Annotated[int, typer.Option(help="runs of each before those, not measured", min=0)] = 1,
     name: Annotated[str, typer.Option(help="what is measured; measurements of different names do not compare")] = "interleave",
 ) -> None:
     """Run two commands in turns (A B, B A, ...) and write how long each run took, for `genrec bench compare`."""
@@ -49,13 +49,13 @@ def interleave(
 
 
 def order(rounds: int) -> Iterator[Side]:
-    """A B, B A, A B, ...: what drifts while they run is shared alike."""
+    """A B, B A, A B, ...: a machine that drifts meanwhile slows both sides alike."""
     for number in range(rounds):
         yield from SIDES if number % 2 == 0 else SIDES[::-1]
 
 
 def timed(command: Sequence[str]) -> dict[str, float]:
-    """Seconds of one run, by the clock and of all processors. Raises ConfigError where it cannot be run or does not end well."""
+    """Seconds of one run: wall clock, and processor time of all its processes. Raises ConfigError where it cannot start or fails."""
     used, began = _processor_s(), perf_counter()
     try:
         finished = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
@@ -70,7 +70,7 @@ def timed(command: Sequence[str]) -> dict[str, float]:
 
 
 def split(side: str, command: str) -> list[str]:
-    """The words of a command. Raises ConfigError."""
+    """The words of a command. Raises ConfigError where it has none, or a shell could not split it."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -81,13 +81,13 @@ def split(side: str, command: str) -> list[str]:
 
 
 def _processor_s() -> float:
-    """Of all processes that have been waited for, and of those that they waited for."""
+    """Processor seconds of all child processes that have ended, and of their own."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _table(samples: Mapping[Side, Mapping[str, Sequence[float]]]) -> Table:
-    """Medians, and the least and the most."""
+    """For each metric and side the median, the least and the most."""
     table = Table("", *SIDES)
     for metric in (WALL_CLOCK, PROCESSOR):
         rows = [samples[side][metric] for side in SIDES]

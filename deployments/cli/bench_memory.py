@@ -1,4 +1,4 @@
-"""What the processes of a server on this machine hold in memory. They are found by the process that listens on its port."""
+"""The memory of a server's processes on this machine, which are found by the process that listens on its port."""
 
 import importlib
 import os
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """`resident_mib`: of so many processes, pages that several share counted in each. None where it is not known, for the `reason`."""
+    """`resident_mib`: of all `processes`, pages that several share counted in each; None where it is not known, for the `reason`."""
 
     resident_mib: float | None = None
     processes: int = 0
@@ -20,7 +20,7 @@ class Memory:
 
 
 def server_memory(url: str) -> Memory:
-    """Of the server that answers at `url` now."""
+    """The memory of the server that answers at `url` now."""
     try:
         psutil = importlib.import_module("psutil")
     except ImportError:
@@ -46,7 +46,7 @@ def _is_here(psutil: Any, host: str) -> bool:
 
 
 def _listener(psutil: Any, port: int) -> int | None:
-    """The process that listens there, None where there is none or it may not be known."""
+    """The process that listens on the port; None where there is none, or the system hides it from this user."""
     with suppress(psutil.AccessDenied):
         for one in psutil.net_connections("tcp"):
             if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid:
@@ -61,7 +61,9 @@ def _resident_bytes(psutil: Any, listener: int) -> Iterator[int]:
 
 
 def _serving(psutil: Any, listener: int) -> list[Any]:
-    """The listener's session, which Ray's processes and HAProxy stay in; where that is ours too, its tree up to what started us."""
+    """The processes of the listener's session, in which Ray's and HAProxy stay; where this process is in it too, those of the listener's
+    tree, up to the common ancestor.
+    """
     session = os.getsid(listener)
     if session != os.getsid(0):
         return [process for process in psutil.process_iter() if _session_of(process.pid) == session]

@@ -1,4 +1,4 @@
-"""What `genrec bench serve` asks for, and how many ask at a time: users with seeded histories, the same ones in every run."""
+"""The requests of `genrec bench serve`, and how many are sent at a time: users with seeded histories, the same in every run."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,14 @@ FIRST_EVENT, HOUR_S = 1_700_000_000, 3600
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """So many callers, each of which asks again as soon as it is answered; `iterations` requests of all together, unless told otherwise."""
+    """A number of callers, each of which asks again as soon as it is answered. `iterations`: requests of all callers together."""
 
     callers: int
     iterations: int
 
 
 LENGTHS: Mapping[ScenarioName, tuple[int, int]] = {"short": (5, 20), "medium": (50, 100), "long": (200, 400)}
-"""Events of a history, both ends included."""
+"""Scenario -> the fewest and the most events of a history."""
 SHAPES: Mapping[ShapeName, Shape] = {
     "single": Shape(1, 200),
     "concurrent": Shape(8, 800),
@@ -32,7 +32,7 @@ SHAPES: Mapping[ShapeName, Shape] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked. Measurements of different workloads do not compare. `strategy` None leaves the choice to the server."""
+    """The requests' parameters. Measurements of different workloads do not compare. `strategy` None leaves the choice to the server."""
 
     scenario: ScenarioName = "short"
     users: int = 64
@@ -41,7 +41,7 @@ class Workload:
     strategy: str | None = None
 
     def bodies(self, items: Sequence[str], seed: int = 0) -> tuple[bytes, ...]:
-        """A request a user, of these items, always the same for the same items and seed."""
+        """One request for each user, over these items; always the same for the same items and seed."""
         rng = np.random.default_rng(seed)
         return tuple(json.dumps(self._request(rng, number, items)).encode() for number in range(self.users))
 

@@ -22,7 +22,7 @@ SHAPES_TOLD = ", ".join(f"{name} {shape.callers}" for name, shape in SHAPES.item
 
 @dataclass(frozen=True)
 class Plan:
-    """The server, the number of callers and of requests. `items`: of the catalogue, None where the server is to name some."""
+    """The server, and the numbers of callers and requests. `items`: ids of the catalogue; None: the server is asked for some."""
 
     url: str
     workload: Workload
@@ -79,7 +79,7 @@ def serve(
 
 
 def measure(plan: Plan) -> Measured:
-    """Carry out the plan. Raises ConfigError where the server is not there, or answers as no genrec does."""
+    """Carry out the plan. Raises ConfigError where no server answers, or one that is no genrec."""
     return asyncio.run(_measured(plan))
 
 
@@ -98,7 +98,7 @@ async def _measured(plan: Plan) -> Measured:
 
 
 def catalogue_items(model_dir: Path) -> list[str]:
-    """Raises BundleError where no version of the model is whole."""
+    """The item ids of the model's catalogue. Raises BundleError where no version of the model is whole."""
     from cluster.bundle import BundleStore  # noqa: PLC0415 - only reading a catalogue needs pyarrow
 
     bundle, _ = BundleStore(model_dir).open_last_good()
@@ -106,7 +106,7 @@ def catalogue_items(model_dir: Path) -> list[str]:
 
 
 def written(plan: Plan, name: str, measured: Measured, figures: Figures, targets: Mapping[str, Target]) -> Measurement:
-    """What goes into the file."""
+    """The measurement to write into a file."""
     workload = {**plan.workload.as_json(), "callers": plan.callers}
     return Measurement(
         machine=this_machine(),
@@ -119,7 +119,7 @@ def written(plan: Plan, name: str, measured: Measured, figures: Figures, targets
 
 
 def figures_table(figures: Figures, targets: Mapping[str, Target], title: str) -> Table:
-    """A row a figure, and beside it the target that it has."""
+    """A table with a row for each figure, and its target beside it."""
     table = Table("", title=title)
     table.add_column("measured", justify="right")
     table.add_column("target", justify="right")
@@ -137,7 +137,7 @@ def figures_table(figures: Figures, targets: Mapping[str, Target], title: str) -
 
 
 def tell(figures: Figures, memory: Memory) -> None:
-    """What a row of the table cannot say."""
+    """Print what has no place in the table: requests without an answer, and why resident memory is missing."""
     if memory.reason:
         typer.echo(f"resident memory was left out: {memory.reason}", err=True)
     if figures.problems:

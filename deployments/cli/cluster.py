@@ -80,12 +80,12 @@ def down(*, directory: Directory = None) -> None:
 
 
 def default_directory() -> Path:
-    """One for each user of the machine."""
+    """The directory of trial clusters by default, one for each user of the machine."""
     return profiles.private_directory() / "cluster"
 
 
 def show(cluster: LocalCluster) -> None:
-    """A row a node."""
+    """Print a table with a row for each node."""
     replicas = cluster.replicas()
     answering = set(cluster.urls)
     table = Table("node", "session", "Ray's name", Column("proxy", no_wrap=True, min_width=22), "replicas")

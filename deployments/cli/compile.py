@@ -66,7 +66,7 @@ def _table(title: str, results: list[StepResult]) -> Table:
 
 
 def _error(parity: Mapping[str, float]) -> str:
-    """Of int8, which has no such figure, how alike its states are."""
+    """The artifact's error for the table; for int8, which has no such figure, how alike its states are."""
     if "cosine" in parity:
         return f"cosine {parity['cosine']:.4f}"
     return f"{parity['max_abs_error']:.1e}" if parity else ""

@@ -1,10 +1,10 @@
-"""Compile a model while it is served: in a process of its own, which everything else on this machine goes before.
+"""Compile a model while it is served: in a process of its own, with the lowest priority on this machine.
 
-with CompiledBeside(Path("models/ml-100k")) as compiling:
-    ...
-    compiling.under_way
+    with CompiledBeside(Path("models/ml-100k")) as compiling:
+        ...
+        compiling.under_way
 
-What serves takes the compiled version up once it is published, as any other.
+Once the compiled version is published, the service takes it up like any other.
 """
 
 import os
@@ -30,7 +30,7 @@ console = Console(highlight=False)
 
 
 class CompiledBeside:
-    """What becomes of each step is told on standard output; what fails is said and does not matter. It ends with the block."""
+    """Compiles within the block, and prints the outcome of each step; a failure is printed and has no other effect."""
 
     def __init__(self, model_dir: Path) -> None:
         self._command = compile_command(model_dir)
@@ -56,7 +56,7 @@ class CompiledBeside:
 
 
 def compile_command(model_dir: Path) -> list[str]:
-    """What compiles it, in this environment's Python."""
+    """The command that compiles the model, in this environment's Python."""
     return [sys.executable, "-m", "deployments.cli.compiling", str(model_dir)]
 
 

@@ -31,7 +31,7 @@ BOUNDS = {
     "minItems": "entries ≥ {}",
     "pattern": "`{}`",
 }
-"""JSON schema's word -> ours."""
+"""JSON schema's keyword -> how the page writes the bound."""
 NAMES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "null": "null"}
 REQUIRED = "(required)"
 
@@ -40,7 +40,7 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A row: `path` from its section on."""
+    """A row of the page. `path`: of the key, from its section on."""
 
     path: str
     schema: Schema
@@ -48,7 +48,7 @@ class Key:
 
 
 def configuration_reference() -> str:
-    """The page, with a line's end at its end."""
+    """The whole page, which ends with a line break."""
     tree, defaults = Settings.model_json_schema(), Settings().model_dump(mode="json")
     top: Schema = _inlined(tree["properties"], tree["$defs"])
     plain = {name: schema for name, schema in top.items() if "properties" not in schema}
@@ -60,7 +60,7 @@ def configuration_reference() -> str:
 
 
 def _inlined(node: Any, parts: Schema) -> Any:
-    """A schema with each part in the place of the reference to it."""
+    """A schema with each reference replaced by the part that it refers to."""
     match node:
         case {"$ref": str() as reference, **beside}:
             return _inlined({**parts[reference.rsplit("/", 1)[1]], **beside}, parts)
@@ -118,7 +118,7 @@ def _keys(properties: Schema, defaults: Mapping[str, Any], prefix: str = "") -> 
 
 
 def _entry(schema: Schema) -> tuple[str, Schema] | None:
-    """What one entry of a list or map, or a part that may be left out, holds, with its place in a path; None where that is no part."""
+    """The schema of a list's or map's entries, or of an optional part, with its place in a path; None where that is no part."""
     held = {mark: schema[key] for mark, key in (("[].", "items"), (".{}.", "additionalProperties")) if isinstance(schema.get(key), Mapping)}
     mark, entry = next(iter(held.items()), (".", schema))
     return next(((mark, one) for one in entry.get("anyOf", [entry]) if "properties" in one), None)

@@ -4,7 +4,7 @@
     def inspect(dataset: Annotated[DatasetOptions, DATASET]) -> None:
         data = open_dataset(dataset)
 
-A command about a model that is there takes OPTIONAL_DATASET, and reads what the model was trained on where none is named.
+A command about an existing model takes OPTIONAL_DATASET: where no data set is named, it reads the one that the model was trained on.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ DATASET = replace(OPTIONAL_DATASET, required=("name",))
 
 
 def open_dataset(asked: DatasetOptions) -> Dataset:
-    """Read a dataset; how many bad rows were skipped, and the first few, are told on stderr."""
+    """Read a dataset, and print to stderr how many bad rows were skipped, and the first few of them."""
     options = asked.read_options()
     dataset = asked.read(options)
     tell_skipped(options.on_bad_row, dataset.source)
@@ -37,7 +37,7 @@ def open_dataset(asked: DatasetOptions) -> Dataset:
 
 
 def tell_skipped(bad_rows: BadRows, source: str) -> None:
-    """On stderr: how many rows of `source` were passed over, and the first few of them; nothing where there were none."""
+    """Print to stderr how many rows of `source` were skipped, and the first few of them; nothing where there were none."""
     if bad_rows.count:
         typer.secho(f"skipped {bad_rows.count} bad rows of {source}, the first of them:", fg="yellow", err=True)
         for problem in bad_rows.first:

@@ -1,7 +1,8 @@
 """`genrec demo`: real films recommended to real people, by the whole system on this machine.
 
 Ray and Serve start -> answers by PyTorch
-data -> model    -^   -> compiled beside what serves -> answers by the compiled graphs, and by vLLM once it is loaded
+data -> model ------^
+             model -> compiled beside what serves -> answers by the compiled graphs, and by vLLM once it is loaded
 """
 
 import json
@@ -82,14 +83,14 @@ def demo(
 
 
 def guarded(key: str) -> dict[str, Any]:
-    """The gateway's settings with this key, which may do everything; a caller without one is recommended to, and stores events."""
+    """The gateway's settings with this key, which may do everything; without a key, recommendations may be asked for and events stored."""
     shipped = read_document(RAY_CONFIG)["applications"][0]["args"]["gateway"]
     entry = {"name": "demo", "sha256": api_keys.digest(key.encode()), "rights": list(get_args(api_keys.Right))}
     return {**shipped, "allow_anonymous": True, "api_keys": [entry]}
 
 
 def improved(url: str, first: Asked, bundle: Bundle) -> Asked:
-    """The same user's answer by the compiled model and the engines that are preferred; each engine that takes over meanwhile is told."""
+    """The same user's answer by the compiled model and the preferred engines; prints each engine that takes over meanwhile."""
     if bundle.manifest.compiled_from is not None:
         return best_answer(url, first, lambda: bundle.version, tell_change)
     console.print("[bold]better[/] the model is compiled, and vLLM loaded, while PyTorch answers")
@@ -111,7 +112,7 @@ def tell_change(before: Asked, now: Asked) -> None:
 
 
 def published(model_dir: Path, dataset: Dataset) -> Bundle:
-    """The model that is there, or the one that comes with genrec, published with the data it was trained on."""
+    """The model in `model_dir`; where there is none that verifies, genrec's own is published there, with the data it was trained on."""
     try:
         return BundleStore(model_dir).open_last_good()[0]
     except BundleError as error:
@@ -180,7 +181,9 @@ def _title(dataset: Dataset, item_id: str) -> str:
 
 
 def tell_where(url: str, asked: Asked, key: str) -> None:
-    """Say where everything is, and how it is called. The page takes the key out of its address; browsers send no part behind the `#`."""
+    """Print where page, API and docs are, and how to call them. The page takes the key out of its address; browsers never send what follows
+    the `#`.
+    """
     small = {**asked.request, "behaviours": asked.request["behaviours"][-2:], "k": 3}
     print(f"page   {url}/#key={key}\nAPI    {url}/v1/recommend\ndocs   {url}/docs\n")
     print(f"curl -s {url}/v1/recommend -H 'content-type: application/json' -d '{json.dumps(small)}'")

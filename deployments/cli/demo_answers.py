@@ -1,4 +1,4 @@
-"""What the demo asks of the system that is starting: the first whole answer, and the one by the best engines that follow."""
+"""The demo's questions to the starting system: for the first whole answer, then for the answer by the best engines."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ ENGINES = ("encode", "generate", "rank")
 
 @dataclass(frozen=True)
 class Asked:
-    """A user's request and what came back."""
+    """A user's request and its answer."""
 
     request: Mapping[str, Any]
     answer: dict[str, Any]
@@ -30,19 +30,19 @@ class Asked:
 
     @property
     def awaits_an_engine(self) -> bool:
-        """Whether a preferred one did not answer because it is still being loaded."""
+        """Whether a preferred engine did not answer because it is still being loaded."""
         return any(skipped["reason"] == LOADING for stage in self.answer["stages"] for skipped in stage["fallback_from"])
 
 
 def ask(url: str, request: Mapping[str, Any]) -> Asked:
-    """Computed, also where an answer is cached. Raises httpx.HTTPError."""
+    """A newly computed answer, even where one is cached. Raises httpx.HTTPError."""
     response = httpx.post(f"{url}/v1/recommend", json={**request, "cache": "bypass"}, timeout=30)
     response.raise_for_status()
     return Asked(request, response.json())
 
 
 def whole(url: str, request: Mapping[str, Any]) -> Asked | None:
-    """None where nothing answers yet, or no whole answer can be given."""
+    """An answer that is not degraded; None where no server answers yet, or the answer is degraded."""
     try:
         asked = ask(url, request)
     except httpx.HTTPError:
@@ -51,7 +51,7 @@ def whole(url: str, request: Mapping[str, Any]) -> Asked | None:
 
 
 def first_answer(serving: LocalServe, request: Mapping[str, Any]) -> Asked:
-    """As soon as there is a whole one. Raises ConfigError where what serves has ended, or there is none in time."""
+    """The first whole answer. Raises ConfigError where the service has ended, or gives none in time."""
     found: list[Asked] = []
 
     def answered() -> bool:
@@ -64,9 +64,10 @@ def first_answer(serving: LocalServe, request: Mapping[str, Any]) -> Asked:
 
 
 def best_answer(url: str, first: Asked, final_version: Callable[[], str | None], tell: Callable[[Asked, Asked], None]) -> Asked:
-    """The same request's answer by that version of the model, None as long as it is not known, once no engine is waited for.
+    """The same request's answer by the final version of the model, once no engine is still being loaded.
 
-    `tell(before, now)` where another engine has answered than before. Raises ConfigError where that takes too long.
+    `final_version`: gives that version, None as long as it is not known. `tell(before, now)` is called where another engine has answered
+    than before. Raises ConfigError where that takes too long.
     """
     deadline, before = time.monotonic() + BEST_WITHIN_S, first
     while True:

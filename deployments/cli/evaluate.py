@@ -1,4 +1,4 @@
-"""`genrec evaluate`: how good a published model ranks every user's last event."""
+"""`genrec evaluate`: how well a published model ranks every user's last event."""
 
 import json
 from collections.abc import Mapping

@@ -123,8 +123,8 @@ def restore(
 def batches(dataset: Dataset, tenant: str, size: int = BATCH) -> Iterator[Sequence[Event]]:
     """All events, user by user in the order of time, each with a key made of its content.
 
-    The same event has the same key in every file. Of events that are equal in all, the first has always the same key, the
-    second another, and so on.
+    The same event has the same key in every file. Events that are equal in everything get numbered keys: the first of them has always the
+    same one, the second another, and so on.
     """
     batch: list[Event] = []
     for user in range(dataset.interactions.users):
@@ -153,7 +153,7 @@ def _key(user_id: str, what: Behaviour, number: int) -> str:
 
 
 def _table_by_path(asked: DatasetOptions) -> DatasetOptions:
-    """A file in the place of a dataset's name is a table."""
+    """The options, where a file in the place of a dataset's name is read as a table."""
     is_file = asked.path is None and asked.name not in {*DATASETS, ""} and Path(asked.name).exists()
     return asked.model_copy(update={"name": "table", "path": Path(asked.name)}) if is_file else asked
 

@@ -50,7 +50,7 @@ class Fields:
 
 @contextmanager
 def as_options(prefix: str = "") -> Iterator[None]:
-    """Raises ConfigError where a value is refused."""
+    """Within the block, a value that pydantic refuses is a ConfigError that names the options."""
     try:
         yield
     except ValidationError as error:
@@ -60,7 +60,7 @@ def as_options(prefix: str = "") -> Iterator[None]:
 
 
 def with_fields(command: Callable[..., T]) -> Callable[..., T]:
-    """The command with an option for each of the fields of its values."""
+    """The command with an option for each named field, in place of the parameters that are annotated with `Fields`."""
     own = inspect.signature(command, eval_str=True).parameters
     groups = {name: group for name, parameter in own.items() if (group := _group(parameter.annotation))}
     spread = {name: fields.parameters(value) for name, (value, fields) in groups.items()}

@@ -65,7 +65,7 @@ def meta(
 
 
 def _remarks(state: "Mapping[str, Tensor]", rows: Sequence[int]) -> Iterator[str]:
-    """What is no error but may not be what was meant."""
+    """Remarks on a checkpoint that can be published, but may not be the intended one."""
     if is_bf16(state):
         yield "the weights are bf16, the arithmetic is fp32, which rounds less than the trainer's: items with like scores may change places"
     if max(rows) < (last := last_row(state)):

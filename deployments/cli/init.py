@@ -33,14 +33,14 @@ def init(directory: Directory) -> None:
 
 
 def filled_in(text: str, home: Path) -> str:
-    """A launch file with the paths of this installation in place of its examples; what is filled in may hold an example itself."""
+    """A launch file with the paths of this installation in place of the examples, all at once: a path may itself hold an example."""
     command = Path(sys.executable).with_name("genrec")
     paths = {f"{EXAMPLE_HOME}/.venv/bin/genrec": str(command), EXAMPLE_HOME: str(home), EXAMPLE_MODEL: f"models/{home.name}"}
     return re.sub("|".join(map(re.escape, paths)), lambda example: paths[example[0]], text)
 
 
 def write(texts: dict[str, str], home: Path) -> None:
-    """All of them, or none where one is there already. Raises ConfigError."""
+    """Write all files, or none where one exists already. Raises ConfigError."""
     if there := [name for name in texts if (home / name).exists()]:
         raise ConfigError(f"{home} already has {', '.join(there)}; nothing was written: move them away, or name another directory")
     try:

@@ -40,5 +40,5 @@ def new(
 
 
 def _quoted(value: str | list[str]) -> str:
-    """As YAML, in ASCII: JSON writes what is beyond 16 bits as two escapes, which YAML takes for halves of characters."""
+    """The value as YAML in ASCII. JSON will not do: it writes characters beyond 16 bits as two escapes, which YAML reads as two halves."""
     return yaml.safe_dump(value, default_style='"', default_flow_style=True, width=math.inf).strip()

@@ -1,11 +1,11 @@
 """Several real Ray nodes on this machine, for trials: each a `ray start` with a raylet, workers, a proxy and ports of its own.
 
-with LocalCluster(Path("ray_config.yaml"), {"model_dir": "models/ml-100k"}, nodes=3) as cluster:
-    httpx.post(f"{cluster.url}/v1/recommend", json=...)
-    cluster.kill_node(2)
+    with LocalCluster(Path("ray_config.yaml"), {"model_dir": "models/ml-100k"}, nodes=3) as cluster:
+        httpx.post(f"{cluster.url}/v1/recommend", json=...)
+        cluster.kill_node(2)
 
 Node 0 is the head. It runs a proxy and Serve's controller but no replica that asks for a CPU, as it should on a cluster of machines.
-Every node that has a replica has a proxy. With `redis`, what the head knows outlives it: `kill_node(0)`, later `restart_head()`.
+Every node that has a replica has a proxy. With `redis`, the head's tables outlive it: `kill_node(0)`, later `restart_head()`.
 """
 
 import json
@@ -52,11 +52,11 @@ class Node:
 
 
 class LocalCluster:
-    """What `config` describes, with the keys of `changes` in place of its own, on `nodes` nodes that listen on 127.0.0.1 only.
+    """The application that `config` describes, with the keys of `changes` in place of its own, on nodes that listen on 127.0.0.1 only.
 
-    `cpus` is what every node but the head offers, by Ray's reckoning. `profile` is one of `cluster.profile`. `redis` is where the head
-    keeps what must outlive it, such as redis://127.0.0.1:6379. `directory` takes the logs, Ray's when it stops, and what `find` needs.
-    Entering returns once the application runs and the head's proxy answers. Raises ConfigError where a node does not start, the
+    `cpus`: how many every node but the head offers to Ray. `profile`: one of `cluster.profile`. `redis`: where the head keeps the tables
+    that must outlive it, such as redis://127.0.0.1:6379. `directory`: for the logs (Ray's, once the cluster stops) and for `find`'s state.
+    The `with` block begins once the application runs and the head's proxy answers. Raises ConfigError where a node does not start, the
     configuration or the model is refused, or nothing is ready in time; the message ends with a log's last lines.
     """
 
@@ -88,7 +88,7 @@ class LocalCluster:
             raise ConfigError(
                 f"no trial cluster runs here: {directory / STATE_FILE} does not exist; start one: genrec cluster up"
             ) from None
-        if state["boot"] != boot_id():  # its processes' numbers may be anybody's now
+        if state["boot"] != boot_id():  # other processes may have the numbers of its processes now
             (directory / STATE_FILE).unlink()
             raise ConfigError("no trial cluster runs here: the machine was started anew since; start one: genrec cluster up")
         found = cls.__new__(cls)
@@ -126,7 +126,7 @@ class LocalCluster:
             raise
 
     def deploy(self, document: Mapping[str, Any], *, wait: bool = True) -> None:
-        """Give Serve this configuration, and wait until it runs."""
+        """Give Serve this configuration and, unless told otherwise, wait until the application runs."""
         self.document = dict(document)
         self._save()
         response = self._ask("PUT", "/api/serve/applications/", within_s=READY_WITHIN_S, json=self.document)
@@ -147,7 +147,7 @@ class LocalCluster:
         self._wait(running, f"the application does not run: {self.url} is not ready", within_s, self._log(0))
 
     def serve_status(self) -> dict[str, Any]:
-        """What Serve's controller says of itself: `applications`, `proxies` and so on; {} while it cannot be asked."""
+        """The status that Serve's controller gives: `applications`, `proxies` and so on; {} while it does not answer."""
         try:
             response = self._ask("GET", "/api/serve/applications/", within_s=0)
         except ConfigError:
@@ -173,7 +173,7 @@ class LocalCluster:
         self._reap()
 
     def restart_head(self) -> None:
-        """Start the head again, killing what is left of it; it finds its tables in Redis. Raises ConfigError without `redis`."""
+        """Start the head again, after killing what is left of it; it finds its tables in Redis. Raises ConfigError without `redis`."""
         if not self.plan.durable:
             raise ConfigError("a head that keeps its tables in memory cannot come back; start the cluster with redis (--redis URL)")
         # Ray would take the living nodes, which name the head's address, for a head that runs
@@ -240,7 +240,7 @@ class LocalCluster:
         return next((node_id for node_id in found if node_id not in known), "")
 
     def _ask(self, method: str, path: str, *, within_s: float = 60.0, **request: Any) -> httpx.Response:
-        """Ask the head's dashboard; while it is only starting, again and again. Raises ConfigError."""
+        """Ask the head's dashboard, again and again while it is starting. Raises ConfigError where it does not answer `within_s`."""
         headers = {"Authorization": f"Bearer {self.plan.environment['RAY_AUTH_TOKEN']}"}
         deadline = time.monotonic() + within_s
         while True:
@@ -265,7 +265,7 @@ class LocalCluster:
         return value
 
     def _save(self) -> None:
-        """For `find`; it holds the cluster's token."""
+        """Write the state for `find`, readable by this user alone: it holds the cluster's token."""
         state = {"plan": asdict(self.plan), "nodes": [asdict(node) for node in self.nodes], "document": self.document, "boot": boot_id()}
         file = self.directory / STATE_FILE
         file.touch(mode=0o600)
@@ -276,14 +276,14 @@ class LocalCluster:
             child.poll()
 
     def _keep_logs(self) -> None:
-        """Move Ray's logs into the directory that was asked for; it holds them until the next cluster's take their place."""
+        """Move Ray's logs into the given directory, in place of those of an earlier cluster."""
         logs, kept = Path(self.plan.temporary) / "session_latest" / "logs", self.directory / "ray"
         if self.directory != Path(self.plan.temporary) and logs.is_dir():
             shutil.rmtree(kept, ignore_errors=True)
             shutil.move(logs.resolve(), kept)
 
     def _forget(self) -> None:
-        """Take what the head kept out of Redis."""
+        """Remove the head's tables from Redis."""
         if not self.plan.durable:
             return
         from ray._private.gcs_utils import cleanup_redis_storage  # noqa: PLC0415 - Ray is loaded where it is needed

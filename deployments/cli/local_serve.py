@@ -1,15 +1,15 @@
 """Serve on this machine for as long as a `with` block lasts: `genrec serve` in a process of its own, on a Ray cluster of its own.
 
-with LocalServe(Path("ray_config.yaml"), {"model_dir": "models/ml-100k"}, port=8000, log=Path("serve.log")) as url:
-    httpx.post(f"{url}/v1/recommend", json=...)
+    with LocalServe(Path("ray_config.yaml"), {"model_dir": "models/ml-100k"}, port=8000, log=Path("serve.log")) as url:
+        httpx.post(f"{url}/v1/recommend", json=...)
 
 In steps, where the model is made ready while Ray and Serve start:
 
-with closing(LocalServe(...)) as serving:
-    serving.start()
-    ...
-    serving.deploy()
-    serving.wait_until(is_ready)
+    with closing(LocalServe(...)) as serving:
+        serving.start()
+        ...
+        serving.deploy()
+        serving.wait_until(is_ready)
 """
 
 import os
@@ -39,18 +39,18 @@ from deployments.sizing.processes import replicas
 READY_WITHIN_S = 400.0
 POLL_S = 0.3
 STATUS_EVERY_S = 3.0
-"""Between two questions whether Serve still tries to start the application."""
+"""How often Serve is asked whether it still tries to start the application."""
 STOP_WITHIN_S = 30.0
 LOG_TAIL_LINES = 25
 APPLICATION = "genrec"
 
 
 class LocalServe:
-    """What `config` describes, with the keys of `changes` in place of its own, listening on 127.0.0.1 only.
+    """The application that `config` describes, with the keys of `changes` in place of its own, listening on 127.0.0.1 only.
 
-    `profile` is one of `cluster.profile`; None is the fast one where it works. What the environment says already goes before it.
-    Entering returns the base URL once requests are answered. Raises ConfigError where the port is taken, the configuration or the model
-    is refused, or nothing is ready in time; the message ends with the log's last lines.
+    `profile`: one of `cluster.profile`; None: the fast one where it works. Variables that the environment has already go before it.
+    The `with` block is given the base URL once requests are answered. Raises ConfigError where the port is taken, the configuration or the
+    model is refused, or nothing is ready in time; the message ends with the log's last lines.
     """
 
     def __init__(self, config: Path, changes: Mapping[str, Any], *, port: int, log: Path, profile: ProfileName | None = None) -> None:
@@ -73,11 +73,11 @@ class LocalServe:
         self.close()
 
     def start(self) -> None:
-        """Begin to start Ray and Serve. What they are to serve need not be there yet."""
+        """Begin to start Ray and Serve. The model that they are to serve need not be there yet."""
         self._start(local_document(self._config, self._changes, self._port, checked=False), LATER)
 
     def deploy(self) -> None:
-        """After `start`: have it served as soon as they run."""
+        """After `start`: have the application served as soon as Ray and Serve run."""
         self._write(local_document(self._config, self._changes, self._port))
         if self._process is not None and self._process.stdin is not None:
             with suppress(BrokenPipeError):  # it has ended, and what waits for it hears so
@@ -85,7 +85,7 @@ class LocalServe:
                 self._process.stdin.flush()
 
     def wait_until(self, holds: Callable[[], bool], within_s: float = READY_WITHIN_S) -> None:
-        """Ask again and again. Raises ConfigError where it does not hold in time, or what serves has ended or given the application up."""
+        """Wait until `holds` is true. Raises ConfigError where it is not in time, or the service has ended or given the application up."""
         deadline, status_at = time.monotonic() + within_s, time.monotonic() + STATUS_EVERY_S
         while not holds():
             if self._process is None or self._process.poll() is not None:
@@ -100,7 +100,7 @@ class LocalServe:
             time.sleep(POLL_S)
 
     def close(self) -> None:
-        """End all its processes."""
+        """End all processes of the service."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -115,14 +115,14 @@ class LocalServe:
 
     @property
     def pid(self) -> int:
-        """The process that serves, of which Ray's all descend. Raises ConfigError where none runs."""
+        """The process of `genrec serve`, from which all of Ray's descend. Raises ConfigError where none runs."""
         if self._process is None:
             raise ConfigError("nothing is served yet; enter the `with` block first")
         return self._process.pid
 
     @property
     def dashboard(self) -> str:
-        """Its address, as the log tells it: another cluster of this machine may have the usual port. Raises ConfigError."""
+        """The dashboard's address, read from the log: another cluster of this machine may have the usual port. Raises ConfigError."""
         if found := re.search(r"View the dashboard at \S*?(http://[\d.]+:\d+)", self._log.read_text(errors="replace")):
             return found[1]
         raise ConfigError(f"{self._log} names no dashboard; nothing is served yet")
@@ -133,7 +133,9 @@ class LocalServe:
         return {replica["pid"] for replica in replicas if replica["state"] == "RUNNING"}
 
     def _application(self) -> dict[str, Any]:
-        """What Serve's controller says of it. Raises a TransportError where that is away, ConfigError and KeyError before it is known."""
+        """The application as Serve's controller describes it. Raises TransportError while the controller is away, and ConfigError or
+        KeyError before it knows the application.
+        """
         headers = {"Authorization": f"Bearer {auth_token()}"}
         answer = httpx.get(f"{self.dashboard}/api/serve/applications/", headers=headers, timeout=20.0)
         if answer.status_code != 200:
@@ -142,7 +144,7 @@ class LocalServe:
         return application
 
     def _given_up(self) -> str:
-        """Why Serve tries no more to start the application; "" while it does, or cannot be asked."""
+        """Why Serve has given up starting the application; "" where it has not, or cannot be asked."""
         with suppress(httpx.TransportError, ConfigError, KeyError):
             application = self._application()
             if application["status"] == "DEPLOY_FAILED":
@@ -194,7 +196,7 @@ def local_document(config: Path, changes: Mapping[str, Any], port: int, *, check
 
 
 def auth_token() -> str:
-    """What Ray's own commands show a dashboard, looked for where they look for it; "" where there is none."""
+    """Ray's token for its dashboard, from where Ray's own commands take it; "" where there is none."""
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")

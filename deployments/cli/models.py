@@ -41,7 +41,7 @@ def list_(*, model_dir: ModelDir = Path("models/ml-100k")) -> None:
 
 
 def overtaken(store: BundleStore, made: int, cure: str = "") -> str:
-    """That another version became current while this one was made, and the cure, by default how to serve this one; "" where none did."""
+    """A message that another version became current while this one was made, with the cure, by default how to serve this one; else ""."""
     current = store.current()
     cure = cure or f"to serve this one: genrec models promote {made} --model-dir {store.root}"
     return "" if current == made else f"version {current} became current meanwhile and stays so; {cure}"
@@ -141,7 +141,7 @@ def status(
 
 
 def _flags(given: str) -> dict[str, str | None]:
-    """As ``cache=false,strategy=retrieval``."""
+    """Flag -> value, from text such as ``cache=false,strategy=retrieval``."""
     named = [one.partition("=") for one in given.split(",") if given]
     if wrong := [name for name, equals, value in named if not (name.strip() and equals and value.strip())]:
         raise ConfigError(f"--flags: {wrong[0]!r} is no flag with its value; give them as cache=false,strategy=retrieval")
@@ -163,7 +163,7 @@ def _table(told: dict[str, Any]) -> Table:
 
 
 def _found(directory: Path) -> Bundle:
-    """A version's directory, or the current one of a model's."""
+    """The version in a directory or, where that is a model's, the model's current version."""
     if (directory / MANIFEST).is_file():
         if not directory.name.isdecimal():
             raise BundleError(f"{directory} is not named by its version's number; rename it to one, or give the model's directory")

@@ -1,4 +1,4 @@
-"""What a trial cluster's nodes are started with: ports, environments and `ray start` commands."""
+"""How the nodes of a trial cluster are started: their ports, environments and `ray start` commands."""
 
 import json
 import os
@@ -48,7 +48,7 @@ class NodePlan:
         ray = str(Path(serve_command()).with_name("ray"))
         cpus = self.cpus if index or self.nodes == 1 else 0
         settings = {
-            # by which it is known again: Serve takes --node-name for an address
+            # by which the node is recognised: Serve takes --node-name for an address
             "resources": json.dumps({f"genrec-node-{index}": 1}),
             "num-cpus": cpus,
             "num-gpus": 0,
@@ -57,7 +57,7 @@ class NodePlan:
             "min-worker-port": 0,
             "max-worker-port": 0,
             "dashboard-agent-listen-port": self.block + AGENTS + index,
-            # a process that sends what workers print to drivers, of which none is here; the log files have it
+            # a process that sends workers' output to drivers, of which there are none here; the log files have the output
             "include-log-monitor": False,
             **(self._head() if index == 0 else {"address": self.address}),
         }

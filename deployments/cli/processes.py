@@ -1,4 +1,4 @@
-"""All processes of a session, by which what a `ray start` left behind can be found and killed (Linux)."""
+"""All processes of a session: by it, those that a `ray start` left behind are found and killed (Linux)."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ GONE_WITHIN_S = 60.0
 
 
 def boot_id() -> str:
-    """What tells this start of the machine from every other: the number of a process means nothing after the next."""
+    """An id of this start of the machine: after the next start, the number of a process means nothing."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

@@ -1,12 +1,12 @@
-"""What `genrec serve` turns into: `serve run` of a file, which ends in order by SIGTERM as by Ctrl-C.
+"""The program that `genrec serve` becomes: `serve run` of a file, which ends in order at SIGTERM as at Ctrl-C.
 
-python -m deployments.cli.run FILE [ADDRESS [later]]
+    python -m deployments.cli.run FILE [ADDRESS [later]]
 
-later: Ray and Serve start at once, and FILE is served, as it then is, when a line comes on standard input: what takes its time to start
-need not wait for what is to be served.
+later: Ray and Serve start at once, and FILE is served, as it then is, when a line comes on standard input: their start, which takes a
+while, need not wait for the model.
 
-`serve run` alone ends its replicas and proxies at a KeyboardInterrupt only: at SIGTERM, by which systemd, Docker and supervisors stop a
-process, they are killed with Ray. And SIGINT is ignored by what a script starts in the background.
+`serve run` alone ends its replicas and proxies in order at a KeyboardInterrupt only: at SIGTERM, by which systemd, Docker and supervisors
+stop a process, they are killed with Ray. And programs that a script starts in the background ignore SIGINT.
 """
 
 import os
@@ -23,7 +23,7 @@ from ray.serve.schema import ServeDeploySchema
 from ray.serve.scripts import cli
 
 PROXY_WITHIN_S = 300
-"""Serve gives its first proxy a minute, which is less than processes take to start on a machine with much else to do."""
+"""How long the first proxy may take to start: Serve's own minute is not enough on a busy machine."""
 
 
 def main(config: str, address: str | None = None, later: str = "") -> None:
@@ -40,7 +40,7 @@ def main(config: str, address: str | None = None, later: str = "") -> None:
 
 
 def _start(config: ServeDeploySchema) -> None:
-    """Serve's controller and proxies, as `serve run` does it, which then finds them there."""
+    """Start Serve's controller and proxies as `serve run` does, which then finds them running."""
     api.serve_start(
         http_options=config.http_options.model_dump(),
         proxy_location=config.proxy_location,

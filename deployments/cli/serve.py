@@ -50,7 +50,7 @@ def serve(
 
 
 def _alone(profile: ProfileName | None) -> dict[str, str]:
-    """The environment of a cluster of its own. The claim on its block of ports outlives this program's `execve`."""
+    """The environment of a separate cluster. The claim on its block of ports outlives this program's `execve`."""
     block = free_block()
     for file in ports.descriptors(block):
         os.set_inheritable(file, True)
@@ -67,12 +67,12 @@ def changed(document: dict[str, Any], model_dir: Path | None, port: int | None, 
 
 
 def run_command(config: Path, *address: str) -> list[str]:
-    """What serves a file, in this environment's Python; an address may be followed by LATER."""
+    """The command that serves a file, in this environment's Python; an address may be followed by LATER."""
     return [sys.executable, "-m", "deployments.cli.run", str(config), *address]
 
 
 def serve_command() -> str:
-    """Where Ray Serve's command line stands. Raises ConfigError."""
+    """The path of Ray Serve's command line. Raises ConfigError where there is none."""
     beside = Path(sys.executable).with_name("serve")
     found = str(beside) if beside.is_file() else shutil.which("serve")
     if not found:
@@ -81,7 +81,7 @@ def serve_command() -> str:
 
 
 def _written(document: dict[str, Any]) -> Path:
-    """In a file that Serve reads while it starts; this process ends with that of `serve run`, so no process is left to remove it."""
+    """The document in a file, which Serve reads while it starts; this process becomes `serve run`, so none is left to remove the file."""
     with tempfile.NamedTemporaryFile("w", prefix="genrec-", suffix=".yaml", delete=False) as file:
         yaml.safe_dump(document, file, sort_keys=False)
     return Path(file.name)

@@ -1,4 +1,4 @@
-"""The URL of a server, as a command is given it."""
+"""The URL of a server as an option of a command."""
 
 import httpx
 
@@ -6,7 +6,7 @@ from cluster.errors import ConfigError
 
 
 def server_url(url: str) -> httpx.URL:
-    """Raises ConfigError where it is none that a server can have."""
+    """The URL of a server. Raises ConfigError where no server can have it."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:

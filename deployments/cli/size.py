@@ -32,7 +32,7 @@ COLUMNS: tuple[When, ...] = get_args(When)
 
 
 class _Row(NamedTuple):
-    """Of the table; nothing at all is an empty line."""
+    """A row of the table; one without any text is an empty line."""
 
     name: str = ""
     cells: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ def _trained(settings: Settings, items: int | None) -> Sizes:
 
 
 def _with_items(sizes: Sizes, items: int) -> Sizes:
-    """The same with another catalogue."""
+    """The sizes with a catalogue of so many items."""
     more = {"items": items}
     ranker = sizes.ranker and sizes.ranker.model_copy(update=more)
     return replace(sizes, encoder=sizes.encoder.model_copy(update=more), ranker=ranker)
@@ -156,7 +156,7 @@ def _terminal_columns() -> int | None:
 
 
 def _table(plan: Plan, sizes: Sizes, place: Place, columns: int | None) -> Iterator[str]:
-    """Where lines of a terminal are too short, a row's notes stand below it."""
+    """The lines of the table. Where a terminal is too narrow, a row's notes stand below it."""
     config = sizes.encoder
     yield f"{sizes.name}: {sizes.items:,} items, {config.layers} layers of {config.dim}, {config.max_history} events; MiB"
     yield ""

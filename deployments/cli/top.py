@@ -1,4 +1,4 @@
-"""`genrec top`: what a running service does, in the terminal, looked at again and again; with `--once` a check for scripts."""
+"""`genrec top`: watches a running service in the terminal; with `--once`, checks it for a script."""
 
 import json
 import time
@@ -60,7 +60,7 @@ class Service:
         self.url, self._client = str(client.base_url).rstrip("/"), client
 
     def look(self) -> Look:
-        """Raises ConfigError where the service cannot be asked."""
+        """The service's figures now. Raises ConfigError where it does not answer."""
         backends, gateway = self._ask("/v1/backends", BackendsOut), self._ask("/v1/gateway", GatewayOut)
         return Look(time.monotonic(), backends, gateway, self._ask("/v1/cache", CacheOut), self._ask("/v1/models", ModelsOut))
 
@@ -91,7 +91,7 @@ def _check(service: Service, limits: Thresholds, interval_s: float, *, as_json: 
 
 
 def _watch(service: Service, limits: Thresholds, alerts: Alerts, interval_s: float) -> None:
-    """A service that does not answer is an alert here, and looked for again; at the start it is an error."""
+    """Show the service until Ctrl-C. A service that stops answering is an alert, and is asked again; at the start it is an error."""
     before = service.look()
     shown = screen(service.url, before, before, [])
     with Live(shown, screen=Console().is_terminal, auto_refresh=False) as live:
@@ -108,7 +108,7 @@ def _watch(service: Service, limits: Thresholds, alerts: Alerts, interval_s: flo
 
 
 def screen(url: str, before: Look, now: Look, alerts: Sequence[Alert]) -> Group:
-    """Everything, as it stands in the terminal."""
+    """The whole screen."""
     gateway, refused = now.gateway, refused_per_s(before, now)
     places = f"gateway: {gateway.running} of {gateway.places} places taken, {gateway.waiting} wait, {refused:.1f}/s turned away"
     said: list[RenderableType] = [Text(f"{now.models.model_version} at {url}   {_versions(now)}", "bold"), Text(places), Text(_cache(now))]
@@ -134,7 +134,7 @@ def _cache(look: Look) -> str:
 
 
 def _engines(look: Look) -> Table:
-    """As narrow as it can be: a terminal has 80 columns."""
+    """The table of engines, as narrow as possible: a terminal has 80 columns."""
     names = [Column(name, no_wrap=True) for name in ("stage", "backend")]
     figures = [Column(name, justify="right") for name in ("calls", "1/s", "p50 ms", "p95 ms", "p99 ms")]
     table = Table(*names, Column("order", justify="right"), "on", "breaker", *figures, box=None, padding=(0, 1, 0, 0), pad_edge=False)
@@ -154,7 +154,7 @@ def _cells(one: BackendOut) -> list[str]:
 
 
 def _reasons(look: Look) -> list[Text]:
-    """Why a backend does not serve, a line each."""
+    """A line for each backend that does not serve, with the reason."""
     why = [(f"{stage.stage} {one.name}", one.reasons[0]) for stage in look.backends.stages for one in stage.backends if one.reasons]
     return [Text(f"not {backend}: {reason.split(';')[0]}", "dim") for backend, reason in why]
 

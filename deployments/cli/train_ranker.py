@@ -1,4 +1,4 @@
-"""`genrec train-ranker`: a ranker for a model that is there."""
+"""`genrec train-ranker`: a ranker for an existing model."""
 
 import shlex
 import sys

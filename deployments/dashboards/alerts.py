@@ -12,7 +12,7 @@ WINDOW, HOUR, DAY = "5m", "1h", "1d"
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """`expr` holds for `lasts` before anybody is told. `page`: users notice it now; `ticket`: it can wait until the morning."""
+    """An alert fires once `expr` has held for `lasts`. `page`: users notice it now; `ticket`: it can wait until the morning."""
 
     name: str
     expr: str

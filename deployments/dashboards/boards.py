@@ -1,4 +1,4 @@
-"""What is on each dashboard. `python -m deployments.dashboards.build` writes them."""
+"""The panels of each dashboard. `python -m deployments.dashboards.build` writes the dashboards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ ASKED = "/v1/(recommend|recommend:batch|rank)"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """`queries`: legend -> PromQL; `unit` as Grafana calls it; `help` stands behind the i."""
+    """`queries`: legend -> PromQL; `unit`: by Grafana's name; `help`: the text behind the panel's i."""
 
     title: str
     unit: str

@@ -15,14 +15,14 @@ SOURCE = {"type": "prometheus", "uid": "${source}"}
 
 
 def files() -> dict[str, str]:
-    """File name -> what stands in it."""
+    """File name -> content."""
     boards = {f"{name}.json": json.dumps(dashboard(board), indent=2) + "\n" for name, board in BOARDS.items()}
     rules = {"groups": [{"name": "genrec", "rules": [_rule(alert) for alert in ALERTS]}]}
     return {**boards, "alerts.yaml": yaml.safe_dump(rules, sort_keys=False, width=160)}
 
 
 def dashboard(board: Board) -> dict[str, Any]:
-    """As Grafana imports it; the data source is chosen on import."""
+    """A board as Grafana imports it; the data source is chosen on import."""
     panels: list[dict[str, Any]] = []
     for line, (title, row) in enumerate(board.rows.items()):
         top = line * (HEIGHT + 1)

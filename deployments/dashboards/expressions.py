@@ -1,19 +1,19 @@
-"""PromQL out of declarations: a metric or a label that is not declared is refused here, not found missing on a screen.
+"""PromQL from declared metrics: a metric or a label that is not declared is refused here, rather than missing on a screen.
 
-Rates are taken before sums, so that a replica's restart is no fall, and sums before percentiles, which cannot be added up.
+Rates are taken before sums, so that a replica's restart is not seen as a fall, and sums before percentiles, which cannot be added up.
 """
 
 from cluster.errors import ConfigError
 from cluster.metrics import Kind, Metric
 
 WINDOW = "$__rate_interval"
-"""Grafana fills it in; alert rules say theirs."""
+"""A variable that Grafana fills in; alert rules give their own window."""
 OF_SERVE = ("application", "deployment", "replica")
 """Labels that Ray Serve adds to every metric."""
 
 
 def rate(metric: Metric, *by: str, window: str = WINDOW, **where: str) -> str:
-    """A second, of all replicas. `where`: label -> a regular expression, negated where it begins with `!`."""
+    """How many a second, over all replicas. `where`: label -> a regular expression, negated where it begins with `!`."""
     end = "_count" if metric.kind is Kind.HISTOGRAM else ""
     if metric.kind is Kind.GAUGE:
         raise ConfigError(f"{metric.name} is a gauge, which has no rate")
@@ -21,7 +21,7 @@ def rate(metric: Metric, *by: str, window: str = WINDOW, **where: str) -> str:
 
 
 def quantile(metric: Metric, share: float, *by: str, window: str = WINDOW, **where: str) -> str:
-    """Of a histogram, over all replicas."""
+    """The quantile of a histogram over all replicas; `share`: 0 to 1."""
     if metric.kind is not Kind.HISTOGRAM:
         raise ConfigError(f"{metric.name} is a {metric.kind}; only histograms have quantiles")
     _by(metric, by)  # refuses what is not declared
@@ -30,19 +30,19 @@ def quantile(metric: Metric, share: float, *by: str, window: str = WINDOW, **whe
 
 
 def gauge(metric: Metric, *by: str, how: str = "sum", **where: str) -> str:
-    """`how` replicas' values come together: sum, max, min or avg."""
+    """A gauge's value over all replicas. `how`: sum, max, min or avg."""
     if metric.kind is not Kind.GAUGE:
         raise ConfigError(f"{metric.name} is a {metric.kind}, not a gauge")
     return f"{how}{_by(metric, by)} ({metric.scraped}{_where(metric, where)})"
 
 
 def share(part: str, whole: str) -> str:
-    """Of one sum in another by the same labels, 0 to 1; nothing while either of them has never been counted."""
+    """The share of one sum in another by the same labels, 0 to 1; without a value while either has never been counted."""
     return f"{part} / {whole}"
 
 
 def or_zero(sum_: str, zero: str = "vector(0)") -> str:
-    """The sum, and 0 where it has no series; of a sum by labels where `zero`, by the same labels, has one."""
+    """The sum, or 0 where it has no series. For a sum by labels, `zero` has a series of zeros by the same labels."""
     return f"({sum_} or {zero})"
 
 

@@ -15,11 +15,11 @@ logger = logging.getLogger("ray.serve")
 
 class ErasureFollower:
     """`forget(tenant, user)` erases a user, all of the tenant's users where `user` is None, and all users where `tenant` is None too; it
-    is idempotent. Where it raises, the erasures are tried again with the next news. `place` is how far the process has come; `serving` is
-    to be set before its first request.
+    is idempotent. Where it raises, the erasures are tried again with the next news. `place`: how far the process has come. `serving`: to be
+    set before the first request.
 
-    Each erasure is carried out again after `again_after_s`, the longest that a request may take: one that was under way the first time knew
-    the user's history, and what it kept since has to go too.
+    Each erasure is carried out again after `again_after_s`, the longest that a request may take: a request that was under way the first
+    time knew the user's history, and may have kept something since.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class ErasureFollower:
         await asyncio.wait({self._work}, timeout=PATIENCE_S)
 
     async def finish(self) -> Place:
-        """To be called when no request is under way any more, and no news follow: carry out at once what waits for that. How far the
-        process has come. Raises what `forget` raises.
+        """Carry out at once all erasures that wait. To be called when no request is under way any more, and no news follow. Returns how far
+        the process has come. Raises what `forget` raises.
         """
         if self._work is not None:
             await asyncio.wait({self._work})

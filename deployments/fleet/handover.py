@@ -1,6 +1,6 @@
 """A replica's part in handing users' states over, by way of the switchboard.
 
-It gives as it stops, and takes as it starts, as others stop, and as it loads another engine.
+The replica gives states when it stops. It takes states when it starts, when other replicas stop, and when it loads another engine.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ logger = logging.getLogger("ray.serve")
 
 
 class Keeper(Protocol):
-    """What keeps states: a FrameworkController."""
+    """The part of a FrameworkController that keeps states."""
 
     def openings(self) -> dict[str, Room]: ...
     def hand_over(self) -> AsyncGenerator[list[KeptUser], None]: ...
@@ -42,13 +42,13 @@ class Handover:
         self._taking: asyncio.Task[None] | None = None
 
     def erase(self, tenant: str | None, user: str | None) -> None:
-        """A state of the user that is on its way here is not kept. To be called before the engines forget the user."""
+        """Drop states of the user that are on their way here. To be called before the engines forget the user."""
         if self._is_taking:
             self._erased.add((tenant, user))
 
     def look(self, orders: Orders, keepers: Sequence[Keeper]) -> None:
-        """Take over, in the background, once something has changed by which there may be more for this replica: states were handed over,
-        other replicas are there, another engine is loaded. What failed is tried again.
+        """Take states over in the background, where there may be new ones for this replica: others were handed over, the replicas are
+        others, or another engine is loaded. A failed attempt is repeated at the next call.
         """
         if not orders.handed_over or self._is_taking or self._heartbeat.place == NO_PLACE:
             return
@@ -59,7 +59,7 @@ class Handover:
             self._taking = asyncio.create_task(self._take(keepers))
 
     async def start(self, keepers: Sequence[Keeper]) -> None:
-        """Take over before the first request comes, for a while at most."""
+        """Take states over before the first request comes, waiting `within_s` at most."""
         taking = self._taking = asyncio.create_task(self._take(keepers))
         await asyncio.wait({taking}, timeout=self._settings.within_s)
 
@@ -68,7 +68,7 @@ class Handover:
             self._taking.cancel()
 
     async def give(self, keepers: Sequence[Keeper]) -> None:
-        """Hand over what they keep, within the time and the bytes there are for it. What cannot be is computed anew elsewhere."""
+        """Hand over the keepers' states, within the time and the bytes of the settings. Other states are computed anew elsewhere."""
         self.close()
         began, given = monotonic(), [0, 0]
         try:
@@ -114,7 +114,7 @@ class Handover:
             logger.info("%d users' states taken over", count)
 
     async def _arrived(self, rooms: dict[str, Room]) -> tuple[list[KeptUser], bool]:
-        """What is held for this replica, the hottest first: of each kind as much as there is room for; and whether that is all of it."""
+        """The states held for this replica, the hottest first, of each kind as many as there is room for; and whether those are all."""
         states, after = list[KeptUser](), 0
         try:
             while wanted := tuple(kind for kind, room in rooms.items() if room.left > 0):
@@ -141,6 +141,6 @@ class Handover:
 
 
 def _popped(states: list[KeptUser]) -> Iterator[KeptUser]:
-    """From the last to the first; the list lets go of each."""
+    """The states from the last to the first, each taken out of the list."""
     while states:
         yield states.pop()

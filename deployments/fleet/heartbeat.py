@@ -27,7 +27,7 @@ from deployments.fleet.model_cache import ModelCache
 from deployments.fleet.switchboard import REPORT_INTERVAL_S
 
 LOOK_INTERVAL_S = 0.5
-"""How often a process looks whether it has something to tell, and reads the rollout."""
+"""How often a process looks whether it has something to report, and reads the rollout."""
 ANSWER_WITHIN_S = 3.0
 logger = logging.getLogger("ray.serve")
 
@@ -37,7 +37,7 @@ class Member(Protocol):
 
     @property
     def model_cache(self) -> ModelCache[Any]:
-        """The versions of the model that it holds."""
+        """The versions of the model that the member holds."""
         ...
 
     async def load(self, versions: Sequence[int], *, only: bool) -> None:
@@ -45,11 +45,11 @@ class Member(Protocol):
         ...
 
     def presence(self, rollout: Rollout) -> Presence:
-        """What other processes have to know of it."""
+        """What other processes have to know of the member."""
         ...
 
     def snapshot(self) -> StageSnapshot | None:
-        """How its engines do; None where it has none, or has not loaded any yet."""
+        """The state of the member's engines; None where it has none, or has not loaded any yet."""
         ...
 
     def follow(self, rollout: Rollout, orders: Orders) -> None:
@@ -75,14 +75,14 @@ class Heartbeat:
 
     @property
     def gateways(self) -> int:
-        """How many gateways live, as far as is known."""
+        """How many gateways live, as far as this process knows."""
         return self._orders.fleet.gateways
 
     def join(self, role: Role, member: Member) -> None:
         self._members[f"{role}/{self._process}"] = member
 
     async def start(self) -> None:
-        """Returns once every member holds what serves. Raises BundleError where no version can be served."""
+        """Returns once every member holds the versions that serve. Raises BundleError where no version can be served."""
         if not await self._read_rollout(within_s=None):
             bundle, _ = await asyncio.to_thread(self._rollouts.store.open_last_good)
             self._rollout = Rollout(stable=bundle.manifest.version)
@@ -94,7 +94,7 @@ class Heartbeat:
         self._task = asyncio.create_task(self._beat_forever())
 
     def check(self) -> None:
-        """Raises what ended the heartbeat: a process without one would keep what it should erase, and serve versions of the past."""
+        """Raises the error that ended the heartbeat: a process without one would keep erased users, and serve outdated versions."""
         if self._task is not None and self._task.done():
             self._task.result()
 
@@ -108,14 +108,16 @@ class Heartbeat:
         return self._follower.place
 
     async def leave(self) -> Place:
-        """The last beat was told, and no request is under way: what has to be erased is, up to this place. Raises what erasing raises."""
+        """To be called after the last beat, when no request is under way: carry out all erasures that wait. Returns up to which place they
+        are done. Raises what erasing raises.
+        """
         self.close()
         return await self._follower.finish()
 
     @property
     def _wanted(self) -> tuple[int, ...]:
-        """The versions that serve, those that some gateway still gives answers of and, where replicas hold none that serves, the newest
-        that all of them hold.
+        """The versions that serve, those by which some gateway still answers and, where replicas hold none that serves, the newest that all
+        of them hold.
         """
         fleet, versions = self._orders.fleet, self._rollout.versions
         in_place = sorted(fleet.ready)[-1:] if self._pinned is None and fleet.ready.isdisjoint(versions) else []
@@ -128,8 +130,8 @@ class Heartbeat:
             await self._look()
 
     async def _tell(self, wait_s: float = 0.0) -> bool:
-        """Report, wait for new orders for `wait_s` at most, and follow them; whether the switchboard has answered. The wait ends early
-        where the process has something urgent to report.
+        """Report, wait for new orders for `wait_s` at most, and follow them. Returns whether the switchboard has answered. The wait ends
+        early where the process has something urgent to report.
         """
         report = self._report()
         call = asyncio.create_task(self._beat(report, wait_s))
@@ -183,8 +185,8 @@ class Heartbeat:
             member.follow(self._rollout, self._orders)
 
     async def _read_rollout(self, within_s: float | None = LOOK_INTERVAL_S) -> bool:
-        """Whether it is known now. One that cannot be read, or not soon, changes nothing: the process goes on to report while a file server
-        hangs.
+        """Read the rollout; returns whether it is known now. Where it cannot be read, or not soon, nothing changes: the process goes on to
+        report while a file server hangs.
         """
         if self._pinned is not None:
             return True

@@ -1,4 +1,4 @@
-"""The model versions that a process holds: loaded beside the ones that serve, given up once no gateway needs them."""
+"""The model versions that a process holds: loaded beside the versions that serve, and given up once no gateway needs them."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger("ray.serve")
 
 
 class Versioned(Protocol):
-    """What a process makes of a bundle in order to serve it."""
+    """An object that serves a bundle."""
 
     @property
     def bundle(self) -> Bundle: ...
@@ -34,7 +34,7 @@ class _Refused:
 
 
 class ModelCache(Generic[Model]):
-    """`make` turns a verified bundle into what serves it, warmed up; `discard` gives that up, `keep_s` after it was last wanted."""
+    """`make` turns a verified bundle into a warmed-up model that serves it; `discard` gives that up, `keep_s` after it was last wanted."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class ModelCache(Generic[Model]):
         return self._models.get(version)
 
     def named(self, name: str) -> Model | None:
-        """By the name that answers carry, as ``ml-1m/3``."""
+        """The model by its version's name in answers, as ``ml-1m/3``."""
         return next((model for model in self._models.values() if model.bundle.version == name), None)
 
     async def fill(self, versions: Iterable[int], *, only: bool = False) -> None:
-        """Load these before anything is served; where none of them can be, the newest that can, unless the first is the `only` one to
-        serve. Raises BundleError without any, or what `make` raises for the last good version.
+        """Load these versions before anything is served; where none of them can be loaded, the newest that can, unless the first is the
+        `only` one to serve. Raises BundleError where no version can be loaded, or what `make` raises for the last good one.
         """
         first, *others = dict.fromkeys(versions)
         await self._load(first)
@@ -87,8 +87,8 @@ class ModelCache(Generic[Model]):
         await asyncio.to_thread(return_freed)
 
     def want(self, versions: Iterable[int]) -> None:
-        """Hold these from now on, beside what is asked for meanwhile; one thing after the other, in the background. One that is not wanted
-        any more as it is being loaded, as after a rollback, holds no other up: its engine may hang.
+        """Hold these versions from now on: they are loaded in the background, one after the other, and others given up. A version that is
+        not wanted any more while it is being loaded, as after a rollback, delays no other: its engine may hang.
         """
         now = self._clock()
         self._wanted_at.update(wanted := dict.fromkeys(versions, now))
@@ -99,7 +99,7 @@ class ModelCache(Generic[Model]):
             self._work = asyncio.create_task(self._tidy(now))
 
     async def settled(self) -> None:
-        """Until what was wanted last is held, or refused."""
+        """Wait until the versions that were wanted last are held or refused."""
         if self._work:
             await self._work
 
@@ -124,7 +124,7 @@ class ModelCache(Generic[Model]):
             await asyncio.to_thread(freeze_loaded)
 
     async def _give_up(self, model: Model) -> None:
-        """Beside all else: an engine may hang as it is closed."""
+        """Discard a model. Runs in a task of its own, as an engine may hang while it is closed."""
         await self._discard(model)
         await asyncio.to_thread(collect_discarded)
 
@@ -134,8 +134,8 @@ class ModelCache(Generic[Model]):
                 await self._load(version)
             if self._models:
                 return
-        bundle, _ = await asyncio.to_thread(self._store.open_last_good)  # says what is wrong with all of them
-        await self._keep(bundle)  # or with this one
+        bundle, _ = await asyncio.to_thread(self._store.open_last_good)  # raises what is wrong with all of them
+        await self._keep(bundle)  # raises what is wrong with this one
 
     def _refused_lately(self, version: int) -> bool:
         refused = self._refused.get(version)

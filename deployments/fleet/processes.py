@@ -1,4 +1,4 @@
-"""Which replicas of this application there are: one that Serve's controller does not list, or that has no actor in Ray, has ended."""
+"""Which replicas of this application live: a replica that Serve's controller does not list, or that has no actor in Ray, has ended."""
 
 import asyncio
 from collections.abc import Collection
@@ -19,7 +19,7 @@ WITHIN_S = 2.0
 
 
 async def processes() -> dict[str, bool]:
-    """Replica id -> whether it may keep something of users: one that is still starting serves no request.
+    """Replica id -> whether it may keep something of users, as a replica that is still starting does not.
 
     Raises BackendUnavailable outside a replica, and where the controller does not answer.
     """
@@ -34,7 +34,7 @@ async def processes() -> dict[str, bool]:
 
 
 def listed(application: dict[str, Any], actors: Collection[str]) -> dict[str, bool]:
-    """The replicas of an application as Serve's REST interface describes it, of those the ones with an actor of these names."""
+    """The replicas in Serve's REST description of an application, as far as there is an actor of that name."""
     deployments = application.get("deployments", {})
     return {
         replica["replica_id"]: name in KEEPERS and replica["state"] != "STARTING"

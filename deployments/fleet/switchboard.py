@@ -2,7 +2,7 @@
 
 process -> beat(report, the orders it follows) -> new orders, at once or as soon as there are any
 gateway -> set, erase, status, versions        -> what an operator asked for
-replica -> hand_over(states) as it stops; take_over -> those of its users
+replica -> hand_over(states) as it stops; take_over -> the states of its users
 """
 
 import asyncio
@@ -32,16 +32,16 @@ REPORT_INTERVAL_S = 2.0
 """How often a process reports where nothing changes."""
 JUDGE_INTERVAL_S = 1.0
 JUDGE_WITHIN_S = 0.5
-"""How long the answer of a process waits for the judgement of its trial: a file server that hangs keeps no orders back."""
+"""How long `beat` waits for the judgement of a trial: a file server that hangs keeps no orders back."""
 ASK_INTERVAL_S = 0.5
-"""How often Serve is asked at most which processes live, while an erasure waits."""
+"""While an erasure waits, Serve is asked at most once in this time which processes live."""
 TTL_S = 3 * REPORT_INTERVAL_S
 logger = logging.getLogger("ray.serve")
 
 
 class SwitchboardDeployment:
-    """Adds the time to `Switchboard` and `FleetBoard`, keeps reports until there are orders, asks Serve which processes live, and ends
-    trials that go badly.
+    """Passes the time to `Switchboard` and `FleetBoard`, holds a process's call until there are new orders, asks Serve which processes
+    live, and ends trials that go badly.
     """
 
     def __init__(
@@ -105,15 +105,15 @@ class SwitchboardDeployment:
         return self._board.erased(number)
 
     async def hand_over(self, process: str, place: Place, states: Sequence[KeptUser]) -> Given:
-        """What a replica that stops has kept of users, erased up to `place`, is held for the users' new homes as far as there is room."""
+        """Hold states of a replica that stops, for the users' new homes, as far as there is room. `place`: how far it has erased users."""
         self._fleet.leave(f"encoder/{process}")
         given = self._states.give(states, self._board.erasures_since(place), now=self._clock())
         self._refresh_orders()
         return given
 
     async def take_over(self, process: str, place: Place, kinds: Collection[str], after: int) -> Taken:
-        """Some of the states of these kinds that the process is the home of, behind those of the last call, which ended at `after`. The
-        process keeps something of users from now on: erasures wait for it.
+        """The next states of these kinds for the users that the process is the home of; the last call ended at `after`. The process keeps
+        something of users from now on: erasures wait for it.
         """
         now = self._clock()
         self._board.report_place(process, place)
@@ -125,18 +125,18 @@ class SwitchboardDeployment:
         return self._board.status(now=self._clock())
 
     async def versions(self) -> tuple[Rollout, FleetStatus]:
-        """Raises BundleError where the rollout cannot be read."""
+        """The rollout, and which processes hold which version. Raises BundleError where the rollout cannot be read."""
         rollout = Rollout(stable=self._pinned) if self._pinned else await self._read()
         return rollout, self._fleet.status(rollout, now=self._clock())
 
     async def _read(self) -> Rollout:
-        """All that ask meanwhile wait for the same: a file server that hangs takes one thread, and not those that erasures need too."""
+        """The rollout. Calls at one time share a read: a file server that hangs takes one thread, not those that erasures need too."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(asyncio.to_thread(self._rollouts.read))
         return await asyncio.shield(self._reading)
 
     async def _ask_which_live(self) -> None:
-        """Callers that come while Serve is asked wait for the answer, then go by it, or ask anew."""
+        """Ask Serve which processes live. Callers that come meanwhile wait for that answer; once it is too old, they ask anew."""
         async with self._asking:
             if self._clock() - self._asked_at < ASK_INTERVAL_S:
                 return
@@ -147,7 +147,7 @@ class SwitchboardDeployment:
                 logger.warning("whether erasures have reached every process is not known: %s", error)
 
     def _refresh_orders(self) -> None:
-        """Orders that differ from the last ones get a mark of their own, and every process that waits for some is answered."""
+        """Where the orders have changed, give them a new mark, and wake every process that waits for new orders."""
         now = self._clock()
         suspects = {stage: self._board.suspects(stage, now=now) for stage in STAGES}
         news = self._fleet.news(now=now), News(self._board.place)
@@ -162,7 +162,7 @@ class SwitchboardDeployment:
             await asyncio.wait_for(self._changed.wait(), within_s)
 
     async def _judge(self, trials: Iterable[str]) -> None:
-        """End the trial that a process takes part in, once a second at most, where its figures are too bad."""
+        """Where a process takes part in a trial, end the trial if its figures are too bad; checked once a second at most."""
         under_way = self._judging is not None and not self._judging.done()
         if not any(trials) or under_way or self._clock() - self._judged_at < JUDGE_INTERVAL_S:
             return

@@ -1,6 +1,6 @@
 """Answers as they are sent: the fields of `deployments.http.messages`' models, and their JSON.
 
-No model is built on the way: what this service says itself needs no check, and an object for each item costs several times its JSON.
+No pydantic model is built on the way: the service's own answers need no check, and an object for each item costs several times its JSON.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ def answer_json(answer: Recommendation) -> bytes:
 
 
 class _Rest(Struct):
-    """An answer's fields behind its items."""
+    """The fields of an answer that follow its items."""
 
     stages: list[StageReport]
     degraded: bool
@@ -50,7 +50,7 @@ class _Rest(Struct):
 
 
 def item_fields(scored: ScoredItem) -> Fields:
-    """Those of ScoredItemOut."""
+    """The item with the fields of ScoredItemOut."""
     item = scored.item
     return {
         "item_id": item.item_id,
@@ -63,7 +63,7 @@ def item_fields(scored: ScoredItem) -> Fields:
 
 
 def stage_fields(report: StageReport) -> Fields:
-    """Those of StageOut."""
+    """The report with the fields of StageOut."""
     return {
         "stage": report.stage,
         "backend": report.backend,

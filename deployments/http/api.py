@@ -1,6 +1,6 @@
 """The HTTP interface, without Ray: routes over a `Service`, which the gateway provides.
 
-POST /v1/recommend stands here twice: as FastAPI has it, for its schema and for bodies that need converting, and without FastAPI.
+POST /v1/recommend is here twice: for FastAPI, with its schema and for bodies that need converting, and without FastAPI.
 """
 
 from collections import Counter
@@ -53,7 +53,7 @@ POSITIONS: dict[str, Position] = {"enable": "on", "disable": "off", "first": "fi
 
 
 class Service(PlaygroundService, Protocol):
-    """What stands behind the routes."""
+    """The gateway, as the routes call it."""
 
     async def recommend(self, request: RecommendRequest) -> Recommendation: ...
     async def rank(self, request: RankingRequest) -> Ranking: ...
@@ -67,13 +67,13 @@ class Service(PlaygroundService, Protocol):
 
 
 class Data(UserDataService, StoredUsers, Protocol):
-    """What is kept of users."""
+    """The gateway's data of users, as the routes call it."""
 
 
 def create_api(
     service: Service, data: Data, settings: GatewaySettings, gateways: Callable[[], int] = lambda: 1, meter: Meter = SILENT
 ) -> HttpInterface:
-    """The API over `service` and `data`; its documentation is at /docs. `gateways`: how many live ones share the tenants' rate limits.
+    """The API over `service` and `data`; its documentation is at /docs. `gateways`: how many live gateways share the tenants' rate limits.
 
     ``.edge.reconfigure(settings)`` gives it other settings while it serves.
     """

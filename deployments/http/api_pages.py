@@ -1,5 +1,5 @@
-"""The interface's documentation at /docs: Swagger UI, out of the package `fastapi-offline`. It stands in the origin where an
-operator's key is typed in, so nothing of it comes from elsewhere, and its policy is the playground's.
+"""The interface's documentation at /docs: Swagger UI, out of the package `fastapi-offline`. An operator's key is typed in at this origin,
+so no part of the page comes from elsewhere, and its policy is the playground's.
 """
 
 from collections.abc import Mapping

@@ -14,7 +14,7 @@ LONGEST_ID = 200
 
 
 class Audit:
-    """`limits`: the settings of the moment."""
+    """`limits` gives the present settings."""
 
     def __init__(self, limits: Callable[[], GatewaySettings]) -> None:
         self._limits = limits
@@ -32,7 +32,7 @@ class Audit:
             caller.unaudited = line.lost
 
     async def user(self, tenant: str, digest: Callable[[], Awaitable[str]]) -> str:
-        """A user as lines name it, by the digest alone; "?" in place of one that cannot be had now."""
+        """The user's name in audit lines, which is a digest; "?" where the digest cannot be read now."""
         if self._limits().audit_log is None:
             return ""
         try:

@@ -3,7 +3,7 @@
     taken on ──► waits for its turn ──► runs ──► answered
        └───────► 503                    the entries of other batches take up the room, and still do after `max_wait_ms`
 
-A batch takes no place of single requests but while it is read, so that these never wait for entries. Batches take turns: each asks for
+Except while a batch is read, it takes no place of single requests, so that these never wait for entries. Batches take turns: each asks for
 as many turns at a time as there are, and turns are given in the order in which they were asked for.
 """
 
@@ -24,9 +24,9 @@ _WEIGHT = 0.1
 
 
 class Batches:
-    """The entries of one process. `places`: how many requests may run at a time just now; entries never run more than that either.
+    """The entries of batches in one process. `places`: gives how many requests may run at a time now, and so the most entries that do.
 
-    `refused` is called for each batch that is turned away. `held`: entries that run or wait, `taken_on`: batches with such entries.
+    `refused`: called for each batch that is turned away. `held`: entries that run or wait; `taken_on`: batches with such entries.
     """
 
     def __init__(self, settings: AdmissionSettings, places: Callable[[], int], refused: Callable[[], None] = lambda: None) -> None:
@@ -65,7 +65,7 @@ class Batches:
 
     @asynccontextmanager
     async def _taken_on(self, of: Counter[str]) -> AsyncIterator[None]:
-        """Raises HTTPException (503)."""
+        """Within the block, the batch's entries count as held. Raises HTTPException (503) where there is no room for them in time."""
         for tenant, count in of.items():
             share = self.settings.max_concurrent_share * self.settings.max_held_entries
             if self.settings.max_concurrent_share < 1 and self._held_of[tenant] and self._held_of[tenant] + count > share:
@@ -78,7 +78,9 @@ class Batches:
             self._held_of -= of  # keeps what is above zero: a tenant without any is forgotten
 
     async def _find_room(self, count: int) -> None:
-        """One batch after the other, so that small ones do not overtake a large one for ever. Where no entry is held, any batch fits."""
+        """Wait for room, one batch after the other, so that small batches do not overtake a large one for ever. Where no entry is held, any
+        batch fits.
+        """
         try:
             async with asyncio.timeout(self.settings.max_wait_ms / 1e3), self._line:
                 while self.held and self.held + count > self.settings.max_held_entries:

@@ -14,7 +14,7 @@ from cluster.ranking import RankingRequest, Task
 from cluster.values import Behaviour, CacheUse, Name, RecommendRequest, SamplingOptions, Strategy, Timestamp
 
 REFUSED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What a decoder raises at a body that it does not accept."""
+"""The errors of a decoder at a body that it does not accept."""
 Tenant: TypeAlias = Annotated[str, Meta(pattern=rf"^{TENANT.pattern}\Z")]
 Behaviours: TypeAlias = Annotated[tuple[Behaviour, ...], Meta(max_length=MOST_ENTRIES)]
 Names: TypeAlias = Annotated[list[Name], Meta(max_length=MOST_ENTRIES)]
@@ -56,8 +56,8 @@ class RecommendBody(Struct, forbid_unknown_fields=True):
     rank: bool | None = None
 
     def to_value(self, tenant: str, arrived: float | None) -> RecommendRequest:
-        """`tenant`: the one that the caller acts for; `arrived`: when the request came, on this process's monotonic clock; without it
-        its time has not begun to run.
+        """The request. `tenant`: the one that the caller acts for; `arrived`: when the request came, on this process's monotonic clock;
+        without it, the request's time has not begun to run.
         """
         return RecommendRequest(
             user_id=self.user_id,

@@ -1,4 +1,4 @@
-"""The caller of a request and what it may do. Routes name the tenant and the cost, which only the message tells."""
+"""The caller of a request and its rights. The routes name the tenant and the cost, which are known only from the message."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,17 +18,17 @@ from deployments.http.origins import foreign_page
 INTERACTIVE = 3
 """Urgency of a request without a Priority header: RFC 9218's default."""
 Take = Callable[[str, int, int], Grant | None]
-"""Of a tenant, so many tokens less what is paid already."""
+"""(tenant, cost, already paid) -> the answer of the tenant's token bucket; None where the tenant has no limit."""
 Belong = Callable[[str], bool]
 ANONYMOUS = ApiKeySettings(name="none", sha256="0" * 64, tenant="default", rights=["read", "events"])
-"""In place of a key, what a caller without one may do where `allow_anonymous` lets it in."""
+"""The rights of a caller without a key, where `allow_anonymous` lets it in."""
 
 
 class Caller:
     """The caller of one request. `key`: None where every caller may do everything. `arrived`: when the whole request was there, on this
-    process's monotonic clock. `refused`: the status of a refusal after the message was read, or 0. `unaudited`: its line of the audit log
-    is lost. `leave_place`: give the place back before the end; `computed`: the same for an answer of so many bytes, which only waits for
-    its reader; `keep`: count so many bytes of an answer that waits for the rest, and for its reader.
+    process's monotonic clock. `refused`: the status of a refusal after the message was read, or 0. `unaudited`: whether its line of the
+    audit log is lost. `leave_place`: gives the place back before the end; `computed`: the same, for an answer of so many bytes that only
+    waits for its reader; `keep`: counts the bytes of an answer that waits for others of its batch, and for its reader.
     """
 
     def __init__(self, key: ApiKeySettings | None, take: Take) -> None:
@@ -44,16 +44,16 @@ class Caller:
 
     @property
     def tenant(self) -> str | None:
-        """The only tenant it may act for; None for several."""
+        """The only tenant that the caller may act for; None where it may act for any."""
         return None if self.key is None else self.key.tenant
 
     @property
     def most_urgent(self) -> int:
-        """The highest urgency that it may ask for, 0 to 7; without keys any."""
+        """The highest urgency that the caller may ask for, 0 to 7 (0 is the highest); without keys any."""
         return 0 if self.key is None else self.key.most_urgent
 
     def may(self, right: Right) -> bool:
-        """Whether its key has the right; where every caller may do everything it has."""
+        """Whether the caller's key has the right; always where every caller may do everything."""
         return self.key is None or right in self.key.rights
 
     def require(self, right: Right) -> None:
@@ -63,8 +63,8 @@ class Caller:
             raise self._forbidden(f"the key {self.key.name!r}", f"has not the right {right!r} (it has {has}); use a key that has it")
 
     def acts_for(self, tenant: str | None = None, cost: int = 1, right: Right = "read") -> str:
-        """Charge `cost` to the tenant, by default the key's own, and return it, for what the right allows. Raises HTTPException (403, 429,
-        503).
+        """Charge `cost` to the tenant, by default the key's own, for a call that needs the right; returns the tenant. Raises HTTPException
+        (403, 429, 503).
         """
         self.require(right)
         named = self._allowed(tenant)
@@ -98,8 +98,8 @@ class Caller:
         self._paid[tenant] = cost
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What is left of the tenant's rate, that the audit log lacks this call and, for `haproxy.sh`, that the key may be urgent, as
-        headers of the response.
+        """Headers of the response: what is left of the tenant's rate, whether the audit log lacks this call and, for `haproxy.sh`, whether
+        the key may be urgent.
         """
         told = headers_of(self.grant) if self.grant else {}
         if self.key is not None and self.key.most_urgent < INTERACTIVE:
@@ -114,7 +114,7 @@ class Caller:
         return self.named(tenant)
 
     def _forbidden(self, key: str, problem: str) -> HTTPException:
-        """`key`: as the problem names it, where there is one."""
+        """The 403 of this caller. `key`: how the problem names the caller's key, where there is one."""
         named = "a caller without a key" if self.key is ANONYMOUS else key
         return problems.forbidden(f"{named} {problem}", has_key=self.key is not ANONYMOUS)
 
@@ -128,7 +128,7 @@ def _nothing(*_: int) -> None:
 
 
 def headers_of(grant: Grant) -> dict[str, str]:
-    """What is left of a tenant's requests at this gateway, as in draft-ietf-httpapi-ratelimit-headers."""
+    """Headers with what is left of a tenant's requests at this gateway, as in draft-ietf-httpapi-ratelimit-headers."""
     reset_s = ceil(grant.reset_s if grant.given else grant.wait_s)
     return {"RateLimit-Limit": str(grant.limit), "RateLimit-Remaining": str(grant.remaining), "RateLimit-Reset": str(reset_s)}
 
@@ -139,7 +139,7 @@ async def caller_of(http: Request) -> Caller:
 
 
 async def operator_of(http: Request) -> Caller:
-    """The caller, if it may operate the system and no web page of another site may stand behind it. Raises HTTPException (403)."""
+    """The caller, if it may operate the system and no web page of another site can have made the call. Raises HTTPException (403)."""
     caller = await caller_of(http)
     caller.require("operate")
     limits: GatewaySettings = http.app.state.limits()

@@ -1,4 +1,4 @@
-"""One request's connection to its client: its body, its answer, and that the work ends when the client has gone.
+"""One request's connection to its client: the body, the answer, and the end of the work when the client leaves.
 
     with connection:                the client leaves -> the work is cancelled, and the block ends quietly
         await connection.read(...)  the whole body
@@ -19,7 +19,7 @@ from cluster.config import GatewaySettings
 from deployments.http.problems import BodyTooLarge, TooSlow, overloaded
 
 SMALL = 2**16
-"""Bytes of a body that takes no turn: to read it costs no more than to answer it."""
+"""A body of at most so many bytes takes no turn: reading it costs no more than answering it."""
 WATCH_AFTER_S = 0.25
 """How long a request is at work before its client is watched: most answers are sent by then, and a watch costs a task."""
 
@@ -29,8 +29,8 @@ class ClientLeft(Exception):
 
 
 class BodyBudget:
-    """Bytes of bodies, and of answers that wait for the rest or for a slow reader, that one process may hold at a time, `most`, and those
-    that it holds.
+    """The bytes of bodies, and of answers that wait for other answers or for a slow reader, that one process holds: `held`, and at most
+    `most`.
     """
 
     def __init__(self, most: int) -> None:
@@ -43,7 +43,7 @@ class BodyBudget:
         self.held += size
 
     def keep(self, size: int) -> bool:
-        """Take as much for an answer, if half is left for bodies."""
+        """Take `size` bytes for an answer if half of all is left for bodies; returns whether they were taken."""
         fits = self.held + size <= self.most / 2
         self.held += fits * size
         return fits
@@ -56,7 +56,7 @@ class Turns:
         self.per_s, self._next = per_s, -inf
 
     def take(self, size: int, now: float, within_s: float) -> float:
-        """How long until the body's turn. Raises HTTPException (503) where that is more than `within_s`; its turn is then another's."""
+        """Take a turn; returns seconds until it comes. Raises HTTPException (503), and takes none, where that is more than `within_s`."""
         began = max(now, self._next)
         if began - now > within_s:
             told = f"batches, events and bodies with values to convert, of more than {SMALL} bytes, are read at {self.per_s:.0f} a second"
@@ -65,13 +65,13 @@ class Turns:
         return began - now
 
     def give_back(self, size: int) -> None:
-        """The time of a body that left before its turn is another's."""
+        """Give the turn of a body whose client has left to others."""
         self._next -= size / self.per_s
 
 
 class Connection:
-    """`status`: of the response, 0 until it starts. `first_byte_at`: when it started, on `clock`. `headers`: further ones of the response,
-    asked for as it starts.
+    """`status`: of the response, 0 until it starts. `first_byte_at`: when it started, on `clock`. `headers`: gives further headers of the
+    response, and is called as it starts.
     """
 
     def __init__(self, receive: Receive, send: Send, clock: Callable[[], float]) -> None:
@@ -140,12 +140,12 @@ class Connection:
         return part
 
     def watch(self) -> None:
-        """From now on cancel the work when the client leaves."""
+        """Watch the client: from now on, its leaving cancels the work."""
         if self._watcher is None and self._task is not None:
             self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     async def receive(self) -> Message:
-        """For an ASGI application: the body, then the client's end."""
+        """What an ASGI application receives: the body, then the client's end."""
         if not self._given:
             self._given = True
             return {"type": "http.request", "body": self.body, "more_body": False}

@@ -1,4 +1,4 @@
-"""The messages about events and what is kept of users: what they did, as it happens; their histories; the caches."""
+"""The messages about events and about what is kept of users: events as they happen, histories, erasures, caches."""
 
 import time
 from typing import Annotated, Any, Literal, Self

@@ -1,4 +1,4 @@
-"""One HTTP exchange without a connection: for a front door that is not HTTP, or in a test. Everything before the routes holds as ever."""
+"""One HTTP exchange without a connection: for a front door that is not HTTP, or in a test. All checks before the routes are made too."""
 
 import asyncio
 from collections.abc import Mapping
@@ -27,13 +27,13 @@ class HttpResponse:
 
 
 async def exchange(app: ASGIApp, asked: HttpRequest) -> HttpResponse:
-    """What `app` answers, once all of it is there. Raises what `app` raises before it has answered."""
+    """The whole answer of `app`. Raises what `app` raises before it has begun to answer."""
     client = _Client(asked.body)
     try:
         await app(scope_of(asked), client.receive, client.send)
     except Exception:
         if client.status is None:
-            raise  # otherwise it is told to the caller, and has been logged
+            raise  # otherwise the answer tells the caller, and the error has been logged
     if client.status is None:
         raise RuntimeError(f"{asked.method} {asked.target}: the application returned without an answer")
     return HttpResponse(client.status, client.headers, b"".join(client.parts))
@@ -59,7 +59,7 @@ def scope_of(asked: HttpRequest) -> dict[str, Any]:
 
 
 class _Client:
-    """The far end, which stays until it has its answer."""
+    """The client's end of the exchange, which stays until it has its answer."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body

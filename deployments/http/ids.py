@@ -1,10 +1,10 @@
-"""The paths that hold ids of users and items: any text, slashes and line breaks too."""
+"""The paths with ids of users and items, which may be any text, slashes and line breaks included."""
 
 from starlette.convertors import Convertor, register_url_convertor
 
 
 class _IdConvertor(Convertor[str]):
-    """Matches any path, also with line breaks: Starlette's `path` stops there, and a user id with one could not be erased."""
+    """Matches any text. Starlette's `path` stops at a line break: a user whose id has one could not be erased."""
 
     regex = r"[\s\S]*"
 

@@ -3,7 +3,7 @@
     request ──► size, key, rate, body, turn, place (edge.py) ──► POST /v1/recommend, /v1/rank: decoded, answered and sent here
                                                 └──► every other path, and a body that msgspec refuses: FastAPI's routes (api.py)
 
-FastAPI reads the schema of the two direct routes off functions of its own, which answer what comes here in no other way.
+For the schema, FastAPI has functions of its own for the two direct routes; these answer no differently.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -26,13 +26,13 @@ from deployments.http.pieces import PIECE, InPieces
 
 JSON = b"application/json"
 MOST_VALUES = 100_000
-"""In a body that FastAPI reads; where bodies of more than a megabyte are allowed, one in ten bytes."""
+"""The most values in a body that FastAPI reads; where bodies of more than a megabyte are allowed, a tenth of their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectRoute:
-    """A POST whose JSON body `decoder` reads. `answer` is given the message, the caller and the ASGI scope, and returns the JSON of the
-    answer, or an ASGI application that sends it.
+    """A POST route whose JSON body `decoder` reads. `answer(message, caller, scope)` returns the JSON of the answer, or an ASGI application
+    that sends it.
     """
 
     decoder: msgspec.json.Decoder[Any]
@@ -61,10 +61,10 @@ class HttpInterface:
             self._record(scope, connection.status, perf_counter() - began)
 
     def _is_slow(self, scope: Scope, body: bytes) -> bool:
-        """Whether pydantic reads the body, which takes it twenty times as long as msgspec. Raises BodyTooLarge where the body has too many
-        values, before anything is made of it: each becomes an object, in one go.
+        """Whether pydantic reads the body, which takes twenty times as long as by msgspec. Raises BodyTooLarge where the body has too many
+        values, before they become objects, all in one go.
 
-        What msgspec reads here it reads again once there is a place: the message takes several times the memory of the body.
+        A body that msgspec reads here is read again once there is a place: its message takes several times the memory of the body.
         """
         route = self._direct_route(scope)
         if route is not None:
@@ -102,7 +102,7 @@ class HttpInterface:
         return self._direct.get(_path(scope)) if scope["method"] == "POST" and _is_json(scope) else None
 
     def _record(self, scope: Scope, status: int, duration_s: float) -> None:
-        """Count and time a request, those too that the edge turns away."""
+        """Count and time a request, even one that the edge turns away."""
         route = self._route(scope)
         if status:
             self._meter.add(HTTP_REQUESTS, route=route, status=str(status))

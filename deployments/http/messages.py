@@ -15,7 +15,7 @@ _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def _as_text(value: Any) -> Any:
-    """Catalogues often number their items: 50 is taken as "50"."""
+    """The id as text: 50 is taken as "50", as catalogues often number their items."""
     if not isinstance(value, str):
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if not value.isascii() and _HALF_A_PAIR.search(value):
@@ -40,13 +40,13 @@ Timestamp = Annotated[
 
 
 ONE, SEVERAL = "(one of its kind)", "(several)"
-"""Tags of messages that stand for one thing or several; no field of anybody's is called so, and none is shown one."""
+"""Tags that tell a message about one thing from a message about several; no field has such a name, and no caller sees them."""
 MOST_FIELDS = 100
-"""Of a message, before it is asked which of them there are."""
+"""The most fields of a message; beyond that, it is refused before its fields are looked at."""
 
 
 def few_fields(value: Any) -> Any:
-    """Refuses a hundred thousand unknown fields as one: a message for each of them takes the event loop a third of a second."""
+    """The value, unless it has too many fields: an error for each of a hundred thousand unknown ones would take a third of a second."""
     if isinstance(value, dict) and len(value) > MOST_FIELDS:
         raise ValueError(f"has {len(value)} fields; see /docs for the fields there are, and remove the others")
     return value

@@ -11,7 +11,9 @@ from deployments.http.messages import Message
 
 
 class VersionOut(Message):
-    """A version that some process holds, or should. Where flags alone are tried, the stable version has a second row with their figures."""
+    """A version that some process holds, or should hold. Where flags alone are tried, the stable version has a second row for their
+    figures.
+    """
 
     version: int
     role: str = Field(description="stable, canary, ab or shadow; empty for one that is not needed any more")
@@ -59,7 +61,7 @@ class ModelsService(Protocol):
 
 
 def model_routes(service: ModelsService) -> APIRouter:
-    """Reading only: what serves is changed by `genrec models`, where the model's directory is."""
+    """Routes that only read: which version serves is changed by `genrec models`, where the model's directory is."""
     routes = APIRouter(tags=["operation"])
 
     @routes.get("/v1/models")

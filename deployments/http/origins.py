@@ -1,6 +1,6 @@
-"""Whether a web page of another site may stand behind a call. A browser sends any page's POST to any address that it reaches, a service
-on its own machine too, and tells where the page is from: `Origin`. A page under a name that was made to lead here (DNS rebinding) has an
-origin like this service's own; the name in `Host` gives it away.
+"""Whether a web page of another site may have made a call. A browser sends any page's POST to any address that it reaches, also to a
+service on its own machine, and tells where the page comes from: `Origin`. A page whose name was made to resolve to this service (DNS
+rebinding) has an origin like the service's own; the name in `Host` gives it away.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 
 def foreign_page(headers: Mapping[str, str], hosts: Sequence[str], *, anonymous: bool) -> str | None:
-    """Why the call is taken for a foreign page's, and the cure; None where it is not. `hosts`: names of this service. `anonymous`: its
-    callers need no key, which no foreign page has.
+    """Why the call is taken for a foreign page's, and the cure; None where it is not. `hosts`: names of this service. `anonymous`: callers
+    need no key, so that a key does not rule out a foreign page.
     """
     host, origin, hosts = headers.get("host", ""), headers.get("origin"), [name.lower() for name in hosts]
     page = None if origin is None else origin.partition("://")[2].lower()
@@ -22,7 +22,7 @@ def foreign_page(headers: Mapping[str, str], hosts: Sequence[str], *, anonymous:
 
 
 def _name(netloc: str) -> str:
-    """Without the port, in lower case."""
+    """The host's name without the port, in lower case."""
     try:
         return urlsplit(f"//{netloc}").hostname or ""
     except ValueError:
@@ -30,7 +30,7 @@ def _name(netloc: str) -> str:
 
 
 def _is_local(name: str) -> bool:
-    """What no foreign site can be named: an address, or a name without a dot, as localhost; nothing: no browser asks."""
+    """Whether no foreign site can have this name: an address, or a name without a dot, as localhost; or "", which no browser sends."""
     try:
         return bool(ip_address(name))
     except ValueError:

@@ -9,8 +9,8 @@ PIECE = 2**16
 
 
 class InPieces(Response):
-    """JSON that is sent as fast as its reader takes it, so that it has not ended before all but the last piece is read. Where that is
-    more than one piece, `computed` is told the bytes of all as it begins.
+    """A JSON answer, sent as fast as its reader takes it: the call ends no earlier than all pieces but the last are read. Where there are
+    several pieces, `computed` is given the size of the answer in bytes before the first.
     """
 
     media_type = "application/json"

@@ -30,9 +30,9 @@ from deployments.http.titles import TitleIndex
 
 T = TypeVar("T")
 MOST_FOUND, MOST_EXAMPLES, LENGTH = 50, 20, 5
-"""Items a search answers with, examples that are given, and items of a composed history."""
+"""The most items of a search, the most examples, and the items of a composed history."""
 LOOKED_AT = 5_000
-"""Items of the catalogue that composed histories are made of: enough of any, and quickly read."""
+"""How many items of the catalogue composed histories are made from: enough, and quickly read."""
 HEADERS = {
     "Cache-Control": "no-cache",  # kept, and asked for by its ETag: modules import each other, so they must be of one version
     "Content-Security-Policy": (
@@ -60,7 +60,7 @@ def static_file(file: Traversable) -> StaticFile:
 
 
 def _read() -> Iterator[tuple[str, StaticFile]]:
-    """Path -> file, of all there are; the page itself is at /."""
+    """(path, file) of each file of the page; the page itself is at /."""
     for file in files("deployments.http").joinpath("playground").iterdir():
         if file.name.rpartition(".")[2] in _TYPES:
             path = "/" if file.name == "index.html" else f"/playground/{file.name}"
@@ -74,7 +74,7 @@ PATHS = frozenset(FILES)
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """What the model that serves can be asked for."""
+    """The options that the serving model offers."""
 
     model_version: str
     strategies: tuple[Strategy, ...]
@@ -82,7 +82,7 @@ class Offers:
 
 
 class PlaygroundService(Protocol):
-    """What the look-ups ask of the gateway, all of the model that serves."""
+    """The gateway, as the look-ups call it; all answers are of the model that serves."""
 
     def catalogue(self) -> Catalogue: ...
     def offers(self) -> Offers: ...
@@ -150,7 +150,7 @@ def page_routes(limits: Callable[[], GatewaySettings]) -> APIRouter:
 
 
 def playground_routes(service: PlaygroundService, users: StoredUsers, limits: Callable[[], GatewaySettings]) -> APIRouter:
-    """The look-ups. `limits`: those of the moment."""
+    """The look-ups. `limits` gives the present settings."""
     routes, titles, composed = APIRouter(), _Made(service, TitleIndex), _Made(service, composed_histories)
 
     @routes.get("/v1/items", tags=["catalogue"])
@@ -191,7 +191,7 @@ def playground_routes(service: PlaygroundService, users: StoredUsers, limits: Ca
 
 
 def composed_histories(catalogue: Catalogue, count: int = MOST_EXAMPLES, length: int = LENGTH) -> dict[str, list[Item]]:
-    """Name -> items that share a value of an attribute, of the most common values; the first items where none is shared."""
+    """Name -> `length` items that share a value of an attribute, for the most common values; the first items where no value is shared."""
     looked_at = list(catalogue.items[:LOOKED_AT])
     tally = Counter(value for item in looked_at for value in _values(item))
     shared = [value for value, times in tally.most_common() if length <= times < len(looked_at)][:count]
@@ -201,8 +201,8 @@ def composed_histories(catalogue: Catalogue, count: int = MOST_EXAMPLES, length:
 
 
 class _Made(Generic[T]):
-    """What `make` makes of the catalogue that serves, at the first call and again when the catalogue changes: it is the same for every
-    caller, and takes the interpreter for up to seconds.
+    """The result of `make` for the catalogue that serves, made at the first call and again when the catalogue changes: it is the same for
+    every caller, and may take seconds of the interpreter.
     """
 
     def __init__(self, service: PlaygroundService, make: Callable[[Catalogue], T]) -> None:
@@ -210,7 +210,7 @@ class _Made(Generic[T]):
         self._making: tuple[Catalogue, asyncio.Task[T]] | None = None
 
     async def get(self) -> T:
-        """A caller that leaves ends it for no other."""
+        """The result; a caller that leaves does not end the making of it for others."""
         catalogue = self._service.catalogue()
         if self._making is None or self._making[0] is not catalogue or _failed(self._making[1]):
             self._making = (catalogue, asyncio.create_task(asyncio.to_thread(self._make, catalogue), context=self._context))
@@ -222,7 +222,7 @@ def _failed(task: "asyncio.Task[Any]") -> bool:
 
 
 def giver_of(file: StaticFile) -> Callable[[Request], Awaitable[Response]]:
-    """A route that answers with the file, under the policy that it loads nothing from elsewhere."""
+    """A route that answers with the file, under a policy by which the page loads nothing from elsewhere."""
 
     async def give(http: Request) -> Response:
         headers = {**HEADERS, "ETag": file.etag}
@@ -234,7 +234,7 @@ def giver_of(file: StaticFile) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def _stored(users: StoredUsers, tenant: str, limit: int) -> Sequence[StoredUser]:
-    """None where the event store does not answer: there are composed histories yet."""
+    """Stored users; no users where the event store does not answer: composed histories are shown all the same."""
     try:
         return await users.example_users(tenant, limit)
     except BackendUnavailable:
@@ -242,7 +242,7 @@ async def _stored(users: StoredUsers, tenant: str, limit: int) -> Sequence[Store
 
 
 def _values(item: Item) -> dict[str, None]:
-    """What an item is, in its order: "genres: Drama", each part of "Drama|Comedy" by itself."""
+    """An item's attributes as text, in their order: "genres: Drama"; each part of "Drama|Comedy" is one of its own."""
     return {f"{name}: {part.strip()}": None for name, value in item.attributes.items() for part in value.split("|") if part.strip()}
 
 

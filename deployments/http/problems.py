@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Beginning(reprlib.Repr):
-    """What is shown of a value, made of its beginning alone: a megabyte that is written out whole takes as long as reading it."""
+    """Shows a value by its beginning alone: to write out a megabyte takes as long as to read it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def overloaded(detail: str, wait_s: float) -> HTTPException:
 
 
 def problem_of(path: str, error: Exception) -> Problem:
-    """What is told of an error; one that is unexpected is logged."""
+    """The problem that tells of an error; an unexpected error is also logged."""
     match error:
         case HTTPException():
             status, detail = error.status_code, str(error.detail)
@@ -223,7 +223,7 @@ def _response(problem: Problem, headers: Mapping[str, str] | None = None) -> JSO
 
 
 def _told(path: str, error: Exception) -> str:
-    """What a caller is told of an unexpected error; the log gets the trace."""
+    """The text for a caller at an unexpected error; the log gets the trace."""
     _log.error("unexpected error while answering %s", path, exc_info=error)
     return "genrec failed in a way it does not know; the server's log has the trace"
 
@@ -258,4 +258,4 @@ def _documented(status: int, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 EVERYWHERE = documented([401, 403, 408, 413, 422, 429, 503])
-"""What any route behind the edge may answer."""
+"""The problems that any route behind the edge may answer."""

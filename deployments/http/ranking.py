@@ -111,7 +111,7 @@ def rank_directly(service: RankingService, limits: Callable[[], GatewaySettings]
 
 
 def ranking_fields(answer: Ranking) -> Fields:
-    """Those of RankOut."""
+    """The answer with the fields of RankOut."""
     return {
         "user_id": answer.user_id,
         "items": [_item_fields(ranked) for ranked in answer.items],

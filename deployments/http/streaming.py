@@ -2,9 +2,9 @@
 
     stage, item, item, ..., stage, item, ..., stage, answer
 
-Events that are there at once are sent together: a thousand messages cost many times what they hold. `answer` holds what the plain
-response does. It alone is final: items before it need not be in it. An error before the first event is a plain response; after it, an
-`error` event with a problem as in RFC 9457 ends the stream.
+Events that are there at once are sent together, as each message costs far more than its content. `answer` holds what the plain response
+does. It alone is final: items before it need not be in it. An error before the first event is a plain response; after it, an `error`
+event with a problem as in RFC 9457 ends the stream.
 """
 
 import asyncio
@@ -49,16 +49,16 @@ def wanted(accept: str) -> str | None:
 async def respond(
     parts: AsyncGenerator[AnswerPart, None], media_type: str, path: str, computed: Callable[[int], None]
 ) -> StreamingResponse:
-    """A response that sends `parts` as they come, and calls `computed` with the bytes of all after the last. Raises what the first of
-    them raises.
+    """A response that sends `parts` as they come and, after the last, calls `computed` with the bytes of all. Raises the error of the
+    first part.
     """
     first = await anext(parts)
     return _EventStream(_events(parts, first, media_type, path), media_type, computed)
 
 
 class _EventStream(StreamingResponse):
-    """Takes `events` as fast as they come, however slow the client reads: what waits to be sent is no more than one answer. Closes them
-    when the client leaves, so that engines stop.
+    """Takes `events` as fast as they come, however slowly the client reads: no more than one answer waits to be sent. Closes `events` when
+    the client leaves, so that engines stop.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None], media_type: str, computed: Callable[[int], None]) -> None:
@@ -77,7 +77,7 @@ class _EventStream(StreamingResponse):
                     await asyncio.wait([self._taking])
 
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
-        """All events that are there, joined, each time that the client has taken what was there before."""
+        """All events that are there, joined, each time that the client has taken the ones before."""
         self._taking = asyncio.create_task(self._take())
         while self._ready or not self._taking.done():
             await self._news.wait()

@@ -1,7 +1,7 @@
-"""Find items by what their titles say: `TitleIndex(catalogue).find("wars", 10)`.
+"""Find items by their titles: `TitleIndex(catalogue).find("wars", 10)`.
 
-All titles, folded, stand in one text, a line each. A search is three scans of it at the speed of memory (30 MB for a million titles), and
-they rank: titles that begin so, then those in which a word does, then any that hold it; each in the catalogue's order.
+All titles, folded, stand in one text, a line each. A search scans it three times, at the speed of memory (30 MB for a million titles): for
+titles that begin with the query, then for those with a word that does, then for those that hold it; each in the catalogue's order.
 """
 
 import re
@@ -17,7 +17,7 @@ _BREAKS = re.compile(r"[\s\x00-\x1f]+")
 
 
 def folded(text: str) -> str:
-    """Without case, accents and doubled spaces: "  Amélie" -> "amelie"."""
+    """The text without case, accents and doubled spaces: "  Amélie" -> "amelie"."""
     if not text.isascii():
         text = "".join(one for one in unicodedata.normalize("NFKD", text) if not unicodedata.combining(one))
     return _BREAKS.sub(" ", text).strip().casefold()
@@ -41,7 +41,7 @@ class TitleIndex:
         return [self._catalogue.items[place] for place in islice(_new(ranked), limit)]
 
     def _places(self, wanted: str) -> Iterator[int]:
-        """Titles that hold it, by their places, each once."""
+        """The places of the titles that hold the text, each once."""
         position = self._text.find(wanted)
         while position >= 0:
             # the break before a title belongs to the title that follows it
@@ -52,7 +52,7 @@ class TitleIndex:
 
 
 def _new(places: Iterator[int]) -> Iterator[int]:
-    """Those that have not come yet."""
+    """The places without repetitions."""
     seen: set[int] = set()
     for place in places:
         if place not in seen:

@@ -37,7 +37,7 @@ _PLACE_OF_KEY = re.compile(r"\\x1f\d+(?=['\"])")
 
 
 class UserDataService(Protocol):
-    """What stands behind the routes. Every method raises BackendUnavailable where the event store or the switchboard does not answer."""
+    """The gateway, as the routes call it. Every method raises BackendUnavailable where event store or switchboard do not answer."""
 
     async def append(self, events: Sequence[Event]) -> EventsOut: ...
     async def history(self, tenant: str, user_id: str, limit: int) -> HistoryOut: ...
@@ -48,7 +48,7 @@ class UserDataService(Protocol):
 
 
 def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings], audit: Audit) -> APIRouter:
-    """`limits`: those of the moment."""
+    """The routes. `limits` gives the present settings."""
     routes = APIRouter()
 
     @routes.post("/v1/events", status_code=201, tags=["events"], responses={200: {"model": EventsOut, "description": "Stored before"}})

@@ -43,7 +43,7 @@ class BatchedModel(StageModel[RequestT, AnswerT], Generic[RequestT, AnswerT]):
         return self.answer_of(await self.submit(request))
 
     def submit(self, request: RequestT) -> Future[Outcome[AnswerT]]:
-        """What a batch comes to for this request."""
+        """A future of the outcome that a batch has for this request."""
         return self._batcher.submit(request)
 
     def answer_of(self, outcome: Outcome[AnswerT]) -> StageAnswer[AnswerT]:
@@ -53,7 +53,7 @@ class BatchedModel(StageModel[RequestT, AnswerT], Generic[RequestT, AnswerT]):
         return self._reported(outcome)
 
     def _rows(self, request: RequestT) -> int:
-        """How many rows an engine computes for it."""
+        """How many rows an engine computes for the request."""
         raise NotImplementedError
 
 
@@ -64,7 +64,7 @@ class BatchedReplica(StageReplica[BatchedT]):
     """A replica that takes the requests of a call as they come, without a task for each."""
 
     async def together(self, requests: Together) -> list[Any]:
-        """What `answer` gives to several requests of one gateway for one version, in order: each its own answer, or Raised."""
+        """As `answer`, for several requests of one gateway for one version, in order: each its own answer, or Raised."""
         began = monotonic()
         try:
             model = self._model_for(requests.model_version)

@@ -16,7 +16,7 @@ TOO_LATE = "the time was over while the request waited for a batch"
 
 
 class Due(Protocol):
-    """A request; `deadline` is on this process's monotonic clock, None where it has none."""
+    """A request with a `deadline` on this process's monotonic clock; None where it has none."""
 
     @property
     def deadline(self) -> float | None: ...
@@ -25,7 +25,7 @@ class Due(Protocol):
 Request = TypeVar("Request", bound=Due)
 Answer = TypeVar("Answer")
 Watch = Callable[[Sequence[int], Sequence[float]], None]
-"""Called with each batch as it starts: the rows of its requests, and the seconds that each has waited."""
+"""A function that is called with each batch as it starts: the rows of its requests, and the seconds that each has waited."""
 
 
 def engine_batcher(
@@ -35,12 +35,12 @@ def engine_batcher(
     too_late: Callable[[], Answer],
     watch: Watch,
 ) -> Batcher[Request, Answer]:
-    """A batch is the request that has waited longest, and those of similar length. Requests that arrive while it is computed form the next
-    one, so `max_wait_ms` is spent only while the engine is idle and few requests wait. That one is made up while the engine works on the
-    first, and follows it at once: the event loop, which may be busy with other requests, has no part in that.
+    """A batcher of which a batch is the request that has waited longest, and those of similar length. Requests that arrive while a batch is
+    computed form the next one, so `max_wait_ms` is spent only while the engine is idle and few requests wait. The next batch is made up while
+    the engine works on the first, and follows it at once: the event loop, which may be busy with other requests, has no part in that.
 
-    `compute` answers a batch with one answer for each request, in order; `rows`: how many a request takes up. Requests that are past their
-    deadlines are not computed, as they would cost the others time: they get what `too_late` makes.
+    `compute` answers a batch with one answer for each request, in order. `rows`: how many rows a request takes up. Requests past their
+    deadlines are not computed, as they would cost the others time: they get the answer of `too_late`.
     """
     most, ended = BatchLimits(limits), 0.0
 
@@ -69,14 +69,14 @@ def engine_batcher(
 
 
 class BatchLimits:
-    """`limits` of the next batch: those of the configuration, with fewer requests while batches take longer than `target_ms`."""
+    """`limits`: of the next batch; those of the configuration, with fewer requests while batches take longer than `target_ms`."""
 
     def __init__(self, limits: BatchingSettings) -> None:
         self.limits = limits
         self._adaptive = None if limits.target_ms is None else AdaptiveLimit(limits.max_requests, limits.target_ms / 1e3)
 
     def after(self, requests: int, took_s: float) -> None:
-        """With one more batch, of so many requests."""
+        """Adapt the limits to one more batch, of so many requests."""
         if self._adaptive is None:
             return
         self._adaptive = self._adaptive.after(took_s, monotonic(), full=requests >= self._adaptive.places)
@@ -87,8 +87,8 @@ class BatchLimits:
 def alike(tokens: Sequence[int], limits: BatchingSettings) -> list[int]:
     """Which of the waiting requests, of `tokens` rows each, go into one batch: positions, ascending. The first is always among them.
 
-    The others are those nearest to it in length, as long as the batch's padded size, longest x number, is within the limits, and what of it
-    is padding: `free_padding` rows or, where that is more, the share `max_padding`.
+    The others are those nearest to it in length, as long as the batch's padded size, longest x number, is within the limits, and so is its
+    padding: at most `free_padding` rows or, where that is more, the share `max_padding`.
     """
     if not tokens:
         return []

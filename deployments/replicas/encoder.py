@@ -22,7 +22,7 @@ class EncoderModel(BatchedModel[EncodeRequest, Encoded]):
         self._longest = limits(bundle.manifest.model).max_history
 
     def _rows(self, request: EncodeRequest) -> int:
-        """Behaviours that the engine computes: the model's window of them."""
+        """How many behaviours the engine computes: as many as are in the model's window."""
         return min(len(request.sequence), self._longest)
 
     def _samples(self) -> list[EncodeRequest]:

@@ -3,7 +3,7 @@
     request -> engine with a queue of its own (vllm)   awaited on the event loop
             -> any other (torch_beam)                  joined into batches, in the engine thread
 
-For a model without a decoder it runs too, and says so: `ray_config.yaml` may not name a deployment that the application lacks.
+The stage also runs for a model without a decoder, and says so: `ray_config.yaml` may not name a deployment that the application lacks.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -45,20 +45,20 @@ class GeneratorModel(StageModel[GenerateRequest, Generated]):
                 yield self._reported(part) if isinstance(part, Served) else part
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """What waits and runs, by backend, in paths: a user who waits for a batch counts as a beam's width of them."""
+        """How many paths wait and run, by backend: a request that waits for a batch counts as many as its beam is wide."""
         beam, queues = self._settings.generator.beam, super().figures()
         batches = {name: {"waiting": float(batcher.waiting * beam)} for name, batcher in self._batchers.items()}
         return {name: {**batches.get(name, {}), **queues.get(name, {})} for name in {**batches, **queues}}
 
     def _join(self, name: str, answer: AskBatch[GenerateRequest, Generated]) -> AskOne[GenerateRequest, Generated]:
-        """Batches for one backend."""
+        """A function that answers one request of a backend in batches with others, which `answer` computes."""
         limits, watch = self._settings.generator.batching, StageRecorder(self.stage, meter()).batch
         batcher = engine_batcher(answer, limits, self._rows, lambda: OutOfTime(name, TOO_LATE), watch)
         self._batchers[name] = batcher
         return batcher.submit
 
     def _rows(self, request: GenerateRequest) -> int:
-        """What a request takes up in a batch: its prompt's rows, and those of its paths' codes."""
+        """How many rows a request takes up in a batch: its prompt's, and those of its paths' codes."""
         return len(request.user) + request.width * (self.bundle.semantic_ids.levels - 1)
 
     def _samples(self) -> list[GenerateRequest]:
@@ -76,7 +76,7 @@ class Generator(StageReplica[GeneratorModel]):
     model_type = GeneratorModel
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """None where an engine has a queue of its own: how long that computes is not seen here."""
+        """As the base class; empty where an engine has a queue of its own, whose computing time is not seen here."""
         queued = any(model.controller.queues() for model in self._models.models)
         return {} if queued else await super().record_routing_stats()
 

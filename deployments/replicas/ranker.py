@@ -1,6 +1,6 @@
 """The ranker stage: what users would do with given candidates. Requests from all gateways are batched, as the encoder's are.
 
-For a model without a ranker it runs too, and says so: `ray_config.yaml` may not name a deployment that the application lacks.
+The stage also runs for a model without a ranker, and says so: `ray_config.yaml` may not name a deployment that the application lacks.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ class RankerModel(BatchedModel[RankRequest, Ranked]):
     stage = "ranker"
 
     def _rows(self, request: RankRequest) -> int:
-        """Candidates: of the history, most is kept."""
+        """How many candidates there are: most of the history is kept, and not computed."""
         return len(request.candidates)
 
     def _samples(self) -> list[RankRequest]:

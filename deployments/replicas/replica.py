@@ -1,7 +1,8 @@
-"""What the replicas of every stage have in common: the versions that serve, each with its engines, in step with the switchboard.
+"""The common part of all stages' replicas: the versions that serve, each with its engines, in step with the switchboard.
 
-hold what serves, warmed up -> answer ; beside that, forever: refresh engines, and through the process's heartbeat report how they do, and
-follow switches, suspicions, the rollout and erasures
+hold the versions that serve, warmed up -> answer requests
+beside that, all the time: refresh engines; by the process's heartbeat, report how they do, and follow switches, suspicions, the
+rollout and erasures
 """
 
 import asyncio
@@ -51,13 +52,13 @@ class ModelGone(BackendUnavailable):
 
 
 class StageReplica(Generic[ModelT]):
-    """One replica of a stage: a Serve replica's own, or a gateway's that computes the stage itself. `start` it before it is asked."""
+    """One replica of a stage, in a Serve replica of its own or in a gateway's process. `start` is to be called before the first request."""
 
     stage: ClassVar[StageName]
     model_type: ClassVar[type[StageModel[Any, Any]]]
 
     def __init__(self, settings: Settings, heartbeat: Heartbeat, handover: Handover | None = None) -> None:
-        """`handover` is for what engines keep of users; without it, that ends with the process."""
+        """`handover`: hands over the states that engines keep of users; without it, they end with the process."""
         join_serves_log()
         self._settings, self._heartbeat = settings, heartbeat
         self._wanted = settings.engines(self.stage)
@@ -76,7 +77,7 @@ class StageReplica(Generic[ModelT]):
         heartbeat.join(self.stage, self)
 
     async def start(self) -> None:
-        """Returns when requests can be answered, of every role of this process. Raises BundleError where no version can be served."""
+        """Returns when every role of this process can answer requests. Raises BundleError where no version can be served."""
         await self._heartbeat.start()
 
     async def close(self) -> None:
@@ -88,8 +89,8 @@ class StageReplica(Generic[ModelT]):
         await self._models.close()
 
     def __del__(self) -> Awaitable[None] | None:
-        """Serve calls it when it stops a replica, also one that could not be constructed, and awaits what it returns; no request is under
-        way then. Afterwards the interpreter calls it once more.
+        """Close the replica. Serve calls this when it stops a replica, even one that could not be constructed, and awaits what it returns;
+        no request is under way then. Afterwards the interpreter calls it once more.
         """
         handover = self._no_more_handover()
         if handover is not None and self._models.models:
@@ -98,7 +99,7 @@ class StageReplica(Generic[ModelT]):
         return None
 
     async def answer(self, request: Any, within_s: float) -> StageAnswer[Any] | NoBackendAnswered | ModelGone:
-        """As `ask`, but why there is no answer is a value, since for Ray this call did not fail."""
+        """As `ask`, but returns the reason why there is no answer, since for Ray such a call did not fail."""
         try:
             return await self.ask(request, within_s)
         except (NoBackendAnswered, ModelGone) as error:
@@ -113,7 +114,7 @@ class StageReplica(Generic[ModelT]):
             self._record(began)
 
     async def stream(self, request: Any, within_s: float) -> AsyncGenerator[Any, None]:
-        """Results as the stage finds them, the same perhaps twice; lastly what `answer` gives."""
+        """Results as the stage finds them, some perhaps twice, and lastly the result of `answer`."""
         began = monotonic()
         try:
             async with aclosing(self._model_for(request.model_version).stream(due(request, began, within_s))) as parts:
@@ -125,8 +126,8 @@ class StageReplica(Generic[ModelT]):
             self._record(began)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Take a new order or selection, other backends or options of theirs while requests are served; what is not given is as in `args`.
-        A new backend is loaded beside the calls. Raises ConfigError, and nothing changes.
+        """Take a new order or selection, other backends or other options of theirs, while requests are served; settings that are not given
+        are as in `args`. A new backend is loaded beside the calls. Where it raises ConfigError, nothing changes.
         """
         changed = with_changes(self._settings, self.stage, user_config, f"user_config of the {self.stage}")
         self._wanted = changed.engines(self.stage)
@@ -143,8 +144,8 @@ class StageReplica(Generic[ModelT]):
             self._refreshing.result()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The figures of `cluster.autoscaling`: what waits and how full caches are, over all engines; how busy the replica is, 0 to 1; the
-        95th percentile of the time that calls of the last seconds took.
+        """The figures of `cluster.autoscaling`: how many requests wait and how full caches are, over all engines; how busy the replica is,
+        0 to 1; the 95th percentile of the durations of the last seconds' calls.
         """
         figures = [one for model in self._models.models for one in model.figures().values()]
         return {
@@ -155,15 +156,15 @@ class StageReplica(Generic[ModelT]):
         }
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """How much this replica's machine gets done: calls in a second of engine time, for `WeightedRouter`. Rounded: each new figure goes
-        to every router.
+        """The speed of this replica's machine for `WeightedRouter`: calls in a second of engine time. Rounded, as each new figure goes to
+        every router.
         """
         busy = self._busy_s()
         return {"weight": float(f"{self._calls / busy:.2g}")} if self._calls >= FEWEST_CALLS and busy else {}
 
     @property
     def model_cache(self) -> ModelCache[ModelT]:
-        """The versions that are held here."""
+        """The versions that this replica holds."""
         return self._models
 
     @property
@@ -181,7 +182,7 @@ class StageReplica(Generic[ModelT]):
         return Presence(self.stage, self.holds)
 
     def snapshot(self) -> StageSnapshot | None:
-        """How the version that serves does; what every version here does goes to the metrics."""
+        """The state of the version that serves; the metrics get that of every version here."""
         primary, shown = self._primary(), None
         for model in self._models.models:
             snapshot = model.controller.snapshot()
@@ -204,7 +205,7 @@ class StageReplica(Generic[ModelT]):
             self._handover.look(orders, self._controllers())
 
     async def forget(self, tenant: str | None, user: str | None) -> None:
-        """After the batches that run, so that nothing of a user is kept by them later."""
+        """Have all engines forget, after the batches that run, so that these keep nothing of a user later."""
         if self._handover is not None:
             self._handover.erase(tenant, user)
         await asyncio.gather(*(model.controller.forget(tenant, user) for model in self._models.models))
@@ -224,12 +225,12 @@ class StageReplica(Generic[ModelT]):
             model.close()
 
     def _controllers(self) -> list[FrameworkController[Any, Any]]:
-        """Of the versions that are held, the one that serves first."""
+        """The controllers of all versions that are held, that of the serving version first."""
         primary = self._primary()
         return [model.controller for model in sorted(self._models.models, key=lambda model: model is not primary)]
 
     def _model_for(self, model_version: str) -> ModelT:
-        """What answers a request of a gateway that serves this version; "" is the stable one. Raises ModelGone."""
+        """The model for a request of a gateway that serves this version; "": the stable one. Raises ModelGone."""
         model = self._models.named(model_version) if model_version else self._primary()
         if model is None:
             held = ", ".join(one.bundle.version for one in self._models.models)
@@ -251,7 +252,7 @@ class StageReplica(Generic[ModelT]):
         self._latency.record((now - began) * 1e3, now)
 
     def _recent_p95_ms(self) -> float:
-        """0 where no call came lately."""
+        """The 95th percentile of recent calls, in milliseconds; 0 where there were none."""
         now = monotonic()
         return (self._latency.summary(now).p95_ms or 0.0) if now - self._called_at <= 2 * LATENCY_WINDOW_S else 0.0
 
@@ -268,7 +269,7 @@ class StageReplica(Generic[ModelT]):
         return model
 
     async def _instruct(self, model: ModelT) -> None:
-        """Nothing is awaited once it knows all that is wanted now."""
+        """Bring a model up to the present settings and switches. After the last change, nothing is awaited."""
         told = None
         while told is not self._wanted:
             told = self._wanted
@@ -281,9 +282,9 @@ class StageReplica(Generic[ModelT]):
         await asyncio.to_thread(model.close)
 
     async def _refresh_forever(self) -> None:
-        """Probe and load beside the calls, so that the first choice returns, and the status stays true, without traffic too.
+        """Probe and load beside the calls, so that the first choice returns, and the status stays true, even without traffic.
 
-        Each version in a task of its own: one that loads for long holds no other up.
+        Each version has a task of its own: one that takes long to load delays no other.
         """
         running: dict[ModelT, asyncio.Task[None]] = {}
         while True:
@@ -295,13 +296,13 @@ class StageReplica(Generic[ModelT]):
             await asyncio.sleep(REFRESH_INTERVAL_S)
 
     def _switched(self, wanted: EngineSettings) -> EngineSettings:
-        """With what the switches of this stage say of its order: to unload a backend that is gone may take minutes."""
+        """The settings, with the switches of this stage applied to its order: to unload a backend that is gone may take minutes."""
         configured = {name: "off" if name in wanted.disabled else "on" for name in wanted.order}
         off = [name for name, position in configured.items() if self._switches.get((self.stage, name), position) == "off"]
         return wanted.model_copy(update={"disabled": off})
 
     def _apply(self, model: ModelT) -> None:
-        """Follow the switches of this stage; one may name a backend of an earlier configuration, which is not here any more."""
+        """Have a model follow the switches of this stage. A switch may name a backend of an earlier configuration, which is gone."""
         here = {backend.name for backend in model.controller.snapshot().backends}
         wanted = {name: position for (stage, name), position in self._switches.items() if stage == self.stage and name in here}
         for name, position in wanted.items():
@@ -310,7 +311,7 @@ class StageReplica(Generic[ModelT]):
 
 
 class AsDeployment:
-    """A StageReplica as Serve makes it, with handles of other deployments; Serve awaits the constructor."""
+    """Makes a StageReplica a Serve deployment, which is given handles of other deployments; Serve awaits the constructor."""
 
     async def __init__(self: StageReplica[Any], settings: dict[str, Any], switchboard: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         tree, replica = parse(settings), serve.get_replica_context().replica_id.unique_id
@@ -322,7 +323,7 @@ class AsDeployment:
 
 
 def due(request: Any, began: float, within_s: float) -> Any:
-    """The request with a deadline on this process's clock, a little before the caller's, which can then be told why there is no answer."""
+    """The request with a deadline on this process's clock, a little before the caller's, so that the caller can be told the reason."""
     return replace(request, deadline=began + within_s - min(WAY_BACK_S, within_s / 10))
 
 

@@ -21,7 +21,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class StageModel(Generic[RequestT, AnswerT]):
-    """`close` gives the engines up."""
+    """One version of the model; `close` gives its engines up."""
 
     stage: ClassVar[str]
 
@@ -36,13 +36,13 @@ class StageModel(Generic[RequestT, AnswerT]):
         raise NotImplementedError
 
     async def stream(self, request: RequestT) -> AsyncGenerator[AnswerT | StageAnswer[AnswerT], None]:
-        """Results as the stage finds them, the same perhaps twice; lastly the answer, which is all that most stages give. Raises
+        """Results as the stage finds them, some perhaps twice, and lastly the answer; most stages give the answer alone. Raises
         NoBackendAnswered.
         """
         yield await self.answer(request)
 
     async def warm_up(self) -> str:
-        """Load what is to serve and let it answer samples; which engine that is, and why no other."""
+        """Load the engines that are to serve, and have them answer samples. Returns which engine is asked first, and why no other is."""
         return await self.controller.warm_up(self._samples())
 
     async def reconfigure(self, wanted: EngineSettings) -> None:
@@ -50,8 +50,8 @@ class StageModel(Generic[RequestT, AnswerT]):
         await self.controller.follow(wanted)
 
     async def check(self) -> None:
-        """Raises TimeoutError where the engine thread has not come to a piece of work in time. The next check waits for the same piece: a
-        thread that gets on, call by call, fails no two checks for calls that take a little longer than a check waits.
+        """Raises TimeoutError where the engine thread does not come to a piece of work in time. The next check waits for the same piece: a
+        thread that gets on fails no two checks, even where its calls take a little longer than a check waits.
         """
         if self._turn is None:
             self._turn = asyncio.ensure_future(self.controller.thread.run(lambda: None))
@@ -59,19 +59,19 @@ class StageModel(Generic[RequestT, AnswerT]):
         self._turn = None
 
     def busy_s(self) -> float:
-        """Seconds that the engine thread has computed for requests since the start; a warm-up is no load."""
+        """Seconds that the engine thread has computed for requests since the start, without the warm-up."""
         return self.controller.thread.busy_s
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """What waits here, and what engines with queues of their own say of them, by backend."""
+        """The figures of the requests that wait here, and of engines' own queues, by backend."""
         return self.controller.queues()
 
     def close(self) -> None:
-        """Engines free what they hold, after what they are doing."""
+        """Have the engines free what they hold, after the calls that run."""
         self.controller.close()
 
     def _reported(self, served: Served[AnswerT]) -> StageAnswer[AnswerT]:
-        """The answer, with what the request's report says of this stage."""
+        """The answer, with this stage's report."""
         report = StageReport(STAGES[self.stage].step, served.backend, served.duration_ms, served.fallback_from)
         return StageAnswer(served.answer, report, self.bundle.version)
 

@@ -1,7 +1,7 @@
-"""The memory of each stage's engines. What of a model a backend of someone else's holds is not known: it counts nothing.
+"""The memory of each stage's engines. A backend that genrec does not bring holds an unknown amount, which counts as nothing.
 
-V items, D width, 4 bytes a number. Of a stage's engines all that can run are loaded, so that a fallback is there at once; what they keep of
-users is counted for the first one, which serves.
+V items, D width, 4 bytes a number. All of a stage's engines that can run are loaded, so that a fallback is there at once; the states kept
+of users are counted for the first engine, which serves.
 """
 
 from collections.abc import Iterator
@@ -41,21 +41,21 @@ LIBRARIES = {
     "torch_beam": (36 * MIB, 88 * MIB),
     "vllm": (215 * MIB, 104 * MIB),
 }
-"""What importing them takes: own memory, and mapped files; on a CPU, checked by benchmarks/size.py. torch's counts for all that compute
-by it.
+"""What importing a library takes: (own memory, mapped files), on a CPU, checked by benchmarks/size.py. torch counts for all engines that
+compute by it.
 """
 APPENDS = {"onnxruntime": "onnx/append", "openvino": "onnx/append", "tensorrt": "tensorrt/append"}
 """Graphs without which an encoder of this name keeps no states."""
 WHOLE_SHAPE, APPENDED_SHAPE, ANY_SHAPE = 6 * MIB, 6 * MIB // 5, 500 * MIB
-"""OpenVINO's programs, whatever the model, as the layers share them: for a shape of the graph `encode`, for one of `append`, and what is
-kept for a ranker's shapes, by OpenVINO and oneDNN.
+"""The bytes of OpenVINO's programs, whatever the model, as its layers share them: for each shape of the graph `encode`, for each of
+`append`, and in all for a ranker's shapes, kept by OpenVINO and oneDNN.
 """
 VLLM_ENGINE, VLLM_WORK = (470 * MIB, 258 * MIB), 320 * MIB
 CUDA_CONTEXT = 512 * MIB
-"""On a GPU, of each process that uses it; a usual size, not measured here."""
+"""The memory of a GPU that each process takes by using it; a usual size, not measured here."""
 PROMPT_PAGE_ROWS = 16
 OWNER_BYTES, ROW_BYTES = 600, 24
-"""What is noted of a kept user, and of each of the user's rows, beside the rows themselves."""
+"""The bytes noted of a kept user, and of each of the user's rows, beside the rows themselves."""
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "fp16": 2}
 
 
@@ -67,12 +67,12 @@ class Use:
     history: int | None = None
 
     def within(self, window: int) -> "Use":
-        """What a model keeps of them that takes so many events."""
+        """The use as a model sees it that takes at most `window` events of a history."""
         return Use(self.users, min(window, self.history or window))
 
 
 def can_run(stage: str, name: str, sizes: Sizes, place: Place) -> bool:
-    """Whether such a backend is loaded for the model: what it is compiled to is there, its stage is in the model, the device fits."""
+    """Whether this backend is loaded for the model: the model has the stage and the compiled artifacts, and the device fits."""
     if (stage == "generator" and not sizes.decoder) or (stage == "ranker" and not sizes.ranker):
         return False
     if (name in GPU_ONLY and place != "gpu") or (name == "vllm" and library.obstacle()):
@@ -103,14 +103,14 @@ def stage_parts(stage: str, settings: Settings, sizes: Sizes, use: Use, place: P
 
 
 def libraries(stage: str, settings: Settings, sizes: Sizes, place: Place) -> set[str]:
-    """What a stage's engines are computed by. An encoder imports PyTorch in any case: to find out whether triton could serve."""
+    """The libraries that a stage's engines import. An encoder imports PyTorch in any case, to find out whether triton could serve."""
     names = set(loaded(stage, settings, sizes, place))
     needs_torch = names & BY_TORCH or (stage == "encoder" and find_spec("triton"))
     return names | ({"torch"} if needs_torch else set())
 
 
 def library_parts(names: set[str], place: Place) -> Iterator[Part]:
-    """What these take in their process."""
+    """The parts of memory that these libraries take in their process."""
     for name in sorted(names & set(LIBRARIES)):
         own, mapped = LIBRARIES[name]
         yield Part(f"library {name}", own)
@@ -120,7 +120,7 @@ def library_parts(names: set[str], place: Place) -> Iterator[Part]:
 
 
 def engine_process(settings: Settings, sizes: Sizes, place: Place) -> tuple[Part, ...]:
-    """The process of vLLM's own beside a replica of the generator; nothing where it has none."""
+    """The parts of vLLM's own process beside a replica of the generator; nothing where there is none."""
     if sizes.decoder is None or "vllm" not in loaded("generator", settings, sizes, place):
         return ()
     options = settings.generator.options.get("vllm", {})
@@ -208,7 +208,7 @@ def _generator(name: str, settings: Settings, sizes: Sizes, use: Use, place: Pla
 
 
 def _programs(name: str, settings: Settings, sizes: Sizes, use: Use, *, keeps: bool) -> Iterator[Part]:
-    """What OpenVINO makes for each shape it meets, and keeps; where all histories are as long, few of them come."""
+    """The programs that OpenVINO makes for each shape it meets, and keeps; where all histories are equally long, few shapes come."""
     if use.users == 0:
         return
     longest = sizes.encoder.max_history
@@ -220,7 +220,7 @@ def _programs(name: str, settings: Settings, sizes: Sizes, use: Use, *, keeps: b
 def _kept(
     name: str, planes: dict[str, Plane], budget: int, options: dict[str, Any], use: Use, *, on_device: bool = False
 ) -> Iterator[Part]:
-    """The states of users. Of the encoder's, the last event's row is not final, and never kept."""
+    """The kept states of users. The row of a history's last event is not final, and the encoder never keeps it."""
     stage, _, engine = name.partition(" ")
     history = use.history or 0
     rows = history - (stage == "encoder") if history >= _keep_from(engine, options) else 0
@@ -233,9 +233,7 @@ def _kept(
 
 
 def kept_bytes(planes: dict[str, Plane], budget: int, page_rows: int, rows: int, users: int | None) -> tuple[int, int]:
-    """Of so many users' rows in a pool of that budget, as PagePool has them, and what is noted beside them; and of how many users they are.
-    `users` None: as many as fit.
-    """
+    """(bytes, users): of so many users' rows in a PagePool of that budget, with what is noted beside them; `users` None: as many as fit."""
     page = page_rows * sum(plane.row_bytes for plane in planes.values())
     each = -(-rows // page_rows)
     pages = budget // page if page else 0
@@ -268,7 +266,7 @@ def _batch(stage: str, settings: EngineSettings, sizes: Sizes, place: Place) -> 
 
 
 def _narrowed(config: SequenceConfig) -> int:
-    """Weights of which the layers' are int8."""
+    """The bytes of weights of which the layers' are int8."""
     size = model_size(config)
     return 4 * size.embedding_parameters + size.parameters - size.embedding_parameters
 
@@ -279,7 +277,7 @@ def _engine_width(options: dict[str, Any]) -> int:
 
 
 def _state_bytes(name: str, options: dict[str, Any], config: SequenceConfig) -> int:
-    """What an engine may take for users' states: nothing where no history of the model is long enough."""
+    """The bytes that an engine may take for users' states: none where no history of the model is long enough."""
     return int(options.get("state_bytes", DEFAULT_BYTES)) if config.max_history >= _keep_from(name, options) else 0
 
 
@@ -288,7 +286,7 @@ def _keep_from(name: str, options: dict[str, Any]) -> int:
 
 
 def _place(name: str, place: Place) -> Place:
-    """OpenVINO computes on CPUs only."""
+    """The device that the backend computes on: OpenVINO on CPUs only, others on the given one."""
     return "host" if name == "openvino" else place
 
 

@@ -1,8 +1,8 @@
-"""What cannot fit is refused before it is loaded: otherwise the system kills a process later, in the middle of its work.
+"""Refuse, before it is loaded, what cannot fit into memory: otherwise the system kills a process later, in the middle of its work.
 
-Only what certainly does not fit: what is taken at once is more than all memory there is, by more than predictions are off; or what one
-setting has kept is more than that by itself. Memory that others use now may be free by then, and counts as free. What a GPU cannot hold its
-engine refuses by itself, and the next one serves.
+Only a configuration that certainly does not fit is refused: its memory at the start is more than all memory of the machine, by more than
+predictions are off; or what a single setting keeps is. Memory that other programs use now may be free by then, and counts as free. A GPU's
+memory is not checked here: an engine that does not fit refuses by itself, and the next one serves.
 """
 
 import logging
@@ -19,28 +19,28 @@ from deployments.sizing.processes import plan_of, replica
 from deployments.telemetry.gpus import any_gpu
 
 TOLERANCE = 0.15
-"""How far a prediction may be off what is measured; benchmarks/size.py compares them."""
+"""How far a prediction may be off the measured memory; benchmarks/size.py compares them."""
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 logger = logging.getLogger("ray.serve")
 
 
 def require_all_fit(settings: Settings, bundle: Bundle, count: dict[str, int], room: int | None = None) -> None:
-    """Raises ConfigError where the processes of this configuration cannot be on this machine together. `room`: memory in bytes, by default
-    what there is.
+    """Raises ConfigError where the processes of this configuration do not fit on this machine together. `room`: memory in bytes, by default
+    the machine's.
     """
     if sizes := _sizes(bundle):
         _require(plan_of(settings, sizes, count, Use(), here()), settings, room)
 
 
 def require_replica_fits(settings: Settings, bundle: Bundle, role: StageName | str, room: int | None = None) -> None:
-    """The same of one replica, for what it is to load: other processes may be elsewhere."""
+    """Raises ConfigError where one replica does not fit on this machine with what it is to load: other processes may be elsewhere."""
     role = "gateway" if settings.placement == "colocated" else role
     if sizes := _sizes(bundle):
         _require(Plan(sizes.name, (replica(role, settings, sizes, Use(), here()),)), settings, room)
 
 
 def here() -> Place:
-    """Where engines compute on this machine."""
+    """The device on which engines compute on this machine."""
     return "gpu" if any_gpu() else "host"
 
 
@@ -60,13 +60,13 @@ def unfit(plan: Plan, room: int) -> str:
 
 
 def said(count: int) -> str:
-    """A number of bytes, for people too."""
+    """A number of bytes as text, also in a larger unit."""
     scale = min(len(UNITS) - 1, max(0, (count.bit_length() - 1) // 10))
     return f"{count:,} bytes" + (f" ({count / 1024**scale:.1f} {UNITS[scale]})" if scale else "")
 
 
 def _sizes(bundle: Bundle) -> Sizes | None:
-    """None of a model of someone else's family, which only its own backends know."""
+    """The sizes of a bundle's model; None where its family is none of genrec's, which only its own backends know."""
     try:
         return sizes_of(bundle)
     except BundleError:

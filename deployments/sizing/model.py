@@ -1,4 +1,4 @@
-"""What is known of a model that is to be sized."""
+"""The sizes of a model, from which the memory that it takes is reckoned."""
 
 import json
 import sys
@@ -21,8 +21,8 @@ GRAPHS = frozenset(f"{kind}/{graph}" for kind in ("onnx", "tensorrt") for graph 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An item of the catalogue as Python holds it, in bytes: with its place in the list and the index's number; its title's letters; the
-    beginning of its JSON in an answer.
+    """The bytes that an item of the catalogue takes. `held`: as a Python object, with its places in list and index; `title`: its title's
+    letters; `json`: the beginning of its JSON in an answer.
     """
 
     held: int = 400
@@ -32,7 +32,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """`graphs`: what it is compiled to, as onnx/retrieve."""
+    """The sizes of a model. `graphs`: what it is compiled to, as onnx/retrieve."""
 
     name: str
     encoder: SequenceConfig
@@ -47,7 +47,7 @@ class Sizes:
 
     @property
     def vector_bytes(self) -> int:
-        """Of all items' vectors, (V + 1, D) in fp32."""
+        """The bytes of all items' vectors, (V + 1, D) in fp32."""
         return 4 * (self.items + 1) * self.encoder.dim
 
     @property
@@ -56,13 +56,13 @@ class Sizes:
 
     @property
     def json_bytes(self) -> int:
-        """The beginnings of items' JSON in answers, of those that are kept."""
+        """The bytes of the beginnings of items' JSON in answers, as far as they are kept."""
         kept = min(self.items, JSON_KEPT)
         return kept * self.entry.json + table_bytes(kept)
 
 
 def sizes_of(bundle: Bundle, entry: Entry | None = None) -> Sizes:
-    """Raises BundleError where the record is not one of this release's families."""
+    """The sizes of a bundle's model. Raises BundleError where this release does not know its family or configuration."""
     manifest = bundle.manifest
     if (family := CONFIGS.get(manifest.model.family)) is None:
         raise BundleError(f"{bundle.version} is a {manifest.model.family!r}; this release sizes {', '.join(CONFIGS)}")
@@ -77,7 +77,7 @@ def sizes_of(bundle: Bundle, entry: Entry | None = None) -> Sizes:
 
 
 def sampled_entry(bundle: Bundle) -> Entry:
-    """A usual entry of the bundle's catalogue, by its first ones."""
+    """The mean entry of the bundle's catalogue, over its first items."""
     import pyarrow.parquet as pq  # noqa: PLC0415 - a replica that is to fit need not load it
 
     with (bundle.path / CATALOGUE).open("rb") as file:
@@ -105,7 +105,7 @@ def _in_memory(letters: int) -> int:
 
 
 def table_bytes(entries: int) -> int:
-    """Of a dict of so many strings, or numbers: at most two thirds of it are taken, and it doubles."""
+    """The bytes of a dict of so many entries: at most two thirds of its places are taken, and it grows by doubling."""
     if not entries:
         return 0
     places = 1 << (-(-entries * 3 // 2) - 1).bit_length()

@@ -12,9 +12,9 @@ When: TypeAlias = Literal["start", "filled", "passing", "mapped"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`when`: start, taken as soon as it serves; filled, what it keeps once it is full; passing, what requests under way take at most;
-    mapped, of programs' files, which processes on a machine share and the system can take back. `key`: the setting that says how much it
-    is; `users`: of how many users it is, where it is of users.
+    """A part of a process's memory. `when`: start, taken as soon as the process serves; filled, a store that is full; passing, the most
+    that requests under way take; mapped, programs' files, which processes of a machine share and the system can take back. `key`: the
+    setting by which the part is so large; `users`: how many users it holds, where it holds users.
     """
 
     name: str
@@ -27,14 +27,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One of `count` that are alike."""
+    """A process, and how many of its kind there are (`count`)."""
 
     name: str
     count: int
     parts: tuple[Part, ...]
 
     def bytes(self, *when: When, place: Place = "host") -> int:
-        """Of one of them; `when` nothing is said, all that it comes to."""
+        """The memory of one such process, at these times; without `when`, of all parts."""
         return sum(part.bytes for part in self.parts if part.place == place and (not when or part.when in when))
 
 
@@ -46,7 +46,7 @@ class Plan:
     processes: tuple[Process, ...]
 
     def bytes(self, *when: When, place: Place = "host") -> int:
-        """Of all together; what is mapped counts once, as the most that any of them maps."""
+        """The memory of all processes together; mapped files count once, as the most that any process maps."""
         return sum(map(partial(self._bytes, place), when or get_args(When)))
 
     def _bytes(self, place: Place, when: When) -> int:
@@ -60,5 +60,5 @@ class Plan:
 
 
 def present(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Those that take any memory."""
+    """The parts that take any memory."""
     return tuple(part for part in parts if part.bytes)

@@ -18,9 +18,9 @@ BASES = {
     "cache actor": (62 * MIB, 75 * MIB),
     "Ray and Serve": (830 * MIB, 1390 * MIB),
 }
-"""What each kind of process takes that serves nothing yet, with Python, Ray and genrec in it: own memory, and what it shares with others,
-mapped files above all. Ray's and Serve's are a head node's, all together: raylet, GCS, dashboard, agents, controller, proxy, HAProxy; the
-dashboard's processes share what they were forked with. Measured by benchmarks/size.py.
+"""The memory of each kind of process that serves nothing yet, with Python, Ray and genrec loaded: (its own, what it shares with others,
+mapped files above all). "Ray and Serve" are all processes of a head node together: raylet, GCS, dashboard, agents, controller, proxy,
+HAProxy; the dashboard's processes share what they were forked with. Measured by benchmarks/size.py.
 """
 SHOWN_USERS = 10_000
 MOST_OF_AUTO = 100
@@ -42,14 +42,14 @@ def replicas(document: Mapping[str, Any], *, most: bool) -> dict[str, int]:
 
 
 def plan_of(settings: Settings, sizes: Sizes, count: Mapping[str, int], use: Use, place: Place) -> Plan:
-    """What serves this configuration, on one machine. `count` of replicas, 1 where nothing is said; `use` is that of all of them, and users
-    are shared out.
+    """The processes that serve this configuration on one machine. `count`: deployment -> replicas, 1 where it is not named. `use`: of all
+    replicas together, which share the users out among them.
     """
     return Plan(sizes.name, tuple(_processes(settings, sizes, count, use, place)))
 
 
 def replica(role: str, settings: Settings, sizes: Sizes, use: Use, place: Place) -> Process:
-    """One replica of the gateway or, where these are apart from it, of a stage."""
+    """One replica of the gateway or, where the stages are split, of a stage."""
     stages = [role] if role != "gateway" else list(STAGES) if settings.placement == "colocated" else []
     parts = [*_gateway(settings, sizes, use)] if role == "gateway" else []
     for stage in stages:
@@ -99,5 +99,5 @@ def _base(kind: str) -> Iterator[Part]:
 
 
 def _shared_out(use: Use, number: int) -> Use:
-    """A user's requests go to the replica that keeps the user's state."""
+    """The use of one of `number` replicas: each user's requests go to one replica, which keeps the user's state."""
     return use if use.users is None else Use(-(-use.users // max(1, number)), use.history)

@@ -15,7 +15,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Gpus:
-    """`library`: pynvml, initialised. An error is logged once for as long as it lasts, and asked past: a driver may come back."""
+    """`library`: pynvml, initialised. An error is logged once while it lasts, and each report asks anew: a driver may come back."""
 
     def __init__(self, library: Any) -> None:
         self._library, self._failing = library, False
@@ -35,7 +35,7 @@ class Gpus:
             self._failing = False
 
     def visible(self) -> Iterator[tuple[str, Any]]:
-        """Number on the node and handle of each GPU that CUDA_VISIBLE_DEVICES names, up to the first that is none; unset, of all."""
+        """(number on the node, handle) of each GPU that CUDA_VISIBLE_DEVICES names, up to the first wrong name; unset, of all GPUs."""
         count = self._library.nvmlDeviceGetCount()
         named = os.environ.get(VISIBLE)
         for name in map(str, range(count)) if named is None else map(str.strip, named.split(",")):
@@ -50,7 +50,7 @@ class Gpus:
 
 @cache
 def nvml() -> Any | None:
-    """The library where there is one, with the package nvidia-ml-py, and a driver."""
+    """NVIDIA's library, initialised; None without the package nvidia-ml-py or without a driver."""
     try:
         library = import_module("pynvml")
     except ImportError:
@@ -63,7 +63,7 @@ def nvml() -> Any | None:
 
 
 def any_gpu() -> bool:
-    """Whether this process may use one."""
+    """Whether this process may use a GPU."""
     if (library := nvml()) is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""One log a replica: Serve's, as text or JSON (`logging_config`), each line of a request's with its request id and route.
+"""One log for each replica: Serve's, as text or JSON (`logging_config`); lines about a request have its id and route.
 
 The id is the caller's `X-Request-ID`, or made by Serve; the response has it in a header of that name, and every replica that works on the
 request logs it too.
@@ -17,8 +17,8 @@ logger = logging.getLogger("ray.serve")
 
 
 def join_serves_log() -> None:
-    """Have what our own modules log written where the replica's log is; the handlers are shared, so that they stay the same ones.
-    Elsewhere it does nothing.
+    """Have our own modules log into the replica's log. They share its list of handlers, so that later changes hold for both. Outside of a
+    replica this does nothing.
     """
     if not in_a_replica():
         return
@@ -29,7 +29,7 @@ def join_serves_log() -> None:
 
 
 class SlowAnswers:
-    """A line for each answer that took long: each stage's backend and time. Of more than ten a second, the others are counted."""
+    """Logs a line for each answer that took long: each stage's backend and time. Beyond ten lines a second, answers are only counted."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""Record what cluster.metrics declares: in a Serve replica through Ray, whose agent serves it on each node; elsewhere nowhere.
+"""Record the metrics of cluster.metrics: in a Serve replica through Ray, whose agent serves them on each node; elsewhere not at all.
 
 gateway         each answer, each event, and twice a second what the edge and the stages' callers count
 stage replica   each batch, and twice a second what its controllers and engines count
@@ -47,14 +47,14 @@ KEPT_COUNTERS: Mapping[str, tuple[Metric, Mapping[str, str]]] = {
     "logits_hits": (m.LOGITS, {"result": "hit"}),
     "logits_misses": (m.LOGITS, {"result": "miss"}),
 }
-"""What backends say they keep of users (see cluster.protocols), as metrics; what is not here is told by GET /v1/backends alone."""
+"""Figure of a backend's `kept` (see cluster.protocols) -> its metric and labels; other figures are shown by GET /v1/backends alone."""
 KEPT_GAUGES = {"users": m.STATE_USERS, "used_bytes": m.STATE_BYTES, "buffer_held_bytes": m.BUFFER_BYTES}
 _WHICH = attrgetter("item_id")
 QUEUES = {"waiting": m.QUEUE_WAITING, "running": m.QUEUE_RUNNING, "kv_cache_usage": m.KV_CACHE_USAGE}
 
 
 def meter() -> Meter:
-    """Ray's in a replica; elsewhere one that keeps nothing."""
+    """Ray's meter in a replica; elsewhere one that keeps nothing."""
     return _ray_meter() if in_a_replica() else SILENT
 
 
@@ -75,7 +75,7 @@ def _ray_meter() -> RayMeter:
 
 
 class GatewayRecorder:
-    """Of one gateway. Nothing here raises because a shared cache or a stage is away."""
+    """Records the metrics of one gateway. Nothing here raises because a shared cache or a stage is away."""
 
     def __init__(self, meter: Meter = SILENT, shown: ShownItems | None = None) -> None:
         self._meter, self._totals = meter, Totals(meter)
@@ -84,7 +84,7 @@ class GatewayRecorder:
 
     @property
     def epoch(self) -> int:
-        """Which `answered` is to be told where a reader's pace decides how long an answer takes."""
+        """The present epoch of erasures, to be passed to `answered` as `began` where an answer is given over a longer time."""
         return self._erasures.now
 
     def answered(
@@ -96,8 +96,8 @@ class GatewayRecorder:
         began: int | None = None,
         flags: str = "",
     ) -> None:
-        """`duration_s`: None where the reader's pace is part of it. `began`: the `epoch` as it began: what was shown to a user that was
-        erased since is not remembered. `flags`: those on trial, beside the version that the answer counts for.
+        """Count an answer. `duration_s`: None where the reader's pace is part of it. `began`: the `epoch` when the answer began; what was
+        shown to a user that was erased since is not remembered. `flags`: those on trial, counted as a part of the answer's version.
         """
         tier = answer.cache.tier if answer.cache else "none"
         version, items = f"{answer.model_version} {flags}".rstrip(), item_ids(answer.items)
@@ -115,7 +115,7 @@ class GatewayRecorder:
         self._stages(ranking.stages)
 
     def happened(self, event: Event) -> None:
-        """An event that was stored, for the first time."""
+        """Count an event that was stored for the first time."""
         done = event.behaviour
         followed, version = self._shown.follow(event.tenant, event.user_id, done.item_id, done.timestamp, time())
         if followed is Followed.YES:
@@ -129,7 +129,7 @@ class GatewayRecorder:
         self._shown.forget(tenant, user_id)
 
     def look(self, edge: "EdgeStatistics", stages: Mapping[StageName, Mapping[str, float]], version: int) -> None:
-        """Take over what others count: the edge, and the callers of stages."""
+        """Take over the counts of the edge and of the callers of stages."""
         for metric, value in ((m.ADMISSION_RUNNING, edge.running), (m.ADMISSION_WAITING, edge.waiting), (m.ADMISSION_PLACES, edge.places)):
             self._meter.set(metric, value)
         for stage, figures in stages.items():
@@ -140,7 +140,7 @@ class GatewayRecorder:
         self._meter.set(m.MODEL_VERSION, version)
 
     def look_at_cache(self, figures: TierStatistics) -> None:
-        """Of the second tier, which all gateways share, only what it holds, and how this one gets on with it."""
+        """Take over the cache's counts; of the second tier, which all gateways share, only what it holds and this gateway's failures."""
         l1 = figures.l1
         for result, count in (("hit", l1.hits - l1.stale_hits), ("stale", l1.stale_hits), ("miss", l1.misses)):
             self._totals.count(m.CACHE_LOOKUPS, count, result=result)
@@ -173,7 +173,7 @@ class GatewayRecorder:
 
 
 class StageRecorder:
-    """Of one replica of a stage."""
+    """Records the metrics of one replica of a stage."""
 
     def __init__(self, stage: str, meter: Meter = SILENT) -> None:
         self._stage, self._meter, self._totals = stage, meter, Totals(meter)
@@ -181,7 +181,7 @@ class StageRecorder:
         self._gpus = Gpus(library) if library else None
 
     def batch(self, rows: Sequence[int], waited_s: Sequence[float]) -> None:
-        """A batch as it starts: its requests' rows, and how long they have waited."""
+        """Count a batch as it starts. `rows`: of each request; `waited_s`: how long each has waited."""
         self._meter.observe(m.BATCH_SIZE, len(rows), stage=self._stage)
         if padded := max(rows, default=0) * len(rows):
             self._meter.observe(m.BATCH_PADDING, 1 - sum(rows) / padded, stage=self._stage)
@@ -189,7 +189,7 @@ class StageRecorder:
             self._meter.observe(m.BATCH_WAIT, wait, stage=self._stage)
 
     def count(self, version: str, snapshot: StageSnapshot) -> None:
-        """What the backends of one version of the model did."""
+        """Take over the counts of the backends of one version of the model."""
         for one in snapshot.backends:
             labels = {"stage": self._stage, "backend": one.name}
             for metric, total in (
@@ -203,7 +203,7 @@ class StageRecorder:
                 self._totals.count(metric, one.kept[figure], source=version, **labels, **more)
 
     def show(self, snapshot: StageSnapshot, queues: Mapping[str, Mapping[str, float]]) -> None:
-        """How the version that serves stands now."""
+        """Set the gauges to the present state of the version that serves."""
         for one in snapshot.backends:
             self._meter.set(m.BACKEND_LOADED, float(one.loaded), stage=self._stage, backend=one.name)
             asked = one.enabled and one.rank is not None  # one that is not asked has no trial either, and would stay half open
@@ -220,7 +220,7 @@ class StageRecorder:
 
 
 def reason_kind(skipped: SkippedBackend) -> str:
-    """Why a backend was passed over, as a label: its reason names what happened, and there is no end of those."""
+    """Why a backend was passed over, as one of three labels: the reasons themselves are of no limited number."""
     if skipped.failed:
         return "broken"
     return "late" if isinstance(skipped, OutOfTime) else "unavailable"

@@ -1,4 +1,4 @@
-"""What `genrec top` shows of a service: figures of two looks at it, and what of them is beyond the thresholds. Pure: time is passed in."""
+"""What `genrec top` shows of a service: the figures of two looks at it, and those beyond the thresholds. Pure: time is passed in."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from deployments.http.models import ModelsOut
 from deployments.http.playground import GatewayOut
 
 BUSY_CALLS = 20
-"""Of fewer calls between two looks, no share is taken: one failure of three says little."""
+"""With fewer calls between two looks, no share of failures is judged: one failure of three says little."""
 OVERLOAD = (429, 503)
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the service said of itself at one time (seconds); the gateway's figures are those of the replica that answered."""
+    """The service's figures at one time (seconds); the gateway's are those of the replica that answered."""
 
     at: float
     backends: BackendsOut
@@ -26,7 +26,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Beyond which something is amiss; `least_hit_rate`: None where any is well."""
+    """The limits beyond which something is amiss. `least_hit_rate` None: any hit rate is well."""
 
     p99_ms: float = 1000.0
     failed_share: float = 0.01
@@ -44,7 +44,7 @@ class Alert:
 
 
 def problems_of(before: Look, now: Look, limits: Thresholds) -> Iterator[tuple[str, str]]:
-    """(what it is about, what is amiss), of all that is."""
+    """(subject, problem) for everything that is amiss."""
     for stage in now.backends.stages:
         yield from _of_stage(stage, limits)
         earlier = {one.name: one for one in _stage_of(before, stage.stage).backends}
@@ -63,8 +63,8 @@ def problems_of(before: Look, now: Look, limits: Thresholds) -> Iterator[tuple[s
 
 
 def refused_per_s(before: Look, now: Look) -> float:
-    """Requests turned away for want of room, or beyond a rate. Of a count that has become smaller, another gateway's or a new one's, all
-    are new.
+    """Requests a second that were turned away for want of room, or beyond a rate. Where the count has become smaller, it is that of another
+    gateway or of a new one, and all of it is new.
     """
     first, last = (sum(one.gateway.refused.get(status, 0) for status in OVERLOAD) for one in (before, now))
     seconds = now.at - before.at
@@ -79,7 +79,7 @@ class Alerts:
         self._since: dict[str, float] = {}
 
     def update(self, now: float, amiss: Mapping[str, str]) -> list[Alert]:
-        """`amiss`: subject -> problem. What is not in it is well again."""
+        """The alerts at `now`. `amiss`: subject -> problem; subjects that are not in it are well again."""
         self._since = {subject: self._since.get(subject, now) for subject in amiss}
         return [Alert(subject, amiss[subject], since) for subject, since in self._since.items() if now - since >= self._hold_s]
 

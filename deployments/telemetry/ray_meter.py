@@ -22,7 +22,7 @@ from cluster.metrics import METRICS, Labels, Metric
 
 HAND_OVER_EVERY_S = 1.0
 ALL_AT_EVERY = 5
-"""Gauges that stay as they are set again so often: Ray's agent shows one no longer than two of its intervals, 20 s."""
+"""Unchanged gauges are set again every so many hand-overs: Ray's agent forgets a gauge after two of its intervals, 20 s."""
 Series: TypeAlias = tuple[str, Labels]
 
 logger = logging.getLogger("ray.serve")
@@ -37,7 +37,7 @@ class Gauge(NamedTuple):
 
 @dataclass(slots=True)
 class Histogram:
-    """Of one series. `counts`: of each bucket by itself; the last one is without a bound. Not for two threads at a time."""
+    """The histogram of one series. `counts`: of each bucket by itself; the last one has no bound. Not for two threads at a time."""
 
     metric: Metric
     labels: Labels
@@ -72,10 +72,11 @@ class Histogram:
 
 
 class RayMeter:
-    """One for each process, whose gauges would replace another's; from any thread. Serve adds `deployment`, `replica` and `application`.
+    """The meter of one process, for any of its threads; a second one's gauges would replace the first one's. Serve adds the labels
+    `deployment`, `replica` and `application`.
 
-    What is noted is added up here, and a thread hands it to Ray. Each call into Ray gives the interpreter up, and an event loop that shares
-    it with an engine's thread waits up to milliseconds to have it back.
+    Figures are added up here, and a thread hands them to Ray: each call into Ray gives up the interpreter's lock, and an event loop that
+    shares it with an engine's thread would wait up to milliseconds to have it back.
     """
 
     def __init__(self, ray: Any = ray_metrics) -> None:
@@ -109,7 +110,7 @@ class RayMeter:
             self.hand_over(everything=time % ALL_AT_EVERY == 0)
 
     def hand_over(self, *, everything: bool = True) -> None:
-        """Tell Ray what has changed, and with `everything` what has not. What Ray does not take is told the next time."""
+        """Hand over to Ray the figures that have changed, and with `everything` the others too. Those that Ray refuses are tried again."""
         with self._lock:
             sums, histograms = self._sums.copy(), [seen.copy() for seen in self._seen.values()]
         for series, total in sums.items():
@@ -134,7 +135,7 @@ class RayMeter:
 
     @contextmanager
     def _going_on(self, name: str) -> Iterator[None]:
-        """Past a failure, which is logged where it is the first of its kind."""
+        """Goes on past an error within the block, and logs the first of each kind."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is, all the others are to be handed over
@@ -154,5 +155,5 @@ class RayMeter:
 
 
 def _ascii(labels: Mapping[str, str]) -> dict[str, str]:
-    """Ray takes no other characters in a label's value; they are written as in Python's escapes."""
+    """The labels in ASCII, as Ray requires; other characters are written as Python's escapes."""
     return {name: value if value.isascii() else value.encode("ascii", "backslashreplace").decode() for name, value in labels.items()}

@@ -1,8 +1,8 @@
-"""Which dataset to read and how: a value that a manifest keeps, so that what a model learnt from can be read again.
+"""Which dataset to read and how: a value that a manifest keeps, so that the data a model learnt from can be read again.
 
 asked = DatasetOptions(name="table", path=Path("events.csv"), user_column="customer")
 data = asked.read()
-again = as_trained(DatasetOptions(), bundle)     # what that model was trained on
+again = as_trained(DatasetOptions(), bundle)     # the options of the data that this model was trained on
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _OF_ONE_RUN = {"progress", "cache", "mirror"}
 
 
 class DatasetOptions(BaseModel):
-    """What was asked for; `name` is one of DATASETS."""
+    """Which dataset, and how it is read. `name`: one of DATASETS."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -54,13 +54,13 @@ class DatasetOptions(BaseModel):
     @field_validator("path", "items")
     @classmethod
     def _can_be_recorded(cls, path: Path | None) -> Path | None:
-        """A manifest is JSON: after hours of training it could not be written."""
+        """Raises ValueError where a manifest, which is JSON, could not hold the path: after hours of training it could not be written."""
         if path and not is_unicode(whole := str(path.absolute())):
             raise ValueError(f"{whole!a} is no Unicode text, and a model's manifest could not name it; rename it")
         return path
 
     def read_options(self) -> ReadOptions:
-        """The same for a reader. Raises ConfigError where an `action_name` is not NAME=ACTION."""
+        """The options for a reader. Raises ConfigError where an `action_name` is not NAME=ACTION."""
         return ReadOptions(
             items=self.items,
             columns=Columns(self.user_column, self.item_column, self.timestamp_column, self.action_column, self.value_column),
@@ -76,7 +76,7 @@ class DatasetOptions(BaseModel):
         )
 
     def read(self, options: ReadOptions | None = None) -> Dataset:
-        """The dataset; `options`: those of `read_options`, where the caller wants to know what became of bad rows.
+        """The dataset. `options`: those of `read_options`, where the caller wants to look at the bad rows afterwards.
 
         Raises ConfigError where none is named, UnknownChoice for an unknown name, DataError where it cannot be read.
         """
@@ -86,15 +86,15 @@ class DatasetOptions(BaseModel):
         return dataset
 
     def described(self) -> dict[str, JsonValue]:
-        """For the manifest of what learns from it: `as_trained` reads it again."""
+        """The options as JSON, for the manifest of a model that learns from the dataset; `as_trained` reads them."""
         absolute = self.model_copy(update={"path": self.path and self.path.absolute(), "items": self.items and self.items.absolute()})
         return absolute.model_dump(mode="json", exclude_defaults=True, exclude=_OF_ONE_RUN)
 
 
 def as_trained(asked: DatasetOptions, bundle: Bundle) -> DatasetOptions:
-    """The data set that a model was trained on, read by the same options, except for what was asked for otherwise.
+    """The options of the data set that a model was trained on, with those that `asked` sets in their place.
 
-    Raises ConfigError where the model does not say how that was.
+    Raises ConfigError where the model does not record them.
     """
     recorded = bundle.manifest.training.get(READ_AS)
     try:

@@ -43,12 +43,12 @@ class GenerativePart:
     test: Lists
 
     def put(self, draft: Draft) -> None:
-        """Into a version that is being written."""
+        """Put the decoder and the blend into a version that is being written."""
         save_decoder(cast("SemanticIdDecoder", self.decoder.decoder), draft)
         draft.blend = self.blend
 
     def described(self) -> dict[str, Any]:
-        """For the manifest's provenance."""
+        """The part's entry in the manifest's provenance."""
         ids = {**self.plan.ids.model_dump(mode="json"), **self.decoder.ids.as_json()}
         return {"options": self.plan.options.model_dump(mode="json"), "semantic_ids": ids, **self.decoder.course()}
 
@@ -73,7 +73,7 @@ def train_generative(run: TrainingRun, encoder: TrainedModel, plan: DecoderPlan,
 
 
 def retrieved_lists(run: TrainingRun, encoder: TrainedModel) -> tuple[Lists, Lists]:
-    """What a model without a decoder would have answered before the validation and the test events, as a GenerativePart has it."""
+    """The lists that a model without a decoder would have answered before the validation and the test events, as in a GenerativePart."""
     with _published(run, encoder.validated) as bundle:
         validation = served_lists(bundle, run.dataset, VALIDATION)
     with _published(run, encoder.model) as bundle:
@@ -81,7 +81,7 @@ def retrieved_lists(run: TrainingRun, encoder: TrainedModel) -> tuple[Lists, Lis
 
 
 def _fitted(lists: Lists, temperature: float) -> tuple[BlendWeights, str]:
-    """The weights, and on what they were fitted."""
+    """The weights of the blend, and the name of the events on which they were fitted."""
     weights, _ = fit(lists.retrieved, lists.generated, lists.targets, temperature=temperature)
     return weights, f"the second-last events of {len(lists.targets)} users"
 
@@ -97,13 +97,13 @@ def measure_strategies(bundle: Bundle, dataset: Dataset, from_end: int, weights:
 
 
 def served_lists(bundle: Bundle, dataset: Dataset, from_end: int) -> Lists:
-    """What the default configuration would have answered before the events that stand `from_end` from the end."""
+    """The lists that the default configuration would have answered before the events that stand `from_end` from the end."""
     return serving_lists(bundle, dataset.interactions, from_end, beam=_SERVING.generator.beam, pool=_SERVING.gateway.pool)
 
 
 @contextmanager
 def _published(run: TrainingRun, encoder: TrainableModel, decoder: TrainedDecoder | None = None) -> Iterator[Bundle]:
-    """A bundle for as long as it takes to ask the serving backends."""
+    """A temporary bundle of these models, by which the serving backends are asked."""
     with TemporaryDirectory(prefix="genrec-") as directory:
         puts = [partial(save_decoder, cast("SemanticIdDecoder", decoder.decoder))] if decoder else []
         yield publish(Path(directory) / "unpublished", run.record, encoder, run.dataset, training={}, quality={}, puts=puts)

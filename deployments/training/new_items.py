@@ -21,10 +21,11 @@ _EMBEDDING = "item_embedding.weight"
 
 
 def publish_with(bundle: Bundle, new: Sequence[Item], first_seen: int) -> tuple[Bundle, int]:
-    """The bundle's model with items that its catalogue lacks, as its next version; and how many of them resemble none that it holds.
+    """Publish the bundle's model with items that its catalogue lacks, as its next version; returns it, and how many of the new items
+    resemble none of the known.
 
-    It becomes current where `bundle` still is. `first_seen` is in seconds since 1970. Raises DataError where no semantic ID is free;
-    nothing is published then.
+    The version becomes current where `bundle` still is. `first_seen`: in seconds since 1970. Raises DataError, and publishes nothing, where
+    no semantic ID is free.
     """
     joint = Catalogue([*bundle.catalogue.items, *new])
     model = load_model(bundle)
@@ -55,7 +56,7 @@ def _with_rows(weights: Mapping[str, torch.Tensor], placed: Placed) -> dict[str,
 
 
 def _ids(bundle: Bundle, vectors: FloatArray, joint: Catalogue) -> SemanticIds:
-    """Semantic IDs of all items, with what `genrec train` wrote down of how the known ones were made."""
+    """Semantic IDs of all items; those of new ones are made as `genrec train` recorded for the known ones."""
     decoder = cast("dict[str, Any]", bundle.manifest.training.get("decoder") or {})
     made: dict[str, Any] = decoder.get("semantic_ids") or {}
     learnt = len(bundle.catalogue) - added_items(bundle)
@@ -63,14 +64,14 @@ def _ids(bundle: Bundle, vectors: FloatArray, joint: Catalogue) -> SemanticIds:
 
 
 def _describe(draft: Draft, bundle: Bundle, joint: Catalogue) -> None:
-    """Provenance and quality are still those of the training; `added_items` have come since, in this version and those before it."""
+    """Describe the draft: provenance and quality stay those of the training; `added_items` counts all items that came since."""
     added = added_items(bundle) + len(joint) - len(bundle.catalogue)
     draft.training = {**bundle.manifest.training, "item_order_sha256": item_order_sha256(joint), "added_items": added}
     draft.quality, draft.blend = dict(bundle.manifest.quality), bundle.manifest.blend
 
 
 def _put_decoder(draft: Draft, bundle: Bundle, ids: SemanticIds) -> None:
-    """The decoder as it is, beside the new semantic IDs."""
+    """Put the unchanged decoder into the draft, beside the new semantic IDs."""
     for file in (file for file in GENERATIVE if file != SEMANTIC_IDS):
         draft.take(bundle, file)
     write_semantic_ids(ids, draft.path / SEMANTIC_IDS)
@@ -78,7 +79,7 @@ def _put_decoder(draft: Draft, bundle: Bundle, ids: SemanticIds) -> None:
 
 
 def _put_ranker(draft: Draft, bundle: Bundle, joint: Catalogue) -> None:
-    """The ranker with the new items placed among its own embeddings."""
+    """Put the ranker into the draft, with the new items among its own embeddings."""
     known, ranker = bundle.ranker(), load_ranker(bundle)
     embeddings = ranker.item_embedding.weight.detach()
     placed = place(joint, ranker.item_vectors().detach().numpy(), embeddings.norm(dim=1).numpy())

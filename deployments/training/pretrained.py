@@ -1,7 +1,7 @@
-"""A trained model without its data: weights and what they are, to be joined with the data set where it is fetched.
+"""A trained model without its data: weights and their description, to be published together with the data set once that is fetched.
 
-Such a directory holds weights.safetensors and model.json: family, configuration, the command that makes it again, quality, provenance
-and a digest of the item order; a model that generates also has its decoder, soft prompt and semantic IDs there.
+Such a directory holds weights.safetensors and model.json, which has family, configuration, the command that makes the model again, quality,
+provenance and a digest of the item order. A model that generates also has its decoder, soft prompt and semantic IDs there.
 """
 
 import shutil
@@ -35,7 +35,7 @@ DESCRIPTION = "model.json"
 
 
 class Pretrained(BaseModel):
-    """What model.json holds."""
+    """The content of model.json."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,7 +50,7 @@ class Pretrained(BaseModel):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Those beside the weights."""
+        """The model's files beside the weights."""
         return (*(GENERATIVE if self.decoder else ()), *((RANKER,) if self.ranker else ()))
 
     @property
@@ -100,7 +100,7 @@ def _require_unaltered(directory: Path, described: Pretrained) -> None:
 
 
 def _put_optional(directory: Path, described: Pretrained, draft: Draft) -> None:
-    """The decoder and the ranker, if there are any. Raises BundleError where a file of them is not there."""
+    """Put the decoder and the ranker, where there are any, into the draft. Raises BundleError where a file of theirs cannot be read."""
     for file in described.files:
         (draft.path / file).parent.mkdir(exist_ok=True)
         try:

@@ -1,4 +1,4 @@
-"""What a manifest says of a model's training: which data, read how, with which software."""
+"""A manifest's record of a model's training: the data, how they were read, and the software."""
 
 import hashlib
 import platform
@@ -10,11 +10,11 @@ from cluster.dataset import Catalogue, Dataset
 from cluster.errors import DataError
 
 READ_AS = "read_as"
-"""Where a manifest's `training` says how the data set was read."""
+"""The key in a manifest's `training` under which the options of the data set stand."""
 
 
 def provenance(dataset: Dataset) -> dict[str, Any]:
-    """What the model learnt from and which software made it."""
+    """The data that the model learnt from, and the software that made it."""
     return {
         "dataset": dataset.name,
         "users": dataset.interactions.users,

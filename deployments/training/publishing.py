@@ -25,7 +25,7 @@ def publish(
     quality: Mapping[str, float],
     puts: Iterable[Callable[[Draft], None]] = (),
 ) -> Bundle:
-    """A new current version of the model in `model_dir`, opened; `puts` add its other parts, such as the decoder."""
+    """Publish a new current version of the model in `model_dir`, and open it; `puts` add its other parts, such as the decoder."""
     store = BundleStore(model_dir)
     with store.publish(record) as draft:
         items, vectors = len(dataset.catalogue), model.item_vectors().detach().cpu().numpy()
@@ -40,7 +40,7 @@ def publish(
 def write_required(
     draft: Draft, model: TrainableModule, catalogue: Catalogue, *, popularity: Int64Array, first_seen: Int64Array, item_vectors: FloatArray
 ) -> None:
-    """The files every version has; the arrays are by catalogue index, (V + 1, ...)."""
+    """Write the files that every version has; the arrays are by catalogue index, (V + 1, ...)."""
     save_weights(model.state_dict(), draft.path / WEIGHTS)
     write_catalogue(catalogue, draft.path / CATALOGUE)
     np.save(draft.path / POPULARITY, popularity)

@@ -1,4 +1,4 @@
-"""The ranking part of a version, trained with it or for a version that is there.
+"""The ranking part of a version, trained with it or for an existing version.
 
 Whether the ranker orders recommendations is decided on the validation events, by models that never saw them; a refit comes afterwards.
 """
@@ -24,24 +24,24 @@ _RANK_POOL = Settings().gateway.rank_pool
 
 @dataclass(frozen=True, eq=False)
 class RankingPart:
-    """A ranker as it is published, and how good recommendations are without and with it, on the test events."""
+    """A ranker to be published, and the quality of recommendations without and with it, on the test events."""
 
     options: RankerOptions
     trained: TrainedRanker
     last_stage: Quality
 
     def put(self, draft: Draft) -> None:
-        """Into a version that is being written."""
+        """Put the ranker into a version that is being written."""
         save_weights(self.trained.ranker.state_dict(), draft.path / RANKER)
         draft.ranker = self.trained.record
 
     def described(self) -> dict[str, Any]:
-        """For the manifest's provenance."""
+        """The part's entry in the manifest's provenance."""
         recommendations = {name: dict(figures) for name, figures in self.last_stage.items()}
         return {"options": self.options.model_dump(mode="json"), **self.trained.course(), "recommendations": recommendations}
 
     def told(self) -> str:
-        """For people."""
+        """The outcome as a line of text."""
         found, ranked = (self.last_stage[name][CRITERION] for name in ("found", "ranked"))
         serves = "it is their last stage" if self.trained.record.last_stage else "it ranks given candidates only"
         quality = ", ".join(f"{name} {value:.3f}" for name, value in self.trained.record.quality.items())
@@ -51,7 +51,7 @@ class RankingPart:
 def train_ranking(
     run: TrainingRun, encoder: TrainedModel, lists: tuple[Lists, Lists], weights: BlendWeights, options: RankerOptions
 ) -> RankingPart:
-    """The ranker to publish with `encoder.model`. `lists`: what is recommended before the validation and the test events."""
+    """The ranker to publish with `encoder.model`. `lists`: the recommendations before the validation and before the test events."""
     validation, test = lists
     ranker = train_ranker(run, encoder.validated, options)
     better = bool(options.validate_every) and improves(_measured(ranker, validation, weights))
@@ -61,8 +61,8 @@ def train_ranking(
 
 
 def train_ranking_of(bundle: Bundle, run: TrainingRun, options: RankerOptions, *, last_stage: bool | None = None) -> RankingPart:
-    """A ranker for a version that is there. `last_stage` None: where recommendations are better so on the validation events, unless the
-    version has learnt those already.
+    """A ranker for an existing version. `last_stage`: whether it orders recommendations; None: if that makes them better on the validation
+    events, and the version has not learnt those.
     """
     learnt = not was_validated(bundle)
     weights = BlendWeights.of(bundle.manifest.blend)
@@ -75,7 +75,7 @@ def train_ranking_of(bundle: Bundle, run: TrainingRun, options: RankerOptions, *
 
 
 def publish_ranking(bundle: Bundle, part: RankingPart) -> Bundle:
-    """The version with this ranker, as the model's next one, not compiled; current where `bundle` still is."""
+    """Publish the version with this ranker, not compiled, as the model's next one, which becomes current where `bundle` still is."""
     store = BundleStore(bundle.path.parent)
     with store.recompile(bundle, since=bundle.manifest.version) as draft:
         part.put(draft)

@@ -19,7 +19,7 @@ from pipelines.training_run import Observer, RunOptions, TrainedModel, TrainingR
 
 @dataclass(frozen=True, eq=False)
 class TrainedVersion:
-    """All that a run has made, not published yet."""
+    """All parts of a version that a run has trained, not published yet."""
 
     run: TrainingRun
     plan: TrainingPlan
@@ -28,14 +28,14 @@ class TrainedVersion:
     ranking: RankingPart | None
 
     def publish(self, model_dir: Path, origin: Mapping[str, Any] | None = None) -> Bundle:
-        """The new current version of the model in `model_dir`; `origin` says in its manifest where the data came from."""
+        """Publish the new current version of the model in `model_dir`; `origin`: where the data came from, for the manifest."""
         parts = [part for part in (self.generative, self.ranking) if part]
         training, quality = {**(origin or {}), **self._training()}, self.encoder.quality
         puts = [part.put for part in parts]
         return publish(model_dir, self.run.record, self.encoder.model, self.run.dataset, training=training, quality=quality, puts=puts)
 
     def _training(self) -> dict[str, Any]:
-        """For the manifest's provenance."""
+        """The manifest's provenance."""
         parts = {"decoder": self.generative, "ranker": self.ranking}
         return {
             "options": self.plan.encoder.model_dump(mode="json"),

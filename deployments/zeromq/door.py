@@ -3,9 +3,9 @@
     connection ──► bytes ──► frames ──► key ──► queue, callers in turn ──► a gateway's edge and routes ──► connection
                    503       422        401     503 at once where it is full   401, 403, 413, 422, 429, 503
 
-A client may have any number of requests under way; answers come as they are ready and carry the request's id. What the door does not
-understand is answered with a problem as everything else is. When a client has left, what it has waiting is dropped, and what runs is
-computed for nothing.
+A client may have any number of requests under way; answers come as they are ready and carry the request's id. A message that the door does
+not understand is answered with a problem. When a client has left, its waiting requests are dropped, and those that run are computed for
+nothing.
 """
 
 import asyncio
@@ -40,22 +40,24 @@ from deployments.zeromq.zmtp import Broken, Budget, Heard, Peer
 
 Exchange = Callable[[HttpRequest, float], Awaitable[HttpResponse]]
 BIND_WITHIN_S, BIND_INTERVAL_S = 30.0, 0.2
-"""A replica that is replaced lets go of the address only when it has answered what was under way."""
+"""How long the door tries to bind: a replica that is replaced frees the address only once it has answered its requests."""
 DRAIN_S, LINGER_S = 15.0, 1.0
 ENVELOPE_BYTES = 2**16
-"""What a message may have beyond the largest body; a client that sends more loses its connection."""
+"""How many bytes a message may have beyond the largest body; a client that sends more loses its connection."""
 MOST_CONNECTIONS, READ_AHEAD = 1024, 2**14
-"""The next connection takes the place of an idle one: a ZeroMQ client connects anew when it has something to ask."""
+"""Beyond MOST_CONNECTIONS, a new connection takes the place of an idle one: a ZeroMQ client connects anew when it has a request."""
 KNOWN_FOR_S, MOST_ASKING, MOST_KNOWN = 30.0, 16, 10_000
-"""How long a key counts as known to the queue, and how many keys may be asked after at a time. The gateway checks every request's."""
+"""How long a key counts as known at the door, how many keys may be checked at a time, and how many are remembered. The gateway checks the
+key of every request besides.
+"""
 SAFE = ("/v1/recommend", "/v1/recommend:batch", "/v1/rank")
 logger = logging.getLogger("ray.serve")
 
 
 @dataclass(frozen=True, slots=True)
 class DoorStatistics:
-    """`in_flight`: this request among them; `held_bytes`: of what is read, waits or is under way, but for frames of 256 bytes or less;
-    `served`: answered by a gateway, by HTTP status; `refused`: by the door itself. Latencies include the wait.
+    """`in_flight`: requests under way, this one included; `held_bytes`: of requests that are read, wait or are under way, except frames of
+    256 bytes or less; `served`: answered by a gateway, by HTTP status; `refused`: by the door itself. Latencies include the wait.
     """
 
     queued: int
@@ -71,7 +73,7 @@ class DoorStatistics:
 
 @dataclass(eq=False, slots=True)
 class Client:
-    """A connection. `heard`: when it came, or sent its last request with a `known` key; `pending`: what it has waiting or under way."""
+    """A connection. `heard`: when it came, or sent its last request with a `known` key; `pending`: its unanswered requests."""
 
     peer: Peer
     listener: asyncio.Task[None]
@@ -81,13 +83,13 @@ class Client:
 
     @property
     def idle(self) -> bool:
-        """It may be cut: nothing that it asked is lost. Until it has shown a key, what it is sending counts for nothing."""
+        """Whether the connection may be cut without losing a request. Until a known key has come, a message on its way does not count."""
         return not self.pending and (self.peer.silent or not self.known)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Waiting:
-    """`held`: bytes of the budget, given back when it is answered."""
+    """A request that waits. `held`: its bytes of the budget, given back when it is answered."""
 
     urgency: int
     number: int
@@ -99,8 +101,8 @@ class Waiting:
 
 
 class FrontDoor:
-    """`exchange` is asked with the seconds it may take, and raises BackendError; `check_key` likewise, and answers 204 where the
-    request's key is known. `open` the door, and `close` it; meanwhile it answers by itself.
+    """`exchange(request, within_s)` has a gateway answer a request, or raises BackendError; `check_key` likewise, and answers 204 where the
+    request's key is known. Between `open` and `close` the door answers by itself.
     """
 
     def __init__(self, settings: ZeroMQSettings, exchange: Exchange, check_key: Exchange, *, max_body_bytes: int) -> None:
@@ -118,14 +120,14 @@ class FrontDoor:
         self._latency = LatencyRecorder(monotonic())
 
     async def open(self) -> None:
-        """Raises ConfigError where the address cannot be had."""
+        """Begin to listen. Raises ConfigError where that is not possible at the address."""
         until = monotonic() + BIND_WITHIN_S
         while (server := await self._bound(last_try=monotonic() > until)) is None:  # noqa: ASYNC110 - nothing signals that it is free
             await asyncio.sleep(BIND_INTERVAL_S)
         self._server = server
 
     async def close(self, within_s: float = DRAIN_S) -> None:
-        """Take nothing more; answer what was taken, with 503 where the time is not enough."""
+        """Stop listening, and answer the requests that were taken, with 503 those that take longer than `within_s`."""
         self._server.close()
         for client in self._clients:
             client.listener.cancel()
@@ -141,7 +143,7 @@ class FrontDoor:
         await asyncio.gather(*(client.peer.close(LINGER_S) for client in self._clients))
 
     def check_health(self) -> None:
-        """Raises ConfigError where it has ceased to listen."""
+        """Raises ConfigError where the door no longer listens."""
         if not self._server.is_serving():
             raise ConfigError(f"zeromq does not listen at {self._settings.address} any more; the replica is to be replaced")
 
@@ -154,7 +156,7 @@ class FrontDoor:
         return DoorStatistics(len(self._queue), len(self._running), self._budget.held, dict(self._served), dict(self._refused), **figures)
 
     async def _bound(self, *, last_try: bool) -> asyncio.Server | None:
-        """None where the address is still another's."""
+        """The server that listens at the address; None where the address is still in use, unless this is the last try."""
         scheme, _, at = self._settings.address.partition("://")
         try:
             if scheme == "tcp":
@@ -168,7 +170,7 @@ class FrontDoor:
             raise ConfigError(f"zeromq cannot listen at {self._settings.address} ({error}); {cure}") from error
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, until it ends."""
+        """Serve one connection, until it ends."""
         peer = Peer(reader, writer, self._budget, self._most_bytes)
         if len(self._clients) >= MOST_CONNECTIONS and not self._cut_an_idle_one():
             return await peer.close()
@@ -190,7 +192,7 @@ class FrontDoor:
         return await peer.close()
 
     def _cut_an_idle_one(self) -> bool:
-        """Cut the connection that has been silent for longest, one that never showed a known key before all others; False where none is
+        """Cut the idle connection that has been silent for longest, first among those that never showed a known key; False where none is
         idle.
         """
         idle = min((one for one in self._clients if one.idle), key=lambda one: (one.known, one.heard), default=None)
@@ -220,7 +222,7 @@ class FrontDoor:
             raise problems.overloaded(f"the requests at this door hold {self._budget.held} of {self._budget.most} bytes", wait_s=1)
 
     async def _known_caller(self, headers: Mapping[str, str]) -> bytes:
-        """What tells one key from others; b"" without one. Raises what a gateway refuses the key with."""
+        """A digest of the caller's key; b"" without a key. Raises the error with which a gateway refuses the key."""
         key = _one_spelling(headers.get("authorization", ""))
         digest, now = sha256(key.encode()).digest(), monotonic()
         until = self._known.get(digest)
@@ -229,8 +231,8 @@ class FrontDoor:
         return digest if key else b""
 
     async def _asked_after(self, key: str, digest: bytes) -> None:
-        """One question for all connections that have sent the key meanwhile: after a restart they come at once. None but `close` cancels
-        one that waits, and then it cancels all.
+        """Have the key checked once for all connections that send it meanwhile: after a restart they come at once. Only `close` cancels
+        callers that wait here, and then all of them.
         """
         if (asking := self._asking.get(digest)) is None:
             if len(self._asking) >= MOST_ASKING:
@@ -240,7 +242,7 @@ class FrontDoor:
         await asking
 
     async def _ask_after(self, key: str, digest: bytes) -> None:
-        """A gateway knows the current keys."""
+        """Have a gateway check the key, as gateways know the current ones. Raises the HTTPException with which it refuses the key."""
         now = monotonic()
         told = await self._check_key(HttpRequest("GET", "/", {"authorization": key} if key else {}), self._settings.timeout_s)
         if told.status != HTTPStatus.NO_CONTENT:
@@ -251,7 +253,7 @@ class FrontDoor:
         self._known[digest] = now + KNOWN_FOR_S
 
     def _receive(self, caller: bytes, client: Client, envelope: Envelope, asked: HttpRequest, held: int) -> None:
-        """Raises what refuses the request."""
+        """Start the request, or put it into the queue. Raises HTTPException (503) where the queue is full."""
         headers = {name.encode(): value.encode() for name, value in asked.headers.items()}
         waiting = Waiting(urgency(headers, asked.target), next(self._numbers), client.heard, client, envelope, asked, held)
         if len(self._running) < self._settings.max_concurrent:
@@ -318,7 +320,7 @@ class FrontDoor:
         self._refuse(waiting.client.peer, waiting.envelope, error)
 
     def _let_go(self, waiting: Waiting) -> None:
-        """It waits no more, and is not under way."""
+        """Give back what a request that has ended, or is dropped, has held."""
         self._budget.give(waiting.held)
         waiting.client.pending -= 1
 
@@ -331,7 +333,7 @@ class FrontDoor:
 
 
 def _unix_socket(path: str) -> socket.socket:
-    """Its file is its owner's alone; one that a replica before has left is replaced."""
+    """A bound Unix socket. Only its owner may open its file; a file that an earlier replica has left is replaced."""
     made = socket.socket(socket.AF_UNIX)
     if not path.startswith("@"):
         if Path(path).is_socket():
@@ -346,7 +348,7 @@ def _unix_socket(path: str) -> socket.socket:
 
 
 def _one_spelling(authorization: str) -> str:
-    """One of all that a gateway takes for the same: a caller that writes `bearer`, or more spaces, is no other one."""
+    """One spelling for all that a gateway takes for the same: a caller that writes `bearer`, or more spaces, is the same caller."""
     scheme, _, key = authorization.partition(" ")
     return f"{scheme.lower()} {key.strip()}".strip()
 
@@ -378,7 +380,7 @@ class ZeroMQDeployment:
         return door.close() if door else None
 
     async def _exchange(self, asked: HttpRequest, within_s: float) -> HttpResponse:
-        """Asked again of another gateway only where one died over what only reads."""
+        """Have a gateway answer. Where it dies, only a request that merely reads is sent to another one."""
         safe = asked.method == "GET" or asked.target in SAFE
         answered: HttpResponse = await ask(self._gateway, "exchange", asked, within_s=within_s, tries=3 if safe else 1)
         return answered

@@ -3,8 +3,8 @@
     request   request id | call | headers | body        call: `POST /v1/recommend`, or `statistics`
     answer    request id | status | headers | body      status: `200`
 
-What a REQ socket sends begins with an empty frame, which goes back as it came.
-Headers are a JSON object; the frames of headers and body may be empty, and left out at the end.
+A REQ socket's messages begin with an empty frame, which is sent back with the answer. Headers are a JSON object; the frames of headers and
+body may be empty, and left out at the end.
 """
 
 import json
@@ -23,14 +23,14 @@ _CALL = re.compile(r"(GET|POST|DELETE) (/[!-~]{0,4095})")
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The frames before the call: a REQ socket's empty one, if any, and the call's id; `cut`: of which that is the beginning."""
+    """The frames before the call: a REQ socket's empty one, if any, and the call's id; `cut`: whether only the id's beginning is kept."""
 
     before: tuple[bytes, ...]
     request_id: bytes
     cut: bool = False
 
     def require_id(self) -> None:
-        """Raises InvalidRequest where an answer would not have the whole id."""
+        """Raises InvalidRequest where the id is cut, so that an answer could not carry it."""
         if self.cut:
             raise InvalidRequest(
                 "request_id", f"has more than {MOST_ID_BYTES} bytes, of which an answer has the first alone; send a shorter one"
@@ -42,7 +42,7 @@ class Envelope:
 
 
 def opened(frames: Sequence[bytes]) -> tuple[Envelope, Sequence[bytes]]:
-    """The envelope of a message, and the frames in it. What has no request id is answered with an empty one."""
+    """The envelope of a message, and the frames in it. A message without a request id is answered with an empty one."""
     enveloped = 1 if frames and not frames[0] else 0
     rest = frames[enveloped:]
     request_id = rest[0] if rest else b""
@@ -50,7 +50,7 @@ def opened(frames: Sequence[bytes]) -> tuple[Envelope, Sequence[bytes]]:
 
 
 def understood(frames: Sequence[bytes]) -> HttpRequest:
-    """The request that stands in the frames behind the request id. Raises InvalidRequest that names the frame."""
+    """The request in the frames after the request id. Raises InvalidRequest that names the frame."""
     if not 1 <= len(frames) <= 3:
         cure = "send: request id, call, headers, body; the last two may be left out"
         raise InvalidRequest("frames", f"are {len(frames) + 1} (without an envelope); {cure}")

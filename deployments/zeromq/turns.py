@@ -1,5 +1,5 @@
-"""Requests that wait: callers take turns, and each one's own go most urgent first. So urgency orders a caller's requests, and gives it
-nothing over others.
+"""Requests that wait: callers take turns, and each caller's requests go most urgent first. So urgency orders a caller's own requests, and
+is no advantage over other callers.
 """
 
 import heapq
@@ -22,7 +22,7 @@ class Turns(Generic[Request]):
         heapq.heappush(self._of.setdefault(caller, []), request)  # type: ignore[type-var]
 
     def take(self) -> Request:
-        """The next request. Raises StopIteration where none waits."""
+        """Take out the next request. Raises StopIteration where none waits."""
         caller, own = next(iter(self._of.items()))
         request: Request = heapq.heappop(own)  # type: ignore[type-var]
         if own:

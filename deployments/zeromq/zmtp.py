@@ -1,7 +1,7 @@
 """ZMTP 3.1 (rfc.zeromq.org/spec/37) as a ROUTER speaks it, over asyncio's streams, without encryption.
 
-libzmq bounds a frame (ZMQ_MAXMSGSIZE) and counts whole messages (ZMQ_RCVHWM): a message that never ends grows in it without limit. Here a
-message is bounded in frames, bytes and seconds while it is read, and what all connections hold together has a budget.
+libzmq bounds frames (ZMQ_MAXMSGSIZE) and counts whole messages (ZMQ_RCVHWM), so that a message that never ends grows in it without limit.
+Here a message is bounded in frames, bytes and seconds while it is read, and all connections share one budget of bytes.
 """
 
 import asyncio
@@ -10,17 +10,19 @@ from dataclasses import dataclass, field
 
 MOST_FRAMES = 16
 SMALL_BYTES = 256
-"""A frame up to this size is read whatever the budget says: a request that is refused is told so by its id."""
+"""A frame up to this size is read whatever the budget says: the answer that refuses a request needs its id."""
 MESSAGE_WITHIN_S = 10.0
-"""From the first byte of a message to its last, and for the greeting."""
+"""The longest time from the first byte of a message to its last, and for the greeting."""
 UNREAD_BYTES = 16 * 2**20
-"""Answers that a client leaves unread; where there are more and another comes, its connection is cut. One alone may have any size."""
+"""The bytes of answers that a client may leave unread. Where there are more and another answer comes, its connection is cut; a single
+answer may have any size.
+"""
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _GREETING = _SIGNATURE + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 _ASKING = (b"DEALER", b"REQ", b"ROUTER")
 _CHUNK = 2**14
-"""Of a large frame, what is read before it counts as held."""
+"""The bytes of a large frame that are read before they count as held."""
 
 
 class Broken(Exception):
@@ -58,14 +60,14 @@ class Peer:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, budget: Budget, most_bytes: int) -> None:
         self._reader, self._writer, self._budget, self._most_bytes = reader, writer, budget, most_bytes
         self.silent = False
-        """Whether it is between two messages."""
+        """Whether the client is between two messages."""
 
     @property
     def gone(self) -> bool:
         return self._writer.is_closing()
 
     async def greet(self) -> None:
-        """Shake hands with a socket that asks."""
+        """Carry out ZMTP's handshake with a socket that sends requests."""
         self._writer.write(_GREETING)
         async with asyncio.timeout(MESSAGE_WITHIN_S):
             greeting = await self._reader.readexactly(len(_GREETING))
@@ -78,7 +80,7 @@ class Peer:
         self._writer.write(_command(b"READY", _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b"")))
 
     async def message(self) -> Heard:
-        """The next message; what of it the budget has no room for is read and dropped."""
+        """The next message; the part of it for which the budget has no room is read and dropped."""
         heard = Heard()
         try:
             while not heard.frames:  # commands may come before it
@@ -94,7 +96,7 @@ class Peer:
         return heard
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Dropped where the client has left."""
+        """Send an answer; it is dropped where the client has left."""
         self._write(b"".join(_framed(_MORE * (position < len(frames)), frame) for position, frame in enumerate(frames, 1)))
 
     def cut(self) -> None:
@@ -102,7 +104,7 @@ class Peer:
         self._writer.transport.abort()
 
     async def close(self, within_s: float = 0.0) -> None:
-        """Cut the connection, at the latest in `within_s`, by when what was sent may leave."""
+        """Cut the connection once all that was sent has left, after `within_s` at the latest."""
         self._writer.close()
         try:
             async with asyncio.timeout(within_s):
@@ -111,7 +113,7 @@ class Peer:
             self.cut()
 
     async def _goes_on(self, heard: Heard, first: bytes) -> bool:
-        """Read one frame, and whether the message goes on after it."""
+        """Read one frame; returns whether the message goes on after it."""
         flags, size = await self._head(first)
         heard.size += size
         if heard.size > self._most_bytes or len(heard.frames) == MOST_FRAMES:
@@ -130,8 +132,8 @@ class Peer:
         return flags[0], int.from_bytes(await self._reader.readexactly(8 if flags[0] & _LONG else 1))
 
     async def _large(self, heard: Heard, size: int) -> bytes:
-        """A frame that counts as held part by part, as it comes: what is only announced takes no room from others. What does not fit is
-        read all the same, and dropped with the rest of the frame.
+        """A large frame, counted as held part by part as it comes: bytes that are only announced take no room from others. A part that
+        does not fit is read all the same, and dropped with the rest of the frame.
         """
         before, parts = heard.held, list[bytes]()
         for start in range(0, size, _CHUNK):
@@ -146,14 +148,14 @@ class Peer:
         return b"".join(parts)
 
     def _obey(self, command: bytes, size: int) -> None:
-        """PING is answered; other commands mean nothing to a ROUTER."""
+        """Act on a command: PING is answered, others mean nothing to a ROUTER."""
         if size > SMALL_BYTES:
             raise Broken(f"a command has {size} bytes")
         if command.startswith(b"\x04PING"):
             self._write(_command(b"PONG", command[7 : 7 + 16]))
 
     def _write(self, data: bytes) -> None:
-        """A client that reads nothing has its connection cut, by what it had left unread before: no client has read this yet."""
+        """Send bytes. A client that reads nothing has its connection cut, by what was unread before: no client has read these yet."""
         if self.gone:
             return
         if self._writer.transport.get_write_buffer_size() > UNREAD_BYTES:
@@ -163,7 +165,7 @@ class Peer:
 
 
 def _socket_type(ready: bytes) -> bytes:
-    """What a READY command says; b"" where it is none."""
+    """The socket type in a READY command; b"" where the bytes are no READY command."""
     rest = ready.removeprefix(b"\x05READY")
     while rest and rest != ready:
         name_size = rest[0]
