@@ -1,4 +1,4 @@
-"""What an answer depends on, as the key it is kept under: tenant, user, and a digest of the model, the history and the request."""
+"""The key of a kept answer, made of all that it depends on: tenant, user, and a digest of the model, the history and the request."""
 
 import json
 from hashlib import blake2b

@@ -12,11 +12,11 @@ from cluster.values import SkippedBackend, StageAnswer
 RequestT = TypeVar("RequestT")
 ResultT = TypeVar("ResultT")
 Ask: TypeAlias = Callable[[RequestT, float], Awaitable[StageAnswer[ResultT]]]
-"""A stage, in this process or across the cluster: given a request, and how many seconds its answer may take."""
+"""A stage, in this process or across the cluster, as a function of a request and of the seconds that its answer may take."""
 
 
 async def asked(stage: StageName, ask: Ask[RequestT, ResultT], request: RequestT, within_s: float, version: str) -> StageAnswer[ResultT]:
-    """The stage's answer by this version. Raises BackendError, DeadlineExceeded among them, where there is none."""
+    """The stage's answer by this version. Raises BackendError where there is none, as DeadlineExceeded where it comes too late."""
     answer = await in_time(lambda: ask(request, within_s), within_s)
     check_version(stage, answer, version)
     return answer
@@ -30,5 +30,5 @@ def check_version(stage: StageName, answer: StageAnswer[Any], version: str) -> N
 
 
 def why_none(stage: StageName, error: BackendError) -> tuple[SkippedBackend, ...]:
-    """What a report says of a stage that gave no answer: each backend's reason where the stage tells, else the stage's."""
+    """The reasons in the report of a stage that gave no answer: each backend's where the stage tells them, else the stage's own."""
     return error.skipped if isinstance(error, NoBackendAnswered) else (passed_over(stage, error),)

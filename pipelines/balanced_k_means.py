@@ -11,9 +11,9 @@ from cluster.values import FloatArray, Int64Array
 ROUNDS = 25
 BALANCED_ROUNDS = 5
 SLACK = 1.25
-"""How many times its fair share of the items a first code may hold."""
+"""A first code may hold so many times its fair share of the items."""
 BLOCK_BYTES = 64 << 20
-"""Of the distances between items and codes that are held at once."""
+"""The most bytes of distances between items and codes that are held at once."""
 
 
 def k_means(points: FloatArray, size: int, rng: np.random.Generator) -> FloatArray:
@@ -28,9 +28,9 @@ def k_means(points: FloatArray, size: int, rng: np.random.Generator) -> FloatArr
 
 
 def balanced_codes(points: FloatArray, centroids: FloatArray, cell: Int64Array) -> tuple[Int64Array, FloatArray]:
-    """Each point's code, no code of a cell fuller than its share, and the centroids moved to what they hold.
+    """Each point's code, such that no code of a cell holds more than its share; and the centroids, moved to the means of their points.
 
-    The first level is one cell, whose codes may hold SLACK times their share; in deeper cells an item too many costs a collision.
+    The first level is one cell, whose codes may hold SLACK times their share; in deeper cells each item beyond the share is a collision.
     """
     code = np.zeros(len(points), np.int64)
     order = np.argsort(cell, kind="stable")
@@ -45,7 +45,7 @@ def balanced_codes(points: FloatArray, centroids: FloatArray, cell: Int64Array) 
 
 
 class Distances(Protocol):
-    """Squared distances of points from centroids, (n, K): the matrix itself, or what computes the rows that are asked for."""
+    """Squared distances of points from centroids, (n, K): the matrix itself, or an object that computes the rows that are asked for."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -54,7 +54,7 @@ class Distances(Protocol):
 
 
 def assign(distances: Distances, capacity: int) -> Int64Array:
-    """The nearest column for each row (n, K) with at most `capacity` rows a column, which takes the nearest of those that ask for it."""
+    """A column for each row (n, K), the nearest that has room: a column takes at most `capacity` rows, the nearest of those that ask."""
     count, size = distances.shape
     code = np.full(count, -1, np.int64)
     room = np.full(size, capacity)
@@ -88,7 +88,7 @@ def distances_of(points: FloatArray, centroids: FloatArray) -> Distances:
 
 @dataclass(frozen=True, eq=False)
 class _ComputedDistances:
-    """A million items by 2,048 codes would be 8 GB."""
+    """Distances whose rows are computed when they are asked for: a million items by 2,048 codes would be 8 GB."""
 
     points: FloatArray
     centroids: FloatArray
@@ -102,7 +102,7 @@ class _ComputedDistances:
 
 
 def squared_distances(points: FloatArray, centroids: FloatArray) -> FloatArray:
-    """(n, K)."""
+    """The squared distance of each point from each centroid, (n, K)."""
     distances: FloatArray = points @ centroids.T
     distances *= -2
     distances += (points**2).sum(axis=1, keepdims=True)

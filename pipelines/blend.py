@@ -3,8 +3,8 @@
     score = (1 - w) * log p_retrieval + w * log p_generation
 
 p_retrieval is the softmax of cosine / temperature over the retrieved pool, p_generation the probability the decoder gave the item. An item
-that only one list holds has a floor in the other: the least probable one there and, for the generator, a margin below it, since what its
-beam did not find may be far less probable. Constants of a request, such as the pool's normalisation, move all scores alike.
+that only one list holds gets a floor in the other: the least probability there and, for the generator, a margin below it, since an item
+that its beam did not find may be far less probable. Constants of a request, such as the pool's normalisation, move all scores alike.
 """
 
 import math
@@ -24,15 +24,15 @@ from pipelines.candidates import Candidates, held
 Floats: TypeAlias = npt.NDArray[np.floating[Any]]
 Float64Array: TypeAlias = npt.NDArray[np.float64]
 TEMPERATURE = 0.05
-"""That of the encoder's training loss, unless told otherwise there."""
+"""The default temperature of the encoder's training loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlendWeights:
     """`generator`: w, 0 (retrieval's order) to 1 (generation's); `temperature`: of the cosines, best that of the encoder's training;
-    `margin`: natural logarithms by which an item no path reached lies below the last one that was reached.
+    `margin`: by how much, in natural logarithms, an item that no path reached is below the last one that was reached.
 
-    The defaults serve a model that no rule was fitted for.
+    The defaults serve a model for which no rule was fitted.
     """
 
     generator: float = 0.5
@@ -41,7 +41,7 @@ class BlendWeights:
 
     @classmethod
     def of(cls, record: BlendRecord | None) -> "BlendWeights":
-        """Those in a manifest, the defaults where it has none. Raises BundleError at values no rule can have."""
+        """The weights in a manifest, the defaults where it has none. Raises BundleError at values that no rule can have."""
         if record is None:
             return cls()
         names = {field.name for field in fields(cls)}
@@ -54,13 +54,13 @@ class BlendWeights:
         return weights
 
     def record(self, fitted_on: str, quality: Mapping[str, Mapping[str, float]]) -> BlendRecord:
-        """For the manifest; `quality`: strategy -> metrics."""
+        """The weights' record for the manifest; `quality`: strategy -> metrics."""
         return BlendRecord(weights=asdict(self), fitted_on=fitted_on, quality={name: dict(one) for name, one in quality.items()})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evidence:
-    """What both stages say of the N items that either holds: first the retrieved ones in their order, then what only the decoder named.
+    """Both stages' scores of the N items in either list: first the retrieved items in their order, then those that only the decoder named.
 
     `retrieval`, `generation`: log-probabilities (N,), floors in place; `named` (N,): whether the decoder named the item.
     """
@@ -72,7 +72,7 @@ class Evidence:
 
     @classmethod
     def of(cls, retrieved: tuple[Int32Array, Floats], generated: tuple[Int32Array, Floats], temperature: float) -> "Evidence":
-        """Of two lists, each without repetition: items with cosines, items with log-probabilities."""
+        """The evidence of two lists, each without repetition: items with cosines, items with log-probabilities."""
         order = np.argsort(retrieved[0])
         added = ~held(generated[0], retrieved[0][order])
         items = np.concatenate([retrieved[0], generated[0][added]]).astype(np.int32)
@@ -84,7 +84,7 @@ class Evidence:
         return cls(items, _log_softmax(retrieved[1] / temperature, int(added.sum())), generation, named)
 
     def scores(self, weights: BlendWeights) -> Float64Array:
-        """The rule; evidence of several requests, concatenated, is scored as each would be by itself."""
+        """The score of each item by the rule. Concatenated evidence of several requests is scored as each would be by itself."""
         w, floor = weights.generator, weights.margin * ~self.named
         scores: Float64Array = (1 - w) * self.retrieval + w * (self.generation - floor)
         return scores
@@ -101,7 +101,7 @@ def blend(retrieved: Candidates, generated: Candidates, weights: BlendWeights) -
 
 
 def _log_softmax(logits: Floats, more: int) -> Float64Array:
-    """Of the logits, and the smallest of them once again for each of `more` items that were not retrieved."""
+    """The log-softmax of the logits, and its least value again for each of `more` items that were not retrieved."""
     if not len(logits):
         return np.zeros(more)
     shifted = logits.astype(np.float64) - float(logits.max())

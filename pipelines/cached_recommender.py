@@ -30,7 +30,7 @@ from pipelines.stored_history import Completed, StoredHistories
 
 _ENCODER, _DECODER = msgspec.json.Encoder(enc_hook=tuple), msgspec.json.Decoder(Recommendation)
 LATE_S = 0.05
-"""How long after its deadline a request still waits for what it is about to get; then it is answered without looking further."""
+"""How long after its deadline a request still waits for an answer that is on its way; then it is answered without it."""
 logger = logging.getLogger(__name__)
 
 
@@ -203,7 +203,7 @@ class CachedRecommender:
 
 
 def _parts(answer: Recommendation) -> tuple[AnswerPart, ...]:
-    """As a stream has them."""
+    """The parts of the answer in a stream: its stages, its items and itself."""
     items = (answer.items,) if isinstance(answer.items, TitledItems) else answer.items
     return *answer.stages, *items, answer
 
@@ -221,12 +221,12 @@ def _with_history(answer: Recommendation, completed: Completed) -> Recommendatio
 
 
 def encode_answer(answer: Recommendation) -> bytes:
-    """As JSON: decoding a shared cache's bytes must not run code, as unpickling does."""
+    """The answer as JSON: decoding bytes of a shared cache must not run code, as unpickling does."""
     return _ENCODER.encode(answer)
 
 
 def decode_answer(payload: bytes) -> Recommendation:
-    """Raises ValueError if `payload` is not an encoded answer."""
+    """The answer in bytes of `encode_answer`. Raises ValueError if `payload` is not an encoded answer."""
     try:
         answer = _DECODER.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

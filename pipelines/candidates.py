@@ -13,9 +13,9 @@ NO_BACKEND = "none"
 
 
 class Candidates(Struct, frozen=True, eq=False):
-    """Items that may be recommended, best first, with their scores, the report of the stage that ranked them, and whether it degrades the
-    answer. `states`: the user's, (T, D), if the list is an encoder's that gives them. A list that is not `complete` holds items found so
-    far; the complete one that follows may lack them.
+    """Items that may be recommended, best first, with their scores, the report of the stage that ranked them, and whether that degrades the
+    answer. `states`: the user's, (T, D), where an encoder made the list and gives them. A list that is not `complete` holds the items found
+    so far; the complete list that follows may lack some of them.
     """
 
     items: Int32Array
@@ -45,7 +45,7 @@ class Candidates(Struct, frozen=True, eq=False):
 
 
 def held(items: Int32Array, ascending: Int32Array) -> npt.NDArray[np.bool_]:
-    """A mask of the items that stand in `ascending`: as `np.isin`, at a quarter of its cost for a few hundred items."""
+    """A mask of the `items` that are in the sorted array `ascending`: as `np.isin`, at a quarter of its cost for a few hundred items."""
     if not len(ascending):
         return np.zeros(len(items), bool)
     places = np.minimum(np.searchsorted(ascending, items), len(ascending) - 1)

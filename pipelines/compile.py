@@ -17,7 +17,7 @@ from cluster.registry import COMPILERS, choose
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What became of a step: an artifact of `size` bytes, or the reason why there is none."""
+    """The outcome of a step: an artifact of `size` bytes, or the reason why there is none."""
 
     step: str
     seconds: float
@@ -34,10 +34,10 @@ def compile_bundle(
     compilers: Mapping[str, str] = COMPILERS,
     on_step: Callable[[StepResult], None] = lambda _: None,
 ) -> Bundle:
-    """Publish a version of the current model, or of the last good one, with new artifacts and return it; it becomes current unless another
+    """Publish a version of the current model, or of the last good one, with new artifacts, and return it. It becomes current unless another
     version has meanwhile.
 
-    `only` these compilers run; what the others made is kept.
+    `only`: the compilers to run (default: all); the artifacts of the others are kept.
     """
     chosen = {name: choose_compiler(compilers, name) for name in only or compilers}
     bundle, refused = store.open_last_good()
@@ -75,7 +75,7 @@ def results(name: str, compiler: Compiler | GenrecError, bundle: Bundle, draft: 
 
 
 def attempt(step: CompileStep, draft: Draft) -> StepResult:
-    """Run a step; where it fails, the files it left behind go."""
+    """Run a step; where it fails, remove the files that it left behind."""
     before, start = files(draft), time.perf_counter()
     try:
         artifact = step.run()
@@ -87,7 +87,7 @@ def attempt(step: CompileStep, draft: Draft) -> StepResult:
 
 
 def record(draft: Draft, result: StepResult) -> None:
-    """Put the outcome into the manifest to be."""
+    """Note the step's outcome in the draft, for the manifest."""
     if result.artifact:
         draft.artifacts.append(result.artifact)
     else:
@@ -95,7 +95,7 @@ def record(draft: Draft, result: StepResult) -> None:
 
 
 def keep(name: str, bundle: Bundle, draft: Draft) -> None:
-    """Take over what the compiler `name` made earlier, if all of it verifies; else it is recorded as lost."""
+    """Take over the earlier artifacts of the compiler `name` if all of them verify; else note a failed step."""
     try:
         for file in bundle.manifest.files:
             if file.startswith(f"{name}/"):

@@ -1,4 +1,4 @@
-"""Items drawn at random, to stand beside the one that a user turned to."""
+"""Items drawn at random, to be ranked beside the item that a user turned to."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ POPULARITY_POWER = 0.75
 
 
 class Drawing:
-    """Every other item by its popularity to the power of `POPULARITY_POWER`, the rest from all items alike."""
+    """Draws every other item by its popularity to the power of `POPULARITY_POWER`, the others uniformly from all items."""
 
     def __init__(self, popularity: Int64Array) -> None:
         """`popularity`: events by catalogue index, (V + 1,)."""

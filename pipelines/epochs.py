@@ -1,7 +1,7 @@
-"""What every training run does: epochs with a learning-rate schedule, validation, early stop, resume.
+"""The common part of all training runs: epochs with a learning-rate schedule, validation, early stop, resume.
 
-Everything that draws at random takes its numbers from `options.seed` and the epoch, so that a run resumed from a checkpoint is
-bit-equal to one that was never interrupted (on a CPU; a GPU adds up in no fixed order).
+All random numbers follow from `options.seed` and the epoch, so that a run resumed from a checkpoint is bit-equal to one that was never
+interrupted (on a CPU; a GPU adds up in no fixed order).
 """
 
 import copy
@@ -52,7 +52,7 @@ class EpochOptions(BaseModel):
 
 @dataclass(frozen=True)
 class EpochReport:
-    """How an epoch went; `validation` is empty where none was due."""
+    """The figures of an epoch; `validation` is empty where none was due."""
 
     epoch: int
     loss: float
@@ -61,12 +61,12 @@ class EpochReport:
 
     @property
     def score(self) -> float:
-        """What the best epoch is chosen by: NDCG@10 or, of a decoder, the validation loss."""
+        """The figure by which the best epoch is chosen: NDCG@10 or, for a decoder, the validation loss."""
         return self.validation.get("ndcg@10", -self.validation.get("loss", math.inf))
 
 
 class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
-    """One training run, an epoch at a time; `state` and `restore` carry it over a restart. A subclass says what a batch is and costs.
+    """One training run, an epoch at a time; `state` and `restore` carry it over a restart. A subclass makes the batches and their losses.
 
     The learning rate rises over the first `warm_up_epochs`; a gradient longer than `largest_gradient` is shortened to it.
     """
@@ -99,7 +99,7 @@ class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
 
     @property
     def seconds(self) -> float:
-        """How long all epochs took, those before a resume among them."""
+        """How long all epochs took, including those before a resume."""
         return sum(report.seconds for report in self.history)
 
     @property
@@ -126,7 +126,7 @@ class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
         return self.best
 
     def run_epoch(self, after_batch: Callable[[float], None] | None = None) -> EpochReport:
-        """One pass over every user, then a validation where one is due. `after_batch` is told the share of the epoch that is done."""
+        """One pass over every user, then a validation where one is due. `after_batch`: called with the share of the epoch that is done."""
         began = time.perf_counter()
         torch.manual_seed(_mixed(self.options.seed, self.epoch))
         losses, rows = 0.0, 0
@@ -153,7 +153,7 @@ class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`. Raises DataError where it was made with other options; only what merely lengthens a run may differ."""
+        """Go on from a `state`. Raises DataError where it was made with other options; only options that lengthen a run may differ."""
         if different := [name for name, value in self.identity.items() if state["identity"].get(name) != value]:
             raise DataError(
                 f"the checkpoint is of another model (its {', '.join(different)} differ); give the same options and data, or start anew"
@@ -199,7 +199,7 @@ class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
         return report
 
     def _stale(self) -> int:
-        """Validations since the best one."""
+        """How many validations there were since the best one."""
         validated = [report.epoch for report in self.history if report.validation]
         return sum(epoch > self.best.epoch for epoch in validated)
 
@@ -218,9 +218,9 @@ def chosen_device(name: str) -> str:
 
 
 def save_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:
-    """Write the run's state beside `path` and rename it, so that an interruption leaves the last one whole.
+    """Write the run's state beside `path` and rename it, so that an interruption leaves the last checkpoint whole.
 
-    Raises DataError where the disk does not take it; nothing but the last one is left then.
+    Raises DataError where the disk does not take it; only the last checkpoint is left then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     state, partial = trainer.state(), path.with_suffix(".partial")
@@ -234,18 +234,18 @@ def save_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:
 
 
 def load_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:
-    """Go on from what `save_checkpoint` wrote. Raises DataError where it is damaged or of another model."""
+    """Go on from a checkpoint of `save_checkpoint`. Raises DataError where it is damaged or of another model."""
     try:
         require_intact(path)
         trainer.restore(torch.load(path, map_location=trainer.device, weights_only=True))
     except DataError:
         raise
     except Exception as error:  # a damaged file leads the unpickler to errors of any kind, such as UnicodeDecodeError
-        # torch's own words advise to load what it refuses without a guard, which runs code that the file names
+        # torch's own message advises to load the refused file without a guard, which runs code that the file names
         why = "it is no file of tensors and plain values" if isinstance(error, pickle.UnpicklingError) else str(error)
         raise DataError(f"{path} is damaged or the checkpoint of another model; start anew without --resume: {why}") from error
 
 
 def _mixed(seed: int, epoch: int) -> int:
-    """A seed of torch's generator for one epoch, unlike that of any other epoch or neighbouring seed."""
+    """A seed for torch's generator in one epoch, which no other epoch or neighbouring seed has."""
     return int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,9 +1,9 @@
 """Measure a sequence model: rank the whole catalogue for every user's held-out event.
 
-Items inside the history window are filtered out of the ranking, save the answer itself, where the user came back to it. Such an answer has
-unseen items alone beside it: data whose users come back to items gives higher figures than serving has, which leaves out all that was seen
-(`exclude_seen`) or nothing, and than RecTools, whose splitters leave such events out of the test (`filter_already_seen`). Where each item
-stands once in a history, as in MovieLens, all of these are the same. Ties count against the model.
+Items inside the history window are filtered out of the ranking, except the answer itself, where the user came back to it. Such an answer
+competes with unseen items only. So data whose users come back to items give higher figures than serving, which leaves out all seen items
+(`exclude_seen`) or none, and than RecTools, whose splitters leave such events out of the test (`filter_already_seen`). Where each item is
+only once in a history, as in MovieLens, all of these are the same. Ties count against the model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ _USERS_AT_ONCE = 128
 def evaluate(
     model: TrainableModel, interactions: Interactions, *, from_end: int = TEST, most_users: int | None = None
 ) -> Mapping[str, float]:
-    """HR@10/50/200, NDCG@10/50 and MRR on the event that stands `from_end` from each user's end, of `most_users` users at most."""
+    """HR@10/50/200, NDCG@10/50 and MRR on each user's event that stands `from_end` from the end, over at most `most_users` users."""
     return ranking_metrics(ranks(model, list(held_out(interactions, from_end, most_users=most_users))))
 
 

@@ -1,6 +1,6 @@
-"""Measure a ranker on each user's held-out event: does it come before drawn items, and is what the user did with it foreseen?
+"""Measure a ranker on each user's held-out event: whether it ranks before drawn items, and how well its labels are predicted.
 
-Each event stands among the items that `CANDIDATES` draws give, the same ones every time, and each once: of a small catalogue they are few.
+Each event is ranked among the items of `CANDIDATES` draws, the same ones every time, and each item once: of a small catalogue they are few.
 """
 
 from collections.abc import Sequence
@@ -32,11 +32,11 @@ class MeasuredRanker(Protocol):
 
 
 def ranker_quality(ranker: MeasuredRanker, interactions: Interactions, *, from_end: int, device: torch.device) -> dict[str, float]:
-    """`hr@10` and `ndcg@10` of the event among drawn items by the first task, unless it is a dislike, which is to stand low; of every task
-    `auc.TASK`, of `rating` `rmse.rating` and, to compare with, `rmse.mean`: that of saying the mean every time. NaN where the events say
-    nothing of a task.
+    """`hr@10` and `ndcg@10` of the event among drawn items by the first task, without dislikes, which are to rank low; for every task
+    `auc.TASK`; for `rating` `rmse.rating` and, to compare with, `rmse.mean`, that of always predicting the mean. NaN where the events have
+    no labels for a task.
 
-    Of more than `MOST_USERS` users with such an event, so many are drawn. It leaves the ranker in eval mode.
+    Where more than `MOST_USERS` users have such an event, that many are drawn. The ranker is left in eval mode.
     Raises DataError where a prediction is not finite.
     """
     ranker.eval()
@@ -79,7 +79,7 @@ def _quality(tasks: Sequence[Task], said: FloatArray, predicted: FloatArray, fir
 
 
 def auc(scores: FloatArray, wanted: FloatArray) -> float:
-    """How often one that is wanted (1) has a higher score than one that is not (0); ties count half. NaN where there are not both."""
+    """How often a wanted item (1) has a higher score than an unwanted one (0); ties count half. NaN where one kind is missing."""
     right, wrong = scores[wanted == 1], np.sort(scores[wanted == 0])
     if not len(right) or not len(wrong):
         return float("nan")

@@ -21,8 +21,8 @@ def explain(
     similar: Sequence[tuple[SimilarItem, ...]],
     recency_N: FloatArray | None = None,
 ) -> list[Explanation]:
-    """One explanation for each of the N items. `lists`: what the stages found, `similar`: as `most_similar` has it; `recency_N` is None
-    where freshness did not count.
+    """One explanation for each of the N items. `lists`: what each stage found; `similar`: by `most_similar`; `recency_N`: None where
+    freshness did not count.
     """
     scores = {FIELDS[one.report.stage]: dict(zip(one.items.tolist(), one.scores.tolist(), strict=True)) for one in lists}
     found: list[dict[str, Any]] = [{field: by_item.get(item) for field, by_item in scores.items()} for item in items.tolist()]
@@ -31,7 +31,7 @@ def explain(
 
 
 def most_similar(items: Int32Array, history: Int32Array, vectors_VD: FloatArray, catalogue: Catalogue) -> list[tuple[SimilarItem, ...]]:
-    """For each item, the up to SIMILAR_ITEMS others of the history with the largest cosines, the largest first."""
+    """For each item, up to SIMILAR_ITEMS other items of the history, those with the largest cosines, the largest first."""
     met = np.unique(history)
     cosines = vectors_VD[items] @ vectors_VD[met].T
     cosines[items[:, None] == met] = -np.inf  # what came back is like itself: that explains nothing
@@ -39,7 +39,7 @@ def most_similar(items: Int32Array, history: Int32Array, vectors_VD: FloatArray,
 
 
 def _largest(row: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.intp]:
-    """Places of the SIMILAR_ITEMS largest, the largest first, of equal ones the first. Only what may be among them is sorted."""
+    """The places of the SIMILAR_ITEMS largest values, the largest first, equal ones in order of place. The others are not sorted."""
     among = np.arange(len(row)) if len(row) <= SIMILAR_ITEMS else np.flatnonzero(row >= np.partition(row, -SIMILAR_ITEMS)[-SIMILAR_ITEMS])
     return among[np.argsort(-row[among], kind="stable")][:SIMILAR_ITEMS]
 

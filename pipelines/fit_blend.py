@@ -62,16 +62,16 @@ def measure(weights: BlendWeights, retrieved: Sequence[Retrieved], generated: Se
 
 
 def places(lists: Iterable[Int32Array], targets: Sequence[int]) -> Int64Array:
-    """Where each target stands in its list, from 1."""
+    """Where each target stands in its list, from 1; UNRANKED where the list lacks it."""
     found = [np.flatnonzero(items == target) for items, target in zip(lists, targets, strict=True)]
     return np.array([place[0] + 1 if len(place) else UNRANKED for place in found], np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Events:
-    """The evidence of those events whose target a list holds, one after the other; `all` counts the others too.
+    """The evidence of all events whose target is in one of their lists, concatenated; `all` counts the other events too.
 
-    `starts`: where each one's evidence begins, `wanted`: where its target stands in it.
+    `starts`: where each event's evidence begins; `lengths`: of how many items it is; `wanted`: where its target stands.
     """
 
     evidence: Evidence

@@ -94,7 +94,7 @@ class Generation:
         return None
 
     def _request(self, retrieved: Candidates, resolved: ResolvedRequest, request: RecommendRequest) -> GenerateRequest:
-        """For as many items as the beam is wide. The replica sets the deadline, by its own clock."""
+        """The request for as many items as the beam is wide. The replica sets the deadline, by its own clock."""
         assert retrieved.states is not None
         width = self._width(request)
         return GenerateRequest(
@@ -110,13 +110,15 @@ class Generation:
         )
 
     def _width(self, request: RecommendRequest) -> int:
-        """The beam's, since a blend takes what it can get, or what is asked for; more where diversity or freshness choose from it alone."""
+        """How many items to generate: the beam's width, as a blend uses all it can get, or `k` if that is more; still more where diversity
+        or freshness choose among generated items alone.
+        """
         chosen_from = request.strategy == "generative" and (request.diversity or request.freshness)
         choice = min(CHOICE * request.k, self._pool) if chosen_from else 0
         return min(max(self._beam, request.k, choice), self._size)
 
     async def _found(self, request: GenerateRequest, resolved: ResolvedRequest, within_s: float) -> AsyncGenerator[Candidates, None]:
-        """Raises BackendError, DeadlineExceeded among them."""
+        """The items as they are found. Raises BackendError, as DeadlineExceeded where they come too late."""
         parts = self._stream(request, within_s) if self._stream else self._at_once(request, within_s)
         known = request.blocked
         async with aclosing(each_in_time(parts, within_s)) as punctual:
@@ -143,16 +145,16 @@ class Generation:
 
     @staticmethod
     def _none(skipped: tuple[SkippedBackend, ...], began: float | None = None) -> Candidates:
-        """Degraded where the stage was asked, at `began`."""
+        """No items, with the reasons; degraded where the stage was asked, at `began`."""
         took_ms = 0.0 if began is None else (time.perf_counter() - began) * 1000
         return Candidates.none(STAGE, skipped, degraded=began is not None, duration_ms=took_ms)
 
 
 def prompt(states: FloatArray, sequence: UserSequence, longest: int) -> UserState:
-    """What a decoder is prompted with: the states after the latest events, `longest` at most, and those events.
+    """The input of a decoder's prompt: the states after the latest events, `longest` at most, and those events.
 
-    Of a long history they are a window that moves in steps: what decoders keep of a prompt is valid from its first event on. `states` may
-    be fewer than the events, or more than the prompt takes.
+    For a long history they are a window that moves in steps, as the rows that decoders keep of a prompt are valid from its first event on.
+    `states` may be fewer than the events, or more than the prompt takes.
     """
     latest = states[Window.of(longest).start(len(sequence)) - len(sequence) :]
     return UserState(latest, last_events(sequence, len(latest)))

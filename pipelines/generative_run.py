@@ -1,6 +1,6 @@
 """From a trained encoder to a whole generative model: semantic IDs, decoder, and the blend of the two fitted on the validation events.
 
-ids = item vectors in codes -> decoder trained on states -> what the serving backends answer -> weights of the blend
+item vectors -> semantic IDs -> decoder trained on states -> answers of the serving backends -> weights of the blend
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ class IdOptions(BaseModel):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainedDecoder(Trained):
-    """A finished decoder, and what became of its items' IDs."""
+    """A finished decoder, and the report on its items' IDs."""
 
     decoder: TrainableDecoder
     ids: Report
@@ -98,7 +98,7 @@ def serving_lists(
 ) -> Lists:
     """Every user's retrieved and generated items before the event that stands `from_end` from the end, by the backends of torch.
 
-    Of more than `most_users`, so many are drawn, always the same. What the history holds is not recommended again.
+    Where there are more than `most_users`, that many are drawn, always the same. Items of the history are not recommended again.
     """
     encoder: Backend[EncodeRequest, Encoded] = choose("encoder", BACKENDS["encoder"], "torch")()
     generator: Backend[GenerateRequest, Generated] = choose("generator", BACKENDS["generator"], "torch_beam")()
@@ -138,5 +138,5 @@ def _unseen(encoded: Encoded, example: Example, pool: int) -> Encoded:
 
 
 def _seen(example: Example) -> "np.ndarray[Any, np.dtype[np.int32]]":
-    """What may not be recommended: the history, save the answer itself, where users come back to items; see pipelines/evaluate.py."""
+    """The items that must not be recommended: those of the history, except the answer itself; see pipelines/evaluate.py."""
     return np.setdiff1d(example.history.items, [example.target]).astype(np.int32)

@@ -66,5 +66,5 @@ def _known(item_ids: Iterable[str], catalogue: Catalogue) -> set[int]:
 
 
 def _ascending(indices: AbstractSet[int]) -> Int32Array:
-    """Sorted, without numpy.unique: that releases the interpreter, and an engine's thread then holds it for longer than this sort takes."""
+    """The indices, sorted. numpy.unique would release the interpreter, which an engine's thread then holds for longer than a sort takes."""
     return np.array(sorted(indices), np.int32)

@@ -12,14 +12,16 @@ from torch.nn import functional as F
 
 Loss: TypeAlias = Literal["auto", "full", "sampled"]
 SMALL_CATALOGUE = 20_000
-"""Up to this many items the softmax over all of them is cheap, and it is stronger than sampling."""
+"""Up to this many items the softmax over all of them is cheap; it teaches more than sampling."""
 _ROWS_AT_ONCE = 512
 _COLLISION = -5e4
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """Which items a row's user had met by then, itself included: those are no wrong answers where what was seen is never recommended."""
+    """Which items a row's user had seen by then, the row's item included: where seen items are never recommended, they are no wrong
+    answers.
+    """
 
     first_BV: Tensor  # (B, V + 1): where in the window an item first stands, past its end where it never does
     user_R: Tensor
@@ -27,7 +29,7 @@ class Seen:
 
     @classmethod
     def of(cls, items_BL: Tensor, items: int) -> Self:
-        """For the real rows of a batch, in its order, of a catalogue of `items`."""
+        """The seen items of the real rows of a batch, in its order, from a catalogue of `items`."""
         users, length = items_BL.shape
         place_BL = torch.arange(length, dtype=torch.int16, device=items_BL.device).expand(users, length)
         first_BV = place_BL.new_full((users, items + 1), length).scatter_reduce_(1, items_BL, place_BL, "amin")

@@ -18,7 +18,7 @@ from pipelines.semantic_ids import add_items
 from pipelines.titles import title_vectors, with_titles, words_of
 
 RESEMBLED = 10
-"""How many known items, the most similar ones, a new item's vector is made of."""
+"""From how many known items, the most similar ones, a new item's vector is made."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Placed:
 
     @property
     def rows(self) -> FloatArray:
-        """What the embedding table grows by, (n, D)."""
+        """The rows that are added to the embedding table, (n, D)."""
         return self.vectors * self.lengths[:, None]
 
 
@@ -53,7 +53,7 @@ def place(joint: Catalogue, vectors: FloatArray, lengths: FloatArray) -> Placed:
 def extend_ids(ids: SemanticIds, vectors: FloatArray, joint: Catalogue, *, title_weight: float, learnt: int) -> SemanticIds:
     """The IDs with a path for each new item; `vectors` (V + n + 1, D) are of all items.
 
-    `title_weight` is what the IDs were made with, `learnt` how many items they were made of: the codebooks know those items' words alone.
+    `title_weight`: with which the IDs were made; `learnt`: from how many items: the codebooks know only those items' words.
     Raises DataError where no path is free, or the codebooks were made with another title weight.
     """
     clustered = with_titles(vectors, joint, title_weight, learnt) if title_weight else vectors
@@ -61,9 +61,9 @@ def extend_ids(ids: SemanticIds, vectors: FloatArray, joint: Catalogue, *, title
 
 
 def _resembled(joint: Catalogue, known: int) -> Iterator[tuple[Int64Array, FloatArray]]:
-    """For each new item the known ones most similar to it, and how similar: both are empty where none shares a word.
+    """For each new item the known items most similar to it, and the similarities; both are empty where no known item shares a word.
 
-    Words must be the same, as random indexing finds some likeness between any two titles.
+    A common word is required, as random indexing finds some likeness between any two titles.
     """
     texts = title_vectors(joint)
     new = range(known + 1, len(joint) + 1)

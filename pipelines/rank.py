@@ -1,6 +1,6 @@
 """Rank given candidates: behaviours -> history -> predictions of the ranker -> titled candidates, best first.
 
-Where no ranker answers, the encoder orders the candidates by how near they are to the user's state; where it does not either, popularity.
+Where no ranker answers, the encoder orders the candidates by how near they are to the user's state; where no encoder does, popularity.
 """
 
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ class CandidateRanker:
 
 
 def _as_recommendation(request: RankingRequest) -> RecommendRequest:
-    """The candidates are all that may be recommended, those of the history among them."""
+    """The ranking as a request for recommendations of the candidates alone, even of those in the history."""
     return RecommendRequest(
         user_id=request.user_id,
         behaviours=request.behaviours,

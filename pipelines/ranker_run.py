@@ -1,5 +1,5 @@
-"""From a trained encoder to a ranker that serves: what the events can teach, the ranker begun with the encoder's weights, and whether
-recommendations are better with it as their last stage.
+"""From a trained encoder to a ranker that serves: the tasks that the events can teach, the training, which begins with the encoder's
+weights, and whether recommendations are better with the ranker as their last stage.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class TrainedRanker(Trained):
 
 
 def train_ranker(run: TrainingRun, encoder: TrainableModel, options: RankerOptions, phase: str = "ranker") -> TrainedRanker:
-    """Train on all but each user's last two events, or with `validate_every=0` the last. It begins with the encoder's weights."""
+    """Train on all but each user's last two events, or with `validate_every=0` the last, beginning with the encoder's weights."""
     interactions, device = run.dataset.interactions, run.options.device
     record = ranker_record(run.record, learnt_events(interactions, options.held_out_events))
     trainer = RankerTrainer(new_ranker(record, encoder, options.seed), interactions, options, device=device)
@@ -51,7 +51,7 @@ def train_ranker(run: TrainingRun, encoder: TrainableModel, options: RankerOptio
 
 
 def ranker_record(model: ModelRecord, interactions: Interactions) -> RankerRecord:
-    """The record of a ranker as large as the encoder, for what these events can teach."""
+    """The record of a ranker as large as the encoder, for the tasks that these events can teach."""
     rated = ratings(interactions.actions, interactions.values)
     rated = rated[np.isfinite(rated)]
     scale = RatingScale()
@@ -93,7 +93,7 @@ def improves(quality: Quality) -> bool:
 
 
 def _sizes(model: ModelRecord) -> dict[str, JsonValue]:
-    """Those of the encoder, in the keys of a ranker's configuration."""
+    """The encoder's sizes under the keys of a ranker's configuration."""
     config = model.config
     width = max(1, int(str(config.get("dim", 50))) // int(str(config.get("heads", 1))))
     names = ("items", "dim", "layers", "heads", "max_history", "max_length", "window_step", "dropout", "time_buckets")

@@ -1,4 +1,4 @@
-"""What a user's events teach a ranker: which tasks there are, and each event's label for each of them.
+"""The labels by which a ranker learns from users' events: the tasks, and each event's label for each of them.
 
     click      turned to the item at all: 1 for every event but a dislike, 0 for items drawn at random
     like       1 for a like, a share, a cart, a purchase or a rating from four fifths of the scale on, 0 for a dislike or a lower rating
@@ -20,7 +20,7 @@ from cluster.values import Action, FloatArray, Int8Array
 LIKED_FROM = 0.8
 """The share of the scale from which a rating is a like: four of five stars."""
 FEWEST_LABELS = 50
-"""Of each kind, for a task to be learnt."""
+"""The fewest labels of each kind with which a task is learnt."""
 _LIKES = (Action.LIKE, Action.SHARE, Action.CART, Action.PURCHASE)
 _OWN_ACTION = {Task.SHARE: Action.SHARE, Task.CART: Action.CART, Task.PURCHASE: Action.PURCHASE}
 
@@ -44,7 +44,7 @@ def labels(actions: Int8Array, values: FloatArray, highest: float, tasks: Sequen
 
 
 def tasks_of(interactions: Interactions) -> tuple[Task, ...]:
-    """The tasks that these events can teach: those with labels enough of both kinds."""
+    """The tasks that these events can teach: those with enough labels of both kinds."""
     rated = ratings(interactions.actions, interactions.values)
     highest = float(np.nanmax(rated)) if np.isfinite(rated).any() else 1.0
     columns = labels(interactions.actions, interactions.values, highest)

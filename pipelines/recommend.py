@@ -4,7 +4,7 @@
     retrieval    the encoder's nearest items and states; popular items where it gives none
     generation   the items that the decoder names for those states, or the reason why there are none
     blend        both lists as one
-    scoring      the best of it in the ranker's order
+    scoring      the best items in the ranker's order
     rerank       freshness and diversity
     explain      why each item
 

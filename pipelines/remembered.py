@@ -1,4 +1,4 @@
-"""What a gateway remembers of each user beside cached answers. It can forget one user, all of a tenant, or all."""
+"""What a gateway remembers of each user beside cached answers; it can forget one user, all of a tenant, or all."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -21,7 +21,9 @@ REMEMBERED = 10_000
 REMEMBERED_ITEMS = 100
 """Requests that list more blocked and allowed items than this are not remembered, which bounds the memory of each user."""
 TELL_AGAIN_S = KEPT_S / 4
-"""After so long gateways are told again: one may have told them something else since, and the cache may have dropped it."""
+"""How long until an unchanged request is told to the other gateways again: another gateway may have told them a different one since, and
+the cache may have dropped it.
+"""
 V = TypeVar("V")
 REQUEST_CODEC: Codec[RecommendRequest] = Codec(msgspec.json.Encoder().encode, msgspec.json.Decoder(RecommendRequest).decode)
 
@@ -52,8 +54,8 @@ class Recent(Generic[V]):
 
 
 class UsualRequests(Recent[RecommendRequest]):
-    """Each user's last request. The versions of a model share it, and by `shared` the gateways: one that stores an event need not be the
-    one that was asked. `clock` gives seconds.
+    """Each user's last request. The versions of a model share it, and by `shared` the gateways too: the gateway that stores an event need
+    not be the one that was asked. `clock` gives seconds.
     """
 
     def __init__(
@@ -74,11 +76,11 @@ class UsualRequests(Recent[RecommendRequest]):
             self.put(key, usual)
 
     def of(self, tenant: str, user_id: str) -> RecommendRequest | None:
-        """As far as this gateway knows."""
+        """The user's last request, as far as this gateway knows it."""
         return self.get(usual_key(tenant, user_id))
 
     async def recall(self, users: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Learn what other gateways know of these users (tenant, user_id); returns those that something is known of."""
+        """Learn the requests that other gateways know of these users (tenant, user_id); returns the users of whom one is known."""
         if self.shared is None:
             return []
         forgotten, found = self._forgotten, await self.shared.find(usual_key(*user) for user in users)
@@ -97,5 +99,5 @@ class UsualRequests(Recent[RecommendRequest]):
 
 
 def usual_key(tenant: str, user_id: str) -> Key:
-    """Where a user's usual request is kept. No answer's key has this digest."""
+    """The key of a user's usual request. No answer's key has this digest."""
     return Key(tenant, user_id, "usual")

@@ -1,6 +1,6 @@
 """Choose the answer's items out of the candidates: newer ones, and ones that differ from each other, where the caller prefers them.
 
-Relevance is a candidate's score, brought to 0..1 between the worst and the best of the pool, plus `freshness` times its recency. Diversity
+Relevance is a candidate's score, scaled to 0..1 between the worst and the best of the pool, plus `freshness` times its recency. Diversity
 is maximal marginal relevance (Carbonell and Goldstein 1998): each next item is the one with the most of
 
     (1 - diversity) * relevance - diversity * (largest cosine with an item chosen before)
@@ -36,7 +36,7 @@ def rerank(
 
 
 def normalised(scores_P: FloatArray) -> FloatArray:
-    """0 for the worst to 1 for the best; all 0 where they are equal."""
+    """The scores scaled from 0 for the worst to 1 for the best; all 0 where they are equal."""
     if not len(scores_P) or not (span := float(np.ptp(scores_P))):
         return np.zeros(len(scores_P), np.float32)
     relative: FloatArray = (scores_P - scores_P.min()) / np.float32(span)
@@ -44,7 +44,7 @@ def normalised(scores_P: FloatArray) -> FloatArray:
 
 
 def most_diverse(relevance_P: FloatArray, vectors_PD: FloatArray, k: int, diversity: float) -> Positions:
-    """Positions of `k` candidates in the order they are chosen; where two are equal, the one that stands first."""
+    """Positions of `k` candidates in the order in which they are chosen; of two equal ones, the first is chosen first."""
     nearest_P = np.full(len(relevance_P), -np.inf, np.float32)
     gain_P, chosen = relevance_P.astype(np.float64), np.zeros(min(k, len(relevance_P)), np.intp)
     for step in range(len(chosen)):

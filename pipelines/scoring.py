@@ -1,9 +1,9 @@
-"""The ranker's stage of the pipeline: what the user would do with each candidate, and one score out of all of that.
+"""The ranker's stage of the pipeline: what the user would do with each candidate, and one score from these predictions.
 
     score = p(click) * (w_click + sum over the other tasks of w_task * prediction_task)
 
-The other tasks are predicted of a user that has turned to the item, so that this is what showing it is worth: with weight 1 for `click`
-alone its probability, with weight 1 for `purchase` alone that of a purchase. Ratings count by their place on the data's scale, 0 to 1.
+The other tasks are predicted for a user that has turned to the item, so the score is what showing the item is worth: with weight 1 for
+`click` alone the probability of a click, with weight 1 for `purchase` alone that of a purchase. Ratings are scaled to 0..1.
 """
 
 import time
@@ -28,7 +28,7 @@ Rank: TypeAlias = Ask[RankRequest, Ranked]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
-    """Candidates, best first, and what was predicted of each, (C, T); empty if the stage gave no answer."""
+    """Candidates, best first, and the predictions for each, (C, T); empty if the stage gave no answer."""
 
     candidates: Candidates
     predictions: FloatArray
@@ -43,18 +43,18 @@ class Scoring:
 
     @property
     def tasks(self) -> Sequence[Task]:
-        """In the order of the columns; none where the model has no ranker."""
+        """The tasks in the order of the predictions' columns; none where the model has no ranker."""
         return self._record.tasks if self._record and self._rank else ()
 
     @property
     def last_stage(self) -> bool:
-        """Whether it orders recommendations where a request does not say."""
+        """Whether the ranker orders recommendations where a request does not say."""
         return bool(self._rank and self._record and self._record.last_stage)
 
     async def score(
         self, items: Int32Array, resolved: ResolvedRequest, budget: Budget, weights: Mapping[Task, float] | None = None
     ) -> Scored:
-        """These items by what the user would do with them. `weights` as in RankingRequest."""
+        """These items in the order of their scores. `weights` as in RankingRequest."""
         if self._rank is None or self._record is None:
             return self._none(SkippedBackend("ranker", f"{self._version} has no ranker"))
         request = RankRequest(resolved.sequence, items, resolved.user, resolved.tenant, model_version=self._version)
@@ -74,7 +74,7 @@ class Scoring:
         return Scored(candidates, answer.result.predictions[order])
 
     def _none(self, *skipped: SkippedBackend, began: float | None = None) -> Scored:
-        """Degraded where the stage was asked, at `began`."""
+        """No candidates, with the reasons; degraded where the stage was asked, at `began`."""
         took_ms = 0.0 if began is None else (time.perf_counter() - began) * 1000
         return Scored(
             Candidates.none(STAGE, skipped, degraded=began is not None, duration_ms=took_ms), np.empty((0, len(self.tasks)), np.float32)
@@ -82,7 +82,7 @@ class Scoring:
 
 
 def combined(predictions: FloatArray, record: RankerRecord, weights: Mapping[Task, float]) -> FloatArray:
-    """One score for each row of predictions (C, T), see above."""
+    """One score for each row of predictions (C, T), by the formula at the top of this file."""
     columns = dict(zip(record.tasks, predictions.T, strict=True))
     worth = np.full(len(predictions), weights.get(Task.CLICK, 0.0), np.float32)
     for task, column in columns.items():
@@ -94,7 +94,7 @@ def combined(predictions: FloatArray, record: RankerRecord, weights: Mapping[Tas
 
 
 def checked_weights(weights: Mapping[Task, float] | None, tasks: Sequence[Task]) -> None:
-    """Raises InvalidRequest at a task that the model does not predict, and where nothing counts."""
+    """Raises InvalidRequest at a task that the model does not predict, and where all weights are 0."""
     if weights is None:
         return
     for task in weights:

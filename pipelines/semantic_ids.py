@@ -22,12 +22,12 @@ from pipelines.balanced_k_means import balanced_codes, k_means, rank_in_runs
 
 Path: TypeAlias = tuple[int, ...]
 MOST_CODES = 65_536
-"""A level's. With more of them, clustering takes hours and the decoder is mostly an embedding table."""
+"""The most codes of a level. With more, clustering takes hours, and the decoder is mostly an embedding table."""
 
 
 @dataclass(frozen=True, slots=True)
 class LevelUse:
-    """How many of a level's `size` codes are used, their `perplexity` (`size` where all are equally full) and the fullest one's items."""
+    """How many of a level's `size` codes are used, their `perplexity` (`size` where all are equally full), and the items of the fullest."""
 
     size: int
     used: int
@@ -37,7 +37,7 @@ class LevelUse:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`shared`: share of the items that only the last level tells from others; `largest_cell`: how many share a path but for that level."""
+    """`shared`: the share of items that only the last level tells apart; `largest_cell`: the most items whose paths differ only there."""
 
     levels: tuple[LevelUse, ...]
     shared: float
@@ -48,7 +48,7 @@ class Report:
 
 
 def codes_a_level(items: int, levels: int, codes: int | None = None) -> int:
-    """How many codes a level has where so many are asked for, None: as few as make two cells for each item.
+    """How many codes a level has. `codes`: the number asked for; None: as few as make two cells for each item.
 
     Raises ConfigError where the levels or codes are too few or the codes too many.
     """
@@ -121,7 +121,7 @@ def _check_fits(ids: SemanticIds, clustered: FloatArray) -> None:
 
 
 def _free_path(ids: SemanticIds, vector: FloatArray, taken: Mapping[Path, int]) -> Path:
-    """Level by level the nearest code with a path left; `taken`: how many paths begin so."""
+    """The path that takes, level by level, the nearest code with a free path. `taken`: how many taken paths begin with a path."""
     if taken[()] >= math.prod(ids.sizes):
         raise DataError(f"all {taken[()]} paths are taken; train anew, with more codes or levels")
     path: Path = ()
@@ -134,7 +134,7 @@ def _free_path(ids: SemanticIds, vector: FloatArray, taken: Mapping[Path, int]) 
 
 
 def _beginnings(paths: Iterable[Sequence[int]]) -> Iterator[Path]:
-    """Of each path those of all lengths, from none of its codes to all of them."""
+    """All beginnings of each path, from none of its codes to all of them."""
     return (tuple(path[:length]) for path in paths for length in range(len(path) + 1))
 
 
@@ -146,7 +146,7 @@ def report(ids: SemanticIds) -> Report:
 
 
 def _number_within(cell: npt.NDArray[np.int64]) -> Int64Array:
-    """0, 1, ... for the items of each cell, in their order."""
+    """The items of each cell numbered 0, 1, ... in their order."""
     order = np.argsort(cell, kind="stable")
     numbers = np.empty(len(cell), np.int64)
     numbers[order] = rank_in_runs(cell[order])

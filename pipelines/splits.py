@@ -1,6 +1,6 @@
-"""Leave-last-out splits: which of a user's events are learnt from, chosen by and measured on.
+"""Leave-last-out splits: which of a user's events are for training, for validation and for the test.
 
-Of a user's n events the last is the test, the one before it the validation, and the n - 2 before that are for training.
+Of a user's n events the last one is for the test, the one before it for validation, and the n - 2 before those are for training.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from cluster.dataset import Interactions
 from cluster.values import Int64Array, UserSequence
 
 TEST, VALIDATION = 1, 2
-"""How many events from the end the held-out event of each split stands."""
+"""How far from the end of a history the held-out event of each split stands; the last event is 1."""
 
 Window = Literal["latest", "random"]
 
@@ -32,8 +32,8 @@ class Example:
 
 
 def held_out(interactions: Interactions, from_end: int, *, most_users: int | None = None) -> Iterator[Example]:
-    """For each user, everything before the event that stands `from_end` from the end, and that event's item. Of more than `most_users`
-    users with an event before it, so many are drawn, the same ones every time.
+    """For each user, everything before the event that stands `from_end` from the end, and that event's item. Where more than `most_users`
+    users have an event before it, that many are drawn, the same ones every time.
     """
     users = np.flatnonzero(interactions.lengths > from_end)
     if most_users is not None and most_users < len(users):

@@ -26,7 +26,7 @@ AT_ONCE_S = 0.001
 
 
 class StaleFallback(Recent[Key]):
-    """Request without its history -> the cache key of its last good answer, which may be stale or over an older history. For one model."""
+    """For one model: request without its history -> the cache key of its last good answer, which may be stale or over an older history."""
 
     def __init__(self, model_digest: str) -> None:
         super().__init__()

@@ -14,13 +14,13 @@ from cluster.values import RecommendRequest, SkippedBackend, StageReport
 
 STAGE = "history"
 LONGEST_READ_S = 600.0
-"""For requests without a deadline. Every store has a shorter limit of its own."""
+"""The time for requests without a deadline. Every store has a shorter limit of its own."""
 SWITCHED_OFF = "events are switched off (events: {enabled: false}); send the user's behaviours with the request"
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A request with its behaviours. `report` names the store that they come from, None if they came with the request; `version`: of the
+    """A request with its behaviours. `report`: names the store that they come from; None if they came with the request. `version`: of the
     stored history as it was read.
     """
 

@@ -1,4 +1,4 @@
-"""What titles and attributes say of items, as vectors, for clustering beside the encoder's and for items without events."""
+"""Titles and attributes of items as vectors, for clustering together with the encoder's, and for items without events."""
 
 import re
 from collections import Counter
@@ -12,7 +12,7 @@ TEXT_DIM = 128
 
 
 def with_titles(vectors: FloatArray, catalogue: Catalogue, weight: float, learnt: int | None = None) -> FloatArray:
-    """The item vectors (V + 1, D) with TEXT_DIM columns beside them of what titles and attributes say, whose `weight` is 0..1."""
+    """The item vectors (V + 1, D) with TEXT_DIM further columns for titles and attributes, which have the `weight` 0..1."""
     text = title_vectors(catalogue, learnt)
     return np.concatenate([vectors * np.sqrt(1 - weight), text * np.sqrt(weight)], axis=1, dtype=np.float32)
 
@@ -21,8 +21,8 @@ def title_vectors(catalogue: Catalogue, learnt: int | None = None) -> FloatArray
     """Random indexing of titles and attributes: the sum of a random vector for each word, weighted by its rarity, (V + 1, TEXT_DIM).
 
     Rows are of unit length, zeros where an item has no word; row 0 is zeros. See Kanerva et al. 2000.
-    `learnt`: only the first that many items say which words there are and how rare. Vectors are comparable where those items are the same:
-    a word more turns the random vectors of all words after it into others.
+    `learnt`: only so many items, the first ones, decide which words there are and how rare. Vectors are comparable only where these items
+    are the same: one more word changes the random vectors of all words after it.
     """
     words = [words_of(item) for item in catalogue.items]
     counts = Counter(word for each in words[:learnt] for word in each)

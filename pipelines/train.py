@@ -20,8 +20,8 @@ from pipelines.sequence_models import TrainableModel
 from pipelines.splits import VALIDATION, Example, Window, training_examples
 
 VALIDATED_USERS = 20_000
-"""How many users' validation events are ranked after an epoch: enough to tell a share of hits to 0.4 % or better. What is reported of the
-trained model is of all users.
+"""How many users' validation events are ranked after an epoch: enough to tell a share of hits to 0.4 % or better. The figures of the
+trained model are over all users.
 """
 
 
@@ -37,7 +37,7 @@ class TrainOptions(EpochOptions):
     temperature: float = Field(default=0.05, gt=0)
     seen_as_negatives: bool = Field(
         default=True,
-        description="without, items a user has seen are no wrong answers: fits catalogues without repeated items",
+        description="count items a user has seen as wrong answers; switch it off where users do not come back to items",
     )
     window: Window = Field(default="random", description="random: long histories give other windows too; latest: only the last")
     compile: bool = Field(default=False, description="torch.compile: slow to start, then several times faster")
@@ -73,7 +73,7 @@ class Trainer(EpochTrainer[list[Example], TrainOptions]):
         return [batches[index] for index in rng.permutation(len(batches)).tolist()]
 
     def _padded(self, length: int) -> int:
-        """A quarter, a half or all of the window: few shapes, so that a compiled model is compiled for few."""
+        """The length padded to a quarter, a half or all of the window: a compiled model is compiled anew for each length."""
         longest = self.model.config.max_history
         return next(size for size in (-(-longest // 4), -(-longest // 2), longest) if length <= size)
 

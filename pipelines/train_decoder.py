@@ -33,7 +33,7 @@ class DecoderOptions(EpochOptions):
     epochs: int = Field(default=20, ge=1, description="at most, and the end of its learning-rate schedule")
     learning_rate: float = Field(default=1.5e-3, gt=0)
     batch_windows: int = Field(default=32, ge=1, description="windows of the prompt's length in a batch")
-    users_an_epoch: int = Field(default=20_000, ge=1, description="their states are held at once; of more users, each epoch draws so many")
+    users_an_epoch: int = Field(default=20_000, ge=1, description="users whose states are held at once; of more, each epoch draws so many")
     weight_decay: float = Field(default=0.05, ge=0)
     window: Window = Field(default="random", description="which part of a history longer than the encoder's window is trained on")
     precision: Literal["fp32", "bf16"] = Field(default="fp32", description="fp32, or bf16 where the processor multiplies it faster")
@@ -108,7 +108,7 @@ class DecoderTrainer(EpochTrainer[Sequence[WindowColumns], DecoderOptions]):
         return {"loss": losses / rows}
 
     def _encoded(self, examples: Sequence[Example]) -> Iterator[WindowColumns]:
-        """Each example's window, as far back as the encoder sees: its states and events, and what followed each."""
+        """The columns of each example's window, as far back as the encoder sees: states, events, and the item after each event."""
         order = np.argsort([len(example.history) for example in examples], kind="stable").tolist()
         for start in range(0, len(order), ENCODED_AT_ONCE):
             part = [examples[index] for index in order[start : start + ENCODED_AT_ONCE]]
@@ -121,7 +121,7 @@ class DecoderTrainer(EpochTrainer[Sequence[WindowColumns], DecoderOptions]):
 
 
 def pieces(columns: WindowColumns, length: int, rng: np.random.Generator) -> list[WindowColumns]:
-    """The window in pieces of `length` rows that end at its end or, every other time by chance, up to half a piece before it."""
+    """The window cut into pieces of `length` rows from its end or, in half of all cases, from a random row up to half a piece before it."""
     rows = len(columns["targets"])
     if rows <= length:
         return [columns]
@@ -135,7 +135,7 @@ def _tail(columns: WindowColumns, length: int) -> WindowColumns:
 
 
 def _only_last(columns: WindowColumns) -> WindowColumns:
-    """With the last target alone."""
+    """The columns with all targets but the last set to 0."""
     targets = torch.zeros_like(columns["targets"])
     targets[-1] = columns["targets"][-1]
     return {**columns, "targets": targets}

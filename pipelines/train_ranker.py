@@ -1,9 +1,9 @@
-"""Train the ranker: windows of events, and in each event's place the item that the user turned to beside some that were drawn.
+"""Train the ranker: windows of events, and in each event's place the item that the user turned to, beside drawn items.
 
     trainer = RankerTrainer(ranker, interactions, options)
     best = trainer.fit()                # EpochReport of the epoch whose weights the ranker now has
 
-Each place teaches all tasks at once, from the events before it alone: what is predicted is what would have been asked then.
+Each place teaches all tasks at once, from the events before it alone, as a request at that moment would have been answered.
 Shapes: B users, L places (events), N candidates of a place, T tasks.
 """
 
@@ -29,7 +29,7 @@ from pipelines.sequence_models import TrainableModule
 from pipelines.splits import VALIDATION, Example, Window, learnt_events, training_examples
 
 TEMPERATURE = 0.05
-"""Of the softmax over items."""
+"""The temperature of the softmax over items."""
 
 
 class RankerOptions(EpochOptions):
@@ -58,7 +58,7 @@ class TrainableRanker(TrainableModule, Protocol):
 
 
 class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
-    """A run over the users' windows; validation asks what ranks first in the place of each user's validation event."""
+    """A run over the users' windows; validation ranks items in the place of each user's validation event."""
 
     largest_gradient = 1.0
 
@@ -73,8 +73,8 @@ class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
             raise DataError(f"none of the {interactions.users} users has events enough to learn from: at least {least} are needed")
 
     def examples(self, rng: np.random.Generator) -> list[Example]:
-        """Windows with all events that may be learnt: here the last one is a place too, and what follows it is of no use. Before the last
-        place of a window stand as many events as a ranker is ever given.
+        """Windows with all events that may be learnt. Here the last event of a window is a place too, and the item after it is not used.
+        Before the last place there are as many events as a ranker is ever given.
         """
         history, options = self.ranker.config.max_history + 1, self.options
         return training_examples(
@@ -82,7 +82,7 @@ class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
         )
 
     def _batches(self, rng: np.random.Generator) -> list[list[Example]]:
-        """Of similar length, shuffled among each other."""
+        """An epoch's examples in batches of similar length, in random order."""
         examples, size = self.examples(rng), self.options.batch_users
         order = np.argsort([len(example.history) + rng.random() for example in examples], kind="stable").tolist()
         batches = [[examples[index] for index in order[start : start + size]] for start in range(0, len(order), size)]
@@ -104,7 +104,7 @@ class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
         return loss, len(candidates_RN)
 
     def _of_event(self, logits_RT: Tensor, labels_RT: Tensor) -> Tensor:
-        """The sum of the tasks' mean losses: cross entropy, but of ratings squares in units of their deviation."""
+        """The sum of the tasks' mean losses: cross entropy, but for ratings the squared error in units of their deviation."""
         losses, scale = [], self.ranker.config.rating
         for task, logits, wanted in zip(self.ranker.config.tasks, logits_RT.unbind(1), labels_RT.unbind(1), strict=True):
             said = torch.isfinite(wanted)
@@ -122,5 +122,5 @@ class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
 
 
 def _of_drawn(clicks_RN: Tensor, collides_RN: Tensor) -> Tensor:
-    """The loss of the items that were drawn, each of which is one that the user did not turn to, unless it is that very item."""
+    """The loss of the drawn items, each of which counts as one that the user did not turn to, unless it is the item of the event."""
     return (F.softplus(clicks_RN) * ~collides_RN).sum() / len(clicks_RN)

@@ -27,7 +27,7 @@ PHASES = (FIRST_PHASE, "refit", "decoder", "decoder refit", "ranker", "ranker re
 
 
 class Observer(Protocol):
-    """Is told how a run goes."""
+    """Watches a run: its methods are called as the run goes on."""
 
     def phase(self, name: str, epochs: int, done: int) -> None: ...
     def batch(self, share: float) -> None: ...
@@ -36,7 +36,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run does around the training itself; `checkpoint` is written after every epoch, a file for each phase."""
+    """The options around the training itself; `checkpoint` is written after every epoch, a file for each phase."""
 
     refit: bool = False
     device: str = "auto"
@@ -46,7 +46,7 @@ class RunOptions:
 
 @dataclass(frozen=True, eq=False)
 class TrainingRun:
-    """What the phases of a run have in common: the model, the data, the options around them, and what is told of it."""
+    """The common part of a run's phases: the model, the data, the options around them, and the observer."""
 
     record: ModelRecord
     dataset: Dataset
@@ -58,7 +58,7 @@ class TrainingRun:
         trainer.fit(after_batch=self.observer.batch, after_epoch=self._begin(trainer, phase))
 
     def _begin(self, trainer: EpochTrainer[Any, Any], phase: str) -> Callable[[EpochReport], None]:
-        """What is returned, called after an epoch, shows and saves it."""
+        """Begin a phase; returns a function that shows and saves an epoch, to be called after each."""
         run = self.options
         if phase == FIRST_PHASE and not run.resume:
             forget_checkpoints(run)  # of a run that was abandoned: its later phases belong to another model
@@ -82,7 +82,7 @@ class TrainingRun:
 
     @cached_property
     def _data(self) -> str:
-        """A digest of all events, which a checkpoint has learnt from."""
+        """A digest of all events, to tell whether a checkpoint has learnt from the same."""
         events = self.dataset.interactions
         digest = hashlib.sha256()
         for column in (events.offsets, events.items, events.timestamps, events.actions, events.values):
@@ -92,23 +92,23 @@ class TrainingRun:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Trained:
-    """How a training went: `best` is the epoch that validation chose, of `epochs`; the seconds are those of a refit too."""
+    """The course of a training: `best` is the epoch that validation chose, of `epochs`; the seconds include a refit's."""
 
     best: EpochReport
     epochs: int
     seconds: float
 
     def course(self) -> dict[str, Any]:
-        """The same for the manifest's provenance."""
+        """The course as it stands in the manifest's provenance."""
         best = {"best_epoch": self.best.epoch, "validation": self.best.validation}
         return {"epochs": self.epochs, **best, "seconds": round(self.seconds, 1)}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainedModel(Trained):
-    """A finished encoder: `quality` are the metrics on the test events, before and after a refit.
+    """A finished encoder. `quality`: the metrics on the test events, before and after a refit.
 
-    `validated` is the model before the refit, which knows nothing of the validation events.
+    `validated`: the model before the refit, which has not seen the validation events.
     """
 
     model: TrainableModel
@@ -130,7 +130,7 @@ def new_model(record: ModelRecord, seed: int) -> TrainableModel:
 
 
 def said(error: ValidationError) -> str:
-    """What is wrong with sizes, by their names and values."""
+    """The refusal of sizes by pydantic as one line, with their names and values."""
     problems = ((".".join(map(str, one["loc"])), one["input"], one["msg"].removeprefix("Value error, ")) for one in error.errors())
     return "; ".join(f"{name} = {value!r}: {problem}" if name else problem for name, value, problem in problems)
 
@@ -167,9 +167,9 @@ def _train(run: TrainingRun, options: TrainOptions, phase: str) -> Trainer:
 
 @contextmanager
 def alone(run: RunOptions) -> Iterator[None]:
-    """Keep other runs off this one's checkpoints, which they would delete and overwrite, for as long as the block takes.
+    """Keep other runs away from this one's checkpoints, which they would delete and overwrite, within the block.
 
-    Raises ConfigError where another run is there.
+    Raises ConfigError where another run is under way.
     """
     if run.checkpoint is None:
         yield
@@ -193,7 +193,7 @@ def alone(run: RunOptions) -> Iterator[None]:
 
 
 def forget_checkpoints(run: RunOptions, phases: Sequence[str] = PHASES) -> None:
-    """Once what was trained is published, nothing is left to resume."""
+    """Delete the checkpoints of these phases, as after the model is published, when there is nothing left to resume."""
     if run.checkpoint:
         for phase in phases:
             _checkpoint(run.checkpoint, phase).unlink(missing_ok=True)
