@@ -32,7 +32,7 @@ _LARGEST_VALUE = float(np.finfo(np.float32).max)
 
 
 class Block(Protocol):
-    """A stretch of an event file; all three give the same rows in the same order, `pieces` by smaller blocks or the only one there is."""
+    """A stretch of an event file. All three methods give the same rows in the same order; `pieces` in smaller blocks, or in this one."""
 
     def columns(self, wanted: Sequence[int]) -> list[pa.Array]: ...
     def rows(self) -> Iterable[Row]: ...
@@ -40,11 +40,11 @@ class Block(Protocol):
 
 
 class _Doubt(Exception):
-    """The fast pass is not sure of a block."""
+    """Raised where the fast pass is not sure of a block."""
 
 
 class _Fault(Exception):
-    """What is wrong with a row."""
+    """Raised where a row is bad; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class EventCollector:
             self._find_fault(block, place)
 
     def _find_fault(self, block: Block, place: str) -> None:
-        """Read smaller and smaller parts of a block, so that only few rows are looked at one by one."""
+        """Find the bad rows by reading smaller and smaller parts of a block, so that few rows are looked at one by one."""
         pieces = list(block.pieces())
         if len(pieces) == 1:
             self._parts.append(self._careful(block, place))
@@ -229,7 +229,7 @@ def _refuse_dates(seconds: Int64Array, place: str) -> None:
 
 
 def _scaled(numbers: npt.NDArray[np.float64], unit: TimestampUnit) -> Int64Array:
-    """Whole and fractional part apart, as their product with a million would not be exact in a float."""
+    """The numbers in microseconds. Whole and fractional parts are scaled apart: as one float, the product would not be exact."""
     whole = np.floor(numbers)
     fraction = np.floor((numbers - whole) * unit.microseconds)
     times: Int64Array = (whole.astype(np.int64) * unit.microseconds + fraction.astype(np.int64)) // unit.per_microsecond
@@ -260,7 +260,7 @@ def _is_text(column: pa.Array) -> bool:
 
 
 def _kind_of_time(column: pa.Array) -> pa.DataType:
-    """How the first timestamp is written. Trying one kind after the other is slow: Arrow makes a message of every value that fails."""
+    """The type of the first timestamp. To try all types one after the other is slow: Arrow makes a message of every value that fails."""
     first = str(column[0].as_py()) if len(column) else "0"
     if "-" not in first[1:]:
         return pa.float64()

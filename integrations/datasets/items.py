@@ -14,7 +14,7 @@ ItemOf = Callable[[Sequence[str]], Item]
 def collect_items(
     place: str, rows: Iterable[Row], *, width: int, item_of: ItemOf, bad_rows: BadRows, taken: Container[str] = ()
 ) -> list[Item]:
-    """The items of a table, in file order. A row with an id that is none, one `taken` before, or not `width` fields is bad."""
+    """The items of a table, in file order. A row is bad with a wrong id, with one that is `taken`, or with other than `width` fields."""
     items: dict[str, Item] = {}
     for row in rows:
         fault = row.fault or (f"{len(row.fields)} fields where there should be {width}" if len(row.fields) != width else "")

@@ -51,14 +51,14 @@ def _atomic_movie(fields: Sequence[str]) -> Item:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A text file by name: how its lines are written, and the header it has, if any."""
+    """A text file by name, the format of its lines, and its header, if it has one."""
 
     name: str
     format: TextFormat
     header: tuple[str, ...] = ()
 
     def read(self, stream: IO[bytes], place: str, width: int) -> Iterator[TextBlock]:
-        """The blocks of the file, its header checked. Raises DataError where it is not the right one."""
+        """The blocks of the file after its header. Raises DataError where the header is another one."""
         reader = TextReader(stream, place, self.format)
         if self.header:
             reader.header(self.header)
@@ -67,7 +67,7 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Layout:
-    """A pair of files, and how a row of the second becomes an item."""
+    """A file of ratings and one of movies. `movie`: makes an item of a row of the latter, which has `movie_width` fields."""
 
     ratings: TextFile
     movies: TextFile
@@ -102,7 +102,7 @@ class MovieLens:
     layouts: tuple[Layout, ...]
 
     def __call__(self, path: Path | None = None, options: ReadOptions | None = None) -> Dataset:
-        """Raises DataError where the files are missing or, unless bad rows are skipped, a row is bad."""
+        """The dataset. Raises DataError where the files are missing or, unless bad rows are skipped, a row is bad."""
         options = options or ReadOptions()
         place = path or fetch_movielens(self.name, options.cache, options.mirror)
         layout, ratings, movies = self._find(place)

@@ -1,4 +1,4 @@
-"""How a dataset is to be read: where the cache is, which column is what, and what becomes of bad rows."""
+"""How a dataset is to be read: the cache, the columns' roles, and the treatment of bad rows."""
 
 import os
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class TimestampUnit(StrEnum):
 
 @dataclass
 class BadRows:
-    """What becomes of a bad row: the first one ends the reading, or all are counted and the first few kept to be shown."""
+    """Treats bad rows: either the first one ends the reading, or all are counted, and the first few kept to be shown."""
 
     skip: bool = False
     count: int = 0

@@ -26,7 +26,7 @@ class ParquetBlock:
         return [self.batch.column(number) for number in wanted]
 
     def pieces(self) -> "Iterator[ParquetBlock]":
-        """The block in smaller ones, or as it is where it is small."""
+        """The block in smaller ones; a small block as it is."""
         step = max(self.batch.num_rows // PIECES, SMALL_ROWS)
         for start in range(0, self.batch.num_rows, step):
             yield ParquetBlock(self.batch.slice(start, step), self.first_row + start)
@@ -63,7 +63,7 @@ def refuse_as_id(file: str, schema: pa.Schema, column: str) -> None:
 
 
 def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The same, views of text as text: Arrow does not yet compute all with them."""
+    """The batch with views of text turned into text, as Arrow cannot compute everything with views yet."""
     for number, column in enumerate(batch.schema):
         if pa.types.is_string_view(column.type):
             batch = batch.set_column(number, column.name, batch.column(number).cast(pa.large_string()))
@@ -71,9 +71,9 @@ def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _readable(column: pa.Array) -> pa.Array:
-    """Times and dates as ISO-8601 text, in UTC: Python's own cannot hold nanoseconds, nor years beyond 9999.
+    """The column with times and dates as ISO-8601 text, in UTC: Python's own types hold neither nanoseconds nor years beyond 9999.
 
-    Arrow says of a time without a zone that it is out of range; of one with a zone it writes the year modulo 65,536.
+    At a time out of range Arrow raises an error if it has no zone; if it has one, it writes the year modulo 65,536.
     """
     if pa.types.is_timestamp(column.type):
         column = column.cast(pa.int64()).cast(pa.timestamp(column.type.unit))

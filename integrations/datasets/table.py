@@ -52,7 +52,7 @@ def read_table(path: Path | None = None, options: ReadOptions | None = None) -> 
 
 
 def _name(path: Path) -> str:
-    """What the data set is called, and a model of it where nothing else is said: the file or directory, less how it is written."""
+    """The name of the data set, by default of its model too: that of the file or directory, without its ending."""
     return Path(own_name(path).removesuffix(".gz")).stem
 
 

@@ -23,14 +23,14 @@ TEXT = (".csv", ".tsv", ".txt", ".dat", *ATOMIC)
 
 @dataclass(frozen=True)
 class TextTable:
-    """An open text file behind its header."""
+    """An open text file whose header has been read."""
 
     place: str
     names: list[str]
     reader: TextReader
 
     def read(self, wanted: Sequence[str]) -> tuple[list[str], Iterator[Block]]:
-        """Blocks, and the names of their columns in order: all of the file's, as lines are split whole."""
+        """The names of the blocks' columns, and the blocks. They have all columns of the file, as lines are split whole."""
         del wanted
         return self.names, self.reader.blocks(len(self.names))
 
@@ -44,7 +44,7 @@ class ParquetTable:
     file: pq.ParquetFile
 
     def read(self, wanted: Sequence[str]) -> tuple[list[str], Iterator[Block]]:
-        """Blocks with the wanted columns, and the names of those."""
+        """The names of the wanted columns, and the blocks with them."""
         return list(wanted), parquet_blocks(self.file, wanted)
 
 
@@ -52,9 +52,9 @@ Table = TextTable | ParquetTable
 
 
 def table_files(path: Path) -> list[File]:
-    """The file, or the parts in the directory in order of name, without text files of no bytes, which have no rows.
+    """The file, or the parts in the directory in order of name, without empty text files, which have no rows.
 
-    Raises DataError where there is nothing.
+    Raises DataError where there is no table.
     """
     if not path.exists():
         raise DataError(f"{path} does not exist")
@@ -78,7 +78,7 @@ def _has_bytes(file: File) -> bool:
 
 @contextmanager
 def open_table(file: File, delimiter: str | None, progress: bool | None) -> Iterator[Table]:
-    """The file, its header read. `delimiter` None: tab where the name says so, else the one the first line has most of."""
+    """The open file, its header read. `delimiter` None: tab where the file's name says so, else the most frequent one in the first line."""
     with file.open(progress=progress) as stream:
         try:
             yield _parquet(file, stream) if file.name.endswith(PARQUET) else _text(file, stream, delimiter)

@@ -18,7 +18,7 @@ WORTH_THREADS_BYTES = 1 << 20
 PIECES = 32  # parts of a block with a bad row, of which only those that have one are read line by line
 LONGEST_RECORD = 200  # lines that a quoted field may run over; a quotation mark open for longer is a stray one
 MOST_TOLD = 1000
-"""Characters of a file's columns in an error."""
+"""The most characters that an error quotes of a file's columns."""
 _UNIT_SEPARATOR = b"\x1f"
 csv.field_size_limit(BLOCK_BYTES)  # Arrow has no limit, and Python's default of 131,072 would make the two disagree
 _LAST_ROW = "\x1e"
@@ -27,7 +27,7 @@ NO_TEXT = {
     b"PAR1": "the file is Parquet: give it a name that ends in .parquet",
     b"PK\x03\x04": "the file is a zip or a workbook: unpack it, or save the sheet as CSV",
 }
-"""What a file begins with whose first line may still be UTF-8, and the cure."""
+"""The beginning of a file that is no UTF-8 text, though its first line may pass for such -> the cure."""
 _COLUMN_TYPE = re.compile(r":(token|float)(_seq)?$")
 
 
@@ -105,7 +105,7 @@ class TextBlock:
             number += taken
 
     def pieces(self) -> "Iterator[TextBlock]":
-        """The block in smaller ones, or as it is where it is small or a quotation mark stays open, so that no cut is safe."""
+        """The block in smaller ones; as it is, where it is small, or a quotation mark stays open, so that no cut is safe."""
         start, line = 0, self.first_line
         while start < len(self.content):
             end = self._piece_end(start)
@@ -121,7 +121,7 @@ class TextBlock:
         return start + whole_records if whole_records else len(self.content)
 
     def _record(self, lines: Sequence[bytes], number: int) -> tuple[Row, int]:
-        """The record that starts at a line, and how many lines it takes."""
+        """The record that starts at line `number`, and how many lines it takes."""
         line, fault = self.first_line + number, ""
         for taken in range(1, min(LONGEST_RECORD, len(lines) - number) + 1):
             raw = b"\n".join(lines[number : number + taken]).removesuffix(b"\r")
@@ -139,9 +139,9 @@ class TextBlock:
         return Row(line, (), fault), 1
 
     def _for_arrow(self) -> tuple[bytes, str]:
-        """Content and delimiter as Arrow takes them. It splits at one byte, so a longer delimiter gives way to one that stands nowhere.
+        """Content and delimiter for Arrow, which splits at one byte: a longer delimiter is replaced by a byte that the content lacks.
 
-        Raises pa.ArrowInvalid where that cannot be.
+        Raises pa.ArrowInvalid where that is not possible.
         """
         if self.content.count(b"\r") != self.content.count(b"\r\n"):
             raise pa.ArrowInvalid("the block holds a carriage return, which ends a line for Arrow, inside a line")
@@ -170,7 +170,7 @@ class TextReader:
         self._line = 1
 
     def guess_delimiter(self, candidates: str) -> None:
-        """Take the candidate that stands most often in the first line; the earlier one of equals."""
+        """Take the candidate that occurs most often in the first line; of equals, the earlier one."""
         first_line = self._rest.split(b"\n", 1)[0]
         self._format = replace(self._format, delimiter=max(candidates, key=lambda candidate: first_line.count(candidate.encode())))
 
@@ -194,7 +194,7 @@ class TextReader:
         return names
 
     def blocks(self, width: int) -> Iterator[TextBlock]:
-        """What is left of the file, in blocks of whole lines."""
+        """The rest of the file, in blocks of whole lines."""
         while True:
             more = self._stream.read(self._block_bytes)
             content = self._rest + more if more else self._rest
@@ -207,19 +207,21 @@ class TextReader:
                 return
 
     def _whole_lines(self, content: bytes) -> int:
-        """Where the last record ends, 0 where none does yet; the last line, where a quotation mark stays open for too long to be meant."""
+        """Where the last record ends, 0 where none does yet. Where a quotation mark stays open for too long, it is taken for a stray one,
+        and the last line's end counts.
+        """
         end = last_record_end(content, self._format)
         return end if end or content.count(b"\n") < LONGEST_RECORD else content.rfind(b"\n") + 1
 
 
 def listed(names: Sequence[str]) -> str:
-    """Columns as errors tell them; of a file that is no table the beginning, as its first line may be all of it."""
+    """The columns for an error message; only the beginning where they are long, as in a file that is no table."""
     told = ", ".join(names)
     return told if len(told) <= MOST_TOLD else f"{told[:MOST_TOLD]}..."
 
 
 def last_record_end(content: bytes, text_format: TextFormat) -> int:
-    """Where the last whole record ends, that is the last line end not inside quotation marks; 0 where there is none."""
+    """Where the last whole record ends: at the last line end that is not inside quotation marks; 0 where there is none."""
     end = content.rfind(b"\n") + 1
     quotes = content.count(b'"', 0, end) if text_format.quoted else 0
     if not quotes:
@@ -235,9 +237,9 @@ def last_record_end(content: bytes, text_format: TextFormat) -> int:
 
 
 def _has_stray_quote(lines: bytes, delimiter: bytes) -> bool:
-    """Whether a quotation mark stands inside a field without them, as in ``a 27" screen``, so that their number says nothing.
+    """Whether a quotation mark stands inside an unquoted field, as in ``a 27" screen``, so that counting the marks says nothing.
 
-    Where there is none, every other one begins a field, or is the second of two that stand for one.
+    Without such a mark, every other one begins a field, or is the second of two that stand for one.
     """
     text = np.frombuffer(b"\n" + lines, np.uint8)
     before = text[np.flatnonzero(text == ord('"'))[::2] - 1]
@@ -245,7 +247,7 @@ def _has_stray_quote(lines: bytes, delimiter: bytes) -> bool:
 
 
 def _last_end_between_quotes(lines: bytes, delimiter: bytes) -> int:
-    """The last line end outside the fields in quotation marks; one open for more than LONGEST_RECORD lines opens none."""
+    """The last line end outside of quoted fields. A quotation mark that is open for more than LONGEST_RECORD lines begins no field."""
     field = re.compile(rb"(?:\A|(?<=\n)|(?<=" + re.escape(delimiter) + rb'))"[^"]*+(?:""[^"]*+)*+("?)')
     end = outside = 0
     while found := field.search(lines, outside):

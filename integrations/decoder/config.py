@@ -6,7 +6,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SERVABLE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 256)
-"""What vLLM's attention kernels take on CPUs and GPUs; with another one it loads, then breaks at the first request."""
+"""The head sizes that vLLM's attention kernels compute on CPUs and GPUs; with another one vLLM loads, and breaks at the first request."""
 
 
 class DecoderConfig(BaseModel):
@@ -30,7 +30,7 @@ class DecoderConfig(BaseModel):
 
     @property
     def parameters(self) -> int:
-        """Of the Llama alone, without its soft prompt."""
+        """How many parameters the Llama has, without its soft prompt."""
         layer = 4 * self.hidden**2 + 3 * self.hidden * self.feedforward + 2 * self.hidden
         return 2 * self.vocabulary * self.hidden + self.layers * layer + self.hidden
 

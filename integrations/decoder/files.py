@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def load_soft_prompt(bundle: Bundle) -> SoftPrompt:
-    """Ready to answer (eval mode, on the CPU). Raises BundleError."""
+    """The bundle's soft prompt, ready to answer (eval mode, on the CPU). Raises BundleError."""
     prompt = SoftPrompt(bundle.item_vectors, decoder_config(bundle).hidden)
     try:
         prompt.load_state_dict(load_file(bundle.verified(SOFT_PROMPT)))

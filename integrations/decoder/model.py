@@ -36,7 +36,7 @@ class PromptBatch:
 
 
 class SemanticIdDecoder(nn.Module):
-    """`lm` is what a bundle keeps in Hugging Face format; `prompt` stands beside it."""
+    """A trainable decoder: `lm`, which a bundle keeps in Hugging Face format, and the soft prompt `prompt`."""
 
     config_type = DecoderConfig
     paths: Tensor
@@ -58,7 +58,7 @@ class SemanticIdDecoder(nn.Module):
         return self.config.prompt_length
 
     def columns(self, history: UserSequence, states_LD: Tensor, targets_L: Tensor) -> dict[str, Tensor]:
-        """A window as columns of one length L: the latest L events of a history, the states after them, and what followed each."""
+        """A window as columns of one length L: the latest L events of a history, the states after them, and the item after each."""
         length = len(targets_L)
         codes: dict[str, np.ndarray[Any, Any]] = {"items": history.items, "ratings": rating_codes(history), "pauses": pause_codes(history)}
         tensors = {name: torch.from_numpy(np.asarray(column[-length:], np.int64)) for name, column in codes.items()}
@@ -87,7 +87,7 @@ class SemanticIdDecoder(nn.Module):
         return torch.stack(losses).sum()
 
     def _hidden(self, batch: PromptBatch, paths_BTL: Tensor) -> Tensor:
-        """Last hidden states (B, depth x T, H): at rows [0, T) those that predict first codes, then those that predict second ones..."""
+        """Last hidden states (B, depth x T, H): rows [0, T) predict the first codes, the next T rows the second codes, and so on."""
         users, length = batch.targets.shape
         rows = self.prompt(batch.states, batch.items, batch.ratings, batch.pauses)
         codes = self.lm.model.embed_tokens(paths_BTL[:, :, : self._depth - 1].transpose(1, 2).reshape(users, -1))
@@ -102,7 +102,7 @@ class SemanticIdDecoder(nn.Module):
 
 
 class _Siblings:
-    """Which codes of a level may stand in an item's path, given the codes before: (n, size) for n items."""
+    """Which codes of a level may follow the codes before them in an item's path: (n, size) for n items."""
 
     def __init__(self, ids: SemanticIds, level: int) -> None:
         codes = torch.from_numpy(ids.codes).long()
@@ -118,7 +118,7 @@ class _Siblings:
 
 
 def llama_config(config: DecoderConfig) -> LlamaConfig:
-    """As Hugging Face and vLLM read it. Nothing ends a path but its length: there are no special tokens."""
+    """The configuration for Hugging Face and vLLM. A path ends by its length alone: there are no special tokens."""
     return LlamaConfig(
         vocab_size=config.vocabulary,
         hidden_size=config.hidden,

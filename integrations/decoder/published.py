@@ -1,4 +1,4 @@
-"""Which decoder a bundle has, told without torch: a process that finds none, or none that it can serve, need not import it."""
+"""Which decoder a bundle has, found out without torch: a process that cannot serve a decoder need not import torch."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from integrations.decoder.config import DecoderConfig
 
 
 def decoder_config(bundle: Bundle) -> DecoderConfig:
-    """Raises BundleError where this version has no decoder, or one that this release does not understand."""
+    """The decoder's configuration. Raises BundleError where this version has no decoder, or one that this release does not understand."""
     record = bundle.decoder()
     if record.family not in DECODERS:
         raise BundleError(f"the decoder of {bundle.version} is a {record.family!r}; this release serves {', '.join(DECODERS)}")
@@ -22,7 +22,7 @@ def decoder_config(bundle: Bundle) -> DecoderConfig:
 
 
 def verified_decoder(bundle: Bundle) -> Path:
-    """The directory in Hugging Face format, once every file of the generative stage has its checksum. Raises BundleError."""
+    """The decoder's directory, in Hugging Face format, after checking every file of the generative stage. Raises BundleError."""
     decoder_config(bundle)
     bundle.verify_generative()
     if bundle.semantic_ids.version != bundle.decoder().semantic_ids:

@@ -1,4 +1,4 @@
-"""The soft prompt: what the encoder and the events say of a user, as rows that stand where a decoder expects embedded tokens.
+"""The soft prompt: a user's states and events as rows that take the place of embedded tokens in a decoder's input.
 
     row = W_s state + W_i item vector + rating + pause until the next event
 
@@ -39,7 +39,7 @@ class SoftPrompt(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, states_BTD: Tensor, items_BT: Tensor, ratings_BT: Tensor, pauses_BT: Tensor) -> Tensor:
-        """Rows (B, T, H). `ratings_BT` and `pauses_BT` are as `rating_codes` and `pause_codes` make them."""
+        """Rows (B, T, H). `ratings_BT` and `pauses_BT`: as made by `rating_codes` and `pause_codes`."""
         states = F.dropout(states_BTD * self._unit_to_normal, self.dropout, self.training)
         vectors = F.dropout(self.item_vectors[items_BT] * self._unit_to_normal, self.dropout, self.training)
         rows: Tensor = self.states(states) + self.items(vectors) + self.ratings(ratings_BT) + self.pauses(pauses_BT)
@@ -47,7 +47,7 @@ class SoftPrompt(nn.Module):
 
     @torch.inference_mode()
     def of(self, users: Sequence[UserState]) -> list[Tensor]:
-        """Each user's rows (T, H), float32. Raises BackendFailed at a state of another width, at NaN, and at an item that is not there."""
+        """Each user's rows (T, H), float32. Raises BackendFailed at a state of another width, at NaN, and at an unknown item."""
         if not users:
             return []
         columns = zip(*(self._checked(user) for user in users), strict=True)

@@ -1,4 +1,4 @@
-"""What the append computation is given: users in groups that pad each other little, and their kept rows side by side in reused memory.
+"""The inputs of the append computation: users in groups of like length, and their kept rows side by side in memory that is used again.
 
 Shapes as in model.HSTU.append: B users, S new rows, P kept rows.
 """
@@ -19,9 +19,9 @@ from integrations.hstu.user_behavior_schema import BehaviourBatch
 Arrays: TypeAlias = dict[str, Any]
 NEW_ROWS = ("items", "times", "next_times")
 GROUP_BYTES = 128 << 20
-"""The most that the kept rows of one group take, padding included, unless a single user's take more."""
+"""The most bytes that the kept rows of one group take, padding included, unless a single user's take more."""
 GROUP_BYTES_ON_GPU = 2 << 30
-"""The same on a GPU, which has no cache to stay within, and takes a batch in the time of a user."""
+"""The same on a GPU, where a group need not fit into a cache, and a batch takes the time of one user."""
 _FEW_NEW, _FEW_KEPT = 8, 64
 Size: TypeAlias = Callable[[int], int]
 
@@ -67,7 +67,7 @@ class AppendRequest:
 
 
 def groups(users: Iterable[AppendRequest], row_bytes: int, shapes: Shapes | None = None) -> Iterator[list[AppendRequest]]:
-    """The users in groups within which new rows, and kept rows, differ by less than a factor of two (or are few anyway)."""
+    """The users in groups. Within a group the numbers of new rows, and of kept rows, differ by less than a factor of two, or are small."""
     shapes = shapes or Shapes()
     alike: dict[tuple[int, int], list[AppendRequest]] = {}
     for user in users:
@@ -78,13 +78,13 @@ def groups(users: Iterable[AppendRequest], row_bytes: int, shapes: Shapes | None
 
 
 class AppendInputs:
-    """Assembles the inputs of a group. The kept rows lie in memory that the next call uses again: not for two threads."""
+    """Assembles the inputs of a group, for one thread: the kept rows lie in memory that the next call uses again."""
 
     def __init__(self, config: HSTUConfig, pool: BufferPool | None = None, shapes: Shapes | None = None) -> None:
         self._config, self._pool, self.shapes = config, pool or BufferPool(), shapes or Shapes()
 
     def clear(self) -> None:
-        """Let go of the rows that were last put side by side."""
+        """Free the memory of the last inputs."""
         self._pool.clear()
 
     def of(self, group: Sequence[AppendRequest], batch: BehaviourBatch) -> Arrays:
@@ -119,13 +119,13 @@ def most_users_at_once(batches: Sequence[int], user_bytes: int) -> int:
 
 
 def kept_side_by_side(pool: BufferPool, config: HSTUConfig, users: int, past: int) -> tuple[Any, Any]:
-    """K^T and V of as many kept rows of so many users, in the pool's memory."""
+    """Arrays in the pool's memory for K^T and V of `past` kept rows of each user."""
     kt = pool.array("past_kt", (config.layers, users, config.heads, config.attention_dim, past))
     return kt, pool.array("past_v", (config.layers, users, config.heads, past, config.linear_dim))
 
 
 def in_steps(run: Callable[[Arrays], Arrays], inputs: Arrays, most_new: int) -> Arrays:
-    """What `run` makes of the inputs, given at most `most_new` new rows a call. It writes into the inputs' kept rows."""
+    """The outputs of `run`, called with at most `most_new` new rows at a time. Each step's rows are written into the inputs' kept rows."""
     count, lengths, kept = inputs["items"].shape[1], inputs["lengths"], inputs["past_lengths"]
     if count <= most_new:
         return run(inputs)
@@ -142,7 +142,7 @@ def in_steps(run: Callable[[Arrays], Arrays], inputs: Arrays, most_new: int) -> 
 
 
 def _joined(parts: Sequence[Any], axis: int) -> Any:
-    """Arrays, or tensors where the engine's memory is not the host's."""
+    """The arrays concatenated; or tensors, where the engine's memory is not the host's."""
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts, axis)
     import torch  # noqa: PLC0415 - loaded where there are tensors

@@ -1,4 +1,4 @@
-"""What builds a sequence model. Defaults are the base ML-1M configuration of the HSTU paper's research code."""
+"""The configurations of sequence models. Defaults are the base ML-1M configuration of the HSTU paper's research code."""
 
 from typing import Self
 
@@ -55,7 +55,7 @@ class RankerConfig(HSTUConfig):
 
     @classmethod
     def of(cls, record: RankerRecord) -> Self:
-        """Raises BundleError where the record is not one of this family."""
+        """The ranker's configuration. Raises BundleError where the record is not one of this family."""
         try:
             return cls.model_validate({**record.config, "tasks": record.tasks, "rating": record.rating})
         except ValidationError as error:

@@ -1,4 +1,4 @@
-"""HSTU and SASRec in PyTorch: as they are (`torch`, needs nothing compiled) and through torch.compile (`torch_compiled`)."""
+"""HSTU and SASRec in PyTorch: in eager mode (`torch`, needs nothing compiled) and through torch.compile (`torch_compiled`)."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _INPUTS = ("items", "times", "next_times", "lengths")
 NEW_BUCKETS = (8, 64)
-"""New rows that an append is compiled for: a returning user's, and those of a step of a user of whom nothing is kept."""
+"""The numbers of new rows for which an append is compiled: a returning user's, and a step's of a user without kept rows."""
 
 
 class TorchEncoder(KeepsRows[KeptStates]):
@@ -96,7 +96,7 @@ class TorchEncoder(KeepsRows[KeptStates]):
         return with_states(answers, states_BCD, batch) if self._prompt_length else answers
 
     def _keep(self, bundle: Bundle, model: "SequenceModel") -> KeptStates | None:
-        """The users' states, or None where none are kept of such a model."""
+        """The users' states, or None where none are kept for such a model."""
         from integrations.hstu.model import HSTU  # noqa: PLC0415 - imports torch
         from integrations.hstu.torch_append import device_states  # noqa: PLC0415 - imports torch
 
@@ -107,7 +107,7 @@ class TorchEncoder(KeepsRows[KeptStates]):
         return KeptStates(bundle, run, self._state_options, store, pool, shapes=shapes)
 
     def _appending(self, model: "HSTU") -> tuple[RunAppend, Shapes, BufferPool | None]:
-        """The model's append, the shapes it takes, and where kept rows are to be put side by side for it; None: in host memory."""
+        """The model's append, the shapes it takes, and the memory in which kept rows are put side by side for it; None: host memory."""
         from integrations.hstu.torch_append import append_run, device_memory  # noqa: PLC0415 - imports torch
 
         if self._device.type == "cpu":
@@ -127,8 +127,8 @@ class TorchEncoder(KeepsRows[KeptStates]):
 class CompiledTorchEncoder(TorchEncoder):
     """The model through torch.compile, one compilation for each bucket of length and batch size.
 
-    Left to itself, torch.compile recompiles for new shapes and after eight of them runs eagerly without a word. Here every shape is a
-    bucket that `load` has compiled, inputs are padded up to it, and a shape outside the buckets is an error.
+    By default torch.compile recompiles for new shapes, and after eight of them silently runs eagerly. Here every shape is a bucket that
+    `load` has compiled, inputs are padded up to it, and a shape outside the buckets is an error.
     The append to kept states has few: the first two batch sizes, NEW_BUCKETS, and a quarter of the longest history kept or all of it.
     """
 
@@ -179,7 +179,9 @@ class CompiledTorchEncoder(TorchEncoder):
         return self._compiled(padded)[: stop - start]
 
     def _compiled(self, batch: BehaviourBatch) -> FloatArray:
-        """What is compiled holds for one setting of autocast's cache, which each thread has for itself, and other code may have changed."""
+        """The compiled states. Compiled code holds for one setting of autocast's cache, which is each thread's own, and other code may have
+        changed.
+        """
         import torch  # noqa: PLC0415
 
         torch.set_autocast_cache_enabled(True)
@@ -190,7 +192,7 @@ def bucket_shapes(users: Sequence[int], new: Sequence[int], kept: Sequence[int])
     """The shapes of an append that is compiled for these sizes, each ascending."""
 
     def rows(count: int) -> int:
-        """The steps of many new rows are all as large as can be."""
+        """The bucket of so many new rows; many new rows go in steps of the largest bucket."""
         return bucket(new, count) if count <= new[-1] else -(-count // new[-1]) * new[-1]
 
     return Shapes(partial(bucket, users), rows, partial(bucket, kept), users[-1], new[-1])

@@ -14,7 +14,7 @@ from integrations.hstu.user_behavior_schema import BehaviourBatch, collate
 
 
 def engine_batch(requests: Sequence[EncodeRequest], window: Window, items: int, pool: BufferPool | None = None) -> BehaviourBatch:
-    """Each user's latest events, those that the model's window leaves, the same for every engine: see window.py. `pool` as in `collate`.
+    """The batch of each user's latest events within the model's window, the same for every engine: see window.py. `pool` as in `collate`.
 
     Raises BackendFailed at an empty history and at an item outside 1..`items`.
     """
@@ -29,6 +29,6 @@ def engine_batch(requests: Sequence[EncodeRequest], window: Window, items: int, 
 
 
 def with_states(answers: Sequence[Encoded], states_BCD: FloatArray, batch: BehaviourBatch) -> list[Encoded]:
-    """The answers with each user's latest states, of which an engine repeats the first where the history has fewer than C."""
+    """The answers with each user's latest states; where a history has fewer than C, the engine has repeated the first one."""
     rows = zip(answers, states_BCD, batch.lengths.tolist(), strict=True)
     return [replace(answer, states=states_CD[-min(length, len(states_CD)) :]) for answer, states_CD, length in rows]

@@ -1,7 +1,7 @@
 """The settings in a gin file (github.com/google/gin-config), as far as they are plain values.
 
 A line of gin may go on inside brackets or behind a backslash, and `#` begins a comment outside of a string: the tokens are Python's.
-Imports register what can be set and set nothing. What could set something in a way that is not read here is refused with its line.
+Imports only register what can be set. A statement that could set something in a way that is not read here is refused with its line.
 """
 
 import ast
@@ -38,7 +38,7 @@ class Setting:
 
     @property
     def value(self) -> Any:
-        """Raises ConfigError where it is computed, as from a macro or another setting."""
+        """The value. Raises ConfigError where it is computed, as from a macro or another setting."""
         try:
             return ast.literal_eval(self.text)
         except (ValueError, SyntaxError):
@@ -49,7 +49,7 @@ class Setting:
 
 
 def read_settings(path: Path, text: str) -> list[Setting]:
-    """In the file's order: of two settings of one parameter gin takes the later one. Raises ConfigError that names the line."""
+    """The settings in the file's order: of two for one parameter gin takes the later one. Raises ConfigError that names the line."""
     found = (_setting(path, tokens) for tokens in _statements(path, text))
     return [setting for setting in found if setting]
 
@@ -74,7 +74,7 @@ def _statements(path: Path, text: str) -> Iterator[list[TokenInfo]]:
 
 
 def _setting(path: Path, tokens: Sequence[TokenInfo]) -> Setting | None:
-    """What the statement sets, None where it sets nothing."""
+    """The setting that a statement makes; None where it makes none."""
     line, words = tokens[0].start[0], [token.string for token in tokens]
     where, shown = f"{path}, line {line}", tokens[0].line.strip()
     if "=" not in words:
@@ -93,7 +93,7 @@ def _setting(path: Path, tokens: Sequence[TokenInfo]) -> Setting | None:
 
 
 def _source(tokens: Sequence[TokenInfo]) -> str:
-    """The tokens on one line, as far apart as they stand on theirs."""
+    """The tokens' text on one line, with the blanks that are between them in the file."""
     gaps = [after.start[1] - before.end[1] if after.start[0] == before.end[0] else 1 for before, after in pairwise(tokens)]
     return "".join(token.string + " " * gap for token, gap in zip(tokens, [*gaps, 0], strict=False))
 

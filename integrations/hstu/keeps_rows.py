@@ -11,7 +11,7 @@ KeptT = TypeVar("KeptT", bound=KeptRows)
 
 
 class KeepsRows(Generic[KeptT]):
-    """The options are those of StateOptions. `_kept` is None while nothing is kept; `_pool` is where batches are put together."""
+    """Takes the options of StateOptions. `_kept` is None while nothing is kept; `_pool`: the memory in which batches are put together."""
 
     _kept: KeptT | None = None
     _pool: BufferPool
@@ -34,17 +34,17 @@ class KeepsRows(Generic[KeptT]):
             kept.close()
 
     def forget(self, tenant: str, user: str) -> int:
-        """Erase what is kept of the user: how many rows, an event each."""
+        """Erase what is kept of the user; returns how many rows that was, one for each event."""
         self._pool.clear()  # the last batch may be theirs
         return self._kept.forget(tenant, user) if self._kept else 0
 
     def forget_tenant(self, tenant: str) -> int:
-        """The same of all users of a tenant."""
+        """As `forget`, for all users of a tenant."""
         self._pool.clear()
         return self._kept.forget_tenant(tenant) if self._kept else 0
 
     def forget_everything(self) -> int:
-        """The same of all users."""
+        """As `forget`, for all users."""
         self._pool.clear()
         return self._kept.clear() if self._kept else 0
 
@@ -57,7 +57,7 @@ class KeepsRows(Generic[KeptT]):
         return self._kept.take_over(tenant, user, data) if self._kept else 0
 
     def kept(self) -> dict[str, float]:
-        """What is kept and how often it served, and how often batches found memory that was there, as plain numbers; empty while nothing is
-        kept. From any thread.
+        """Figures of what is kept, how often it served, and how often batches found memory to use again; empty while nothing is kept. May
+        be called from any thread.
         """
         return {**kept.statistics(), **self._pool.statistics()} if (kept := self._kept) else {}

@@ -1,6 +1,6 @@
-"""A user's state, or the latest few: the model's output at the last events only, with no work spent on the others where that is exact.
+"""A user's state, or the latest few: the model's output at the last events only, computed without the others where that is exact.
 
-Only the last layer can be pruned, since the layers below must know every row; at small sizes that is half of the time.
+That is so in the last layer only, as the layers below must know every row; at small sizes it saves half of the time.
 Shapes as in sequence_model, and C: how many of the latest states.
 """
 
@@ -32,7 +32,7 @@ def latest_states(  # noqa: PLR0917 - a batch's own columns
 
 
 def latest_rows(layer: HSTULayer, x_BLD: Tensor, index_BC: Tensor, attended: Attended) -> Tensor:
-    """The layer's output (B, C, D) at these rows of each user, the only ones that ask."""
+    """The layer's output (B, C, D) at these rows of each user; no other rows attend."""
     x_BCD = rows(x_BLD, index_BC, layer.config.dim)
     kt, v = layer.keys(x_BLD)
     u, q = layer.queries(x_BCD)

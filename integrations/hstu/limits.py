@@ -7,7 +7,7 @@ from cluster.window import Window
 from integrations.hstu.config import HSTUConfig, SequenceConfig
 
 WORTH_BLOCKS = 1 << 17
-"""Pairs of rows, of all users and heads, from which on blocks take less time than one call for all rows."""
+"""From so many pairs of rows, over all users and heads, blocks take less time than one call for all rows."""
 WORTH_BLOCKS_ON_GPU = 1 << 27
 """The same on a GPU, where most calls take no longer than they take to start."""
 
@@ -29,22 +29,22 @@ def limits(model: ModelRecord) -> Limits:
 
 
 def row_blocks(max_history: int) -> int:
-    """In how many blocks the rows of a history attend, each to the events up to its last row only: a block sees nothing of what follows it.
+    """Into how many blocks the rows of a history are cut. Each block attends only to events up to its own last row.
 
-    A graph always has so many, and each needs a row: its input is padded to as many events.
+    A graph always has that many blocks, and each needs a row: its input is padded to at least as many events.
     """
     return min(8, max(4, max_history // 128)) if max_history >= 8 else 1
 
 
 def blocks_worth(config: HSTUConfig, users: int, length: int, *, on_gpu: bool = False) -> int:
-    """In how many blocks so many rows of so many users attend fastest where each block is a call of its own."""
+    """In how many blocks, each a call of its own, `length` rows of each of `users` attend fastest."""
     pairs = users * config.heads * length**2
     worth = WORTH_BLOCKS_ON_GPU if on_gpu else WORTH_BLOCKS
     return min(length, row_blocks(config.max_history)) if pairs >= worth else 1
 
 
 def block_ends(length: int, count: int) -> list[int]:
-    """0 and the row after the last one of each block."""
+    """Where the blocks begin and end: 0, and for each block the row after its last."""
     return [0, *(length * block // count for block in range(1, count)), length]
 
 

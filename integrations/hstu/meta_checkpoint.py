@@ -46,7 +46,7 @@ def read_meta_checkpoint(path: Path) -> dict[str, Tensor]:
 
 
 def _why(error: Exception) -> str:
-    """What torch says or, where it advises to load the file unguarded, which runs code that the file names, the same in our words."""
+    """The message of torch; in our own words where torch advises to load the file unguarded, which would run code that the file names."""
     if not isinstance(error, pickle.UnpicklingError) and "weights_only" not in str(error):
         return repr(error)
     named = re.search(r"GLOBAL (\S+)", str(error))
@@ -60,9 +60,9 @@ def _why(error: Exception) -> str:
 def from_meta(state: Mapping[str, Tensor], config: HSTUConfig, item_rows: Sequence[int], *, bf16: bool | None = None) -> HSTU:
     """An HSTU with the checkpoint's weights; `item_rows[i - 1]` is the embedding row of the item with catalogue index i.
 
-    Weights of bf16 are the same numbers in fp32, in which this HSTU computes. `bf16`: whether they must be, where that is known.
+    Weights in bf16 become the same numbers in fp32, in which this HSTU computes. `bf16`: whether they must be in bf16; None: either.
 
-    Raises DataError that names every missing, unexpected or misshapen tensor, and those that are no numbers of one kind.
+    Raises DataError that names every missing, unexpected or misshapen tensor, and tensors of a wrong kind.
     """
     model = HSTU(config)
     ours = model.state_dict()

@@ -1,6 +1,6 @@
-"""What Meta's research trainer was told (meta-recsys/generative-recommenders): read its gin file, or YAML, into our HSTU's configuration.
+"""Read the configuration of Meta's research trainer (meta-recsys/generative-recommenders), a gin file or YAML, into our HSTU's.
 
-What the trainer would have taken from its defaults is not guessed: sizes and what makes another model must be in the file.
+The trainer's defaults are not guessed: sizes, and settings that would make another model, must be in the file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _SIZES = {
     "hstu_encoder.dv": "linear_dim",
 }
 _STATED = {"max_length", *_SIZES.values()}
-"""What a file of our own names must say."""
+"""The keys that a file with our own names must have."""
 _DROPOUT, _OUTPUT_LENGTH, _BF16 = "train_fn.dropout_rate", "train_fn.gr_output_length", "train_fn.main_module_bf16"
 _DEFAULT_OUTPUT_LENGTH = 10
 _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
@@ -57,7 +57,7 @@ _MODULES = {
     "train_fn": "generative_recommenders.research.trainer.train",
     "hstu_encoder": "generative_recommenders.research.modeling.sequential.encoder_utils",
 }
-"""The functions of the trainer that make the model, and where they stand. What other functions are told makes no difference to it."""
+"""The trainer's functions that make the model, and their modules. Settings of other functions make no difference to the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def read_meta_config(path: Path, items: int, window_step: int | None = None) -> 
 
     The served window moves by one event, as the trainer's does, unless `window_step` or the file says otherwise.
 
-    Raises ConfigError where it can't be read, leaves out what must be known, or describes a model other than this HSTU.
+    Raises ConfigError where the file can't be read, leaves out a key that must be known, or describes another model than this HSTU.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -109,7 +109,7 @@ def _from_gin(path: Path, settings: Sequence[Setting]) -> tuple[dict[str, Any], 
 
 
 def _makes_the_model(setting: Setting) -> bool:
-    """Raises ConfigError at a setting that gin would not apply, or would not know."""
+    """Whether a setting changes the model. Raises ConfigError at a setting that gin would not apply, or would not know."""
     if (module := _MODULES.get(setting.name)) is None:
         return False
     if setting.scope:

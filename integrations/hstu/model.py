@@ -4,8 +4,8 @@
     y = W_o dropout(U * LayerNorm(A V)) + b + x
 
 The attention has no softmax, hence adds up over blocks of keys: kept keys and values of old events and those of new events are summed
-without concatenation, and a mask is a very negative bias (SiLU of it is 0). Rows attend in blocks, to the keys up to the block's end: of
-four blocks that leaves out three eighths of all pairs, which a mask would hide, and what is in work at a time is smaller.
+without concatenation, and a mask is a very negative bias (SiLU of it is 0). Rows attend in blocks, to the keys up to the block's end: four
+blocks leave out three eighths of all pairs, which a mask would hide, and less memory is in use at a time.
 
 Shapes: B users, L or S rows (events), P past rows, H heads, K = `attention_dim`, W = `linear_dim`, D = `dim`.
 """
@@ -64,7 +64,7 @@ class Attended:
 
 
 def causal(config: HSTUConfig, times_BL: Tensor, next_times_BL: Tensor) -> list[Attended]:
-    """Rows that look at themselves and at what stands before them, in blocks of rows that have the keys up to their last row."""
+    """Rows that look at themselves and at the rows before them, in blocks; a block has the keys up to its last row."""
     users, length = times_BL.shape
     exporting = torch.onnx.is_in_onnx_export()
     blocks = row_blocks(config.max_history) if exporting else blocks_worth(config, users, length, on_gpu=times_BL.is_cuda)
@@ -80,7 +80,7 @@ def causal(config: HSTUConfig, times_BL: Tensor, next_times_BL: Tensor) -> list[
 
 
 def among_new(config: HSTUConfig, times_BS: Tensor, next_times_BS: Tensor) -> list[Attended]:
-    """The same of a few rows, in one block: there may be only one."""
+    """As `causal`, for a few new rows in one block, as there may be only one row."""
     rows_S = torch.arange(times_BS.shape[1], device=times_BS.device)
     return [Attended(time_buckets(next_times_BS, times_BS, config.time_buckets), rows_S.unsqueeze(1) - rows_S)]
 
@@ -104,12 +104,12 @@ class HSTULayer(nn.Module):
         return u, self._values(v), self._by_head(q), self._by_head(k).transpose(2, 3)
 
     def keys(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
-        """K^T (B, H, K, L) and V (B, H, L, W) of rows that ask nothing themselves."""
+        """K^T (B, H, K, L) and V (B, H, L, W) of rows that do not attend themselves."""
         v, k = self._projections(x_BLD, 1, 3)
         return self._by_head(k).transpose(2, 3), self._values(v)
 
     def queries(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
-        """U (B, L, H*W) and Q (B, H, L, K) of rows that are never read."""
+        """U (B, L, H*W) and Q (B, H, L, K) of rows to which no row attends."""
         u, q = self._projections(x_BLD, 0, 2)
         return u, self._by_head(q)
 
@@ -127,7 +127,7 @@ class HSTULayer(nn.Module):
         return (F.silu(q @ kt + bias.unsqueeze(1)) @ v) / self.config.max_length
 
     def attend_causally(self, q: Tensor, kt: Tensor, v: Tensor, blocks: Sequence[Attended]) -> Tensor:
-        """(B, H, L, W): what rows see of themselves and of those before them."""
+        """(B, H, L, W): each row's sum over itself and the rows before it."""
         if len(blocks) == 1:
             return self.attend(q, kt, v, self.bias(blocks[0]))
         ends = [block.buckets.shape[2] for block in blocks]
@@ -159,7 +159,7 @@ class HSTULayer(nn.Module):
         return F.layer_norm(x_BLD, (self.config.dim,), eps=_EPSILON)
 
     def _projections(self, x_BLD: Tensor, *parts: int) -> list[Tensor]:
-        """Of U, V, Q and K, these."""
+        """The given `parts` of U, V, Q and K."""
         normed, ends = self._normed(x_BLD), list(accumulate(self.widths))
         return [F.silu(normed @ self.uvqk[:, ends[part] - self.widths[part] : ends[part]]) for part in parts]  # a Split is not folded
 

@@ -1,4 +1,4 @@
-"""How big a model is and what a batch costs, from its configuration alone: parameters, FLOPs, memory.
+"""The size of a model and the cost of a batch, from the configuration alone: parameters, FLOPs, memory.
 
     size = model_size(HSTUConfig(items=3883), batch=8, length=200)
     size.parameters, size.encode_flops, size.kv_bytes
@@ -56,7 +56,7 @@ def _layer_parameters(config: SequenceConfig) -> int:
 
 
 def _ranking_parameters(config: SequenceConfig) -> int:
-    """Of a ranker: the embeddings of actions, the two directions, the sharpness, and the heads."""
+    """A ranker's further parameters: the embeddings of actions, the two directions, the sharpness, and the heads."""
     if not isinstance(config, RankerConfig):
         return 0
     heads = _linear(config.dim, 2 * config.dim) + _linear(2 * config.dim, len(config.tasks))
@@ -73,7 +73,7 @@ def _layer_flops(config: SequenceConfig, batch: int, rows: int) -> int:
 
 
 def _activation_bytes(config: SequenceConfig, batch: int, rows: int, width: int) -> int:
-    """The most that is alive at once in eager inference: a block's (B, H, rows, L) attention and what it is made from.
+    """The most bytes in use at once in eager inference: a block's (B, H, rows, L) attention and the tensors that it is made from.
 
     HSTU holds the biased products and SiLU of them, the bias and every block's 64-bit time buckets; SASRec's attention kernel works in
     blocks of its own.

@@ -2,10 +2,10 @@
 
     event     item embedding * sqrt(D) + position + what the user did with it (action, rating)
     candidate item embedding * sqrt(D) + the position after the last event; sees every event and itself, no other candidate
-    asker     a candidate without an item: its output is the user's state at that moment, as a retrieval model has it
-    heads     a candidate's output -> one number a task; that of `click`, plus how near the item is to the user's state
+    asker     a candidate without an item: its output is the user's state at that moment, as in a retrieval model
+    heads     a candidate's output -> one number for each task; `click` adds how near the item is to the user's state
 
-An event looks at those before it and at itself. Its bias depends on the time between the two, not on when the next event happens, so that
+An event attends to the events before it and to itself. The bias depends on the time between two events, not on the next event's time, so
 the K and V of an event are final at once: a user's are kept, and candidates are scored in batches of any size against them (M-FALCON).
 
 Shapes: B users, L events, N candidates of one moment, M candidates of a user, P kept events, H heads, K = `attention_dim`,
@@ -30,7 +30,7 @@ from integrations.hstu.sequence_model import unit
 from integrations.hstu.time_buckets import time_buckets
 
 _SHARPNESS = 10.0
-"""How much nearness counts before anything is learnt: between items that have nothing to do with each other cosines are within 0.2."""
+"""The weight of nearness before anything is learnt: cosines of unrelated items are within 0.2."""
 
 
 class HSTURanker(nn.Module):
@@ -58,8 +58,8 @@ class HSTURanker(nn.Module):
     def forward(
         self, items_BL: Tensor, actions_BL: Tensor, ratings_BL: Tensor, times_BL: Tensor, candidates_BLN: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logits (B, L, N, T) of what the user does with candidates in the place of event i, known by the events before it alone; and the
-        user's states then (B, L, D), L2-normalised.
+        """Logits (B, L, N, T) of what the user does with candidates in the place of event i, from the events before it alone; and the
+        user's states at these moments (B, L, D), L2-normalised.
 
         Times are in seconds; the moment of a candidate is that of the event whose place it takes.
         """
@@ -124,18 +124,18 @@ class HSTURanker(nn.Module):
         return self.rank(candidates_M.unsqueeze(0), times, list(kt), list(v)).squeeze(0)
 
     def collate(self, sequences: Sequence[UserSequence]) -> dict[str, Tensor]:
-        """What `forward` takes of each user's latest events, (B, L), and their `values` as they are."""
+        """The inputs of `forward` from each user's latest events, (B, L), and the events' unscaled `values`."""
         return {name: torch.from_numpy(column) for name, column in training_batch(sequences, self.config).items()}
 
     def start_from(self, weights: Mapping[str, Tensor]) -> None:
-        """Begin with what a retrieval model has learnt: its embeddings and layers, as far as they are of the same name and shape."""
+        """Take over a retrieval model's embeddings and layers, as far as they have the same names and shapes."""
         own = self.state_dict()
         self.load_state_dict(
             {**own, **{name: tensor for name, tensor in weights.items() if name in own and tensor.shape == own[name].shape}}
         )
 
     def predictions(self, logits: Tensor) -> Tensor:
-        """Logits (..., T) as probabilities, those of `rating` as expected ratings."""
+        """Logits (..., T) as probabilities; those of `rating` as expected ratings."""
         if Task.RATING not in self.config.tasks:
             return torch.sigmoid(logits)
         scale, index = self.config.rating, self.config.tasks.index(Task.RATING)
@@ -155,7 +155,7 @@ class HSTURanker(nn.Module):
         return F.dropout(torch.cat([asker, x], dim=-2), self.config.dropout, self.training)
 
     def _logits(self, y: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-        """(..., N, T) and the user's state (..., D), of the asker's and the candidates' output (..., 1 + N, D)."""
+        """The logits (..., N, T) and the user's state (..., D), from the outputs of asker and candidates (..., 1 + N, D)."""
         user, logits = unit(y[..., :1, :]), self.heads(F.layer_norm(y[..., 1:, :], (self.config.dim,)))
         near = self.sharpness * (user * unit(self.item_embedding(candidates))).sum(dim=-1, keepdim=True)
         return torch.cat([logits[..., :1] + near, logits[..., 1:]], dim=-1), user.squeeze(-2)

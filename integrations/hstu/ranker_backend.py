@@ -1,4 +1,4 @@
-"""What the rankers of every engine have in common: the way from requests to predictions, and what they keep of users."""
+"""The common part of all engines' rankers: the way from requests to predictions, and the rows kept of users."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from integrations.hstu.ranking_engine import MICRO_BATCH, KeptEvents, RankingEng
 class RankerBackend(KeepsRows[KeptEvents], ABC):
     """A subclass says whether it can serve a bundle (`_check`) and makes the two functions of RankingEngine (`_open`).
 
-    `micro_batch`: candidates computed at a time. `state`: what is kept of users, see StateOptions.
+    `micro_batch`: how many candidates are computed at a time. `state`: the options of what is kept of users, see StateOptions.
     """
 
     def __init__(self, *, micro_batch: int = MICRO_BATCH, **state: Any) -> None:

@@ -3,8 +3,8 @@
     history -> window -> rows' identities -> store.match -> kept K^T, V -> append (events kept..n-1) -> store.commit
                                                             K^T, V of all n events + candidates, `micro_batch` at a time -> predictions
 
-The engine is two functions, `RunAppend` and `RunRank`: the ONNX graphs or the torch model. Users are computed one after the other: a
-request has candidates enough to fill the engine. An error of what is kept costs time and no answer.
+The engine is two functions, `RunAppend` and `RunRank`: the ONNX graphs or the torch model. Users are computed one after the other, as one
+request has enough candidates to fill the engine. An error in what is kept costs time, and no answer.
 Shapes as in ranker.py, without B.
 """
 
@@ -36,8 +36,8 @@ COMPLAINT = "a ranker's kept rows could not be used; such requests are computed 
 
 
 class RankingEngine:
-    """One model's ranking, for one thread at a time. `kept` is None where nothing of users is to be kept; in `pool` a user's rows are put
-    together.
+    """One model's ranking, for one thread at a time. `kept`: None where nothing of users is to be kept; `pool`: the memory in which a
+    user's rows are put together.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RankingEngine:
         self._config, self._kept, self._pool, self._micro_batch = config, kept, pool, micro_batch
 
     def answer(self, requests: Sequence[RankRequest]) -> list[Ranked]:
-        """In the order asked. Raises BackendFailed at an item outside 1..V and at an engine that answers with NaN."""
+        """The answers in the order asked. Raises BackendFailed at an item outside 1..V, and where the engine answers with NaN."""
         return [self._ranked(request) for request in requests]
 
     def _ranked(self, request: RankRequest) -> Ranked:
@@ -97,7 +97,7 @@ class RankingEngine:
         return kt, v
 
     def _drop(self, request: RankRequest) -> None:
-        """What is kept of this user may be the cause."""
+        """Forget the user: what is kept of the user may have caused the error."""
         if self._kept:
             self._kept.forget(request.tenant, request.user)
 

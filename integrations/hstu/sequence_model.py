@@ -24,12 +24,12 @@ def unit(x: Tensor) -> Tensor:
 
 
 def heads_apart(x_BLD: Tensor, heads: int, width: int) -> Tensor:
-    """(B, H, L, W) of (B, L, H*W)."""
+    """The tensor (B, L, H*W) as (B, H, L, W)."""
     return x_BLD.reshape(*x_BLD.shape[:2], heads, width).transpose(1, 2)
 
 
 def heads_joined(x_BHLW: Tensor, dim: int) -> Tensor:
-    """(B, L, D) of (B, H, L, W); D is H*W."""
+    """The tensor (B, H, L, W) as (B, L, D); D is H*W."""
     x_BLHW = x_BHLW.transpose(1, 2)
     return x_BLHW.reshape(*x_BLHW.shape[:2], dim)
 

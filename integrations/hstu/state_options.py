@@ -17,7 +17,9 @@ StoreName = Literal["paged", "radix"]
 PolicyName = Literal["lru", "lfu", "fifo"]
 DEFAULT_BYTES = 256 << 20
 KEEP_FROM = 32
-"""With 8 layers of 512 keeping pays from 8 events on, and halves the time at 32; with 2 layers of 50 from 128, and costs 0.2 ms at 32."""
+"""From so many events on, histories are kept. With 8 layers of 512 that pays from 8 events on, and halves the time at 32; with 2 layers of
+50 it pays from 128 on, and costs 0.2 ms at 32.
+"""
 KEEP_FROM_TRITON = 1024
 """The `triton` engine's: on an H200, 8 layers of 512 answer users with one new event each in 0.5 to 0.7 of the time where they have 2,048
 events, and in 0.9 to 1.1 of it with 1,024. Smaller models with 200 or 512 events take 1.6 to 10 times as long as without."""
@@ -26,10 +28,10 @@ _DTYPES = {"fp32": "float32", "fp16": "float16"}
 
 @dataclass(frozen=True, slots=True)
 class StateOptions:
-    """What an encoder keeps of its users. Raises UnknownChoice or ConfigError at a value that means nothing.
+    """What an encoder keeps of its users. Raises UnknownChoice or ConfigError at an invalid value.
 
-    `bytes`: the budget, 0 keeps nothing. `dtype`: fp16 holds twice as many users and moves a state by up to 1e-3. `store`: a page table a
-    user (paged), or a prefix tree (radix), whose leaves are evicted by `policy`. `keep_from`: shorter histories are encoded whole.
+    `bytes`: the budget, 0 keeps nothing. `dtype`: fp16 holds twice as many users and moves a state by up to 1e-3. `store`: a page table for
+    each user (paged), or a prefix tree (radix), whose leaves are evicted by `policy`. `keep_from`: shorter histories are encoded whole.
     """
 
     bytes: int = DEFAULT_BYTES
@@ -54,7 +56,7 @@ class StateOptions:
             raise ConfigError(f"state_bytes ({self.bytes}) must be at least 0 and keep_from ({self.keep_from}) at least 1")
 
     def keeps_of(self, max_history: int) -> bool:
-        """Whether anything can be kept of a model that sees so many events."""
+        """Whether anything can be kept for a model that sees so many events of a history."""
         return bool(self.bytes) and max_history >= self.keep_from
 
 

@@ -3,8 +3,8 @@
     history -> window -> rows' identities -> store.match -> kept K^T, V -> append (rows kept..n-1) -> store.commit (rows kept..n-2)
                                                                                                    -> latest states -> nearest items
 
-The engine is a function, `RunAppend`: the ONNX graph, an engine made of it, or the torch model. Any error here costs time and no answer:
-the request is answered by encoding all of its events, as it is without state, and what is kept of its user is dropped.
+The engine is a function, `RunAppend`: the ONNX graph, an engine built from it, or the torch model. Any error here costs time, and no
+answer: the request is answered by encoding all of its events, as without kept rows, and the rows kept of its user are dropped.
 """
 
 import logging
@@ -40,7 +40,7 @@ COMPLAINT = "kept states could not be used; such requests are encoded whole"
 
 
 class KeptStates(KeptRows):
-    """The users' states of one encoder and one model. For one thread at a time, but `statistics` from any."""
+    """The users' states of one encoder and one model. For one thread at a time; `statistics` may be called from any."""
 
     def __init__(
         self,
@@ -52,9 +52,7 @@ class KeptStates(KeptRows):
         *,
         shapes: Shapes | None = None,
     ) -> None:
-        """`store` is made as the options say, unless one is given; `pool` and `shapes` as in AppendInputs. Raises ConfigError where no row
-        fits.
-        """
+        """`store`: by default made by the options; `pool`, `shapes`: as in AppendInputs. Raises ConfigError where no row fits."""
         config = HSTUConfig.model_validate(bundle.manifest.model.config)
         store = store or make_store(config, options, with_states=bool(bundle.prompt_length))
         super().__init__(store, bundle.manifest.files[WEIGHTS].sha256, COMPLAINT)
@@ -63,7 +61,7 @@ class KeptStates(KeptRows):
         self._shortest = row_blocks(config.max_history)
 
     def close(self) -> None:
-        """Give back what the store holds beside memory."""
+        """Give back the store's resources other than memory."""
         if isinstance(self.store, DeviceTier):
             self.store.close()
 
@@ -73,7 +71,7 @@ class KeptStates(KeptRows):
         return forgotten
 
     def answer(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch, index: NearestItems, full: FullPath) -> list[Encoded]:
-        """Every request's answer, in order: from kept state, or from `full` where none is kept of it or it could not be used."""
+        """Every request's answer, in order: from kept rows, or by `full` where none are kept or they could not be used."""
         states = self.encode(requests, batch)
         answers: dict[int, Encoded] = {}
         if rest := [row for row in range(len(requests)) if row not in states]:
@@ -88,7 +86,7 @@ class KeptStates(KeptRows):
         return [answers[row] for row in range(len(requests))]
 
     def encode(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch) -> dict[int, FloatArray]:
-        """Request's position -> its latest states (T, D), oldest first; those that are missing are to be encoded whole.
+        """Request's position -> its latest states (T, D), oldest first; requests that are missing are to be encoded whole.
 
         T is what the decoder's prompt takes or the history has, 1 where there is no decoder.
         """
@@ -120,7 +118,7 @@ class KeptStates(KeptRows):
         return AppendRequest(row, kept, rows, length)
 
     def _kept_and_latest(self, user: AppendRequest, column: int, outputs: Arrays) -> FloatArray | None:
-        """Keep the rows that are final now; the latest states, or None where they are not finite."""
+        """Keep the rows that are final now; returns the latest states, or None where they are not finite."""
         new_states = outputs["states"][column, : user.new]
         if not np.isfinite(new_states).all():
             self._give_up([user.held.owner], ValueError("the state after a kept one is not finite"))
@@ -133,7 +131,7 @@ class KeptStates(KeptRows):
         return latest
 
     def _latest(self, user: AppendRequest, new_states: FloatArray) -> FloatArray:
-        """The latest states in memory of their own: those of kept rows as far back as the prompt takes, then those of new rows."""
+        """The latest states, copied: those of kept rows as far back as the prompt takes, then those of new rows."""
         first = max(0, user.length - max(1, self._prompt_length))
         latest = np.empty((user.length - first, new_states.shape[1]), np.float32)
         from_kept = max(0, user.kept - first)
@@ -147,7 +145,7 @@ class KeptStates(KeptRows):
 
 
 def states_if_any(engine: str, bundle: Bundle, options: StateOptions, keep: Callable[[], KeptStates]) -> KeptStates | None:
-    """What `keep` makes; None where none are kept of such a model, or its append cannot be opened, which the log says."""
+    """The states that `keep` makes; None where none are kept for such a model, or its append cannot be opened, which is logged."""
     if bundle.manifest.model.family != "hstu" or not options.keeps_of(limits(bundle.manifest.model).max_history):
         return None
     try:

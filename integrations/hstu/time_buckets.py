@@ -18,7 +18,7 @@ ENDS = (
 )  # fmt: skip
 """The last whole second of each bucket, as far as int32 goes; no second is in bucket 1."""
 BUCKET_WIDTH = 0.301
-"""Of a bucket, in natural logarithms of seconds."""
+"""The width of a bucket, in natural logarithms of seconds."""
 ESTIMATE_WIDTH = 0.30101
 """Wider than a bucket by more than fp32 logarithms are off, and by too little to skip a bucket."""
 _ENDS = torch.tensor(ENDS, dtype=torch.int32)

@@ -23,7 +23,7 @@ Append: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def append_run(append: Append, device: torch.device) -> RunAppend:
-    """A model's append as a function of arrays; on a CPU nothing is copied on the way in or out, and K and V stay where they are made."""
+    """A model's append as a function of arrays. On a CPU nothing is copied on the way in or out; K and V stay on their device."""
 
     def run(inputs: Arrays) -> Arrays:
         given = [torch.as_tensor(inputs[name], device=device) for name in INPUTS]  # outside, as what is on the device already was made
@@ -34,7 +34,7 @@ def append_run(append: Append, device: torch.device) -> RunAppend:
 
 
 def arrays(states: torch.Tensor, kt: torch.Tensor, v: torch.Tensor) -> Arrays:
-    """What an append returns as KeptStates takes it: K and V stay where they are."""
+    """The results of an append in the form for KeptStates; K and V stay on their device."""
     kept = {"kt": kt, "v": v} if kt.device.type != "cpu" else {"kt": kt.numpy(), "v": v.numpy()}
     return {"states": states.cpu().numpy(), **kept}
 
@@ -86,5 +86,5 @@ def device_states(config: HSTUConfig, options: StateOptions, bundle: Bundle, dev
 
 
 def device_memory(device: torch.device) -> BufferPool:
-    """Where states on the accelerator are put side by side."""
+    """The memory in which states on the accelerator are put side by side."""
     return BufferPool(lambda count, _: torch.empty(count, device=device))

@@ -12,7 +12,7 @@ from integrations.hstu.ranking_engine import RunAppend, RunRank
 
 
 class TorchRanker(RankerBackend):
-    """On the first GPU where there is one. Options as in RankerBackend."""
+    """Computes on the first GPU where there is one. Options as in RankerBackend."""
 
     def _check(self, bundle: Bundle) -> None:
         if find_spec("torch") is None:

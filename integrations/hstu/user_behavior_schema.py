@@ -40,7 +40,7 @@ class BehaviourBatch:
         return len(self.lengths)
 
     def take(self, rows: Sequence[int], shortest: int = 1) -> "BehaviourBatch":
-        """These users in this order, as long as the longest of them, and at least `shortest` where this batch is."""
+        """The batch of these users in this order, cut to the length of the longest of them, but to no less than `shortest`."""
         lengths = self.lengths[rows]
         longest = max(shortest, int(lengths.max(initial=0)))
         columns = {name: getattr(self, name)[rows, :longest] for name in ("items", "times", "next_times", "actions", "values")}
@@ -62,10 +62,10 @@ def collate(
     pad_to: int | None = None,
     pool: BufferPool | None = None,
 ) -> BehaviourBatch:
-    """Each user's latest events as a batch, as long as the longest of them and at least `shortest`, or `pad_to`; in memory of `pool`,
-    where one is given, which the next batch takes.
+    """Each user's latest events as a batch, as long as the longest of them and at least `shortest`, or `pad_to`. A batch in memory of
+    `pool` is valid until the next one.
 
-    They are the latest `max_history`, or what a window that moves by `step` events leaves of them.
+    The events are the latest `max_history`, or those in a window that moves by `step` events.
     """
     window = Window(max_history, step)
     lengths = np.array([len(sequence) - window.start(len(sequence)) for sequence in sequences], dtype=np.int64)

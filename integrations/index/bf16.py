@@ -1,8 +1,8 @@
-"""Nearest items by a scan in bf16, which reads half the bytes of one in fp32, and an fp32 search among all that it leaves in doubt.
+"""Nearest items by a scan in bf16, which reads half the bytes of one in fp32, and an fp32 search among the items that it leaves in doubt.
 
-The scan's scores are wrong by what rounding did (rounding.py bounds it). The best score of each block of items shows, for the price of one
-pass, a score that as many items reach as are asked for; what stays below it by more than the bound is out. So the answer is the exact one,
-for any vectors; the more alike they are, the more is left for the search in fp32.
+The scan's scores are off by rounding, within a bound (rounding.py). In one pass the best score of each block of items gives a score that as
+many items reach as are asked for; items below it by more than the bound are out. So the answer is exact for any vectors; the more alike
+these are, the more items are left for the search in fp32.
 
 Shapes: B users, V items, D width, N blocks of S items.
 """
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCK_SIZES = range(8, 65)
-"""Items of a block: more are coarse where many are asked for, and fewer no cheaper than the items themselves."""
+"""Items in a block: with more, too few blocks are left where many items are asked for; with fewer, a scan of the items is as cheap."""
 _WORTH_IT = 8
-"""Blocks for each item asked for, and items for each that is searched in fp32, from which on this is faster than a scan in fp32."""
+"""From so many blocks for each item asked for, and items for each one searched in fp32, this is faster than a scan in fp32."""
 _UNIT_ROUNDOFF = 2.0**-8
 
 
 class Bf16Items(NearestItems):
-    """Needs half as much memory again as the vectors. In torch, on the CPU."""
+    """Computed by torch on the CPU. Takes half as much memory again as the vectors."""
 
     def __init__(self, vectors: FloatArray) -> None:
         super().__init__(vectors)
@@ -43,7 +43,7 @@ class Bf16Items(NearestItems):
 
     @classmethod
     def is_fast(cls) -> bool:
-        """Whether the processor multiplies bf16 by itself: one that does not takes several times as long as for fp32."""
+        """Whether the processor has instructions for bf16: without them, bf16 takes several times as long as fp32."""
         import torch  # noqa: PLC0415
 
         return any(has for name, has in torch.cpu.get_capabilities().items() if "bf16" in name)
@@ -61,7 +61,7 @@ class Bf16Items(NearestItems):
         return self.among(items, state, count)
 
     def _in_doubt(self, states_BD: FloatArray, count: int, size: int) -> list[Int32Array]:
-        """For each state the items that may be among its `count` nearest: all that are, and some that are not."""
+        """For each state the items that may be among its `count` nearest: all those that are, and perhaps others."""
         import torch  # noqa: PLC0415
 
         full = len(self) // size * size
@@ -82,7 +82,7 @@ def needs_torch(index: str, extra: str) -> Availability:
 
 
 def _reaching(scores_NS: "Tensor", best_N: "Tensor", floor: "Tensor") -> Int32Array:
-    """The items with a score from `floor` on, given each item's and the best of each block's."""
+    """The items whose score is at least `floor`, from each item's score and the best score of each block."""
     blocks = (best_N >= floor).nonzero().squeeze(1)
     places = (scores_NS[blocks] >= floor).nonzero()
     items: Int32Array = (blocks[places[:, 0]] * scores_NS.shape[1] + places[:, 1] + 1).int().numpy()

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class CudaItems(NearestItems):
-    """Holds the vectors on the GPU, and needs there 4 bytes for each item and user of a batch. Only states and answers are copied."""
+    """Holds the vectors on the GPU, and needs 4 bytes there for each pair of an item and a user of a batch. Only states and answers are
+    copied.
+    """
 
     device = "cuda"
 
@@ -48,12 +50,12 @@ class CudaItems(NearestItems):
 
 
 def _reaching(scores_V: "Tensor", least: float) -> tuple[FloatArray, Int64Array]:
-    """The scores of `least` and more, and their places."""
+    """The scores that are at least `least`, and their places."""
     places = (scores_V >= least).nonzero().squeeze(1)
     return scores_V[places].cpu().numpy(), places.cpu().numpy()
 
 
 def _ordered(state: FloatArray, scores: FloatArray, places: Int64Array, count: int) -> Encoded:
-    """The `count` best of these, the lower index first where they are equal."""
+    """The `count` best of these items, the lower index first where scores are equal."""
     order = np.lexsort((places, -scores))[:count]
     return Encoded(state=state, items=(places[order] + 1).astype(np.int32), scores=scores[order])

@@ -1,7 +1,7 @@
 """Nearest items by faiss's scan of vectors in bf16, then by their fp32 vectors among the best of that scan.
 
-The scan's scores are wrong by what rounding did (rounding.py bounds it). Where the last item of the answer leads the last one that was
-found by more than that, no other item can belong to the answer; otherwise, as among vectors that are much alike, all are searched in fp32.
+The scan's scores are off by rounding, within a bound (rounding.py). Where the last item of the answer leads the last item found by more
+than that, no other item can belong to the answer; otherwise, as among very similar vectors, all are searched in fp32.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from cluster.values import Availability, Encoded, FloatArray, Int32Array
 from integrations.index.rounding import Rounding, slices
 
 _OVERSAMPLE = 4
-"""Items found for each that is asked for."""
+"""How many items the scan finds for each one that is asked for."""
 
 
 class FaissItems(NearestItems):
@@ -45,6 +45,6 @@ class FaissItems(NearestItems):
         return [self._proven(state, count, found.astype(np.int32) + 1, highest) for state, count, found, highest in rows]
 
     def _proven(self, state: FloatArray, count: int, found: Int32Array, highest_left: float) -> Encoded:
-        """The best of what was `found`, or of all items where one that was not, at `highest_left` at most, might stand before them."""
+        """The best of the items `found`; of all, where an item that was not found, with at most `highest_left`, might rank before them."""
         answer = self.among(found, state, count)
         return answer if answer.scores[-1] > highest_left else super().search(state[None], [count])[0]

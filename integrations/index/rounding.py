@@ -1,4 +1,4 @@
-"""How wrong a product of rounded vectors can be.
+"""How far a product of rounded vectors can be off.
 
     |v.s - v'.s'|  <=  |v| |s - s'|  +  |v - v'| |s'|        v', s': v and s rounded (Cauchy-Schwarz)
 
@@ -21,12 +21,12 @@ _FP32_SUM = 2.0**-23
 
 
 def slices(vectors: FloatArray) -> Iterator[FloatArray]:
-    """The rows a slice at a time: what is made of one is dropped before the next."""
+    """The rows in slices, so that only one slice's intermediate results are in memory at a time."""
     return (vectors[start : start + SLICE] for start in range(0, len(vectors), SLICE))
 
 
 class Rounding:
-    """What rounding did to these vectors (V, D)."""
+    """The error that rounding makes in these vectors (V, D)."""
 
     def __init__(self, vectors_VD: FloatArray, rounded: Rounded) -> None:
         self._rounded, self._dim = rounded, vectors_VD.shape[1]

@@ -16,7 +16,9 @@ OUTPUTS = ("states", "kt", "v")
 
 
 def append_run(bundle: Bundle, call: Callable[[Arrays], Mapping[str, Any]], inputs: Iterable[str], outputs: Iterable[str]) -> RunAppend:
-    """`call` runs the graph, whose inputs and outputs have these names. Raises BackendUnavailable where it is too old to be of use."""
+    """The append as a function. `call` runs the graph, whose inputs and outputs have these names. Raises BackendUnavailable where the graph
+    is too old.
+    """
     taken = tuple(inputs)
     if missing := ({"past_kt_0", "past_v_0"} - {*taken}) | ({*OUTPUTS} - {*outputs}):
         older = f"{bundle.version}'s graph {graph_file(GRAPH, 'fp32')} lacks {', '.join(sorted(missing))}: an older genrec compiled it"

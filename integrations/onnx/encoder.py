@@ -25,14 +25,14 @@ Precision = Literal["fp32", "int8"]
 
 
 class OnnxRuntimeEncoder(KeepsRows[KeptStates]):
-    """On the CUDA provider where this build of ONNX Runtime has it, else on the CPU.
+    """Computes by the CUDA provider where this build of ONNX Runtime has it, else on the CPU.
 
-    `threads` a session; the default is what Ray grants the replica. At small sizes several sessions of one thread beat one of several.
-    `index`: see cluster/nearest.py; it searches for users with kept rows, the `retrieve` graph does for all others.
-    `precision`: int8 is for CPUs and for models compiled with it (genrec compile --precision fp32,fp16,int8), which their quality allowed.
-    It scales what it multiplies by the largest value of a batch, so a state depends a little on the other histories of its batch, and
-    users with kept rows are encoded in fp32.
-    `state`: what is kept of users, see StateOptions; the `append` graph then encodes their new events only.
+    `threads`: of a session; by default as many as Ray grants the replica. At small sizes several sessions of one thread beat one of many.
+    `index`: searches for users with kept rows, see cluster/nearest.py; for all others the `retrieve` graph searches.
+    `precision`: int8 is for CPUs, and for models that were compiled with it (genrec compile --precision fp32,fp16,int8), as their quality
+    allowed. In int8, values are scaled by the largest of a batch, so a state depends a little on the other histories of its batch; users
+    with kept rows are encoded in fp32.
+    `state`: the options of what is kept of users, see StateOptions; the `append` graph then encodes their new events only.
     """
 
     brief = True

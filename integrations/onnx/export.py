@@ -106,7 +106,7 @@ def _name_all_inputs(graph: Graph, example: Inputs, path: Path) -> None:
 
 
 def _smallest_dimension(graph: Graph, inputs: Inputs) -> int:
-    """Of those that vary."""
+    """The smallest of the sizes that vary."""
     sizes = (zip(dims, inputs[name].shape, strict=True) for name, dims in graph.inputs.items())
     return min((size for dims in sizes for letter, size in dims if letter), default=0)
 
@@ -165,7 +165,7 @@ def session_run(path: Path) -> Run:
 
 
 def _precisions(graph: Graph, options: CompileOptions) -> list[Precision]:
-    """`retrieve` serves on ONNX Runtime only, which has no use for fp16 on a CPU; of the others, none serves on it alone."""
+    """fp32, and the narrower precision of the graph: `retrieve` serves on ONNX Runtime only, where fp16 is of no use on a CPU."""
     coarse: Precision = "int8" if graph.name == "retrieve" else "fp16"
     return ["fp32", *([coarse] if coarse in options.precisions else [])]
 
@@ -176,7 +176,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def _strict() -> Iterator[None]:
-    """A number or a branch that the tracer would take from the example for a constant is an error; that tracing is deprecated, none."""
+    """Raise where the tracer would make a constant of the example's number or branch; keep quiet that tracing is deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         warnings.filterwarnings("ignore", message="You are using the legacy TorchScript-based ONNX export", category=DeprecationWarning)

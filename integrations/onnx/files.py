@@ -12,7 +12,7 @@ def graph_file(graph: str, precision: Precision) -> str:
 
 
 def compiled_graph(bundle: Bundle, graph: str, precision: Precision = "fp32") -> Path:
-    """The graph to serve. Raises BackendUnavailable where the model was compiled without it, or the file is not what was compiled."""
+    """The file of the graph to serve. Raises BackendUnavailable where the model was compiled without it, or the file was altered."""
     if (artifact := bundle.artifact("onnx", graph, precision=precision)) is None:
         raise BackendUnavailable(why_missing(bundle, "onnx", graph, precision))
     try:

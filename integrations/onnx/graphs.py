@@ -1,4 +1,4 @@
-"""The computations that are exported, as modules of tensors in and tensors out.
+"""The computations that are exported, as modules from tensors to tensors.
 
     encode     items, times, next_times, lengths                                       -> state [, states]
     retrieve   items, times, next_times, lengths, top_n                                -> state, nearest, scores [, states]
@@ -7,10 +7,9 @@
     rank_append  items, actions, ratings, times, past_times, past_kt_0.., past_v_0..   -> kt, v
     rank       candidates, past_times, past_kt_0.., past_v_0..                         -> predictions
 
-The last two are of the ranker, and of one user. `next_times` of a user's last event is the time of the request (0), and the attention
-divides by the constant N of the model, for inputs of any length. `states` are the latest C, for a model whose decoder is
-prompted with them; of `append` they are those of all new events, since which of them come to stand among the latest C is known only when
-more are appended.
+The last two are the ranker's, for one user. `next_times` of a user's last event is the time of the request (0), and the attention divides
+by the model's constant N, for inputs of any length. `states`: the latest C, for a model whose decoder is prompted with them; for `append`,
+those of all new events, as only later events decide which of them are among the latest C.
 Shapes: B users, L events, S new events, P kept events, D width, V items, M candidates, T tasks.
 """
 
@@ -49,7 +48,7 @@ _ONE_PAST: dict[str, tuple[str | None, ...]] = {"past_times": ("P",)}
 
 
 def graphs(model: SequenceModel, prompt_length: int = 0) -> list[Graph]:
-    """What this model can be exported as; only HSTU has a state to append to. `prompt_length` is C, 0 where there is no decoder."""
+    """The graphs of a model; only HSTU's has an append. `prompt_length`: C, 0 where there is no decoder."""
     latest = ("states",) if prompt_length else ()
     shared = [
         Graph("encode", Encode(model, prompt_length), _HISTORY, ("state", *latest)),
@@ -63,7 +62,7 @@ def graphs(model: SequenceModel, prompt_length: int = 0) -> list[Graph]:
 
 
 def ranker_graphs(ranker: HSTURanker) -> list[Graph]:
-    """What a ranker is exported as."""
+    """The graphs of a ranker."""
     layers = ranker.config.layers
     return [
         Graph("rank_append", RankAppend(ranker), {**_EVENTS, **(_ONE_PAST if layers > 1 else {}), **_past_of(layers - 1)}, ("kt", "v")),
@@ -72,7 +71,7 @@ def ranker_graphs(ranker: HSTURanker) -> list[Graph]:
 
 
 def _past_of(layers: int) -> dict[str, tuple[str | None, ...]]:
-    """One user's kept K and V. The last layer's are no input where only new K and V are wanted: nothing attends there."""
+    """One user's kept K and V, for so many layers. Where only new K and V are wanted, the last layer needs none: nothing attends there."""
     return by_layer([(None, None, "P")] * layers, [(None, "P", None)] * layers)
 
 
@@ -131,7 +130,7 @@ class Append(nn.Module):
 class RankAppend(nn.Module):
     """K^T (layers, H, K, L) and V (layers, H, L, W) of one user's new events, which follow kept ones; see HSTURanker.append.
 
-    `past`: their times, every layer's K^T but the last, then every V; nothing where there is one layer.
+    `past`: the kept events' times, every layer's K^T but the last, then every V; empty where there is one layer.
     """
 
     def __init__(self, ranker: HSTURanker) -> None:

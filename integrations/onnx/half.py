@@ -1,7 +1,7 @@
 """A graph in fp16 where that is cheap and safe: matrix products and embedding tables; all else stays fp32.
 
-LayerNorm of small attention sums, logarithms of seconds and the final normalisation lose too much in fp16, and cost little. A builder of
-strongly typed engines takes the types as they stand here.
+LayerNorm of small attention sums, logarithms of seconds and the final normalisation lose too much in fp16, and cost little. TensorRT, which
+builds strongly typed engines, takes the types from the graph.
 """
 
 import numpy as np

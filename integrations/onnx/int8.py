@@ -1,4 +1,4 @@
-"""A graph with its weights in int8, and what they multiply quantized as it comes: the products of layers; all else stays fp32."""
+"""Dynamic int8 quantization of a graph: layers' weights in int8, their inputs quantized at each call; all else stays fp32."""
 
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,6 @@ def quantize(full: Path, path: Path) -> None:
 
 
 def _searched(model: ModelProto) -> list[str]:
-    """The names of the nodes whose results are searched for their largest."""
+    """The names of the nodes whose output a TopK searches."""
     searched = {node.input[0] for node in model.graph.node if node.op_type == "TopK"}
     return [node.name for node in model.graph.node if searched.intersection(node.output)]

@@ -1,4 +1,4 @@
-"""How the append graph names the kept keys and values: one input a layer, since taking a layer out of one large input copies all of it."""
+"""How graphs name the kept keys and values: one input for each layer, since taking a layer out of one large input copies all of it."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +11,6 @@ def by_layer(past_kt: Any, past_v: Any) -> dict[str, Any]:
 
 
 def graph_inputs(names: Iterable[str], inputs: dict[str, Any]) -> dict[str, Any]:
-    """Those of the inputs, by layer, that a graph takes: the exporter drops what the outputs do not depend on."""
+    """The inputs, split by layer, that a graph takes: the exporter drops inputs on which no output depends."""
     given = inputs | by_layer(inputs["past_kt"], inputs["past_v"])
     return {name: given[name] for name in names}

@@ -1,6 +1,6 @@
-"""The gate every compiled artifact passes: it answers as the model does, within a stated tolerance, or it is refused.
+"""The gate for every compiled artifact: it answers as the model does, within a stated tolerance, or it is refused.
 
-Those in int8 pass the one of quality_gate.py instead.
+Artifacts in int8 pass the gate of quality_gate.py instead.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +22,7 @@ Run = Callable[[Inputs], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest difference of any output from the model's, and the least share of its ten nearest items that must be the same."""
+    """The largest difference of any output from the model's, and the least share of the ten nearest items that must be the same."""
 
     max_abs_error: float
     top10_agreement: float
@@ -61,7 +61,7 @@ def require_parity(parity: Mapping[str, float], precision: Precision) -> None:
 
 
 def _difference(name: str, actual: FloatArray, expected: FloatArray) -> float:
-    """The largest; of predictions as `distance_of_predictions` has it."""
+    """The largest difference; for predictions by `distance_of_predictions`."""
     if actual.shape != expected.shape:
         raise CompileError(f"it returns shape {actual.shape} where the model returns {expected.shape}")
     if name == "predictions":
@@ -70,7 +70,7 @@ def _difference(name: str, actual: FloatArray, expected: FloatArray) -> float:
 
 
 def _best(outputs: Mapping[str, Any], vectors: FloatArray) -> Int64Array | None:
-    """The ten best of each user, (B, 10), where the outputs order anything."""
+    """The ten best items of each user, (B, 10); None where the outputs order nothing."""
     if "nearest" in outputs:
         nearest: Int64Array = outputs["nearest"]
         return nearest
@@ -84,7 +84,7 @@ def _top10(scores_BV: FloatArray) -> Int64Array:
 
 
 def _agreement(actual: Int64Array | None, expected: Int64Array) -> float:
-    """The share of the first ten, or of as many as were asked for, that stand in both."""
+    """The share of the first ten, or of as many as were asked for, that are in both."""
     assert actual is not None  # where the model orders something, so do its compiled forms
     count = min(actual.shape[1], expected.shape[1])
     shared = [np.intersect1d(mine[:count], theirs[:count]).size for mine, theirs in zip(actual, expected, strict=True)]

@@ -1,6 +1,6 @@
-"""The gate of int8 and bf16: they move a state too far for a tolerance of numbers, and serve only where the same items are still found.
+"""The quality gate for int8 and bf16, which move states too far for a tolerance of numbers: they serve where the same items are found.
 
-No torch: an engine asks it about itself when it is loaded.
+The gate needs no torch: an engine asks it when it is loaded.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from integrations.hstu.user_behavior_schema import BehaviourBatch
 NEAREST = 10
 _USERS = 8
 _SHARES = (1, 2, 8, 50)
-"""Of the longest history a batch's longest is the whole, a half, an eighth and a fiftieth."""
+"""The longest history of a batch, as divisors of the longest there can be: the whole, a half, an eighth and a fiftieth."""
 _NOW = 1_700_000_000
 
 States = Callable[[BehaviourBatch], FloatArray]
@@ -26,9 +26,9 @@ States = Callable[[BehaviourBatch], FloatArray]
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Of states against those of full precision, both means over users: which share of their ten nearest items is the same, and the cosine.
+    """States compared with those of full precision, as means over users: the share of equal items among the ten nearest, and the cosine.
 
-    Not the least: of some histories the last layer leaves next to nothing before it is brought to length 1, and rounding turns that far.
+    The minimum over users would not do: some states are next to zero before they are scaled to length 1, so rounding turns them far.
     """
 
     overlap: float
@@ -54,7 +54,7 @@ def compare(bundle: Bundle, states: States, reference: States) -> Quality:
 
 
 def figures(states_BD: FloatArray, reference_BD: FloatArray, vectors_VD: FloatArray) -> Quality:
-    """Of unit-length states; the first row of the vectors is padding."""
+    """The quality of unit-length states; the first row of the vectors is padding."""
     cosines = np.einsum("bd,bd->b", states_BD, reference_BD)
     pairs = zip(_nearest(states_BD, vectors_VD), _nearest(reference_BD, vectors_VD), strict=True)
     shared = [np.intersect1d(mine, theirs).size / len(theirs) for mine, theirs in pairs]
@@ -66,7 +66,7 @@ def _nearest(states_BD: FloatArray, vectors_VD: FloatArray) -> Int64Array:
 
 
 def probes(popularity: Int64Array, max_history: int) -> Iterator[BehaviourBatch]:
-    """Seeded histories of 32 users: items as often as they were met in training, lengths from one event to `max_history`.
+    """Seeded histories of 32 users: items as frequent as in the training data, lengths from one event to `max_history`.
 
     A bundle holds no user's history. `popularity` (V + 1,) is the bundle's.
     """

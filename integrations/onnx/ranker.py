@@ -17,8 +17,8 @@ GRAPHS = ("rank_append", "rank")
 
 
 class OnnxRuntimeRanker(RankerBackend):
-    """On the CUDA provider where this build of ONNX Runtime has it, else on the CPU. `threads` as of OnnxRuntimeEncoder, the rest as in
-    RankerBackend.
+    """Computes by the CUDA provider where this build of ONNX Runtime has it, else on the CPU. `threads` as for OnnxRuntimeEncoder, other
+    options as for RankerBackend.
     """
 
     brief = True

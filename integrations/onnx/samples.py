@@ -1,4 +1,4 @@
-"""Inputs to compare a compiled graph with its model on: seeded random histories, from one event to as many as the model takes."""
+"""Inputs on which a compiled graph is compared with its model: seeded random histories, from one event to as many as the model takes."""
 
 from collections.abc import Iterator, Mapping
 
@@ -18,7 +18,7 @@ _TOP_N = (10, 1, 100)
 
 
 def samples(graph: Graph, config: SequenceConfig) -> Iterator[Inputs]:
-    """Batches of 1 to 4 users with ragged lengths; for `append` also ragged pasts, none among them."""
+    """Batches of 1 to 4 users with ragged lengths; for `append` with ragged numbers of past events too, 0 among them."""
     if isinstance(config, RankerConfig):
         yield from _ranker_samples(graph, config)
         return
@@ -35,7 +35,9 @@ def samples(graph: Graph, config: SequenceConfig) -> Iterator[Inputs]:
 
 
 def history(config: SequenceConfig, batch: int, length: int, generator: torch.Generator, longest: int | None = None) -> dict[str, Tensor]:
-    """Histories with gaps of seconds to months, right-padded to `length`; one of them is as long, or has `longest` events."""
+    """Histories with gaps of seconds to months, right-padded to `length`. The first has `longest` events (default: `length`), the others as
+    many or fewer.
+    """
     lengths = torch.randint(1, (longest or length) + 1, (batch,), generator=generator)
     lengths[0] = longest or length
     gaps = torch.exp(torch.rand((batch, length), generator=generator) * 16).long()
@@ -67,7 +69,7 @@ def append_inputs(model: nn.Module, batch: int, new: int, past: int, generator: 
 
 
 def _ranker_samples(graph: Graph, config: RankerConfig) -> Iterator[Inputs]:
-    """One user each: pasts of none to all that the model takes, and up to 300 candidates or 8 new events."""
+    """Inputs of one user each: from no past event to as many as the model takes, and up to 300 candidates or 8 new events."""
     ranker, generator = graph.module.get_submodule("model"), torch.Generator().manual_seed(0)
     assert isinstance(ranker, HSTURanker)
     longest = config.max_history
@@ -84,7 +86,7 @@ def _ranker_samples(graph: Graph, config: RankerConfig) -> Iterator[Inputs]:
 
 
 def ranker_inputs(ranker: HSTURanker, graph: str, past: int, count: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """`past` kept events, and so many candidates (`rank`) or new events, as far as the model takes them (`rank_append`)."""
+    """`past` kept events, and `count` candidates (`rank`) or new events, as many as the model takes (`rank_append`)."""
     new = min(count, ranker.config.max_history - past) if graph == "rank_append" else 0
     events = past + new
     whole = history(ranker.config, 1, events + 1, generator)

@@ -32,11 +32,11 @@ def open_session(graph: Path, threads: int | None = None) -> Any:
 
 
 def threads_granted() -> int:
-    """OMP_NUM_THREADS, which may be empty or a list with a number for each level of nesting; 0 where it says nothing."""
+    """The number in OMP_NUM_THREADS, which may also be empty, or a list with a number for each level of nesting; 0 without one."""
     return int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0] or 0)
 
 
 @cache
 def _warn_of_lost(provider: str) -> None:
-    """Once in a process: ONNX Runtime goes on without a provider whose libraries do not load."""
+    """Warn, once in a process, that ONNX Runtime goes on without a provider whose libraries do not load."""
     _LOG.warning("ONNX Runtime has %s but could not start it; serving without. Check that its CUDA and cuDNN libraries load", provider)

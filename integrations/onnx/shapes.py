@@ -15,7 +15,7 @@ _NAME = "aten::reshape"
 
 @contextmanager
 def constant_shapes(opset: int) -> Iterator[None]:
-    """While it lasts, the exporter of traces writes `reshape` with a constant: a size that is no number is the input's own."""
+    """Within the block, the tracing exporter writes each `reshape` with a constant shape: 0, the input's own, for a size that varies."""
     register_custom_op_symbolic(_NAME, _reshape, opset)
     try:
         yield
@@ -24,7 +24,7 @@ def constant_shapes(opset: int) -> Iterator[None]:
 
 
 def _reshape(graph: Any, x: Any, sizes: Any) -> Any:
-    """The first size is the number of users, which may be 0: it is as many as are left."""
+    """The first size is the number of users, which may be 0: it is written as -1, what is left."""
     found = [symbolic_helper._maybe_get_const(size, "i") for size in symbolic_helper._unpack_list(sizes)]  # noqa: SLF001 - symbolics' own
     users, *rest = [size if isinstance(size, int) else 0 for size in found]
     return graph.op("Reshape", x, graph.op("Constant", value_t=torch.tensor([users or -1, *rest])))

@@ -30,11 +30,13 @@ GRAPH = "encode"
 
 
 class OpenVinoEncoder(KeepsRows[KeptStates]):
-    """Against ONNX Runtime, on one thread, for users without kept rows: with 4 layers of 256 a quarter less time for 512 events, and as
-    much for histories of all lengths; with 2 layers of 50 and 200 events a quarter less for 32 users at a time, and a quarter more for one.
-    `threads`: by default what Ray grants the replica. `precision`: bf16 takes a third off that where the CPU multiplies bf16, and moves a
-    state by up to 8e-3; other CPUs compute in f32 all the same. A model that bf16 is too coarse for is found out as it is loaded.
-    Users with kept rows are encoded in f32. `index`: see cluster/nearest.py. `state`: what is kept of users, see StateOptions; the
+    """Computes on the CPU. Compared with ONNX Runtime, on one thread, for users without kept rows: with 4 layers of 256 a quarter less time
+    for 512 events, and equal time for histories of mixed lengths; with 2 layers of 50 and 200 events a quarter less for 32 users at a time,
+    and a quarter more for one.
+
+    `threads`: by default as many as Ray grants the replica. `precision`: bf16 saves a third of the time where the CPU multiplies bf16, and
+    moves a state by up to 8e-3; other CPUs compute in f32 all the same. `load` refuses a model for which bf16 is too coarse. Users with
+    kept rows are encoded in f32. `index`: see cluster/nearest.py. `state`: the options of what is kept of users, see StateOptions; the
     `append` graph then encodes their new events only.
     """
 
@@ -53,7 +55,7 @@ class OpenVinoEncoder(KeepsRows[KeptStates]):
         return index_availability(self._index_name)
 
     def load(self, bundle: Bundle) -> None:
-        """Raises BackendUnavailable, among others where the states in bf16 are too far from those in f32."""
+        """Make the engine ready. Raises BackendUnavailable, also where the states in bf16 are too far from those in f32."""
         if not (availability := self.get_availability(bundle)).ok:
             raise BackendUnavailable(availability.reason)
         self._window = limits(bundle.manifest.model).window
@@ -108,11 +110,13 @@ class OpenVinoEncoder(KeepsRows[KeptStates]):
         return length_step(self._window.longest)
 
     def _padded_length(self, events: int) -> int:
-        """No more than the window has: the graph's biases know no row beyond it, and what a row without one adds counts as an event."""
+        """The events that histories are padded to, at most the window: the graph's biases have no row beyond it, and a row without a bias
+        would count as an event.
+        """
         return min(self._window.longest, bucket(events, self._step))
 
     def _run(self, engine: Any, batch: BehaviourBatch) -> Mapping[str, FloatArray]:
-        """The graph's outputs, of padding too."""
+        """The graph's outputs, including those for padding."""
         users, events = batch.items.shape
         shape = bucket(users, USERS), self._padded_length(events)
         outputs: Mapping[str, FloatArray] = engine({node.any_name: _padded(getattr(batch, node.any_name), shape) for node in engine.inputs})
@@ -120,7 +124,7 @@ class OpenVinoEncoder(KeepsRows[KeptStates]):
 
 
 def _padded(array: "np.ndarray[Any, Any]", shape: tuple[int, int]) -> "np.ndarray[Any, Any]":
-    """The array (B, L) or (B,) with zeros behind it, up to `shape`."""
+    """The array (B, L) or (B,), filled up with zeros to `shape`."""
     padded = np.zeros(shape[: array.ndim], array.dtype)
     padded[tuple(map(slice, array.shape))] = array
     return padded

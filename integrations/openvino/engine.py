@@ -9,20 +9,20 @@ from cluster.errors import UnknownChoice
 _LOG = logging.getLogger(__name__)
 Precision = Literal["f32", "bf16"]
 CAPACITY = "CPU_RUNTIME_CACHE_CAPACITY"
-"""Not among the properties that OpenVINO documents: a later one may not have it."""
+"""A property that OpenVINO does not document: a later version may not have it."""
 INSTALL = "openvino is not installed; run: pip install 'genrec[openvino]'"
 
 
 def known_precision(precision: Precision) -> Precision:
-    """Raises UnknownChoice."""
+    """The precision as it is. Raises UnknownChoice where it is none."""
     if precision not in get_args(Precision):
         raise UnknownChoice("precision", precision, get_args(Precision))
     return precision
 
 
 def compiled(graph: Path, threads: int, precision: Precision, kept: int | None = None) -> Any:
-    """The graph as an openvino.CompiledModel for single calls. `threads` 0: all cores. `kept`: of how many operations the programs are kept
-    that are made for shapes met before; by default 5,000, which come to 2 GB.
+    """The graph as an openvino.CompiledModel for single calls. `threads` 0: all cores. `kept`: for how many operations OpenVINO keeps the
+    programs that it made for earlier shapes; by default 5,000, which take 2 GB.
 
     The precision is always named: where the CPU multiplies bf16, OpenVINO takes that unless it is told otherwise. Threads stay unpinned:
     several replicas of a machine would pin theirs to the same cores.

@@ -16,11 +16,11 @@ from integrations.onnx.session import threads_granted
 from integrations.openvino.engine import INSTALL, compiled
 
 KEPT = 200
-"""Hardly any shape of a ranker's comes twice. As fast as 5,000; none at all take two thirds more time for shapes that change."""
+"""How many compiled shapes are kept. A ranker's shapes hardly ever come twice: 200 are as fast as 5,000, 0 takes two thirds more time."""
 
 
 class OpenVinoRanker(RankerBackend):
-    """In f32. `threads` as of OpenVinoEncoder, the rest as in RankerBackend."""
+    """Computes in f32. `threads` as for OpenVinoEncoder, other options as for RankerBackend."""
 
     def __init__(self, threads: int | None = None, **options: Any) -> None:
         super().__init__(**options)

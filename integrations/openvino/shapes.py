@@ -1,4 +1,4 @@
-"""The shapes that the encoder's graphs are shown: few, as OpenVINO makes programs for each one it meets, and keeps them."""
+"""The shapes of the inputs to the encoder's graphs: few, as OpenVINO makes programs for each shape it meets, and keeps them."""
 
 from collections.abc import Iterable
 from itertools import product
@@ -8,18 +8,18 @@ LENGTHS = 8
 
 
 def bucket(size: int, step: int) -> int:
-    """The least that is not below `size` of the powers of two up to `step` and the multiples of `step`."""
+    """`size` rounded up to a power of two below `step`, or to a multiple of `step`."""
     return -(-size // step) * step if size > step else min(step, 1 << (size - 1).bit_length())
 
 
 def length_step(longest: int) -> int:
-    """What lengths of rows are multiples of, but short ones."""
+    """The `step` for numbers of rows, in `bucket`."""
     return max(1, longest // LENGTHS)
 
 
 def shapes_met(users: int, lengths: Iterable[int], longest: int, shortest: int) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
-    """All shapes (B, L) that `encode` and (B, S, P) that `append` can be shown: batches of up to so many users, with histories of these
-    lengths, each of whom comes back with one new event. Histories that are encoded whole are padded to `shortest` events.
+    """All shapes (B, L) that `encode`, and (B, S, P) that `append`, can meet: batches of up to so many users, with histories of these
+    `lengths`, who return with one new event each. Histories that are encoded whole are padded to `shortest` events.
     """
     step = length_step(longest)
     batches = {bucket(count, USERS) for count in range(1, users + 1)}

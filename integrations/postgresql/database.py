@@ -1,4 +1,4 @@
-"""A pool of connections: transactions that survive a restart of the server, and what PostgreSQL's errors mean for its operator."""
+"""A pool of connections: transactions that survive a restart of the server, and PostgreSQL's errors explained to the operator."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -55,12 +55,12 @@ _CURES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = 
 
 
 class Unsure(Exception):
-    """What a transaction saw has changed under it: it is undone and begun again."""
+    """Raised where data that a transaction has read have changed: it is undone and begun again."""
 
 
 @contextmanager
 def explained(where: str) -> Iterator[None]:
-    """Turns what asyncpg raises into BackendUnavailable with the cure."""
+    """Turns asyncpg's errors into BackendUnavailable with the cure."""
     try:
         yield
     except (asyncpg.PostgresError, *LOST, Unsure) as error:
@@ -112,14 +112,14 @@ class Database:
         return cls(pool, where)
 
     async def read(self, work: Work[T]) -> T:
-        """What one statement finds; asked twice where the connection turns out to be lost."""
+        """The result of one statement, which is sent again where the connection turns out to be lost."""
         return await self._twice(lambda _: self._connected(work), repeatable=True)
 
     async def write(self, work: Work[T], *, repeatable: bool) -> T:
-        """What `work` returns, in one transaction that is on the disk then.
+        """The result of `work` in one transaction, which is on the disk when this returns.
 
-        It is begun again, once, where it was certainly undone; where that is unknown, as the connection broke during its commit, only if it
-        is `repeatable`. Raises BackendUnavailable otherwise.
+        Where the transaction was certainly undone, it is begun again, once; where that is unknown, as after a connection that broke during
+        the commit, only if it is `repeatable`. Raises BackendUnavailable otherwise.
         """
         return await self._twice(lambda commit: self._connected(lambda connection: _transaction(connection, work, commit)), repeatable)
 
@@ -135,7 +135,7 @@ class Database:
         async with self._pool.acquire(timeout=ACQUIRE_TIMEOUT_S) as connection:
             try:
                 return await work(connection)
-            except LOST:  # also where it took too long: what comes next on it is anybody's guess
+            except LOST:  # also where it took too long: the state of the connection is unknown then
                 connection.terminate()
                 raise
 
@@ -158,7 +158,7 @@ class Database:
 
 
 class _Commit:
-    """Whether a transaction came as far as its commit."""
+    """Records whether a transaction came as far as its commit."""
 
     begun = False
 
@@ -177,4 +177,4 @@ async def _durable(connection: Any) -> dict[str, str]:
 
 
 async def _nothing_to_reset(connection: Any) -> None:
-    """No transaction of ours changes its session, so that asyncpg need not ask the server to reset it after each."""
+    """Resets nothing: no transaction of ours changes its session, so asyncpg need not have the server reset it after each."""

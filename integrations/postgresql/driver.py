@@ -1,4 +1,4 @@
-"""Opens the event store in PostgreSQL. Imports nothing of it until then."""
+"""Opens the event store in PostgreSQL; asyncpg is imported only then."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,8 +10,8 @@ from cluster.values import Availability
 
 
 class PostgreSQLDriver:
-    """``postgresql://user:password@host:5432/database``; what the URL leaves out is taken from PGPASSWORD, ~/.pgpass and their like.
-    ``?ledger=/a/file`` names the ledger of erasures; without it none is kept.
+    """For ``postgresql://user:password@host:5432/database``; parts that the URL leaves out are taken from PGPASSWORD, ~/.pgpass and the
+    like. ``?ledger=/a/file`` names the ledger of erasures; without it, none is kept.
     """
 
     def get_availability(self) -> Availability:
@@ -20,7 +20,7 @@ class PostgreSQLDriver:
         return Availability.yes()
 
     async def open(self, url: str) -> EventStore:
-        """Raises BackendUnavailable where the server cannot be reached or its database cannot be used."""
+        """Open the store. Raises BackendUnavailable where the server cannot be reached or its database cannot be used."""
         try:
             from integrations.postgresql.store import PostgreSQLEventStore  # noqa: PLC0415 - asyncpg need not be installed
         except ImportError as error:
@@ -28,7 +28,7 @@ class PostgreSQLDriver:
         return await PostgreSQLEventStore.open(*split_ledger(url))
 
     def require_there(self, url: str) -> None:
-        """PostgreSQL makes no database: `open` finds out."""
+        """Checks nothing: PostgreSQL makes no database by itself, so `open` fails where there is none."""
 
     async def back_up(self, url: str, to: Path) -> None:
         del url

@@ -1,4 +1,4 @@
-"""Digests of all rows of a table at once, by the server: it has the key until the transaction ends, in its memory."""
+"""Digests of all rows of a table at once, made by the server, which has the key in its memory until the transaction ends."""
 
 from hashlib import sha256
 from typing import Any
@@ -19,7 +19,7 @@ _FUNCTIONS = (
 
 
 async def make_functions(connection: Any, digests: Digests) -> None:
-    """Have the session's statements use pg_temp.user_digest and pg_temp.event_digest, which know the key until the transaction ends."""
+    """Make pg_temp.user_digest and pg_temp.event_digest for the session's statements; both know the key until the transaction ends."""
     key = digests.key if len(digests.key) <= _BLOCK else sha256(digests.key).digest()
     block = key.ljust(_BLOCK, b"\0")
     for name, pad in (("genrec.inner_key", 0x36), ("genrec.outer_key", 0x5C)):

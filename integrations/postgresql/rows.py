@@ -1,4 +1,4 @@
-"""Events as rows: the statements, each of them one way to the server and back."""
+"""Events as rows: the statements, each of which takes one round trip to the server."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ from integrations.postgresql.database import Unsure
 from integrations.postgresql.keyed import make_functions
 
 ERASE_WITHIN_S = 600.0
-"""For each statement of an erasure: what no one person is, as "guest", may have millions of events."""
+"""The time for each statement of an erasure: a shared user id, such as "guest", may have millions of events."""
 
-# Makes the users that are new, numbered in the order of arrival, and locks all of them until the commit. Every transaction locks in the
-# order of digests, so that none waits in a circle, and draws its sequences afterwards, so that they grow in the order of arrival.
+# Makes the new users, numbered in the order of arrival, and locks all users until the commit. Every transaction locks in the order of
+# digests, so that there are no deadlocks, and draws its sequences afterwards, so that they grow in the order of arrival.
 _LOCK_USERS = """
     WITH asked AS MATERIALIZED (
         SELECT nextval(pg_get_serial_sequence('genrec.users', 'number')) AS number, digest
@@ -87,7 +87,7 @@ _GO_ON = "SELECT setval('genrec.erasure_numbers', greatest($1, nextval('genrec.e
 async def append(
     connection: Any, digests: Digests, events: Sequence[Event], repeated: Mapping[int, int], *, copy: bool = False
 ) -> list[Stored]:
-    """Store the events, of which `repeated` repeat an earlier one of the batch; `copy` for many at once.
+    """Store the events, of which those in `repeated` repeat an earlier one of the batch. `copy`: by COPY, which is faster for many.
 
     Raises InvalidRequest at a key of another event.
     """
@@ -121,7 +121,7 @@ async def version(connection: Any, user: bytes) -> str:
 
 
 async def erase(connection: Any, ledger: Ledger, digest: bytes) -> int:
-    """Delete the user of this digest with all events, to be committed now that the ledger has it. Nothing changes where there is none."""
+    """Delete the user of this digest with all events, after noting it in the ledger. Nothing changes where there is no such user."""
     if (user := await connection.fetchval(_LOCK_USER, digest)) is None:
         return 0
     await connection.execute("SET LOCAL statement_timeout = 0")  # in its place comes ERASE_WITHIN_S
@@ -132,8 +132,8 @@ async def erase(connection: Any, ledger: Ledger, digest: bytes) -> int:
 
 
 async def catch_up(connection: Any, ledger: Ledger) -> None:
-    """Erase what was erased from a later copy of this store, and have the ledger know all that was erased from this one. Numbers go on from
-    the ledger's, and versions are told anew.
+    """Erase the users that were erased from a later copy of this store, and note in the ledger those that were erased from this one.
+    Numbers go on from the ledger's, and all users get new versions.
     """
     if ledger.place is None:
         return
@@ -149,7 +149,7 @@ async def catch_up(connection: Any, ledger: Ledger) -> None:
 
 
 async def tell_anew(connection: Any) -> None:
-    """No version that was told before is told again: in this older copy of the store, their numbers go to other events."""
+    """Give all users new versions: in this older copy of the store, the numbers in versions given before go to other events."""
     await connection.execute("UPDATE genrec.store SET identity = left(md5(random()::text || clock_timestamp()::text), 8)")
 
 
@@ -158,9 +158,9 @@ def _numbers(rows: Sequence[Mapping[str, Any]]) -> dict[bytes, int]:
 
 
 async def keep_key(connection: Any, digests: Digests) -> None:
-    """Have the store know its key, by which its digests are made from now on, and those that were made without one.
+    """Make all digests by the given key, also those that were made without one, and record the key's check in the store.
 
-    Users whose digests are of a key that was lost are found again. Their events' keys are not: sent again, these are stored again.
+    Users whose digests are of a lost key are found again. Their events' keys are not: events sent again are stored again.
     """
     plain = [row["digest"] for row in await connection.fetch("SELECT digest FROM genrec.erasures")]
     changes = [(digests.keyed(digest), digest) for digest in plain]
@@ -205,7 +205,7 @@ async def _store(connection: Any, rows: Sequence[tuple[Any, ...]], *, copy: bool
 
 
 async def _known(connection: Any, digests: Digests, duplicates: Mapping[int, Event]) -> dict[int, Stored]:
-    """Where the events of known keys stand, or stood until their user was erased. Raises InvalidRequest at a key of another event."""
+    """The stored places of events whose keys are known, also of those of erased users. Raises InvalidRequest at a key of another event."""
     keys = {at: digests.event(event.tenant, event.idempotency_key or "") for at, event in duplicates.items()}
     rows = await connection.fetch(_KNOWN, list(keys), list(keys.values()))
     for row in sorted(rows, key=lambda row: row["position"]):
@@ -219,7 +219,7 @@ async def _known(connection: Any, digests: Digests, duplicates: Mapping[int, Eve
 
 
 async def _gone(connection: Any, sought: Mapping[bytes, int]) -> dict[int, Stored]:
-    """Where erased events stood."""
+    """The places that erased events had."""
     found = {sought[row["digest"]]: Stored(row["sequence"], duplicate=True) for row in await connection.fetch(_GONE, list(sought))}
     if len(found) < len(sought):
         raise Unsure("an event whose key was known has just been erased")

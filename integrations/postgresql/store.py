@@ -31,8 +31,8 @@ class PostgreSQLEventStore:
 
     @classmethod
     async def open(cls, url: str, ledger: Path | None = None) -> Self:
-        """`ledger`: the file of the ledger; default: none is kept. Raises BackendUnavailable where the server cannot be reached or the
-        database, or the file, cannot be used.
+        """Open the store. `ledger`: the ledger's file; default: none is kept. Raises BackendUnavailable where the server cannot be reached,
+        or the database or the file cannot be used.
         """
         where, found = place(url), list[Ledger]()
 
@@ -77,7 +77,7 @@ class PostgreSQLEventStore:
         return await self._database.read(rows.statistics)
 
     async def tell_anew(self) -> None:
-        """Versions are told anew, as after `pg_restore`."""
+        """Give all users new versions, as after `pg_restore`."""
         await self._database.write(rows.tell_anew, repeatable=True)
 
     async def close(self) -> None:
@@ -115,7 +115,7 @@ async def _up_to_date(connection: Any, where: str, file: Path | None) -> Ledger:
 
 
 async def _digests(connection: Any, where: str) -> Digests:
-    """By the key that is given, or the store's own, which is made where there is none."""
+    """The digests by the given key, or by the store's own, which is made where there is none."""
     if (key := given_key()) is None:
         await connection.execute("UPDATE genrec.store SET own_key = $1 WHERE own_key IS NULL AND key_check IS NULL", token_bytes(32))
         key = await connection.fetchval("SELECT own_key FROM genrec.store")

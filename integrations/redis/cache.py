@@ -29,9 +29,9 @@ CONNECTIONS = 64
 PROBE_WITHIN_S = 1.0
 FIRST_POLL_S, LONGEST_POLL_S = 0.004, 0.05
 LONGEST_S = 10 * 365 * 86_400.0
-"""What never ends, by a `ttl_s` of .inf, is kept for so long: Redis knows no infinity."""
+"""How long an entry is kept that never ends, by a `ttl_s` of .inf: Redis knows no infinity."""
 AT_ONCE = 500
-"""Sets that are asked, or entries that are dropped, in one exchange."""
+"""Sets read, or entries dropped, in one exchange with Redis."""
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class RedisCache:
     """A Shard. Belongs to one event loop. Hits, misses and insertions are counted by this client, entries and bytes by the server."""
 
     def __init__(self, url: str, prefix: str) -> None:
-        """Connects with the first call. Raises BackendUnavailable where the package is missing or the URL is none of Redis's."""
+        """Connects with the first call. Raises BackendUnavailable where the package is missing or `url` is no URL of a Redis server."""
         if not (availability := _installed()).ok:
             raise BackendUnavailable(availability.reason)
         self._redis, self._prefix = _client(url), prefix
@@ -66,7 +66,7 @@ class RedisCache:
 
     @classmethod
     async def connect(cls, settings: CacheSettings, application: str) -> ShardedCache:
-        """An application's cache at `redis_url`; a server that is not there yet is a miss until it is. Raises as __init__ does."""
+        """An application's cache at `redis_url`; until the server answers, every key is a miss. Raises as __init__ does."""
         url = settings.redis_url or "redis://127.0.0.1:6379/0"
         shared = ShardedCache({"redis": cls(url, prefix_of(application))}, SharedSettings(deadline_s=settings.l2_deadline_ms / 1000))
         if not (availability := await asyncio.to_thread(cls.get_availability, url)).ok:
@@ -106,7 +106,7 @@ class RedisCache:
         return Granted(int(first)) if kind == b"granted" else Held(max(0.0, rest[0] / 1000), int(first))
 
     async def wait(self, key: Key, within_s: float, newer_than: float = 0.0) -> Entry | None:
-        """By looking again and again: at first every few milliseconds, then less often."""
+        """Polls Redis, at first every few milliseconds, then less often."""
         async for _ in _polls(within_s):
             raw, held = await self._wait([self._prefix], _asked([key]))
             entry = from_bytes(raw)
@@ -152,7 +152,7 @@ class RedisCache:
         await self._redis.aclose()
 
     async def _note_erasure(self, scope: str) -> None:
-        """A Redis without room to remember it loses what it remembers instead: then nothing that was kept before counts."""
+        """Record an erasure. A Redis without room for it loses all records instead, so that all earlier entries count as erased."""
         from redis.exceptions import OutOfMemoryError  # noqa: PLC0415 - optional
 
         try:
@@ -163,12 +163,12 @@ class RedisCache:
                 await self._redis.delete(f"{self._prefix}e")
 
     async def _namespaces(self) -> list[str]:
-        """Quoted, those that an entry or a lease is of."""
+        """The quoted names of the namespaces that have an entry or a lease."""
         return [name.decode() for name in await self._redis.zrange(f"{self._prefix}a", 0, -1)]
 
     async def _of_each(self, indexes: Sequence[str], ask: Callable[[Any, str], object]) -> list[Any]:
-        """What Redis answers of each of these sets, in order; `ask` puts the question to a pipeline. One after the other, thousands of
-        tenants would take longer than an operator's call may, and a shard that was out comes back by its statistics.
+        """What Redis answers for each of these sets, in order; `ask` adds one question to a pipeline. Thousands of tenants, one by one,
+        would take longer than an operator's call may, or than `statistics` may, by which a shard that was out comes back.
         """
         answers = list[Any]()
         for some in _parts_of(indexes):
@@ -195,7 +195,7 @@ class RedisCache:
 
 
 def prefix_of(application: str) -> str:
-    """What the keys of a Serve application begin with, and no other's do."""
+    """The beginning that all keys of a Serve application share with no other application's."""
     return f"{quote(application, safe='')}:"
 
 
@@ -206,7 +206,7 @@ def _installed() -> Availability:
 
 
 def _client(url: str) -> Any:
-    """Answers are bytes. Raises BackendUnavailable at a URL that is none of Redis's."""
+    """A client whose answers are bytes. Raises BackendUnavailable where `url` is no URL of a Redis server."""
     import redis.asyncio  # noqa: PLC0415 - optional
     from redis.asyncio.retry import Retry  # noqa: PLC0415
     from redis.backoff import NoBackoff  # noqa: PLC0415
@@ -218,18 +218,18 @@ def _client(url: str) -> Any:
         )
     except ValueError:  # its message may quote a part of the password
         cure = "write it as redis://host:6379/0, and what is no letter and no digit in a password as %xx"
-        raise BackendUnavailable(f"redis_url is not one of Redis's; {cure}") from None
+        raise BackendUnavailable(f"redis_url is no URL of a Redis server; {cure}") from None
     return redis.asyncio.Redis.from_pool(pool)
 
 
 def _address(url: str) -> str:
-    """Without user and password."""
+    """Host and port, without user and password."""
     parts = urlsplit(masked(url))
     return f"{parts.hostname}:{parts.port or 6379}" if parts.hostname else parts.path
 
 
 def _quoted(part: str) -> str:
-    """No ":" in it, and never empty."""
+    """The part as it stands in Redis's keys: without a ":", and never empty."""
     return f"-{quote(part, safe='')}"
 
 
@@ -246,7 +246,7 @@ def _asked(keys: Sequence[Key]) -> list[str]:
 
 
 async def _polls(within_s: float) -> AsyncIterator[None]:
-    """Once at once, then at growing intervals until the time is over, then once more."""
+    """Yields immediately, then at growing intervals, for the last time when `within_s` is over."""
     clock = asyncio.get_running_loop().time
     until, pause_s = clock() + within_s, FIRST_POLL_S
     yield

@@ -1,4 +1,4 @@
-"""Entries as bytes: a header of fixed length, then the payload. Nothing in it is executed when it is read."""
+"""Entries as bytes: a header of fixed length, then the payload. Reading the bytes executes nothing of them."""
 
 import struct
 
@@ -9,13 +9,13 @@ FORMAT = 2
 
 
 def to_bytes(entry: Entry, epoch: int) -> bytes:
-    """`epoch`: when its computation began; it counts as erased where something that it belongs to was erased since."""
+    """The bytes of an entry. `epoch`: when its computation began; an erasure since then of anything it belongs to erases it too."""
     header = HEADER.pack(FORMAT, entry.fresh_until, entry.stale_until, entry.cost_ms, entry.fresh_s, entry.weight, epoch)
     return header + bytes(entry.payload)
 
 
 def from_bytes(raw: bytes | None) -> Entry | None:
-    """None where there are no such bytes, or another version of the program wrote them."""
+    """The entry of the bytes; None where there are none, or another version of the program wrote them."""
     if raw is None or len(raw) < HEADER.size or raw[0] != FORMAT:
         return None
     _, fresh_until, stale_until, cost_ms, fresh_s, weight, _ = HEADER.unpack_from(raw)

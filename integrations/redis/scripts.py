@@ -1,23 +1,23 @@
-"""What Redis does in one step, in its own Lua.
+"""The scripts that Redis runs atomically, in Lua.
 
-Keys, after a prefix; parts are quoted, so that a ":" only ever separates:
+Keys, after a prefix; their parts are quoted, so that a ":" is always a separator:
 
     v:namespace:group:digest   an entry              l:namespace:group:digest   its lease's holder
     g:namespace:group          sorted set: "namespace:group:digest" of the group's entries and leases, by when they end
     n:namespace                the same of all groups              a   sorted set: namespaces, by when their last entry ends
-    e                          hash: `now`, the epoch; `floor`, the first one known here; `marks`, how many x has; `longest`, in ms, that
-                               an entry was to live
-    x                          sorted set: the digest of a group, a namespace or everything that was erased, by the epoch this began
+    e                          hash: `now`, the epoch; `floor`, the first epoch known here; `marks`, the size of x; `longest`, in ms, the
+                               longest life of an entry
+    x                          sorted set: the digests of erased scopes (a group, a namespace, everything), by the epoch that began then
 
-An epoch begins with each erasure: the microseconds since 1970, or one more than the last. An entry carries the epoch in which its
-computation began, and is neither taken in nor read where something that it belongs to was erased later: also where Redis has evicted the
-set that would have led to it. `e` and `x` have no time to live, so that a policy `volatile-...` never evicts them; a Redis that lost
-either begins a new epoch, and nothing of an earlier one counts. An erasure is remembered for as long as an entry from before may live;
-one that finds no room has the client delete `x`, or `e` where there is no `x`.
+An epoch begins with each erasure; its number is the microseconds since 1970, or one more than the last. An entry carries the epoch in which
+its computation began, and is neither taken in nor read where a later erasure covers it, even where Redis has evicted the set by which the
+entry would be found. `e` and `x` have no time to live, so that a policy `volatile-...` never evicts them; a Redis that lost either begins a
+new epoch, and no entry of an earlier one counts. An erasure is remembered for as long as an entry from before may live; where Redis has no
+room for one, the client deletes `x`, or `e` where there is no `x`.
 """
 
 KEEP_ERASURES_MS = 3_600_000
-"""How long a computation takes at most."""
+"""The longest time that a computation takes."""
 
 _COMMON = f"""
 local prefix = KEYS[1]

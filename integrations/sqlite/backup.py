@@ -17,10 +17,10 @@ _NOT_WRITTEN = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_
 
 
 def back_up(path: Path, to: Path) -> None:
-    """The store at `path`, as it is at one moment, in the file `to`, and its checksum beside it, as sha256sum writes them. Writers go on
+    """Copy the store at `path`, as it is at one moment, to the file `to`, with a checksum beside it as sha256sum writes it. Writers go on
     meanwhile.
 
-    Raises ConfigError where `to` is there already or a directory, BackendUnavailable where the store cannot be read or is damaged.
+    Raises ConfigError where `to` exists already or is a directory, BackendUnavailable where the store cannot be read or is damaged.
     """
     if to.is_dir():
         raise ConfigError(f"{to} is a directory; name a file in it that is not there yet")
@@ -38,11 +38,11 @@ def back_up(path: Path, to: Path) -> None:
 
 
 def bring_back(backup: Path, path: Path) -> None:
-    """Make the store at `path` of a backup. What it holds of users that were erased since is erased as it is opened. What earlier ones that
-    were killed have left of their drafts, users' events too, is removed.
+    """Make the store at `path` from a backup. Users that were erased since are erased as the store is opened. Drafts of earlier attempts
+    that were killed, which hold users' events too, are removed.
 
-    Versions of users are told anew: their numbers were given to other events after the backup. Raises ConfigError where a store is there,
-    DataError where the backup is not what its checksum says.
+    All users get new versions: the numbers in the old ones were given to other events after the backup. Raises ConfigError where a store
+    exists there, DataError where the backup does not match its checksum.
     """
     with turn_of(path).held():
         for left in _drafts(path):
@@ -53,7 +53,7 @@ def bring_back(backup: Path, path: Path) -> None:
 
 
 def take_away(path: Path) -> None:
-    """Remove the store that `bring_back` has made."""
+    """Remove a store that `bring_back` has made."""
     with turn_of(path).held():
         _remove(path)
 
@@ -81,7 +81,7 @@ def _copy_back(backup: Path, path: Path) -> None:
 
 
 def rebuild(path: Path) -> None:
-    """Write the file anew: pages that were split keep a copy of some events, which SQLite does not overwrite when these are deleted."""
+    """Write the file anew: split pages keep copies of some events, which SQLite does not overwrite when the events are deleted."""
     with explained(path), closing(connect_writer(path)) as store:
         store.execute("VACUUM")
 
@@ -123,7 +123,7 @@ def _refuse_existing(file: Path, cure: str) -> None:
 
 
 def _make(file: Path) -> None:
-    """For this user alone."""
+    """Make an empty file that only this user may read and write."""
     try:
         open(file, "x", opener=private).close()
     except OSError as error:
@@ -131,7 +131,7 @@ def _make(file: Path) -> None:
 
 
 def _sealed(file: Path) -> str:
-    """Its SHA-256, once it is on the disk."""
+    """Have the file on the disk; returns its SHA-256."""
     with file.open("rb+") as opened:
         os.fsync(opened.fileno())
         return file_digest(opened, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Connections to the file, what SQLite's errors mean for the person who runs it, and the lock that processes take turns with."""
+"""Connections to the file, SQLite's errors explained to the operator, and the lock by which processes take turns."""
 
 import fcntl
 import sqlite3
@@ -28,7 +28,7 @@ _CURES = {
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turns what SQLite raises into BackendUnavailable with the cure."""
+    """Turns SQLite's errors into BackendUnavailable with the cure."""
     try:
         yield
     except sqlite3.Error as error:
@@ -37,8 +37,8 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def connect_writer(path: Path) -> sqlite3.Connection:
-    """The connection that writes. A commit is on the disk when it returns, and what is deleted is overwritten. A file that is not there yet
-    is made for this user alone, and its log with it.
+    """The connection that writes. A commit is on the disk when it returns, and deleted data are overwritten. A missing file is made for
+    this user alone, and so is its log.
 
     Transactions are begun and ended by hand. Raises sqlite3.Error, or BackendUnavailable where the file system has no write-ahead log.
     """
@@ -61,20 +61,20 @@ def connect_reader(path: Path) -> sqlite3.Connection:
 
 
 def _connect(path: Path | str) -> sqlite3.Connection:
-    """Of a text, it is a URI."""
+    """A connection to the file; a `path` given as text is a URI."""
     return sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=isinstance(path, str))
 
 
 def turn_of(store: Path) -> "TurnLock":
-    """Of those that write this store's file, or make it."""
+    """The lock of the processes that write or make this store's file."""
     return TurnLock(store.with_name(f"{store.name}.lock"))
 
 
 @dataclass(frozen=True)
 class TurnLock:
-    """Processes that write one file take turns by a lock on another one beside it, which the system frees where a process dies.
+    """Processes that write one file take turns by a lock on another file beside it, which the system frees where a process dies.
 
-    SQLite's own lock would do, but for its releases up to 3.51.2 (3.44.6 and 3.50.7 excepted): there a checkpoint of one process beside a
+    SQLite's own lock is not enough in its releases up to 3.51.2 (3.44.6 and 3.50.7 excepted): there a checkpoint of one process beside a
     commit of another can, rarely, lose committed pages (sqlite.org/wal.html#walresetbug).
     """
 
@@ -85,7 +85,7 @@ class TurnLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Raises BackendUnavailable where the turn does not come within `timeout_s`."""
+        """Holds the lock within the block. Raises BackendUnavailable where the turn does not come within `timeout_s`."""
         try:
             file = open(self.path, "ab", opener=private)  # noqa: SIM115 - the block below closes it
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Opens the event store in a file. Imports nothing but the standard library until then."""
+"""Opens the event store in a file; imports only the standard library until then."""
 
 import asyncio
 import sqlite3
@@ -13,9 +13,9 @@ OLDEST = (3, 37, 0)  # strict tables
 
 
 class SQLiteDriver:
-    """``sqlite:///events.db``, relative to the working directory, or ``sqlite:////var/lib/genrec/events.db``; ``?ledger=/a/file`` names the
-    ledger of erasures, which is beside the file otherwise. What a symbolic link names is the file, with its lock, key and ledger beside it,
-    so that all names of a store are the same one.
+    """For ``sqlite:///events.db``, relative to the working directory, or ``sqlite:////var/lib/genrec/events.db``. ``?ledger=/a/file`` names
+    the ledger of erasures, which is beside the file otherwise. A symbolic link stands for the file that it leads to, which has its lock,
+    key and ledger beside it, so that one store is the same by all its names.
     """
 
     def get_availability(self) -> Availability:
@@ -25,7 +25,7 @@ class SQLiteDriver:
         return Availability.yes()
 
     async def open(self, url: str) -> EventStore:
-        """Raises ConfigError where the URL names no file, BackendUnavailable where the file cannot be used."""
+        """Open the store. Raises ConfigError where the URL names no file, BackendUnavailable where the file cannot be used."""
         from integrations.sqlite.store import SQLiteEventStore  # noqa: PLC0415 - fcntl is not everywhere
 
         return await SQLiteEventStore.open(*_files(url))
@@ -58,7 +58,7 @@ class SQLiteDriver:
 
 
 def _files(url: str) -> tuple[Path, Path | None]:
-    """The store's, and the ledger's where the URL names one."""
+    """The store's file, and the ledger's where the URL names one."""
     plain, ledger = split_ledger(url)
     name = plain.removeprefix("sqlite:///")
     if name == plain or not name or name.startswith(":"):

@@ -1,4 +1,4 @@
-"""Events as rows: what a transaction reads and writes. Each function is called within one, begun and ended by the caller."""
+"""Events as rows: what a transaction reads and writes. Each function is called within a transaction of the caller."""
 
 import sqlite3
 from collections import Counter
@@ -33,7 +33,7 @@ _RENAME = """
 
 
 def append(connection: sqlite3.Connection, digests: Digests, events: Sequence[Event], repeated: Mapping[int, int]) -> list[Stored]:
-    """Store the events, of which `repeated` repeat an earlier one of the batch. Raises InvalidRequest at a key of another event."""
+    """Store the events; those in `repeated` repeat an earlier one of the batch. Raises InvalidRequest at a key of another event."""
     numbers: dict[tuple[str, str], int] = {}
     stored: list[Stored] = []
     for position, event in enumerate(events):
@@ -62,7 +62,7 @@ def history(connection: sqlite3.Connection, digests: Digests, tenant: str, user_
 
 
 def version(connection: sqlite3.Connection, digest: bytes) -> str:
-    """Of the user of this digest, by one row of an index; a second one where the user has no events."""
+    """The version of the user of this digest, read from one row of an index; from a second one where the user has no events."""
     row = connection.execute("SELECT latest, identity FROM users, store WHERE digest = ?", (digest,)).fetchone()
     if row:
         return version_of(row[1], row[0], None)
@@ -71,7 +71,7 @@ def version(connection: sqlite3.Connection, digest: bytes) -> str:
 
 
 def erase(connection: sqlite3.Connection, ledger: Ledger, digest: bytes) -> int:
-    """Delete the user of this digest with all events, once the ledger has it. Nothing changes where there is none."""
+    """Delete the user of this digest with all events, after noting it in the ledger. Nothing changes where there is no such user."""
     user = connection.execute("SELECT number, events FROM users WHERE digest = ?", (digest,)).fetchone()
     if user is None:
         return 0
@@ -84,8 +84,8 @@ def erase(connection: sqlite3.Connection, ledger: Ledger, digest: bytes) -> int:
 
 
 def catch_up(connection: sqlite3.Connection, ledger: Ledger) -> bool:
-    """Erase what was erased from a later copy of this store, and have the ledger know all that was erased from this one; whether anything
-    was to be erased. Its numbers go on from the ledger's, and versions are told anew.
+    """Erase the users that were erased from a later copy of this store, and note in the ledger those that were erased from this one.
+    Numbers go on from the ledger's, and all users get new versions. Returns whether anything was to be erased.
     """
     noted, held = ledger.read(), dict[bytes, int](connection.execute("SELECT digest, number FROM erasures").fetchall())
     if again := missing(noted, held):
@@ -111,7 +111,7 @@ def statistics(connection: sqlite3.Connection) -> StoreStatistics:
 
 
 def _erased(connection: sqlite3.Connection, key: bytes | None) -> Stored | None:
-    """Where the event of this key stood, if its user was erased."""
+    """The place that the event of this key had, if its user was erased."""
     row = key and connection.execute(_ERASED, (key,)).fetchone()
     return Stored(row[0], duplicate=True) if row else None
 
@@ -137,7 +137,7 @@ def _append_one(connection: sqlite3.Connection, position: int, event: Event, use
 
 
 def _count(connection: sqlite3.Connection, new: Sequence[tuple[int, int]]) -> None:
-    """`new`: the numbers of users, and the sequences of their events."""
+    """Update the users' counts and latest sequences. `new`: (user's number, event's sequence), in the order of sequences."""
     latest, counts = dict(new), Counter(user for user, _ in new)  # sequences grow, so the last of a user is its latest
     changes = [(latest[user], count, user) for user, count in counts.items()]
     connection.executemany("UPDATE users SET latest = ?, events = events + ? WHERE number = ?", changes)
@@ -148,9 +148,9 @@ def _behaviour(item_id: str, timestamp: int, action: str, value: float | None) -
 
 
 def keep_key(connection: sqlite3.Connection, digests: Digests) -> None:
-    """Have the store know its key, by which its digests are made from now on, and those that were made without one.
+    """Make all digests by the given key, also those that were made without one, and record the key's check in the store.
 
-    Users whose digests are of a key that was lost are found again. Their events' keys are not: sent again, these are stored again.
+    Users whose digests are of a lost key are found again. Their events' keys are not: events sent again are stored again.
     """
     plain = connection.execute("SELECT number, digest FROM erasures").fetchall()
     connection.executemany("UPDATE erasures SET digest = ? WHERE number = ?", [(digests.keyed(digest), number) for number, digest in plain])

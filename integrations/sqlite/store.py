@@ -39,8 +39,8 @@ class SQLiteEventStore:
 
     @classmethod
     async def open(cls, path: Path, ledger: Path | None = None) -> Self:
-        """`ledger`: the file of the ledger; default: beside the store's. Raises BackendUnavailable where a file cannot be opened or is not
-        ours.
+        """Open the store. `ledger`: the ledger's file; default: beside the store's. Raises BackendUnavailable where a file cannot be opened
+        or is not one of genrec's.
         """
         return cls(path, *await asyncio.to_thread(_open_writer, path, ledger or ledger_beside(path)))
 
@@ -95,7 +95,7 @@ class SQLiteEventStore:
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._in_snapshot, work)
 
     def _in_snapshot(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """What `work` reads is of one moment, however many statements it takes."""
+        """Do the work on a snapshot: all its statements read the store as of one moment."""
         with explained(self._path):
             connection = self._connection()
             connection.execute("BEGIN")
@@ -106,7 +106,7 @@ class SQLiteEventStore:
                     connection.execute("ROLLBACK")
 
     def _connection(self) -> sqlite3.Connection:
-        """The one of the thread that asks."""
+        """The calling thread's own connection."""
         if not hasattr(self._mine, "connection"):
             self._mine.connection = connect_reader(self._path)
             self._connections.append(self._mine.connection)
@@ -149,7 +149,7 @@ def _up_to_date(connection: sqlite3.Connection, path: Path, file: Path) -> Ledge
 
 
 def _digests(connection: sqlite3.Connection, path: Path) -> Digests:
-    """By the key that is given, or the one beside the file, which is made with the store. Statements on the connection may use them."""
+    """The digests by the given key, or by the key beside the file, made with the store. The connection's statements may use them."""
     (check,) = connection.execute("SELECT key_check FROM store").fetchone()
     digests = Digests(given_key() or kept_key(path.with_name(f"{path.name}.key"), make=check is None))
     for name, digest in (("user_digest", digests.user), ("event_digest", digests.event)):

@@ -1,7 +1,7 @@
-"""One thread writes. What arrives while it waits for the disk shares the next transaction, and so the next wait.
+"""One thread writes. Calls that arrive while it waits for the disk share the next transaction, and so the next wait.
 
-What was erased stands in the write-ahead log until that is emptied, which no reader may use at that moment. That this is yet to be done is
-a number in the file's header, SQLite's `user_version`, set in the transaction that erases: another process does it where this one dies.
+Erased data stay in the write-ahead log until it is emptied, while no reader uses it. That this is still to be done is noted in the file's
+header, as SQLite's `user_version`, by the transaction that erases: where this process dies, another one does it.
 """
 
 import logging
@@ -20,13 +20,13 @@ from integrations.sqlite.connection import BUSY_TIMEOUT_S, TurnLock, explained
 T = TypeVar("T")
 LARGEST_GROUP = 256  # calls that share a transaction
 PURGE_AGAIN_S = 0.5
-LOOK_AGAIN_S = 30.0  # whether a process that is gone has left something to purge
+LOOK_AGAIN_S = 30.0  # how often to look whether a process that has ended left something to purge
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Job(Generic[T]):
-    """A call that waits to be carried out. `purge`: where it returns anything but 0, what it deleted is to be gone from the log as well."""
+    """A call that waits to be carried out. `purge`: where it returns anything but 0, the log is to be emptied of what it deleted."""
 
     work: Callable[[sqlite3.Connection], T]
     future: "Future[T]"
@@ -35,7 +35,7 @@ class _Job(Generic[T]):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a job came to, told to its caller only once the transaction is on the disk."""
+    """The outcome of a job, which its caller is given once the transaction is on the disk."""
 
     job: _Job[Any]
     result: Any = None
@@ -51,7 +51,7 @@ class _Outcome:
 class Writer:
     """Carries out calls on a connection, one group after another, each group in one transaction.
 
-    A call that fails is rolled back alone. One that is cancelled before its group begins is not carried out.
+    A call that fails is rolled back alone. A call that is cancelled before its group begins is not carried out.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: Path, turn: TurnLock) -> None:
@@ -65,7 +65,7 @@ class Writer:
         self._thread.start()
 
     def submit(self, work: Callable[[sqlite3.Connection], T], *, purge: bool = False) -> "Future[T]":
-        """The future of what `work` returns, once that is on the disk. Raises BackendUnavailable after `close`."""
+        """A future of the result of `work`, set once that is on the disk. Raises BackendUnavailable after `close`."""
         future: Future[T] = Future()
         with self._closing:
             if self._closed:
@@ -95,7 +95,7 @@ class Writer:
                 outcome.tell()
 
     def _next_group(self) -> list[_Job[Any] | None]:
-        """What waits, or nothing where it is time to look for something to purge."""
+        """The jobs that wait; none where it is time to look for something to purge."""
         try:
             jobs = [self._jobs.get(timeout=PURGE_AGAIN_S if self._purge_due else LOOK_AGAIN_S)]
         except queue.Empty:
@@ -118,7 +118,7 @@ class Writer:
             return [_Outcome(job, error=error) for job in jobs]
 
     def _purge(self) -> None:
-        """Where that is due, write the log back and empty it, unless a reader still uses it: then again a little later."""
+        """Where a purge is due, write the log back and empty it; while a reader still uses it, try again a little later."""
         try:
             with explained(self._path):
                 (marked,) = self._connection.execute("PRAGMA user_version").fetchone()
@@ -141,12 +141,12 @@ class Writer:
         return not busy
 
     def _check_file(self) -> None:
-        """SQLite would go on writing to a file that was removed, and all of it would be gone with the process."""
+        """Raises BackendUnavailable where the file was removed: SQLite would go on writing to it, and all would end with the process."""
         if not self._path.exists() or self._path.stat().st_ino != self._inode:
             raise BackendUnavailable(f"event store {self._path}: the file was removed or replaced while it was open; open it again")
 
     def _commit(self, jobs: Sequence[_Job[Any]]) -> list[_Outcome]:
-        """Raises sqlite3.Error where nothing of the group was stored."""
+        """Carry out a group in one transaction; returns the outcomes. Raises sqlite3.Error where nothing of the group was stored."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             outcomes = [self._attempt(job) for job in jobs]

@@ -22,12 +22,12 @@ from integrations.tensorrt.parity import measure_here
 
 Range: TypeAlias = tuple[int, int, int]
 GRAPHS = ("encode", "append", "rank_append", "rank")
-"""Not `retrieve`: with the item table inside, an engine stores it twice and doubles in size."""
+"""The graphs that engines are built from. Not `retrieve`: an engine would store the item table twice, and double in size."""
 MOST_CANDIDATES = 2048
 
 
 class TensorRTCompiler:
-    """With the full library and a GPU: engines for that GPU. With TensorRT for RTX: for every target, on any machine."""
+    """Builds engines: with the full library and a GPU, for that GPU; with TensorRT for RTX, for every target, on any machine."""
 
     def steps(self, bundle: Bundle, draft: Draft, options: CompileOptions) -> Sequence[CompileStep]:
         here = _architecture_here()
@@ -45,7 +45,7 @@ class TensorRTCompiler:
 
 
 def _targets(library: Any, here: str | None, options: CompileOptions) -> tuple[str, ...]:
-    """The GPU that is here is always among them: where it can't be built for, the failed step says so."""
+    """The architectures to build for. This machine's GPU is always among them: where that cannot be built for, the failed step says so."""
     if here and library.__name__ == FULL:
         return (here,)
     return tuple(dict.fromkeys((*options.targets, here))) if here else options.targets

@@ -34,8 +34,8 @@ _ONE_EVENT = UserSequence(
 
 
 class TensorRTEncoder(KeepsRows[KeptStates]):
-    """Takes the engines of this GPU's architecture in the first of `precisions` there is. `index`: see cluster/nearest.py. `state`: what is
-    kept of users, see StateOptions; the `append` engine then encodes their new events only.
+    """Runs the engines for this GPU's architecture, in the first of `precisions` that was built. `index`: see cluster/nearest.py. `state`:
+    the options of what is kept of users, see StateOptions; the `append` engine then encodes their new events only.
     """
 
     def __init__(self, precisions: Sequence[Precision] = ("fp32", "fp16"), *, index: str = AUTO, **state: Any) -> None:
@@ -85,7 +85,7 @@ class TensorRTEncoder(KeepsRows[KeptStates]):
         return with_states(answers, outputs["states"].cpu().numpy(), batch) if self._has_prompt else answers
 
     def _keep(self, bundle: Bundle) -> KeptStates:
-        """With the kept rows on the GPU."""
+        """The kept states, with their rows on the GPU."""
         import torch  # noqa: PLC0415 - loaded with the engine
 
         from integrations.hstu.torch_append import device_memory, device_states, nothing  # noqa: PLC0415 - imports torch

@@ -39,7 +39,7 @@ class Engine:
         return self.largest(self.inputs[0], 0)
 
     def largest(self, name: str, axis: int) -> int:
-        """How long one call's input of that name may be along that axis."""
+        """The largest size of the input of that name along that axis."""
         return int(self._engine.get_tensor_profile_shape(name, 0)[2][axis])
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Which of a bundle's engines can serve here, loaded once it is known to answer as the model does."""
+"""Which of a bundle's engines can serve here, and its load, which first checks that it answers as the model does."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def engine_of(bundle: Bundle, graph: str, precisions: Sequence[Precision]) -> Artifact:
-    """The engine of a graph to serve here. The cheapest question comes first: packages, the bundle, the GPU, only then the architecture.
+    """The engine of a graph to serve here. The cheapest checks come first: packages, the bundle, the GPU, and only then the architecture.
 
     Raises BackendUnavailable or BundleError.
     """

@@ -1,7 +1,7 @@
-"""Which TensorRT is here. Two libraries share one API:
+"""Which TensorRT is installed. Two libraries share one API:
 
 tensorrt               the full library: builds and runs engines for the GPU of this machine, needs one to build
-tensorrt_rtx_bindings  TensorRT for RTX: builds for a list of architectures on any machine, no GPU needed; has none of Hopper's
+tensorrt_rtx_bindings  TensorRT for RTX: builds for a list of architectures on any machine, no GPU needed; not for Hopper
 """
 
 import importlib
@@ -17,7 +17,7 @@ CURE = "run: pip install 'genrec[gpu]' on a GPU machine, or 'genrec[cpu]' to bui
 
 
 def installed() -> list[str]:
-    """The libraries there are, the full one first."""
+    """The installed libraries, the full one first."""
     return [name for name in (FULL, RTX) if find_spec(name) is not None]
 
 
@@ -30,7 +30,7 @@ def load_library(name: str) -> Any:
 
 
 def title(library: Any) -> str:
-    """How manifests name it, as ``tensorrt_rtx_bindings 1.7.1.116``: the module, a blank, the version."""
+    """The library's name in manifests, as ``tensorrt_rtx_bindings 1.7.1.116``: the module, a blank, the version."""
     return f"{library.__name__} {library.__version__}"
 
 

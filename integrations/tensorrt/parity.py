@@ -1,4 +1,4 @@
-"""An engine against its model, on the GPU that is here: when it is built, or when it is loaded where its GPU was not at hand then."""
+"""Compare an engine with its model on this machine's GPU: when it is built or, where its GPU was not at hand then, when it is loaded."""
 
 from cluster.bundle import Artifact, Bundle
 from cluster.errors import BackendError, CompileError
@@ -12,7 +12,7 @@ from integrations.tensorrt.engine import Engine
 
 
 def measure_here(engine: Engine, bundle: Bundle, artifact: Artifact) -> dict[str, float]:
-    """Raises CompileError where the engine breaks or is outside the tolerance of its precision."""
+    """The engine's parity. Raises CompileError where the engine breaks or is outside the tolerance of its precision."""
     model = load_model(bundle)
     computation, config = _computation(bundle, model, artifact.graph)
     try:

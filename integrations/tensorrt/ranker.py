@@ -20,7 +20,7 @@ GRAPHS = ("rank_append", "rank")
 
 
 class TensorRTRanker(RankerBackend):
-    """Takes the engines of this GPU's architecture in the first of `precisions` there is; the rest as in RankerBackend."""
+    """Runs the engines for this GPU's architecture, in the first of `precisions` that was built; other options as in RankerBackend."""
 
     def __init__(self, precisions: Sequence[Precision] = ("fp32", "fp16"), **options: Any) -> None:
         super().__init__(**options)

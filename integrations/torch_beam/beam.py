@@ -22,7 +22,7 @@ from cluster.values import FloatArray, Generated, Int32Array, Int64Array
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Search:
-    """One user's: the `k` best items of a view with at least one, keeping `beam` paths at each level."""
+    """One user's request: the `k` best items of a view with at least one, keeping `beam` paths at each level."""
 
     view: TrieView
     beam: int
@@ -30,7 +30,7 @@ class Search:
 
 
 class Continues(Protocol):
-    """What the search asks of the model; see `Continuations`."""
+    """The model, as the search calls it; see `Continuations`."""
 
     def logits(self, level: int) -> Tensor: ...
     def branch(self, parents_UW: Int64Array, tokens_UW: Int64Array) -> None: ...

@@ -1,7 +1,7 @@
-"""A batch of prompts and the paths that continue each: what has been said about every path, computed when it is asked for.
+"""A batch of prompts and the paths that continue each: the logits after every path, computed when they are asked for.
 
-Choosing codes is only noted down. Codes wait until the search asks what follows them, so a choice that leaves nothing to choose
-costs no pass through the model, and several codes that wait are computed in one.
+A chosen code is only noted, and waits until the search asks what follows it. So a code without alternatives costs no pass through the
+model, and several waiting codes are computed in one pass.
 
 Shapes: U users, W paths a user, P codes that wait, S codes that are in memory, T prompt rows.
 """
@@ -18,7 +18,7 @@ from integrations.torch_beam.llama import Llama, Memory
 
 
 class Continuations:
-    """`prompts`: each user's rows (T of its own, H). A user has one path, of no codes, until `branch`; `widest` bounds W."""
+    """`prompts`: each user's rows (T, H), T differing. Until `branch`, a user has one path without codes; `widest`: the largest W."""
 
     def __init__(self, llama: Llama, ids: SemanticIds, prompts: Sequence[Tensor], widest: int) -> None:
         self._llama, self._ids, self._prompts, self._widest = llama, ids, prompts, widest
@@ -28,14 +28,14 @@ class Continuations:
         self._remembered_UWS = self._waiting_UWP  # where in memory each path's codes stand
 
     def branch(self, parents_UW: Int64Array, tokens_UW: Int64Array) -> None:
-        """Replace each user's paths: path w is now what path `parents` was, and one token more."""
+        """Replace each user's paths: path w becomes the earlier path `parents[w]` with one token more."""
         parents, tokens = (torch.from_numpy(given).to(self._llama.device).unsqueeze(2) for given in (parents_UW, tokens_UW))
         self._waiting_UWP = torch.cat([_taken(self._waiting_UWP, parents), tokens], dim=2)
         self._remembered_UWS = _taken(self._remembered_UWS, parents)
 
     @torch.inference_mode()
     def logits(self, level: int) -> Tensor:
-        """Of the codes of this level, after every path: (U, W, size). To be asked once a level at most."""
+        """The logits of this level's codes after every path, (U, W, size). To be asked for at most once for each level."""
         said_UWH = self._prompted() if self._memory is None else None
         if said_UWH is None or self._waiting_UWP.shape[2]:
             said_UWH = self._continued()
@@ -60,7 +60,7 @@ class Continuations:
         return said.view(users, width, count, -1)[:, :, -1]
 
     def _sight(self, memory: Memory, width: int, count: int) -> Tensor:
-        """What each waiting code sees, (U, W, P, R) as 0 or -inf: its prompt, its path in memory, and its path's codes up to itself."""
+        """Which rows each waiting code attends to, (U, W, P, R) as 0 or -inf: its prompt, its path in memory, its path's codes up to it."""
         prompt = self._llama.prompt_mask(memory)
         rest = torch.full((len(prompt), width, count, self._used - memory.prompt_rows + width * count), -torch.inf)
         rest = rest.to(prompt.device, prompt.dtype)

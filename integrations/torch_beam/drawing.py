@@ -1,4 +1,4 @@
-"""Drawing items instead of searching for them: paths drawn code by code, all users' in one pass a level.
+"""Drawing items instead of searching for them: paths drawn code by code, for all users in one pass at each level.
 
 Draws that share a path share its computation. Each request has its own random stream and takes the same number of bits at every level,
 so that a seed draws the same in any batch.
@@ -21,7 +21,7 @@ from integrations.torch_beam.sampling import RandomStream, Sampler
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draw:
-    """One user's: the `k` most probable of the items drawn from a view with at least one."""
+    """One user's request: the `k` most probable of the items drawn from a view with at least one."""
 
     view: TrieView
     k: int

@@ -40,7 +40,7 @@ class Job:
 
 
 class BeamEngine:
-    """Raises BundleError where the bundle's decoder is damaged or not one that it computes, ConfigError at a budget that holds nothing.
+    """A bundle's decoder. Raises BundleError where it is damaged or of an unknown family, ConfigError at a budget that holds nothing.
 
     `cache_bytes` 0: no logits are recalled; `prompt_bytes` 0: no keys and values of prompts are kept.
     """
@@ -69,7 +69,7 @@ class BeamEngine:
         self.trie = Trie.of(self._ids)
 
     def answer(self, requests: Sequence[GenerateRequest], views: Sequence[TrieView]) -> list[Generated]:
-        """In the order asked. Raises BackendFailed at a prompt that no decoder should see, DeadlineExceeded once all deadlines are past."""
+        """The answers in the order asked. Raises BackendFailed at an invalid prompt, DeadlineExceeded once all deadlines are past."""
         in_time = _waiting([request.deadline for request in requests])
         in_time()
         if other := {view.trie.version for view in views} - {self.trie.version}:
@@ -83,19 +83,19 @@ class BeamEngine:
         return answers
 
     def forget(self, tenant: str, user: str) -> int:
-        """Drop what is kept of the user: how many rows and entries. Logits are kept without their user: all of them go."""
+        """Drop what is kept of the user; returns how many rows and entries. Logits are kept without their users, so all of them go."""
         return (self._kept.forget(tenant, user) if self._kept else 0) + self._forget_logits()
 
     def forget_tenant(self, tenant: str) -> int:
-        """The same of all users of a tenant."""
+        """As `forget`, for all users of a tenant."""
         return (self._kept.forget_tenant(tenant) if self._kept else 0) + self._forget_logits()
 
     def forget_everything(self) -> int:
-        """The same of all users."""
+        """As `forget`, for all users."""
         return (self._kept.clear() if self._kept else 0) + self._forget_logits()
 
     def kept(self) -> dict[str, float]:
-        """The statistics of kept prompts, and of the logits `logits_entries`, `logits_used_bytes`, `logits_hits` and `logits_misses`."""
+        """The statistics of kept prompts, and of kept logits: `logits_entries`, `logits_used_bytes`, `logits_hits`, `logits_misses`."""
         prompts = self._kept.statistics() if self._kept else {}
         if not self._cache:
             return prompts
@@ -103,8 +103,8 @@ class BeamEngine:
         return prompts | {f"logits_{name}": float(now[name]) for name in ("entries", "used_bytes", "hits", "misses")}
 
     def figures(self) -> dict[str, float]:
-        """Since the load: `prompt_rows` asked for and `prompt_rows_kept` of them, `logits_cache_hits`, `logits_cache_misses` and the rest
-        of CacheStatistics; nothing of what is off.
+        """Figures since the load: `prompt_rows` asked for and `prompt_rows_kept` of them, `logits_cache_hits`, `logits_cache_misses` and
+        the rest of CacheStatistics; none of a cache that is switched off.
         """
         prompts = self._kept.figures() if self._kept else {}
         logits = asdict(self._cache.statistics()) if self._cache else {}
@@ -123,8 +123,8 @@ class BeamEngine:
         ]
 
     def _kind(self, job: Job) -> Kind:
-        """What is computed in one batch: searches or draws, prompts that are new or known, widths within a factor of two: the widest
-        sets the size of all.
+        """The kind of a job; jobs of one kind are computed in one batch: searches or draws, with new or known prompts, of widths within a
+        factor of two, as the widest sets the size of all.
         """
         known = self._cache is not None and job.prompted is not None and job.prompted.prefix(np.zeros((1, 0), np.int64)) in self._cache
         return job.request.sampling is not None, known, job.request.width.bit_length()

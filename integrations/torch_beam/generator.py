@@ -19,11 +19,12 @@ POLICIES = ("lru", "lfu", "fifo")
 
 
 class TorchBeamGenerator:
-    """`dtype` is that of weights and activations; scores are float32 in any case. `threads` sets torch's for this whole process.
+    """`dtype`: of weights and activations; scores are float32 in any case. `threads`: torch's, for this whole process.
 
-    `cache_bytes`: how much memory the logits of prompts seen before may take; 0 recalls nothing. `prompt_bytes`: the same of the keys and
-    values of users' prompts, so that of one that grew only the new rows are computed; 0 keeps none. `prompt_policy`: lru, lfu or fifo.
-    `share_prompts`: users of a tenant share the rows in which their prompts begin alike, 16 at a time; right where many histories do.
+    `cache_bytes`: memory for the logits of prompts seen before; 0 keeps none. `prompt_bytes`: memory for the keys and values of users'
+    prompts, so that of a prompt that has grown only the new rows are computed; 0 keeps none. `prompt_policy`: lru, lfu or fifo.
+    `share_prompts`: users of a tenant share equal rows at the beginning of their prompts, 16 at a time; useful where many histories begin
+    alike.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class TorchBeamGenerator:
         return self.batch_infer([request])[0]
 
     def batch_infer(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
-        """In the order asked. A request past its deadline is answered nevertheless while a neighbour waits: they are computed together.
+        """The answers in the order asked. A request past its deadline is answered nevertheless while another of its batch still has time.
 
         Raises BackendFailed at a prompt with a wrong shape, NaN or an unknown item, DeadlineExceeded once all deadlines are past.
         """
@@ -87,20 +88,20 @@ class TorchBeamGenerator:
         return list(zip(found.items.tolist(), found.log_probs.tolist(), strict=True))
 
     def queue(self) -> dict[str, float]:
-        """How much of what was asked had been asked before; see BeamEngine.figures. The queue is that of the batches' maker."""
+        """Figures of how much was asked before and kept, see BeamEngine.figures; requests wait where batches are made, not here."""
         engine = self._loaded
         return engine.figures() if engine else {}
 
     def forget(self, tenant: str, user: str) -> int:
-        """Drop the user's prompts, and all logits, which are kept without their user: how many rows and entries that were."""
+        """Drop the user's prompts, and all logits, which are kept without their users; returns how many rows and entries that were."""
         return self._engine().forget(tenant, user)
 
     def forget_tenant(self, tenant: str) -> int:
-        """The same of all users of a tenant."""
+        """As `forget`, for all users of a tenant."""
         return self._engine().forget_tenant(tenant)
 
     def forget_everything(self) -> int:
-        """The same of all users."""
+        """As `forget`, for all users."""
         return self._engine().forget_everything()
 
     def kept(self) -> dict[str, float]:

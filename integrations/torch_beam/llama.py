@@ -3,9 +3,9 @@
     rows of a user    [prompt, right-padded to T][codes of one step, one a beam][codes of the next step] ...
 
 Beams share the keys and values of all these rows; a mask gives each the prompt and its own codes. So nothing is copied when a beam
-branches. Of the last layer, a prompt's rows need their keys and values only, but for the one that predicts the first code.
+branches. In the last layer, a prompt's rows need only their keys and values, except the row that predicts the first code.
 
-Shapes: U users, T prompt rows, Q rows that ask, R rows there are, H hidden, A heads, D width of a head, F feed-forward.
+Shapes: U users, T prompt rows, Q rows that attend, R rows in memory, H hidden, A heads, D width of a head, F feed-forward.
 """
 
 import json
@@ -27,7 +27,7 @@ _SUPPORTED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": Fal
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What of Hugging Face's config.json the forward pass needs."""
+    """The sizes in Hugging Face's config.json that the forward pass needs."""
 
     layers: int
     heads: int
@@ -37,7 +37,7 @@ class Sizes:
 
     @classmethod
     def read(cls, path: Path) -> "Sizes":
-        """Raises BundleError where the file is not the configuration of a model that this code computes."""
+        """The sizes in a file. Raises BundleError where it is not the configuration of a model that this code computes."""
         try:
             config = json.loads(path.read_text())
             rope = config["rope_parameters"]
@@ -56,7 +56,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """`qkv` (3 x H, H) and `gate_up` (2 x F, H) are what stands as several weights in the file."""
+    """`qkv` (3 x H, H) and `gate_up` (2 x F, H) join weights that are separate in the file."""
 
     attention_norm: Tensor
     qkv: Tensor
@@ -110,12 +110,12 @@ class Llama:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, activations, keys and values."""
+        """The type of weights, activations, keys and values."""
         return self._embedding.dtype
 
     @torch.inference_mode()
     def prefill(self, rows_UTH: Tensor, lengths_U: Tensor, spare: int) -> tuple[Tensor, Memory]:
-        """What each user's last prompt row says, normalised (U, H), and a memory of all rows with room for `spare` more."""
+        """The output of each user's last prompt row, normalised (U, H), and a memory of all rows with room for `spare` more."""
         users, rows, _ = rows_UTH.shape
         memory = self._memory(users, rows, lengths_U, spare)
         x, turns = rows_UTH.to(self._embedding.dtype), self._turns[:rows]
@@ -129,8 +129,8 @@ class Llama:
 
     @torch.inference_mode()
     def prefill_behind(self, memory: Memory, kept_U: Tensor, rows_NH: Tensor) -> Tensor:
-        """As `prefill`, of a memory that has the first `kept_U` rows of each prompt; `rows_NH` are those behind them, at least one each,
-        one user's behind the other's.
+        """As `prefill`, with a memory that has the first `kept_U` rows of each prompt; `rows_NH`: the rows after them, at least one for
+        each user, one user's after the other's.
         """
         new_U, T = memory.lengths_U - kept_U, memory.prompt_rows
         users_N = torch.arange(len(new_U), device=self.device).repeat_interleave(new_U)
@@ -147,8 +147,8 @@ class Llama:
 
     @torch.inference_mode()
     def step(self, memory: Memory, start: int, tokens_UQ: Tensor, places_UQ: Tensor, mask_UQR: Tensor) -> Tensor:
-        """Put codes at the rows from `start` and see what each says, normalised (U, Q, H). `places_UQ` are positions in their paths;
-        `mask_UQR` is 0 where a code may look and -inf elsewhere, over the R rows up to and including these.
+        """Put codes at the rows from `start` on; returns the output of each, normalised (U, Q, H). `places_UQ`: the codes' positions in
+        their paths; `mask_UQR`: 0 where a code may attend and -inf elsewhere, over the R rows up to and including these.
         """
         stop = start + tokens_UQ.shape[1]
         x, turns, mask = self._embedding[tokens_UQ], self._turns[places_UQ], mask_UQR.unsqueeze(1)
@@ -164,7 +164,7 @@ class Llama:
         return F.linear(said, self._head[first : first + size]).float()
 
     def memory(self, lengths: Sequence[int], spare: int) -> Memory:
-        """For prompts of these lengths, of which nothing is filled, but zeros at the padding: rows that are masked must not be NaN."""
+        """A memory for prompts of these lengths, not filled except for zeros at the padding: masked rows must not be NaN."""
         memory = self._memory(len(lengths), max(lengths), torch.tensor(lengths, device=self.device), spare)
         for layer in memory.layers:
             for user, length in enumerate(lengths):
@@ -183,13 +183,13 @@ class Llama:
         return Memory([torch.empty(shape, dtype=like.dtype, device=like.device) for _ in self._layers], rows, lengths_U)
 
     def _sight(self, kept_U: Tensor, new_rows: int, prompt_rows: int) -> Tensor:
-        """(U, 1, Q, T): 0 at what each of the rows behind the kept ones sees, itself and all before it, and -inf elsewhere."""
+        """The mask (U, 1, Q, T) of the rows after the kept ones: 0 at each row itself and all rows before it, -inf elsewhere."""
         places_UQ1 = (kept_U.unsqueeze(1) + torch.arange(new_rows, device=self.device)).unsqueeze(2)
         mask = torch.zeros(len(kept_U), new_rows, prompt_rows, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(torch.arange(prompt_rows, device=self.device) > places_UQ1, -torch.inf).unsqueeze(1)
 
     def _said_last(self, x_U1H: Tensor, memory: Memory) -> Tensor:
-        """What each prompt's last row says, normalised (U, H), once the top layer has every row's keys and values."""
+        """The output of each prompt's last row, normalised (U, H), once the top layer has every row's keys and values."""
         top, kept, last_U = self._layers[-1], memory.layers[-1], memory.lengths_U - 1
         query = self._project(top, x_U1H, self._turns[last_U].unsqueeze(1), QUERIES)[:, :, 0]
         x = self._rest(top, x_U1H, _attend(query, kept[:, : memory.prompt_rows], self.prompt_mask(memory)))
@@ -207,14 +207,14 @@ class Llama:
         return turned.flatten(-2).to(flat.dtype)
 
     def _rest(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
-        """What follows the attention in a layer."""
+        """The part of a layer that follows the attention."""
         x = F.linear(attended, layer.out).add_(x)
         gate, up = F.linear(self._normed(x, layer.feedforward_norm), layer.gate_up).chunk(2, dim=-1)
         return F.linear(F.silu(gate, inplace=True).mul_(up), layer.down).add_(x)
 
 
 def _attend(query_UQAD: Tensor, kept_UR2AD: Tensor, mask: Tensor | None) -> Tensor:
-    """(U, Q, A x D). Without a mask, each row looks at itself and at what stands before it."""
+    """The attention's output (U, Q, A x D). Without a mask, each row attends to itself and to the rows before it."""
     keys, values = kept_UR2AD.permute(2, 0, 3, 1, 4)
     out = F.scaled_dot_product_attention(query_UQAD.transpose(1, 2), keys, values, attn_mask=mask, is_causal=mask is None)
     return out.transpose(1, 2).flatten(2)

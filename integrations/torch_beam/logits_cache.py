@@ -1,4 +1,4 @@
-"""Next-token logits already computed, by the exact prefix: the same model, prompt and tokens give the same logits."""
+"""A cache of next-token logits by the exact prefix: the same model, prompt and tokens give the same logits."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class CacheStatistics:
 
 
 class LogitsCache:
-    """Holds at most `budget_bytes` and evicts what was asked for longest ago. Copies in and copies out (on the device of the logits),
-    so a caller may mask what it gets in place. Safe to share between threads.
+    """Holds at most `budget_bytes`, and evicts the entry that was asked for longest ago. Logits are copied in and out (on their device), so
+    a caller may mask them in place. Safe to share between threads.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -42,7 +42,7 @@ class LogitsCache:
         self._used_bytes = self._hits = self._misses = self._evictions = 0
 
     def __contains__(self, prefix: Prefix) -> bool:
-        """Counts as no question: neither a hit nor a miss."""
+        """Whether the prefix is held; counts as neither a hit nor a miss."""
         with self._lock:
             return prefix in self._held
 
@@ -57,7 +57,7 @@ class LogitsCache:
         return held.clone()  # what is held is never written to, so it can be copied without the lock
 
     def put(self, prefix: Prefix, logits: Tensor) -> None:
-        """Logits of more than the whole budget are not kept."""
+        """Keep the logits, unless they are larger than the whole budget."""
         if size_bytes(prefix, logits) > self._budget_bytes:
             return
         held = logits.detach().clone()
@@ -70,7 +70,7 @@ class LogitsCache:
                 self._evictions += 1
 
     def clear(self) -> int:
-        """Drop everything; how many entries that were. They do not count as evicted."""
+        """Drop everything; returns how many entries that were. They do not count as evicted."""
         with self._lock:
             held, self._used_bytes = len(self._held), 0
             self._held.clear()

@@ -70,10 +70,10 @@ def draw_rows(  # noqa: PLR0917 - compiled: arrays by position
     log_probs_B: Floats,
     paths_B: Ids,
 ) -> None:
-    """Fill the last three for every row.
+    """Draw a token for every row, and fill `tokens_B`, `log_probs_B` and `paths_B`.
 
-    `best_B` is each row's first greatest logit, `scale_B` 1 / temperature, or 0 for greedy; `bits_B` 64 random bits a row. `w`,
-    `blocks_2N` and `heap` (of the greatest top_k at least) are scratch: what they hold before does not matter.
+    `best_B`: the place of each row's first greatest logit; `scale_B`: 1 / temperature, or 0 for greedy; `bits_B`: 64 random bits a row.
+    `w`, `blocks_2N` and `heap` (at least as long as the greatest top_k) are scratch: what they hold before does not matter.
     """
     for row in range(logits_BV.shape[0]):
         x, best, scale = logits_BV[row], best_B[row], scale_B[row]
@@ -91,7 +91,7 @@ def draw_rows(  # noqa: PLR0917 - compiled: arrays by position
 def draw_row(  # noqa: PLR0917
     x: Floats, w: Floats, mass: float, top_k: int, top_p: float, bits: np.uint64, blocks_2N: Masses, heap: Ids
 ) -> tuple[int, int]:
-    """A token by pivot rejection, and the path taken. Drawn from is what ranks above (logit, id): at first everything, or the top_k."""
+    """A token by pivot rejection, and the path taken. Tokens that rank above (logit, id) are drawn from: at first all, or the top_k."""
     here, above = blocks_2N[0], blocks_2N[1]
     logit, index, path = LOWEST, 0, PIVOT
     if 0 < top_k < x.size:
@@ -113,7 +113,7 @@ def draw_row(  # noqa: PLR0917
 
 @compiled
 def weigh(x: Floats, greatest: np.float32, scale: np.float32, w: Floats, blocks: Masses) -> float:
-    """Fill `w` and its blocks' sums; the whole mass."""
+    """Fill `w` and its blocks' sums; returns the whole mass."""
     exact_above = np.float32(2.0 ** (23 - mass_bits(x.size)))
     mass = 0.0
     for block in range(blocks.size):
@@ -151,7 +151,7 @@ def weigh_block(x: Floats, greatest: np.float32, scale: np.float32, exact_above:
 
 @compiled
 def mass_above(x: Floats, w: Floats, logit: np.float32, index: int, blocks: Masses) -> float:
-    """The mass of what ranks above a token with `logit` at `index`, and its sums by blocks. (`index` + 1 counts that token in.)"""
+    """The mass of all tokens that rank above one with `logit` at `index`; fills its sums by blocks. (`index` + 1 counts that token in.)"""
     mass = 0.0
     for block in range(blocks.size):
         start = block * BLOCK

@@ -32,7 +32,8 @@ COMPLAINT = "kept prompts could not be used; such prompts are computed whole"
 
 
 class KeptPrompts(KeptRows):
-    """Of one decoder, by `model_hash` of all that makes keys and values of a prompt. `prefill` is for one thread, the rest for any.
+    """The kept prompts of one decoder. `model_hash`: of all that turns a prompt into keys and values. `prefill` is for one thread, the rest
+    for any.
 
     `policy`: which leaf of the tree is evicted, lru, lfu or fifo. `share_users`: users of a tenant share whole pages of equal rows. Raises
     ConfigError at a budget that holds no row.
@@ -52,7 +53,7 @@ class KeptPrompts(KeptRows):
         self._rows = self._rows_kept = 0
 
     def prefill(self, requests: Sequence[GenerateRequest], prompts: Sequence[Tensor], spare: int) -> tuple[Tensor, Memory]:
-        """As Llama.prefill, of each request's prompt (T of its own, H)."""
+        """As Llama.prefill, of the requests' prompts, each (T, H) with a T of its own."""
         self._rows += sum(map(len, prompts))
         owners, keys = [self._owner_of(one) for one in requests], [row_keys(one.user)[:-1] for one in requests]
         try:
@@ -111,7 +112,7 @@ class KeptPrompts(KeptRows):
 
 
 class KeptContinuations(Continuations):
-    """`Continuations` of these requests' prompts, which are read from what is kept as far as that goes."""
+    """`Continuations` of the requests' prompts, whose first rows are read from `kept` as far as it holds them."""
 
     def __init__(  # noqa: PLR0917 - its parent's, and two more
         self, llama: Llama, ids: SemanticIds, prompts: Sequence[Tensor], widest: int, kept: KeptPrompts, requests: Sequence[GenerateRequest]
@@ -126,9 +127,9 @@ class KeptContinuations(Continuations):
 
 
 def row_keys(user: UserState) -> Int64Array:
-    """All that the soft prompt makes each row of, bit for bit: state, item, rating and pause until the next event or the request.
+    """The inputs of each row of the soft prompt, bit for bit: item, rating, pause until the next event or the request, and state.
 
-    (T, K), K being what these take as int64.
+    (T, K), K being how many int64 these take.
     """
     count, dim = user.states.shape
     keys = np.zeros((count, 3 + (dim + 1) // 2), np.int64)
@@ -138,6 +139,6 @@ def row_keys(user: UserState) -> Int64Array:
 
 
 def _arrays(layers: Sequence[Tensor]) -> Rows:
-    """The tensors' own memory, by plane."""
+    """Arrays over the tensors' own memory, by plane."""
     bits = [layer.view(torch.int16) if layer.dtype == torch.bfloat16 else layer for layer in layers]
     return cast(Rows, {str(index): cast("np.ndarray[Any, np.dtype[Any]]", layer.numpy()) for index, layer in enumerate(bits)})

@@ -1,8 +1,7 @@
-"""Prompts seen before: their logits are kept, and given again without a pass through the model.
+"""Logits of prompts seen before are kept, and recalled without a pass through the model.
 
-What is asked at a level depends on the prompt and on the paths that are still followed, and nothing else; both together are the key.
-A batch is recalled or computed as a whole at each level: one new prompt costs a pass for all, so known and new prompts do not belong
-in one batch.
+The logits of a level depend on the prompt and on the paths that are still followed, and on nothing else; both together are the key. A batch
+is recalled or computed as a whole at each level: one new prompt costs a pass for all, so known and new prompts do not belong in one batch.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from integrations.torch_beam.logits_cache import LogitsCache, Prefix
 
 @dataclass(frozen=True, slots=True)
 class Prompted:
-    """A prompt by its digest: `tenant` and `user_id`, its user, keep those apart, `model_hash` versions."""
+    """A prompt by its digest. `tenant` and `user_id` keep users apart, `model_hash` keeps versions apart."""
 
     model_hash: str
     digest: bytes
@@ -38,7 +37,7 @@ class Prompted:
 
 
 class Recalled:
-    """`model`, asked only for what the cache does not hold."""
+    """A `model` that is asked only for logits that the cache does not hold."""
 
     def __init__(self, model: Continues, cache: LogitsCache, prompts: Sequence[Prompted]) -> None:
         self._model, self._cache, self._prompts = model, cache, prompts

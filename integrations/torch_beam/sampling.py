@@ -33,7 +33,7 @@ TEMPERATURES = (1e-30, 1e30)  # beyond, float32 would make NaN of equal or of fo
 
 
 class RandomStream:
-    """A request's own randomness: each row takes 64 bits on every path, so the n-th draw depends on the seed and n alone."""
+    """A request's own random bits: each row takes 64 of them on every path, so the n-th draw depends on the seed and n alone."""
 
     def __init__(self, seed: int | None) -> None:
         self._source = np.random.Philox(seed)
@@ -51,9 +51,9 @@ class Drawn:
 
 
 class Sampler:
-    """Holds its buffers, so a call allocates nothing of the vocabulary's size once they have grown. One sampler a thread.
+    """Draws tokens, for one thread. The sampler keeps its buffers: once they have grown, a call allocates nothing of the vocabulary's size.
 
-    The first one of a machine compiles the kernels (seconds); `why_sorting` says why a sampler has none.
+    The first sampler on a machine compiles the kernels (seconds); `why_sorting` says why a sampler has none.
     """
 
     def __init__(self, *, pivot: bool = True) -> None:
@@ -140,7 +140,7 @@ def check_peaks(peaks_B: NDArray[np.float32]) -> None:
 
 
 def draw_by_sorting(logits_BV: Tensor, options: Sequence[SamplingOptions], bits: Sequence[int]) -> Drawn:
-    """The same distributions by a full sort, in torch operations only: on any device with float64, with one transfer of each option."""
+    """Draw from the same distributions by a full sort, in torch operations only: on any device with float64, a transfer for each option."""
     masses_BV, order_BV = nucleus_by_sorting(logits_BV, options)
     running_BV = masses_BV.cumsum(dim=1)
     aim_B1 = column([(one >> 11) * 2.0**-53 for one in bits], logits_BV) * running_BV[:, -1:]
@@ -149,7 +149,7 @@ def draw_by_sorting(logits_BV: Tensor, options: Sequence[SamplingOptions], bits:
 
 
 def nucleus_by_sorting(logits_BV: Tensor, options: Sequence[SamplingOptions]) -> tuple[Tensor, Tensor]:
-    """Masses (B, V) by rank, 0 for what is cut, and the tokens (B, V) in that order. Whole numbers: no sum depends on its order."""
+    """Masses (B, V) by rank, 0 for tokens that are cut, and the tokens (B, V) in that order. Masses are whole, so sums are exact."""
     V = logits_BV.shape[1]
     ranked_BV, order_BV = logits_BV.sort(dim=1, descending=True, stable=True)
     scales_B1 = column([scale(one) or 1.0 for one in options], logits_BV).float()
@@ -163,5 +163,5 @@ def nucleus_by_sorting(logits_BV: Tensor, options: Sequence[SamplingOptions]) ->
 
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:
-    """(B, 1) float64 on the device of `like`."""
+    """The values as a (B, 1) float64 tensor on the device of `like`."""
     return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""The constrained beam over an engine that answers one question at a time: which of these tokens may follow, with what probability?
+"""The constrained beam over an engine that answers one question at a time: with what probability does each of these tokens follow?
 
     root ──ask──► level 1: the `beam` best paths ──ask each──► level 2: ... ──ask each──► the `k` best items
 
@@ -20,8 +20,8 @@ from cluster.trie import TrieView
 SPARE = 8
 """How many more tokens are asked for than are kept, for the case that several are equally probable at the boundary.
 
-An engine may choose among equals as it likes. Where more than SPARE + 1 are exactly as probable as the last one kept, a higher node may
-therefore stand in place of a lower one.
+An engine may choose among equals in any way. So where more than SPARE + 1 tokens are exactly as probable as the last one kept, a higher
+node may take the place of a lower one.
 """
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The way to a node: its tokens and their log p."""
+    """The path to a node: its tokens and their log p."""
 
     node: int = 0
     tokens: tuple[int, ...] = ()
@@ -52,8 +52,8 @@ Found: TypeAlias = Callable[[list[Path]], None]
 async def search(view: TrieView, beam: int, k: int, ask: Ask, found: Found | None = None) -> list[Path]:
     """The paths to the `k` most probable items, best first; none where nothing may be named. Raises what `ask` raises, and BackendFailed.
 
-    A level's questions are asked all at once. `found` is told of the items below each node of the level before the last, best first, as
-    soon as its question is answered.
+    A level's questions are asked all at once. `found` is called with the items below each node of the level before the last, best first, as
+    soon as that node's question is answered.
     """
     paths = [Path()] if view.items else []
     for level in range(view.trie.levels):
@@ -70,7 +70,7 @@ def best(paths: Iterable[Path], keep: int) -> list[Path]:
 
 
 class BestSoFar:
-    """Of paths that come piece by piece, those that are among the `k` best of all that have come."""
+    """Filters paths that come piece by piece: those pass that are among the `k` best of all so far."""
 
     def __init__(self, k: int) -> None:
         self._k, self._paths = k, list[Path]()
@@ -108,7 +108,7 @@ async def _expand(view: TrieView, level: int, path: Path, ask: Ask, keep: int) -
 
 
 def _place(tokens: list[int], token: int, log_p: float) -> int:
-    """Where an answered token stands among the allowed ones. Raises BackendFailed where it does not, or has no probability."""
+    """The place of an answered token among the allowed ones. Raises BackendFailed where it is not allowed, or has no probability."""
     place = bisect_left(tokens, token)
     if place == len(tokens) or tokens[place] != token or not math.isfinite(log_p):
         raise BackendFailed(f"vLLM answered with log p = {log_p} for token {token}; tokens {tokens[0]} to {tokens[-1]} were asked about")

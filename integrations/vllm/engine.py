@@ -26,15 +26,15 @@ T = TypeVar("T")
 GRACE_S = 5.0
 """How long the engine's process may take to end by itself. It has nothing to save."""
 END_S = 60.0
-"""How long all of it may take to end."""
+"""How long the end of everything may take."""
 logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """A started engine. Everything may be called from any thread, `generate` only within what is given to `submit`."""
+    """A started engine. Everything may be called from any thread, except `generate`, which is called within work given to `submit`."""
 
     def __init__(self, decoder: Path, settings: EngineSettings) -> None:
-        """Starts it: some 15 seconds of a core. Raises BackendUnavailable where it does not start, and leaves no process behind."""
+        """Start the engine: some 15 seconds of a core. Raises BackendUnavailable where it does not start, and leaves no process behind."""
         self._async_llm = load("vllm.v1.engine.async_llm").AsyncLLM
         self._dead_error = load("vllm.v1.engine.exceptions").EngineDeadError
         self._words, self._statistics, self._ids = Words(), Statistics(), count()
@@ -57,7 +57,7 @@ class Engine:
             raise
 
     def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Run it on the engine's loop. Cancelling the future ends it there too, with what it asked of vLLM.
+        """Run work on the engine's loop. Cancelling the future cancels the work too, and its requests to vLLM.
 
         The future fails as the work does, and with BackendFailed where the engine is closed meanwhile.
         """
@@ -68,9 +68,9 @@ class Engine:
         raise BackendFailed("vLLM is closed; it must be loaded again")
 
     async def generate(self, rows_TH: "torch.Tensor", question: Question, salt: str) -> Mapping[int, float]:
-        """The log p of the most probable of the tokens asked about, renormalised over all of them. Raises BackendFailed.
+        """The log p of the most probable of the question's tokens, renormalised over all of these. Raises BackendFailed.
 
-        Prompts with the same salt share what the KV cache holds of their common rows.
+        Prompts with the same salt share the KV cache of their common rows.
         """
         prompt, sampling = self._words.prompt(rows_TH, question.suffix, salt), self._words.sampling(question)
         answer: Mapping[int, float] = {}
@@ -88,7 +88,7 @@ class Engine:
         return answer
 
     async def forget(self) -> None:
-        """Drop what the KV cache holds of all prompts; what is being computed starts again. Raises BackendFailed."""
+        """Drop all prompts' keys and values from the KV cache; requests that are being computed start again. Raises BackendFailed."""
         try:
             done = await self._llm.reset_prefix_cache(reset_running_requests=True)
         except Exception as error:
@@ -101,7 +101,7 @@ class Engine:
         return llm is not None and not llm.errored
 
     def queue(self) -> dict[str, float]:
-        """What VllmGenerator.queue says."""
+        """The figures of VllmGenerator.queue."""
         llm, seen = self._llm, self._statistics
         unfinished = 0 if llm is None or llm.errored else int(llm.get_num_unfinished_requests())
         running = min(seen.running, unfinished)  # an engine that idles does not report that aborted requests have gone
@@ -114,7 +114,7 @@ class Engine:
         }
 
     def close(self) -> None:
-        """End the engine's process; what still runs fails with BackendFailed. Takes a few seconds, and at most twice END_S."""
+        """End the engine's process; work that still runs fails with BackendFailed. Takes a few seconds, and at most twice END_S."""
         with self._closing:
             if self._closed:
                 return
@@ -136,7 +136,7 @@ class Engine:
         self._loop.close()
 
     async def _start(self, decoder: Path, settings: EngineSettings) -> None:
-        """AsyncLLM begins its tasks on the loop that it is made on. Nothing else is on this one yet, so it may stand still meanwhile."""
+        """Make the AsyncLLM on the engine's loop, on which it begins its tasks. Nothing else is on the loop yet, so this may block it."""
         self._llm = self._async_llm.from_engine_args(engine_args(decoder, settings), stat_loggers=[self._statistics])
         self._processes = self._llm.engine_core.resources.engine_manager.processes
 

@@ -1,4 +1,4 @@
-"""What runs in vLLM's engine process, which imports this file by its name."""
+"""The code that runs in vLLM's engine process, which imports this file by its name."""
 
 import multiprocessing
 import os
@@ -13,8 +13,8 @@ _uniproc: Any = load("vllm.v1.executor.uniproc_executor")
 class HostBoundExecutor(_uniproc.UniProcExecutor):  # type: ignore[misc]  # the base class is known at run time only
     """One model in the engine's own process, which ends when the process that started it does, even by `kill -9`.
 
-    vLLM's own engine outlives it, with all its memory. On CPUs vLLM would also start a further process for the model, to bind its
-    threads to cores; that costs as long a start again, and an exchange between processes at each step.
+    vLLM's own engine would outlive that process, with all its memory. On CPUs vLLM would also start a further process for the model, to
+    bind its threads to cores: that takes as long to start again, and an exchange between processes at each step.
     """
 
     def _init_executor(self) -> None:
@@ -25,7 +25,7 @@ class HostBoundExecutor(_uniproc.UniProcExecutor):  # type: ignore[misc]  # the 
 
 
 def _compile_nothing() -> None:
-    """Some small functions of vLLM's are compiled even so, at the first request: on CPUs as much work as the rest of the start."""
+    """Keep vLLM from compiling some small functions at the first request, which on CPUs takes as long as the rest of the start."""
     import torch  # noqa: PLC0415 - vllm has loaded it by now
 
     torch.compiler.set_stance("force_eager")

@@ -1,4 +1,4 @@
-"""The decoder through vLLM: one request a path and level, all users' at once, prompts' common blocks computed once."""
+"""The decoder on vLLM: one request for each path and level, all users' requests together, and blocks that prompts share computed once."""
 
 import asyncio
 import time
@@ -32,10 +32,10 @@ PROBABILITY_TOLERANCE = 0.05
 T = TypeVar("T")
 FORGET_WITHIN_S = 5.0
 ENGINES: "SharedEngines[Engine]" = SharedEngines()
-"""Of this process, by what stands in the decoder's files and how vLLM was asked to run it."""
+"""The engines of this process, by the digests of the decoder's files and the settings that vLLM runs with."""
 NO_QUEUE = {"running": 0.0, "waiting": 0.0, "kv_cache_usage": 0.0, "prefix_cache_queries": 0.0, "prefix_cache_hits": 0.0}
 COUNTS = ("prefix_cache_queries", "prefix_cache_hits")
-"""What of a queue's figures an engine adds up from its start on."""
+"""The figures of a queue that are totals since the engine's start."""
 
 
 class VllmGenerator:
@@ -72,7 +72,7 @@ class VllmGenerator:
 
     @cached_property
     def _dtype(self) -> str:
-        """As asked; float32 is computed as TF32 on a GPU, or refused there by vLLM."""
+        """The number format asked for; `auto` avoids float32 on a GPU, which vLLM computes as TF32 there, or refuses."""
         if self._asked_dtype != AUTO:
             return self._asked_dtype
         from integrations.hstu.kernels.gpu import usable_gpu  # noqa: PLC0415 - imports torch, which a process that reads options need not do
@@ -94,9 +94,9 @@ class VllmGenerator:
         return Availability.yes()
 
     def load(self, bundle: Bundle) -> None:
-        """Start the engine, or take over one that computes the same, and let it answer once.
+        """Start an engine, or share a running one with the same decoder and settings, and have it answer one request.
 
-        Raises BackendUnavailable, BackendFailed; nothing is left behind then.
+        Raises BackendUnavailable, BackendFailed; no engine is left behind then.
         """
         if not (availability := self.get_availability(bundle)).ok:
             raise BackendUnavailable(availability.reason)
@@ -144,7 +144,7 @@ class VllmGenerator:
         return await asyncio.wrap_future(self._submit(self._answer(request)))
 
     async def astream(self, request: GenerateRequest) -> AsyncIterator[Generated]:
-        """Items as they are found, each once. Those of one piece are ordered, best first; the pieces come as they come.
+        """Items as they are found, each once. The items of a piece are ordered, best first; the pieces are in no order.
 
         What is yielded is among the `k` best found by then, so that the `k` best of all that was yielded are the answer. Raises as
         `ainfer` does; items that came before an error are sound.
@@ -183,8 +183,8 @@ class VllmGenerator:
 
     def queue(self) -> dict[str, float]:
         """`running`, `waiting`: requests to the engine, of which a user makes one a path and level; `kv_cache_usage`: 0 to 1;
-        `prefix_cache_queries`, `prefix_cache_hits`: rows of prompts that were looked up, and found. Of those that share an engine, one
-        tells them: the one that has had it for longest, which counts on from where the one before it left.
+        `prefix_cache_queries`, `prefix_cache_hits`: rows of prompts that were looked up, and found. Of generators that share an engine,
+        only the one that has had it for longest tells its figures, and counts on from where the one before it left; others tell zeros.
         """
         lease = self._lease
         if not (lease and lease.first):
@@ -226,8 +226,8 @@ class VllmGenerator:
         return await search(view, request.beam, request.k, ask, found)
 
     async def _asker(self, user: UserState, tenant: str, ids: str) -> Ask:
-        """How the engine is asked about this user; another tenant, version or set of IDs shares nothing of what it has computed; users
-        of a tenant share blocks whose rows are equal bit for bit.
+        """The function that asks the engine about this user. What vLLM has computed is shared only within one tenant, version and set of
+        IDs, and there between prompts with blocks of rows that are equal bit for bit.
         """
         engine, rows, salt = self._engine, await asyncio.to_thread(self._rows, user), f"{tenant}:{self._version}:{ids}"
         if engine is None:
@@ -239,7 +239,7 @@ class VllmGenerator:
         return ask
 
     def _rows(self, user: UserState) -> "torch.Tensor":
-        """The user's soft prompt (T, H). Raises BackendFailed where it is none: a wrong one takes the engine down for all requests."""
+        """The user's soft prompt (T, H). Raises BackendFailed where it is too long or not finite: the engine would end for all requests."""
         if len(user) > self._longest:
             raise BackendFailed(f"a prompt has {len(user)} events; this decoder takes {self._longest} at most")
         (rows,) = self._soft_prompt.of([user])
@@ -249,7 +249,7 @@ class VllmGenerator:
         return rows
 
     async def _within(self, deadline: float | None, work: Coroutine[Any, Any, T]) -> T:
-        """Give the work up when its time is over. Raises DeadlineExceeded, or BackendFailed where there is no deadline."""
+        """The work's result. Raises DeadlineExceeded at the deadline, or, without one, BackendFailed after `patience_s`."""
         left = self._patience_s if deadline is None else deadline - time.monotonic()
         if left <= 0:
             work.close()
@@ -281,7 +281,7 @@ class VllmGenerator:
             future.cancel()  # where this thread was interrupted
 
     def _try_out(self, engine: "Engine", config: "DecoderConfig") -> None:
-        """A real request: some widths of heads load, and break then. Raises BackendFailed."""
+        """Have the engine answer one request: with some widths of heads it loads, but cannot compute. Raises BackendFailed."""
         rows = self._torch.zeros(config.prompt_length, config.hidden, dtype=getattr(self._torch, self._dtype))
         question = Question((1,) * (config.levels - 1), list(range(1, config.vocabulary)), config.vocabulary - 1)
         answer = self._run(self._within(None, engine.generate(rows, question, "probe")))
@@ -294,5 +294,5 @@ class VllmGenerator:
 
 
 def _digests(bundle: Bundle) -> tuple[str, ...]:
-    """Of the decoder's files, by which it is the same in another version."""
+    """The digests of the decoder's files, equal in all versions that have the same decoder."""
     return tuple(record.sha256 for file, record in sorted(bundle.manifest.files.items()) if file.startswith(f"{DECODER}/"))

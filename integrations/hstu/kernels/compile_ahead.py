@@ -37,7 +37,7 @@ _TYPES = {
     **dict.fromkeys(("new", "past", "count", "n", "last", "window"), "i32"),
     "seed": "i64",
 }
-"""Arguments by name, in every kernel alike; strides are i32 and what is left are pointers to data."""
+"""Argument -> its type, the same in every kernel. Strides are i32, and all other arguments are pointers to data."""
 _GEMM_TYPES: dict[DataType, tuple[torch.dtype, torch.dtype]] = {
     "fp32": (torch.float16, torch.float32),
     "fp16": (torch.float16, torch.float16),
@@ -53,10 +53,10 @@ def compile_ahead(
     precision: str = ATTENTION_PRODUCTS,
     windowed: bool = False,
 ) -> dict[str, dict[str, bytes]]:
-    """Kernel's name -> architecture, as ``sm_90`` -> cubin, for a model of these sizes; one for each slice of wide heads' gradients.
+    """Kernel's name -> architecture, such as ``sm_90`` -> cubin, for a model of these sizes; one for each slice of wide heads' gradients.
 
-    They multiply as they are launched: `precision` is the attention's, as there. CUTLASS's `gemm_silu` is among them where
-    nvidia-cutlass-dsl is installed and the model's widths are multiples of 8.
+    `precision`: of the attention's products, as in `attention`. CUTLASS's `gemm_silu` is among the kernels where nvidia-cutlass-dsl is
+    installed and the model's widths are multiples of 8.
     Raises CompileError at an unknown architecture, in a process where the kernels are interpreted, and with the compiler's own reason.
     """
     capabilities = {target: _capability(target) for target in targets}
@@ -104,7 +104,7 @@ def _kernels(
 def _one(
     kernel: Any, constants: dict[str, Any], options: dict[str, Any] = LAUNCH, first: int = 0
 ) -> tuple[str, Any, dict[str, Any], dict[str, Any]]:
-    """A kernel that is launched once for each slice of columns has the first column of others than the first one in its name."""
+    """A kernel as `_kernels` gives it. One of several launches, each for a slice of columns, has the `first` of its columns in its name."""
     return f"{kernel.__name__}_{first}" if first else kernel.__name__, kernel, constants, options
 
 
@@ -120,7 +120,7 @@ def _compiled(kernel: Any, constants: dict[str, Any], options: dict[str, Any], d
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong in the innermost function; the errors around it only say where it was called."""
+    """The message of the innermost error; those around it only say where it was raised."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"

@@ -23,9 +23,9 @@ _FAMILY = "hstu"
 
 
 class TritonEncoder(TorchEncoder):
-    """What is kept of users is continued by the append kernel, a few new events at a time by a CUDA graph, too.
+    """Kept rows are continued by the append kernel; few new events at a time by a CUDA graph too.
 
-    Shorter histories than `keep_from` events are encoded whole, by one CUDA graph; continuing them takes longer.
+    Histories of fewer than `keep_from` events are encoded whole, by one CUDA graph; continuing them would take longer.
     `projection`: `torch`, or `cutlass` for gemm_silu in fp16 (or torch's with a warning where that cannot run; see projection.py).
     The other options are those of TorchEncoder.
     """

@@ -1,6 +1,6 @@
-"""HSTU whose attention, gated normalisation and append are the kernels; projections are torch's, or the one given.
+"""HSTU with kernels for attention, gated normalisation and append; projections are torch's, or by a given function.
 
-The weights are those of HSTU, and so are the answers, but for the order of sums.
+It takes the weights of HSTU and gives the same answers, but for the order in which sums are added up.
 """
 
 from collections.abc import Callable, Sequence

@@ -34,7 +34,7 @@ BLOCK_M, BLOCK_N, BLOCK_K = 128, 128, 32
 STAGES = 4
 THREADS = 128
 ALIGNMENT = 16
-"""Bytes that one thread copies at once, and to which every pointer is aligned."""
+"""How many bytes one thread copies at once; every pointer is aligned to so many."""
 _FIRST_WITH_SUFFIX = 9
 _LOG2_E = math.log2(math.e)
 TYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16, torch.float32: cutlass.Float32}
@@ -62,7 +62,7 @@ def cubin(dtype: torch.dtype, out: torch.dtype, columns: int, depth: int, target
 
 @cache
 def compiled(dtype: torch.dtype, out: torch.dtype, columns: int, depth: int, target: str) -> Any:
-    """What launches the kernel, given pointers to x, W and y, the number of rows and a stream; it holds its cubin and its PTX.
+    """A function that launches the kernel, given pointers to x, W and y, the number of rows and a stream; it holds its cubin and PTX.
 
     Raises CompileError with the compiler's own reason.
     """
@@ -78,7 +78,7 @@ def compiled(dtype: torch.dtype, out: torch.dtype, columns: int, depth: int, tar
 
 
 def _architecture(device: torch.device) -> str:
-    """By the name that CuTe DSL gives to the GPU that it finds; what was compiled for sm_90 it would not launch where it finds sm_90a."""
+    """The architecture by CuTe DSL's own name for the GPU: where it finds sm_90a, it would not launch a kernel compiled for sm_90."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}" + ("a" if major >= _FIRST_WITH_SUFFIX else "")
 
@@ -177,7 +177,7 @@ def _vectors(atom: cute.CopyAtom, width: cutlass.Constexpr, kind: cutlass.Conste
 def _parts(
     copy: cute.TiledCopy, thread: cutlass.Int32, matrix: cute.Tensor, tile: cutlass.Constexpr, index: Any, shared: cute.Tensor
 ) -> Any:
-    """What a thread copies of the matrix's tiles, where in the matrix that stands, and where it goes in shared memory."""
+    """The vectors that a thread copies of the matrix's tiles, their places in the matrix, and their places in shared memory."""
     own = copy.get_slice(thread)
     places = cute.make_identity_tensor(matrix.shape)
     return (
@@ -189,14 +189,14 @@ def _parts(
 
 @cute.jit
 def _fetch(copy: cute.TiledCopy, parts: Any, step: Any, shape: Any) -> None:
-    """Tile `step` on its way into its stage."""
+    """Start to copy tile `step` into its stage."""
     source, places, target = parts
     _copy_within(copy, source[None, None, None, step], places[None, None, None, step], target[None, None, None, step % STAGES], shape)
 
 
 @cute.jit
 def _copy_within(copy: cute.TiledCopy, source: cute.Tensor, places: cute.Tensor, target: cute.Tensor, shape: Any) -> None:
-    """Vectors that begin outside of the matrix are zeros in shared memory, and are not written to global memory."""
+    """Copy vectors; those that begin outside of the matrix are zeros in shared memory, and are not written to global memory."""
     within = cute.make_rmem_tensor(cute.make_layout((1, *places.shape[1:])), cutlass.Boolean)
     for i in cutlass.range_constexpr(places.shape[1]):
         for j in cutlass.range_constexpr(places.shape[2]):
@@ -216,7 +216,7 @@ def _silu(sums: cute.Tensor, kind: cutlass.Constexpr) -> cute.Tensor:
 
 @cute.jit
 def _write(part: Any, out: cute.Tensor, shared: cute.Pointer, y_MN: cute.Tensor, tile: Any, thread: cutlass.Int32) -> None:
-    """The block's results, by way of shared memory that is read no more, so that they are written in whole rows; fp32 take both rings."""
+    """Write the block's results, by way of shared memory that is no longer read, so that whole rows are written; fp32 takes both rings."""
     kind = y_MN.element_type
     swizzle = cute.make_swizzle(3, 4, (BLOCK_N * kind.width // 8).bit_length() - 5)
     pointer = cute.recast_ptr(shared, swizzle, dtype=kind)

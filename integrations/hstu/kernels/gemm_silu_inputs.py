@@ -1,4 +1,4 @@
-"""What gemm_silu takes, told without nvidia-cutlass-dsl."""
+"""Which inputs gemm_silu takes, known without nvidia-cutlass-dsl."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ VECTOR = 8
 
 
 def refuse(x_MK: Tensor, w_KN: Tensor, dtype: torch.dtype) -> None:
-    """Raises ValueError at what gemm_silu would compute wrongly, or not at all."""
+    """Raises ValueError at inputs that gemm_silu would compute wrongly, or not at all."""
     for fault in _faults(x_MK, w_KN, dtype):
         raise ValueError(f"gemm_silu takes {fault}")
 

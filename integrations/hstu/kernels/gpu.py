@@ -1,4 +1,4 @@
-"""Whether an NVIDIA GPU is usable here that multiplies bfloat16 and that the kernels can be compiled for."""
+"""Whether this process can use an NVIDIA GPU that multiplies bfloat16 and for which the kernels can be compiled."""
 
 import torch
 

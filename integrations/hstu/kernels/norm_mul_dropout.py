@@ -1,7 +1,7 @@
-"""dropout(U * LayerNorm(x)) as one kernel each way: what HSTU does to its attention before the output projection.
+"""dropout(U * LayerNorm(x)) as one kernel forward and one backward: what HSTU does to its attention before the output projection.
 
-LayerNorm is without affine. What dropout leaves is drawn anew in the backward kernel from the same seed and place (Philox), so no mask is
-kept, nor are means and deviations: a row is in registers anyway.
+LayerNorm is without affine. The backward kernel draws the dropout anew from the same seed and places (Philox), so no mask is kept; nor are
+means and deviations, as a row is in registers anyway.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ _TILE_ELEMENTS = 2048
 def _normalised(
     x: tl.tensor, rows: tl.tensor, x_row: tl.tensor, there: tl.tensor, epsilon: tl.tensor, WIDTH: tl.constexpr, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The rows with mean 0 and deviation 1, and what each deviation was divided by; zeros beyond WIDTH."""
+    """The rows with mean 0 and deviation 1, and the reciprocal of each row's deviation; zeros beyond WIDTH."""
     tile = load_rows(x, rows, x_row, there, WIDTH, TILE).to(tl.float32)
     centred = tl.where((tl.arange(0, TILE) < WIDTH)[None, :], tile - (tl.sum(tile, 1) / WIDTH)[:, None], 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / WIDTH + epsilon)

@@ -1,7 +1,8 @@
 """The append of few new rows by CUDA graphs, one for each bucket of users, new rows and kept rows.
 
-Launched kernel by kernel, 8 layers take 5 ms on an H200 of which its GPU works for half a millisecond. A graph reads what is kept where it
-was recorded: the kept rows of a batch always lie side by side in the same memory. What fits no bucket is launched kernel by kernel.
+Launched kernel by kernel, 8 layers take 5 ms on an H200, of which the GPU works for half a millisecond. A graph reads its inputs where they
+were when it was recorded, so the kept rows of a batch always lie in the same memory. A batch that fits no bucket is launched kernel by
+kernel.
 """
 
 from collections.abc import Sequence
@@ -20,13 +21,13 @@ from integrations.hstu.model_parameter_calculator import model_size
 from integrations.hstu.torch_append import INPUTS, Append, append_run, arrays, padding
 
 _NEW = (8, 64)
-"""New rows: a returning user's, and those of one who has been away."""
+"""The buckets of new rows: for users who return soon, and after a longer absence."""
 _KEPT_SHARES = (4, 1)
-"""Kept rows: up to a quarter of the longest history, or all of it."""
+"""The buckets of kept rows, as divisors of the longest history: up to a quarter of it, or all of it."""
 
 
 class LastingMemory(BufferPool):
-    """Memory that stays where it is: what was last put there is overwritten in place of being let go."""
+    """Memory that stays where it is: `clear` overwrites it with zeros, and does not free it."""
 
     def clear(self) -> None:
         for held in self._held.values():
@@ -34,7 +35,7 @@ class LastingMemory(BufferPool):
 
 
 class RecordedAppend:
-    """A RunAppend. `memory` is where its kept rows are to be put side by side, `shapes` what is to be padded to what. For one thread."""
+    """A RunAppend, for one thread. `memory`: where the kept rows are to be put side by side; `shapes`: to which its inputs are padded."""
 
     def __init__(self, append: Append, config: HSTUConfig, batches: Sequence[int], device: torch.device, record: Record) -> None:
         """`batches`: the buckets of users, ascending; those that take too much memory are left out, but for the first."""
@@ -69,7 +70,7 @@ class RecordedAppend:
 
 
 def _buckets(config: HSTUConfig, batches: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-    """Of users, new rows and kept rows."""
+    """The buckets of users, of new rows and of kept rows."""
     longest = config.window.longest
     most = most_users_at_once(batches, longest * model_size(config).kv_bytes_per_event)
     users = [batch for batch in batches if batch <= most]

@@ -1,4 +1,4 @@
-"""What the kernels compute, in plain torch, one user at a time; the gradients are torch's own.
+"""The kernels' results in plain torch, one user at a time; the gradients are torch's own.
 
 Shapes: T rows of all users, L rows of one, P keys, H heads, K and W the widths of a head, N the constant that divides the attention.
 """
@@ -27,7 +27,7 @@ def attention(
     *,
     window: int | None = None,
 ) -> Tensor:
-    """(T, H, W): SiLU(Q K^T + bias) V / N of each user's rows among themselves, 0 in rows of no user."""
+    """(T, H, W): SiLU(Q K^T + bias) V / N of each user's rows among themselves, 0 in rows that belong to no user."""
     out = v_THW.new_zeros(v_THW.shape)
     for start, length in zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True):
         own = slice(start, start + length)
@@ -50,7 +50,7 @@ def append(
     position_weights: Tensor,
     time_weights: Tensor,
 ) -> Tensor:
-    """(B, S, H, W): new rows look at what is kept of their user, then at each other."""
+    """(B, S, H, W): new rows attend to their user's kept rows, then to each other."""
     out = []
     for user, past in enumerate(past_lengths_B.tolist()):
         positions = torch.arange(past + q_BSHK.shape[1], device=q_BSHK.device)

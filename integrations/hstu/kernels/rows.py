@@ -16,7 +16,7 @@ class Rows:
     lengths: Tensor
     """(B,): how many rows each user has."""
     longest: int
-    """No user has more rows than these; a number on the host, so that no launch waits for the GPU."""
+    """The most rows that a user has; a number on the host, so that no launch waits for the GPU."""
 
     @classmethod
     def ragged(cls, offsets: Tensor, longest: int) -> Self:

@@ -1,6 +1,6 @@
-"""What the attention kernels are made of: functions on the device, on a tile of rows (queries) by keys.
+"""The parts of the attention kernels: functions on the device, on a tile of rows (queries) by keys.
 
-Forward, a tile has as many rows as keys. Widths that are no power of two are padded up to one and masked.
+In the forward kernel a tile has as many rows as keys. Widths that are no power of two are padded up to one and masked.
 """
 
 from math import log
@@ -15,7 +15,9 @@ from integrations.hstu.time_buckets import BUCKET_WIDTH
 
 _BITS_OF_ONE: tl.constexpr = tl.constexpr(0x3F800000)
 _BUCKETS_AN_OCTAVE: tl.constexpr = tl.constexpr(int(log(2) / BUCKET_WIDTH * 2**9) - 1)
-"""In units of 2^-9: the upper 32 bits of its product with octaves in units of 2^-23 are whole buckets. Rounded down, as the estimate is."""
+"""Buckets in an octave, in units of 2^-9: the upper 32 bits of the product with octaves in units of 2^-23 are whole buckets. Rounded down,
+as the estimate is.
+"""
 _SIGMOID: tl.constexpr = tl.constexpr("""{
 .reg .f32 t;
 mul.f32 t, $1, 0fBFB8AA3B;
@@ -27,11 +29,11 @@ _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 _SMALLEST = 16
 """The narrowest operand of a matrix product on a GPU."""
 LAUNCH = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
-"""How kernels are compiled. The stages double-buffer what a loop loads; fusion of products and sums is named, since its default changes."""
+"""How kernels are compiled. The stages double-buffer a loop's loads; fusion of products and sums is named, since its default changes."""
 
 
 def padded(width: int) -> int:
-    """The power of two that holds `width`, at least what a matrix product takes."""
+    """The power of two that holds `width`, at least the narrowest operand of a matrix product."""
     return max(_SMALLEST, int(triton.next_power_of_2(width)))
 
 
@@ -59,7 +61,7 @@ def load_rows(base: tl.tensor, rows: tl.tensor, stride: tl.tensor, there: tl.ten
 def store_rows(
     base: tl.tensor, rows: tl.tensor, stride: tl.tensor, there: tl.tensor, tile: tl.tensor, WIDTH: tl.constexpr, TILE: tl.constexpr
 ) -> None:
-    """The opposite of `load_rows`, in the type of what it writes to."""
+    """The opposite of `load_rows`, in the type of the target."""
     columns = tl.arange(0, TILE)
     mask = there[:, None] & (columns < WIDTH)[None, :]
     tl.store(base + rows[:, None] * stride + columns[None, :], tile.to(base.dtype.element_ty), mask=mask)
@@ -69,7 +71,7 @@ def store_rows(
 def add_rows(
     base: tl.tensor, rows: tl.tensor, stride: tl.tensor, there: tl.tensor, tile: tl.tensor, WIDTH: tl.constexpr, TILE: tl.constexpr
 ) -> None:
-    """Like `store_rows`, but adds to what is there, atomically."""
+    """As `store_rows`, but adds to the target, atomically."""
     columns = tl.arange(0, TILE)
     mask = there[:, None] & (columns < WIDTH)[None, :]
     tl.atomic_add(base + rows[:, None] * stride + columns[None, :], tile, mask=mask, sem="relaxed")
@@ -77,7 +79,7 @@ def add_rows(
 
 @triton.jit
 def first_key(first: tl.tensor, window: tl.tensor, TILE: tl.constexpr, WINDOWED: tl.constexpr) -> tl.tensor:
-    """Where the first tile of keys starts that a tile of rows from `first` on may look at."""
+    """Where the first tile of keys starts to which a tile of rows from `first` on may attend."""
     start = first * 0
     if WINDOWED:
         start = tl.maximum(first - window + 1, 0) // TILE * TILE
@@ -121,10 +123,11 @@ def relate(
     window: tl.tensor,
     WINDOWED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The bias of each (row, key), any where they may not meet; the bucket of the time between them; which may meet.
+    """For each (row, key): the bias, arbitrary where the row may not attend to the key; the bucket of the time between them; whether it
+    may.
 
-    `rows` and `keys` are positions in a history: no row looks at a key after it nor, where WINDOWED, at one `window` or more before it.
-    Those that are not there need no thought: what their weights multiply is 0. What is of rows is broadcast against what is of keys.
+    `rows` and `keys` are positions in a history: no row attends to a key after it nor, where WINDOWED, to one `window` or more before it.
+    Rows and keys that do not exist need no mask: their weights multiply zeros. Values of rows are broadcast against values of keys.
     """
     distance = rows - keys
     allowed = distance >= 0
@@ -137,11 +140,11 @@ def relate(
 
 @triton.jit
 def sigmoid(x: tl.tensor) -> tl.tensor:
-    """By the GPU's own approximations of 2^x and 1/x, which are off by the last bits; a division alone would take twice as long."""
+    """The sigmoid by the GPU's approximations of 2^x and 1/x, which are off by the last bits; a division would take twice as long."""
     return tl.sigmoid(x) if _INTERPRETED else tl.inline_asm_elementwise(_SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def attention_weights(scores: tl.tensor, allowed: tl.tensor) -> tl.tensor:
-    """SiLU(scores), 0 where the two may not meet; what they are summed up to is still to be divided by N."""
+    """SiLU(scores), 0 where a row may not attend to a key; the sum over keys is still to be divided by N."""
     return tl.where(allowed, scores * sigmoid(scores), 0.0)

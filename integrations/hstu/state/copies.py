@@ -35,7 +35,7 @@ def require(device: str) -> "torch.device":
 
 
 def pinned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """For PagePool(allocate=pinned): memory that a GPU reads and writes by itself. The system may round it up to a power of two bytes."""
+    """Memory that a GPU reads and writes by itself, for PagePool(allocate=pinned). The system may round it up to a power of two bytes."""
     import torch  # noqa: PLC0415
 
     require("cuda")
@@ -43,7 +43,7 @@ def pinned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 class SideCopies:
-    """A stream of its own for copies, which starts after what was asked of the current one so far, and events to wait for."""
+    """A side stream for copies, which start after the work of the current stream so far, and events to wait for."""
 
     def __init__(self, device: "torch.device") -> None:
         import torch  # noqa: PLC0415
@@ -66,12 +66,12 @@ class SideCopies:
         return self._stream.record_event() if self._stream else None
 
     def wait(self, event: "torch.cuda.Event | None") -> None:
-        """Let what is asked of the current stream from now on wait for the event; the caller goes on at once."""
+        """Have the current stream's further work wait for the event; the caller goes on at once."""
         if self._cuda is not None and event is not None:
             self._cuda.current_stream(self._device).wait_event(event)
 
     def keep(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Say that the copies read this tensor, so that its memory is not given away before they are done."""
+        """Note that the copies read this tensor, so that its memory is not used again before they are done."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
         return tensor

@@ -1,11 +1,11 @@
 """Tensors of recent users on the accelerator, over a store of all users in host memory.
 
     match   rows on the device -> nothing to copy;  rows in the host's pages -> read on a side stream, whole pages at a time
-    commit  new rows -> behind the user's tensors, at once;  and -> pinned memory -> the host's store, by a thread, once they are there:
-            those of a user that the host has go there when they begin another page
+    commit  new rows -> behind the user's tensors, at once;  and -> pinned memory -> the host's store, by a thread, once they are there;
+            rows of a user that the host knows go there once they begin another page
 
-Within the byte budget the least recently used user that no request holds makes room; one that finds none is computed with and not kept.
-What a GPU reads by itself is pinned: PagedStates(PagePool(planes, budget_bytes=..., allocate=pinned)). torch is imported when used.
+Within the byte budget the least recently used user that no request holds makes room; a user that finds none is computed, and not kept.
+Memory that a GPU reads by itself is pinned: PagedStates(PagePool(planes, budget_bytes=..., allocate=pinned)). torch is imported when used.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
-IN_FLIGHT_BYTES = 1 << 30  # rows on their way to the host; those of a history that are too many go with its next commit
+IN_FLIGHT_BYTES = 1 << 30  # rows on their way to the host; a history's rows beyond that go with its next commit
 
 
 class DeviceHeld:
@@ -59,7 +59,7 @@ class DeviceHeld:
 
 
 class DeviceTier(Matching):
-    """A StateStore of tensors; `store` keeps what has no room here, and what is to be found after it was evicted here.
+    """A StateStore of tensors. `store` keeps the rows that have no room on the device, or were evicted from it.
 
     Computation is asked for by one thread, on its current stream; `forget`, `clear` and `statistics` may come from any.
     Raises BackendUnavailable where the device is not there.
@@ -95,7 +95,7 @@ class DeviceTier(Matching):
             return DeviceHeld(self, host, user, common, ready)
 
     def _on_device(self, owner: Owner, rows: Int64Array, host: PooledHeld) -> tuple[DeviceUser, int, Any]:
-        """The user, how many of these rows are there, and what says when those that had to be loaded are."""
+        """The user, how many of these rows are on the device, and the event after which rows that had to be loaded are there."""
         user = self.users.get(owner)
         common = common_rows(user.identities, rows) if user else 0
         if user is not None and common >= host.rows:
@@ -138,8 +138,8 @@ class DeviceTier(Matching):
         mine.user.identities = rows.copy()
 
     def _write_back(self, user: DeviceUser, host: PooledHeld, rows: Int64Array) -> bool:
-        """Start what the host lacks of these rows on its way there, if it is not too much. It is copied on the device first: the user's
-        tensors go on changing.
+        """Start to copy the rows that the host lacks to it, unless they are too many. They are copied on the device first, as the user's
+        tensors go on changing. Returns whether they are on their way.
         """
         start = host.rows
         if start == len(rows):
@@ -180,7 +180,7 @@ class DeviceTier(Matching):
         self.store.release(host)
 
     def _reap(self) -> None:
-        """Take off the list what is done of the work for the host. Raises what it raised."""
+        """Drop finished copies to the host from the list. Raises the error of one that failed."""
         while self._pending and self._pending[0][0].done():
             self._pending.popleft()[0].result()
 
@@ -188,7 +188,7 @@ class DeviceTier(Matching):
         self._pending.append((self._thread.submit(work, *arguments), size))
 
     def flush(self) -> None:
-        """Wait until the host's store has all that was committed and released so far. Raises what went wrong there."""
+        """Wait until the host's store has all rows that were committed and released so far. Raises the error of a copy that failed."""
         while True:
             with self._lock:
                 if not self._pending:
@@ -219,12 +219,12 @@ class DeviceTier(Matching):
             return self.store.clear() + self.users.clear()
 
     def hottest(self) -> list[Owner]:
-        """As the host's store has it, which knows all users."""
+        """As the host's store, which knows all users."""
         self.flush()
         return self.store.hottest()
 
     def copy(self, owner: Owner) -> tuple[Int64Array, Rows]:
-        """Of the host's store, once it has the rows that the device has."""
+        """As the host's store, once it has the rows that the device has."""
         with self._lock:
             if (user := self.users.get(owner)) is not None:
                 host = self.store.match(owner, user.identities)
@@ -234,12 +234,12 @@ class DeviceTier(Matching):
         return self.store.copy(owner)
 
     def adopt(self, owner: Owner, rows: Int64Array, new: Rows) -> int:
-        """Into the host's store: the device has it with the user's next request."""
+        """As the host's store; the device gets the rows with the user's next request."""
         return self.store.adopt(owner, rows, new)
 
     def statistics(self) -> StateStatistics:
-        """Of the device; `rejected` counts users that found no room, and rows that were too many to go to the host at once, `adopted` the
-        histories that the host's store took over.
+        """The device's statistics. `rejected` counts users that found no room, and rows that were too many to go to the host at once;
+        `adopted`: histories that the host's store took over.
 
         Those of the host's store are `self.store.statistics()`.
         """

@@ -1,4 +1,4 @@
-"""The users whose rows lie on the accelerator, one tensor a plane each, within a byte budget."""
+"""The users whose rows are on the accelerator, one tensor for each plane, within a byte budget."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 class DeviceUser(Link):
-    """One user's rows: their identities, and a tensor a plane with room for `capacity` of them. In the LRU list while no request holds it.
+    """One user's rows: their identities, and for each plane a tensor with room for `capacity` rows. In the LRU list while no request holds
+    it.
 
-    `ready`: the end of the copies that fill the tensors, for a stream to wait for; None where they are filled.
+    `ready`: the event at the end of the copies that fill the tensors; None where they are filled.
     """
 
     __slots__ = ("capacity", "holders", "identities", "kept", "owner", "planes", "ready", "size", "tensors")
@@ -59,7 +60,7 @@ class DeviceUsers:
         return list(self._users)
 
     def make(self, owner: Owner, identities: Int64Array, rows: int) -> DeviceUser:
-        """A user with room for so many rows, in place of the owner's present one; kept if there is room once the idle ones are gone."""
+        """A user with room for so many rows, in place of the owner's present one; kept if there is room after evicting idle users."""
         import torch  # noqa: PLC0415
 
         self.drop(owner)
@@ -83,7 +84,7 @@ class DeviceUsers:
             self._counts["evictions"] += 1
 
     def replace(self, old: DeviceUser, common: int, rows: int) -> DeviceUser:
-        """The user with its first `common` rows and room for `rows`, held by the holder that asks instead of the old one."""
+        """A new user with the first `common` rows of the old one and room for `rows`; the holder holds it in place of the old one."""
         user = self.make(old.owner, old.identities[:common], rows)
         user.write(0, old.rows_from(0, common))
         self.hold(user)
@@ -96,7 +97,7 @@ class DeviceUsers:
             self._idle.remove(user)
 
     def let_go(self, user: DeviceUser) -> None:
-        """A user without a row is not worth its memory; one that was dropped gives it back with its last holder."""
+        """Release a holder's user. A user without rows is dropped, and a dropped one gives its memory back with its last holder."""
         user.holders -= 1
         if user.holders or not user.kept:
             return
@@ -108,7 +109,7 @@ class DeviceUsers:
             self.drop(user.owner)
 
     def drop(self, owner: Owner) -> int:
-        """Take the owner's user out: the bytes freed, now or when its last holder lets go."""
+        """Take the owner's user out; returns the bytes freed, now or when its last holder releases it."""
         user = self._users.pop(owner, None)
         if user is None:
             return 0

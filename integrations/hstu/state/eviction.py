@@ -19,7 +19,7 @@ PRIORITIES: dict[str, Callable[[RadixNode], Priority]] = {
 class EvictionHeap:
     """The leaves that no request holds, the one with the lowest priority first, in logarithmic time.
 
-    A priority only grows, so each node is queued once, with what it was then: one that was used since is queued anew as it is met.
+    A priority only grows, so each node is queued once, with its priority at that time; a node used since is queued anew when it comes up.
     """
 
     def __init__(self, policy: str) -> None:
@@ -30,7 +30,7 @@ class EvictionHeap:
         self._serial = count()
 
     def offer(self, node: RadixNode) -> None:
-        """Queue the node if it may be evicted. To be called whenever one may have become so."""
+        """Queue the node if it may be evicted. To be called whenever a node may have become evictable."""
         if node.evictable and not node.queued:
             node.queued = True
             heappush(self._heap, (self._priority(node), next(self._serial), node))
@@ -46,7 +46,7 @@ class EvictionHeap:
         return None
 
     def shrink(self, nodes: int) -> None:
-        """Drop what left the tree, once it outnumbers the `nodes` that are in it."""
+        """Drop queued nodes that have left the tree, once they outnumber its `nodes`."""
         if len(self._heap) > 2 * nodes + 64:
             self._heap = [entry for entry in self._heap if not entry[2].removed]
             heapify(self._heap)

@@ -1,4 +1,4 @@
-"""What engines that keep their users' rows have in common: the rows' owners, how users are forgotten, what happens where that fails."""
+"""The common part of engines that keep users' rows: the rows' owners, how users are forgotten, and the treatment of errors."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -11,9 +11,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class KeptRows:
-    """The rows of one model's users, in `store`. `model` tells it from every other whose rows the store may hold.
+    """The rows of one model's users, in `store`. `model`: a name that no other model has whose rows the store may hold.
 
-    `complaint`: what the log says, once for each kind of error, where they could not be used.
+    `complaint`: the log's message, once for each kind of error, where rows could not be used.
     """
 
     def __init__(self, store: StateStore, model: str, complaint: str) -> None:
@@ -21,18 +21,18 @@ class KeptRows:
         self._failures, self._said = 0, set[str]()
 
     def close(self) -> None:
-        """Give back what is held beside memory."""
+        """Give back the store's resources other than memory."""
 
     def forget(self, tenant: str, user: str) -> int:
-        """Drop all that is kept of the user: how many rows."""
+        """Drop all rows that are kept of the user; returns how many."""
         return self._forgotten(lambda: self.store.forget(self._owner(tenant, user)))
 
     def forget_tenant(self, tenant: str) -> int:
-        """The same of all users of a tenant."""
+        """As `forget`, for all users of a tenant."""
         return self._forgotten(lambda: self.store.forget_namespace(self._namespace(tenant)))
 
     def clear(self) -> int:
-        """The same of all users."""
+        """As `forget`, for all users."""
         return self._forgotten(self.store.clear)
 
     def hand_over(self) -> Iterator[tuple[str, str, bytes]]:
@@ -44,13 +44,13 @@ class KeptRows:
                 yield owner.namespace.removeprefix(model), owner.user, packed(layout, rows, planes)
 
     def take_over(self, tenant: str, user: str, data: bytes) -> int:
-        """Keep what `hand_over` gave in another process, where it goes on from what is kept here: the bytes that takes. Raises ValueError
-        at rows of another model or layout, and at what is damaged.
+        """Keep rows that `hand_over` gave in another process, where they go on from those kept here; returns the bytes that they take.
+        Raises ValueError at rows of another model or layout, and at damaged ones.
         """
         return self.store.adopt(self._owner(tenant, user), *unpacked(data, self._layout()))
 
     def statistics(self) -> dict[str, float]:
-        """The store's statistics, and how often what it holds could not be used (`failures`)."""
+        """The store's statistics, and how often its rows could not be used (`failures`)."""
         return {name: float(value) for name, value in (asdict(self.store.statistics()) | {"failures": self._failures}).items()}
 
     def _layout(self) -> Layout:
@@ -62,7 +62,7 @@ class KeptRows:
         return before - self.store.statistics().rows
 
     def _give_up(self, owners: Iterable[Owner], error: Exception) -> None:
-        """Forget the users, since what is kept of them may be the cause; say so once for each kind of error, not with every request."""
+        """Forget the users, whose rows may have caused the error; log it once for each kind of error, not at every request."""
         kind = type(error).__name__
         self._failures += 1
         if kind not in self._said:

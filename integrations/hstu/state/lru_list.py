@@ -1,11 +1,11 @@
-"""A doubly linked list of things in the order of their last use; every operation takes constant time."""
+"""A doubly linked list of objects in the order of their last use; every operation takes constant time."""
 
 from collections.abc import Iterator
 from typing import Generic, TypeVar, cast
 
 
 class Link:
-    """What can stand in one list. A link that stands in none points to itself."""
+    """An object that can be in one list. A link that is in none points to itself."""
 
     __slots__ = ("after", "before")
 
@@ -22,7 +22,7 @@ LinkT = TypeVar("LinkT", bound=Link)
 
 
 class LruList(Generic[LinkT]):
-    """The least recently used first. A ring through one link of the list's own, so that no end needs a case of its own."""
+    """Links, the least recently used first. They form a ring with a link of the list's own, so that the ends need no special cases."""
 
     def __init__(self) -> None:
         self._end = Link()
@@ -38,7 +38,7 @@ class LruList(Generic[LinkT]):
             link = link.after
 
     def push(self, link: LinkT) -> None:
-        """As the most recently used. Raises ValueError where it stands in a list already."""
+        """Add a link as the most recently used. Raises ValueError where it is in a list already."""
         if link.linked:
             raise ValueError(f"{link} stands in a list already; touch it, or remove it first")
         last = self._end.before
@@ -47,7 +47,7 @@ class LruList(Generic[LinkT]):
         self._length += 1
 
     def remove(self, link: LinkT) -> None:
-        """Raises ValueError where it stands in no list."""
+        """Take a link out. Raises ValueError where it is in no list."""
         if not link.linked:
             raise ValueError(f"{link} stands in no list")
         link.before.after, link.after.before = link.after, link.before
@@ -55,12 +55,12 @@ class LruList(Generic[LinkT]):
         self._length -= 1
 
     def touch(self, link: LinkT) -> None:
-        """Make it the most recently used."""
+        """Make a link the most recently used."""
         self.remove(link)
         self.push(link)
 
     def pop(self) -> LinkT | None:
-        """Take out the least recently used; None where the list is empty."""
+        """Take out the least recently used link; None where the list is empty."""
         first = next(iter(self), None)
         if first is not None:
             self.remove(first)

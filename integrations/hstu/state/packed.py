@@ -1,7 +1,7 @@
 """One user's rows as bytes, from a store of one process to that of another.
 
-MessagePack: what the rows were made by and how they are laid out, then the arrays' bytes. Nothing is executed as they are read; what
-differs from the reader's own model or layout, and what has not the bytes that it says, is refused.
+MessagePack: the model that computed the rows and their layout, then the arrays' bytes. Nothing is executed as they are read; rows of
+another model or layout than the reader's, and arrays of a wrong size, are refused.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ FORMAT = 1
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Of rows. `model` names all that computed them; a plane's name -> a row's shape, the axis of rows, the numbers' type."""
+    """The layout of rows. `model`: names all that computed them; `planes`: name -> a row's shape, the axis of rows, the numbers' type."""
 
     model: str
     planes: dict[str, tuple[tuple[int, ...], int, str]]
@@ -25,7 +25,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """`identities` are int64, (rows, columns)."""
+    """A user's rows as they are written. `identities`: int64, (rows, columns)."""
 
     layout: Layout
     rows: int

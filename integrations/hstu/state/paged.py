@@ -1,7 +1,7 @@
 """A page table for each user: the latest history of each, the least recently used user given up for others.
 
-A history is compared with what is kept row by row. That is exact, costs 24 bytes a row beside the hundreds or thousands of its K and V, and
-takes 4 us for 2,048 rows where digests of their pages take 78 us; so an edit or a cut inside a page keeps the rows before it.
+A history is compared with the kept one row by row. That is exact, costs 24 bytes a row beside the hundreds or thousands of its K and V, and
+takes 4 us for 2,048 rows, where digests of their pages take 78 us; so after an edit or a cut inside a page, the rows before it stay kept.
 """
 
 from cluster.values import Int64Array
@@ -13,7 +13,7 @@ from integrations.hstu.state.store import Owner, Rows
 
 
 class UserPages(Link):
-    """One user's rows: their identities, and the pages they lie in, in order. It stands in the LRU list while no request holds it."""
+    """One user's rows: their identities, and their pages in order. A user is in the LRU list while no request holds it."""
 
     __slots__ = ("dropped", "holders", "identities", "owner", "pages")
 
@@ -69,7 +69,9 @@ class PagedStates(PooledStates):
         return kept == len(rows)
 
     def _cut(self, user: UserPages, common: int) -> int:
-        """Keep the first `common` rows, for others to follow; fewer where their last page is being read and there is none to copy it to."""
+        """Keep only the first `common` rows, so that others can follow; fewer where the last page is being read, and none is free for a
+        copy.
+        """
         whole, part = divmod(common, self.pool.page_rows)
         last = user.pages[whole : whole + 1] if part else []
         self.pool.release(user.pages[whole + len(last) :])

@@ -1,6 +1,6 @@
 """Memory for rows, in pages.
 
-A page has room for `page_rows` rows of every plane. A plane's pages lie one behind the other, each in one piece with the rows along the
+A page has room for `page_rows` rows of every plane. A plane's pages lie one after the other, each in one piece with the rows along the
 plane's own axis, so that a page is read in few long runs and touches few pages of virtual memory.
 
 K and V read into contiguous float32 arrays by one thread, GB/s (`python -m benchmarks.state_reads`):
@@ -66,10 +66,10 @@ class Plane:
 
 
 class PagePool:
-    """Pages within `budget_bytes`, handed out and taken back by number; each is free once as many released it as retained it.
+    """Pages within `budget_bytes`, handed out and taken back by number. A page is free once it was released as often as retained.
 
-    `allocate(shape, dtype)` makes the memory, once and for the whole budget; of `numpy.empty`'s the system backs what was written to.
-    Taking and giving back are safe from any thread; a writer must be alone with the rows that it writes.
+    `allocate(shape, dtype)` makes the memory, once and for the whole budget; with `numpy.empty` it takes real memory only as it is written.
+    Taking and giving back are safe from any thread; rows that are being written must not be used by another thread.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class PagePool:
         return self._references[page]
 
     def alloc(self, count: int) -> list[int] | None:
-        """So many pages, each with one reference; None, and none taken, where fewer are free."""
+        """Take so many pages, each with one reference; None, and none are taken, where fewer are free."""
         with self._lock:
             if count > len(self._free):
                 return None
@@ -112,14 +112,14 @@ class PagePool:
             return pages
 
     def retain(self, pages: Sequence[int]) -> None:
-        """One more reference to each. Raises ValueError, and retains none, where one is free."""
+        """Count one more reference to each page. Raises ValueError, and retains none, where a page is free."""
         with self._lock:
             self._require_references(dict.fromkeys(pages, 1), "retained")
             for page in pages:
                 self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> int:
-        """One reference less to each; how many pages became free. Raises ValueError, and releases none, where one has fewer."""
+        """Count one reference less to each page; returns how many became free. Raises ValueError, and releases none, where one has none."""
         with self._lock:
             given = Counter(pages)
             self._require_references(given, "released")
@@ -145,7 +145,7 @@ class PagePool:
         return next(iter(counts.values()))
 
     def rows_of(self, new: Mapping[str, Array]) -> int:
-        """As `rows_in`, of arrays. Raises ValueError also at numbers that float16 does not hold, where that is how they are stored."""
+        """As `rows_in`, for arrays. Raises ValueError also at numbers that float16 does not hold, where rows are stored in float16."""
         for name, array in new.items():
             if name in self._arenas and self._arenas[name].dtype == np.float16 and array.size and not np.abs(array).max() <= HALF_MAX:
                 raise ValueError(f"{name} has numbers beyond {HALF_MAX} or NaN, which float16 does not hold; store it as float32")
@@ -159,7 +159,7 @@ class PagePool:
         self.scatter([page], start, rows)
 
     def scatter(self, pages: Sequence[int], start: int, rows: Mapping[str, Array], offset: int = 0) -> None:
-        """Put the rows from `offset` on, as many as there are or fit, behind the first `start` rows of these pages together."""
+        """Put the rows from `offset` on, as many as there are or fit, after the first `start` rows of these pages together."""
         for name, array in rows.items():
             plane, arena = self.planes[name], self._arenas[name]
             count = min(plane.rows_in(array.shape) - offset, len(pages) * self.page_rows - start)
@@ -186,7 +186,7 @@ class PagePool:
                 array[plane.at(*outside)] = source[plane.at(*inside)]
 
     def view(self, name: str, page: int) -> Array:
-        """The page of a plane itself, all `page_rows` rows, in one piece."""
+        """The memory of a page of a plane, all `page_rows` rows, in one piece."""
         page_of_plane: Array = self._arenas[name][page]
         return page_of_plane
 

@@ -1,4 +1,4 @@
-"""What the stores over a page pool have in common: holding, counting, forgetting. How rows are found and kept is each one's own."""
+"""The common part of stores over a page pool: holding, counting, forgetting. Each store has its own way to find and keep rows."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -139,33 +139,33 @@ class PooledStates(Matching, ABC):
         return held
 
     def _everyone(self) -> set[Owner]:
-        """The owners with rows, or about to have some: a cold user that is being encoded holds nothing yet."""
+        """The owners with rows, or about to have some: a new user that is being encoded has none yet."""
         return self._owners() | self._holds.keys()
 
     def _room(self, count: int) -> list[int]:
-        """So many pages, or as many as there are once everything that no request holds is evicted."""
+        """Take so many pages, or as many as there are once everything that no request holds is evicted."""
         while self.pool.free < count and self._evict():
             self._counts["evictions"] += 1
         return self.pool.alloc(min(count, self.pool.free)) or []
 
     @abstractmethod
     def _find(self, owner: Owner, rows: Int64Array) -> PooledHeld:
-        """What is kept of the history, locked against eviction until `_let_go`; its pages are not retained yet."""
+        """The kept rows of the history, locked against eviction until `_let_go`; their pages are not retained yet."""
 
     @abstractmethod
     def _keep(self, held: PooledHeld, rows: Int64Array, start: int, new: Rows) -> bool:
-        """Keep as many of the rows as find room, and say whether that was all."""
+        """Keep as many of the rows as find room; returns whether those were all."""
 
     @abstractmethod
     def _let_go(self, held: PooledHeld) -> None: ...
 
     @abstractmethod
     def _evict(self) -> bool:
-        """Give up one entry that no request holds. False where there is none."""
+        """Give up one entry that no request holds; returns False where there is none."""
 
     @abstractmethod
     def _drop(self, owner: Owner) -> int:
-        """Remove the owner; of how many pages."""
+        """Remove the owner; returns how many pages it had."""
 
     @abstractmethod
     def _has(self, owner: Owner) -> bool: ...

@@ -1,8 +1,8 @@
 """A prefix tree of rows: equal beginnings of histories are stored once, and a user may have several histories.
 
-Whole pages are found by their digests, one dictionary look-up a node; the partly filled page at the end row by row, in the owner's own
-tail. So an edit inside a whole page keeps the pages before it. By default each owner has a tree of its own. With `share_users`, those of a
-namespace have one between them: right for prompts that begin alike; of 5,808 pages of 16 items of MovieLens-100K no two users shared one.
+Whole pages are found by their digests, with one dictionary look-up a node; the partly filled page at the end is compared row by row, in the
+owner's own tail. So an edit inside a whole page keeps the pages before it. By default each owner has a tree of its own. With `share_users`
+the owners of a namespace share one: right for prompts that begin alike; of 5,808 pages of 16 items of MovieLens-100K, users shared none.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ class RadixStates(PooledStates):
     """A StateStore as a prefix tree. A held node protects all its ancestors; leaves are evicted by `policy`: lru, lfu or fifo.
 
     Row identities may be any (n, k) integers. Forgetting a user drops the pages that only that user's histories run through.
-    `copies`: identities of whole pages are kept beside their digests, so that histories can be copied; without, none is told by `hottest`.
+    `copies`: identities of whole pages are kept beside their digests, so that histories can be copied; without, `hottest` is empty.
     """
 
     def __init__(self, pool: PagePool, *, policy: str = "lru", share_users: bool = False, copies: bool = False) -> None:
@@ -74,7 +74,7 @@ class RadixStates(PooledStates):
         return kept == len(left)
 
     def _pages_behind(self, node: RadixNode, tail: RadixNode | None, common: int, rows: int) -> list[int]:
-        """Pages for `rows` rows behind the node, or as many as there are: the tail's own, if it goes on, else a copy of what is common."""
+        """Pages for `rows` rows after the node, or as many as there are: the tail's own, if it goes on, else a copy of the common rows."""
         last = tail or node
         goes_on = tail is not None and common == len(tail.identities)
         self._lock_path(last)
@@ -87,7 +87,7 @@ class RadixStates(PooledStates):
     def _grow(  # noqa: PLR0917 - with names it would be longer
         self, node: RadixNode, before: RadixNode | None, owner: Owner, digests: list[bytes], pages: list[int], rows: Int64Array
     ) -> RadixNode:
-        """Put the pages that have a digest behind the node: into it where it ends a history of the owner's alone, else as a child."""
+        """Put the pages that have a digest after the node: into it where it ends a history of this owner alone, else as a child."""
         self._claim(node, owner)
         if not digests:
             return node
@@ -106,7 +106,7 @@ class RadixStates(PooledStates):
             self._add(RadixNode(node, [], pages, identities.copy()), before, owner)
 
     def _add(self, node: RadixNode, before: RadixNode | None, owner: Owner) -> RadixNode:
-        """Put the owner's new node into the tree, with the record of use of the tail it takes the place of."""
+        """Put the owner's new node into the tree, with the record of use of the tail that it replaces."""
         node.made, node.used, node.uses = (before.made, before.used, before.uses) if before else (self._tick, self._tick, 1)
         node.attach(owner)
         self._nodes += 1
@@ -117,14 +117,14 @@ class RadixStates(PooledStates):
         return node
 
     def _claim(self, node: RadixNode, owner: Owner) -> None:
-        """The owner's history runs through the node, and so through all above it."""
+        """Note that the owner's history runs through the node, and so through all nodes above it."""
         for part in node.path():
             if part.parent is not None and owner not in part.owners:
                 part.owners.add(owner)
                 self._nodes_of.setdefault(owner, set()).add(part)
 
     def _remove(self, node: RadixNode, keep: "set[int] | frozenset[int]" = frozenset()) -> int:
-        """Take the node out of the tree and give back its pages but those to `keep`; how many that were."""
+        """Take the node out of the tree and give back its pages except those to `keep`; returns how many were given back."""
         node.detach()
         self._nodes -= 1
         self._kept_rows -= self._rows_in(node)
@@ -153,8 +153,8 @@ class RadixStates(PooledStates):
         return True
 
     def _leave(self, node: RadixNode | None, owner: Owner) -> None:
-        """An owner with nothing left behind the node is taken out of it, and of those above, as long as others own it: a page that all
-        users share stays, and would else know all users that there ever were.
+        """Where an owner has no rows left after the node, remove the owner from it and from the nodes above, as far as others own them: a
+        page that all users share stays, and would otherwise list every user that ever was.
         """
         while node and node.parent and len(node.owners) > 1 and not any(one.parent is node for one in self._nodes_of[owner]):
             node.owners.discard(owner)

@@ -11,13 +11,14 @@ from integrations.hstu.state.store import Owner
 
 
 class RadixNode:
-    """The rows between its parent's and its children's: whole pages, each with the digest of all rows up to its end; the root has none.
+    """The rows of users' histories between the parent's rows and the children's, in whole pages, each with a digest of all rows up to its
+    end; the root has none.
 
-    `tails` are leaves of one partly filled page, which has no digest: one for each owner, whose `identities` they have. So a node's page is
-    never shared with its siblings, and a partly filled page never with another owner.
-    `whole` has the identities of the rows of whole pages, by which the history is known elsewhere.
-    `owners` committed a history that runs through here. `locks` is how many holders stand here or further down.
-    `used`, `uses` and `made` are what eviction goes by: the tick of the last use, the number of uses, the tick it was made.
+    `tails`: leaves of one partly filled page without a digest, one for each owner, with the rows' `identities`. So a node never shares a
+    page with its siblings, and owners never share a partly filled page.
+    `whole`: the identities of the rows of whole pages, by which the history is known elsewhere.
+    `owners`: those with a committed history that runs through here. `locks`: how many holders stand here or further down.
+    `used`, `uses`, `made`: for eviction, the tick of the last use, the number of uses, and the tick when the node was made.
     """
 
     __slots__ = (
@@ -47,7 +48,7 @@ class RadixNode:
         return np.concatenate(parts) if parts else NO_ROWS
 
     def same(self, digests: list[bytes]) -> int:
-        """How many of its pages the digests begin with."""
+        """With how many of this node's pages the digests begin."""
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.digests, digests, strict=False)))
 
     @property
@@ -59,7 +60,7 @@ class RadixNode:
         return self.parent is not None and self.owners == {owner} and not self.children and not self.tails
 
     def split(self, at: int) -> "RadixNode":
-        """Put its first `at` pages into a new node above it, and return that. A lock on this node is one on the new node too."""
+        """Put the first `at` pages into a new node above this one, and return that. A lock on this node is one on the new node too."""
         assert self.parent is not None
         upper = RadixNode(self.parent, self.digests[:at], self.pages[:at])
         upper.owners, upper.locks = set(self.owners), self.locks
@@ -72,7 +73,7 @@ class RadixNode:
         return upper
 
     def attach(self, owner: Owner) -> None:
-        """Put it below its parent, as the owner's tail if it is one."""
+        """Put the node below its parent; one without a digest becomes the owner's tail."""
         assert self.parent is not None
         if self.digests:
             self.parent.children[self.digests[0]] = self
@@ -80,7 +81,7 @@ class RadixNode:
             self.parent.tails[owner] = self
 
     def detach(self) -> None:
-        """Take it out of the tree. It keeps its parent, so that its holders let go of the ancestors as well."""
+        """Take the node out of the tree. It keeps its parent, so that its holders unlock the ancestors as well."""
         self.removed = True
         assert self.parent is not None
         if self.digests:

@@ -1,4 +1,4 @@
-"""What a row of a user's state is known by, and what a page of rows is.
+"""The identities of the rows of a user's state, and the digests of pages of rows.
 
 Row i of a history depends on the events 0..i and on the time of event i + 1 (HSTU's relative time runs from there), so it is final once
 that event is known: n events have n - 1 final rows. Times are absolute: a model's differences of them do not depend on their origin.
@@ -17,7 +17,7 @@ NO_ROWS: Int64Array = np.empty((0, 3), dtype=np.int64)
 
 
 def identities(items: npt.ArrayLike, times: npt.ArrayLike) -> Int64Array:
-    """(item, time, time of the next event) of each final row: (n - 1, 3) for n events, times in seconds. Of no event there are none."""
+    """(item, time, time of the next event) of each final row: (n - 1, 3) for n events, times in seconds; empty without events."""
     item, time = np.asarray(items, dtype=np.int64), np.asarray(times, dtype=np.int64)
     if item.shape != time.shape or item.ndim != 1:
         raise ValueError(f"one item and one time an event, both of shape (n,), not {item.shape} and {time.shape}")
@@ -27,13 +27,13 @@ def identities(items: npt.ArrayLike, times: npt.ArrayLike) -> Int64Array:
 
 
 def event_identities(items: npt.ArrayLike, times: npt.ArrayLike, actions: npt.ArrayLike, ratings: FloatArray) -> Int64Array:
-    """(item, time, action and rating) of each event, (n, 3): those of a ranker, whose rows are final at once (see ranker.py)."""
+    """(item, time, action and rating) of each event, (n, 3): the identities of a ranker's rows, which are final at once (see ranker.py)."""
     did = np.asarray(actions, dtype=np.int64) << 32 | ratings.astype(np.float32).view(np.uint32).astype(np.int64)
     return np.stack([np.asarray(items, dtype=np.int64), np.asarray(times, dtype=np.int64), did], axis=1)
 
 
 def common_rows(a: Int64Array, b: Int64Array) -> int:
-    """How many rows the two begin with alike."""
+    """With how many equal rows the two begin."""
     shared = min(len(a), len(b))
     alike = a[:shared] == b[:shared]
     if alike.all():  # the usual case: one goes on where the other ends

@@ -1,4 +1,4 @@
-"""The interface of a store of users' rows, and what one says of itself."""
+"""The interface of a store of users' rows, and its statistics."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from integrations.hstu.state.pool import Plane
 
 Rows: TypeAlias = Mapping[str, npt.NDArray[np.floating[Any]]]
-"""Rows of each plane by its name; how many, each array's length along its plane's axis says."""
+"""Plane's name -> an array of its rows, stacked along the plane's axis."""
 
 
 class Owner(NamedTuple):
-    """Of rows. `namespace` is of one model and tenant, "{model hash}/{tenant}"; nothing is ever read across owners of different ones."""
+    """The owner of rows. `namespace`: of one model and tenant, "{model hash}/{tenant}"; rows are never read across namespaces."""
 
     namespace: str
     user: str
@@ -29,9 +29,8 @@ class StateStatistics:
     """What a store holds now (`users`, `rows`, `pages`, bytes, `held`) and has done since it was made.
 
     `hits`, `misses`: matches with and without a kept row; `hit_rows` of `asked_rows` were kept. `evictions`: users (tree: leaves) given up
-    for others; `rejected`: commits that did not all find room, or that go on from rows no longer kept; `forgotten`: users forgotten;
-    `adopted`: histories taken over from another store.
-    `used_bytes` counts pages that are still read after they were forgotten.
+    for others; `rejected`: commits that did not wholly find room, or that go on from rows no longer kept; `forgotten`: users forgotten;
+    `adopted`: histories taken over from another store. `used_bytes` counts forgotten pages too while they are still read.
     """
 
     users: int
@@ -75,23 +74,23 @@ class StateStore(Protocol):
 
     @property
     def planes(self) -> Mapping[str, "Plane"]:
-        """What a row consists of, as it is stored."""
+        """The planes of a row, as they are stored."""
         ...
 
     def match(self, owner: Owner, rows: Int64Array) -> Held:
-        """The longest kept beginning of a history with these row identities (n - 1, 3). Release it, also where nothing was kept."""
+        """The longest kept beginning of a history with these row identities (n - 1, 3), to be released even where nothing was kept."""
         ...
 
     def commit(self, held: Held, rows: Int64Array, start: int, new: Rows) -> None:
         """Keep the history `rows`; `new` has rows start..len(rows)-1 of every plane, and start is at most held.rows.
 
-        What does not fit, once all that no request holds is evicted, is left out from the end; so is all of it when the owner was forgotten
-        since the match. Neither is an error. Raises ValueError at arrays that do not have these rows, or at a `held` that was released.
+        Rows that do not fit, once all that no request holds is evicted, are left out from the end; so are all rows where the owner was
+        forgotten since the match. Neither is an error. Raises ValueError at arrays that do not have these rows, or a released `held`.
         """
         ...
 
     def release(self, held: Held) -> None:
-        """Give the rows free for eviction. Raises ValueError when that was done before."""
+        """Let the rows be evicted again. Raises ValueError where they were released before."""
         ...
 
     def matched(self, owner: Owner, rows: Int64Array) -> AbstractContextManager[Held]:
@@ -99,15 +98,15 @@ class StateStore(Protocol):
         ...
 
     def forget(self, owner: Owner) -> int:
-        """Drop all that is kept of the owner: the bytes freed, at once or when the last holder releases them."""
+        """Drop all rows of the owner; returns the bytes freed, at once or when the last holder releases them."""
         ...
 
     def forget_namespace(self, namespace: str) -> int:
-        """Drop all that is kept of all owners of the namespace: the bytes freed."""
+        """Drop all rows of all owners of the namespace; returns the bytes freed."""
         ...
 
     def clear(self) -> int:
-        """Drop everything: the bytes freed."""
+        """Drop everything; returns the bytes freed."""
         ...
 
     def hottest(self) -> list[Owner]:
@@ -119,8 +118,8 @@ class StateStore(Protocol):
         ...
 
     def adopt(self, owner: Owner, rows: Int64Array, new: Rows) -> int:
-        """Keep what another store has kept of the owner, `new` being all rows of the history, where it goes on from what is kept here: the
-        bytes that takes. No look-up is counted. Raises ValueError at arrays that do not have these rows.
+        """Keep a history that another store has kept of the owner, where it goes on from the rows kept here; returns the bytes that it
+        takes. `new`: all rows of the history. No look-up is counted. Raises ValueError at arrays that do not have these rows.
         """
         ...
 
@@ -128,7 +127,7 @@ class StateStore(Protocol):
 
 
 class Matching:
-    """The context manager, for a store with `match` and `release`."""
+    """`matched` for a store with `match` and `release`."""
 
     @contextmanager
     def matched(self: "StateStore", owner: Owner, rows: Int64Array) -> Iterator[Held]:
