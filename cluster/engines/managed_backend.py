@@ -320,7 +320,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             self._judge(engine, sound=True)
 
     async def _load_and_try(self, requests: Sequence[RequestT], run: Run, *, rehearsal: bool = False) -> list[AnswerT | SkippedBackend]:
-        """For the backend's turn, alone in it. Where this opens the breaker, the engine is unloaded: the next trial starts from a fresh load."""
+        """Alone in the backend's turn. Where this opens the breaker, the engine is unloaded: the next trial starts from a fresh load."""
         if not (self.loaded or await self._load(run)):
             return [self.health.skipped(self.health.last_error, failed=True)] * len(requests)
         results = await self._try(requests, run, rehearsal=rehearsal)

@@ -35,9 +35,9 @@ def engine_batcher(
     too_late: Callable[[], Answer],
     watch: Watch,
 ) -> Batcher[Request, Answer]:
-    """A batcher of which a batch is the request that has waited longest, and those of similar length. Requests that arrive while a batch is
-    computed form the next one, so `max_wait_ms` is spent only while the engine is idle and few requests wait. The next batch is made up while
-    the engine works on the first, and follows it at once: the event loop, which may be busy with other requests, has no part in that.
+    """Make batches of the request that has waited longest, and those of similar length. Requests that arrive while a batch is
+    computed form the next one, so `max_wait_ms` is spent only while the engine is idle and few requests wait. The next batch is made up
+    while the engine works on the first, and follows it at once, without the event loop, which may be busy with other requests.
 
     `compute` answers a batch with one answer for each request, in order. `rows`: how many rows a request takes up. Requests past their
     deadlines are not computed, as they would cost the others time: they get the answer of `too_late`.
