@@ -44,7 +44,7 @@ class Section(BaseModel):
 class BatchingSettings(Section):
     """How requests that wait for an engine are joined. A batch starts as soon as the engine is free and one of the limits is reached."""
 
-    max_requests: int = Field(32, ge=1, le=4096, description="requests in one batch, at most")
+    max_requests: int = Field(16, ge=1, le=4096, description="requests in one batch, at most")
     max_tokens: int = Field(
         8192,
         ge=1,

@@ -1,6 +1,7 @@
 """What the backends of a stage share: the model, the stage's rules, and one thread in which engines run, one call after another."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,12 @@ AskBatch: TypeAlias = Callable[[list[RequestT]], Awaitable[Sequence[AnswerT | Sk
 AskOne: TypeAlias = Callable[[RequestT], Awaitable[AnswerT | SkippedBackend]]
 Join: TypeAlias = Callable[[str, AskBatch[RequestT, AnswerT]], AskOne[RequestT, AnswerT]]
 """(backend's name, a function that answers a batch) -> a function that answers one request, in a batch with others."""
+
+
+TURN_S = 0.0005
+"""How long one thread may keep the interpreter from another. At Python's default, 5 ms, an event loop that has much to do holds up the engine
+thread that long at each end of a batch, and is held up by it.
+"""
 
 
 class Run(Protocol):
@@ -48,6 +55,7 @@ class EngineThread:
     """`run` does one piece of work after another, so that the event loop stays free and no engine is called twice at a time."""
 
     def __init__(self) -> None:
+        sys.setswitchinterval(TURN_S)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self.busy_s = 0.0
         self.pending = 0
