@@ -25,8 +25,8 @@ Join: TypeAlias = Callable[[str, AskBatch[RequestT, AnswerT]], AskOne[RequestT, 
 
 
 TURN_S = 0.0005
-"""How long one thread may keep the interpreter from another. At Python's default, 5 ms, an event loop that has much to do holds up the engine
-thread that long at each end of a batch, and is held up by it.
+"""How long one thread may keep the interpreter from another. By Python's default, 5 ms, an event loop with much to do holds up the engine
+thread that long at both ends of a batch, and is held up by it.
 """
 
 
