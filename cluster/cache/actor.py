@@ -112,7 +112,7 @@ class ActorShard:
             self._together,
             lambda sizes: range(min(len(sizes), MOST)),
             MOST,
-            at_once=ON_THE_WAY,
+            at_once=lambda: ON_THE_WAY,
             patience_s=PATIENCE_S,
             abandons=True,
             context=no_requests_context(),

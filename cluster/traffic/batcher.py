@@ -59,7 +59,7 @@ class Batcher(Generic[RequestT, AnswerT]):
         most: int,
         *,
         size: Callable[[RequestT], int] = lambda _: 1,
-        at_once: int = 1,
+        at_once: Callable[[], int] = lambda: 1,
         wait_s: float = 0.0,
         beside_s: float = 0.0,
         patience_s: float = math.inf,
@@ -110,7 +110,7 @@ class Batcher(Generic[RequestT, AnswerT]):
     def _due(self, chosen: int) -> float:
         """When the next batch, of so many members, may begin; infinity: when one that runs has ended."""
         lately = [began for began, _ in self._running.values() if monotonic() - began < self._patience_s]
-        if len(lately) >= self._at_once:
+        if len(lately) >= self._at_once():
             return lately[0] + self._patience_s
         if chosen < len(self._waiting) or chosen == self._most:
             return 0.0

@@ -69,7 +69,7 @@ class Mailbox:
             self._call,
             lambda sizes: range(min(len(sizes), MOST)),
             MOST,
-            at_once=ON_THE_WAY,
+            at_once=lambda: ON_THE_WAY,
             patience_s=PATIENCE_S,
             abandons=True,  # an overloaded replica need not compute what no member awaits
             context=None if address.span else self._context,

@@ -1,5 +1,6 @@
 """Batches for an engine: requests of similar length, limited by number, padded size and waiting time."""
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import compress
 from time import monotonic
@@ -10,6 +11,10 @@ from cluster.config import BatchingSettings
 from cluster.traffic.adaptive_limit import AdaptiveLimit
 from cluster.traffic.batcher import Batcher, Member
 
+AHEAD_S = 0.1
+"""Where the latest batch took longer, the next one is not made up ahead: the engine idles only for a small part of the time, and a request
+is not computed for a caller that left longer ago.
+"""
 MADE_UP_AFTER_S = 0.002
 """How long a batch is computed before the next one is made up: one that takes less time is over before more would wait."""
 TOO_LATE = "the time was over while the request waited for a batch"
@@ -37,15 +42,16 @@ def engine_batcher(
 ) -> Batcher[Request, Answer]:
     """Make batches of the request that has waited longest, and those of similar length. Requests that arrive while a batch is
     computed form the next one, so `max_wait_ms` is spent only while the engine is idle and few requests wait. The next batch is made up
-    while the engine works on the first, and follows it at once, without the event loop, which may be busy with other requests.
+    while the engine works on the first, and follows it at once, without the event loop, which may be busy with other requests. That is done
+    where batches are short: what is made up is computed, whether or not its callers leave meanwhile.
 
     `compute` answers a batch with one answer for each request, in order. `rows`: how many rows a request takes up. Requests past their
     deadlines are not computed, as they would cost the others time: they get the answer of `too_late`.
     """
-    most, ended = BatchLimits(limits), 0.0
+    most, ended, took_s = BatchLimits(limits), 0.0, math.inf
 
     async def run(members: Sequence[Member[Request, Answer]]) -> Sequence[Answer]:
-        nonlocal ended
+        nonlocal ended, took_s
         now, sizes = monotonic(), [member.size for member in members]
         watch(sizes, [now - member.since for member in members])
         requests = [member.request for member in members]
@@ -54,7 +60,8 @@ def engine_batcher(
             answers = iter(await compute(list(compress(requests, timely))) if any(timely) else ())
             if any(timely):  # that nothing was computed says nothing of how long it takes
                 began, ended = max(now, ended), monotonic()
-                most.after(sum(timely), ended - began)
+                took_s = ended - began
+                most.after(sum(timely), took_s)
             return [next(answers) if in_time else too_late() for in_time in timely]
 
     return Batcher(
@@ -62,7 +69,7 @@ def engine_batcher(
         lambda sizes: alike(sizes, most.limits),
         limits.max_requests,
         size=rows,
-        at_once=2,
+        at_once=lambda: 2 if took_s < AHEAD_S else 1,
         wait_s=limits.max_wait_ms / 1e3,
         beside_s=MADE_UP_AFTER_S,
     )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.config import BatchingSettings
 from cluster.errors import BackendFailed
-from deployments.replicas.batching import MADE_UP_AFTER_S, alike, engine_batcher
+from deployments.replicas.batching import AHEAD_S, MADE_UP_AFTER_S, alike, engine_batcher
 from tests.waiting import settled
 
 pytestmark = pytest.mark.virtual_time
@@ -67,6 +67,12 @@ class Engine:
         self.gate.set()
         self.limits = limits(**changes)
         self.batcher = engine_batcher(self.compute, self.limits, lambda one: one.rows, lambda: LATE, self.watch)
+
+    async def that_is_fast(self):
+        """With a batch that took no time behind it."""
+        await self.batcher.submit(Asked(0))
+        self.batches.clear()
+        return self
 
     async def compute(self, batch):
         self.batches.append([one.name for one in batch])
@@ -157,7 +163,7 @@ async def test_while_the_engine_is_busy_the_next_batch_gathers():
 
 
 async def test_behind_a_batch_that_takes_its_time_the_next_one_is_made_up_and_those_after_it_gather():
-    engine = Engine(max_wait_ms=0)
+    engine = await Engine(max_wait_ms=0).that_is_fast()
     engine.gate.clear()
     answers = []
     for number in range(4):
@@ -170,8 +176,27 @@ async def test_behind_a_batch_that_takes_its_time_the_next_one_is_made_up_and_th
     assert engine.batches == [[0], [1], [2, 3]]
 
 
+async def test_behind_a_batch_of_an_engine_that_takes_long_none_is_made_up_for_callers_that_may_leave_meanwhile():
+    engine = await Engine(max_wait_ms=0).that_is_fast()
+    for took_s in (AHEAD_S * 2, 0.0):
+        engine.gate.clear()
+        first = engine.asked("first")
+        await asyncio.sleep(took_s)
+        engine.gate.set()
+        await first[0]
+        engine.batches.clear()
+        engine.gate.clear()
+        waiting = engine.asked("first")
+        await asyncio.sleep(MADE_UP_AFTER_S * 2)
+        waiting += engine.asked("second")
+        await asyncio.sleep(MADE_UP_AFTER_S * 2)
+        assert engine.batches == ([["first"]] if took_s else [["first"], ["second"]])
+        engine.gate.set()
+        await asyncio.gather(*waiting)
+
+
 async def test_behind_a_batch_that_has_just_begun_the_next_one_is_made_up_once_it_is_full():
-    engine = Engine(max_wait_ms=0, max_requests=2)
+    engine = await Engine(max_wait_ms=0, max_requests=2).that_is_fast()
     engine.gate.clear()
     first = engine.asked(0)
     await settled()
