@@ -3,7 +3,7 @@
 Each event is ranked among the items of `CANDIDATES` draws, the same ones every time, and each item once: of a small catalogue they are few.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,6 +59,11 @@ def ranker_quality(ranker: MeasuredRanker, interactions: Interactions, *, from_e
                 first.append(predictions[:, 0])
             said.append(labels(interactions.actions[event : event + 1], interactions.values[event : event + 1], highest, tasks)[0])
     return _quality(tasks, np.stack(said), np.stack(predicted), first)
+
+
+def known_figures(quality: Mapping[str, float]) -> dict[str, float]:
+    """Without the figures of which the events say nothing: a manifest is JSON, which has no NaN."""
+    return {name: value for name, value in quality.items() if np.isfinite(value)}
 
 
 def _quality(tasks: Sequence[Task], said: FloatArray, predicted: FloatArray, first: Sequence[FloatArray]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from cluster.registry import RANKERS, choose
 from cluster.values import Int32Array
 from pipelines.blend import BlendWeights, Evidence
 from pipelines.epochs import chosen_device
-from pipelines.evaluate_ranker import MeasuredRanker, ranker_quality
+from pipelines.evaluate_ranker import MeasuredRanker, known_figures, ranker_quality
 from pipelines.fit_blend import CRITERION, Quality, places
 from pipelines.generative_run import Lists
 from pipelines.ranking_labels import ratings, tasks_of
@@ -45,8 +45,7 @@ def train_ranker(run: TrainingRun, encoder: TrainableModel, options: RankerOptio
     trainer.identity = {"ranker": record.model_dump(mode="json")}
     run.fit(trainer, phase)
     quality = ranker_quality(trainer.ranker, interactions, from_end=TEST, device=torch.device(chosen_device(device)))
-    known = {name: value for name, value in quality.items() if np.isfinite(value)}
-    ranker, record = trainer.ranker.to(torch.device("cpu")), record.model_copy(update={"quality": known})
+    ranker, record = trainer.ranker.to(torch.device("cpu")), record.model_copy(update={"quality": known_figures(quality)})
     return TrainedRanker(best=trainer.best, epochs=trainer.epoch, seconds=trainer.seconds, ranker=ranker, record=record)
 
 

@@ -22,7 +22,7 @@ from cluster.ranking import Task
 from cluster.values import UserSequence
 from pipelines.drawing import Drawing
 from pipelines.epochs import EpochOptions, EpochTrainer, chosen_device
-from pipelines.evaluate_ranker import ranker_quality
+from pipelines.evaluate_ranker import known_figures, ranker_quality
 from pipelines.losses import next_item_loss
 from pipelines.ranking_labels import labels
 from pipelines.sequence_models import TrainableModule
@@ -115,10 +115,9 @@ class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
         return torch.stack(losses).sum() / len(logits_RT)
 
     def _validate(self) -> dict[str, float]:
-        """Without the tasks of which the validation events say nothing: a manifest is JSON, which has no NaN."""
         quality = ranker_quality(self.ranker, self.interactions, from_end=VALIDATION, device=self.device)
         self.ranker.train()
-        return {name: value for name, value in quality.items() if np.isfinite(value)}
+        return known_figures(quality)
 
 
 def _of_drawn(clicks_RN: Tensor, collides_RN: Tensor) -> Tensor:

@@ -281,7 +281,8 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
                     return [skipped] * len(requests)
                 results = await self._load_and_try(requests, self._run_for(requests))
         elif self.health.state is BreakerState.OPEN:
-            await self._unload_broken()
+            async with self._turn.alone():
+                await self._unload_if_open(self._room.thread.run)
         self.health.calls += len(requests)
         self.health.failures += sum(map(has_failed, results))
         return results
@@ -320,12 +321,11 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             self._judge(engine, sound=True)
 
     async def _load_and_try(self, requests: Sequence[RequestT], run: Run, *, rehearsal: bool = False) -> list[AnswerT | SkippedBackend]:
-        """Alone in the backend's turn. Where this opens the breaker, the engine is unloaded: the next trial starts from a fresh load."""
+        """Alone in the backend's turn. Where this opens the breaker, the engine is unloaded."""
         if not (self.loaded or await self._load(run)):
             return [self.health.skipped(self.health.last_error, failed=True)] * len(requests)
         results = await self._try(requests, run, rehearsal=rehearsal)
-        if self.health.state is BreakerState.OPEN:
-            await self._unload(run)
+        await self._unload_if_open(run)
         return results
 
     async def _try(self, requests: Sequence[RequestT], run: Run, *, rehearsal: bool = False) -> list[AnswerT | SkippedBackend]:
@@ -431,11 +431,10 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             await self._unload(run)
         return self.loaded
 
-    async def _unload_broken(self) -> None:
-        """As `_load_and_try` does, once the batches beside this one are through."""
-        async with self._turn.alone():
-            if self.health.state is BreakerState.OPEN:
-                await self._unload(self._room.thread.run)
+    async def _unload_if_open(self, run: Run) -> None:
+        """Alone in the backend's turn. An open breaker's next trial starts from a fresh load."""
+        if self.health.state is BreakerState.OPEN:
+            await self._unload(run)
 
     async def _unload(self, run: Run) -> None:
         self.measured_ms, self.exclusion = None, ""

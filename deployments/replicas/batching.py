@@ -48,10 +48,9 @@ def engine_batcher(
     `compute` answers a batch with one answer for each request, in order. `rows`: how many rows a request takes up. Requests past their
     deadlines are not computed, as they would cost the others time: they get the answer of `too_late`.
     """
-    most, ended, took_s = BatchLimits(limits), 0.0, math.inf
+    most = BatchLimits(limits)
 
     async def run(members: Sequence[Member[Request, Answer]]) -> Sequence[Answer]:
-        nonlocal ended, took_s
         now, sizes = monotonic(), [member.size for member in members]
         watch(sizes, [now - member.since for member in members])
         requests = [member.request for member in members]
@@ -59,9 +58,7 @@ def engine_batcher(
         with tracing.joined_span("batch", [member.trace for member in members], requests=len(members), longest=max(sizes)):
             answers = iter(await compute(list(compress(requests, timely))) if any(timely) else ())
             if any(timely):  # that nothing was computed says nothing of how long it takes
-                began, ended = max(now, ended), monotonic()
-                took_s = ended - began
-                most.after(sum(timely), took_s)
+                most.after(sum(timely), now)
             return [next(answers) if in_time else too_late() for in_time in timely]
 
     return Batcher(
@@ -69,24 +66,31 @@ def engine_batcher(
         lambda sizes: alike(sizes, most.limits),
         limits.max_requests,
         size=rows,
-        at_once=lambda: 2 if took_s < AHEAD_S else 1,
+        at_once=lambda: 2 if most.took_s < AHEAD_S else 1,
         wait_s=limits.max_wait_ms / 1e3,
         beside_s=MADE_UP_AFTER_S,
     )
 
 
 class BatchLimits:
-    """`limits`: of the next batch; those of the configuration, with fewer requests while batches take longer than `target_ms`."""
+    """`limits`: of the next batch; those of the configuration, with fewer requests while batches take longer than `target_ms`. `took_s`:
+    the engine's time for the latest batch, infinity before the first.
+    """
 
     def __init__(self, limits: BatchingSettings) -> None:
-        self.limits = limits
+        self.limits, self.took_s = limits, math.inf
+        self._ended = 0.0
         self._adaptive = None if limits.target_ms is None else AdaptiveLimit(limits.max_requests, limits.target_ms / 1e3)
 
-    def after(self, requests: int, took_s: float) -> None:
-        """Adapt the limits to one more batch, of so many requests."""
+    def after(self, requests: int, began: float) -> None:
+        """Adapt the limits to one more batch, of so many requests, which has ended now. The engine took it up when it `began`, or when the
+        batch before it had ended.
+        """
+        began, self._ended = max(began, self._ended), monotonic()
+        self.took_s = self._ended - began
         if self._adaptive is None:
             return
-        self._adaptive = self._adaptive.after(took_s, monotonic(), full=requests >= self._adaptive.places)
+        self._adaptive = self._adaptive.after(self.took_s, self._ended, full=requests >= self._adaptive.places)
         if self._adaptive.places != self.limits.max_requests:
             self.limits = self.limits.model_copy(update={"max_requests": self._adaptive.places})
 
