@@ -14,7 +14,7 @@ from cluster.values import Behaviour, FloatArray, Int8Array, Int32Array, Int64Ar
 
 _WHEN, _WHICH = attrgetter("timestamp"), attrgetter("item_id")
 JSON_KEPT = 100_000
-"""The most items whose JSON is kept: about 30 MB."""
+"""How many items' JSON is kept at most: about 30 MB."""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ LOWEST_BLOCK, PAST_BLOCKS = 20_000, 31_000  # above the ports of Ray's workers (
 
 
 def default() -> dict[str, str]:
-    """The variables of the default profile: Serve's own proxy, whose faults are noticed soon."""
+    """The variables of the default profile: Serve's own proxy; its faults are noticed soon."""
     return {**TOKEN, **SHORT_FAULTS}
 
 

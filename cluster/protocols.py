@@ -1,6 +1,6 @@
 """The interface of a backend.
 
-A backend is a class whose constructor needs no arguments, so that a table of import strings is enough to make one; optional arguments are
+A backend is a class that is made without arguments, so that a table of import strings is enough to make one; optional arguments are
 given under `options` in the configuration. The class need not inherit from anything here: having the methods is enough.
 
 A backend may also have any of these, which the controller looks for:

@@ -118,8 +118,8 @@ class EncodeRequest(Struct, frozen=True, eq=False):
     """Encode one user and retrieve the `top_n` nearest items, out of all of them or only out of `among` (catalogue indices).
 
     The sequence is that of `user` of `tenant`: an encoder may keep what it computed for them. "" is no user in particular.
-    `deadline`: in seconds on this process's monotonic clock, when the request is given up. `model_version`: the version to whose catalogue
-    the indices belong; "" where that is known to be the encoder's.
+    `deadline`: in seconds on this process's monotonic clock, when the request is given up. `model_version`: the version that has the
+    catalogue of these indices; "" where that is known to be the encoder's.
     """
 
     sequence: UserSequence
@@ -215,7 +215,7 @@ class GenerateRequest(Struct, frozen=True, eq=False):
 
     `deadline`: in seconds on this process's monotonic clock, when the request is given up. `tenant` and `user_id` (its user, "" for no user
     in particular) keep cached prompts apart. With `sampling`, items are drawn, and the `k` most probable of those drawn are the answer.
-    `model_version`: the version to whose catalogue the indices belong; "" where that is known to be the generator's.
+    `model_version`: the version that has the catalogue of these indices; "" where that is known to be the generator's.
     """
 
     user: UserState

@@ -200,7 +200,7 @@ class UserData:
             await asyncio.sleep((monotonic() - began) * (1 / READY_SHARE - 1))
 
     def _expect(self, users: set[tuple[str, str]]) -> None:
-        """Anticipate those of the users whose usual request is known, here or in another gateway."""
+        """Anticipate the users that have a known usual request, here or in another gateway."""
         known = {user for user in users if self._usual.of(*user) is not None}
         for user in known:
             self._anticipate(*user)

@@ -30,7 +30,7 @@ def k_means(points: FloatArray, size: int, rng: np.random.Generator) -> FloatArr
 def balanced_codes(points: FloatArray, centroids: FloatArray, cell: Int64Array) -> tuple[Int64Array, FloatArray]:
     """Each point's code, such that no code of a cell holds more than its share; and the centroids, moved to the means of their points.
 
-    The first level is one cell, whose codes may hold SLACK times their share; in deeper cells each item beyond the share is a collision.
+    The first level is one cell, where codes may hold SLACK times their share; in deeper cells each item beyond the share is a collision.
     """
     code = np.zeros(len(points), np.int64)
     order = np.argsort(cell, kind="stable")
@@ -88,7 +88,7 @@ def distances_of(points: FloatArray, centroids: FloatArray) -> Distances:
 
 @dataclass(frozen=True, eq=False)
 class _ComputedDistances:
-    """Distances whose rows are computed when they are asked for: a million items by 2,048 codes would be 8 GB."""
+    """Distances with rows that are computed when they are asked for: a million items by 2,048 codes would be 8 GB."""
 
     points: FloatArray
     centroids: FloatArray

@@ -1,9 +1,9 @@
 """Measure a sequence model: rank the whole catalogue for every user's held-out event.
 
 Items inside the history window are filtered out of the ranking, except the answer itself, where the user came back to it. Such an answer
-competes with unseen items only. So data whose users come back to items give higher figures than serving, which leaves out all seen items
-(`exclude_seen`) or none, and than RecTools, whose splitters leave such events out of the test (`filter_already_seen`). Where each item is
-only once in a history, as in MovieLens, all of these are the same. Ties count against the model.
+competes with unseen items only. So data with users that come back to items give higher figures than serving, which leaves out all seen
+items (`exclude_seen`) or none, and than RecTools, which leaves such events out of the test (`filter_already_seen`). Where each item is only
+once in a history, as in MovieLens, all of these are the same. Ties count against the model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -69,7 +69,7 @@ def places(lists: Iterable[Int32Array], targets: Sequence[int]) -> Int64Array:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Events:
-    """The evidence of all events whose target is in one of their lists, concatenated; `all` counts the other events too.
+    """The evidence of all events with a target in one of their lists, concatenated; `all` counts the other events too.
 
     `starts`: where each event's evidence begins; `lengths`: of how many items it is; `wanted`: where its target stands.
     """

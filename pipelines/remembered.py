@@ -80,7 +80,7 @@ class UsualRequests(Recent[RecommendRequest]):
         return self.get(usual_key(tenant, user_id))
 
     async def recall(self, users: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Learn the requests that other gateways know of these users (tenant, user_id); returns the users of whom one is known."""
+        """Learn the requests that other gateways know of these users (tenant, user_id); returns the users with a known one."""
         if self.shared is None:
             return []
         forgotten, found = self._forgotten, await self.shared.find(usual_key(*user) for user in users)

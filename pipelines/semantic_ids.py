@@ -37,7 +37,7 @@ class LevelUse:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`shared`: the share of items that only the last level tells apart; `largest_cell`: the most items whose paths differ only there."""
+    """`shared`: the share of items that only the last level tells apart; `largest_cell`: the most items with paths equal up to there."""
 
     levels: tuple[LevelUse, ...]
     shared: float

@@ -2,8 +2,8 @@
 
     replica -> ShardedCache -> ActorShard -> (Ray) -> CacheActor, one process each: APPLICATION-cache-0, -1, ...
 
-Actors are named by the Serve application: two applications on one cluster share none. A call of an actor costs each side about a millisecond
-of Python, for one lookup or many, so lookups that wait go together.
+Actors are named by the Serve application: two applications on one cluster share none. A call of an actor costs each side about a
+millisecond of Python, for one lookup or many, so lookups that wait go together.
 
 How many there are may change while they serve (see cluster.cache.elastic): they hand each other what they hold.
 

@@ -1,4 +1,4 @@
-"""The shared cache whose number of shards grows and shrinks while it serves, without losing what they hold.
+"""The shared cache with shards that become more and fewer while it serves, without losing what they hold.
 
     follow(layout) -> the owners are made -> keys go to them -> all shards are told: entries move -> shards that own nothing are ended
 

@@ -32,7 +32,7 @@ class LateLeases:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Give back the leases whose calls are answered in time, and cancel the other calls."""
+        """Give back the leases of calls that are answered in time, and cancel the other calls."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._within_s)
         for task in self._tasks:

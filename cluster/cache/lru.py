@@ -1,4 +1,4 @@
-"""Least recently used: the key leaves whose last hit, or insertion, is longest ago."""
+"""Least recently used: the key with the oldest last hit, or insertion, leaves."""
 
 from cluster.cache.fifo import FifoPolicy
 from cluster.cache.policy import KeyT

@@ -19,7 +19,7 @@ def scope_digest(namespace: str | None = None, group: str | None = None) -> str:
 
 
 def scopes_of(key: Key) -> tuple[str, str, str]:
-    """The digests of all scopes whose erasure erases the key: everything, its namespace, its group."""
+    """The digests of all scopes that contain the key: everything, its namespace, its group."""
     return EVERYTHING, scope_digest(key.namespace), scope_digest(key.namespace, key.group)
 
 

@@ -35,7 +35,7 @@ class Right:
 
 
 class SecondTier:
-    """`refused` is called with each key whose entry was not taken in because it was erased while it was computed."""
+    """`refused` is called with each key that was erased while its entry was computed, so that the entry was not taken in."""
 
     def __init__(self, shared: SharedCache, codec: CountingCodec[Any], settings: TierSettings, refused: Callable[[Key], object]) -> None:
         self.shared = shared

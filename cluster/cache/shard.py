@@ -129,7 +129,7 @@ class CacheShard:
         return entry if entry is not None and entry.fresh_until > newer_than else None
 
     def _lease(self, key: Key) -> _Lease | None:
-        """The key's lease, if it still runs. Leases whose time is over are dropped, the oldest first: their holders may have died."""
+        """The key's lease, if it still runs. Expired leases are dropped, the oldest first: their holders may have died."""
         now = self._clock()
         while self._leases and next(iter(self._leases.values())).until <= now:
             self._leases.popitem(last=False)

@@ -1,7 +1,7 @@
 """With `selection: fastest`: time the loaded backends of a stage, and exclude those that disagree with the reference.
 
 An excluded backend may be fast, but it does not compute the same model. Where a stage's engines may keep users' states, each is also timed
-with users who return with a new last event; these times count by the share of such users.
+with users that return with a new last event; these times count by the share of such users.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ SEEN_FROM = 1000
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """A backend's times for the samples: as histories that it never met, and as those of returning users, of whom it may keep all but the
-    last event.
+    """A backend's times for the samples: as histories that it never met, and as those of returning users: it may keep their states of all
+    but the last event.
     """
 
     new_ms: float

@@ -1,4 +1,4 @@
-"""Who may use an engine: batches together, whatever changes the engine alone."""
+"""The order in which an engine is used: batches together, whatever changes the engine alone."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ class Turn:
 
     @asynccontextmanager
     async def together(self) -> AsyncIterator[None]:
-        """Beside others that share it."""
+        """Use the engine beside others that do so together."""
         async with self._door:
             self._inside += 1
             self._left.clear()
@@ -28,7 +28,7 @@ class Turn:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Once all others have left."""
+        """Use the engine once all others have left."""
         async with self._door:
             await self._left.wait()
             yield

@@ -41,7 +41,7 @@ def check_limit(limit: int) -> None:
 
 
 def latest(until: int | None) -> int:
-    """The last second whose events count: `until`, or the last one that an event can have."""
+    """The last second of which events count: `until`, or the last one that an event can have."""
     return LATEST_TIMESTAMP if until is None else min(until, LATEST_TIMESTAMP)
 
 

@@ -148,5 +148,5 @@ def _serving(live: Mapping[str, Presence]) -> dict[str, Presence]:
 
 
 def _ids_of(role: Role, live: Mapping[str, Presence]) -> tuple[str, ...]:
-    """The replica ids of a role's processes, whose names are role and id: `encoder/abc`."""
+    """The replica ids of a role's processes, which are named by role and id: `encoder/abc`."""
     return tuple(name.partition("/")[2] for name, one in live.items() if one.role == role)

@@ -105,7 +105,7 @@ class Admission:
         self._adapt(AdaptiveLimit(settings.max_concurrent, target_s))
 
     def arrive(self, now: float, urgency: int, tenant: str | None = None) -> tuple[Ticket, Ticket | None]:
-        """The ticket of a new request, and that of the waiting request whose place in the queue it took, if any."""
+        """The ticket of a new request, and that of the waiting request that it displaced in the queue, if any."""
         ticket = Ticket(urgency, now, now + self._settings.max_wait_ms / 1e3, tenant)
         if self.running < self.places and not self._has_its_share(tenant):
             self._start(ticket, now)
@@ -150,7 +150,7 @@ class Admission:
         return started
 
     def expire(self, now: float) -> list[Ticket]:
-        """Refuse the tickets whose time to wait is over, and return them."""
+        """Refuse the tickets that have waited for their time, and return them."""
         late = [ticket for queue in self._queues for ticket in _expired(queue, now)]
         for ticket in late:
             self._dequeue(ticket, Standing.REFUSED)

@@ -65,7 +65,7 @@ class Turns:
         return began - now
 
     def give_back(self, size: int) -> None:
-        """Give the turn of a body whose client has left to others."""
+        """Give the turn of a body to others where its client has left."""
         self._next -= size / self.per_s
 
 

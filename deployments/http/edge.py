@@ -145,7 +145,7 @@ class Edge:
         return Connection(receive, send, self._clock)
 
     def _caller(self, headers: dict[bytes, bytes]) -> Caller:
-        """The caller, of whose rate this request is taken. Raises the HTTPException that refuses the request."""
+        """The caller; the request is taken of its rate. Raises the HTTPException that refuses the request."""
         self._check_length(headers)
         caller = Caller(identify(headers, self.settings, self._now), self._take)
         if caller.tenant is not None:
@@ -235,7 +235,7 @@ class Edge:
         return asyncio.get_running_loop().call_later(delay_s, lambda: self._tell(self._admission.expire(when)))
 
     def _tell(self, tickets: Iterable[Ticket]) -> None:
-        """Wake the requests whose tickets were decided on."""
+        """Wake the requests that were decided on."""
         for ticket in tickets:
             decided = self._undecided.get(ticket)
             if decided is not None and not decided.done():

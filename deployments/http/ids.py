@@ -4,7 +4,7 @@ from starlette.convertors import Convertor, register_url_convertor
 
 
 class _IdConvertor(Convertor[str]):
-    """Matches any text. Starlette's `path` stops at a line break: a user whose id has one could not be erased."""
+    """Matches any text. Starlette's `path` stops at a line break: a user with one in the id could not be erased."""
 
     regex = r"[\s\S]*"
 

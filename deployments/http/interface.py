@@ -31,7 +31,7 @@ MOST_VALUES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class DirectRoute:
-    """A POST route whose JSON body `decoder` reads. `answer(message, caller, scope)` returns the JSON of the answer, or an ASGI application
+    """A POST route; `decoder` reads its JSON body. `answer(message, caller, scope)` returns the JSON of the answer, or an ASGI application
     that sends it.
     """
 

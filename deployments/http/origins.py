@@ -1,5 +1,5 @@
 """Whether a web page of another site may have made a call. A browser sends any page's POST to any address that it reaches, also to a
-service on its own machine, and tells where the page comes from: `Origin`. A page whose name was made to resolve to this service (DNS
+service on its own machine, and tells where the page comes from: `Origin`. A page with a name that was made to resolve to this service (DNS
 rebinding) has an origin like the service's own; the name in `Host` gives it away.
 """
 

@@ -76,7 +76,7 @@ class Generator(StageReplica[GeneratorModel]):
     model_type = GeneratorModel
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """As the base class; empty where an engine has a queue of its own, whose computing time is not seen here."""
+        """As the base class; empty where an engine has a queue of its own: its computing time is not seen here."""
         queued = any(model.controller.queues() for model in self._models.models)
         return {} if queued else await super().record_routing_stats()
 

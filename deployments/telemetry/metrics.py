@@ -1,4 +1,4 @@
-"""Record the metrics of cluster.metrics: in a Serve replica through Ray, whose agent serves them on each node; elsewhere not at all.
+"""Record the metrics of cluster.metrics: in a Serve replica through Ray, which serves them on each node by its agent; elsewhere not at all.
 
 gateway         each answer, each event, and twice a second what the edge and the stages' callers count
 stage replica   each batch, and twice a second what its controllers and engines count

@@ -23,7 +23,7 @@ TEXT = (".csv", ".tsv", ".txt", ".dat", *ATOMIC)
 
 @dataclass(frozen=True)
 class TextTable:
-    """An open text file whose header has been read."""
+    """An open text file behind its header."""
 
     place: str
     names: list[str]

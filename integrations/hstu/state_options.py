@@ -31,7 +31,7 @@ class StateOptions:
     """What an encoder keeps of its users. Raises UnknownChoice or ConfigError at an invalid value.
 
     `bytes`: the budget, 0 keeps nothing. `dtype`: fp16 holds twice as many users and moves a state by up to 1e-3. `store`: a page table for
-    each user (paged), or a prefix tree (radix), whose leaves are evicted by `policy`. `keep_from`: shorter histories are encoded whole.
+    each user (paged), or a prefix tree (radix); `policy` evicts its leaves. `keep_from`: shorter histories are encoded whole.
     """
 
     bytes: int = DEFAULT_BYTES

@@ -82,7 +82,7 @@ def needs_torch(index: str, extra: str) -> Availability:
 
 
 def _reaching(scores_NS: "Tensor", best_N: "Tensor", floor: "Tensor") -> Int32Array:
-    """The items whose score is at least `floor`, from each item's score and the best score of each block."""
+    """The items with a score of at least `floor`, from each item's score and the best score of each block."""
     blocks = (best_N >= floor).nonzero().squeeze(1)
     places = (scores_NS[blocks] >= floor).nonzero()
     items: Int32Array = (blocks[places[:, 0]] * scores_NS.shape[1] + places[:, 1] + 1).int().numpy()

@@ -16,8 +16,8 @@ OUTPUTS = ("states", "kt", "v")
 
 
 def append_run(bundle: Bundle, call: Callable[[Arrays], Mapping[str, Any]], inputs: Iterable[str], outputs: Iterable[str]) -> RunAppend:
-    """The append as a function. `call` runs the graph, whose inputs and outputs have these names. Raises BackendUnavailable where the graph
-    is too old.
+    """The append as a function. `call` runs the graph; `inputs` and `outputs` are the names of its nodes. Raises BackendUnavailable where
+    the graph is too old.
     """
     taken = tuple(inputs)
     if missing := ({"past_kt_0", "past_v_0"} - {*taken}) | ({*OUTPUTS} - {*outputs}):

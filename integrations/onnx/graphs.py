@@ -8,7 +8,7 @@
     rank       candidates, past_times, past_kt_0.., past_v_0..                         -> predictions
 
 The last two are the ranker's, for one user. `next_times` of a user's last event is the time of the request (0), and the attention divides
-by the model's constant N, for inputs of any length. `states`: the latest C, for a model whose decoder is prompted with them; for `append`,
+by the model's constant N, for inputs of any length. `states`: the latest C, for a model with a decoder prompted with them; for `append`,
 those of all new events, as only later events decide which of them are among the latest C.
 Shapes: B users, L events, S new events, P kept events, D width, V items, M candidates, T tasks.
 """

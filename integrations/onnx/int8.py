@@ -22,6 +22,6 @@ def quantize(full: Path, path: Path) -> None:
 
 
 def _searched(model: ModelProto) -> list[str]:
-    """The names of the nodes whose output a TopK searches."""
+    """The names of the nodes with outputs that a TopK searches."""
     searched = {node.input[0] for node in model.graph.node if node.op_type == "TopK"}
     return [node.name for node in model.graph.node if searched.intersection(node.output)]

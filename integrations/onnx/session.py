@@ -38,5 +38,5 @@ def threads_granted() -> int:
 
 @cache
 def _warn_of_lost(provider: str) -> None:
-    """Warn, once in a process, that ONNX Runtime goes on without a provider whose libraries do not load."""
+    """Warn, once in a process, that ONNX Runtime goes on without a provider that cannot load its libraries."""
     _LOG.warning("ONNX Runtime has %s but could not start it; serving without. Check that its CUDA and cuDNN libraries load", provider)

@@ -19,7 +19,7 @@ def length_step(longest: int) -> int:
 
 def shapes_met(users: int, lengths: Iterable[int], longest: int, shortest: int) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
     """All shapes (B, L) that `encode`, and (B, S, P) that `append`, can meet: batches of up to so many users, with histories of these
-    `lengths`, who return with one new event each. Histories that are encoded whole are padded to `shortest` events.
+    `lengths`, of users that return with one new event each. Histories that are encoded whole are padded to `shortest` events.
     """
     step = length_step(longest)
     batches = {bucket(count, USERS) for count in range(1, users + 1)}

@@ -160,7 +160,7 @@ def _numbers(rows: Sequence[Mapping[str, Any]]) -> dict[bytes, int]:
 async def keep_key(connection: Any, digests: Digests) -> None:
     """Make all digests by the given key, also those that were made without one, and record the key's check in the store.
 
-    Users whose digests are of a lost key are found again. Their events' keys are not: events sent again are stored again.
+    Users with digests by a lost key are found again. Their events' keys are not: events sent again are stored again.
     """
     plain = [row["digest"] for row in await connection.fetch("SELECT digest FROM genrec.erasures")]
     changes = [(digests.keyed(digest), digest) for digest in plain]
@@ -205,7 +205,7 @@ async def _store(connection: Any, rows: Sequence[tuple[Any, ...]], *, copy: bool
 
 
 async def _known(connection: Any, digests: Digests, duplicates: Mapping[int, Event]) -> dict[int, Stored]:
-    """The stored places of events whose keys are known, also of those of erased users. Raises InvalidRequest at a key of another event."""
+    """The stored places of events with known keys, also of those of erased users. Raises InvalidRequest at a key of another event."""
     keys = {at: digests.event(event.tenant, event.idempotency_key or "") for at, event in duplicates.items()}
     rows = await connection.fetch(_KNOWN, list(keys), list(keys.values()))
     for row in sorted(rows, key=lambda row: row["position"]):

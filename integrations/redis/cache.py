@@ -206,7 +206,7 @@ def _installed() -> Availability:
 
 
 def _client(url: str) -> Any:
-    """A client whose answers are bytes. Raises BackendUnavailable where `url` is no URL of a Redis server."""
+    """A client that answers in bytes. Raises BackendUnavailable where `url` is no URL of a Redis server."""
     import redis.asyncio  # noqa: PLC0415 - optional
     from redis.asyncio.retry import Retry  # noqa: PLC0415
     from redis.backoff import NoBackoff  # noqa: PLC0415

@@ -150,7 +150,7 @@ def _behaviour(item_id: str, timestamp: int, action: str, value: float | None) -
 def keep_key(connection: sqlite3.Connection, digests: Digests) -> None:
     """Make all digests by the given key, also those that were made without one, and record the key's check in the store.
 
-    Users whose digests are of a lost key are found again. Their events' keys are not: events sent again are stored again.
+    Users with digests by a lost key are found again. Their events' keys are not: events sent again are stored again.
     """
     plain = connection.execute("SELECT number, digest FROM erasures").fetchall()
     connection.executemany("UPDATE erasures SET digest = ? WHERE number = ?", [(digests.keyed(digest), number) for number, digest in plain])

@@ -112,7 +112,7 @@ class KeptPrompts(KeptRows):
 
 
 class KeptContinuations(Continuations):
-    """`Continuations` of the requests' prompts, whose first rows are read from `kept` as far as it holds them."""
+    """`Continuations` of the requests' prompts; their first rows are read from `kept` as far as it holds them."""
 
     def __init__(  # noqa: PLR0917 - its parent's, and two more
         self, llama: Llama, ids: SemanticIds, prompts: Sequence[Tensor], widest: int, kept: KeptPrompts, requests: Sequence[GenerateRequest]

@@ -1,7 +1,7 @@
 """The attention of new rows to their user's kept rows and to each other, as one kernel: what HSTU.append computes for a layer.
 
 HSTU's attention has no softmax, so it adds up over keys: kept and new keys go into one sum without being copied side by side, and a long
-past is split over programs whose parts are summed. The keys are split, as a serving step has few rows and many keys.
+past is split over programs, and their parts are summed. The keys are split, as a serving step has few rows and many keys.
 """
 
 import torch

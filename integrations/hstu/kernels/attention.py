@@ -57,7 +57,7 @@ class Tiling:
     part: int
     """The columns of a head that a product over its width takes at a time."""
     slice: int
-    """The columns of a head whose gradients one launch sums."""
+    """The columns of a head that one launch sums the gradients of."""
     warps: int
     stages: int
 

@@ -38,7 +38,7 @@ def by_torch(x_MK: Tensor, w_KN: Tensor) -> Tensor:
 
 
 def by_cutlass(x_MK: Tensor, w_KN: Tensor) -> Tensor:
-    """The projection by gemm_silu. fp32 inputs are rounded to fp16, whose mantissa has TF32's 10 bits; sums and results stay fp32."""
+    """The projection by gemm_silu. fp32 inputs are rounded to fp16, which has TF32's 10 bits of mantissa; sums and results stay fp32."""
     from integrations.hstu.kernels.gemm_silu import gemm_silu  # noqa: PLC0415 - nvidia-cutlass-dsl need not be installed
 
     kind = x_MK.dtype if x_MK.dtype in HALVES else torch.float16

@@ -21,7 +21,7 @@ from integrations.hstu.model_parameter_calculator import model_size
 from integrations.hstu.torch_append import INPUTS, Append, append_run, arrays, padding
 
 _NEW = (8, 64)
-"""The buckets of new rows: for users who return soon, and after a longer absence."""
+"""The buckets of new rows: for users that return soon, and after a longer absence."""
 _KEPT_SHARES = (4, 1)
 """The buckets of kept rows, as divisors of the longest history: up to a quarter of it, or all of it."""
 

@@ -1,4 +1,4 @@
-"""The users whose rows are on the accelerator, one tensor for each plane, within a byte budget."""
+"""The users with rows on the accelerator, one tensor for each plane, within a byte budget."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -11,7 +11,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class KeptRows:
-    """The rows of one model's users, in `store`. `model`: a name that no other model has whose rows the store may hold.
+    """The rows of one model's users, in `store`. `model`: a name that no other model with rows in the store has.
 
     `complaint`: the log's message, once for each kind of error, where rows could not be used.
     """
@@ -62,7 +62,7 @@ class KeptRows:
         return before - self.store.statistics().rows
 
     def _give_up(self, owners: Iterable[Owner], error: Exception) -> None:
-        """Forget the users, whose rows may have caused the error; log it once for each kind of error, not at every request."""
+        """Forget the users, as their rows may have caused the error; log it once for each kind of error, not at every request."""
         kind = type(error).__name__
         self._failures += 1
         if kind not in self._said:
