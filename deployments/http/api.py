@@ -128,7 +128,7 @@ def recommend_directly(service: Service, limits: Callable[[], GatewaySettings]) 
         request = message.to_value(tenant, caller.arrived)
         accepted = b",".join([value for name, value in scope["headers"] if name == b"accept"]).decode("latin-1")
         if media_type := streaming.wanted(accepted):
-            return await streaming.respond(service.stream(request), media_type, scope["path"], caller.computed)
+            return await streaming.respond(service.stream(request), media_type, scope["path"], caller.place.computed)
         return answer_json(await service.recommend(request))
 
     return DirectRoute(msgspec.json.Decoder(RecommendBody), answer)
@@ -144,8 +144,8 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings], ba
         _give_tenants([message], caller)
         request = message.to_value(caller.arrived)
         if media_type := streaming.wanted(",".join(http.headers.getlist("accept"))):
-            return await streaming.respond(service.stream(request), media_type, http.scope["path"], caller.computed)
-        return InPieces(answer_json(await service.recommend(request)), caller.computed)
+            return await streaming.respond(service.stream(request), media_type, http.scope["path"], caller.place.computed)
+        return InPieces(answer_json(await service.recommend(request)), caller.place.computed)
 
     @routes.post("/v1/recommend:batch", tags=["recommendations"], response_model=RecommendBatchOut)
     async def recommend_batch(message: RecommendBatchIn, caller: CallerHere) -> Response:
@@ -160,9 +160,9 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings], ba
         _give_tenants(message.requests, caller)
         values = [request.to_value(caller.arrived) for request in message.requests]
         entries = [partial(_within_batch, service, value, position, caller) for position, value in enumerate(values)]
-        caller.leave_place()
+        caller.place.leave()
         answers = await batches.run(entries, Counter(value.tenant for value in values))
-        return InPieces(b'{"answers":[%b]}' % b",".join(answers), lambda _: caller.computed(0))  # its bytes count as held already
+        return InPieces(b'{"answers":[%b]}' % b",".join(answers), lambda _: caller.place.computed(0))  # its bytes count as held already
 
     @routes.get(ITEM_PATH, tags=["catalogue"], responses=problems.documented([404]))
     async def item(item_id: str, caller: CallerHere) -> ItemOut:

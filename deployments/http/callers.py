@@ -19,25 +19,42 @@ INTERACTIVE = 3
 """Urgency of a request without a Priority header: RFC 9218's default."""
 Take = Callable[[str, int, int], Grant | None]
 """(tenant, cost, already paid) -> the answer of the tenant's token bucket; None where the tenant has no limit."""
-Belong = Callable[[str], bool]
 ANONYMOUS = ApiKeySettings(name="none", sha256="0" * 64, tenant="default", rights=["read", "events"])
 """The rights of a caller without a key, where `allow_anonymous` lets it in."""
 
 
+class Place:
+    """A request's place among those that are worked on at a time. This one limits nothing: it is that of an operator's call."""
+
+    def belong(self, tenant: str) -> bool:  # noqa: ARG002 - of this one, any
+        """Take the place for `tenant`, once its name is known; returns False where that tenant has its share of the places."""
+        return True
+
+    def leave(self) -> None:
+        """Give the place to another request, before this one has ended."""
+
+    def computed(self, size: int) -> None:
+        """Give it to another where the answer, of so many bytes, only waits for its reader, unless such answers take up too much memory."""
+
+    def keep(self, size: int) -> None:
+        """Count the bytes of an answer that waits for others of its batch, and for its reader. Raises HTTPException (503) where such
+        answers take up too much memory.
+        """
+
+
+NO_LIMIT = Place()
+
+
 class Caller:
     """The caller of one request. `key`: None where every caller may do everything. `arrived`: when the whole request was there, on this
-    process's monotonic clock. `refused`: the status of a refusal after the message was read, or 0. `unaudited`: whether its line of the
-    audit log is lost. `leave_place`: gives the place back before the end; `computed`: the same, for an answer of so many bytes that only
-    waits for its reader; `keep`: counts the bytes of an answer that waits for others of its batch, and for its reader.
+    process's monotonic clock. `place`: that of the request, once it has one. `refused`: the status of a refusal after the message was read,
+    or 0. `unaudited`: whether its line of the audit log is lost.
     """
 
     def __init__(self, key: ApiKeySettings | None, take: Take) -> None:
         self.key, self._take = key, take
         self.arrived = 0.0
-        self.belong: Belong = _anywhere
-        self.leave_place: Callable[[], None] = _nothing
-        self.computed: Callable[[int], None] = _nothing
-        self.keep: Callable[[int], None] = _nothing
+        self.place: Place = NO_LIMIT
         self._paid: dict[str, int] = {}
         self.grant: Grant | None = None
         self.refused, self.unaudited = 0, False
@@ -69,10 +86,18 @@ class Caller:
         self.require(right)
         named = self._allowed(tenant)
         self.pay(named, cost)
-        if not self.belong(named):
+        if not self.place.belong(named):
             self.refused = 503
             raise problems.overloaded(f"tenant {named!r} has its share of the requests under way", wait_s=1)
         return named
+
+    def keep(self, size: int) -> None:
+        """Hold an answer of so many bytes until all of its batch are there and read. Raises HTTPException (503) as `Place.keep`."""
+        try:
+            self.place.keep(size)
+        except HTTPException as refusal:
+            self.refused = refusal.status_code
+            raise
 
     def charge(self, tenants: Counter[str], right: Right = "read") -> None:
         """Act for several tenants at once: tenant -> cost. Raises as `acts_for`; tenants charged before that stay charged."""
@@ -117,14 +142,6 @@ class Caller:
         """The 403 of this caller. `key`: how the problem names the caller's key, where there is one."""
         named = "a caller without a key" if self.key is ANONYMOUS else key
         return problems.forbidden(f"{named} {problem}", has_key=self.key is not ANONYMOUS)
-
-
-def _anywhere(_: str) -> bool:
-    return True
-
-
-def _nothing(*_: int) -> None:
-    pass
 
 
 def headers_of(grant: Grant) -> dict[str, str]:

@@ -14,7 +14,7 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -25,12 +25,12 @@ from starlette.types import Receive, Scope, Send
 from cluster.config import ApiKeySettings, GatewaySettings
 from cluster.metrics import ADMISSION_WAIT, REFUSALS, SILENT, Meter
 from cluster.traffic import api_keys
-from cluster.traffic.admission import Admission, Standing, Ticket
 from cluster.traffic.rate_limits import Grant, RateLimiter
 from deployments.http import api_pages, problems
 from deployments.http.batches import Batches
-from deployments.http.callers import ANONYMOUS, INTERACTIVE, Caller
+from deployments.http.callers import ANONYMOUS, INTERACTIVE, NO_LIMIT, Caller
 from deployments.http.connection import SMALL, BodyBudget, Connection, Turns
+from deployments.http.places import Places
 from deployments.http.playground import PATHS
 
 Answer = Callable[[Scope, Connection], Awaitable[None]]
@@ -78,26 +78,21 @@ class Edge:
     ) -> None:
         self.settings, self._meter = settings, meter
         self._gateways, self._clock, self._now = gateways, clock, now
-        self._admission = Admission(settings.admission, _target_s(settings))
-        self.batches = Batches(settings.admission, lambda: self._admission.places, lambda: self._turned_away(BATCHES, 503))
-        self._rates = RateLimiter(settings.rate_limits)
         self._bodies, self._turns_to_read = BodyBudget(settings.max_held_bytes), Turns(settings.slow_bytes_per_s)
-        self._undecided: dict[Ticket, asyncio.Future[None]] = {}  # the tickets that wait, and what wakes each
+        self._places = Places(settings.admission, _target_s(settings), self._bodies, clock)
+        self.batches = Batches(settings.admission, lambda: self._places.admission.places, lambda: self._turned_away(BATCHES, 503))
+        self._rates = RateLimiter(settings.rate_limits)
         self._refused: Counter[int] = Counter()
-        self._reading: set[Connection] = set()
 
     def reconfigure(self, settings: GatewaySettings) -> None:
         """Take new settings. Running requests go on; waiting ones wait no longer than the new settings allow."""
         self.settings, self.batches.settings = settings, settings.admission
         self._rates.reconfigure(settings.rate_limits)
         self._bodies.most, self._turns_to_read.per_s = settings.max_held_bytes, settings.slow_bytes_per_s
-        now = self._clock()
-        self._tell(self._admission.reconfigure(settings.admission, _target_s(settings), now))
-        if self._undecided:
-            self._expire_at(now + settings.admission.max_wait_ms / 1e3)
+        self._places.reconfigure(settings.admission, _target_s(settings))
 
     def statistics(self) -> EdgeStatistics:
-        held = self._admission
+        held = self._places.admission
         return EdgeStatistics(held.running, held.waiting, held.places, self.batches.held, dict(self._refused))
 
     async def serve(self, answer: Answer, scope: Scope, connection: Connection, is_slow: IsSlow, route_of: RouteOf) -> None:
@@ -111,8 +106,8 @@ class Edge:
                 caller = self._caller(headers)
                 connection.headers = lambda: (*self._capacity_header(), *caller.headers())
                 operates, urgent = _operates(caller, scope), max(urgency(headers, scope["path"]), caller.most_urgent)
-                if not operates and self._admission.full(self._clock(), urgent, caller.tenant):
-                    raise self._overloaded(caller)
+                if not operates:
+                    self._places.check(urgent, caller.tenant)
                 await connection.read(self.settings, self._bodies)
                 caller.arrived = self._clock()
                 if len(connection.body) > SMALL and is_slow(scope, connection.body):
@@ -127,7 +122,7 @@ class Edge:
             self._turned_away(route_of(scope), refusal.status_code)
             await problems.send(refusal, scope["path"], connection.send)
         finally:
-            self._reading.discard(connection)
+            self._places.reading.discard(connection)
             self._bodies.held -= connection.held
 
     async def check_key(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -166,32 +161,14 @@ class Edge:
 
     async def _with_a_place(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller, urgent: int) -> None:
         """Answer once the request has a place. Raises HTTPException (503) where it gets none in time."""
-        ticket = self._arrive(caller, urgent)
-        caller.leave_place = lambda: self._tell(self._admission.leave(ticket, self._clock(), _first_byte_s(scope, ticket, connection)))
-        caller.computed = lambda size: self._computed(caller, connection, size)
-        caller.keep = lambda size: self._keep(caller, connection, size)
+        adapts = scope["path"].endswith("/v1/recommend")  # other routes take much more or less time
+        caller.place = place = self._places.arrive(urgent, caller.tenant, connection, adapts=adapts)
         try:
-            if ticket.standing is Standing.WAITING and await self._wait(ticket) is Standing.REFUSED:
-                raise self._overloaded(caller)
-            self._meter.observe(ADMISSION_WAIT, ticket.started - ticket.arrived)
+            self._meter.observe(ADMISSION_WAIT, await place.wait())
             await self._admitted(answer, scope, connection, caller)
         finally:
-            caller.leave_place()
-
-    def _computed(self, caller: Caller, connection: Connection, size: int) -> None:
-        """Leave the place: an answer that only waits for its reader needs none, unless such answers take up too much memory."""
-        if self._bodies.keep(size):
-            connection.held += size
-            self._reading.add(connection)
-            caller.leave_place()
-
-    def _keep(self, caller: Caller, connection: Connection, size: int) -> None:
-        """Hold the bytes of an answer until it is read. Raises HTTPException (503) where such answers take up too much memory."""
-        if not self._bodies.keep(size):
-            caller.refused = 503
-            held = f"{self._bodies.most // 2} bytes there are for them"
-            raise problems.overloaded(f"answers of batches and others that wait take up the {held}; ask again later, or for less", wait_s=1)
-        connection.held += size
+            place.leave()
+            caller.place = NO_LIMIT  # it refers to the connection, and that to the caller: a cycle
 
     async def _admitted(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller) -> None:
         scope["state"] = {**scope.get("state", {}), "caller": caller}
@@ -209,50 +186,11 @@ class Edge:
     def _take(self, tenant: str, cost: int, paid: int) -> Grant | None:
         return self._rates.take(tenant, cost, self._clock(), self._gateways(), paid)
 
-    def _arrive(self, caller: Caller, urgency: int) -> Ticket:
-        ticket, displaced = self._admission.arrive(self._clock(), urgency, caller.tenant)
-        if displaced is not None:
-            self._tell([displaced])
-        if ticket.standing is Standing.REFUSED:
-            raise self._overloaded(caller)
-        caller.belong = lambda tenant: self._admission.belong(ticket, tenant)
-        return ticket
-
-    async def _wait(self, ticket: Ticket) -> Standing:
-        """Wait until the ticket is decided on; returns its standing then."""
-        decided = self._undecided[ticket] = asyncio.get_running_loop().create_future()
-        timer = self._expire_at(ticket.until)
-        try:
-            await decided
-        finally:
-            timer.cancel()
-            del self._undecided[ticket]
-        return ticket.standing
-
-    def _expire_at(self, when: float) -> asyncio.TimerHandle:
-        """At `when`, refuse the tickets that have waited long enough by `when`, not by the clock: a timer may fire a moment early."""
-        delay_s = max(0.0, when - self._clock())
-        return asyncio.get_running_loop().call_later(delay_s, lambda: self._tell(self._admission.expire(when)))
-
-    def _tell(self, tickets: Iterable[Ticket]) -> None:
-        """Wake the requests that were decided on."""
-        for ticket in tickets:
-            decided = self._undecided.get(ticket)
-            if decided is not None and not decided.done():
-                decided.set_result(None)
-
-    def _overloaded(self, caller: Caller) -> HTTPException:
-        held, shares = self._admission, self.settings.admission.max_concurrent_share < 1
-        its_share = shares and caller.tenant is not None and held.running < held.places
-        taken = f"tenant {caller.tenant!r} has its share of the places" if its_share else f"all {held.places} places are taken"
-        detail = f"{taken} and {held.waiting} requests wait; ask again later"
-        return problems.overloaded(detail, held.wait_s(self._clock()))
-
     def _capacity_header(self) -> tuple[tuple[bytes, bytes]]:
         """How many requests this gateway takes, beyond which `haproxy.sh` refuses others. Requests that hold no place count too: batches
         that were taken on, and answers that are being read.
         """
-        return ((b"genrec-most", b"%d" % (self._admission.most(self._clock()) + self.batches.taken_on + len(self._reading))),)
+        return ((b"genrec-most", b"%d" % (self._places.most() + self.batches.taken_on)),)
 
 
 def identify(headers: Mapping[bytes, bytes], settings: GatewaySettings, now: Callable[[], float]) -> ApiKeySettings | None:
@@ -287,12 +225,3 @@ def urgency(headers: Mapping[bytes, bytes], path: str) -> int:
 def _operates(caller: Caller, scope: Scope) -> bool:
     path: str = scope["path"]
     return caller.may("operate") and path.removeprefix(scope.get("root_path", "")).startswith(OPERATION)
-
-
-def _first_byte_s(scope: Scope, ticket: Ticket, connection: Connection) -> float | None:
-    """Seconds until the answer began; None for a refusal, which says nothing of how long answers take, and for routes other than
-    /v1/recommend, which take much more or less time.
-    """
-    if connection.first_byte_at is None or connection.status != HTTPStatus.OK or not scope["path"].endswith("/v1/recommend"):
-        return None
-    return connection.first_byte_at - ticket.started

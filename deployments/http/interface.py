@@ -95,7 +95,7 @@ class HttpInterface:
         if isinstance(answer, bytes) and len(answer) <= PIECE:
             await connection.respond(answer)
         else:
-            sent = InPieces(answer, caller.computed) if isinstance(answer, bytes) else answer
+            sent = InPieces(answer, caller.place.computed) if isinstance(answer, bytes) else answer
             await sent(scope, connection.receive, connection.send)
 
     def _direct_route(self, scope: Scope) -> DirectRoute | None:

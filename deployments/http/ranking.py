@@ -94,7 +94,7 @@ def ranking_routes(service: RankingService, limits: Callable[[], GatewaySettings
         message.tenant = caller.named(message.tenant if "tenant" in message.model_fields_set else None)
         caller.acts_for(message.tenant)
         answer = await service.rank(message.to_value(caller.arrived))
-        return InPieces(as_json(ranking_fields(answer)), caller.computed)
+        return InPieces(as_json(ranking_fields(answer)), caller.place.computed)
 
     return routes
 

@@ -79,7 +79,7 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
         if limit is not None and limit > most:
             raise InvalidRequest("limit", f"{limit} is more than the {most} this service takes; ask for fewer")
         found = await data.history(caller.acts_for(tenant), user_id, limit or most)
-        return InPieces(found.model_dump_json().encode(), caller.computed)
+        return InPieces(found.model_dump_json().encode(), caller.place.computed)
 
     @routes.delete(HISTORY_PATH, tags=["events"])
     async def erase(http: Request, user_id: UserIdInPath, caller: CallerHere, tenant: TenantInQuery = None) -> ErasedOut:

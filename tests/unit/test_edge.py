@@ -1,6 +1,7 @@
 """The protection of the HTTP interface, over the real routes in this process; what stands behind them is played."""
 
 import asyncio
+import gc
 import hashlib
 import json
 import logging
@@ -977,3 +978,37 @@ async def test_who_waits_is_held_to_the_new_waiting_time():
     assert (await waiting).status_code == 503
     served.service.gate.set()
     assert (await running).status_code == 200
+
+
+async def test_an_answered_request_leaves_nothing_for_the_garbage_collector():
+    """A cycle of objects for each request, with its body, is there until the collector looks, and each of its looks stops all requests."""
+    served = Served()
+    served.service.gate.set()
+    body = json.dumps({"user_id": "u"}).encode()
+
+    async def answered():
+        async def receive():
+            return {"type": scope["type"] + ".request", "body": body}  # what a server gives refers to the scope
+
+        async def send(message):
+            sent.append(message["type"])
+
+        sent = []
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        scope = {"type": "http", "method": "POST", "path": "/v1/recommend", "headers": headers}
+        await served.api(scope, receive, send)
+        assert sent[-1] == "http.response.body"
+
+    await answered()
+    gc.collect()
+    gc.disable()
+    try:
+        await answered()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = [type(one).__name__ for one in gc.garbage]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not {"Caller", "Connection", "Ticket", "TakenPlace"} & set(left), left

@@ -1,0 +1,130 @@
+"""The places of one gateway replica: which requests are worked on at a time, and what each holds until its answer is read.
+
+    arrive ──► wait ──► the work ──► computed ──► read
+     503        503
+
+An answer that is computed and only waits for its reader gives its place to another request.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+
+from cluster.config import AdmissionSettings
+from cluster.traffic.admission import Admission, Standing, Ticket
+from deployments.http import problems
+from deployments.http.callers import Place
+from deployments.http.connection import BodyBudget, Connection
+
+
+class Places:
+    """The admission, and the requests that wait for it on the event loop. `bodies`: the bytes that the process holds, of answers too.
+    `target_s`: the mean time to an answer beyond which fewer requests are worked on at a time.
+    """
+
+    def __init__(self, settings: AdmissionSettings, target_s: float, bodies: BodyBudget, clock: Callable[[], float]) -> None:
+        self.settings, self.bodies, self.clock = settings, bodies, clock
+        self.admission = Admission(settings, target_s)
+        self.reading: set[Connection] = set()
+        """Answers that wait for their readers without a place."""
+        self._undecided: dict[Ticket, asyncio.Future[None]] = {}  # the tickets that wait, and what wakes each
+
+    def reconfigure(self, settings: AdmissionSettings, target_s: float) -> None:
+        """Take new settings. Running requests go on; waiting ones wait no longer than the new settings allow."""
+        self.settings, now = settings, self.clock()
+        self.tell(self.admission.reconfigure(settings, target_s, now))
+        if self._undecided:
+            self._expire_at(now + settings.max_wait_ms / 1e3)
+
+    def most(self) -> int:
+        """How many requests may be here before one of the least urgency is refused."""
+        return self.admission.most(self.clock()) + len(self.reading)
+
+    def check(self, urgency: int, tenant: str | None) -> None:
+        """Raises HTTPException (503) where a request that arrived now would be refused at once."""
+        if self.admission.full(self.clock(), urgency, tenant):
+            raise self.overloaded(tenant)
+
+    def arrive(self, urgency: int, tenant: str | None, connection: Connection, *, adapts: bool) -> "TakenPlace":
+        """The place of a new request, which may have to wait for it. `adapts`: the time to its answer tells how many places there may be.
+        Raises HTTPException (503) where the request is refused.
+        """
+        ticket, displaced = self.admission.arrive(self.clock(), urgency, tenant)
+        if displaced is not None:
+            self.tell([displaced])
+        if ticket.standing is Standing.REFUSED:
+            raise self.overloaded(tenant)
+        return TakenPlace(self, ticket, connection, adapts=adapts)
+
+    async def decided(self, ticket: Ticket) -> None:
+        """Returns when the ticket waits no longer."""
+        decided = self._undecided[ticket] = asyncio.get_running_loop().create_future()
+        timer = self._expire_at(ticket.until)
+        try:
+            await decided
+        finally:
+            timer.cancel()
+            del self._undecided[ticket]
+
+    def tell(self, tickets: Iterable[Ticket]) -> None:
+        """Wake the requests that were decided on."""
+        for ticket in tickets:
+            decided = self._undecided.get(ticket)
+            if decided is not None and not decided.done():
+                decided.set_result(None)
+
+    def overloaded(self, tenant: str | None) -> HTTPException:
+        """The refusal of a request that finds no place."""
+        held, shares = self.admission, self.settings.max_concurrent_share < 1
+        its_share = shares and tenant is not None and held.running < held.places
+        taken = f"tenant {tenant!r} has its share of the places" if its_share else f"all {held.places} places are taken"
+        return problems.overloaded(f"{taken} and {held.waiting} requests wait; ask again later", held.wait_s(self.clock()))
+
+    def _expire_at(self, when: float) -> asyncio.TimerHandle:
+        """At `when`, refuse the tickets that have waited long enough by `when`, not by the clock: a timer may fire a moment early."""
+        delay_s = max(0.0, when - self.clock())
+        return asyncio.get_running_loop().call_later(delay_s, lambda: self.tell(self.admission.expire(when)))
+
+
+class TakenPlace(Place):
+    """The place of one request in `places`. `connection`: to its client."""
+
+    def __init__(self, places: Places, ticket: Ticket, connection: Connection, *, adapts: bool) -> None:
+        self._places, self._ticket, self._connection, self._adapts = places, ticket, connection, adapts
+
+    async def wait(self) -> float:
+        """The seconds that the request has waited, once it may be worked on. Raises HTTPException (503) where it gets no place in time."""
+        if self._ticket.standing is Standing.WAITING:
+            await self._places.decided(self._ticket)
+        if self._ticket.standing is Standing.REFUSED:
+            raise self._places.overloaded(self._ticket.tenant)
+        return self._ticket.started - self._ticket.arrived
+
+    def belong(self, tenant: str) -> bool:
+        return self._places.admission.belong(self._ticket, tenant)
+
+    def leave(self) -> None:
+        places = self._places
+        places.tell(places.admission.leave(self._ticket, places.clock(), self._first_byte_s()))
+
+    def computed(self, size: int) -> None:
+        if self._places.bodies.keep(size):
+            self._connection.held += size
+            self._places.reading.add(self._connection)
+            self.leave()
+
+    def keep(self, size: int) -> None:
+        bodies = self._places.bodies
+        if not bodies.keep(size):
+            held = f"{bodies.most // 2} bytes there are for them"
+            raise problems.overloaded(f"answers of batches and others that wait take up the {held}; ask again later, or for less", wait_s=1)
+        self._connection.held += size
+
+    def _first_byte_s(self) -> float | None:
+        """Seconds until the answer began; None for a refusal, which says nothing of how long answers take, and where the request takes much
+        more or less time than others.
+        """
+        began = self._connection.first_byte_at
+        return began - self._ticket.started if self._adapts and began is not None and self._connection.status == HTTPStatus.OK else None
