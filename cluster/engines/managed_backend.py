@@ -37,8 +37,10 @@ SAMPLE_WITHIN_S, SAMPLE_SLOWER = 5.0, 10.0
 """How long an engine with a queue may take for a sample that it answered before, until it counts as broken: so many seconds, or so many
 times as long as before, whichever is more.
 """
-BRIEF_S = 0.001
-"""A call that takes less is not worth a thread: the way there and back takes as long, and other work waits no longer for the call."""
+BRIEF_S = 0.003
+"""A call that takes less is not worth a thread: the way there and back costs a lone request about a millisecond, and other requests wait
+for the call no longer than for what else holds up the event loop.
+"""
 LATE_TO_BE_STUCK = 3
 """After so many calls in a row that were late, with no answer between them, an engine is asked a sample: it may be stuck."""
 

@@ -1,6 +1,6 @@
 """The figures of a process on their way to Prometheus.
 
-    add, observe -> sums and histograms -> hand_over, every second -> Ray, every 10 s -> its agent on the node -> Prometheus
+    add, set, observe -> sums, gauges and histograms -> hand_over, every second -> Ray, every 10 s -> its agent on the node -> Prometheus
 
 Histograms are added up here and shown as gauges, one for each number that Prometheus has of a histogram, under its names. Ray's own would
 cost its agent, of which a node has one, 8 to 10 microseconds for each observation: it records them again, at the middles of buckets.
@@ -83,6 +83,7 @@ class RayMeter:
         self._ray = ray
         self._lock = threading.Lock()
         self._sums: dict[Series, float] = {}
+        self._set: dict[Series, float] = {}  # gauges since the last hand-over: one that is set no longer is handed over no longer
         self._seen: dict[Series, Histogram] = {}
         self._handed: dict[Series, float] = {}
         self._made: dict[str, Any] = {}
@@ -101,8 +102,8 @@ class RayMeter:
             seen.observe(value)
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
-        with self._going_on(metric.name):
-            self._gauge(metric.name, metric, metric.labels).set(value, tags=_ascii(labels))
+        with self._lock:
+            self._set[metric.name, tuple(labels.items())] = value
 
     def hand_over_forever(self) -> None:
         for time in count(1):
@@ -110,12 +111,17 @@ class RayMeter:
             self.hand_over(everything=time % ALL_AT_EVERY == 0)
 
     def hand_over(self, *, everything: bool = True) -> None:
-        """Hand over to Ray the figures that have changed, and with `everything` the others too. Those that Ray refuses are tried again."""
+        """Hand over to Ray the gauges that were set, the other figures that have changed and, with `everything`, those that have not. What
+        Ray refuses is tried again, a gauge when it is set again.
+        """
         with self._lock:
             sums, histograms = self._sums.copy(), [seen.copy() for seen in self._seen.values()]
+            gauges, self._set = self._set, {}
         for series, total in sums.items():
             if total > self._handed.get(series, 0.0):  # Ray raises at 0
                 self._count(series, total)
+        for series, value in gauges.items():
+            self._show(METRICS[series[0]], series, value)
         for histogram in histograms:
             for series, value in histogram.gauges():
                 if everything or self._handed.get(series) != value:

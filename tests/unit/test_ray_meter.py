@@ -200,11 +200,21 @@ def test_names_that_are_no_ascii_and_gauges_that_ray_does_not_take_stop_no_repli
     meter.set(m.BACKEND_LOADED, 1, stage="encoder", backend="größe")
     meter.add(m.HTTP_REQUESTS, route="/café", status="200")
     meter.hand_over()
-    assert [tags for _, tags, _ in ray.told] == [{"stage": "encoder", "backend": "gr\\xf6\\xdfe"}, {"route": "/caf\\xe9", "status": "200"}]
+    assert [tags for _, tags, _ in ray.told] == [{"route": "/caf\\xe9", "status": "200"}, {"stage": "encoder", "backend": "gr\\xf6\\xdfe"}]
     assert not warnings.records
     ray.broken["genrec_backend_loaded_state"] = RuntimeError("no agent")
     meter.set(m.BACKEND_LOADED, 1, stage="encoder", backend="torch")
+    meter.hand_over()
     assert len(warnings.records) == 1
+
+
+def test_a_gauge_costs_its_setter_no_call_into_ray_and_is_handed_over_as_often_as_it_is_set(ray, meter):
+    for running in (3, 5):
+        meter.set(m.ADMISSION_RUNNING, running)
+    assert not ray.told
+    for told in ([(m.ADMISSION_RUNNING.name, {}, 5)], []):  # Ray's agent forgets one that is set no longer
+        meter.hand_over()
+        assert ray.again() == told
 
 
 def test_a_failure_is_logged_once_of_each_kind(ray, meter, warnings):
