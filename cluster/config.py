@@ -337,6 +337,8 @@ class GatewaySettings(Section):
     def _the_audit_log_is_found_from_everywhere(self) -> Self:
         if self.audit_log is not None and not self.audit_log.is_absolute():
             raise ValueError(f"audit_log {self.audit_log} is relative, and replicas run in directories of Ray's; give an absolute path")
+        if self.audit_log is not None and self.audit_log.is_dir():
+            raise ValueError(f"audit_log {self.audit_log} is a directory; name a file in it, as {self.audit_log / 'audit.jsonl'}")
         return self
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -179,6 +180,8 @@ def alone(run: RunOptions) -> Iterator[None]:
     with file.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _names(file, lock.fileno()):
+                raise BlockingIOError  # it was that of a run that has just ended, and a third one may hold a new file
         except BlockingIOError:
             place = run.checkpoint.parent
             raise ConfigError(f"another training is under way in {place}; wait for its end, or train in another directory") from None
@@ -190,6 +193,14 @@ def alone(run: RunOptions) -> Iterator[None]:
             yield
         finally:
             file.unlink(missing_ok=True)
+
+
+def _names(file: Path, descriptor: int) -> bool:
+    """Whether the path is that of the opened file still."""
+    try:
+        return os.path.samestat(file.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def forget_checkpoints(run: RunOptions, phases: Sequence[str] = PHASES) -> None:

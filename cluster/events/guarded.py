@@ -18,13 +18,14 @@ BREAKER = BreakerSettings(failures_to_open=3, pause_s=1.0, longest_pause_s=10.0)
 
 class GuardedHistories:
     """The histories of `store`, each read within `within_s` seconds. Raises BackendUnavailable where a read takes longer and, without
-    asking, while the store is left alone; else as the store does. For one event loop.
+    asking, while the store is left alone, or one read tries whether it is back; else as the store does. For one event loop.
     """
 
     def __init__(self, store: Histories, within_s: float, *, clock: Callable[[], float] = monotonic) -> None:
         self._store, self._within_s, self._clock = store, within_s, clock
         self.name = store.name
         self._breaker, self._problem = Breaker(BREAKER), ""
+        self._tried = False  # by a read that is under way, which the others do not wait for
 
     async def history(self, tenant: str, user_id: str, limit: int, until: int | None = None) -> StoredHistory:
         return await self._read(lambda: self._store.history(tenant, user_id, limit, until))
@@ -33,8 +34,20 @@ class GuardedHistories:
         return await self._read(lambda: self._store.version(tenant, user_id))
 
     async def _read(self, question: Callable[[], Awaitable[T]]) -> T:
-        if self._breaker.state(self._clock()) is BreakerState.OPEN:
+        state = self._breaker.state(self._clock())
+        if state is BreakerState.OPEN:
             raise BackendUnavailable(f"{self._problem}; it is asked again in {self._breaker.wait_s(self._clock()):.1f} s")
+        if state is BreakerState.CLOSED:
+            return await self._asked(question)
+        if self._tried:
+            raise BackendUnavailable(f"{self._problem}; one request is trying it again")
+        self._tried = True
+        try:
+            return await self._asked(question)
+        finally:
+            self._tried = False
+
+    async def _asked(self, question: Callable[[], Awaitable[T]]) -> T:
         try:
             async with asyncio.timeout(self._within_s):
                 answer = await question()

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple, TypeAlias
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -276,7 +277,7 @@ class RolloutStore:
     @contextmanager
     def _changing(self) -> Iterator[Rollout]:
         self.read()  # a directory without a model has no place for a lock, either
-        with (self.store.root / ".rollout.lock").open("w") as lock:
+        with _opened(self.store.root / ".rollout.lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield self.read()
 
@@ -291,6 +292,18 @@ class RolloutStore:
 
     def _write(self, rollout: Rollout) -> None:
         write_whole(self.store.root / ROLLOUT, _Kept(trial=rollout.trial, ended=rollout.ended).model_dump_json(indent=2))
+
+
+def _opened(lock: Path) -> IO[bytes]:
+    """The file of a lock, made where it is missing; one that another user made, as root does, is opened to be read, which most file systems
+    lock as well.
+    """
+    try:
+        return lock.open("ab")
+    except PermissionError:
+        if not lock.exists():
+            raise
+        return lock.open("rb")
 
 
 def _is_over(trial: Trial, stable: list[int]) -> bool:

@@ -11,7 +11,8 @@ import typer
 from cluster.audit import AuditLine, audited
 
 AuditLog = Annotated[
-    Path | None, typer.Option(envvar="GENREC_AUDIT_LOG", help="a file that this adds a line of JSON to, as gateway.audit_log")
+    Path | None,
+    typer.Option(envvar="GENREC_AUDIT_LOG", dir_okay=False, help="a file that this adds a line of JSON to, as gateway.audit_log"),
 ]
 
 

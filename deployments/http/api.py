@@ -214,7 +214,8 @@ def _health(service: Service) -> APIRouter:
     async def readyz(response: Response) -> ReadyOut:
         """Every stage is up, and which engines it would ask; 503 until each has its first choice, and while there is no encoder."""
         ready = await service.readiness()
-        response.status_code = 200 if ready.ready else 503
+        if not ready.ready:
+            response.status_code, response.headers["retry-after"] = 503, "1"
         return ready
 
     return routes

@@ -182,9 +182,11 @@ def test_a_call_that_is_given_up_leaves_a_line(file):
     assert lines(file)[0]["outcome"] == "CancelledError"
 
 
-def test_a_relative_path_is_refused():
+def test_a_relative_path_and_a_directory_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"audit_log audit\.jsonl is relative"):
         parse({"gateway": {"audit_log": "audit.jsonl"}})
+    with pytest.raises(ConfigError, match=rf"audit_log {tmp_path} is a directory; name a file in it, as {tmp_path}/audit\.jsonl"):
+        parse({"gateway": {"audit_log": str(tmp_path)}})
 
 
 async def test_the_gateway_names_a_user_as_the_store_will_once_it_is_erased(tmp_path):

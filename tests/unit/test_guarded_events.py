@@ -86,6 +86,23 @@ async def test_a_store_that_keeps_failing_is_left_alone_for_a_while(playing, gua
     assert (await guarded.history("t", "u", 10)).version == "v"
 
 
+async def test_one_read_tries_whether_a_store_that_hung_is_back_and_the_others_do_not_wait_for_it(playing, guarded):
+    playing.delay = 1.0
+    await asyncio.gather(*(guarded.version("t", "u") for _ in range(3)), return_exceptions=True)
+    for leaves in (True, False):  # the next one tries it in place of one that leaves
+        playing.now += 30.0
+        before, trying = playing.asked, asyncio.create_task(guarded.version("t", "u"))
+        await until(lambda before=before: playing.asked > before)
+        with pytest.raises(BackendUnavailable, match=r"did not answer within 0.05 s; one request is trying it again"):
+            await guarded.version("t", "u")
+        assert playing.asked == before + 1
+        if leaves:
+            trying.cancel()
+        await asyncio.gather(trying, return_exceptions=True)
+    playing.delay, playing.now = 0.0, playing.now + 30.0
+    assert [await guarded.version("t", "u") for _ in range(2)] == ["v", "v"]
+
+
 async def test_it_opens_once_for_all_who_come_together_and_closes_what_it_opened(tmp_path):
     opened = []
 

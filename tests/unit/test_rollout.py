@@ -333,3 +333,19 @@ def test_two_processes_at_once_lose_none_of_each_others_changes(rollouts: Rollou
     ended = rollouts.read().ended
     assert len(ended) == len({one.trial.name for one in ended}) == 15, "all but the last"
     assert json.loads((rollouts.store.root / ROLLOUT).read_text())["trial"]["version"] in {2, 3}
+
+
+def test_a_lock_that_another_user_made_keeps_no_user_out(rollouts: RolloutStore, monkeypatch):
+    rollouts.promote(2, Trial(version=2, share=0.5))
+    opened = Path.open
+
+    def as_another_user(path, mode="r", *arguments, **options):
+        if path.name == ".rollout.lock" and set(mode) & set("wa+"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, mode, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", as_another_user)
+    assert rollouts.rollback("it was enough").trial is None
+    (rollouts.store.root / ".rollout.lock").unlink()
+    with pytest.raises(PermissionError):
+        rollouts.promote(2)

@@ -1,6 +1,7 @@
 """A whole run: train, refit, measure; interrupted and resumed."""
 
 import errno
+import fcntl
 import os
 from dataclasses import replace
 
@@ -137,6 +138,21 @@ def test_two_runs_do_not_share_checkpoints_and_one_that_ended_keeps_no_other_out
             with alone(RunOptions(checkpoint=tmp_path / "other" / "run")), alone(RunOptions()), alone(RunOptions()):
                 pass
         assert not list((tmp_path / "shop").iterdir())
+
+
+def test_a_lock_of_a_run_that_has_just_ended_is_none(tmp_path, monkeypatch):
+    run, lock = RunOptions(checkpoint=tmp_path / "run"), fcntl.flock
+
+    def as_the_other_run_ends(file, operation):
+        (tmp_path / "run.lock").unlink()
+        lock(file, operation)
+
+    with monkeypatch.context() as patched, pytest.raises(ConfigError, match="another training is under way"):
+        patched.setattr("fcntl.flock", as_the_other_run_ends)
+        with alone(run):
+            pass
+    with alone(run):
+        pass
 
 
 def test_a_file_system_without_locks_is_named_with_the_cure(tmp_path, monkeypatch):
