@@ -9,6 +9,7 @@ version on trial delays no other. Neither do traced requests, so that each trace
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from time import monotonic
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,6 +26,8 @@ PATIENCE_S = 1.0
 """A call older than this no longer delays others: its replica may have stopped, which a router learns only from further calls."""
 MOST = 64
 """Requests in one call."""
+PICKLED = {"request_serialization": "pickle", "response_serialization": "pickle"}
+"""Where Serve calls over gRPC, it would use cloudpickle, which takes up to three times as long and is for code: this sends values alone."""
 
 Sent: TypeAlias = tuple[Any, float]
 """A request, and its deadline on this process's monotonic clock."""
@@ -60,6 +63,11 @@ class Mailbox:
             batcher = self._batchers[address] = self._batcher(address)
         return batcher.submit((request, monotonic() + left_s))
 
+    @cached_property
+    def _together(self) -> Any:
+        """The method `together`; `handle.together` would be a new handle for each call."""
+        return self._handle.options(method_name="together", **PICKLED)
+
     def _batcher(self, address: Address) -> Batcher[Sent, Any]:
         def idle() -> None:
             if self._batchers.get(address) is batcher:
@@ -80,7 +88,7 @@ class Mailbox:
     async def _call(self, members: Sequence[Member[Sent, Any]]) -> Sequence[Any | Raised]:
         now = monotonic()
         together = Together(tuple((request, max(0.0, until - now)) for request, until in (member.request for member in members)))
-        response: Any = self._handle.together.remote(together)
+        response: Any = self._together.remote(together)
         try:
             answers: Sequence[Any] = await response
         except asyncio.CancelledError:

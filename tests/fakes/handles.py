@@ -36,6 +36,9 @@ class Handle:
         self.replica, self.given = replica, given
         self.calls: list[tuple[Any, ...]] = []
 
+    def options(self, *, method_name: str, **_: str) -> Any:
+        return getattr(self, method_name)
+
     def __getattr__(self, method: str) -> SimpleNamespace:
         return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(self._call(method, args)))
 
@@ -58,9 +61,9 @@ class ScriptedHandle:
     def __init__(self, *outcomes: Any) -> None:
         self.outcomes, self.calls, self.responses = list(outcomes), list[tuple[Any, ...]](), list[Any]()
 
-    def options(self, *, stream: bool) -> "ScriptedHandle":
-        assert stream
-        return self
+    def options(self, *, stream: bool = False, method_name: str = "", **_: str) -> Any:
+        assert stream or method_name
+        return getattr(self, method_name) if method_name else self
 
     def __getattr__(self, method: str) -> SimpleNamespace:
         return SimpleNamespace(remote=self._together if method == "together" else self._remote)

@@ -35,6 +35,9 @@ class Deployment:
         self.together = SimpleNamespace(remote=lambda together: asyncio.ensure_future(self._answers(together)))
         self.dies = False
 
+    def options(self, *, method_name, **_):
+        return getattr(self, method_name)
+
     async def _answers(self, together):
         users = [request.user for request, _ in together.requests]
         self.calls.append(together)
