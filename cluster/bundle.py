@@ -361,12 +361,19 @@ class BundleStore:
         """A verified version, by default the current one. Raises BundleError that says what is wrong."""
         number = version if version is not None else self.current()
         if number is None:
-            raise BundleError(f"no model has been published in {self.root}; run: genrec train DATASET --model-dir {self.root}")
+            raise self.none_current()
         path = self.root / str(number)
         bundle = Bundle(path, _read_manifest(_inside(path, MANIFEST)))
         for file in REQUIRED:
             bundle.verified(file)
         return bundle
+
+    def none_current(self) -> BundleError:
+        """The error that no version is current, with the cure."""
+        if there := self.versions():
+            cure = f"run: genrec models promote {there[-1]} --model-dir {self.root}"
+            return BundleError(f"{self.root} has {there}, and none is current; {cure}")
+        return BundleError(f"no model has been published in {self.root}; run: genrec train DATASET --model-dir {self.root}")
 
     def open_last_good(self) -> tuple[Bundle, list[str]]:
         """The current version or, where it is refused, the newest one that verifies; and why each newer one was refused."""

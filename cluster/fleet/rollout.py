@@ -228,7 +228,7 @@ class RolloutStore:
         """The rollout as it is now. Raises BundleError where no version is current, or rollout.json cannot be understood."""
         stable = self.store.current()
         if stable is None:
-            raise BundleError(f"no model has been published in {self.store.root}; run: genrec train DATASET --model-dir {self.store.root}")
+            raise self.store.none_current()
         kept, previous = self._kept(), self.store.previous()
         trial = None if kept.trial and _is_over(kept.trial, [*previous, stable]) else kept.trial
         return Rollout(stable=stable, trial=trial, previous=previous, ended=kept.ended)
@@ -236,6 +236,9 @@ class RolloutStore:
     def promote(self, version: int, trial: Trial | None = None) -> Rollout:
         """Make a verified version the stable one, or begin its trial; a trial that was going on ends. Raises BundleError."""
         _require_decoder(self.store.open(version), trial)
+        if trial is None and self.store.current() is None:  # as of a model whose first version was made elsewhere
+            self.store.promote(version)
+            return self.read()
         with self._changing() as before:
             if trial is not None:
                 self._write(self._began(before, trial))

@@ -94,8 +94,10 @@ def promote(
     action = f"model.{trial.kind}" if trial else "model.promote"
     with audited_here(audit_log, action, f"{own_name(model_dir)}/{version}") as line:
         line.more |= {"flags": trial.flags} if trial and trial.flags else {}
-        rollouts = RolloutStore(BundleStore(model_dir))
-        before = None if trial else rollouts.read().trial
+        store = BundleStore(model_dir)
+        rollouts = RolloutStore(store)
+        first = bool(store.versions()) and store.current() is None
+        before = None if trial or first else rollouts.read().trial
         rollout = rollouts.promote(version, trial)
     if before and before.version == version and before.flags:
         kept = said_flags(before.flags).replace("=", ": ")

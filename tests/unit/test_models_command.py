@@ -109,6 +109,16 @@ def test_a_version_or_the_current_one_of_a_model_is_published_and_does_not_serve
     assert len(target.open(4).catalogue) == (30 if version else 40)
 
 
+def test_the_first_version_of_a_model_may_be_one_that_was_published(model_dir, tmp_path):
+    target = tmp_path / "served"
+    genrec_models("publish", model_dir, "--model-dir", target)
+    for command in (("list",), ("promote", 1, "--canary", 0.1), ("rollback",)):
+        with pytest.raises(BundleError, match=r"has \[1\], and none is current; run: genrec models promote 1 --model-dir .*served"):
+            genrec_models(*command, "--model-dir", target)
+    assert genrec_models("promote", 1, "--model-dir", target) == (0, "served/1 is stable; clusters that serve it follow within seconds\n")
+    assert BundleStore(target).current() == 1
+
+
 def test_what_is_corrupt_or_no_version_is_not_published(model_dir, tmp_path):
     target = tmp_path / "served"
     (model_dir / "2" / WEIGHTS).unlink()
