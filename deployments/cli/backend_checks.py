@@ -1,7 +1,6 @@
 """`genrec backends check`: does a backend do what its stage relies on? Needs neither Ray nor a model."""
 
 import json
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,8 +40,6 @@ def check(
     if stage not in CASES:
         raise UnknownChoice("stage", stage, CASES)
     options = _options(option or [])
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` has it: the module is usually in the directory where it is written
     with _bundle(model_dir, version) as bundle:
         report = run_checks(_import_string(backend, stage), stage, bundle, options=options, limit_s=limit_s)
     if as_json:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,8 +16,8 @@ from cluster import registry
 from cluster.bundle import Bundle, BundleStore
 from cluster.config import Settings, read
 from cluster.engines.controller import FrameworkController
+from cluster.engines.skipped import reason_of
 from cluster.engines.stage_rules import RULES
-from cluster.errors import ConfigError
 from deployments.cli.backend_checks import check
 
 CONFIG_FILE = Path("ray_config.yaml")
@@ -54,6 +55,8 @@ def backends(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """List every stage's backends in the order they are asked: available here or not, and why not. `check` checks one of your own."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `genrec serve` has it: a module of one's own usually lies in the directory where it is called
     if context.invoked_subcommand:
         return
     settings = read(config or CONFIG_FILE) if config or CONFIG_FILE.is_file() else Settings()
@@ -99,8 +102,9 @@ def _imported(stage: str, settings: Settings) -> Stage:
 def _imported_row(name: str, import_string: str, rank: int | None) -> Row:
     try:
         registry.resolve(import_string)
-    except (ImportError, ConfigError) as error:
-        return Row(name, import_string, rank, available=False, reason=f"cannot be imported: {error}")
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the module is the backend's code
+        why = str(error) if isinstance(error, ImportError) else reason_of(error)
+        return Row(name, import_string, rank, available=False, reason=f"cannot be imported: {why}")
     return Row(name, import_string, rank, available=None, reason="not probed without a model")
 
 

@@ -1,6 +1,7 @@
 """`genrec backends` with a model, without one, and with a configuration of one's own."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,27 @@ def test_a_backend_and_an_order_of_ones_own_come_from_the_configuration(tmp_path
 def test_a_model_directory_that_is_not_there_is_an_error():
     with pytest.raises(BundleError, match="no model has been published in nowhere"):
         genrec_backends("--model-dir", "nowhere")
+
+
+def test_a_module_in_the_current_directory_is_found_as_by_genrec_serve(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (tmp_path / "lies_beside.py").write_text("from tests.broken_backends import Sound as Mine\n")
+    encoder = {"backends": {"mine": "lies_beside:Mine"}, "order": ["mine", "torch"]}
+    (tmp_path / "ray_config.yaml").write_text(json.dumps({"applications": [{"args": {"encoder": encoder}}]}))
+    assert by_name(genrec_backends("--json"))["mine"]["reason"] == "not probed without a model"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("class Mine(\n", "cannot be imported: SyntaxError: "),
+        ("Mine = undefined\n", "cannot be imported: NameError: name 'undefined' is not defined"),
+        ("import sys\nsys.exit('no licence')\n", "cannot be imported: SystemExit: no licence"),
+    ],
+)
+def test_a_module_that_breaks_is_listed_with_the_reason(tmp_path: Path, content, reason):
+    (tmp_path / f"breaks_{len(content)}.py").write_text(content)
+    encoder = {"backends": {"mine": f"breaks_{len(content)}:Mine"}, "order": ["mine", "torch"]}
+    (tmp_path / "ray_config.yaml").write_text(json.dumps({"applications": [{"args": {"encoder": encoder}}]}))
+    listed = by_name(genrec_backends("--json"))
+    assert (listed["mine"]["available"], listed["mine"]["reason"][: len(reason)]) == (False, reason)
