@@ -629,7 +629,16 @@ def _check_grace(settings: Settings, deployment: dict[str, Any], path: Path) -> 
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping: YAML would silently drop the first."""
+    """Refuses a key that stands twice in one mapping: YAML would silently drop the first. A value that cannot be, as a date that there is
+    not, is told with its line.
+    """
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:
+            problem = f"{node.value!r:.60} is none of YAML's values ({error}); put it in quotes where it is text"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

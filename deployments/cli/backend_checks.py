@@ -68,7 +68,7 @@ def _options(pairs: list[str]) -> Mapping[str, Any]:
             raise ConfigError(f"--option {pair!r} is not NAME=VALUE, as in --option url=http://localhost:8000")
         try:
             options[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+        except (ValueError, yaml.YAMLError) as error:  # the former at a date that there is not
             raise ConfigError(f"--option {pair!r}: its value is not YAML: {error}") from error
     return options
 

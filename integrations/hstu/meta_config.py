@@ -81,7 +81,7 @@ def read_meta_config(path: Path, items: int, window_step: int | None = None) -> 
             values, bf16 = _from_gin(path, read_settings(path, text))
         else:
             values, bf16 = yaml.safe_load(text), None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} can't be read as a configuration: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no mapping; give a .gin file, or YAML such as: dim: 50")

@@ -167,6 +167,7 @@ def test_a_module_in_the_current_directory_is_found(genrec_backends, bundle):
     [
         (["nosuch"], UnknownChoice, "unknown encoder backend 'nosuch'; choose from module:Class, onnxruntime"),
         (["torch", "--option", "threads"], ConfigError, "'threads' is not NAME=VALUE"),
+        (["torch", "--option", "since=2027-02-30"], ConfigError, "its value is not YAML: day "),
         (["torch", "--model-dir", "nowhere"], BundleError, "no model has been published in nowhere"),
     ],
 )

@@ -100,6 +100,13 @@ def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path):
     assert (cache.enabled, cache.ttl_s) == (False, 5)
 
 
+def test_a_date_that_there_is_not_is_refused_with_its_line(tmp_path: Path):
+    keys = "gateway:\n        api_keys: [{name: shop, expires: 2027-02-30}]"
+    (tmp_path / "other.yaml").write_text(f"applications:\n  - args:\n      {keys}\n")
+    with pytest.raises(ConfigError, match=r"(?s)other\.yaml cannot be read as YAML: '2027-02-30' is none of YAML's values \(day .*line 4"):
+        read(tmp_path / "other.yaml")
+
+
 def test_a_missing_file_is_refused_with_the_cure(tmp_path: Path):
     with pytest.raises(ConfigError, match="does not exist; give the path of a Serve config file"):
         read(tmp_path / "none.yaml")

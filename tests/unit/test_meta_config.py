@@ -103,7 +103,10 @@ def test_refuses_lines_of_the_trainers_file_that_it_does_not_understand(tmp_path
         read_meta_config(tmp_path / "c.gin", items=10)
 
 
-@pytest.mark.parametrize(("name", "content"), [("c.yaml", b"dim: [50"), ("c.json", b"\xff\xfe"), ("c.gin", b"\xff"), ("none.yaml", None)])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("c.yaml", b"dim: [50"), ("d.yaml", b"dim: 2027-02-30"), ("c.json", b"\xff\xfe"), ("c.gin", b"\xff"), ("none.yaml", None)],
+)
 def test_refuses_a_configuration_file_that_cannot_be_read(tmp_path, name, content):
     if content is not None:
         (tmp_path / name).write_bytes(content)
