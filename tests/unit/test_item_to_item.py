@@ -1,5 +1,8 @@
 """Neighbours from what users chose, and the encoder that answers with them."""
 
+import runpy
+import sys
+
 import numpy as np
 import pytest
 
@@ -110,3 +113,10 @@ def test_the_command_reads_what_genrec_reads(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, given, catch_exceptions=False)
     assert result.stdout.startswith("8 of 8 items have neighbours; written to")
     assert (BACKENDS / "item_to_item/README.md").read_text().count("--out models/ml-100k.neighbours.npz") == 1
+
+
+def test_an_error_that_is_meant_for_people_is_told_in_a_line(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "genrec_item_to_item.__main__", raising=False)
+    monkeypatch.setattr(sys, "argv", ["", "fit", "table", "--path", str(tmp_path / "none.csv"), "--out", str(tmp_path / "x.npz")])
+    with pytest.raises(SystemExit, match=r"^genrec_item_to_item: .*none\.csv does not exist$"):
+        runpy.run_module("genrec_item_to_item", run_name="__main__")

@@ -1,5 +1,8 @@
 """RWKV: the form that is trained and the form that serves are one model, and its beam is that of brute force."""
 
+import runpy
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -199,3 +202,10 @@ def test_learns_what_follows(bundle):
         found = search(served, state, logits, Trie.of(ids).view(), beam=20, k=6, in_time=lambda: None)
         hits += int(data.interactions.sequence(user).items[-1] in found.items)
     assert hits >= 8  # by chance it would be 2 of 20
+
+
+def test_an_error_that_is_meant_for_people_is_told_in_a_line(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "genrec_rwkv.__main__", raising=False)
+    monkeypatch.setattr(sys, "argv", ["", "train", "ml-100k", "--model-dir", str(tmp_path / "none"), "--out", str(tmp_path / "x")])
+    with pytest.raises(SystemExit, match=r"^genrec_rwkv: no model has been published in .*none"):
+        runpy.run_module("genrec_rwkv", run_name="__main__")

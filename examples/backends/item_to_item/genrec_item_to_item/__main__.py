@@ -1,10 +1,12 @@
 """`python -m genrec_item_to_item fit`: learn the neighbours from any data that genrec reads."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cluster.errors import GenrecError
 from deployments.cli.dataset_options import DATASET, open_dataset
 from deployments.cli.fields import with_fields
 from deployments.training.dataset_options import DatasetOptions
@@ -37,4 +39,7 @@ def fit_command(
 
 
 if __name__ == "__main__":
-    app(prog_name="python -m genrec_item_to_item")
+    try:
+        app(prog_name="python -m genrec_item_to_item")
+    except GenrecError as error:
+        sys.exit(f"genrec_item_to_item: {error}")

@@ -1,11 +1,13 @@
 """`python -m genrec_rwkv train`: weights for the semantic IDs of a model, from any data that genrec reads."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cluster.bundle import BundleStore
+from cluster.errors import GenrecError
 from deployments.cli.dataset_options import DATASET, open_dataset
 from deployments.cli.fields import with_fields
 from deployments.training.dataset_options import DatasetOptions
@@ -47,4 +49,7 @@ def _report(epoch: int, loss: float, held_out: float) -> None:
 
 
 if __name__ == "__main__":
-    app(prog_name="python -m genrec_rwkv")
+    try:
+        app(prog_name="python -m genrec_rwkv")
+    except GenrecError as error:
+        sys.exit(f"genrec_rwkv: {error}")
