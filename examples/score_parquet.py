@@ -106,10 +106,10 @@ class Scorer:
 
 
 def behaviours(row: dict[str, Any]) -> Iterator[Behaviour]:
-    items, timestamps = row["item_ids"], row["timestamps"]
+    items, timestamps = row["item_ids"] or [], row["timestamps"] or []  # a user without events may have no list
     actions, values = row.get("actions") or ["view"] * len(items), row.get("values") or [None] * len(items)
     for item, timestamp, action, value in zip(items, timestamps, actions, values, strict=True):
-        yield Behaviour(str(item), int(timestamp), Action(action), value)
+        yield Behaviour(str(item), int(timestamp), Action(action or "view"), value)
 
 
 def table_of(answers: list[Recommendation]) -> pa.Table:

@@ -49,6 +49,16 @@ def test_each_user_of_a_block_gets_what_the_pipeline_gives_them(model_dir):
         assert not row["degraded"]
 
 
+def test_a_user_without_events_and_an_event_without_an_action_are_answered(model_dir):
+    rows = [
+        {"user_id": "new", "item_ids": None, "timestamps": None, "actions": None},
+        {"user_id": "ada", "item_ids": ["1", "7"], "timestamps": [5, 6], "actions": [None, "click"]},
+    ]
+    assert [one.action for one in score_parquet.behaviours(rows[1])] == [Action.VIEW, Action.CLICK]
+    scored = score_parquet.Scorer(model_dir, {"k": 4, "request_time": NOW})(pa.Table.from_pylist(rows)).to_pylist()
+    assert [len(row["item_ids"]) for row in scored] == [4, 4]
+
+
 def test_a_decoder_generates_where_it_is_asked_to(tmp_path):
     make_generative_bundle(tmp_path / "tiny")
     table = pa.Table.from_pylist(USERS[:3])
