@@ -34,6 +34,8 @@ COMMANDS = {
     "config": "deployments.cli.config:config",
 }
 
+OURS = ("cluster", "deployments", "integrations", "pipelines")
+"""The packages of genrec: one of their modules that is not there is a bug."""
 NO_ROOM = (ENOSPC, EDQUOT)
 """Errors of a full disk; where a write raises them, they name no file."""
 
@@ -44,8 +46,16 @@ def genrec() -> None:
 
 
 def main() -> None:
-    """Run the command line. An error meant for people, or a file that cannot be had, is printed as one line, with exit status 1."""
-    _register()
+    """Run the command line. An error meant for people, a file that cannot be had, or an engine that is not installed, is printed as one
+    line, with exit status 1.
+    """
+    try:
+        _register()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in OURS:
+            raise
+        typer.secho(f"genrec: {error}; run: pip install 'genrec[cpu]' (or 'genrec[gpu]' on a GPU machine)", fg="red", err=True)
+        sys.exit(1)
     try:
         app()
     except (GenrecError, OSError) as error:

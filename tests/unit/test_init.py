@@ -10,6 +10,7 @@ import yaml
 
 from cluster.config import parse, read
 from cluster.errors import ConfigError
+from deployments import cli
 from deployments.cli import main
 from deployments.cli.init import EXAMPLE_HOME, EXAMPLE_MODEL, filled_in, init
 from deployments.shipped import DEMO_MODEL, LAUNCH, RAY_CONFIG
@@ -47,6 +48,17 @@ def test_a_full_disk_is_one_line_and_no_trace(tmp_path: Path, monkeypatch, capsy
         main()
     assert ended.value.code == 1
     assert capsys.readouterr().err == "genrec: [Errno 28] No space left on device\n"
+
+
+def test_an_engine_that_a_command_needs_and_is_not_installed_is_one_line_and_no_trace(tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "needs_an_engine.py").write_text("import no_such_engine")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(cli, "COMMANDS", {"train": "needs_an_engine:train"})
+    monkeypatch.setattr(sys, "argv", ["genrec", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("genrec: No module named 'no_such_engine'; run: pip install 'genrec[cpu]'")
 
 
 def test_every_configuration_serves_the_model_that_the_directory_is_named_after(tmp_path: Path):
