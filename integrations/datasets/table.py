@@ -4,8 +4,10 @@ A directory is read as the parts of one table, in order of name. Without an item
 of appearance, with their id for a title; with one, items that only events name follow in that way.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from cluster.bundle import own_name
@@ -16,7 +18,7 @@ from integrations.datasets.events import Block, EventCollector, EventFormat
 from integrations.datasets.items import collect_items, extend
 from integrations.datasets.options import Columns, ItemColumns, ReadOptions
 from integrations.datasets.parquet import refuse_as_id
-from integrations.datasets.table_file import ParquetTable, Table, open_table, table_files
+from integrations.datasets.table_file import ParquetTable, Table, TextTable, open_table, table_files
 from integrations.datasets.text import listed
 
 USUAL_NAMES = {
@@ -28,6 +30,9 @@ USUAL_NAMES = {
     "id": ("item_id", "id", "item", "itemId", "movieId"),
     "title": ("title", "name", "movie_title"),
 }
+
+UNNAMED = re.compile(r"(__index_level_\d+__)?")
+"""A column without a name: in CSV an empty one, in Parquet what pandas calls an index that has none. Row numbers are no attribute."""
 
 
 def read_table(path: Path | None = None, options: ReadOptions | None = None) -> Dataset:
@@ -91,7 +96,9 @@ def _column(table: Table, role: str, given: str | None) -> str:
     option = f"--item-{role}-column" if role in ("id", "title") else f"--{role}-column"
     if not found:
         sought = repr(given) if given else f"any of {', '.join(USUAL_NAMES[role])}"
-        raise DataError(f"{table.place} has no column {sought} for the {role}; it has {listed(table.names)}. Name it with {option}")
+        undivided = isinstance(table, TextTable) and len(table.names) == 1
+        cure = f"Name it with {option}" + (", or say with --delimiter what stands between the columns" if undivided else "")
+        raise DataError(f"{table.place} has no column {sought} for the {role}; it has {listed(table.names)}. {cure}")
     if table.names.count(found[0]) > 1:
         raise DataError(f"{table.place} has several columns {found[0]!r}; name another one with {option}")
     return found[0]
@@ -122,7 +129,7 @@ def _item_columns(table: Table, columns: ItemColumns) -> tuple[str, str | None]:
 
 @dataclass(frozen=True)
 class _ItemOf:
-    """Turns a row into an item: the columns that are neither id nor title become attributes, where they are not empty."""
+    """Turns a row into an item: the columns with a name that are neither id nor title become attributes, where they are not empty."""
 
     names: Sequence[str]
     id: int
@@ -131,6 +138,9 @@ class _ItemOf:
     def __call__(self, fields: Sequence[str]) -> Item:
         item_id = fields[self.id].strip()
         title = "" if self.title is None else fields[self.title].strip()
-        rest = [number for number in range(len(self.names)) if number not in (self.id, self.title)]
-        attributes = {self.names[number]: fields[number] for number in rest if self.names[number] and fields[number].strip()}
+        attributes = {self.names[number]: fields[number] for number in self._attributes if fields[number].strip()}
         return Item(item_id, title or item_id, attributes)
+
+    @cached_property
+    def _attributes(self) -> Sequence[int]:
+        return [number for number, name in enumerate(self.names) if number not in (self.id, self.title) and not UNNAMED.fullmatch(name)]

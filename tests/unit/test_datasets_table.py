@@ -236,6 +236,8 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
         read_table(path, ReadOptions(columns=Columns(user="who", action="sort")))
     with pytest.raises(DataError, match="several columns 'user'"):
         read_table(written(tmp_path, "user,user,item,timestamp\na,a,x,5\n"))
+    with pytest.raises(DataError, match=r"it has user\^item\^timestamp\. Name it with --user-column, or say with --delimiter what"):
+        read_table(written(tmp_path, "user^item^timestamp\na^x^5\n"))
 
 
 @pytest.mark.parametrize(
@@ -498,6 +500,14 @@ def test_the_item_table_may_be_parquet_with_numbers_and_lists(tmp_path):
     path = written(tmp_path, "user,item,timestamp\nu,1,5\n")
     catalogue = read_table(path, ReadOptions(items=items)).catalogue
     assert list(catalogue.items) == [Item("2", "Two", {"genres": "a|b", "price": "1.5"}), Item("1", "One", {})]
+
+
+def test_a_column_without_a_name_is_no_attribute(tmp_path):
+    path = written(tmp_path, "user,item,timestamp\nu,1,5\n")
+    as_csv = written(tmp_path, ",id,title,brand\n0,1,One,Acme\n", "items.csv")
+    as_pandas_writes = as_parquet(tmp_path, "items.parquet", id=["1"], title=["One"], brand=["Acme"], __index_level_0__=[17])
+    for items in (as_csv, as_pandas_writes):
+        assert list(read_table(path, ReadOptions(items=items)).catalogue.items) == [Item("1", "One", {"brand": "Acme"})]
 
 
 @pytest.mark.parametrize(
