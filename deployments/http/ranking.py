@@ -49,8 +49,8 @@ class RankIn(Message):
     behaviours: Behaviours | None = Field(None, description="in any order. Default: what is stored of the user (/v1/events)")
     weights: Annotated[dict[Task, Weight], Field(min_length=1), BeforeValidator(few_fields)] | None = Field(
         None,
-        description="task -> how much it counts. The score is p(click) * (weight of click + the other tasks' weights * their predictions): "
-        "what showing the item is worth. Default: as the model's training chose",
+        description="task -> how much it counts. The score is p(click) * (weight of click + the other tasks' weights * their predictions, "
+        "a rating's as its place on the scale of the data, 0 to 1): what showing the item is worth. Default: as the model's training chose",
     )
     request_time: Timestamp | None = Field(None, description="the moment to rank for; default: now")
     tenant: Tenant = Field(
