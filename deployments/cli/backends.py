@@ -119,5 +119,5 @@ def _table(rows: list[Row], title: str) -> Table:
     table.add_column("why not", overflow="fold")
     shown = {True: "[green]yes[/]", False: "[red]no[/]", None: "?"}
     for row in rows:
-        table.add_row("-" if row.rank is None else str(row.rank + 1), row.name, shown[row.available], escape(row.reason))
+        table.add_row("-" if row.rank is None else str(row.rank + 1), escape(row.name), shown[row.available], escape(row.reason))
     return table

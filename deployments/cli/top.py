@@ -11,6 +11,7 @@ import typer
 from pydantic import BaseModel, ValidationError
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -150,7 +151,7 @@ def _cells(one: BackendOut) -> list[str]:
     times = [f"{value:.1f}" if value is not None else "-" for value in (one.p50_ms, one.p95_ms, one.p99_ms)]
     order = "-" if one.rank is None else str(one.rank + 1)
     colour = "red" if breaker not in ("", "closed") else "white"
-    return [one.name, order, on, f"[{colour}]{breaker}[/]", str(one.calls), f"{one.throughput_per_s:.1f}", *times]
+    return [escape(one.name), order, on, f"[{colour}]{breaker}[/]", str(one.calls), f"{one.throughput_per_s:.1f}", *times]
 
 
 def _reasons(look: Look) -> list[Text]:

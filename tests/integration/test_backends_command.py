@@ -70,6 +70,12 @@ def test_a_backend_and_an_order_of_ones_own_come_from_the_configuration(tmp_path
     assert (listed["torch"]["rank"], listed["torch"]["available"], listed["torch"]["reason"]) == (1, True, "switched off by the operator")
 
 
+def test_a_name_with_brackets_is_shown_as_it_is(tmp_path: Path):
+    encoder = {"backends": {"mine[gpu]": "no_such_package.encoder:Mine"}, "order": ["mine[gpu]", "torch"]}
+    (tmp_path / "ray_config.yaml").write_text(json.dumps({"applications": [{"args": {"encoder": encoder}}]}))
+    assert "│ mine[gpu] " in genrec_backends()
+
+
 def test_a_model_directory_that_is_not_there_is_an_error():
     with pytest.raises(BundleError, match="no model has been published in nowhere"):
         genrec_backends("--model-dir", "nowhere")
