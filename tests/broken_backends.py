@@ -282,3 +282,15 @@ class ForgetsACandidate:
 class ForgetsATask(ForgetsACandidate):
     def batch_infer(self, requests):
         return [Ranked(np.zeros((len(request.candidates), self.tasks - 1), np.float32)) for request in requests]
+
+
+class ProbesBreakLater(Sound):
+    """Its probe answers while it is checked, and raises from the next time on."""
+
+    probed = 0
+
+    def get_availability(self, bundle):
+        type(self).probed += 1
+        if self.probed > 5:
+            raise RuntimeError("the driver is gone")
+        return super().get_availability(bundle)

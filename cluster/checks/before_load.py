@@ -39,6 +39,7 @@ def says_whether_it_can_serve(subject: Subject) -> None:
         raise Failed(f"get_availability returned a {type(availability).__name__}, not an Availability")
     if not availability.ok and not availability.reason.strip():
         raise Failed("get_availability says no without a reason; Availability.no(reason) says what is missing and what to do")
+    subject.unavailable = str(availability.reason)
 
 
 def says_so_cheaply(subject: Subject) -> None:

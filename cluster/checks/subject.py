@@ -13,7 +13,9 @@ from cluster.registry import resolve
 
 @dataclass
 class Subject:
-    """`limit_s`: how long a check may take. `backend` is there once it has been made."""
+    """`limit_s`: how long a check may take. `backend` is there once it has been made; `unavailable`: why it cannot run here, as it
+    said first.
+    """
 
     import_string: str
     options: Mapping[str, Any]
@@ -22,6 +24,7 @@ class Subject:
     limit_s: float
     backend: Any = None
     loaded: bool = False
+    unavailable: str = ""
     typical: Mapping[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -23,7 +23,6 @@ from cluster.checks.subject import Subject
 from cluster.checks.worker import Stuck, Worker
 from cluster.engines.skipped import reason_of
 from cluster.errors import GenrecError, UnknownChoice
-from cluster.values import Availability
 
 CASES: Mapping[str, Callable[[Bundle], Cases]] = {"encoder": EncoderCases, "generator": GeneratorCases, "ranker": RankerCases}
 LIMIT_S = 60.0
@@ -116,8 +115,7 @@ class _Run:
 
     def unavailable(self) -> str:
         """Why the backend cannot serve here, "" where it can."""
-        availability = self._subject.backend.get_availability(self._subject.bundle) if self.fit else Availability.yes()
-        return str(availability.reason)
+        return self._subject.unavailable if self.fit else ""
 
     def all(self, checks: Iterator[Check] | tuple[Check, ...]) -> None:
         for one in checks:

@@ -102,6 +102,11 @@ def test_after_a_call_that_hangs_nothing_else_is_asked(bundle):
     assert {outcome.reason for outcome in outcomes[place + 1 :]} == {"it is still busy with 'gives up what is late, or answers it'"}
 
 
+def test_a_probe_that_breaks_later_does_not_end_the_checks(bundle):
+    report = check("tests.broken_backends:ProbesBreakLater", "encoder", bundle)
+    assert (failures(report), report.unavailable) == ({}, "")
+
+
 def test_a_stage_that_there_is_not_is_an_error(bundle):
     with pytest.raises(UnknownChoice, match="unknown stage 'retriever'; choose from encoder, generator, ranker"):
         check("tests.broken_backends:Sound", "retriever", bundle)
