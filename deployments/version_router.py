@@ -34,7 +34,7 @@ from cluster.values import AnswerPart, Recommendation, RecommendRequest, StageAn
 from deployments.fleet.model_cache import ModelCache
 from deployments.replicas.replica import ModelGone
 from deployments.stages import Stages
-from pipelines.cached_recommender import CachedRecommender
+from pipelines.cached_recommender import CachedRecommender, parts_of
 from pipelines.rank import CandidateRanker
 from pipelines.recommend import Recommender
 from pipelines.remembered import UsualRequests
@@ -214,14 +214,22 @@ class VersionRouter:
         return await self._elsewhere(model, answer, began, lambda other: other.candidates.rank(request))
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
-        """The answer's parts, all by one version. A stream's duration depends on its reader too, and does not count for a trial."""
-        model = self.model_for(request.tenant, request.user_id)
+        """The answer's parts by the user's version; where replicas turn out to lack it, another version's follow. A stream's duration
+        depends on its reader too, and does not count for a trial.
+        """
+        began, model = monotonic(), self.model_for(request.tenant, request.user_id)
         with self._failures_noted(model, request):
             async with aclosing(model.answers.stream(request)) as parts:
                 async for part in parts:
-                    if isinstance(part, Recommendation) and self._counts(part):
-                        self._recorder(model, request).answered(part, None)
-                    yield part
+                    if isinstance(part, Recommendation):  # the last one
+                        answer = part
+                    else:
+                        yield part
+        if self._counts(answer):
+            self._recorder(model, request).answered(answer, None)
+        given = await self._elsewhere(model, answer, began, lambda other: self._timed(other, request))
+        for one in (answer,) if given is answer else parts_of(given):
+            yield one
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
         """Forget the usual requests and last answers of a user, of a tenant's users, or of all."""

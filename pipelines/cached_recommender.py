@@ -66,7 +66,7 @@ class CachedRecommender:
         request = started(request)
         self._usual.note(request)  # as above
         if kept := await self._kept(request, await self._version(request), computes=False):
-            for part in _parts(kept):
+            for part in parts_of(kept):
                 yield part
             return
         completed = await self._histories.complete(request)
@@ -78,7 +78,7 @@ class CachedRecommender:
                     yield part
                     continue
                 answer = await self._best(part, completed)
-                for one in _parts(answer) if _is_cached(answer) else (answer,):
+                for one in parts_of(answer) if _is_cached(answer) else (answer,):
                     if one is not completed.report:  # which was told
                         yield one
 
@@ -202,7 +202,7 @@ class CachedRecommender:
         return replace(found.value, cache=CacheReport(found.tier, found.age_s, found.stale))
 
 
-def _parts(answer: Recommendation) -> tuple[AnswerPart, ...]:
+def parts_of(answer: Recommendation) -> tuple[AnswerPart, ...]:
     """The parts of the answer in a stream: its stages, its items and itself."""
     items = (answer.items,) if isinstance(answer.items, TitledItems) else answer.items
     return *answer.stages, *items, answer

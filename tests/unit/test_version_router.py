@@ -196,6 +196,15 @@ async def test_where_no_replica_holds_the_version_another_answers_the_whole_requ
     assert await rig.served_by() == 2
 
 
+async def test_a_stream_whose_version_no_replica_holds_ends_with_the_answer_of_another(rig):
+    rig.learn(2)
+    plain, rig.stages.gone = await rig.ask(), {"tiny/2"}
+    parts = [part async for part in rig.versions.stream(RecommendRequest("ada", HISTORY, k=3))]
+    assert (parts[-1].model_version, parts[-1].degraded) == ("tiny/1", False)
+    assert parts[-1].items == (await rig.ask()).items
+    assert parts[-len(plain.stages) - 2 :] == [*parts[-1].stages, parts[-1].items, parts[-1]], "its stages and items are told before it"
+
+
 async def test_a_degraded_answer_that_is_kept_since_then_does_not_hide_it(three):
     rig = Rig(BundleStore(three), cached=True)
     rig.learn(2)
