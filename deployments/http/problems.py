@@ -22,6 +22,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import Send
 
 from cluster.errors import BackendError, BundleError, InvalidRequest, UnknownChoice
@@ -171,12 +172,19 @@ async def _known(request: Request, error: Exception) -> JSONResponse:
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if error.detail == HTTPStatus(error.status_code).phrase and (told := _NO_ROUTE.get(error.status_code)):
-        error = HTTPException(error.status_code, told.format(request.method), error.headers)
+        headers = {"Allow": _allowed(request)} if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED else error.headers
+        error = HTTPException(error.status_code, told.format(request.method), headers)
     if error.status_code != 400:
         return await _known(request, error)
     problem = "cannot be read: it is not UTF-8, is nested too deeply, has an endless number, or was cut off"
     found = FieldProblem(field="body", problem=problem)  # 400 is FastAPI's word for a body that Python's JSON parser gave up on
     return _response(_problem(request.scope["path"], 422, f"body: {problem}", [found]))
+
+
+def _allowed(request: Request) -> str:
+    """The methods of all routes of the path: where several have it, the framework names those of the first alone."""
+    there = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return ", ".join(sorted({method for route in there for method in getattr(route, "methods", None) or ()}))
 
 
 async def _unknown_choice(request: Request, error: Exception) -> JSONResponse:

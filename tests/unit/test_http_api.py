@@ -314,6 +314,14 @@ async def test_a_path_or_a_method_that_there_is_not_is_told_with_where_to_look(c
     assert other.json()["detail"] == "this path does not take GET; see /docs for the methods it takes"
 
 
+@pytest.mark.parametrize(
+    ("path", "allowed"), [("/v1/users/ada/history", "DELETE, GET"), ("/healthz", "GET, HEAD"), ("/openapi.json", "GET, HEAD")]
+)
+async def test_a_path_of_several_methods_tells_all_of_them_to_what_it_does_not_take(client, path, allowed):
+    refused = await client.put(path)
+    assert (refused.status_code, refused.headers["allow"]) == (405, allowed)
+
+
 async def test_a_problem_names_the_path_that_was_asked_for_whatever_is_in_it(client):
     for path, instance in (("/v1/items/a%0Ab", "/v1/items/a\nb"), ("/v1/items/a%3Fb%23c", "/v1/items/a?b#c")):
         assert (await client.get(path)).json()["instance"] == instance
