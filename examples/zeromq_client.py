@@ -22,7 +22,7 @@ class Door:
     def __init__(self, address: str, *, api_key: str | None = None, timeout_s: float = 30.0) -> None:
         self._address, self._timeout_s = address, timeout_s
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        self._numbers, self._asked = itertools.count(), dict[bytes, asyncio.Future[tuple[int, Any]]]()
+        self._numbers, self._asked = itertools.count(), dict[bytes, asyncio.Future[tuple[int, bytes]]]()
 
     async def __aenter__(self) -> Self:
         self._context = zmq.asyncio.Context()
@@ -36,22 +36,23 @@ class Door:
         self._context.destroy(linger=0)
 
     async def ask(self, call: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        """The status and the answer, or the problem, of `POST /v1/recommend`, `statistics`, ..."""
+        """The status and the answer, or the problem, of `POST /v1/recommend`, `statistics`, ... Raises ValueError at a page of HTML."""
         request_id = str(next(self._numbers)).encode()
         answer = self._asked[request_id] = asyncio.get_running_loop().create_future()
         said = json.dumps({**self._headers, **{name.replace("_", "-"): value for name, value in headers.items()}}).encode()
         try:
             await self._socket.send_multipart([request_id, call.encode(), said, b"" if body is None else json.dumps(body).encode()])
-            return await asyncio.wait_for(answer, self._timeout_s)
+            status, told = await asyncio.wait_for(answer, self._timeout_s)
         finally:
             del self._asked[request_id]
+        return status, json.loads(told)
 
     async def _listen(self) -> None:
         while True:
             request_id, status, _headers, body = await self._socket.recv_multipart()
             answer = self._asked.get(request_id)
             if answer is not None and not answer.done():
-                answer.set_result((int(status), json.loads(body)))
+                answer.set_result((int(status), body))
 
 
 async def main(address: str = "tcp://127.0.0.1:5555") -> None:

@@ -24,6 +24,7 @@ from deployments.zeromq.door import MOST_ASKING, FrontDoor
 from deployments.zeromq.frames import HEADERS, opened, understood
 from deployments.zeromq.zmtp import MOST_FRAMES, UNREAD_BYTES, Broken, Budget, Peer
 from tests.bundles import make_bundle
+from tests.examples import example
 from tests.fakes.applications import deployments_of, most_on_a_node
 from tests.ports import free_port
 
@@ -168,6 +169,14 @@ async def test_a_request_is_answered_as_over_http():
         status, headers, answer = await served.client().ask(body={"user_id": "ada", "k": 3})
     assert (status, headers["content-type"], answer["user_id"], answer["model_version"]) == (200, "application/json", "ada", "tiny/1")
     assert served.service.asked[0].k == 3
+
+
+async def test_an_answer_that_is_no_json_costs_the_example_client_that_one_call():
+    async with opened_door() as served, example("zeromq_client").Door(served.address, timeout_s=120) as door:
+        with pytest.raises(ValueError, match="Expecting value"):
+            await door.ask("GET /docs")
+        status, answer = await door.ask("POST /v1/recommend", {"user_id": "ada"})
+    assert (status, answer["user_id"]) == (200, "ada")
 
 
 async def test_a_req_socket_is_answered_behind_its_empty_frame():
