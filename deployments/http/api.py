@@ -31,7 +31,7 @@ from deployments.http.batches import Batches
 from deployments.http.bodies import RecommendBody
 from deployments.http.callers import Caller, CallerHere, operator_of
 from deployments.http.edge import Edge
-from deployments.http.ids import ITEM_PATH
+from deployments.http.ids import ITEM_PATH, end_where_the_path_ends
 from deployments.http.interface import DirectRoute, HttpInterface
 from deployments.http.messages import (
     BackendsOut,
@@ -115,6 +115,7 @@ def create_api(
     api.include_router(_health(service))
     api.include_router(page_routes(limits))
     api.include_router(documentation_routes())
+    end_where_the_path_ends(api.routes)
     direct = {"/v1/recommend": recommend_directly(service, limits), "/v1/rank": rank_directly(service, limits)}
     return HttpInterface(api, edge, direct, meter)
 

@@ -314,6 +314,12 @@ async def test_a_path_or_a_method_that_there_is_not_is_told_with_where_to_look(c
     assert other.json()["detail"] == "this path does not take GET; see /docs for the methods it takes"
 
 
+@pytest.mark.parametrize(("method", "path"), [("DELETE", "/v1/users/ada/history"), ("POST", "/v1/recommend"), ("GET", "/openapi.json")])
+async def test_a_path_with_a_line_break_behind_it_is_no_other_path(client, method, path):
+    response = await client.request(method, f"{path}%0A", json={"user_id": "ada"})
+    assert (response.status_code, response.json()["instance"]) == (404, f"{path}\n")
+
+
 @pytest.mark.parametrize(
     ("path", "allowed"), [("/v1/users/ada/history", "DELETE, GET"), ("/healthz", "GET, HEAD"), ("/openapi.json", "GET, HEAD")]
 )
