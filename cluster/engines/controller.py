@@ -119,6 +119,11 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """Where batches are computed."""
         return self._room.thread
 
+    @property
+    def queued(self) -> bool:
+        """Whether a loaded engine of the order has a queue of its own, so that what it computes is not seen in `thread`."""
+        return any(backend.loaded and backend.queued for backend in self._roster.ranked())
+
     async def call(self, requests: Sequence[RequestT]) -> list[Served[AnswerT] | NoBackendAnswered]:
         """For each request, in order, an answer or the error that says why no backend gave one."""
         began = self._clock()

@@ -77,7 +77,7 @@ class Generator(StageReplica[GeneratorModel]):
 
     async def record_routing_stats(self) -> dict[str, float]:
         """As the base class; empty where an engine has a queue of its own: its computing time is not seen here."""
-        queued = any(model.controller.queues() for model in self._models.models)
+        queued = any(model.controller.queued for model in self._models.models)
         return {} if queued else await super().record_routing_stats()
 
 

@@ -91,6 +91,24 @@ async def test_a_request_counts_as_load_and_a_warm_up_does_not(bundle):
         assert (await replica.record_autoscaling_stats())["utilisation"] > 0.0
 
 
+async def test_the_router_is_told_how_fast_a_machine_is_where_engines_take_batches_whatever_they_tell_of_their_caches(bundle, monkeypatch):
+    def slowly(request, bundle):
+        sleep(0.01)
+        return generated(1)
+
+    monkeypatch.setattr(replica_module, "FEWEST_CALLS", 1)
+    async with started(generating(bundle.path.parent, torch_beam=Script(slowly, queue={"logits_cache_hits": 3.0}))) as replica:
+        await replica.answer(wanted(), 60.0)
+        assert 0 < (await replica.record_routing_stats())["weight"] <= 100
+    async with started(generating(bundle.path.parent, vllm=Script(), torch_beam=Script())) as replica:
+        await replica.answer(wanted(), 60.0)
+
+        async def told_nothing() -> bool:
+            return await replica.record_routing_stats() == {}
+
+        await until(told_nothing, "an engine with a queue of its own is loaded")
+
+
 async def test_the_deadline_counts_from_the_arrival_on_this_processs_clock(bundle):
     script = Script()
     async with started(generating(bundle.path.parent, torch_beam=script)) as replica:
