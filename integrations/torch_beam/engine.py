@@ -31,7 +31,9 @@ Kind: TypeAlias = tuple[bool, bool, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A request, its view of the trie, its prompt's rows (T, H), and the prompt's digest where there is a cache."""
+    """A request, its view of the trie, its prompt's rows (T, H), and the prompt's digest where its logits are kept. Those of
+    no user in particular are not: the controller's samples, which show how fast the engine is and whether it answers, would be recalled.
+    """
 
     request: GenerateRequest
     view: TrieView
@@ -118,9 +120,12 @@ class BeamEngine:
             raise BackendFailed(f"a prompt has {longest} states; this decoder takes the latest {self._longest_prompt}")
         prompts = self._prompt.of([request.user for request in requests])
         return [
-            Job(request, view, rows, Prompted.of(self._model_hash, request.tenant, rows, request.user_id) if self._cache else None)
-            for request, view, rows in zip(requests, views, prompts, strict=True)
+            Job(request, view, rows, self._prompted(request, rows)) for request, view, rows in zip(requests, views, prompts, strict=True)
         ]
+
+    def _prompted(self, request: GenerateRequest, rows: Tensor) -> Prompted | None:
+        keeps = self._cache and request.user_id
+        return Prompted.of(self._model_hash, request.tenant, rows, request.user_id) if keeps else None
 
     def _kind(self, job: Job) -> Kind:
         """The kind of a job; jobs of one kind are computed in one batch: searches or draws, with new or known prompts, of widths within a
@@ -132,7 +137,7 @@ class BeamEngine:
     def _run(self, jobs: Sequence[Job], in_time: Callable[[], None]) -> list[Generated]:
         model = self._continuations(jobs)
         if self._cache:
-            model = Recalled(model, self._cache, [job.prompted for job in jobs if job.prompted])
+            model = Recalled(model, self._cache, [job.prompted for job in jobs])
         if jobs[0].request.sampling is None:
             searches = [Search(job.view, job.request.beam, job.request.k) for job in jobs]
             return search(searches, self._ids, model, in_time)

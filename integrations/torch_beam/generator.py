@@ -21,7 +21,7 @@ POLICIES = ("lru", "lfu", "fifo")
 class TorchBeamGenerator:
     """`dtype`: of weights and activations; scores are float32 in any case. `threads`: torch's, for this whole process.
 
-    `cache_bytes`: memory for the logits of prompts seen before; 0 keeps none. `prompt_bytes`: memory for the keys and values of users'
+    `cache_bytes`: memory for the logits of users' prompts seen before; 0 keeps none. `prompt_bytes`: memory for keys and values of users'
     prompts, so that of a prompt that has grown only the new rows are computed; 0 keeps none. `prompt_policy`: lru, lfu or fifo.
     `share_prompts`: users of a tenant share equal rows at the beginning of their prompts, 16 at a time; useful where many histories begin
     alike.

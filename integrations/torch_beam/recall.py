@@ -37,9 +37,9 @@ class Prompted:
 
 
 class Recalled:
-    """A `model` that is asked only for logits that the cache does not hold."""
+    """A `model` that is asked only for logits that the cache does not hold; None among `prompts`: nothing is kept of that one."""
 
-    def __init__(self, model: Continues, cache: LogitsCache, prompts: Sequence[Prompted]) -> None:
+    def __init__(self, model: Continues, cache: LogitsCache, prompts: Sequence[Prompted | None]) -> None:
         self._model, self._cache, self._prompts = model, cache, prompts
         self._tokens_UWL: Int64Array = np.zeros((len(prompts), 1, 0), np.int64)
 
@@ -50,13 +50,14 @@ class Recalled:
 
     def logits(self, level: int) -> Tensor:
         followed = [tokens_WL[tokens_WL.all(axis=1)] for tokens_WL in self._tokens_UWL]  # token 0 fills up
-        prefixes = [prompt.prefix(tokens_WL) for prompt, tokens_WL in zip(self._prompts, followed, strict=True)]
-        known = [held for prefix in prefixes if (held := self._cache.get(prefix)) is not None]
+        prefixes = [prompt.prefix(tokens_WL) if prompt else None for prompt, tokens_WL in zip(self._prompts, followed, strict=True)]
+        known = [held for prefix in prefixes if prefix and (held := self._cache.get(prefix)) is not None]
         if len(known) == len(prefixes):
             return _widened(known, self._tokens_UWL.shape[1])
         logits = self._model.logits(level)
         for prefix, paths, tokens_WL in zip(prefixes, logits, followed, strict=True):
-            self._cache.put(prefix, paths[: len(tokens_WL)])
+            if prefix:
+                self._cache.put(prefix, paths[: len(tokens_WL)])
         return logits
 
 

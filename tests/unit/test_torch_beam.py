@@ -15,7 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from cluster.bundle import DECODER, FileRecord
 from cluster.checksums import sha256
-from cluster.engines.stage_rules import generator_disagreement
+from cluster.engines.breaker import BreakerSettings, BreakerState
+from cluster.engines.controller import FrameworkController
+from cluster.engines.skipped import NoBackendAnswered
+from cluster.engines.stage_rules import generator_disagreement, generator_rules
 from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded, UnknownChoice
 from cluster.semantic_ids import SemanticIds
 from cluster.trie import Trie
@@ -174,7 +177,9 @@ def test_recalls_nothing_for_another_prompt(other):
 
 
 def test_answers_the_same_with_a_cache_that_is_off_small_or_large(bundle):
-    requests = [asked(length, blocked=np.arange(1, 60 * seed, dtype=np.int32), seed=seed) for seed in range(3) for length in (1, 8)]
+    requests = [
+        asked(length, blocked=np.arange(1, 60 * seed, dtype=np.int32), seed=seed, user_id="ada") for seed in range(3) for length in (1, 8)
+    ]
     requests += [replace(one, sampling=SamplingOptions(seed=1)) for one in requests]
     answers = []
     for cache_bytes in (0, 3000, 1 << 20):
@@ -220,9 +225,9 @@ def test_tells_how_much_of_what_was_asked_had_been_asked_before(bundle):
     generator = TorchBeamGenerator()
     assert generator.queue() == {}
     generator.load(bundle)
-    generator.infer(asked(5))
+    generator.infer(asked(5, user_id="ada"))
     first = generator.queue()
-    generator.infer(asked(5))
+    generator.infer(asked(5, user_id="ada"))
     second = generator.queue()
     assert (first["logits_cache_hits"], first["logits_cache_misses"] > 0) == (0, True)
     assert (second["logits_cache_hits"], second["logits_cache_misses"]) == (first["logits_cache_misses"], first["logits_cache_misses"])
@@ -232,20 +237,55 @@ def test_tells_how_much_of_what_was_asked_had_been_asked_before(bundle):
 
 
 def test_forgets_every_prompt_and_tells_what_it_keeps_of_them(bundle):
-    generator = TorchBeamGenerator()
+    generator = TorchBeamGenerator(prompt_bytes=0)
     assert generator.kept() == {}
     generator.load(bundle)
-    generator.infer(asked(5))
+    generator.infer(asked(5, user_id="ada"))
     kept = generator.kept()
     assert kept["logits_entries"] > 0
     assert kept["logits_used_bytes"] > 0
     assert generator.forget_everything() == kept["logits_entries"]
     assert (generator.kept()["logits_entries"], generator.kept()["logits_used_bytes"]) == (0, 0)
-    generator.infer(asked(5))
+    generator.infer(asked(5, user_id="ada"))
     assert generator.kept()["logits_hits"] == 0, "it had to be computed again"
     uncached = TorchBeamGenerator(cache_bytes=0, prompt_bytes=0)
     uncached.load(bundle)
     assert (uncached.forget_everything(), uncached.kept()) == (0, {})
+
+
+def test_nothing_is_recalled_of_no_user_in_particular_also_in_a_batch_with_users(bundle):
+    generator = TorchBeamGenerator(prompt_bytes=0)
+    generator.load(bundle)
+    no_user, ada = asked(5), asked(6, user_id="ada")
+    alone = [generator.infer(one) for one in (no_user, ada)]
+    for _ in range(2):
+        for answer, expected in zip(generator.batch_infer([no_user, ada]), alone, strict=True):
+            assert answer.items.tolist() == expected.items.tolist()
+            assert answer.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+    of_ada = generator.kept()["logits_entries"]
+    assert generator.forget_everything() == of_ada == IDS.levels
+    generator.infer(no_user)
+    assert generator.kept()["logits_entries"] == 0
+
+
+async def test_an_engine_that_breaks_is_found_out_by_a_sample_that_is_computed_again(bundle, monkeypatch):
+    table, patient = (
+        {"torch_beam": "integrations.torch_beam.generator:TorchBeamGenerator"},
+        BreakerSettings(pause_s=3600, longest_pause_s=3600),
+    )
+    controller = FrameworkController("generator", table, ["torch_beam"], bundle, generator_rules(200), breaker=patient)
+    await controller.warm_up([asked(1), asked(5)])
+
+    def out_of_memory(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(Llama, "prefill", out_of_memory)
+    for _ in range(10):
+        (outcome,) = await controller.call([asked(5, seed=3, user_id="ada")])
+        assert isinstance(outcome, NoBackendAnswered)
+    (backend,) = controller.snapshot().backends
+    assert backend.breaker is BreakerState.OPEN
+    controller.close()
 
 
 def test_refuses_a_prompt_longer_than_the_decoder_takes(generator):
