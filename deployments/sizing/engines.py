@@ -13,6 +13,7 @@ import numpy as np
 
 from cluster.config import EngineSettings, Settings
 from cluster.nearest import AUTO, BF16_FROM, CUDA_FROM
+from cluster.options import whole
 from deployments.sizing.model import Sizes
 from deployments.sizing.parts import MIB, Part, Place
 from integrations.hstu.append_inputs import most_users_at_once
@@ -126,12 +127,12 @@ def engine_process(settings: Settings, sizes: Sizes, place: Place) -> tuple[Part
     options = settings.generator.options.get("vllm", {})
     dtype = options.get("dtype", "auto")
     width = WIDTHS.get(dtype, 2 if place == "gpu" else 4)
-    own, mapped = VLLM_ENGINE
+    (own, mapped), key = VLLM_ENGINE, "generator.options.vllm.kv_cache_bytes"
     return (
         Part("Python and vLLM", own),
         Part("Python and vLLM", mapped, "mapped"),
         Part("vllm: weights", sizes.decoder.parameters * width, place=place),
-        Part("vllm: KV cache", options.get("kv_cache_bytes", 256 * MIB), place=place, key="generator.options.vllm.kv_cache_bytes"),
+        Part("vllm: KV cache", whole(key, options.get("kv_cache_bytes", 256 * MIB)), place=place, key=key),
         Part("vllm: requests", VLLM_WORK, "passing", place),
         *([Part("CUDA context", CUDA_CONTEXT, place="gpu")] if place == "gpu" else ()),
     )
@@ -196,12 +197,12 @@ def _generator(name: str, settings: Settings, sizes: Sizes, use: Use, place: Pla
         return
     width = WIDTHS.get(options.get("dtype", "float32"), 4)
     yield Part(f"generator {name}: weights", config.parameters * width, place=place)
-    yield Part(
-        f"generator {name}: kept logits", options.get("cache_bytes", 8 * MIB), "filled", place, f"generator.options.{name}.cache_bytes"
-    )
+    key = f"generator.options.{name}.cache_bytes"
+    yield Part(f"generator {name}: kept logits", whole(key, options.get("cache_bytes", 8 * MIB)), "filled", place, key)
     dtype = np.float32 if width == 4 else np.int16
     planes = {str(layer): Plane((2, config.heads, config.head_dim), 0, dtype) for layer in range(config.layers)}
-    budget, key = options.get("prompt_bytes", 64 * MIB), f"generator.options.{name}.prompt_bytes"
+    key = f"generator.options.{name}.prompt_bytes"
+    budget = whole(key, options.get("prompt_bytes", 64 * MIB))
     rows = min(config.prompt_length, use.history or config.prompt_length) - 1
     size, users = kept_bytes(planes, budget, PROMPT_PAGE_ROWS, rows, use.users)
     yield Part(f"generator {name}: kept prompts", size, "filled", key=key, users=users)
@@ -278,11 +279,12 @@ def _engine_width(options: dict[str, Any]) -> int:
 
 def _state_bytes(name: str, options: dict[str, Any], config: SequenceConfig) -> int:
     """The bytes that an engine may take for users' states: none where no history of the model is long enough."""
-    return int(options.get("state_bytes", DEFAULT_BYTES)) if config.max_history >= _keep_from(name, options) else 0
+    state_bytes = whole(f"options.{name}.state_bytes", options.get("state_bytes", DEFAULT_BYTES))
+    return state_bytes if config.max_history >= _keep_from(name, options) else 0
 
 
 def _keep_from(name: str, options: dict[str, Any]) -> int:
-    return int(options.get("keep_from", KEEP_FROM_TRITON if name == "triton" else KEEP_FROM))
+    return whole(f"options.{name}.keep_from", options.get("keep_from", KEEP_FROM_TRITON if name == "triton" else KEEP_FROM))
 
 
 def _place(name: str, place: Place) -> Place:

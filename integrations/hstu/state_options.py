@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from cluster.errors import ConfigError, UnknownChoice
+from cluster.options import whole
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.state.paged import PagedStates
 from integrations.hstu.state.pool import Allocate, PagePool, Plane
@@ -52,7 +53,7 @@ class StateOptions:
             raise ConfigError(
                 f"state_store 'paged' evicts the least recently used user, not by {self.policy!r}; set state_store to 'radix'"
             )
-        if self.bytes < 0 or self.keep_from < 1:
+        if whole("state_bytes", self.bytes) < 0 or whole("keep_from", self.keep_from) < 1:
             raise ConfigError(f"state_bytes ({self.bytes}) must be at least 0 and keep_from ({self.keep_from}) at least 1")
 
     def keeps_of(self, max_history: int) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 
 from cluster.bundle import Bundle
 from cluster.errors import BackendUnavailable, BundleError, ConfigError, UnknownChoice
+from cluster.options import whole
 from cluster.trie import TrieView
 from cluster.values import Availability, Generated, GenerateRequest, UserState
 
@@ -41,7 +42,7 @@ class TorchBeamGenerator:
             if name not in choices:
                 raise UnknownChoice(what, name, choices)
         for what, size in (("cache_bytes", cache_bytes), ("prompt_bytes", prompt_bytes)):
-            if size < 0:
+            if whole(what, size) < 0:
                 raise ConfigError(f"{what} ({size}) must be at least 0, which keeps nothing")
         self._dtype, self._threads, self._cache_bytes = dtype, threads, cache_bytes
         self._prompts: dict[str, Any] = {"prompt_bytes": prompt_bytes, "prompt_policy": prompt_policy, "share_prompts": share_prompts}

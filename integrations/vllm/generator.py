@@ -12,6 +12,7 @@ import numpy as np
 
 from cluster.bundle import DECODER, Bundle
 from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded, UnknownChoice
+from cluster.options import whole
 from cluster.trie import Trie, TrieView
 from cluster.values import Availability, Generated, GenerateRequest, UserState
 from integrations.decoder.published import decoder_config, verified_decoder
@@ -65,7 +66,7 @@ class VllmGenerator:
     ) -> None:
         if dtype not in {AUTO, *BYTES}:
             raise UnknownChoice("dtype of vllm", dtype, (AUTO, *BYTES))
-        self._asked_dtype, self._kv_cache_bytes, self._max_num_seqs = dtype, kv_cache_bytes, max_num_seqs
+        self._asked_dtype, self._kv_cache_bytes, self._max_num_seqs = dtype, whole("kv_cache_bytes", kv_cache_bytes), max_num_seqs
         self._compile, self._gpu_memory_share, self._patience_s = compile, gpu_memory_share, patience_s
         self._prefix_caching = prefix_caching
         self._lease: Lease[Engine] | None = None

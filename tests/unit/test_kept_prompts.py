@@ -354,3 +354,5 @@ def test_options_that_mean_nothing_are_refused():
     for name in ("prompt_bytes", "cache_bytes"):
         with pytest.raises(ConfigError, match=rf"{name} \(-1\) must be at least 0"):
             TorchBeamGenerator(**{name: -1})
+        with pytest.raises(ConfigError, match=rf"{name} \('64MB'\) must be a whole number, written out"):
+            TorchBeamGenerator(**{name: "64MB"})

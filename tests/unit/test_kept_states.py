@@ -517,6 +517,8 @@ def test_new_rows_and_users_beyond_what_an_engine_takes_are_appended_in_steps(lo
         ({"state_policy": "lfu"}, ConfigError, "set state_store to 'radix'"),
         ({"state_bytes": -1}, ConfigError, r"state_bytes \(-1\) must be at least 0"),
         ({"keep_from": 0}, ConfigError, r"keep_from \(0\) at least 1"),
+        ({"state_bytes": "256MB"}, ConfigError, r"state_bytes \('256MB'\) must be a whole number, written out"),
+        ({"keep_from": 1e3}, ConfigError, r"keep_from \(1000\.0\) must be a whole number, written out"),
     ],
 )
 def test_options_that_mean_nothing_are_refused_with_the_choices(engine, options, error, said):

@@ -461,3 +461,19 @@ class TestCommand:
 
 def _plan(bundle, **tree):
     return plan_of(parse({**TORCH, **tree}), sizes_of(bundle), {}, Use(), "host")
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "option", "value"),
+    [
+        ("encoder", "torch", "state_bytes", "256MB"),
+        ("encoder", "torch", "keep_from", "many"),
+        ("generator", "torch_beam", "prompt_bytes", "64MB"),
+        ("generator", "torch_beam", "cache_bytes", 1.5e7),
+        ("ranker", "torch", "state_bytes", None),
+    ],
+)
+def test_a_size_that_is_no_whole_number_is_refused_with_its_key(bundle, stage, name, option, value):
+    settings = parse({"model_dir": str(bundle.path.parent), **TORCH, stage: {"order": [name], "options": {name: {option: value}}}})
+    with pytest.raises(ConfigError, match=rf"options\.{name}\.{option} \({value!r}\) must be a whole number, written out as 67108864"):
+        require_replica_fits(settings, bundle, stage)

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from cluster.bundle import BundleStore
-from cluster.errors import BackendFailed, BackendUnavailable, DeadlineExceeded, UnknownChoice
+from cluster.errors import BackendFailed, BackendUnavailable, ConfigError, DeadlineExceeded, UnknownChoice
 from cluster.trie import Trie
 from cluster.values import GenerateRequest, SamplingOptions, UserState
 from integrations.vllm import engine, library, requests
@@ -671,6 +671,11 @@ def test_a_gpu_computes_in_bfloat16_unless_asked_otherwise(bundle, monkeypatch, 
 def test_refuses_a_dtype_that_there_is_not():
     with pytest.raises(UnknownChoice, match="auto, bfloat16, float16, float32"):
         VllmGenerator(dtype="fp8")
+
+
+def test_refuses_a_size_that_is_no_number():
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes \('1e9'\) must be a whole number, written out"):
+        VllmGenerator(kv_cache_bytes="1e9")
 
 
 def test_an_engine_that_drops_nothing_is_lost_for_all_that_share_it(generator, llm, bundle):
