@@ -13,11 +13,14 @@ logger = logging.getLogger(__name__)
 
 
 class Health:
-    """`calls` counts requests, `failures` those it broke on. `suspected` says whether one failure is enough to open the breaker."""
+    """`calls` counts requests, `answers` those that were answered, `failures` those it broke on; some are neither, as late ones.
+
+    `suspected` says whether one failure is enough to open the breaker.
+    """
 
     def __init__(self, name: str, breaker: BreakerSettings, clock: Callable[[], float]) -> None:
         self.last_error = self._told = ""
-        self.calls = self.failures = 0
+        self.calls = self.answers = self.failures = 0
         self.suspected: Callable[[], bool] = lambda: False
         self._name, self._breaker, self._clock = name, Breaker(breaker), clock
         self._latency, self._latency_lock = LatencyRecorder(clock()), threading.Lock()
@@ -51,6 +54,7 @@ class Health:
 
     def record(self, duration_s: float, calls: int = 1) -> None:
         """Count `calls` calls that were answered together in `duration_s`."""
+        self.answers += calls
         with self._latency_lock:
             self._latency.record(duration_s * 1e3, self._clock(), calls)
 

@@ -74,7 +74,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     @property
     def proven(self) -> bool:
         """Whether the backend has answered a user's request here."""
-        return self.health.calls > self.health.failures
+        return self.health.answers > 0
 
     @property
     def forgets(self) -> bool:

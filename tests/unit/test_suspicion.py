@@ -8,7 +8,9 @@ import pytest
 from cluster.engines.breaker import BreakerSettings, BreakerState
 from cluster.engines.controller import FrameworkController, Served
 from cluster.engines.latency import LatencySummary
+from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
+from cluster.errors import DeadlineExceeded
 from cluster.fleet.switchboard import Switchboard
 from tests import scripted_backends
 from tests.scripted_backends import CLOCK, RULES, TABLE, First, Second, Third
@@ -66,6 +68,16 @@ async def test_one_that_serves_well_here_goes_on_serving_though_it_is_suspected(
     await controller.call_one(1)
     controller.suspect({"first"})
     assert (await controller.call_one(1)).backend == "first"
+
+
+async def test_one_that_was_late_with_every_request_here_has_not_served_well(controller):
+    await controller.warm_up([1])
+    First.error = DeadlineExceeded("the time was over")
+    with pytest.raises(NoBackendAnswered):
+        await controller.call_one(1)
+    First.error = None
+    controller.suspect({"first"})
+    assert (await controller.call_one(1)).backend == "second"
 
 
 async def test_when_the_suspicion_is_over_the_first_choice_is_asked_first_again(controller):
