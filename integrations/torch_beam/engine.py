@@ -113,6 +113,7 @@ class BeamEngine:
         return prompts | {f"logits_cache_{name}": float(figure) for name, figure in logits.items()}
 
     def _forget_logits(self) -> int:
+        self._sampler.buffers.clear()  # the last draw may be theirs
         return self._cache.clear() if self._cache else 0
 
     def _jobs(self, requests: Sequence[GenerateRequest], views: Sequence[TrieView]) -> list[Job]:

@@ -253,6 +253,18 @@ def test_forgets_every_prompt_and_tells_what_it_keeps_of_them(bundle):
     assert (uncached.forget_everything(), uncached.kept()) == (0, {})
 
 
+def test_forgetting_leaves_nothing_of_the_last_draw(bundle):
+    generator = TorchBeamGenerator()
+    generator.load(bundle)
+    drawn, buffers = asked(5, user_id="ada", sampling=SamplingOptions(seed=1)), generator._loaded._sampler.buffers  # noqa: SLF001
+    before = generator.infer(drawn)
+    for forget in (lambda: generator.forget("default", "ada"), lambda: generator.forget_tenant("default"), generator.forget_everything):
+        assert buffers.statistics()["buffer_held_bytes"] > 0
+        forget()
+        assert buffers.statistics()["buffer_held_bytes"] == 0
+        assert found([generator.infer(drawn)]) == found([before])
+
+
 def test_nothing_is_recalled_of_no_user_in_particular_also_in_a_batch_with_users(bundle):
     generator = TorchBeamGenerator(prompt_bytes=0)
     generator.load(bundle)
