@@ -100,7 +100,7 @@ def add_items(ids: SemanticIds, clustered: FloatArray) -> SemanticIds:
 
     `clustered` (n, D) are vectors as `build_semantic_ids` took them: of a model trained with a title weight, rows of `with_titles`.
     Only codes that the decoder was trained on are used, so it needs no training. Raises DataError where a vector is of another width than
-    the codebooks or not finite, where there are no codebooks, and where every path is taken.
+    the codebooks or not finite, where there are no codebooks, and where fewer paths are free than are needed.
     """
     _check_fits(ids, clustered)
     taken, codes = Counter(_beginnings(ids.codes[1:].tolist())), []
@@ -118,12 +118,15 @@ def _check_fits(ids: SemanticIds, clustered: FloatArray) -> None:
         raise DataError(f"a vector of {clustered.shape[1]} columns does not fit codebooks of {width}; {cure}")
     if not np.isfinite(clustered).all():
         raise DataError("the vector of a new item is NaN or infinite; no path is near it")
+    if len(clustered) > (paths := math.prod(ids.sizes)) - ids.items:
+        new = f"{len(clustered)} new items need a path each" if len(clustered) > 1 else "a new item needs a path"
+        raise DataError(f"{new}, and {ids.items} of {paths} paths are taken; train anew, with the new items among the others")
 
 
 def _free_path(ids: SemanticIds, vector: FloatArray, taken: Mapping[Path, int]) -> Path:
-    """The path that takes, level by level, the nearest code with a free path. `taken`: how many taken paths begin with a path."""
-    if taken[()] >= math.prod(ids.sizes):
-        raise DataError(f"all {taken[()]} paths are taken; train anew, with more codes or levels")
+    """The path that takes, level by level, the nearest code with a free path, of which there is one. `taken`: how many taken paths begin
+    with a path.
+    """
     path: Path = ()
     for level, book in enumerate(ids.codebooks, start=1):
         room = math.prod(ids.sizes[level:])

@@ -104,6 +104,15 @@ def test_new_items_fill_every_path_and_then_are_refused():
         add_item(ids, np.zeros(8))
 
 
+def test_where_not_all_new_items_find_a_path_the_numbers_are_told_and_a_cure_that_helps_a_catalogue_of_one_item_too():
+    few = build_semantic_ids(unit_vectors(5), levels=2, codes=2)
+    with pytest.raises(DataError, match="3 new items need a path each, and 5 of 6 paths are taken; train anew, with the new items"):
+        add_items(few, unit_vectors(3)[1:])
+    assert add_items(few, unit_vectors(1)[1:]).items == 6
+    with pytest.raises(DataError, match="a new item needs a path, and 1 of 1 paths are taken; train anew, with the new items"):
+        add_items(build_semantic_ids(unit_vectors(1)), unit_vectors(1)[1:])
+
+
 def test_a_file_gives_the_ids_back_and_a_damaged_one_is_refused(tmp_path):
     ids = build_semantic_ids(unit_vectors(50))
     write_semantic_ids(ids, tmp_path / "ids.npz")
