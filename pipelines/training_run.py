@@ -179,9 +179,7 @@ def alone(run: RunOptions) -> Iterator[None]:
     file = _checkpoint(run.checkpoint, "lock")
     with file.open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _names(file, lock.fileno()):
-                raise BlockingIOError  # it was that of a run that has just ended, and a third one may hold a new file
+            _lock(file, lock.fileno())
         except BlockingIOError:
             place = run.checkpoint.parent
             raise ConfigError(f"another training is under way in {place}; wait for its end, or train in another directory") from None
@@ -195,12 +193,15 @@ def alone(run: RunOptions) -> Iterator[None]:
             file.unlink(missing_ok=True)
 
 
-def _names(file: Path, descriptor: int) -> bool:
-    """Whether the path is that of the opened file still."""
+def _lock(file: Path, descriptor: int) -> None:
+    """Lock the opened file. Raises BlockingIOError where another run holds it, or held it and deleted it: a third may hold a new one."""
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
-        return os.path.samestat(file.stat(), os.fstat(descriptor))
+        is_there = os.path.samestat(file.stat(), os.fstat(descriptor))
     except FileNotFoundError:
-        return False
+        is_there = False
+    if not is_there:
+        raise BlockingIOError
 
 
 def forget_checkpoints(run: RunOptions, phases: Sequence[str] = PHASES) -> None:

@@ -147,10 +147,10 @@ def test_a_lock_of_a_run_that_has_just_ended_is_none(tmp_path, monkeypatch):
         (tmp_path / "run.lock").unlink()
         lock(file, operation)
 
-    with monkeypatch.context() as patched, pytest.raises(ConfigError, match="another training is under way"):
-        patched.setattr("fcntl.flock", as_the_other_run_ends)
-        with alone(run):
-            pass
+    monkeypatch.setattr("fcntl.flock", as_the_other_run_ends)
+    with pytest.raises(ConfigError, match="another training is under way"), alone(run):
+        pass
+    monkeypatch.undo()
     with alone(run):
         pass
 
