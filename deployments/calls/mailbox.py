@@ -26,7 +26,7 @@ PATIENCE_S = 1.0
 """A call older than this no longer delays others: its replica may have stopped, which a router learns only from further calls."""
 MOST = 64
 """Requests in one call."""
-PICKLED = {"request_serialization": "pickle", "response_serialization": "pickle"}
+PICKLED = "pickle"
 """Where Serve calls over gRPC, it would use cloudpickle, which takes up to three times as long and is for code: this sends values alone."""
 
 Sent: TypeAlias = tuple[Any, float]
@@ -66,7 +66,7 @@ class Mailbox:
     @cached_property
     def _together(self) -> Any:
         """The method `together`; `handle.together` would be a new handle for each call."""
-        return self._handle.options(method_name="together", **PICKLED)
+        return self._handle.options(method_name="together", request_serialization=PICKLED, response_serialization=PICKLED)
 
     def _batcher(self, address: Address) -> Batcher[Sent, Any]:
         def idle() -> None:
