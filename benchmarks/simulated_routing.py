@@ -141,6 +141,9 @@ class SimulatedHandle:
     def together(self) -> Any:
         return _Method(self._call)
 
+    def options(self, *, method_name: str, **_: str) -> Any:
+        return getattr(self, method_name)
+
     async def _call(self, together: Together) -> Any:
         name = f"{next(self._ids)}"
         pending = PendingRequest(args=[together], kwargs={}, metadata=RequestMetadata(request_id=name, internal_request_id=name))
