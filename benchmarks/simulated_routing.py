@@ -137,12 +137,9 @@ class SimulatedHandle:
         self.router = router
         self._ids = count()
 
-    @property
-    def together(self) -> Any:
+    def options(self, **_: str) -> "_Method":
+        """The one method that a gateway calls, `together`."""
         return _Method(self._call)
-
-    def options(self, *, method_name: str, **_: str) -> Any:
-        return getattr(self, method_name)
 
     async def _call(self, together: Together) -> Any:
         name = f"{next(self._ids)}"
