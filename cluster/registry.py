@@ -87,6 +87,11 @@ def backends(stage: str, configured: Mapping[str, str] | None = None) -> dict[st
     return table
 
 
+def misnamed() -> list[str]:
+    """The installed entry points that belong to no stage, and add nothing."""
+    return sorted(point.name for point in entry_points(group=ENTRY_POINT_GROUP) if point.name.partition(".")[0] not in BACKENDS)
+
+
 def choose(what: str, table: Mapping[str, str], name: str) -> Any:
     """The object that `table` has under `name`, imported. Raises UnknownChoice with the names that the table has."""
     if name not in table:

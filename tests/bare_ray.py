@@ -1,32 +1,31 @@
-"""A Ray in this process, without Serve."""
+"""A Ray in the process of the tests, without Serve."""
 
 import gc
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import ray
 
 TRIES = 4
 TOO_SLOW = "timed out during startup"
 """What ray.init says where a node took longer than half a minute, which cannot be changed and a busy machine may need."""
+CPUS = 2
 
 
-@contextmanager
-def bare_ray(cpus: int) -> Iterator[None]:
-    """Raises what `ray.init` raises."""
-    for left in reversed(range(TRIES)):
-        if _started(cpus, last=not left):
-            break
+class BareRay:
+    def start(self) -> None:
+        """Start it where it does not run. Raises what `ray.init` raises."""
+        for left in reversed(range(TRIES)):
+            if ray.is_initialized() or _started(last=not left):
+                return
+
+    def end(self) -> None:
+        if ray.is_initialized():
+            ray.shutdown()
+
+
+def _started(*, last: bool) -> bool:
     try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _started(cpus: int, *, last: bool) -> bool:
-    try:
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
+        ray.init(address="local", num_cpus=CPUS, include_dashboard=False, log_to_driver=False)
     except Exception as error:
         if last or TOO_SLOW not in str(error):
             raise

@@ -2,6 +2,7 @@
 
     fast       HAProxy before the gateways; spans go to `fast.collector`
     default    Serve's own proxy
+    bare       a Ray without Serve, in the process of the tests
 
 A test file deploys an application with a model of its own, under a prefix of its own, and takes it away again:
 
@@ -28,6 +29,7 @@ from deployments.cli.local_cluster import LocalCluster
 from deployments.cli.local_serve import is_ready
 from deployments.cli.node_plan import plan_nodes
 from deployments.shipped import RAY_CONFIG
+from tests.bare_ray import BareRay
 from tests.collector import Collector
 from tests.documents import ROOT
 from tests.waiting import until_right
@@ -200,7 +202,7 @@ def _fixed_number(replicas: int) -> dict[str, Any]:
     return {"num_replicas": replicas} if replicas else {"autoscaling_config": none}
 
 
-_shared: list[SharedCluster] = []
+_shared: list[SharedCluster | BareRay] = []
 
 
 def end_all() -> None:
@@ -224,3 +226,16 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCluster]:
 @pytest.fixture(scope="session")
 def default(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCluster]:
     yield from _sharing("default", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def _bare_ray() -> Iterator[BareRay]:
+    _shared.append(one := BareRay())
+    yield one
+    one.end()
+
+
+@pytest.fixture
+def bare(_bare_ray: BareRay) -> None:
+    """This process is connected to a Ray."""
+    _bare_ray.start()

@@ -11,7 +11,7 @@ import pytest
 from cluster.bundle import Bundle
 from cluster.compilation import CompileOptions
 from tests import repetitions
-from tests.clusters import default, fast  # noqa: F401 - fixtures
+from tests.clusters import _bare_ray, bare, default, fast  # noqa: F401 - fixtures
 from tests.compiled import compiled
 from tests.virtual_time import VirtualLoop
 

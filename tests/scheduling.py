@@ -35,6 +35,7 @@ CLUSTERS = {
         "tests/chaos/test_killed_caches.py",
         "tests/chaos/test_killed_processes.py",
     ),
+    "bare": ("tests/integration/test_cache_actors.py", "tests/contract/test_shared_caches.py"),
 }
 """Which files deploy to which cluster, in the order in which they run."""
 ORDER = {path: place for place, path in enumerate(path for paths in CLUSTERS.values() for path in paths)}
@@ -58,7 +59,7 @@ def _listed(nodeid: str) -> str:
 
 def needs(item: pytest.Item) -> set[str]:
     """The clusters that a test asks for."""
-    return {"fast", "default"} & set(getattr(item, "fixturenames", ()))
+    return set(CLUSTERS) & set(getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -59,6 +59,9 @@ def backends(
         sys.path.insert(0, "")  # as `genrec serve` has it: a module of one's own usually lies in the directory where it is called
     if context.invoked_subcommand:
         return
+    for name in registry.misnamed():
+        cure = f"name it by its stage ({', '.join(registry.BACKENDS)}) and its own name, as encoder.mine"
+        typer.echo(f"entry point {name!r} of {registry.ENTRY_POINT_GROUP} adds no backend; {cure}", err=True)
     settings = read(config or CONFIG_FILE) if config or CONFIG_FILE.is_file() else Settings()
     bundle = _bundle(model_dir, version, settings)
     stages = [_probed(name, settings, bundle) if bundle else _imported(name, settings) for name in RULES]

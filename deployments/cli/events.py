@@ -153,9 +153,10 @@ def _key(user_id: str, what: Behaviour, number: int) -> str:
 
 
 def _table_by_path(asked: DatasetOptions) -> DatasetOptions:
-    """The options, where a file in the place of a dataset's name is read as a table."""
-    is_file = asked.path is None and asked.name not in {*DATASETS, ""} and Path(asked.name).exists()
-    return asked.model_copy(update={"name": "table", "path": Path(asked.name)}) if is_file else asked
+    """The options, where a file in the place of a dataset's name is read as a table; a name with an ending is a file, there or not."""
+    path = Path(asked.name)
+    is_file = asked.path is None and asked.name not in {*DATASETS, ""} and (path.exists() or bool(path.suffix))
+    return asked.model_copy(update={"name": "table", "path": path}) if is_file else asked
 
 
 async def _load(dataset: Dataset, tenant: str, url: str, shown: bool | None) -> Loaded:

@@ -45,9 +45,14 @@ class TensorRTCompiler:
 
 
 def _targets(library: Any, here: str | None, options: CompileOptions) -> tuple[str, ...]:
-    """The architectures to build for. This machine's GPU is always among them: where that cannot be built for, the failed step says so."""
+    """The architectures to build for. This machine's GPU is always among them: where that cannot be built for, the failed step says so.
+
+    Raises CompileError where there is none.
+    """
     if here and library.__name__ == FULL:
         return (here,)
+    if not (here or options.targets):
+        raise CompileError("there is no GPU architecture to build for: none was named, and this machine has no GPU; name some: --targets sm_89")
     return tuple(dict.fromkeys((*options.targets, here))) if here else options.targets
 
 

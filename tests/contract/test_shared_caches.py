@@ -20,7 +20,6 @@ from cluster.config import CacheSettings
 from cluster.engines.breaker import BreakerState
 from deployments.stores import open_shared
 from integrations.redis.cache import RedisCache
-from tests.bare_ray import bare_ray
 from tests.ports import free_port
 from tests.waiting import eventually, until
 
@@ -52,12 +51,6 @@ def redis_url(tmp_path_factory):
         yield url
 
 
-@pytest.fixture(scope="module")
-def ray_cluster():
-    with bare_ray(1):
-        yield
-
-
 @pytest_asyncio.fixture(params=["memory", pytest.param("actors", marks=pytest.mark.cluster), "redis"])
 async def cache(request):
     """A SharedCache with nothing in it."""
@@ -66,7 +59,7 @@ async def cache(request):
     elif request.param == "redis":
         shared = ShardedCache({"redis": RedisCache(request.getfixturevalue("redis_url"), "contract:")}, PATIENT)
     else:
-        request.getfixturevalue("ray_cluster")
+        request.getfixturevalue("bare")
         shared = await connect(CacheSettings(l2_shards=2, l2_deadline_ms=1000), "contract", PATIENT)
     await until(lambda: nothing_is_left(shared))  # a cache actor may take its time to start
     yield shared
@@ -329,7 +322,7 @@ async def test_a_redis_that_was_restarted_serves_again_and_refuses_what_began_be
 async def test_applications_share_nothing_and_one_that_keeps_nothing_leaves_the_others_theirs(l2, request):
     where = {"redis_url": request.getfixturevalue("redis_url")} if l2 == "redis" else {}
     if l2 == "actors":
-        request.getfixturevalue("ray_cluster")
+        request.getfixturevalue("bare")
     settings = CacheSettings(l2=l2, l2_deadline_ms=1000, **where)
     shop, shop_1 = [await open_shared(settings, name) for name in ("shop", "shop-1")]  # one name begins with the other
 

@@ -76,6 +76,16 @@ def test_a_name_with_brackets_is_shown_as_it_is(tmp_path: Path):
     assert "│ mine[gpu] " in genrec_backends()
 
 
+def test_an_entry_point_of_no_stage_is_named_with_the_stages(tmp_path: Path, monkeypatch):
+    metadata = tmp_path / "site" / "typo-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: typo\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[genrec.backends]\nencodr.mean = typo:Mean\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    result = CliRunner().invoke(app, [])
+    assert "'encodr.mean' of genrec.backends adds no backend; name it by its stage (encoder, ranker, generator)" in result.stderr
+
+
 def test_a_model_directory_that_is_not_there_is_an_error():
     with pytest.raises(BundleError, match="no model has been published in nowhere"):
         genrec_backends("--model-dir", "nowhere")

@@ -22,7 +22,6 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import CacheSettings
 from cluster.engines.breaker import BreakerSettings
 from cluster.errors import BackendUnavailable
-from tests.bare_ray import bare_ray
 from tests.waiting import until
 
 pytestmark = pytest.mark.cluster
@@ -33,14 +32,8 @@ PROMPT = SharedSettings(deadline_s=0.05, operator_s=10.0, breaker=BreakerSetting
 LARGE = bytes(range(256)) * 2000
 
 
-@pytest.fixture(scope="module")
-def ray_cluster():
-    with bare_ray(2):
-        yield
-
-
 @pytest.fixture
-def actors(ray_cluster):
+def actors(bare):
     yield
     remove_all(NAME)
 
@@ -143,9 +136,9 @@ async def has_capacity(cache, expected):
 
 
 async def named(*expected):
-    """Whether these are the cache actors there are."""
+    """Whether these are the cache actors there are of these tests."""
     there = {one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE}
-    return there == set(expected)
+    return {name for name in there if name.startswith(NAME)} == set(expected)
 
 
 async def test_actors_beyond_the_configured_number_are_ended(actors):

@@ -10,6 +10,7 @@ from cluster.errors import CompileError, UnknownChoice
 from deployments.cli.compile import compile_
 from integrations.hstu.encoder import TorchEncoder
 from integrations.onnx.encoder import OnnxRuntimeEncoder
+from integrations.tensorrt import build
 from integrations.tensorrt.build import TensorRTCompiler
 from integrations.tensorrt.encoder import TensorRTEncoder
 from pipelines.compile import compile_bundle
@@ -151,6 +152,12 @@ def test_a_version_nobody_compiled_says_how_to(store):
 def test_the_engine_builder_says_that_there_is_no_graph_where_the_export_failed(store):
     with store.recompile(store.open()) as draft, pytest.raises(CompileError, match="its export failed or was never run"):
         TensorRTCompiler().steps(store.open(), draft, CompileOptions())
+
+
+def test_the_engine_builder_says_that_no_architecture_was_named_where_there_is_no_gpu(store, monkeypatch):
+    monkeypatch.setattr(build, "_architecture_here", lambda: None)
+    with store.recompile(store.open()) as draft, pytest.raises(CompileError, match="none was named, and this machine has no GPU"):
+        TensorRTCompiler().steps(store.open(), draft, CompileOptions(targets=()))
 
 
 def test_a_bug_in_a_compiler_stays_loud_and_publishes_nothing(store):

@@ -158,6 +158,11 @@ def test_a_name_that_is_neither_dataset_nor_file_lists_the_datasets(url):
         run("import", "ml-3m", "--url", url)
 
 
+def test_a_file_that_is_not_there_is_told_so(tmp_path, url):
+    with pytest.raises(DataError, match=r"evnts\.csv does not exist"):
+        run("import", tmp_path / "evnts.csv", "--url", url)
+
+
 def test_a_bar_is_drawn_when_asked_and_the_summary_is_for_people(tmp_path, url):
     answer = run("import", written(tmp_path, CSV), "--url", url, "--progress")
     assert "4/4" in answer.stderr
