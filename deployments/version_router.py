@@ -119,7 +119,7 @@ class VersionRecorder:
         self._requests = self._degraded = self._overlaps = 0
         self._overlap, self._latency = 0.0, LatencyRecorder(monotonic(), TIMED_FOR_S)
 
-    def answered(self, answer: Recommendation, duration_ms: float | None) -> None:
+    def answered(self, answer: Recommendation | Ranking, duration_ms: float | None) -> None:
         self._requests += 1
         self._degraded += answer.degraded
         if duration_ms is not None:
@@ -208,9 +208,14 @@ class VersionRouter:
         return answer
 
     async def rank(self, request: RankingRequest) -> Ranking:
-        """The ranking by the user's version. Raises InvalidRequest."""
+        """The ranking by the user's version. Raises InvalidRequest. Its duration depends on the candidates, and does not count for a trial;
+        a shadow ranks nothing.
+        """
         began, model = monotonic(), self.model_for(request.tenant, request.user_id)
-        answer = await model.candidates.rank(request)
+        with self._failures_noted(model, request):
+            answer = await model.candidates.rank(request)
+        if (trial := self._rollout.trial) is not None and trial.kind != "shadow":
+            self._recorder(model, request).answered(answer, None)
         return await self._elsewhere(model, answer, began, lambda other: other.candidates.rank(request))
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
@@ -266,7 +271,7 @@ class VersionRouter:
         return answer
 
     @contextmanager
-    def _failures_noted(self, model: ServedModel, request: RecommendRequest) -> Iterator[None]:
+    def _failures_noted(self, model: ServedModel, request: RecommendRequest | RankingRequest) -> Iterator[None]:
         """Within the block, errors of the version count for a trial; errors of the caller do not."""
         try:
             yield
@@ -282,7 +287,7 @@ class VersionRouter:
         trial = self._rollout.trial
         return trial is not None and (bool(trial.flags) or answer.cache is None or answer.cache.tier == "computed")
 
-    def _recorder(self, model: ServedModel, request: RecommendRequest) -> VersionRecorder:
+    def _recorder(self, model: ServedModel, request: RecommendRequest | RankingRequest) -> VersionRecorder:
         version, trial = model.bundle.manifest.version, self._rollout.trial
         among_them = version != self._rollout.stable or self.trial_for(request.tenant, request.user_id) is not None
         arm = Arm(version, tried=trial is not None and version == trial.version and among_them)

@@ -52,7 +52,7 @@ def _targets(library: Any, here: str | None, options: CompileOptions) -> tuple[s
     if here and library.__name__ == FULL:
         return (here,)
     if not (here or options.targets):
-        raise CompileError("there is no GPU architecture to build for: none was named, and this machine has no GPU; name some: --targets sm_89")
+        raise CompileError("none was named to build for, and this machine has no GPU; name GPU architectures: --targets sm_89")
     return tuple(dict.fromkeys((*options.targets, here))) if here else options.targets
 
 

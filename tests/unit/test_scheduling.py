@@ -12,7 +12,7 @@ def test_the_files_of_a_cluster_are_one_group_and_any_other_file_is_its_own():
     live, rows = "tests/integration/live/test_top.py::test_it[1]", "tests/chaos/test_malformed.py::test_it"
     assert {group_of(live), group_of(rows)} == {"fast"}
     assert group_of("tests/integration/test_rollout.py::test_it[split]") == "default"
-    assert {group_of("tests/contract/test_shared_caches.py::test_it[actors]"), group_of("tests/integration/test_cache_actors.py")} == {"bare"}
+    assert group_of("tests/contract/test_shared_caches.py::test_it[actors]") == group_of("tests/integration/test_cache_actors.py") == "bare"
     assert group_of("tests/unit/test_trie.py::TestIt::test_it[a::b]") == "tests/unit/test_trie.py"
 
 

@@ -1,6 +1,7 @@
 """Which version answers whom, in one gateway: the real pipeline over a model_cache of versions, with stages that a test controls."""
 
 import asyncio
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import InvalidRequest
 from cluster.fleet.board import FleetNews
 from cluster.fleet.rollout import Arm, Guard, Rollout, Trial, VersionFigures, judge
+from cluster.ranking import RankingRequest
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
 from deployments.replicas.replica import ModelGone
 from deployments.version_router import SHADOWS_AT_ONCE, ServedModel, VersionRecorder, VersionRouter
@@ -286,6 +288,21 @@ async def test_a_request_that_ends_in_an_error_of_the_version_counts_as_degraded
             await rig.ask(user, blocked=frozenset({"no such item"}), strategy="generative")
     figures = rig.versions.figures()[TRIED]
     assert (figures.requests, figures.degraded) == (2 * len(tried), 2 * len(tried))
+
+
+BROKE = NoBackendAnswered("encoder", (SkippedBackend("torch", "broke", failed=True),))
+
+
+@pytest.mark.parametrize("error", [BROKE, ZeroDivisionError("in the version's code")])
+async def test_rankings_that_a_version_cannot_make_count_as_degraded(rig, error):
+    rig.learn(1, HALF)
+    rig.encoder(2).error = error
+    for user in USERS:
+        with suppress(ZeroDivisionError):
+            await rig.versions.rank(RankingRequest(user, ("1", "2"), HISTORY))
+    tried = sum(HALF.includes("default", user) for user in USERS)
+    counts = {arm: (one.requests, one.degraded) for arm, one in rig.versions.figures().items()}
+    assert counts == {Arm(1): (len(USERS) - tried, 0), TRIED: (tried, tried)}
 
 
 async def test_what_comes_from_a_cache_says_nothing_of_a_version(three):
