@@ -276,5 +276,5 @@ def simulate(world: World, events: dict[float, Callable[[Simulation], None]] | N
     async def run() -> Outcome:
         return await Simulation(world, events).run()
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(began=0.0)) as runner:
         return runner.run(run())
