@@ -10,8 +10,8 @@ A backend may also have any of these, which the controller looks for:
     declines(request) -> str              why the backend does not take this request; "" where it does
     alive() -> bool                       False once its engine is gone: it is then loaded anew
     queue() -> dict[str, float]           how busy it is, for the autoscaling and for gauges
-    brief: bool                           True where a call always returns, as a compiled graph's does: a single request that took it less
-                                          than 3 ms the last time is computed on the event loop, without a thread
+    brief: bool                           True where a call always returns, as a compiled graph's does, and computes in the thread that
+                                          calls: what is expected to take less than 3 ms is computed on the event loop, without a thread
 
 A backend that keeps something of users beyond their requests may have these too:
 

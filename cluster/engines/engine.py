@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from time import thread_time
 from typing import Any, ClassVar, Generic, TypeVar
 
 from cluster.engines.room import Run
@@ -27,10 +28,13 @@ class Nonsense(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[AnswerT]):
-    """What one call of an engine came to; `duration_s` leaves out the time before the thread was free."""
+    """What one call of an engine came to; `duration_s` leaves out the time before the thread was free. `spent_s`: the processor time of
+    the thread that called it.
+    """
 
     outcomes: Sequence[AnswerT | Exception]
     duration_s: float
+    spent_s: float = 0.0
 
 
 class Engine(Generic[RequestT, AnswerT]):
@@ -51,7 +55,7 @@ class Engine(Generic[RequestT, AnswerT]):
 
     @property
     def brief(self) -> bool:
-        """Whether its calls always return; see cluster.protocols."""
+        """Whether its calls always return, and compute in the thread that calls; see cluster.protocols."""
         return getattr(self.backend, "brief", False) is True
 
     def is_alive(self) -> bool:
@@ -81,9 +85,9 @@ class Batches(Engine[RequestT, AnswerT]):
         return await run(lambda: self._called(requests))
 
     def _called(self, requests: Sequence[RequestT]) -> Reply[AnswerT]:
-        began = self._clock()
+        began, unspent = self._clock(), thread_time()
         outcomes = self._outcomes(requests)
-        return Reply(outcomes, self._clock() - began)
+        return Reply(outcomes, self._clock() - began, thread_time() - unspent)
 
     def _outcomes(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | Exception]:
         try:

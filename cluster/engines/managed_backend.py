@@ -11,13 +11,13 @@ on the event loop. A backend's code runs in the engine thread, a load beside the
 """
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from cluster.engines.breaker import BreakerState
+from cluster.engines.call_cost import CallCost
 from cluster.engines.engine import Engine, Nonsense, Queue, together
 from cluster.engines.forgetting import FORGETTING, forget, kept
 from cluster.engines.halving import in_parts
@@ -38,8 +38,9 @@ SAMPLE_WITHIN_S, SAMPLE_SLOWER = 5.0, 10.0
 times as long as before, whichever is more.
 """
 BRIEF_S = 0.003
-"""A call that takes less is not worth a thread: the way there and back costs a lone request about a millisecond, and other requests wait
-for the call no longer than for what else holds up the event loop.
+"""A call that takes less processor time is not worth a thread. The way there and back costs a lone request about a millisecond, and in a
+batch the thread and the event loop take the interpreter from each other; other requests wait for the call no longer than for what else
+holds up the loop.
 """
 LATE_TO_BE_STUCK = 3
 """After so many calls in a row that were late, with no answer between them, an engine is asked a sample: it may be stuck."""
@@ -61,7 +62,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self.exclusion = ""
         self.measured_ms: float | None = None
         self.rehearsed_ms = 0.0  # how long the engine last took for the samples
-        self._alone_s = math.inf  # how long it last took for a single request
+        self._cost = CallCost()
         self.fallbacks = 0
         self.health = Health(name, room.breaker, room.clock)
         self._room, self._turn = room, Turn()
@@ -290,10 +291,10 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return results
 
     def _run_for(self, requests: Sequence[RequestT]) -> Run:
-        """How to run the call for these requests: in the engine thread, or on the event loop for a lone request of a brief engine."""
+        """How to run the call for these requests: in the engine thread, or on the event loop where that is brief."""
         engine, thread = self._slot.engine, self._room.thread
-        brief = engine is not None and self.loaded and engine.brief and self._alone_s < BRIEF_S
-        return thread.compute_here if brief and len(requests) == 1 and not thread.pending else thread.compute
+        brief = engine is not None and self.loaded and engine.brief and self._cost.expected_s(len(requests)) < BRIEF_S
+        return thread.compute_here if brief and not thread.pending else thread.compute
 
     async def _answer_one(self, request: RequestT) -> AnswerT | SkippedBackend:
         """Answer one request by an engine with a queue, beside those that it answers already."""
@@ -370,8 +371,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             engine.known_good, self.rehearsed_ms = answered[-1], reply.duration_s * 1e3
         elif answered:
             self.health.record(reply.duration_s, len(answered))
-            if len(requests) == 1:
-                self._alone_s = reply.duration_s
+            self._cost.note(len(requests), reply.spent_s)
         return results
 
     async def _still_answers(self, engine: Engine[RequestT, AnswerT], run: Run) -> bool | None:

@@ -19,7 +19,7 @@ from integrations.hstu.stateful import KeptStates, states_if_any
 from integrations.hstu.user_behavior_schema import BehaviourBatch
 from integrations.onnx.append import GRAPH, OUTPUTS, append_run
 from integrations.onnx.files import compiled_graph
-from integrations.onnx.session import open_session
+from integrations.onnx.session import computes_here, open_session
 
 Precision = Literal["fp32", "int8"]
 
@@ -35,7 +35,8 @@ class OnnxRuntimeEncoder(KeepsRows[KeptStates]):
     `state`: the options of what is kept of users, see StateOptions; the `append` graph then encodes their new events only.
     """
 
-    brief = True
+    brief = False
+    """Until a session is open that computes on the CPU."""
 
     def __init__(self, threads: int | None = None, *, precision: Precision = "fp32", index: str = "exact", **state: Any) -> None:
         """Raises UnknownChoice at an option that means nothing."""
@@ -57,6 +58,7 @@ class OnnxRuntimeEncoder(KeepsRows[KeptStates]):
         if not (availability := self.get_availability(bundle)).ok:
             raise BackendUnavailable(availability.reason)
         self._session = open_session(compiled_graph(bundle, "retrieve", self._precision), self._threads)
+        self.brief = computes_here(self._session)
         self._inputs = [node.name for node in self._session.get_inputs() if node.name != "top_n"]
         self._outputs = ["state", "nearest", "scores", *(["states"] if bundle.prompt_length else [])]
         self._index = make_index(self._index_name, bundle.item_vectors)

@@ -11,7 +11,7 @@ from integrations.hstu.ranker_backend import RankerBackend
 from integrations.hstu.ranking_engine import RunAppend, RunRank
 from integrations.onnx.files import compiled_graph
 from integrations.onnx.layers import graph_inputs
-from integrations.onnx.session import open_session
+from integrations.onnx.session import computes_here, open_session
 
 GRAPHS = ("rank_append", "rank")
 
@@ -21,7 +21,8 @@ class OnnxRuntimeRanker(RankerBackend):
     options as for RankerBackend.
     """
 
-    brief = True
+    brief = False
+    """Until a session is open that computes on the CPU."""
 
     def __init__(self, threads: int | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -35,6 +36,7 @@ class OnnxRuntimeRanker(RankerBackend):
 
     def _open(self, bundle: Bundle) -> tuple[RunAppend, RunRank]:
         append, rank = (open_session(compiled_graph(bundle, graph), self._threads) for graph in GRAPHS)
+        self.brief = computes_here(rank)
 
         def run_append(inputs: Arrays) -> tuple[FloatArray, FloatArray]:
             kt, v = _run(append, ("kt", "v"), inputs)

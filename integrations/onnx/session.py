@@ -31,6 +31,11 @@ def open_session(graph: Path, threads: int | None = None) -> Any:
     return session
 
 
+def computes_here(session: Any) -> bool:
+    """Whether a session computes on the CPU, the thread that calls among its threads."""
+    return list(session.get_providers()) == ["CPUExecutionProvider"]
+
+
 def threads_granted() -> int:
     """The number in OMP_NUM_THREADS, which may also be empty, or a list with a number for each level of nesting; 0 without one."""
     return int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0] or 0)

@@ -92,9 +92,10 @@ class TestChoice:
         assert by(await controller.call([*range(16)])) == ["first"] * 16
         assert (First.log, len(hops), len(walks)) == (["batch of 16"], 1, 1)
 
-    async def test_a_lone_request_of_a_brief_engine_is_computed_on_the_event_loop_and_any_other_in_the_engine_thread(
+    async def test_what_a_brief_engine_soon_computes_is_computed_on_the_event_loop_and_all_else_in_the_engine_thread(
         self, controller, monkeypatch
     ):
+        monkeypatch.setattr("cluster.engines.engine.thread_time", CLOCK)
         await controller.warm_up([1])
         await controller.refresh()
         threads, infer = [], First.batch_infer
@@ -108,10 +109,11 @@ class TestChoice:
         assert [await here(1) for _ in range(2)] == [False, False], "it does not say that it is brief"
         monkeypatch.setattr(First, "brief", True, raising=False)
         assert await here(1)
-        assert not await here(1, 2)
-        assert await here(1, seconds=0.5)
-        assert not await here(1), "the last one was not brief"
-        assert await here(1)
+        assert [await here(1, 2) for _ in range(2)] == [False, True], "how long a batch takes is not known before the first"
+        assert await here(1, seconds=0.004)
+        assert [await here(1) for _ in range(4)] == [False, False, False, True], "one was not brief, of late"
+        assert await here(1, 2, seconds=0.004)
+        assert [await here(1, 2), await here(1)] == [False, True]
 
         async def beside_work(leaves):
             entered, working = threading.Event(), threading.Event()

@@ -1,0 +1,32 @@
+"""How much processor time the next call of an engine will take, by the calls before it."""
+
+import math
+
+FADES = 0.9
+"""What is left of an earlier maximum with each later call."""
+
+
+class CallCost:
+    """A call of n requests takes one part for the first and n - 1 times another for the rest, each the most that it was of late. Before
+    any call it may take forever.
+    """
+
+    def __init__(self) -> None:
+        self._first_s = self._further_s = math.inf
+
+    def note(self, requests: int, spent_s: float) -> None:
+        """A call for so many requests took so many seconds."""
+        if requests == 1:
+            self._first_s = _lately(self._first_s, spent_s)
+            return
+        self._first_s = min(self._first_s, spent_s)
+        known = self._further_s < math.inf
+        self._further_s = _lately(self._further_s, (spent_s - self._first_s) / (requests - 1) if known else spent_s / requests)
+
+    def expected_s(self, requests: int) -> float:
+        """Seconds for a call of so many requests."""
+        return self._first_s if requests == 1 else self._first_s + (requests - 1) * self._further_s
+
+
+def _lately(before_s: float, now_s: float) -> float:
+    return now_s if before_s == math.inf else max(now_s, FADES * before_s)
