@@ -61,7 +61,13 @@ class BatchingSettings(Section):
         ge=0,
         description="padded rows that a batch may hold in any case: one more call of the engine costs more than so many rows",
     )
-    max_wait_ms: float = Field(0.0, ge=0, le=1000, description="how long a batch's first request waits for others while the engine idles")
+    max_wait_ms: float = Field(
+        0.0,
+        ge=0,
+        le=1000,
+        description="how long a batch's first request waits for others while the engine idles; behind a batch of several requests it waits "
+        "a millisecond for as many in any case",
+    )
     target_ms: float | None = Field(
         None,
         gt=0,

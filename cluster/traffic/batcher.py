@@ -46,7 +46,8 @@ class Batcher(Generic[RequestT, AnswerT]):
 
     `choose` is given the sizes of all that wait, the longest-waiting first, and names the positions of those that go together, ascending
     and the first among them; `most` at a time. `size`: of a request. `wait_s`: how long the first request waits for others while no batch
-    runs; 0: it goes with those of the same turn of the loop. `beside_s`: how long the latest batch runs before the next begins beside it,
+    runs; 0: it goes with those of the same turn of the loop. `gather_s`: how long it waits, while no batch runs, for as many as the latest
+    batch had: where callers come one by one, none. `beside_s`: how long the latest batch runs before the next begins beside it,
     unless that one is full. `patience_s`: a batch that runs for longer no longer holds others up.
     `abandons`: a batch is cancelled once all of its members have left. `context`: in which batches run; without it, in that of the request
     by which they begin. `idle`: called when nothing waits or runs.
@@ -61,6 +62,7 @@ class Batcher(Generic[RequestT, AnswerT]):
         size: Callable[[RequestT], int] = lambda _: 1,
         at_once: Callable[[], int] = lambda: 1,
         wait_s: float = 0.0,
+        gather_s: float = 0.0,
         beside_s: float = 0.0,
         patience_s: float = math.inf,
         abandons: bool = False,
@@ -68,11 +70,12 @@ class Batcher(Generic[RequestT, AnswerT]):
         idle: Callable[[], object] = lambda: None,
     ) -> None:
         self._run, self._choose, self._most, self._size = run, choose, most, size
-        self._at_once, self._wait_s, self._beside_s = at_once, wait_s, beside_s
+        self._at_once, self._wait_s, self._gather_s, self._beside_s = at_once, wait_s, gather_s, beside_s
         self._patience_s, self._abandons = patience_s, abandons
         self._context, self._idle = context, idle
         self._waiting: list[Member[RequestT, AnswerT]] = []
         self._running: dict[asyncio.Task[None], tuple[float, int]] = {}  # when each began, and how many members it has; the oldest first
+        self._latest = 0  # members of the latest batch
         self._steps_soon = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -116,7 +119,8 @@ class Batcher(Generic[RequestT, AnswerT]):
             return 0.0
         if self._running:
             return max(began for began, _ in self._running.values()) + self._beside_s
-        return self._waiting[0].since + self._wait_s
+        wait_s = self._wait_s if chosen >= self._latest else max(self._wait_s, self._gather_s)
+        return self._waiting[0].since + wait_s
 
     def _step_at(self, due: float) -> None:
         if due < math.inf:  # else the end of a batch is the next step
@@ -131,6 +135,7 @@ class Batcher(Generic[RequestT, AnswerT]):
     def _start(self, members: Sequence[Member[RequestT, AnswerT]]) -> None:
         batch = asyncio.get_running_loop().create_task(self._serve(members), context=self._context)
         self._running[batch] = monotonic(), len(members)
+        self._latest = len(members)
         batch.add_done_callback(self._ended, context=self._context)
         if self._abandons:
             _cancel_once_all_have_left(batch, members)

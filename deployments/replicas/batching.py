@@ -17,6 +17,10 @@ is not computed for a caller that left longer ago.
 """
 MADE_UP_AFTER_S = 0.002
 """How long a batch is computed before the next one is made up: one that takes less time is over before more would wait."""
+GATHER_S = 0.001
+"""How long a request waits for as many others as there were in the latest batch: they are likely to be on their way, and each batch costs
+as much as several requests in it.
+"""
 TOO_LATE = "the time was over while the request waited for a batch"
 
 
@@ -68,6 +72,7 @@ def engine_batcher(
         size=rows,
         at_once=lambda: 2 if most.took_s < AHEAD_S else 1,
         wait_s=limits.max_wait_ms / 1e3,
+        gather_s=GATHER_S,
         beside_s=MADE_UP_AFTER_S,
     )
 

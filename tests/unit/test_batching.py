@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.config import BatchingSettings
 from cluster.errors import BackendFailed
-from deployments.replicas.batching import AHEAD_S, MADE_UP_AFTER_S, alike, engine_batcher
+from deployments.replicas.batching import AHEAD_S, GATHER_S, MADE_UP_AFTER_S, alike, engine_batcher
 from tests.waiting import settled
 
 pytestmark = pytest.mark.virtual_time
@@ -133,6 +133,20 @@ async def test_the_first_request_waits_for_others_no_longer_than_it_may_and_not_
     assert engine.batches[1:] == [["first", "second"]]
     assert 1.0 <= monotonic() - began < 1.5
     assert engine.waited[-1] == ([1, 1], pytest.approx(1.0, abs=0.1))
+
+
+async def test_behind_a_batch_of_several_a_request_waits_a_moment_for_as_many_and_behind_a_lone_one_for_none():
+    engine = Engine(max_wait_ms=0)
+    await asyncio.gather(*engine.asked(1, 2, 3))
+    began, first = monotonic(), engine.asked("first")
+    await asyncio.sleep(GATHER_S / 2)
+    await asyncio.gather(*first, *engine.asked("second", "third"))
+    assert monotonic() - began == pytest.approx(GATHER_S / 2, abs=1e-6)
+    for waits_s in (GATHER_S, 0.0):
+        began = monotonic()
+        await asyncio.gather(*engine.asked("alone"))
+        assert monotonic() - began == pytest.approx(waits_s, abs=1e-6)
+    assert engine.batches == [[1, 2, 3], ["first", "second", "third"], ["alone"], ["alone"]]
 
 
 async def test_a_batch_that_breaks_as_a_whole_tells_its_callers_and_the_next_batch_runs():
