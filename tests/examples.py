@@ -34,6 +34,14 @@ def make_importable() -> None:
             sys.path.append(str(directory))
 
 
+def installed(site: Path, name: str, entry_point: str) -> None:
+    """Lay out in `site` what pip leaves of a distribution that registers this backend; its modules are not among it."""
+    metadata = site / f"{name}-1.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(f"[genrec.backends]\n{entry_point}\n")
+
+
 def entry_points(name: str) -> dict[str, str]:
     """What the pyproject.toml of a package of backends registers: stage.name -> import string."""
     project = tomllib.loads((BACKENDS / name / "pyproject.toml").read_text())

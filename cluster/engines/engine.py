@@ -1,7 +1,7 @@
 """How an engine is called: two adapters with one interface.
 
     Queue     an engine with `ainfer`: request by request on the event loop, many at a time; it may stream
-    Batches   any other: a batch at a time, in a thread
+    Batches   any other: a batch at a time, in a thread, or on the event loop where the call is brief
 
 Each request gets its answer, checked by the stage's rules, or the exception that says why there is none.
 """
@@ -85,9 +85,9 @@ class Batches(Engine[RequestT, AnswerT]):
         return await run(lambda: self._called(requests))
 
     def _called(self, requests: Sequence[RequestT]) -> Reply[AnswerT]:
-        began, unspent = self._clock(), thread_time()
+        began, used = self._clock(), thread_time()
         outcomes = self._outcomes(requests)
-        return Reply(outcomes, self._clock() - began, thread_time() - unspent)
+        return Reply(outcomes, self._clock() - began, thread_time() - used)
 
     def _outcomes(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | Exception]:
         try:

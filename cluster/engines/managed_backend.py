@@ -7,7 +7,8 @@
             _attempt    one call of the engine: for each request an answer, or the reason why there is none
 
 Only what a backend's own code raises is caught (a foreign engine may raise anything); an error of ours passes through. All state is changed
-on the event loop. A backend's code runs in the engine thread, a load beside the calls in another one, `ainfer` and `astream` on the loop.
+on the event loop. A backend's code runs in the engine thread, a load beside the calls in another one; brief calls, `ainfer` and `astream`
+run on the loop.
 """
 
 import asyncio

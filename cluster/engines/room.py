@@ -76,7 +76,7 @@ class EngineThread:
         return await self.run(lambda: self._timed(work))
 
     async def compute_here(self, work: Callable[[], T]) -> T:
-        """As `compute`, on the event loop: for what takes less time than the way to the thread and back, while nothing is `pending`."""
+        """As `compute`, on the event loop: for what is brief, while nothing is `pending`."""
         return self._timed(work)
 
     def close(self) -> None:

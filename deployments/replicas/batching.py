@@ -45,9 +45,10 @@ def engine_batcher(
     watch: Watch,
 ) -> Batcher[Request, Answer]:
     """Make batches of the request that has waited longest, and those of similar length. Requests that arrive while a batch is
-    computed form the next one, so `max_wait_ms` is spent only while the engine is idle and few requests wait. The next batch is made up
-    while the engine works on the first, and follows it at once, without the event loop, which may be busy with other requests. That is done
-    where batches are short: what is made up is computed, whether or not its callers leave meanwhile.
+    computed form the next one, so `max_wait_ms`, or a moment behind a batch of several, is spent only while the engine is idle and few
+    requests wait. The next batch is made up while the engine's thread works on the first, and follows it at once, without the event loop,
+    which may be busy with other requests. That is done where batches are short: what is made up is computed, whether or not its callers
+    leave meanwhile.
 
     `compute` answers a batch with one answer for each request, in order. `rows`: how many rows a request takes up. Requests past their
     deadlines are not computed, as they would cost the others time: they get the answer of `too_late`.

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from cluster.errors import BundleError
 from deployments.cli import backends
 from tests.bundles import make_bundle
+from tests.examples import installed
 
 app = typer.Typer()
 app.command()(backends.backends)
@@ -77,10 +78,7 @@ def test_a_name_with_brackets_is_shown_as_it_is(tmp_path: Path):
 
 
 def test_an_entry_point_of_no_stage_is_named_with_the_stages(tmp_path: Path, monkeypatch):
-    metadata = tmp_path / "site" / "typo-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: typo\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[genrec.backends]\nencodr.mean = typo:Mean\n")
+    installed(tmp_path / "site", "typo", "encodr.mean = typo:Mean")
     monkeypatch.syspath_prepend(tmp_path / "site")
     result = CliRunner().invoke(app, [])
     assert "'encodr.mean' of genrec.backends adds no backend; name it by its stage (encoder, ranker, generator)" in result.stderr

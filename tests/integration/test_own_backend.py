@@ -15,6 +15,7 @@ from cluster.engines.stage_rules import encoder_rules
 from cluster.errors import ConfigError
 from cluster.values import EncodeRequest
 from tests.bundles import make_bundle, random_sequence
+from tests.examples import installed
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/own_backend.py"
@@ -27,15 +28,6 @@ def python(*arguments: object, path: Path) -> str:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def install(site: Path, *, entry_points: str) -> None:
-    """Lay out what pip leaves of a distribution with the example as its only module."""
-    metadata = site / "own_backend-1.dist-info"
-    metadata.mkdir(parents=True)
-    (site / "own_backend.py").write_text(EXAMPLE.read_text())
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: own-backend\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(f"[genrec.backends]\n{entry_points}\n")
 
 
 def test_the_example_runs_and_is_chosen(tmp_path: Path):
@@ -76,7 +68,8 @@ async def test_fastest_does_not_choose_it_because_it_is_not_the_same_model(tmp_p
 
 
 def test_a_package_registers_a_backend_by_its_entry_point(tmp_path: Path):
-    install(tmp_path / "site", entry_points="encoder.mean = own_backend:MeanEncoder")
+    installed(tmp_path / "site", "own_backend", "encoder.mean = own_backend:MeanEncoder")
+    (tmp_path / "site/own_backend.py").write_text(EXAMPLE.read_text())
     make_bundle(tmp_path / "tiny")
     (tmp_path / "ask.py").write_text(
         textwrap.dedent("""\

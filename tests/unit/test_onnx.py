@@ -26,7 +26,7 @@ from integrations.onnx.half import halved
 from integrations.onnx.layers import by_layer
 from integrations.onnx.parity import measure, require_parity
 from integrations.onnx.samples import history, samples
-from integrations.onnx.session import open_session
+from integrations.onnx.session import computes_here, open_session
 from pipelines.compile import compile_bundle
 from tests.bundles import last_states, make_bundle, random_sequence
 
@@ -345,6 +345,11 @@ def test_asks_for_cuda_without_tf32_which_the_fp32_gate_would_refuse(tmp_path, m
     open_session(tmp_path / "any.onnx")
     assert runtime.asked == [("CUDAExecutionProvider", {"use_tf32": 0}), ("CPUExecutionProvider", {})]
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("on", "here"), [(["CPUExecutionProvider"], True), (["CUDAExecutionProvider", "CPUExecutionProvider"], False)])
+def test_a_session_computes_in_the_thread_that_calls_unless_it_has_a_gpu(on, here):
+    assert computes_here(SimpleNamespace(get_providers=lambda: on)) is here
 
 
 def test_says_once_that_cuda_was_lost_where_its_libraries_do_not_load(tmp_path, monkeypatch, caplog):

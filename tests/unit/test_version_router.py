@@ -35,6 +35,7 @@ USERS = [f"user {number}" for number in range(40)]
 HISTORY = (Behaviour("1", 1000),)
 HALF = Trial(version=2, share=0.5, began=1.0)
 TRIED = HALF.arm
+BROKE = NoBackendAnswered("encoder", (SkippedBackend("torch", "broke", failed=True),))
 
 
 class FakeModelCache:
@@ -251,7 +252,7 @@ async def test_where_nobody_holds_any_version_the_answer_is_degraded_and_still_a
 
 async def test_a_degraded_answer_of_another_cause_is_the_answer(rig):
     rig.learn(2)
-    rig.encoder(2).error = NoBackendAnswered("encoder", (SkippedBackend("torch", "broke", failed=True),))
+    rig.encoder(2).error = BROKE
     answer = await rig.ask()
     assert (answer.degraded, answer.model_version) == (True, "tiny/2")
     assert rig.encoder(1).asked == []
@@ -263,7 +264,7 @@ async def test_figures_are_kept_of_both_versions_during_a_trial_and_begin_anew_w
     await rig.ask()
     assert rig.versions.figures() == {}
     rig.learn(1, HALF)
-    rig.encoder(2).error = NoBackendAnswered("encoder", (SkippedBackend("torch", "broke", failed=True),))
+    rig.encoder(2).error = BROKE
     for user in USERS:
         await rig.ask(user)
     tried = sum(HALF.includes("default", user) for user in USERS)
@@ -288,9 +289,6 @@ async def test_a_request_that_ends_in_an_error_of_the_version_counts_as_degraded
             await rig.ask(user, blocked=frozenset({"no such item"}), strategy="generative")
     figures = rig.versions.figures()[TRIED]
     assert (figures.requests, figures.degraded) == (2 * len(tried), 2 * len(tried))
-
-
-BROKE = NoBackendAnswered("encoder", (SkippedBackend("torch", "broke", failed=True),))
 
 
 @pytest.mark.parametrize("error", [BROKE, ZeroDivisionError("in the version's code")])
@@ -384,7 +382,7 @@ async def test_two_answers_without_items_have_all_in_common_and_one_without_has_
 @pytest.mark.parametrize("broken", [1, 2])
 async def test_degraded_answers_of_either_version_are_not_compared_and_count_as_degraded(rig, broken):
     rig.learn(1, SHADOW)
-    rig.encoder(broken).error = NoBackendAnswered("encoder", (SkippedBackend("torch", "broke", failed=True),))
+    rig.encoder(broken).error = BROKE
     await rig.ask()
     await until(lambda: rig.versions.figures().get(TRIED, VersionFigures()).requests == 1)
     rig.encoder(broken).error = None
