@@ -3,8 +3,9 @@
     python -m benchmarks.overload                                   # with the demo's model (run `make demo ONCE=1` before)
     python -m benchmarks.overload --times 2 --times 10 --seconds 60
 
-Starts each system on the machine's first cores, measures what 32 callers get that never wait, then sends so many times that, Poisson, each
-request when it is due. The driver has the last core to itself. The engine is the model's own.
+Starts each system on the machine's first cores. For each multiple it measures what 32 callers get that never wait, then sends so many
+times that, Poisson, each request when it is due: a share is of what the system can do just then, as a virtual machine's speed changes by a
+fifth within minutes. The driver has the last core to itself. The engine is the model's own.
 Writes benchmarks/results/overload_cpu_DATE.md.
 """
 
@@ -33,10 +34,11 @@ SYSTEMS: dict[str, Start] = {
 
 @dataclass(frozen=True)
 class Overloaded:
-    """Of one system: requests/s of callers that never wait, and what became of each multiple of that."""
+    """`factor` times the `capacity`, the requests/s of callers that never wait, and what became of them."""
 
+    factor: float
     capacity: float
-    at: dict[float, Results]
+    results: Results
 
 
 def main(
@@ -51,13 +53,12 @@ def main(
 ) -> None:
     """Measure, print and file."""
     load, cores = os.getloadavg()[0], sorted(os.sched_getaffinity(0))
-    asked, found = bodies(model_dir, strategy=strategy, cache="bypass"), dict[str, Overloaded]()
+    asked, found = bodies(model_dir, strategy=strategy, cache="bypass"), dict[str, list[Overloaded]]()
     for system in systems:
         os.sched_setaffinity(0, cores[:-1] or cores)  # what is started from here on inherits it
         with SYSTEMS[system](model_dir, port) as url:
             os.sched_setaffinity(0, cores[-1:])
-            capacity = closed(url, asked)
-            found[system] = Overloaded(capacity, {factor: overloaded(url, asked, factor * capacity, seconds) for factor in times})
+            found[system] = [overloaded(url, asked, factor, seconds) for factor in times]
         print("\n".join(rows(found[system])), flush=True)
     page = report(found, strategy, seconds, Machine.now("benchmarks.overload", ("ray", "torch", "onnxruntime", "fastapi"), load))
     (out or dated("overload_cpu", "md")).write_text(page)
@@ -70,28 +71,41 @@ def closed(url: str, asked: tuple[str, ...]) -> float:
     return run(Plan(url, phases, asked, clients=CLIENTS)).phase("measured").throughput()
 
 
-def overloaded(url: str, asked: tuple[str, ...], rate: float, seconds: float) -> Results:
+def overloaded(url: str, asked: tuple[str, ...], factor: float, seconds: float) -> Overloaded:
     """Every request of so many seconds, less the first, in which queues fill."""
-    results = run(Plan(url, (Phase("load", rate, seconds),), asked, arrivals="poisson", timeout_s=40, examine=True))
+    capacity = closed(url, asked)
     time.sleep(PAUSE_S)
-    return results.between(FILLING_S, seconds)
+    results = run(Plan(url, (Phase("load", factor * capacity, seconds),), asked, arrivals="poisson", timeout_s=40, examine=True))
+    time.sleep(PAUSE_S)
+    return Overloaded(factor, capacity, results.between(FILLING_S, seconds))
 
 
-def rows(found: Overloaded) -> list[str]:
+def rows(found: list[Overloaded]) -> list[str]:
     """A table as Markdown."""
-    columns = ["x of that", "sent/s", "whole answers/s", "share", "degraded", "told to come back", "failed"]
+    columns = [
+        f"{CLIENTS} callers: requests/s",
+        "x of that",
+        "sent/s",
+        "whole answers/s",
+        "share",
+        "degraded",
+        "told to come back",
+        "failed",
+    ]
     columns += ["p99, answered (ms)", "p99, told so (ms)"]
-    return table(columns, (_row(factor, results, found.capacity) for factor, results in found.at.items()))
+    return table(columns, map(_row, found))
 
 
-def _row(factor: float, results: Results, capacity: float) -> list[str]:
+def _row(found: Overloaded) -> list[str]:
+    results = found.results
     whole, rejected = results.where(results.ok & ~results.degraded), results.where(results.rejected)
     goodput = len(whole) / results.span
     return [
-        f"{factor:g}",
+        f"{found.capacity:.1f}",
+        f"{found.factor:g}",
         f"{len(results) / results.span:.1f}",
         f"{goodput:.1f}",
-        f"{goodput / capacity:.0%}",
+        f"{goodput / found.capacity:.0%}",
         f"{np.mean(results.degraded):.1%}",
         f"{np.mean(results.rejected):.1%}",
         f"{int(results.failed.sum())}",
@@ -100,11 +114,11 @@ def _row(factor: float, results: Results, capacity: float) -> list[str]:
     ]
 
 
-def report(found: dict[str, Overloaded], strategy: str, seconds: float, machine: Machine) -> str:
+def report(found: dict[str, list[Overloaded]], strategy: str, seconds: float, machine: Machine) -> str:
     """As Markdown."""
     lines = ["# Overload", "", f"Poisson arrivals for {seconds:g} s, strategy {strategy}, no caches; the driver on a core of its own.", ""]
-    for system, one in found.items():
-        lines += [f"## {system}", "", f"{CLIENTS} callers that never wait get {one.capacity:.1f} requests/s.", "", *rows(one), ""]
+    for system, measured in found.items():
+        lines += [f"## {system}", "", *rows(measured), ""]
     return "\n".join([*lines, *machine.lines()])
 
 

@@ -312,7 +312,8 @@ class GatewaySettings(Section):
     )
     allow_anonymous: bool = Field(
         False,
-        description="true: a caller without a key may read and store events of the tenant `default`, and no more, wherever it listens",
+        description="true: a caller without a key may ask, store events and read stored histories of the tenant `default`, and no more, "
+        "wherever it listens",
     )
     hosts: list[str] = Field(
         [],
@@ -580,8 +581,8 @@ def require_keys(settings: Settings, host: str | None, source: str = "configurat
         return
     raise ConfigError(
         f"{source}: http_options.host = {host} lets other machines in, and gateway.api_keys is empty, so every caller could use and "
-        "operate this service; add a key (genrec keys new --name operator --right operate), or listen on 127.0.0.1, or set "
-        "gateway.allow_anonymous: true, by which every caller may read and store events, and no more"
+        "operate this service; add a key (genrec keys new --name shop), or listen on 127.0.0.1, or set gateway.allow_anonymous: true, by "
+        "which every caller may ask, store events and read stored histories, and no more"
     )
 
 

@@ -68,6 +68,17 @@ RULES
     http-request set-log-level silent if genrec_full !genrec_let_through
     http-request deny deny_status 503 if genrec_full !genrec_let_through
 RULES
+    # A gateway refuses many requests before their bodies are there. To pass that answer on, HAProxy would keep the exchange, among those that
+    # are counted above, until its client has sent the body, which it may never do. So it gives the answer itself, and closes the connection.
+    for status in 401 403 408 413 429 503; do
+        case $status in
+            401) more='hdr WWW-Authenticate %[res.fhdr(www-authenticate)] ' ;;
+            429 | 503) more='hdr Retry-After %[res.hdr(retry-after)] ' ;;
+            *) more= ;;
+        esac
+        echo "    http-response return status $status content-type application/problem+json ${more}lf-string %[res.hdr(genrec-unread),b64dec]" \
+            "if { status $status } { res.hdr(genrec-unread) -m found }"
+    done >> "$config.full"
     # `tune.pool`: with a fifth of its descriptors in use, HAProxy would open a connection for each request, and close it.
     sed -i -e '/^global/a\    tune.pool-low-fd-ratio 90\n    tune.pool-high-fd-ratio 95' \
         -e "/^frontend http_frontend/,/^ *bind /{/^ *bind /r $config.rules

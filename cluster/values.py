@@ -247,7 +247,7 @@ class RecommendRequest(Struct, frozen=True):
 
     `behaviours` None: those that are stored of the user; an empty tuple: the user has none.
     `exclude_seen` leaves out the items of `behaviours`, `blocked` the items that it names; with `allowed`, no other items are recommended.
-    `tenant` is the customer, where several share a cluster; it does not change the answer.
+    `tenant` is the customer that the user belongs to, where several share a cluster.
     `strategy`: the encoder's nearest items (retrieval), the decoder's most probable ones (generative) or both lists blended (unified);
     None is unified where the model has a decoder and retrieval where it has none. `sampling` draws the generated items.
     `deadline_ms` is the time for the whole answer, and `deadline` the moment when it is over, in seconds on this process's monotonic clock:

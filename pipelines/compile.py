@@ -57,7 +57,7 @@ def choose_compiler(compilers: Mapping[str, str], name: str) -> Compiler | Genre
     try:
         compiler: Compiler = choose("compiler", compilers, name)()
     except ImportError as error:
-        return CompileError(f"{error}; run: pip install 'genrec[cpu]' (or 'genrec[gpu]' on a GPU machine)")
+        return CompileError(f"{error}; install genrec with its extra cpu (on a GPU machine: gpu)")
     return compiler
 
 

@@ -54,7 +54,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in OURS:
             raise
-        typer.secho(f"genrec: {error}; run: pip install 'genrec[cpu]' (or 'genrec[gpu]' on a GPU machine)", fg="red", err=True)
+        typer.secho(f"genrec: {error}; install genrec with its extra cpu (on a GPU machine: gpu)", fg="red", err=True)
         sys.exit(1)
     try:
         app()

@@ -82,7 +82,9 @@ def _bundle(model_dir: Path | None, version: int | None) -> Iterator[Bundle]:
     try:
         from integrations.hstu.random_bundles import make_complete_bundle  # noqa: PLC0415 - needs torch, which a model of one's own does not
     except ImportError as error:
-        raise ConfigError(f"a model to check with cannot be made: {error}; give --model-dir, or run: pip install 'genrec[cpu]'") from error
+        raise ConfigError(
+            f"a model to check with cannot be made: {error}; give --model-dir, or install genrec with its extra cpu"
+        ) from error
     with tempfile.TemporaryDirectory(prefix="genrec-check-") as directory:
         yield make_complete_bundle(Path(directory) / "random")
 

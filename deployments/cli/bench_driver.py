@@ -14,7 +14,7 @@ import httpx
 
 from cluster.errors import ConfigError
 from deployments.cli.bench_figures import Answer, Run, Seen, Served
-from deployments.cli.server_url import server_url
+from deployments.cli.server import server_url
 
 PATH = "/v1/recommend"
 SSE = "text/event-stream"

@@ -2,7 +2,7 @@
 
 import math
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 import yaml
@@ -27,6 +27,10 @@ def new(
     expires: Annotated[str | None, typer.Option(help="2027-01-31, or 2027-01-31T18:00:00+01:00; default: never")] = None,
 ) -> None:
     """Make a key. It is printed once, on the standard output, and kept nowhere; what the configuration needs goes to the standard error."""
+    if unknown := set(right or ()) - set(rights := get_args(api_keys.Right)):
+        raise ConfigError(f"--right {min(unknown)} is no right; choose from {', '.join(rights)}")
+    if tenant is not None and "operate" in (right or ()):
+        raise ConfigError("--right operate acts for all tenants; leave --tenant out, or make a second key for what operates")
     key = api_keys.new_key()
     asked = {"name": name, "sha256": api_keys.digest(key.encode()), "tenant": tenant, "rights": right, "expires": expires}
     entry = {field: value for field, value in asked.items() if value is not None}

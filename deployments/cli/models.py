@@ -5,9 +5,8 @@ holds it; nothing is restarted and no request fails.
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -17,7 +16,8 @@ from cluster.errors import BundleError, ConfigError
 from cluster.fleet.rollout import Guard, RolloutStore, Trial, TrialKind, said_flags, with_flags
 from deployments.cli.audit import AuditLog, audited_here
 from deployments.cli.fields import as_options
-from deployments.cli.server_url import server_url
+from deployments.cli.server import ask, operated
+from deployments.http.models import ModelsOut
 
 app = typer.Typer(no_args_is_help=True, help="Versions of a model: publish, promote, try, roll back. A running cluster follows by itself.")
 ModelDir = Annotated[Path, typer.Option(help="directory with the versions of one model, such as models/ml-1m")]
@@ -129,17 +129,8 @@ def status(
     key: Annotated[str | None, typer.Option(envvar="GENREC_API_KEY", help="API key, where the gateway wants one")] = None,
 ) -> None:
     """What a running cluster says: which version serves, which processes hold it, how the trial goes."""
-    asked = f"{str(server_url(url)).rstrip('/')}/v1/models"
-    try:
-        answer = httpx.get(asked, timeout=10, headers={"authorization": f"Bearer {key}"} if key else {})
-        answer.raise_for_status()
-    except httpx.HTTPError as error:
-        raise ConfigError(f"{asked} could not be read: {error}") from error
-    try:
-        table = _table(answer.json())
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{asked} is not a genrec of this version; give the address of a gateway: --url") from error
-    Console(markup=False).print(table)
+    with operated(url, key) as client:
+        Console(markup=False).print(_table(ask(client, "/v1/models", ModelsOut)))
 
 
 def _flags(given: str) -> dict[str, str | None]:
@@ -150,14 +141,14 @@ def _flags(given: str) -> dict[str, str | None]:
     return {name.strip(): None if value.strip() == "null" else value.strip() for name, _, value in named}
 
 
-def _table(told: dict[str, Any]) -> Table:
-    table = Table("version", "role", "held by", "answers", "degraded", "p95 ms", "overlap", title=f"{told['model_version']} is stable")
-    for one in told["versions"]:
-        held = ", ".join(f"{count} {role}" for role, count in one["holders"].items()) + "".join(f"; {why}" for why in one["obstacles"])
-        figures = [one["requests"], one["degraded"], one["p95_ms"], one["overlap"]]
+def _table(told: ModelsOut) -> Table:
+    table = Table("version", "role", "held by", "answers", "degraded", "p95 ms", "overlap", title=f"{told.model_version} is stable")
+    for one in told.versions:
+        held = ", ".join(f"{count} {role}" for role, count in one.holders.items()) + "".join(f"; {why}" for why in one.obstacles)
+        figures = [one.requests, one.degraded, one.p95_ms, one.overlap]
         table.add_row(
-            str(one["version"]),
-            with_flags(one["role"], one.get("flags", {})),
+            str(one.version),
+            with_flags(one.role, one.flags),
             held,
             *("" if figure is None else f"{figure:g}" for figure in figures),
         )

@@ -76,7 +76,7 @@ def serve_command() -> str:
     beside = Path(sys.executable).with_name("serve")
     found = str(beside) if beside.is_file() else shutil.which("serve")
     if not found:
-        raise ConfigError("Ray Serve's command `serve` was not found; install genrec in this environment: pip install 'genrec[cpu]'")
+        raise ConfigError("Ray Serve's command `serve` was not found; install genrec with its extra cpu in this environment")
     return found
 
 

@@ -4,11 +4,10 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import httpx
 import typer
-from pydantic import BaseModel, ValidationError
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -17,15 +16,12 @@ from rich.text import Text
 
 from cluster.errors import ConfigError
 from cluster.fleet.rollout import with_flags
-from deployments.cli.server_url import server_url
+from deployments.cli.server import ask, operated
 from deployments.http.event_messages import CacheOut
 from deployments.http.messages import BackendOut, BackendsOut
 from deployments.http.models import ModelsOut
 from deployments.http.playground import GatewayOut
 from deployments.telemetry.monitor import Alert, Alerts, Look, Thresholds, problems_of, refused_per_s
-
-MessageT = TypeVar("MessageT", bound=BaseModel)
-ASK_WITHIN_S = 10.0
 
 
 def top(
@@ -47,8 +43,7 @@ def top(
 ) -> None:
     """Watch a running service: engines, queue, caches, versions, and what is beyond the thresholds. Ctrl-C ends it."""
     limits = Thresholds(p99_ms, failed_share, refused_per_s, least_hit_rate)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(base_url=server_url(url), headers=headers, timeout=ASK_WITHIN_S) as client:
+    with operated(url, key) as client:
         if once:
             raise typer.Exit(_check(Service(client), limits, interval_s, as_json=as_json))
         _watch(Service(client), limits, Alerts(hold_s), interval_s)
@@ -62,21 +57,10 @@ class Service:
 
     def look(self) -> Look:
         """The service's figures now. Raises ConfigError where it does not answer."""
-        backends, gateway = self._ask("/v1/backends", BackendsOut), self._ask("/v1/gateway", GatewayOut)
-        return Look(time.monotonic(), backends, gateway, self._ask("/v1/cache", CacheOut), self._ask("/v1/models", ModelsOut))
-
-    def _ask(self, path: str, kind: type[MessageT]) -> MessageT:
-        try:
-            response = self._client.get(path)
-            response.raise_for_status()
-            return kind.model_validate(response.json())
-        except httpx.HTTPStatusError as error:
-            cure = "give an operator's key as GENREC_API_KEY" if error.response.status_code in (401, 403) else error.response.text[:200]
-            raise ConfigError(f"{self.url}{path} answered {error.response.status_code}; {cure}") from error
-        except httpx.HTTPError as error:
-            raise ConfigError(f"no server answers at {self.url} ({error}); give the service's --url") from error
-        except (ValueError, ValidationError) as error:
-            raise ConfigError(f"{self.url}{path} is not a genrec of this version") from error
+        backends, gateway = ask(self._client, "/v1/backends", BackendsOut), ask(self._client, "/v1/gateway", GatewayOut)
+        return Look(
+            time.monotonic(), backends, gateway, ask(self._client, "/v1/cache", CacheOut), ask(self._client, "/v1/models", ModelsOut)
+        )
 
 
 def _check(service: Service, limits: Thresholds, interval_s: float, *, as_json: bool) -> int:

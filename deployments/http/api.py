@@ -125,7 +125,7 @@ def recommend_directly(service: Service, limits: Callable[[], GatewaySettings]) 
 
     async def answer(message: RecommendBody, caller: Caller, scope: Scope) -> bytes | ASGIApp:
         _check_limits(message, limits())
-        tenant = caller.acts_for(message.tenant or None)
+        tenant = caller.acts_for(message.tenant)
         request = message.to_value(tenant, caller.arrived)
         accepted = b",".join([value for name, value in scope["headers"] if name == b"accept"]).decode("latin-1")
         if media_type := streaming.wanted(accepted):
@@ -224,9 +224,11 @@ def _health(service: Service) -> APIRouter:
 
 def _give_tenants(messages: Sequence[RecommendIn], caller: Caller) -> None:
     """Fill in the tenants that are left out, and charge each of them for its requests."""
+    charged = Counter[str]()
     for message in messages:
-        message.tenant = caller.named(message.tenant if "tenant" in message.model_fields_set else None)
-    caller.charge(Counter(message.tenant for message in messages))
+        message.tenant = tenant = caller.named(message.tenant)
+        charged[tenant] += 1
+    caller.charge(charged)
 
 
 def _check_limits(message: RecommendIn | RecommendBody, limits: GatewaySettings, prefix: str = "") -> None:

@@ -7,7 +7,7 @@ with the same meaning; what it refuses goes to pydantic, which converts it or sa
 from typing import Annotated, TypeAlias
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
 from cluster.config import MOST_ENTRIES, TENANT
 from cluster.ranking import RankingRequest, Task
@@ -45,7 +45,7 @@ class RecommendBody(Struct, forbid_unknown_fields=True):
     exclude_seen: bool = True
     blocked: Names = []
     allowed: Names | None = None
-    tenant: Tenant | UnsetType = UNSET
+    tenant: Tenant | None = None
     strategy: Strategy | None = None
     diversity: Share = 0.0
     freshness: Share = 0.0
@@ -88,7 +88,7 @@ class RankBody(Struct, forbid_unknown_fields=True):
     behaviours: Behaviours | None = None
     weights: Annotated[dict[Task, Annotated[float, Meta(ge=0, le=1_000_000)]], Meta(min_length=1)] | None = None
     request_time: Timestamp | None = None
-    tenant: Tenant | UnsetType = UNSET
+    tenant: Tenant | None = None
     deadline_ms: Milliseconds | None = None
 
     def to_value(self, tenant: str, arrived: float | None) -> RankingRequest:

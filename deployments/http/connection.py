@@ -16,6 +16,7 @@ from typing import Any, Self
 from starlette.types import Message, Receive, Send
 
 from cluster.config import GatewaySettings
+from deployments.http import pieces
 from deployments.http.problems import BodyTooLarge, TooSlow, overloaded
 
 SMALL = 2**16
@@ -71,12 +72,12 @@ class Turns:
 
 class Connection:
     """`status`: of the response, 0 until it starts. `first_byte_at`: when it started, on `clock`. `headers`: gives further headers of the
-    response, and is called as it starts.
+    response, and is called as it starts. `whole`: the body has been read.
     """
 
     def __init__(self, receive: Receive, send: Send, clock: Callable[[], float]) -> None:
         self._receive, self._send, self._clock = receive, send, clock
-        self.status, self.body, self.held = 0, b"", 0
+        self.status, self.body, self.held, self.whole = 0, b"", 0, False
         self.first_byte_at: float | None = None
         self.headers: Callable[[], Sequence[tuple[bytes, bytes]]] = tuple
         self._given = False  # the body, to an ASGI application
@@ -127,7 +128,7 @@ class Connection:
             more = message.get("more_body", False)
         self._timer.cancel()
         self._timer = loop.call_later(WATCH_AFTER_S, self.watch)
-        self.body = parts[0] if len(parts) == 1 else b"".join(parts)
+        self.body, self.whole = parts[0] if len(parts) == 1 else b"".join(parts), True
 
     def _part(self, message: Message, max_bytes: int, budget: BodyBudget) -> bytes:
         if message["type"] == "http.disconnect":
@@ -157,12 +158,18 @@ class Connection:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
+        """What an ASGI application sends. A large body goes in pieces: the call ends no earlier than all but the last are read."""
         if message["type"] == "http.response.start":
             self.status, self.first_byte_at = message["status"], self._clock()
             message["headers"] = [*message.get("headers", ()), *self.headers()]
-        elif not message.get("more_body", False):
-            self._responded = True  # what a server tells after that is the end of the exchange, not a client that left
-        await self._send(message)
+            await self._send(message)
+            return
+        body, more = message.get("body", b""), message.get("more_body", False)
+        while len(body) > pieces.PIECE:
+            await self._send({"type": "http.response.body", "body": body[: pieces.PIECE], "more_body": True})
+            body = body[pieces.PIECE :]
+        self._responded = not more  # what a server tells after that is the end of the exchange, not a client that left
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def respond(self, body: bytes) -> None:
         """Send a whole answer in JSON, 200."""

@@ -30,6 +30,7 @@ from deployments.http import api_pages, problems
 from deployments.http.batches import Batches
 from deployments.http.callers import ANONYMOUS, INTERACTIVE, NO_LIMIT, Caller
 from deployments.http.connection import SMALL, BodyBudget, Connection, Turns
+from deployments.http.origins import foreign_host
 from deployments.http.places import Places
 from deployments.http.playground import PATHS
 
@@ -38,6 +39,10 @@ IsSlow = Callable[[Scope, bytes], bool]
 RouteOf = Callable[[Scope], str]
 OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS | api_pages.PATHS
 """Paths that need no key and no place. Every other path is protected, whether there is a route or not."""
+PROBED = frozenset({"/healthz", "/readyz"})
+"""Open paths that are answered however many others are."""
+MOST_OPEN = 64
+"""How many requests of the other open paths are answered at a time."""
 OPERATION = ("/v1/backends", "/v1/cache", "/v1/gateway", "/v1/models")
 """Where operators call. They need no place: their calls may be what ends an overload."""
 OR_NONE = "; or leave the header out: a caller without a key may read and store events"
@@ -46,7 +51,7 @@ OTHER = "other"
 BATCHES = "/v1/recommend:batch"
 BATCH = 6
 """Urgency of a batch without a Priority header."""
-_HEADERS = frozenset({b"authorization", b"content-length", b"priority"})
+_HEADERS = frozenset({b"authorization", b"content-length", b"host", b"priority"})
 _URGENCY = re.compile(rb"(?:^|,)[ \t]*u=([0-7])[ \t]*(?:[,;]|$)")
 
 
@@ -83,6 +88,7 @@ class Edge:
         self.batches = Batches(settings.admission, lambda: self._places.admission.places, lambda: self._turned_away(BATCHES, 503))
         self._rates = RateLimiter(settings.rate_limits)
         self._refused: Counter[int] = Counter()
+        self._arriving = self._open = 0  # requests: with bodies on their way, of open paths
 
     def reconfigure(self, settings: GatewaySettings) -> None:
         """Take new settings. Running requests go on; waiting ones wait no longer than the new settings allow."""
@@ -108,7 +114,7 @@ class Edge:
                 operates, urgent = _operates(caller, scope), max(urgency(headers, scope["path"]), caller.most_urgent)
                 if not operates:
                     self._places.check(urgent, caller.tenant)
-                await connection.read(self.settings, self._bodies)
+                await self._read(connection)
                 caller.arrived = self._clock()
                 if len(connection.body) > SMALL and is_slow(scope, connection.body):
                     await self._turn_to_read(connection)
@@ -119,10 +125,26 @@ class Edge:
                 if caller.refused:
                     self._turned_away(route_of(scope), caller.refused)
         except HTTPException as refusal:
-            self._turned_away(route_of(scope), refusal.status_code)
-            await problems.send(refusal, scope["path"], connection.send)
+            await self._refuse(refusal, scope, connection, route_of)
         finally:
             self._places.reading.discard(connection)
+            self._bodies.held -= connection.held
+
+    async def serve_open(self, answer: Answer, path: str, scope: Scope, connection: Connection, route_of: RouteOf) -> None:
+        """Answer a request of an open path, without a key: as `serve`, but for places."""
+        connection.headers, counted = self._capacity_header, path not in PROBED
+        self._open += counted
+        try:
+            with connection:
+                self._check_length(dict(scope["headers"]))
+                if counted and self._open > MOST_OPEN:
+                    raise problems.overloaded(f"{MOST_OPEN} requests of pages and the schema are under way; ask again later", wait_s=1)
+                await self._read(connection)
+                await answer(scope, connection)
+        except HTTPException as refusal:
+            await self._refuse(refusal, scope, connection, route_of)
+        finally:
+            self._open -= counted
             self._bodies.held -= connection.held
 
     async def check_key(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -142,10 +164,24 @@ class Edge:
     def _caller(self, headers: dict[bytes, bytes]) -> Caller:
         """The caller; the request is taken of its rate. Raises the HTTPException that refuses the request."""
         self._check_length(headers)
+        if self.settings.unguarded and (problem := foreign_host(headers.get(b"host", b"").decode("latin-1"), tuple(self.settings.hosts))):
+            raise problems.forbidden(problem)
         caller = Caller(identify(headers, self.settings, self._now), self._take)
         if caller.tenant is not None:
             caller.pay(caller.tenant, 1)
         return caller
+
+    async def _read(self, connection: Connection) -> None:
+        self._arriving += 1
+        try:
+            await connection.read(self.settings, self._bodies)
+        finally:
+            self._arriving -= 1
+
+    async def _refuse(self, refusal: HTTPException, scope: Scope, connection: Connection, route_of: RouteOf) -> None:
+        self._turned_away(route_of(scope), refusal.status_code)
+        unread = not connection.whole and _is_large(dict(scope["headers"]))
+        await problems.send(refusal, scope["path"], connection.send, unread=unread)
 
     async def _turn_to_read(self, connection: Connection) -> None:
         """Wait for the body's turn to be read. Raises HTTPException (503) where it would come too late."""
@@ -187,10 +223,10 @@ class Edge:
         return self._rates.take(tenant, cost, self._clock(), self._gateways(), paid)
 
     def _capacity_header(self) -> tuple[tuple[bytes, bytes]]:
-        """How many requests this gateway takes, beyond which `haproxy.sh` refuses others. Requests that hold no place count too: batches
-        that were taken on, and answers that are being read.
+        """How many requests this gateway takes, beyond which `haproxy.sh` refuses others. Requests that hold no place count too: bodies on
+        their way, batches that were taken on, answers that are being read, and open paths.
         """
-        return ((b"genrec-most", b"%d" % (self._places.most() + self.batches.taken_on)),)
+        return ((b"genrec-most", b"%d" % (self._places.most() + self._arriving + self.batches.taken_on + self._open)),)
 
 
 def identify(headers: Mapping[bytes, bytes], settings: GatewaySettings, now: Callable[[], float]) -> ApiKeySettings | None:
@@ -203,12 +239,18 @@ def identify(headers: Mapping[bytes, bytes], settings: GatewaySettings, now: Cal
     scheme, _, presented = said.partition(b" ")
     if scheme.lower() != b"bearer":
         raise problems.unauthorized(f"give your API key: `Authorization: Bearer genrec_...`{OR_NONE if settings.allow_anonymous else ''}")
-    key = api_keys.find(presented.strip(), settings.api_keys)
+    key = api_keys.find(presented.strip(b" "), settings.api_keys)  # in one spelling, by which `haproxy.sh` counts a key's requests
     if key is None:
         raise problems.unauthorized("this API key is not known here; ask the operator of this service for one", error="invalid_token")
     if key.expires is not None and key.expires.timestamp() <= now():
         raise problems.unauthorized(f"this API key has expired ({key.expires:%Y-%m-%d %H:%M %Z}); use its successor", error="invalid_token")
     return key
+
+
+def _is_large(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a body may be more than a proxy has taken in whole before it hands the request on."""
+    length = headers.get(b"content-length", b"0")
+    return b"transfer-encoding" in headers or not length.isdigit() or int(length[:20]) > SMALL // 2
 
 
 def _target_s(settings: GatewaySettings) -> float:

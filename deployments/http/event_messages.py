@@ -9,7 +9,7 @@ from cluster.dataset import Catalogue
 from cluster.events.rules import LARGEST_BATCH
 from cluster.events.store import Event, Stored
 from cluster.values import Action, Behaviour
-from deployments.http.messages import ONE, SEVERAL, ItemId, Message, Tenant, Timestamp, UserId
+from deployments.http.messages import ONE, SEVERAL, TENANT_SAID, ItemId, Message, Tenant, Timestamp, UserId
 
 IdempotencyKey = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]{1,200}$")]
 LATEST_S = 86_400
@@ -30,7 +30,7 @@ class EventIn(Message):
     action: Action = Action.VIEW
     value: float | None = Field(None, allow_inf_nan=False, ge=-1e12, le=1e12, description="a rating, price or dwell time")
     timestamp: Annotated[Timestamp, AfterValidator(_not_in_the_future)] | None = Field(None, description="when; default: as it arrives")
-    tenant: Tenant = "default"
+    tenant: Tenant | None = Field(None, description=TENANT_SAID)
     idempotency_key: IdempotencyKey | None = Field(
         None, description="an event sent again with the same key is stored once; unique within a tenant"
     )
@@ -38,7 +38,7 @@ class EventIn(Message):
     def to_value(self, key: str | None) -> Event:
         arrived = self.timestamp is None
         behaviour = Behaviour(self.item_id, int(time.time()) if self.timestamp is None else self.timestamp, self.action, self.value)
-        return Event(self.user_id, behaviour, self.tenant, self.idempotency_key or key, dated_on_arrival=arrived)
+        return Event(self.user_id, behaviour, self.tenant or "default", self.idempotency_key or key, dated_on_arrival=arrived)
 
 
 class EventsIn(Message):

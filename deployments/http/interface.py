@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.metrics import CLIENTS_GONE, HTTP_DURATION, HTTP_REQUESTS, SILENT, Meter
@@ -50,8 +52,8 @@ class HttpInterface:
             return await self.fastapi(scope, receive, send)
         began, connection = perf_counter(), self.edge.connection(receive, send)
         try:
-            if _path(scope) in OPEN:
-                await self.fastapi(scope, receive, connection.send)
+            if (path := _path(scope)) in OPEN:
+                await self.edge.serve_open(self._answer, path, scope, connection, self._route)
             else:
                 await self.edge.serve(self._answer, scope, connection, self._is_slow, self._route)
         except Exception:
@@ -71,10 +73,17 @@ class HttpInterface:
             with suppress(*REFUSED):
                 route.decoder.decode(body)
                 return False
+        elif not self._reads_body(scope):
+            return False
         most = max(MOST_VALUES, self.edge.settings.max_body_bytes // 10)
         if body.count(b",") > most:
             raise problems.BodyTooLarge(most, "values")
         return True
+
+    def _reads_body(self, scope: Scope) -> bool:
+        """Whether one of FastAPI's routes reads the body of such a request."""
+        reading = (route for route in self.fastapi.routes if isinstance(route, APIRoute) and route.body_field)
+        return any(route.matches(scope)[0] is Match.FULL for route in reading)
 
     async def _answer(self, scope: Scope, connection: Connection) -> None:
         route = self._direct_route(scope)

@@ -25,13 +25,16 @@ def _as_text(value: Any) -> Any:
 
 def _in_seconds(value: int) -> int:
     if value > LATEST_TIMESTAMP:
-        raise ValueError(f"{value} is after the year 2100; timestamps are whole seconds since 1970, not milliseconds")
+        raise ValueError(
+            f"{value if value < 10**20 else 'it'} is after the year 2100; timestamps are whole seconds since 1970, not milliseconds"
+        )
     return value
 
 
 ItemId = Annotated[str, StringConstraints(min_length=1, max_length=256), BeforeValidator(_as_text)]
 UserId = Annotated[str, StringConstraints(min_length=1, max_length=256), BeforeValidator(_as_text)]
 Tenant = Annotated[str, StringConstraints(pattern=f"^{TENANT.pattern}$")]
+TENANT_SAID = "the customer that the user belongs to, where several share a cluster. Default: the API key's tenant, or `default`"
 Timestamp = Annotated[
     int,
     Field(ge=0, description="whole seconds since 1970, UTC", json_schema_extra={"maximum": LATEST_TIMESTAMP}),
@@ -125,9 +128,7 @@ class RecommendIn(Message):
     exclude_seen: bool = Field(True, description="leave out the items in `behaviours`")
     blocked: ItemIds = Field([], description="items that must not be recommended")
     allowed: ItemIds | None = Field(None, description="if given, only these items may be recommended")
-    tenant: Tenant = Field(
-        "default", description="the customer that the request belongs to, if several share a cluster; it does not change the answer"
-    )
+    tenant: Tenant | None = Field(None, description=TENANT_SAID)
     strategy: Strategy | None = Field(
         None,
         description="retrieval: the items nearest to the user's state; generative: those that the decoder names; unified: both lists "
@@ -159,7 +160,7 @@ class RecommendIn(Message):
 
     def to_value(self, arrived: float | None = None) -> RecommendRequest:
         """See RecommendBody.to_value."""
-        return msgspec.convert(self.model_dump(exclude_unset=True), RecommendBody).to_value(self.tenant, arrived)
+        return msgspec.convert(self.model_dump(exclude_unset=True), RecommendBody).to_value(self.tenant or "default", arrived)
 
 
 class RecommendBatchIn(Message):

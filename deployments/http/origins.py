@@ -4,8 +4,11 @@ rebinding) has an origin like the service's own; the name in `Host` gives it awa
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from ipaddress import ip_address
 from urllib.parse import urlsplit
+
+_SHOWN = 100
 
 
 def foreign_page(headers: Mapping[str, str], hosts: Sequence[str], *, anonymous: bool) -> str | None:
@@ -16,9 +19,19 @@ def foreign_page(headers: Mapping[str, str], hosts: Sequence[str], *, anonymous:
     page = None if origin is None else origin.partition("://")[2].lower()
     if page is not None and (not page or page != host.lower()) and _name(page) not in hosts:
         return f"a page of {origin!r} may not operate this service at {host!r}; if it is its own page, name its host in gateway.hosts"
-    if anonymous and not _is_local(_name(host)) and _name(host) not in hosts:
-        return f"this service is not known as {host!r}; call it by an address or localhost, name it in gateway.hosts, or configure api_keys"
-    return None
+    return foreign_host(host, tuple(hosts)) if anonymous else None
+
+
+@lru_cache(maxsize=100)
+def foreign_host(host: str, hosts: tuple[str, ...]) -> str | None:
+    """Why a call to this host, as `Host` has it, may be that of a page with a name which was made to resolve to this service, and the cure;
+    None where it is not.
+    """
+    name = _name(host)
+    if _is_local(name) or name in [one.lower() for one in hosts]:
+        return None
+    shown = host[:_SHOWN]
+    return f"this service is not known as {shown!r}; call it by an address or localhost, name it in gateway.hosts, or configure api_keys"
 
 
 def _name(netloc: str) -> str:

@@ -1,4 +1,6 @@
-"""A large answer, sent piece by piece: a server takes all of one message at once, and holds what a slow reader leaves of it."""
+"""An answer that may be large. A server takes all of one message at once, and holds what a slow reader leaves of it: so a connection sends
+pieces, each as the one before is taken (connection.py), and what such answers take up is counted here.
+"""
 
 from collections.abc import Callable
 
@@ -9,9 +11,7 @@ PIECE = 2**16
 
 
 class InPieces(Response):
-    """A JSON answer, sent as fast as its reader takes it: the call ends no earlier than all pieces but the last are read. Where there are
-    several pieces, `computed` is given the size of the answer in bytes before the first.
-    """
+    """A JSON answer. Where it is sent in several pieces, `computed` is given its size in bytes before the first."""
 
     media_type = "application/json"
 
@@ -23,6 +23,4 @@ class InPieces(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         if len(self.body) > PIECE:
             self._computed(len(self.body))
-        for start in range(0, len(self.body), PIECE):
-            piece, more = self.body[start : start + PIECE], start + PIECE < len(self.body)
-            await send({"type": "http.response.body", "body": piece, "more_body": more})
+        await send({"type": "http.response.body", "body": self.body})

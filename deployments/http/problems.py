@@ -12,6 +12,7 @@
 
 import logging
 import reprlib
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from itertools import islice
@@ -137,11 +138,14 @@ def headers_of(error: Exception) -> Mapping[str, str]:
             return {}
 
 
-async def send(error: Exception, path: str, send: Send) -> None:
-    """Answer an ASGI request with an error, at the least cost."""
-    problem, headers = problem_of(path, error), headers_of(error)
+async def send(error: Exception, path: str, send: Send, *, unread: bool = False) -> None:
+    """Answer an ASGI request with an error, at the least cost. `unread`: the body may still be on its way. HAProxy would keep the exchange
+    until it is there; told the answer in a header, it gives that itself, and ends it (`haproxy.sh`).
+    """
+    problem, headers = problem_of("" if unread else path, error), headers_of(error)
     body = problem.model_dump_json().encode()
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    raw += [(b"genrec-unread", b64encode(body))] if unread else []
     raw += [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": problem.status, "headers": raw})
     await send({"type": "http.response.body", "body": body})
@@ -161,7 +165,7 @@ def field_path(location: Sequence[Any]) -> str:
     """``("body", "behaviours", 3, "timestamp")`` -> ``behaviours[3].timestamp``."""
     steps = [step for step in location if step not in {ONE, SEVERAL}]
     steps = steps[1:] if steps and steps[0] in {"body", "path", "query", "header"} else steps
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step[:_SHOWN_CHARACTERS]}" for step in steps).removeprefix(".")
     return text.encode("utf-8", "backslashreplace").decode() or "body"  # a key may hold what JSON cannot carry back
 
 

@@ -1,7 +1,7 @@
 """POST /v1/rank: given candidates, in the order in which a user would want them."""
 
 from collections.abc import Callable
-from typing import Annotated, Protocol, Self
+from typing import Annotated, Protocol
 
 import msgspec
 from fastapi import APIRouter, Response
@@ -15,7 +15,7 @@ from deployments.http.answer_json import Fields, as_json, stage_fields
 from deployments.http.bodies import RankBody
 from deployments.http.callers import Caller, CallerHere
 from deployments.http.interface import DirectRoute
-from deployments.http.messages import Behaviours, ItemIds, ItemOut, Message, StageOut, Tenant, Timestamp, UserId, few_fields
+from deployments.http.messages import TENANT_SAID, Behaviours, ItemIds, ItemOut, Message, StageOut, Tenant, Timestamp, UserId, few_fields
 from deployments.http.pieces import InPieces
 
 
@@ -53,14 +53,12 @@ class RankIn(Message):
         "a rating's as its place on the scale of the data, 0 to 1): what showing the item is worth. Default: as the model's training chose",
     )
     request_time: Timestamp | None = Field(None, description="the moment to rank for; default: now")
-    tenant: Tenant = Field(
-        "default", description="the customer that the request belongs to, if several share a cluster; it does not change the answer"
-    )
+    tenant: Tenant | None = Field(None, description=TENANT_SAID)
     deadline_ms: float | None = Field(None, gt=0, le=600_000, allow_inf_nan=False, description="time for the whole answer")
 
     def to_value(self, arrived: float | None = None) -> RankingRequest:
         """See RankBody.to_value."""
-        return msgspec.convert(self.model_dump(exclude_unset=True), RankBody).to_value(self.tenant, arrived)
+        return msgspec.convert(self.model_dump(exclude_unset=True), RankBody).to_value(self.tenant or "default", arrived)
 
 
 class RankedItemOut(ItemOut):
@@ -79,10 +77,6 @@ class RankOut(Message):
     model_version: str
     unknown_items: list[str] = Field(description="item ids of the request that the catalogue does not hold")
 
-    @classmethod
-    def from_value(cls, answer: Ranking) -> Self:
-        return cls.model_validate(ranking_fields(answer))
-
 
 def ranking_routes(service: RankingService, limits: Callable[[], GatewaySettings]) -> APIRouter:
     routes = APIRouter()
@@ -91,8 +85,7 @@ def ranking_routes(service: RankingService, limits: Callable[[], GatewaySettings
     async def rank(message: RankIn, caller: CallerHere) -> Response:
         """Order given candidates for one user, with a prediction for each of the model's tasks."""
         _check_limits(message, limits())
-        message.tenant = caller.named(message.tenant if "tenant" in message.model_fields_set else None)
-        caller.acts_for(message.tenant)
+        message.tenant = caller.acts_for(message.tenant)
         answer = await service.rank(message.to_value(caller.arrived))
         return InPieces(as_json(ranking_fields(answer)), caller.place.computed)
 
@@ -104,7 +97,7 @@ def rank_directly(service: RankingService, limits: Callable[[], GatewaySettings]
 
     async def answer(message: RankBody, caller: Caller, _: Scope) -> bytes:
         _check_limits(message, limits())
-        request = message.to_value(caller.acts_for(message.tenant or None), caller.arrived)
+        request = message.to_value(caller.acts_for(message.tenant), caller.arrived)
         return as_json(ranking_fields(await service.rank(request)))
 
     return DirectRoute(msgspec.json.Decoder(RankBody), answer)

@@ -113,9 +113,11 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
 def _give_tenants(message: EventIn | EventsIn, caller: CallerHere) -> None:
     """Fill in the tenants that are left out, and charge each of them for the call."""
     events = message.events if isinstance(message, EventsIn) else [message]
+    charged = Counter[str]()
     for event in events:
-        event.tenant = caller.named(event.tenant if "tenant" in event.model_fields_set else None)
-    caller.charge(Counter({event.tenant: 1 for event in events}), right="events")
+        event.tenant = tenant = caller.named(event.tenant)
+        charged[tenant] = 1
+    caller.charge(charged, right="events")
 
 
 def _events_of(message: EventIn | EventsIn, key: str | None, most: int) -> list[Event]:

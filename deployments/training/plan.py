@@ -67,7 +67,7 @@ class DecoderPlan:
         if self.prompt_length < 1:
             raise ConfigError(f"--prompt-length {self.prompt_length}: a decoder is prompted with at least one state; give 1 or more")
         if find_spec("transformers") is None:
-            cure = "run: pip install 'genrec[cpu]', or train with --decoder none"
+            cure = "install genrec with its extra cpu, or train with --decoder none"
             raise ConfigError(f"--decoder {self.size}: transformers is not installed; {cure}")
 
     @property

@@ -350,7 +350,7 @@ def _unix_socket(path: str) -> socket.socket:
 def _one_spelling(authorization: str) -> str:
     """One spelling for all that a gateway takes for the same: a caller that writes `bearer`, or more spaces, is the same caller."""
     scheme, _, key = authorization.partition(" ")
-    return f"{scheme.lower()} {key.strip()}".strip()
+    return f"{scheme.lower()} {key.strip(' ')}".strip()
 
 
 def _closed() -> HTTPException:

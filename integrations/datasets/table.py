@@ -95,10 +95,10 @@ def _column(table: Table, role: str, given: str | None) -> str:
     found = [name for name in ([given] if given else USUAL_NAMES[role]) if name in table.names]
     option = f"--item-{role}-column" if role in ("id", "title") else f"--{role}-column"
     if not found:
-        sought = repr(given) if given else f"any of {', '.join(USUAL_NAMES[role])}"
+        lacking = f"no column {given!r} for the {role}" if given else f"no column for the {role}: looked for {', '.join(USUAL_NAMES[role])}"
         undivided = isinstance(table, TextTable) and len(table.names) == 1
         cure = f"Name it with {option}" + (", or say with --delimiter what stands between the columns" if undivided else "")
-        raise DataError(f"{table.place} has no column {sought} for the {role}; it has {listed(table.names)}. {cure}")
+        raise DataError(f"{table.place} has {lacking}; it has {listed(table.names)}. {cure}")
     if table.names.count(found[0]) > 1:
         raise DataError(f"{table.place} has several columns {found[0]!r}; name another one with {option}")
     return found[0]

@@ -44,7 +44,7 @@ class TorchEncoder(KeepsRows[KeptStates]):
 
     def get_availability(self, bundle: Bundle) -> Availability:
         if find_spec("torch") is None:
-            return Availability.no("torch is not installed; run: pip install 'genrec[cpu]'")
+            return Availability.no("torch is not installed; install genrec with its extra cpu")
         try:
             bundle.verified(WEIGHTS)
         except BundleError as error:

@@ -16,7 +16,7 @@ class TorchRanker(RankerBackend):
 
     def _check(self, bundle: Bundle) -> None:
         if find_spec("torch") is None:
-            raise BackendUnavailable("torch is not installed; run: pip install 'genrec[cpu]'")
+            raise BackendUnavailable("torch is not installed; install genrec with its extra cpu")
         bundle.verified(RANKER)
 
     def _open(self, bundle: Bundle) -> tuple[RunAppend, RunRank]:

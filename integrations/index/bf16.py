@@ -77,7 +77,7 @@ class Bf16Items(NearestItems):
 
 def needs_torch(index: str, extra: str) -> Availability:
     if find_spec("torch") is None:
-        return Availability.no(f"the index {index!r} needs torch, which is not installed; run: pip install 'genrec[{extra}]'")
+        return Availability.no(f"the index {index!r} needs torch, which is not installed; install genrec with its extra {extra}")
     return Availability.yes()
 
 

@@ -32,7 +32,7 @@ class FaissItems(NearestItems):
     @classmethod
     def get_availability(cls) -> Availability:
         if find_spec("faiss") is None:
-            return Availability.no("the index 'faiss' needs faiss-cpu, which is not installed; run: pip install 'genrec[faiss]'")
+            return Availability.no("the index 'faiss' needs faiss-cpu, which is not installed; install genrec with its extra faiss")
         return Availability.yes()
 
     def search(self, states_BD: FloatArray, counts: Sequence[int]) -> list[Encoded]:

@@ -47,7 +47,7 @@ class OnnxRuntimeEncoder(KeepsRows[KeptStates]):
 
     def get_availability(self, bundle: Bundle) -> Availability:
         if find_spec("onnxruntime") is None:
-            return Availability.no("onnxruntime is not installed; run: pip install 'genrec[cpu]' (or 'genrec[gpu]')")
+            return Availability.no("onnxruntime is not installed; install genrec with its extra cpu (on a GPU machine: gpu)")
         try:
             compiled_graph(bundle, "retrieve", self._precision)
         except BackendUnavailable as error:

@@ -30,7 +30,7 @@ class OnnxRuntimeRanker(RankerBackend):
 
     def _check(self, bundle: Bundle) -> None:
         if find_spec("onnxruntime") is None:
-            raise BackendUnavailable("onnxruntime is not installed; run: pip install 'genrec[cpu]' (or 'genrec[gpu]')")
+            raise BackendUnavailable("onnxruntime is not installed; install genrec with its extra cpu (on a GPU machine: gpu)")
         for graph in GRAPHS:
             compiled_graph(bundle, graph)
 

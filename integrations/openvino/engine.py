@@ -10,7 +10,7 @@ _LOG = logging.getLogger(__name__)
 Precision = Literal["f32", "bf16"]
 CAPACITY = "CPU_RUNTIME_CACHE_CAPACITY"
 """A property that OpenVINO does not document: a later version may not have it."""
-INSTALL = "openvino is not installed; run: pip install 'genrec[openvino]'"
+INSTALL = "openvino is not installed; install genrec with its extra openvino"
 
 
 def known_precision(precision: Precision) -> Precision:

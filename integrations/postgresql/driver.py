@@ -16,7 +16,7 @@ class PostgreSQLDriver:
 
     def get_availability(self) -> Availability:
         if find_spec("asyncpg") is None:
-            return Availability.no("asyncpg is not installed; run: pip install 'genrec[postgresql]'")
+            return Availability.no("asyncpg is not installed; install genrec with its extra postgresql")
         return Availability.yes()
 
     async def open(self, url: str) -> EventStore:

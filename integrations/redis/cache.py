@@ -201,7 +201,7 @@ def prefix_of(application: str) -> str:
 
 def _installed() -> Availability:
     if importlib.util.find_spec("redis") is None:
-        return Availability.no("redis is not installed; run: pip install 'genrec[redis]'")
+        return Availability.no("redis is not installed; install genrec with its extra redis")
     return Availability.yes()
 
 

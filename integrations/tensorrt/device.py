@@ -8,7 +8,7 @@ from cluster.errors import BackendUnavailable
 def gpu_architecture() -> str:
     """The architecture of the current GPU, as ``sm_90``. Raises BackendUnavailable with what is missing."""
     if find_spec("torch") is None:
-        raise BackendUnavailable("torch, which holds the engine's buffers, is not installed; run: pip install 'genrec[gpu]'")
+        raise BackendUnavailable("torch, which holds the engine's buffers, is not installed; install genrec with its extra gpu")
     import torch  # noqa: PLC0415 - seconds, spent only once the cheaper questions are answered
 
     from integrations.hstu.kernels.gpu import without_gpu  # noqa: PLC0415 - imports torch

@@ -13,7 +13,7 @@ from typing import Any
 from cluster.errors import GenrecError
 
 FULL, RTX = "tensorrt", "tensorrt_rtx_bindings"
-CURE = "run: pip install 'genrec[gpu]' on a GPU machine, or 'genrec[cpu]' to build engines anywhere"
+CURE = "install genrec with its extra gpu on a GPU machine, or with cpu to build engines anywhere"
 
 
 def installed() -> list[str]:

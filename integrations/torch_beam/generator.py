@@ -50,7 +50,7 @@ class TorchBeamGenerator:
 
     def get_availability(self, bundle: Bundle) -> Availability:
         if find_spec("torch") is None:
-            return Availability.no("torch is not installed; run: pip install 'genrec[cpu]'")
+            return Availability.no("torch is not installed; install genrec with its extra cpu")
         try:
             bundle.verify_generative()
         except BundleError as error:

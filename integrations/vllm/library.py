@@ -52,7 +52,7 @@ def _problems() -> Iterator[str]:
     """The problems that may keep vLLM from running, "" for none; a later check is made only where the earlier ones found nothing."""
     torch, builds = _installed("torch"), [build for build in (CUDA_BUILD, CPU_BUILD) if _installed(build)]
     if not torch:
-        yield "torch is not installed; run: pip install 'genrec[cpu]'"
+        yield "torch is not installed; install genrec with its extra cpu"
         return
     yield _wrong_number(builds)
     (build,) = builds

@@ -46,7 +46,7 @@ def running_redis(directory, port):
 
 @pytest.fixture(scope="module")
 def redis_url(tmp_path_factory):
-    pytest.importorskip("redis", reason="redis is not installed; run: pip install 'genrec[redis]'")
+    pytest.importorskip("redis", reason="redis is not installed; install genrec with its extra redis")
     with running_redis(tmp_path_factory.mktemp("redis"), free_port()) as url:
         yield url
 
@@ -303,7 +303,7 @@ async def test_knows_the_entry_of_a_waiter_that_was_cancelled_no_more_and_serves
 
 
 async def test_a_redis_that_was_restarted_serves_again_and_refuses_what_began_before(tmp_path):
-    pytest.importorskip("redis", reason="redis is not installed; run: pip install 'genrec[redis]'")
+    pytest.importorskip("redis", reason="redis is not installed; install genrec with its extra redis")
     port = free_port()
     with running_redis(tmp_path, port) as url:
         cache = ShardedCache({"redis": RedisCache(url, "contract:")}, PATIENT)
@@ -422,7 +422,7 @@ async def test_an_entry_whose_index_redis_has_lost_is_erased_all_the_same(redis_
 
 
 async def test_where_redis_evicts_an_index_before_its_entries_an_erasure_counts_all_the_same(tmp_path):
-    pytest.importorskip("redis", reason="redis is not installed; run: pip install 'genrec[redis]'")
+    pytest.importorskip("redis", reason="redis is not installed; install genrec with its extra redis")
     with running_redis(tmp_path, free_port()) as url, server_at(url) as server:
         cache = ShardedCache({"redis": RedisCache(url, "full:")}, PATIENT)
         await put(cache, {ADA: entry(), Key("tenant", "bob", "1"): entry()})
@@ -457,7 +457,7 @@ async def test_where_redis_evicts_an_index_before_its_entries_an_erasure_counts_
 @pytest.mark.parametrize("others", [0, 3])
 async def test_where_redis_has_no_room_for_an_erasure_all_that_it_keeps_counts_as_erased(tmp_path, others):
     """With `noeviction`, or where erasures alone take up the memory; `others`: erasures that it knows already."""
-    pytest.importorskip("redis", reason="redis is not installed; run: pip install 'genrec[redis]'")
+    pytest.importorskip("redis", reason="redis is not installed; install genrec with its extra redis")
     with running_redis(tmp_path, free_port()) as url, server_at(url) as server:
         cache = ShardedCache({"redis": RedisCache(url, "full:")}, PATIENT)
         await put(cache, {ADA: entry(), Key("tenant", "bob", "1"): entry()})

@@ -186,7 +186,7 @@ def test_what_listens_for_other_machines_has_keys_or_is_refused():
     ours = [yaml.safe_load((LAUNCH / name).read_text()) for name in ("one_machine.yaml", "ray_config.yaml")]
     assert [is_loopback(config["http_options"]["host"]) for config in ours] == [True, True]
     config = yaml.safe_load(ray_service()["serveConfigV2"])
-    with pytest.raises(ConfigError, match=r"genrec keys new --name operator --right operate"):
+    with pytest.raises(ConfigError, match=r"genrec keys new --name shop"):
         require_keys(settings_of(config), config["http_options"]["host"])
     for name in DOCKERFILES:  # the file within must have keys, or `genrec serve` refuses it
         assert '"--host", "0.0.0.0"' in (LAUNCH / name).read_text()

@@ -32,7 +32,7 @@ HISTORY = {"user_id": "ada", "cache": "bypass", "behaviours": behaviours(3, 14, 
 @pytest.fixture(scope="module")
 def cluster(compiled_hstu, tmp_path_factory) -> Iterator[LocalCluster]:
     """A gateway and an encoder on each of two worker nodes; what the head knows is in Redis."""
-    pytest.importorskip("redis", reason="redis is not installed; run: pip install 'genrec[redis]'")
+    pytest.importorskip("redis", reason="redis is not installed; install genrec with its extra redis")
     directory = tmp_path_factory.mktemp("nodes")
     shutil.copytree(compiled_hstu.path.parent, directory / "tiny")
     changes = {

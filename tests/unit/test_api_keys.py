@@ -106,6 +106,18 @@ def test_the_command_prints_a_key_once_and_the_entry_that_lets_it_in(name):
     assert (added.name, added.tenant, added.rights, added.expires) == (name, "shop", ["read", "events", "erase"], None)
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--right", "read", "--right", "op"), "--right op is no right; choose from read, events, erase, operate"),
+        (("--right", "operate", "--tenant", "shop"), "--right operate acts for all tenants; leave --tenant out"),
+    ],
+)
+def test_the_command_names_the_option_that_is_wrong_and_makes_no_key(options, problem):
+    made = CliRunner().invoke(app, ["new", "--name", "a", *options])
+    assert (made.stdout, str(made.exception)[: len(problem)]) == ("", problem)
+
+
 def test_the_command_gives_a_key_the_rights_and_the_expiry_that_are_asked_for():
     made = CliRunner().invoke(app, ["new", "--name", "a", "--right", "read", "--right", "operate", "--expires", "2099-01-31"])
     [line] = [line for line in made.stderr.splitlines() if line.startswith("  - ")]

@@ -436,11 +436,11 @@ def test_bytes_of_another_format_are_no_entry(raw):
 def test_redis_says_how_to_install_it_where_it_is_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     availability = RedisCache.get_availability("redis://127.0.0.1:6379/0")
-    assert (availability.ok, availability.reason) == (False, "redis is not installed; run: pip install 'genrec[redis]'")
+    assert (availability.ok, availability.reason) == (False, "redis is not installed; install genrec with its extra redis")
 
 
 def test_redis_says_where_it_was_not_reached_and_keeps_the_password_to_itself():
-    pytest.importorskip("redis", reason="redis is not installed; run: pip install 'genrec[redis]'")
+    pytest.importorskip("redis", reason="redis is not installed; install genrec with its extra redis")
     availability = RedisCache.get_availability("redis://ada:secret@127.0.0.1:1/0")
     assert not availability.ok
     assert "cannot reach redis at 127.0.0.1:1: " in availability.reason

@@ -229,7 +229,7 @@ def test_columns_and_actions_can_be_named(tmp_path):
 def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
     path = written(tmp_path, "who,item,timestamp\na,x,5\n")
     with pytest.raises(
-        DataError, match=r"no column any of user_id, user, userId for the user; it has who, item, timestamp\. Name it with --user"
+        DataError, match=r"no column for the user: looked for user_id, user, userId; it has who, item, timestamp\. Name it with --user"
     ):
         read_table(path)
     with pytest.raises(DataError, match="no column 'sort' for the action"):

@@ -22,7 +22,7 @@ from integrations.hstu.kernels.projection import by_cutlass, by_torch, chosen
 from integrations.hstu.model import HSTU
 from tests import ptx
 
-ABSENT = "nvidia-cutlass-dsl is not installed (pip install 'genrec[cutlass]')"
+ABSENT = "nvidia-cutlass-dsl is not installed; install genrec with its extra cutlass"
 CONFIG = HSTUConfig(items=10, dim=32, heads=2, attention_dim=8, linear_dim=16)
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 EM_CUDA = 190
@@ -172,7 +172,7 @@ def test_the_projection_is_torchs_unless_asked_otherwise():
 @pytest.mark.parametrize(
     ("package", "changes", "reason"),
     [
-        (None, {}, "nvidia-cutlass-dsl is not installed; run: pip install 'genrec[cutlass]'"),
+        (None, {}, "nvidia-cutlass-dsl is not installed; install genrec with its extra cutlass"),
         ("", {"dim": 50}, "dim is 50; train a model where that is a multiple of 8"),
         ("", {"attention_dim": 5}, "attention_dim + linear_dim) is 84"),
         ("", {}, "no NVIDIA GPU with a driver is usable here"),

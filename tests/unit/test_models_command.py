@@ -1,6 +1,7 @@
 """`genrec models`: what each command does to the model's directory, and what it says."""
 
 import shutil
+from functools import partial
 
 import httpx
 import pytest
@@ -131,28 +132,45 @@ def test_what_is_corrupt_or_no_version_is_not_published(model_dir, tmp_path):
     assert BundleStore(target).versions() == []
 
 
+EACH = {"share": None, "holders": {}, "obstacles": [], "gateways": 0, "degraded": 0, "p95_ms": None, "overlap": None}
 TOLD = {
     "model_version": "tiny/1",
+    "replicas": {},
     "versions": [
-        {"version": 1, "role": "stable", "holders": {"encoder": 2}, "obstacles": [], "requests": 9, "degraded": 0, "p95_ms": 12.5},
-        {"version": 2, "role": "shadow", "holders": {"encoder": 1}, "obstacles": ["it is cut off [/models]"], "requests": 3, "degraded": 1},
-        {"version": 1, "role": "ab", "flags": {"cache": False}, "holders": {}, "obstacles": [], "requests": 4, "degraded": 0},
+        {**EACH, "version": 1, "role": "stable", "holders": {"encoder": 2}, "requests": 9, "p95_ms": 12.5},
+        {
+            **EACH,
+            "version": 2,
+            "role": "shadow",
+            "holders": {"encoder": 1},
+            "obstacles": ["it is cut off [/models]"],
+            "requests": 3,
+            "overlap": 0.8,
+        },
+        {**EACH, "version": 1, "role": "ab", "flags": {"cache": False}, "requests": 4},
     ],
+    "ended": [],
 }
 
 
-def test_the_status_shows_what_a_cluster_tells_and_brings_the_key(monkeypatch):
+def answering(monkeypatch, status=200, **content):
+    """Have all calls answered so; the list of requests, which fills."""
     asked = []
 
-    def get(url, **more):
-        asked.append((url, more["headers"]))
-        versions = [{"p95_ms": None, "overlap": 0.8 if one["role"] == "shadow" else None, **one} for one in TOLD["versions"]]
-        return httpx.Response(200, json={**TOLD, "versions": versions}, request=httpx.Request("GET", url))
+    def answer(request):
+        asked.append(request)
+        return httpx.Response(status, **content)
 
+    client = partial(httpx.Client, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(httpx, "Client", client)
+    return asked
+
+
+def test_the_status_shows_what_a_cluster_tells_and_brings_the_key(monkeypatch):
+    asked = answering(monkeypatch, json=TOLD)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(httpx, "get", get)
-    shown = genrec_models("status", "--url", "http://here:8000", "--key", "secret")[1]
-    assert asked == [("http://here:8000/v1/models", {"authorization": "Bearer secret"})]
+    shown = genrec_models("status", "--url", "http://here:8000/under", "--key", "secret")[1]
+    assert [(str(one.url), one.headers["authorization"]) for one in asked] == [("http://here:8000/under/v1/models", "Bearer secret")]
     for part in ("tiny/1 is stable", "2 encoder", "1 encoder; it is cut off [/models]", "12.5", "0.8", "ab with cache=false"):
         assert part in shown, part
 
@@ -172,8 +190,14 @@ def test_a_directory_without_a_model_is_named_with_the_cure(tmp_path, command):
 
 
 def test_a_cluster_that_cannot_be_reached_is_named():
-    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9/v1/models could not be read"):
+    with pytest.raises(ConfigError, match=r"no server answers at http://127\.0\.0\.1:9 \(.*\); give the service's --url"):
         genrec_models("status", "--url", "http://127.0.0.1:9")
+
+
+def test_a_cluster_that_wants_an_operators_key_is_asked_with_one(monkeypatch):
+    answering(monkeypatch, 401, text="no key")
+    with pytest.raises(ConfigError, match=r"http://here:8000/v1/models answered 401; give an operator's key as GENREC_API_KEY"):
+        genrec_models("status", "--url", "http://here:8000")
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://host:port", "http://host:80000"])
@@ -185,6 +209,6 @@ def test_a_url_that_is_none_is_refused_by_status_and_top(url):
 
 @pytest.mark.parametrize("said", ["<!doctype html>", "[]", "{}"])
 def test_a_server_of_something_else_is_said_to_be_no_genrec(monkeypatch, said):
-    monkeypatch.setattr(httpx, "get", lambda url, **_: httpx.Response(200, text=said, request=httpx.Request("GET", url)))
+    answering(monkeypatch, text=said)
     with pytest.raises(ConfigError, match=r"http://here:8000/v1/models is not a genrec of this version"):
         genrec_models("status", "--url", "http://here:8000/")

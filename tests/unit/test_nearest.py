@@ -216,7 +216,7 @@ def test_auto_searches_on_the_gpu_for_an_engine_that_computes_there(vectors, mon
 )
 def test_says_which_package_an_index_lacks_and_how_to_install_it(vectors, monkeypatch, tmp_path, name, where, package, extra):
     monkeypatch.setattr(f"integrations.index.{where}.find_spec", lambda _: None)
-    reason = f"the index '{name}' needs {package}, which is not installed; run: pip install 'genrec[{extra}]'"
+    reason = f"the index '{name}' needs {package}, which is not installed; install genrec with its extra {extra}"
     assert index_availability(name).reason == reason
     with pytest.raises(BackendUnavailable, match=f"needs {package}"):
         make_index(name, vectors)

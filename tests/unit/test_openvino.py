@@ -63,7 +63,7 @@ def _installed(monkeypatch):
 
 def test_says_how_to_install_it_where_it_is_missing(compiled_hstu, monkeypatch):
     monkeypatch.setattr("integrations.openvino.encoder.find_spec", lambda _: None)
-    assert OpenVinoEncoder().get_availability(compiled_hstu).reason == "openvino is not installed; run: pip install 'genrec[openvino]'"
+    assert OpenVinoEncoder().get_availability(compiled_hstu).reason == "openvino is not installed; install genrec with its extra openvino"
     with pytest.raises(BackendUnavailable, match="not installed"):
         OpenVinoEncoder().load(compiled_hstu)
 

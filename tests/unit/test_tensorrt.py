@@ -23,7 +23,7 @@ from integrations.tensorrt.library import FULL, RTX, load_library, make_logger
 from tests.bundles import random_sequence
 from tests.unit.test_kept_states import assert_agree, growing
 
-rtx = pytest.importorskip(RTX, reason="TensorRT-RTX is not installed; run: pip install 'genrec[cpu]'")
+rtx = pytest.importorskip(RTX, reason="TensorRT-RTX is not installed; install genrec with its extra cpu")
 
 
 def has_gpu():
@@ -108,7 +108,9 @@ def test_an_engine_does_not_load_without_a_driver_and_says_so(compiled_hstu):
 
 def test_is_unavailable_where_no_library_is_installed(compiled_hstu, monkeypatch):
     monkeypatch.setattr(engine_files, "installed", list)
-    assert TensorRTEncoder().get_availability(compiled_hstu).reason.startswith("TensorRT is not installed; run: pip install 'genrec[gpu]'")
+    assert (
+        TensorRTEncoder().get_availability(compiled_hstu).reason.startswith("TensorRT is not installed; install genrec with its extra gpu")
+    )
 
 
 def test_is_unavailable_where_the_bundle_has_no_engine_and_says_which_step_failed(compiled_hstu):

@@ -42,7 +42,7 @@ class TritonEncoder(TorchEncoder):
 
     def get_availability(self, bundle: Bundle) -> Availability:
         if find_spec("triton") is None:
-            return Availability.no("triton is not installed; it comes with torch for NVIDIA GPUs: pip install 'genrec[gpu]'")
+            return Availability.no("triton is not installed; it comes with torch for NVIDIA GPUs: install genrec with its extra gpu")
         if (family := bundle.manifest.model.family) != _FAMILY:
             return Availability.no(f"these kernels are HSTU's and {bundle.version} holds a {family}; serve it with torch")
         if not (eager := super().get_availability(bundle)).ok:

@@ -53,7 +53,7 @@ def cutlass_availability(config: HSTUConfig) -> Availability:
 
 def cutlass_compiles(config: HSTUConfig) -> Availability:
     if find_spec("nvidia_cutlass_dsl") is None:
-        return Availability.no("nvidia-cutlass-dsl is not installed; run: pip install 'genrec[cutlass]'")
+        return Availability.no("nvidia-cutlass-dsl is not installed; install genrec with its extra cutlass")
     for name, width in zip(("dim", "2 * heads * (attention_dim + linear_dim)"), sizes(config), strict=True):
         if width % VECTOR:
             return Availability.no(

@@ -19,7 +19,7 @@ def get_availability(device: str) -> Availability:
     try:
         import torch  # noqa: PLC0415 - the rest of the package works without it
     except ImportError:
-        return Availability.no("torch is not installed (pip install 'genrec[gpu]')")
+        return Availability.no("torch is not installed; install genrec with its extra gpu")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         return Availability.no(f"no CUDA device here; keep states on '{device}' where there is one, and in host memory otherwise")
     return Availability.yes()
