@@ -70,15 +70,21 @@ RULES
 RULES
     # A gateway refuses many requests before their bodies are there. To pass that answer on, HAProxy would keep the exchange, among those that
     # are counted above, until its client has sent the body, which it may never do. So it gives the answer itself, and closes the connection.
-    for status in 401 403 408 413 429 503; do
-        case $status in
-            401) more='hdr WWW-Authenticate %[res.fhdr(www-authenticate)] ' ;;
-            429 | 503) more='hdr Retry-After %[res.hdr(retry-after)] ' ;;
-            *) more= ;;
-        esac
-        echo "    http-response return status $status content-type application/problem+json ${more}lf-string %[res.hdr(genrec-unread),b64dec]" \
-            "if { status $status } { res.hdr(genrec-unread) -m found }"
-    done >> "$config.full"
+    { # By variables: the headers of the gateway's answer are gone when this one is made.
+        unread='if { res.hdr(genrec-unread) -m found }'
+        echo "    http-response set-var(txn.genrec_problem) res.hdr(genrec-unread),b64dec $unread"
+        echo "    http-response set-var(txn.genrec_retry) res.hdr(retry-after) $unread"
+        echo "    http-response set-var(txn.genrec_asks) res.fhdr(www-authenticate) $unread"
+        for status in 401 403 408 413 429 503; do
+            case $status in
+                401) more='hdr WWW-Authenticate %[var(txn.genrec_asks)] ' ;;
+                429 | 503) more='hdr Retry-After %[var(txn.genrec_retry)] ' ;;
+                *) more= ;;
+            esac
+            made="status $status content-type application/problem+json ${more}lf-string %[var(txn.genrec_problem)]"
+            echo "    http-response return $made if { status $status } { var(txn.genrec_problem) -m found }"
+        done
+    } >> "$config.full"
     # `tune.pool`: with a fifth of its descriptors in use, HAProxy would open a connection for each request, and close it.
     sed -i -e '/^global/a\    tune.pool-low-fd-ratio 90\n    tune.pool-high-fd-ratio 95' \
         -e "/^frontend http_frontend/,/^ *bind /{/^ *bind /r $config.rules

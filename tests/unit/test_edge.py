@@ -8,6 +8,7 @@ import logging
 import re
 import socket
 import time
+from base64 import b64decode
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 
@@ -279,6 +280,63 @@ async def test_batches_that_hold_no_place_take_nothing_from_what_the_proxy_is_to
         client.gone.set()
         await client.task
     assert (await served.ask()).headers["genrec-most"] == "4"
+
+
+async def test_bodies_on_their_way_take_nothing_from_what_the_proxy_is_told_either():
+    served = Served(admission={"max_concurrent": 4, "max_queued": 0})
+    clients = [Client(served, body={"user_id": "u" * 100}, chunk=50, parts=1) for _ in range(3)]
+    await settled()
+    assert (await served.http.get("/v1/items/none")).headers["genrec-most"] == "7"
+    for client in clients:
+        client.gone.set()
+        await client.task
+    assert (await served.http.get("/v1/items/none")).headers["genrec-most"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "unread"),
+    [
+        ([(b"content-length", b"1000000")], 401, True),
+        ([(b"transfer-encoding", b"chunked")], 401, True),
+        ([(b"content-length", b"2000000")], 413, True),
+        ([(b"content-length", b"100")], 401, False),
+        ([], 401, False),
+    ],
+    ids=str,
+)
+async def test_a_refusal_before_the_body_is_there_tells_the_proxy_the_answer_that_it_is_to_give(headers, status, unread):
+    """HAProxy has small bodies before it hands a request on; with others it would keep the exchange until their clients have sent them."""
+    served = Served(api_keys=KEYS)
+    client = Client(served, parts=0, headers=headers)
+    await client.task
+    told = dict(client.sent[0]["headers"]).get(b"genrec-unread")
+    assert (client.status, told is not None) == (status, unread)
+    assert told is None or b64decode(told) == client.sent[1]["body"]
+
+
+async def test_pages_go_as_their_readers_take_them_so_many_at_a_time_and_the_proxy_is_told():
+    served = Served(admission={"max_concurrent": 4, "max_queued": 0})
+    page = "/docs/swagger-ui-bundle.js"
+    readers = [SlowReader(served, path=page, method="GET", body="") for _ in range(64)]
+    await settled()
+    assert {reader.status for reader in readers} == {200}
+    assert {len(reader.sent[1]["body"]) for reader in readers} == {PIECE}
+    beyond = await served.http.get(page)
+    assert (beyond.status_code, beyond.headers["retry-after"]) == (503, "1")
+    assert [(await served.http.get(path)).status_code for path in ("/healthz", "/readyz", "/v1/items/none")] == [200, 200, 404]
+    assert (await served.http.get("/v1/items/none")).headers["genrec-most"] == "68"
+    for reader in readers:
+        reader.gone.set()
+        await reader.task
+    assert (await served.http.get(page)).status_code == 200
+
+
+@pytest.mark.virtual_time
+async def test_a_reader_of_a_page_that_never_takes_it_is_left_in_the_end():
+    served = Served(request_within_s=30)
+    reader = SlowReader(served, path="/docs/swagger-ui-bundle.js", method="GET", body="")
+    await reader.task
+    assert (reader.status, len(reader.sent)) == (200, 2)
 
 
 # Deadlines
@@ -680,6 +738,17 @@ async def test_large_bodies_that_are_fast_to_read_and_small_ones_take_no_turns()
 
 
 @pytest.mark.virtual_time
+@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/nothing"), ("DELETE", "/v1/users/u/history")])
+async def test_a_large_body_that_is_not_read_at_all_takes_no_turn(method, path):
+    served = Served(admission={"max_wait_ms": 2500}, slow_bytes_per_s=len(json.dumps(MALFORMED)))
+    useless = [Client(served, path, MALFORMED, method=method) for _ in range(9)]
+    await asyncio.gather(*[client.task for client in useless])
+    events = Client(served, "/v1/events", {"events": [{"user_id": "u", "item_id": "1" * 250}] * 300})
+    await events.task
+    assert ({client.status for client in useless} <= {200, 404}, events.status) == (True, 201)
+
+
+@pytest.mark.virtual_time
 async def test_waiting_to_be_read_counts_against_the_deadline_and_ends_when_the_client_leaves():
     body = {"user_id": "u", "deadline_ms": 5000, "behaviours": [{"item_id": 1, "timestamp": 1}] * 10_000}
     served = Served(slow_bytes_per_s=len(json.dumps(body)), admission={"max_wait_ms": 2500})
@@ -943,6 +1012,17 @@ async def test_an_expired_key_is_told_so_and_its_successor_of_the_same_name_serv
     assert told.json()["detail"] == "this API key has expired (2020-01-31 23:59 UTC); use its successor"
     assert 'error="invalid_token"' in told.headers["www-authenticate"]
     assert {request.tenant for request in served.service.asked} == {"shop"}
+
+
+@pytest.mark.parametrize(
+    "spelled", [b"Bearer \tgenrec_shop", b"Bearer genrec_shop\t", b"Bearer\tgenrec_shop", b"Bearer \x0bgenrec_shop"], ids=str
+)
+def test_a_key_has_one_spelling_by_which_the_proxy_counts_its_requests(spelled):
+    """Each other one would be a caller of its own there."""
+    settings = GatewaySettings.model_validate({"api_keys": KEYS})
+    assert identify({b"authorization": b"bearer   genrec_shop "}, settings, time.time) is settings.api_keys[0]
+    with pytest.raises(HTTPException, match="401"):
+        identify({b"authorization": spelled}, settings, time.time)
 
 
 def test_a_key_serves_until_the_moment_that_it_expires_at():

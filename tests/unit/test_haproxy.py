@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import threading
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -47,6 +48,9 @@ class Answers(BaseHTTPRequestHandler):
     server: Gateway
 
     def do_GET(self) -> None:
+        if self.path.startswith("/unread"):
+            self.refuse_unread(int(self.path.removeprefix("/unread/")))
+            return
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         if self.path != "/-/healthz":
             self.server.asked.append(self.path)
@@ -66,9 +70,27 @@ class Answers(BaseHTTPRequestHandler):
             self.send_header("Genrec-Urgent", "1")
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
+        if self.path == "/paused":
+            self.wfile.write(answer[:1])
+            self.server.gate.wait(300)
+            answer = answer[1:]
         self.wfile.write(answer)
 
     do_POST = do_GET
+
+    def refuse_unread(self, status: int) -> None:
+        """As a gateway refuses a request while its body is on the way."""
+        problem = json.dumps({"title": "No", "status": status, "detail": 'say "please", für alle'}, ensure_ascii=False).encode()
+        self.send_response(status)
+        for name, value in {"Retry-After": "7", "WWW-Authenticate": 'Bearer realm="genrec", error="invalid_token"'}.items():
+            self.send_header(name, value)
+        self.send_header("Genrec-Unread", b64encode(problem).decode())
+        self.send_header("content-length", str(len(problem)))
+        self.end_headers()
+        self.wfile.write(problem)
+        with suppress(ConnectionResetError):
+            self.rfile.read()  # until the proxy closes it
+        self.close_connection = True
 
     def log_message(self, *_: object) -> None: ...
 
@@ -76,7 +98,7 @@ class Answers(BaseHTTPRequestHandler):
 class Proxy:
     """HAProxy before the gateway. `log`: what it sends its log to."""
 
-    def __init__(self, gateway: Gateway, directory: Path, log: socket.socket, limits: dict[str, int]) -> None:
+    def __init__(self, gateway: Gateway, directory: Path, log: socket.socket, limits: dict[str, int], silent_s: int) -> None:
         self.gateway, self.port, self.config, self.log = gateway, free_port(), directory / "haproxy.cfg", log
         self.ports = {"stats_port": free_port(), "metrics_port": free_port()}
         self.url = f"http://127.0.0.1:{self.port}"
@@ -90,6 +112,7 @@ class Proxy:
             nbthread=1,
             timeout_connect_s=1,
             timeout_server_s=300,
+            timeout_client_s=silent_s,
             has_received_routes=True,
             has_received_servers=True,
             **self.ports,
@@ -126,14 +149,14 @@ class Proxy:
 def proxied(tmp_path: Path) -> Iterator[object]:
     with ExitStack() as stack:
 
-        def make(**limits: int) -> Proxy:
+        def make(silent_s: int = 300, **limits: int) -> Proxy:
             gateway = stack.enter_context(Gateway())
             threading.Thread(target=gateway.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
             stack.callback(gateway.shutdown)
             log = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
             log.bind(("127.0.0.1", 0))
             log.settimeout(300)
-            return Proxy(gateway, tmp_path, log, limits)
+            return Proxy(gateway, tmp_path, log, limits, silent_s)
 
         yield make
 
@@ -247,6 +270,33 @@ def test_more_than_a_gateway_takes_is_refused_before_it_and_operators_still_reac
         assert "/refused" not in proxy.gateway.asked
         proxy.gateway.gate.set()
         eventually(lambda: client.get("/x").status_code == 200, "there is room")
+
+
+@pytest.mark.parametrize("status", [401, 403, 408, 413, 429, 503])
+def test_an_upload_that_is_refused_ends_there_and_shuts_no_other_out(proxied, status):
+    """It would be counted among those under way until its client has sent all of it, which it may never do."""
+    sent = f"POST /unread/{status} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n".encode() + bytes(70_000)
+    with proxied().running() as proxy, ExitStack() as open_ones, httpx.Client(base_url=proxy.url, timeout=300) as client:
+        assert client.get("/most").status_code == 200
+        answers = [received(open_ones.enter_context(closing(proxy.connection(sent)))) for _ in range(10)]
+        assert {answer.split(b" ")[1] for answer in answers} == {str(status).encode()}
+        assert problem_of(answers[0]) == {"title": "No", "status": status, "detail": 'say "please", für alle'}
+        head = answers[0].partition(b"\r\n\r\n")[0].lower()
+        assert (b"retry-after: 7" in head, b'error="invalid_token"' in head) == (status in (429, 503), status == 401)
+        assert b"genrec-unread" not in head
+        assert client.get("/x").status_code == 200, "more than 8 would be refused"
+
+
+def test_a_client_that_falls_silent_is_left_and_an_answer_that_pauses_is_not(proxied):
+    upload = b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n" + bytes(70_000)
+    with proxied(silent_s=1).running() as proxy, closing(proxy.connection(b"GET /paused HTTP/1.1\r\nhost: x\r\n\r\n")) as paused:
+        parts = [paused.recv(2**16)]
+        while not parts[-1].endswith(b"\r\n\r\n{"):
+            parts.append(paused.recv(2**16))
+        with closing(proxy.connection(upload)) as silent:
+            received(silent)
+        proxy.gateway.gate.set()
+        assert paused.recv(2**16).endswith(b"}")
 
 
 def test_an_urgent_request_of_a_key_that_may_be_urgent_reaches_a_gateway_that_is_full(proxied):

@@ -220,6 +220,16 @@ async def test_thousands_of_unknown_fields_are_told_as_one(client, path, body, f
     assert re.match(r"has 100\d fields; see /docs for the fields there are, and remove the others", problem["problem"])
 
 
+@pytest.mark.parametrize(
+    "body",
+    [b'{"user_id": "u", "%b": 1}' % (b"k" * 10_000), b'{"user_id": "u", "request_time": %b}' % (b"9" * 4000)],
+    ids=["a field's name", "a number"],
+)
+async def test_a_refusal_is_short_however_long_what_it_refuses(client, body):
+    answer = await client.post("/v1/recommend", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, len(answer.content) < 2000) == (422, True)
+
+
 def test_no_more_of_a_wrong_value_is_written_out_than_is_shown():
     class Entry:
         written = 0
@@ -400,6 +410,14 @@ async def test_an_error_of_ours_is_a_problem_without_a_trace(service, monkeypatc
     assert response.status_code == 500
     assert response.headers["content-type"] == "application/problem+json"
     assert "secret" not in response.text
+
+
+def test_no_request_has_a_tenant_by_default_which_a_client_made_of_the_document_would_send():
+    """A key that is bound to another tenant would be refused with it."""
+    schemas = create_api(None, None, LIMITS).fastapi.openapi()["components"]["schemas"]
+    tenants = {name: schema["properties"]["tenant"] for name, schema in schemas.items() if "tenant" in schema.get("properties", {})}
+    assert {"RecommendIn", "RankIn", "EventIn"} < tenants.keys()
+    assert [name for name, tenant in tenants.items() if tenant.get("default") is not None] == []
 
 
 def test_the_openapi_document_describes_every_route_with_an_example():

@@ -80,6 +80,17 @@ async def test_no_foreign_page_operates_a_service_without_keys(headers, path):
     assert (answered.status_code, answered.json()["title"], service.switched) == (403, "Forbidden", [])
 
 
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/v1/users/ada/history"), ("DELETE", "/v1/users/ada/history"), ("GET", "/v1/examples")]
+)
+async def test_a_name_that_was_made_to_resolve_to_a_service_without_keys_reads_and_erases_no_user_by_it(method, path):
+    api = create_api(None, None, GatewaySettings.model_validate({"hosts": ["rec.example.org"]}))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://evil.example:8000") as client:
+        answered = await client.request(method, path)
+        known = await client.get("/v1/nothing", headers={"host": "Rec.example.org:8000"})
+    assert (answered.status_code, answered.json()["title"], known.status_code) == (403, "Forbidden", 404)
+
+
 async def test_an_operators_key_is_no_passport_for_a_foreign_page():
     api = create_api(Service(), None, GatewaySettings.model_validate({"api_keys": [KEY]}))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://rec.example.org") as client:
