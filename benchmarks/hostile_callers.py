@@ -148,6 +148,23 @@ async def broken(line: Line) -> str:
     return await line.answered()
 
 
+async def refused_upload(line: Line) -> str:
+    """Announces more than is taken and sends the beginning; refused, it neither goes on nor leaves."""
+    await line.send(line.head("Content-Length: 2000000") + b" " * 70_000)
+    status = await line.answered()
+    async with asyncio.timeout(PATIENCE_S):
+        await line.reader.read()
+    return status
+
+
+async def unread_page(line: Line) -> str:
+    """Asks for a page of 1.5 MB, which needs no key, and does not read it."""
+    await line.send(line.head(method="GET", path="/docs/swagger-ui-bundle.js"))
+    status = await line.answered()
+    await asyncio.sleep(PATIENCE_S)
+    return status
+
+
 async def leaving(line: Line) -> str:
     """Asks, and is gone in one of three phases: amid the headers, amid the body, before the answer."""
     whole = line.head(f"Content-Length: {len(LAWFUL)}") + LAWFUL
@@ -179,6 +196,8 @@ KINDS = {
     "gzip": Kind(compressed, 8),
     "pipelines": Kind(pipelined, 8),
     "no HTTP": Kind(broken, 16),
+    "uploads that are refused": Kind(refused_upload, 800),
+    "pages that are not read": Kind(unread_page, 800),
     "clients that leave": Kind(leaving, 32),
 }
 
