@@ -37,9 +37,11 @@ def compile_bundle(
     """Publish a version of the current model, or of the last good one, with new artifacts, and return it. It becomes current unless another
     version has meanwhile.
 
-    `only`: the compilers to run (default: all); the artifacts of the others are kept.
+    `only`: the compilers to run (default: all), in the order of `compilers`, as one may build on what another made; the artifacts of the
+    others are kept. Raises UnknownChoice.
     """
-    chosen = {name: choose_compiler(compilers, name) for name in only or compilers}
+    asked = {name: choose_compiler(compilers, name) for name in only or compilers}
+    chosen = {name: asked[name] for name in compilers if name in asked}
     bundle, refused = store.open_last_good()
     since = None if refused else bundle.manifest.version  # what is current by now may be another one: opening reads gigabytes
     with store.recompile(bundle, since) as draft:

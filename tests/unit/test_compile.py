@@ -174,6 +174,12 @@ def test_running_one_compiler_keeps_what_the_others_made(store):
     assert second.verified("onnx/encode.fp32").read_text() == "fp32"
 
 
+def test_compilers_run_in_the_order_of_the_table_whatever_order_they_are_named_in(store):
+    bundle = compile_bundle(store, CompileOptions(), only=["tensorrt", "onnx"], compilers=table("Good"))
+    assert bundle.manifest.failed_steps == []
+    assert files(bundle) == ["onnx/encode.fp16", "onnx/encode.fp32", "tensorrt/encode.sm_80"]
+
+
 def test_does_not_keep_what_was_altered_and_says_so(store):
     first = compile_bundle(store, CompileOptions(), compilers=table("Good"))
     (first.path / "tensorrt/encode.sm_80").write_text("ENGINE")
