@@ -75,14 +75,14 @@ def _layer_flops(config: SequenceConfig, batch: int, rows: int) -> int:
 def _activation_bytes(config: SequenceConfig, batch: int, rows: int, width: int) -> int:
     """The most bytes in use at once in eager inference: a block's (B, H, rows, L) attention and the tensors that it is made from.
 
-    HSTU holds the biased products and SiLU of them, the bias and every block's 64-bit time buckets; SASRec's attention kernel works in
-    blocks of its own.
+    HSTU holds the biased products and SiLU of them, the bias, and every block's 32-bit time buckets and 64-bit distances, which all users
+    share; SASRec's attention kernel works in blocks of its own.
     """
     if isinstance(config, HSTUConfig):
         ends = _block_ends(config, batch, rows)
         last = (rows - ends[-2]) * rows * (2 * config.heads * width + width)
-        buckets = sum((end - first) * end * 8 for first, end in pairwise(ends))
-        return batch * (last + buckets + rows * (2 * _projected(config) + 2 * config.dim) * width)
+        pairs = sum((end - first) * end for first, end in pairwise(ends))
+        return batch * (last + 4 * pairs + rows * (2 * _projected(config) + 2 * config.dim) * width) + 8 * pairs
     return batch * rows * (6 * config.dim + _hidden(config)) * width
 
 
