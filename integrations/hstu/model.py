@@ -79,10 +79,19 @@ def causal(config: HSTUConfig, times_BL: Tensor, next_times_BL: Tensor) -> list[
     ]
 
 
-def among_new(config: HSTUConfig, times_BS: Tensor, next_times_BS: Tensor) -> list[Attended]:
-    """As `causal`, for a few new rows in one block, as there may be only one row."""
+def in_one_block(config: HSTUConfig, times_BS: Tensor, next_times_BS: Tensor) -> list[Attended]:
+    """As `causal`, all rows in one block."""
     rows_S = torch.arange(times_BS.shape[1], device=times_BS.device)
     return [Attended(time_buckets(next_times_BS, times_BS, config.time_buckets), rows_S.unsqueeze(1) - rows_S)]
+
+
+def among_new(config: HSTUConfig, times_BS: Tensor, next_times_BS: Tensor) -> list[Attended]:
+    """As `causal`, for rows that follow kept ones: one row, or a whole history where nothing is kept.
+
+    A graph or compiled code has them in one block: its blocks are fixed when it is made, and each needs a row.
+    """
+    fixed = torch.onnx.is_in_onnx_export() or torch.compiler.is_compiling()
+    return (in_one_block if fixed else causal)(config, times_BS, next_times_BS)
 
 
 class HSTULayer(nn.Module):

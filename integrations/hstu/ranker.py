@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from cluster.ranking import Task
 from cluster.values import Action, UserSequence
 from integrations.hstu.config import RankerConfig
-from integrations.hstu.model import Attended, HSTULayer, Past, among_new
+from integrations.hstu.model import Attended, HSTULayer, Past, among_new, in_one_block
 from integrations.hstu.ranker_inputs import event_columns, training_batch
 from integrations.hstu.sequence_model import unit
 from integrations.hstu.time_buckets import time_buckets
@@ -65,7 +65,7 @@ class HSTURanker(nn.Module):
         """
         length, candidates = candidates_BLN.shape[1:]
         rows_L = torch.arange(length, device=items_BL.device)
-        events = among_new(self.config, times_BL, times_BL)
+        events = in_one_block(self.config, times_BL, times_BL)
         before = replace(events[0], allowed=events[0].distances > 0)
         x = self.embed_events(items_BL, actions_BL, ratings_BL, rows_L)
         y = self._asked(candidates_BLN, rows_L.unsqueeze(1)).flatten(1, 2)

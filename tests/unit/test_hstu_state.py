@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from integrations.hstu.config import HSTUConfig
-from integrations.hstu.model import HSTU
+from integrations.hstu.model import HSTU, among_new
 from integrations.hstu.user_behavior_schema import collate
 from tests.bundles import random_sequence
 
@@ -74,6 +74,20 @@ def test_a_cold_start_is_an_append_to_nothing(model):
     torch.testing.assert_close(states, expected, atol=1e-6, rtol=0)
     torch.testing.assert_close(kt, expected_kt, atol=1e-6, rtol=0)
     torch.testing.assert_close(v, expected_v, atol=1e-6, rtol=0)
+
+
+def test_a_long_history_appended_to_nothing_attends_in_blocks_as_an_encoding_does():
+    torch.manual_seed(0)
+    config = HSTUConfig(items=200, dim=24, layers=3, heads=2, attention_dim=10, linear_dim=6, max_length=300, max_history=300)
+    model, columns = HSTU(config).eval(), collate([random_sequence(300, seed=seed) for seed in range(2)], 300).tensors()
+    given = columns["items"], columns["times"], columns["next_times"]
+    past = torch.zeros(2, 0, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    kept = torch.zeros(3, 2, 2, 10, 0), torch.zeros(3, 2, 2, 0, 6)
+    with torch.inference_mode():
+        for appended, encoded in zip(model.append(*given, *past, *kept), model.encode_with_state(*given), strict=True):
+            torch.testing.assert_close(appended, encoded, atol=1e-6, rtol=0)
+    assert len(among_new(config, *given[1:])) == 4
+    assert len(among_new(config, *(column[:, :1] for column in given[1:]))) == 1
 
 
 def test_the_last_row_of_an_old_state_must_not_be_kept(model):

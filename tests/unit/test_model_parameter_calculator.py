@@ -77,3 +77,18 @@ def test_the_activation_estimate_is_near_the_measured_peak(config, batch, length
     model(*inputs(1, 8))
     peak = peak_bytes(lambda: model(*inputs(batch, length)))
     assert model_size(config, batch=batch, length=length).activation_bytes == pytest.approx(peak, rel=0.1)
+
+
+def test_a_user_of_whom_nothing_is_kept_takes_no_more_memory_than_an_encoding():
+    model, size = HSTU(LONG).eval(), model_size(LONG, batch=2)
+    past = torch.zeros(2, 0, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    kept = torch.zeros(2, 2, 4, 12, 0), torch.zeros(2, 2, 4, 0, 12)
+    assert peak_bytes(lambda: model.append(*inputs(2, 1024), *past, *kept)) < 1.1 * size.activation_bytes + size.kv_bytes
+
+
+def test_a_ranker_attends_to_a_whole_history_in_as_little_memory():
+    config = RankerConfig(**LONG.model_dump(), tasks=(Task.CLICK,))
+    ranker, size = HSTURanker(config).eval(), model_size(config)
+    items, times, _ = inputs(1, 1024)
+    peak = peak_bytes(lambda: ranker.append(items, torch.zeros_like(items), torch.zeros(1, 1024), times))
+    assert peak < 1.1 * size.activation_bytes + size.kv_bytes
