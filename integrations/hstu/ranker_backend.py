@@ -6,6 +6,7 @@ from typing import Any
 
 from cluster.bundle import Bundle
 from cluster.errors import BackendUnavailable, BundleError, ConfigError
+from cluster.options import whole
 from cluster.ranking import Ranked, RankRequest
 from cluster.values import Availability
 from integrations.hstu.config import RankerConfig
@@ -22,7 +23,7 @@ class RankerBackend(KeepsRows[KeptEvents], ABC):
     def __init__(self, *, micro_batch: int = MICRO_BATCH, **state: Any) -> None:
         """Raises UnknownChoice or ConfigError at an option that means nothing."""
         super().__init__(**state)
-        if micro_batch < 1:
+        if whole("micro_batch", micro_batch) < 1:
             raise ConfigError(f"micro_batch ({micro_batch}) must be at least 1: candidates are computed so many at a time")
         self._micro_batch = micro_batch
 

@@ -18,12 +18,12 @@ from integrations.hstu.ranking_engine import MICRO_BATCH
 from integrations.tensorrt.device import gpu_architecture
 from integrations.tensorrt.engine import Engine
 from integrations.tensorrt.library import CURE, FULL, RTX, broken_as, installed, load_library, make_logger, title
+from integrations.tensorrt.options import MOST_CANDIDATES
 from integrations.tensorrt.parity import measure_here
 
 Range: TypeAlias = tuple[int, int, int]
 GRAPHS = ("encode", "append", "rank_append", "rank")
 """The graphs that engines are built from. Not `retrieve`: an engine would store the item table twice, and double in size."""
-MOST_CANDIDATES = 2048
 
 
 class TensorRTCompiler:

@@ -20,6 +20,7 @@ from integrations.hstu.stateful import KeptStates, states_if_any
 from integrations.hstu.user_behavior_schema import BehaviourBatch
 from integrations.onnx import append
 from integrations.tensorrt.engine_files import checked_engine, engine_of
+from integrations.tensorrt.options import known_precisions
 
 GRAPH = "encode"
 KEPT = ("kt", "v")
@@ -39,8 +40,9 @@ class TensorRTEncoder(KeepsRows[KeptStates]):
     """
 
     def __init__(self, precisions: Sequence[Precision] = ("fp32", "fp16"), *, index: str = AUTO, **state: Any) -> None:
+        """Raises UnknownChoice or ConfigError at an option that means nothing."""
         super().__init__(**state)
-        self._precisions, self._index_name = tuple(precisions), known_index(index)
+        self._precisions, self._index_name = known_precisions(precisions), known_index(index)
 
     def get_availability(self, bundle: Bundle) -> Availability:
         try:

@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.bundle import Bundle
 from cluster.compilation import Precision
-from cluster.errors import BackendUnavailable, CompileError
+from cluster.errors import BackendUnavailable, CompileError, ConfigError
 from cluster.values import FloatArray
 from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.ranker_backend import RankerBackend
 from integrations.hstu.ranking_engine import RunAppend, RunRank
 from integrations.onnx.layers import by_layer
 from integrations.tensorrt.engine_files import checked_engine, engine_of
+from integrations.tensorrt.options import MOST_CANDIDATES, known_precisions
 
 if TYPE_CHECKING:
     from integrations.tensorrt.engine import Engine
@@ -20,11 +21,16 @@ GRAPHS = ("rank_append", "rank")
 
 
 class TensorRTRanker(RankerBackend):
-    """Runs the engines for this GPU's architecture, in the first of `precisions` that was built; other options as in RankerBackend."""
+    """Runs the engines for this GPU's architecture, in the first of `precisions` that was built; other options as in RankerBackend, with
+    a `micro_batch` of at most MOST_CANDIDATES.
+    """
 
     def __init__(self, precisions: Sequence[Precision] = ("fp32", "fp16"), **options: Any) -> None:
+        """Raises UnknownChoice or ConfigError at an option that means nothing."""
         super().__init__(**options)
-        self._precisions = tuple(precisions)
+        self._precisions = known_precisions(precisions)
+        if self._micro_batch > MOST_CANDIDATES:
+            raise ConfigError(f"micro_batch ({self._micro_batch}) must be at most {MOST_CANDIDATES}, for which TensorRT engines are built")
 
     def _check(self, bundle: Bundle) -> None:
         for graph in GRAPHS:

@@ -97,3 +97,8 @@ def test_a_newcomer_gets_predictions_too(ranker):
 def test_candidates_cannot_be_computed_none_at_a_time(size):
     with pytest.raises(ConfigError, match=rf"micro_batch \({size}\) must be at least 1"):
         TorchRanker(micro_batch=size)
+
+
+def test_a_number_of_candidates_that_yaml_takes_for_text_is_refused():
+    with pytest.raises(ConfigError, match=r"micro_batch \('1e3'\) must be a whole number"):
+        TorchRanker(micro_batch="1e3")

@@ -8,7 +8,7 @@ import torch
 
 from cluster.bundle import Bundle, FailedStep, ModelRecord
 from cluster.compilation import CompileOptions
-from cluster.errors import BackendUnavailable, CompileError
+from cluster.errors import BackendUnavailable, CompileError, ConfigError, UnknownChoice
 from cluster.values import EncodeRequest
 from integrations.hstu.encoder import TorchEncoder
 from integrations.hstu.weights import load_model
@@ -20,6 +20,8 @@ from integrations.tensorrt.encoder import TensorRTEncoder
 from integrations.tensorrt.engine import Engine
 from integrations.tensorrt.engine_files import engine_of
 from integrations.tensorrt.library import FULL, RTX, load_library, make_logger
+from integrations.tensorrt.options import MOST_CANDIDATES
+from integrations.tensorrt.ranker import TensorRTRanker
 from tests.bundles import random_sequence
 from tests.unit.test_kept_states import assert_agree, growing
 
@@ -178,6 +180,26 @@ def test_prefers_the_precisions_in_the_order_given(compiled_hstu, monkeypatch):
     on_gpu(monkeypatch, "sm_89")
     assert engine_of(compiled_hstu, "encode", ("fp32", "fp16")).precision == "fp32"
     assert engine_of(compiled_hstu, "encode", ("fp16", "fp32")).precision == "fp16"
+
+
+@pytest.mark.parametrize("backend", [TensorRTEncoder, TensorRTRanker])
+@pytest.mark.parametrize(
+    ("precisions", "error", "said"),
+    [
+        ("fp16", ConfigError, r"precisions \('fp16'\) must be a list"),
+        ([], ConfigError, r"precisions \(\[\]\) must be a list of one or more"),
+        (["fp32", "bf16"], UnknownChoice, "unknown precision 'bf16'; choose from fp16, fp32, int8"),
+    ],
+)
+def test_refuses_precisions_that_are_no_list_of_what_engines_are_built_in(backend, precisions, error, said):
+    with pytest.raises(error, match=said):
+        backend(precisions)
+
+
+def test_refuses_more_candidates_at_a_time_than_a_rankers_engine_takes():
+    assert TensorRTRanker(micro_batch=MOST_CANDIDATES)
+    with pytest.raises(ConfigError, match=r"micro_batch \(2049\) must be at most 2048"):
+        TensorRTRanker(micro_batch=MOST_CANDIDATES + 1)
 
 
 def test_the_full_library_is_not_used_to_build_without_a_gpu(monkeypatch):
