@@ -73,8 +73,14 @@ def groups(users: Iterable[AppendRequest], row_bytes: int, shapes: Shapes | None
     for user in users:
         alike.setdefault((max(user.new, _FEW_NEW).bit_length(), max(user.kept, _FEW_KEPT).bit_length()), []).append(user)
     for group in alike.values():
-        at_once = min(shapes.most_users, max(1, shapes.most_bytes // (row_bytes * max(1, *(user.kept for user in group), 1))))
+        at_once = min(shapes.most_users, max(1, shapes.most_bytes // (row_bytes * max(1, _most_rows(group, shapes)))))
         yield from (group[start : start + at_once] for start in range(0, len(group), at_once))
+
+
+def _most_rows(group: Sequence[AppendRequest], shapes: Shapes) -> int:
+    """How many kept rows of a user there must be room for. In an append in steps, the rows of one step are kept rows to the next."""
+    steps = max(user.new for user in group) > shapes.most_new
+    return max(user.length if steps else user.kept for user in group)
 
 
 class AppendInputs:
@@ -91,9 +97,7 @@ class AppendInputs:
         """All eight inputs by name, right-padded; past_kt and past_v are valid until the next call. A user that pads has one new row."""
         most = max(user.new for user in group)
         shapes = self.shapes if most <= self.shapes.most_padded else Shapes()
-        steps = most > shapes.most_new  # the rows of one are kept rows to the next
-        shape = shapes.users(len(group)), shapes.new(most)
-        past = shapes.past(max(user.length if steps else user.kept for user in group))
+        shape, past = (shapes.users(len(group)), shapes.new(most)), shapes.past(_most_rows(group, shapes))
         kept, lengths = np.zeros(shape[0], np.int64), np.ones(shape[0], np.int64)
         kept[: len(group)], lengths[: len(group)] = [user.kept for user in group], [user.new for user in group]
         new = {name: _new_rows(getattr(batch, name), group, shape) for name in NEW_ROWS}

@@ -3,6 +3,7 @@
 import logging
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from cluster.values import EncodeRequest, UserSequence
 from cluster.window import Window
 from integrations.datasets.movielens import read_ml_1m
 from integrations.datasets.options import ReadOptions
-from integrations.hstu.append_inputs import Shapes
+from integrations.hstu.append_inputs import GROUP_BYTES, AppendRequest, Shapes, groups
 from integrations.hstu.encoder import CompiledTorchEncoder, TorchEncoder
 from integrations.hstu.engine_batch import engine_batch
 from integrations.hstu.kernels.recorded_append import RecordedAppend
@@ -506,6 +507,14 @@ def test_new_rows_and_users_beyond_what_an_engine_takes_are_appended_in_steps(lo
     assert max(new for _, new in given) == 3
     assert max(users for users, _ in given) == 8
     assert keeping.kept()["hit_rows"]
+
+
+def test_a_group_has_room_for_the_rows_that_its_steps_keep():
+    users = [AppendRequest(row, SimpleNamespace(rows=0), np.zeros(2048, np.int64), 2048) for row in range(32)]
+    stepped = [len(group) for group in groups(users, row_bytes=32 << 10, shapes=Shapes(most_users=32, most_new=258))]
+    assert stepped == [2] * 16
+    assert stepped[0] * 2048 * (32 << 10) == GROUP_BYTES
+    assert [len(group) for group in groups(users, row_bytes=32 << 10)] == [32]
 
 
 @pytest.mark.parametrize(
