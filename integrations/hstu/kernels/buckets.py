@@ -35,7 +35,7 @@ def cuda_graphs() -> Record:
 
 
 def _warm_up(encode: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
-    """Run the function once, so that kernels are compiled and libraries take their memory before a graph is recorded."""
+    """Run the function a few times, so that kernels are compiled and libraries take their memory before a graph is recorded."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
