@@ -108,10 +108,7 @@ def serving_lists(
         generator.load(bundle)
     retrieved: list[Encoded] = []
     generated: list[Generated] = []
-    examples = list(held_out(interactions, from_end))
-    if len(examples) > most_users:
-        drawn = np.random.default_rng(0).choice(len(examples), most_users, replace=False)
-        examples = [examples[index] for index in sorted(drawn.tolist())]
+    examples = list(held_out(interactions, from_end, most_users=most_users))
     for start in range(0, len(examples), USERS_AT_ONCE):
         part = examples[start : start + USERS_AT_ONCE]
         encoded = encoder.batch_infer([EncodeRequest(one.history, pool + len(one.history)) for one in part])

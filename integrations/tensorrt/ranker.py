@@ -10,7 +10,7 @@ from cluster.values import FloatArray
 from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.ranker_backend import RankerBackend
 from integrations.hstu.ranking_engine import RunAppend, RunRank
-from integrations.onnx.layers import by_layer
+from integrations.onnx.layers import graph_inputs
 from integrations.tensorrt.engine_files import checked_engine, engine_of
 from integrations.tensorrt.options import MOST_CANDIDATES, known_precisions
 
@@ -52,6 +52,5 @@ class TensorRTRanker(RankerBackend):
 def _run(engine: "Engine", inputs: Arrays) -> dict[str, FloatArray]:
     import torch  # noqa: PLC0415 - loaded with the engine
 
-    given = inputs | by_layer(inputs["past_kt"], inputs["past_v"])
-    outputs = engine.run({name: torch.as_tensor(given[name]) for name in engine.inputs})
+    outputs = engine.run({name: torch.as_tensor(given) for name, given in graph_inputs(engine.inputs, inputs).items()})
     return {name: output.cpu().numpy() for name, output in outputs.items()}

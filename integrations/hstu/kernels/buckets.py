@@ -6,6 +6,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from integrations.hstu.encoder import bucket
+
 Encode: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """items, times, next_times (B, L) and lengths (B,) -> states (B, C, D)."""
 Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -65,16 +67,12 @@ class Bucketed:
 
     def _run(self, given: Inputs) -> Tensor:
         users, length = given[0].shape
-        shape = _holding(users, self._batches), _holding(length, self._lengths)
+        shape = bucket(self._batches, users), bucket(self._lengths, length)
         inputs, replay = self._recorded[shape]
         for held, column in zip(inputs, given, strict=True):
             held.fill_(1 if held.dim() == 1 else 0)
             held[tuple(slice(size) for size in column.shape)].copy_(column)
         return replay()[:users].clone()
-
-
-def _holding(size: int, buckets: Sequence[int]) -> int:
-    return next(bucket for bucket in buckets if bucket >= size)
 
 
 def _padding(shape: tuple[int, int], device: torch.device) -> Inputs:
