@@ -166,14 +166,15 @@ class ElasticCache(ShardedCache):
             await asyncio.sleep(LOOK_S)
 
     async def _make_owners(self) -> None:
-        """Make the shards of the wanted layout, before others give them entries: a shard that does not run yet would miss those. Raises
+        """Make the shards of the wanted layout, before others give them entries: a shard that does not run yet would miss those. They are
+        told that layout first: by an earlier one, as another gateway tells it, they would own nothing and be ended. Raises
         BackendUnavailable.
         """
         if (layout := self._wanted) == self._layout:
             return
         shards = await self._place.make(layout.names(self._name))
         new = [self._guarded(name, shard) for name, shard in shards.items() if name not in self._shards]
-        started = await asyncio.gather(*(shard.insist(lambda asked: asked.statistics()) for shard in new))
+        started = await asyncio.gather(*(shard.insist(lambda asked: cast(Movable, asked).follow(layout)) for shard in new))
         if silent := [shard.name for shard, answer in zip(new, started, strict=True) if answer is None]:
             raise BackendUnavailable(f"{', '.join(silent)} does not answer yet")
         self._give_keys_to(shards, layout)
@@ -191,7 +192,7 @@ class ElasticCache(ShardedCache):
             if known:
                 self._take(max(state.layout for state in known.values()), all_known=len(known) == len(states))
             done = {name for name, state in known.items() if state.layout == self._layout and not state.moving}
-            for name in done - set(self._names):
+            for name in done - {*self._names, *self._wanted.names(self._name)}:
                 await self._place.end(name)
         except (BackendUnavailable, TimeoutError) as error:
             logger.warning("which cache shards there are is not known: %s", error or type(error).__name__)

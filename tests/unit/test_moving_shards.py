@@ -170,6 +170,56 @@ async def test_a_shard_that_is_slow_to_start_owns_nothing_until_it_answers(caplo
     assert not cache.seen.moving
 
 
+class LateStart(Place):
+    """As Place; all but the first shard take `start_s` to start. What they are asked before waits and is done then, one call after the
+    other, though its callers have given up.
+    """
+
+    def __init__(self, start_s):
+        super().__init__()
+        self.start_s, self.turn = start_s, {}
+
+    async def make(self, names):
+        for name in names[1:]:
+            if name not in self.shards:
+                self.turn[name] = asyncio.Lock()
+                await self.turn[name].acquire()
+                asyncio.get_running_loop().call_later(self.start_s, self.turn[name].release)
+        return self.queued(await super().make(names))
+
+    async def others(self, names):
+        return self.queued(await super().others(names))
+
+    def queued(self, shards):
+        return {name: Queued(shard, self.turn[name]) if name in self.turn else shard for name, shard in shards.items()}
+
+
+class Queued:
+    """A shard that answers one call at a time, each when it is its `turn`."""
+
+    def __init__(self, shard, turn):
+        self.shard, self.turn = shard, turn
+
+    def __getattr__(self, method):
+        async def done(*arguments, **named):
+            async with self.turn:
+                return await getattr(self.shard, method)(*arguments, **named)
+
+        return lambda *arguments, **named: asyncio.shield(asyncio.create_task(done(*arguments, **named)))
+
+
+async def test_a_shard_that_starts_more_slowly_than_gateways_wait_is_made_once_and_not_ended_by_them():
+    place = LateStart(1.5 * PATIENT.operator_s)
+    gateways = [await cache_of(place), await cache_of(place)]
+    for gateway in gateways:
+        gateway.follow(Layout(1, 2))
+    async with asyncio.timeout(10 * PATIENT.operator_s):
+        for gateway in gateways:
+            await gateway.settled()
+    assert [gateway.seen for gateway in gateways] == [ShardsSeen(Layout(1, 2), 0.5, moving=False)] * 2
+    assert (place.ended, list(place.shards)) == ([], shard_names(2, NAME))
+
+
 async def test_shards_that_cannot_be_had_at_the_start_are_had_later_and_until_then_no_erasure_is_confirmed(caplog):
     place = Place()
     others = await cache_of(place, 2)
