@@ -105,11 +105,16 @@ class UserData:
         return InvalidatedOut(dropped=dropped.dropped, everywhere=everywhere and not dropped.unconfirmed)
 
     async def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
-        """Drop what this replica keeps of a user, of a tenant's users or of all; the replica that was asked clears the shared cache."""
+        """Drop what this replica keeps of a user, of a tenant's users or of all. The replica that was asked clears the shared cache, and so
+        does, in the background, one that has told the user's usual request: perhaps after that.
+        """
+        told = tenant is not None and user_id is not None and self._usual.has_told(tenant, user_id)
         self._versions.forget(tenant, user_id)
         self._recorder.forget(tenant, user_id)
         if self._cache:
             self._cache.forget(tenant, user_id)
+        if told:
+            self._background.start(self._drop(tenant, user_id))
 
     async def caches(self) -> CacheOut:
         states = await self._user_states()

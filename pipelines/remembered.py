@@ -79,6 +79,10 @@ class UsualRequests(Recent[RecommendRequest]):
         """The user's last request, as far as this gateway knows it."""
         return self.get(usual_key(tenant, user_id))
 
+    def has_told(self, tenant: str, user_id: str) -> bool:
+        """Whether this gateway has told the others a request of the user, as far as it remembers."""
+        return self._told.get(usual_key(tenant, user_id)) is not None
+
     async def recall(self, users: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
         """Learn the requests that other gateways know of these users (tenant, user_id); returns the users with a known one."""
         if self.shared is None:

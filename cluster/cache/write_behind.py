@@ -21,6 +21,7 @@ class WriteBehind:
         self.dropped = 0
         self._shared, self._limit, self._refused = shared, limit, refused
         self._pending: dict[Key, tuple[Entry, int | None]] = {}
+        self._sending: dict[Key, tuple[Entry, int | None]] = {}
         self._sender: asyncio.Task[None] | None = None
         self._context = no_requests_context()
 
@@ -37,9 +38,10 @@ class WriteBehind:
         return True
 
     def forget(self, concerned: Callable[[Key], bool]) -> None:
-        """Drop the concerned entries that wait to be sent."""
-        for key in [key for key in self._pending if concerned(key)]:
-            del self._pending[key]
+        """Drop the concerned entries that have not been sent. One that waits for its epoch would be given that of after the erasure."""
+        for waiting in (self._pending, self._sending):
+            for key in [key for key in waiting if concerned(key)]:
+                del waiting[key]
 
     async def flush(self) -> None:
         """Wait until all entries that were put so far have been sent."""
@@ -48,9 +50,10 @@ class WriteBehind:
 
     async def _send(self) -> None:
         while self._pending:
-            batch = {key: self._pending.pop(key) for key in [*islice(self._pending, BATCH)]}
-            epochs = {key: epoch for key, (_, epoch) in batch.items() if epoch is not None}
-            if undated := batch.keys() - epochs.keys():
+            self._sending = {key: self._pending.pop(key) for key in [*islice(self._pending, BATCH)]}
+            epochs = {key: epoch for key, (_, epoch) in self._sending.items() if epoch is not None}
+            if undated := self._sending.keys() - epochs.keys():
                 epochs.update((await self._shared.mget([*undated], counted=False)).epochs)
-            for key in await self._shared.mput({key: entry for key, (entry, _) in batch.items()}, epochs):
+            for key in await self._shared.mput({key: entry for key, (entry, _) in self._sending.items()}, epochs):
                 self._refused(key)
+            self._sending = {}

@@ -28,7 +28,7 @@ from pipelines.stored_history import SWITCHED_OFF, StoredHistories
 from tests.bundles import make_bundle
 from tests.fake_stages import Descending
 from tests.unit.test_cache_shared import BreakableShard
-from tests.waiting import until
+from tests.waiting import settled, until
 
 LIMITS = GatewaySettings(max_events=3, max_behaviours=5)
 
@@ -314,6 +314,34 @@ async def test_a_cache_that_was_away_forgets_a_users_usual_request_when_it_is_ba
     await until(lambda: shard.asked > asked + 5)
     shard.mood = "works"
     await until(lambda: not shard.memory.peek(usual_key("default", "ada")))
+    await data.close()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("mood", ["works", "raises"])
+async def test_a_gateway_that_told_a_usual_request_between_an_erasure_and_its_order_erases_it_again(tmp_path, mood):
+    shard = BreakableShard()
+    shared = ShardedCache({"only": shard}, SharedSettings(deadline_s=60))
+    cache = TieredCache(MemoryCache("s3fifo", 2**20), shared, TierSettings(), ANSWER_CODEC)
+    usual = UsualRequests(SharedNotes(shared, REQUEST_CODEC))
+    answers = CachedRecommender(None, StoredHistories(None, 100), cache, "", usual)
+    data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), versions_of(None, answers), cache=cache, events=None, usual=usual)
+    for user in ("ada", "bob"):
+        usual.note(RecommendRequest(user))
+    await shard.invalidate("default", "ada")  # by another gateway
+    await usual.shared.flush()
+    assert shard.memory.peek(usual_key("default", "ada")) is not None
+    shard.mood, asked = mood, shard.asked
+    await data.forget("default", "ada")
+    await until(lambda: shard.asked > asked)
+    shard.mood = "works"
+    await until(lambda: not shard.memory.peek(usual_key("default", "ada")))
+    erased = watched(shard, "invalidate")
+    await data.forget("default", "ada")
+    await data.forget("default", "cyd")
+    await settled()
+    assert erased == [], "it has told nothing of these users"
+    assert shard.memory.peek(usual_key("default", "bob")) is not None
     await data.close()
 
 

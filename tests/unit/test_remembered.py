@@ -20,18 +20,21 @@ ASKED = RecommendRequest("ada", k=3, allowed=frozenset("123"), sampling=Sampling
 
 
 class Shard(CacheShard):
-    """As it is, and counts what it is asked; `late` holds look-ups back."""
+    """As it is, and counts what it is asked; `late` holds look-ups' answers back, and `sent` look-ups themselves."""
 
     def __init__(self):
         super().__init__(MemoryCache())
-        self.puts, self.gets, self.late = 0, 0, asyncio.Event()
+        self.puts, self.gets, self.asked, self.late, self.sent = 0, 0, 0, asyncio.Event(), asyncio.Event()
         self.late.set()
+        self.sent.set()
 
     async def mput(self, entries, epochs):
         self.puts += 1
         return await super().mput(entries, epochs)
 
     async def mget(self, keys, *, counted=True):
+        self.asked += 1
+        await self.sent.wait()
         found = await super().mget(keys, counted=counted)
         self.gets += 1
         await self.late.wait()
@@ -117,6 +120,20 @@ async def test_what_was_noted_before_an_erasure_is_not_told_after_it(shard):
     shard.late.set()
     await usual.shared.flush()
     assert (shard.memory.peek(usual_key(*ADA)), shard.memory.peek(usual_key(*BOB))) == (None, None)
+
+
+async def test_what_is_about_to_be_told_as_its_user_is_erased_is_not_told_after_it(shard):
+    usual = gateway(shard)
+    shard.sent.clear()
+    usual.note(RecommendRequest("bob"))
+    usual.note(ASKED)
+    await until(lambda: shard.asked)  # for the epoch, which is that of after the erasure
+    usual.forget(*ADA)
+    await shard.invalidate(*ADA)
+    shard.sent.set()
+    await usual.shared.flush()
+    assert shard.memory.peek(usual_key(*ADA)) is None
+    assert shard.memory.peek(usual_key(*BOB)) is not None
 
 
 async def test_what_is_recalled_while_users_are_erased_is_forgotten(shard):
