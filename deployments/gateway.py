@@ -45,7 +45,7 @@ from deployments.replicas.generator import Generator
 from deployments.replicas.ranker import Ranker
 from deployments.sizing.fit import require_replica_fits
 from deployments.stages import ColocatedStages, SplitStages, Stages
-from deployments.stores import open_cache, open_events
+from deployments.stores import keep_removed, open_cache, open_events
 from deployments.telemetry.logs import SlowAnswers, join_serves_log
 from deployments.telemetry.metrics import GatewayRecorder, meter
 from deployments.user_data import UserData
@@ -283,6 +283,12 @@ class GatewayDeployment(Gateway):
         cache, events = await open_cache(tree.cache, context.app_name), await open_events(tree)
         super().__init__(tree, switchboard, heartbeat, stages, cache=cache, events=events)
         await self.start()
+        self._removal = asyncio.create_task(keep_removed(tree.cache, context.app_name))
+
+    async def close(self) -> None:
+        """As every gateway, and remove no more cache actors."""
+        self._removal.cancel()
+        await super().close()
 
     def __serve_build_asgi_app__(self) -> HttpInterface:
         return self.api

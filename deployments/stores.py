@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from cluster.cache.actor import connect, name_of, remove_all
 from cluster.cache.admission import admission_of
@@ -15,6 +16,10 @@ from cluster.events.opened_later import StoreOpenedLater
 from cluster.values import Recommendation
 from pipelines.cached_recommender import ANSWER_CODEC
 
+REMOVE_EVERY_S, REMOVALS = 30.0, 20
+"""How often, and how many times, a gateway without cache actors ends those of an earlier configuration after it has started. A rolling
+update ends the last gateways of that configuration in the meantime.
+"""
 logger = logging.getLogger("ray.serve")
 
 
@@ -49,6 +54,17 @@ async def open_shared(settings: CacheSettings, application: str) -> SharedCache 
     except GenrecError:
         logger.exception("answers are kept in this replica alone")
         return None
+
+
+async def keep_removed(settings: CacheSettings, application: str, remove: Callable[[str], object] = remove_all) -> None:
+    """Where no cache actors are configured, end those of an earlier configuration again and again: a gateway of that configuration makes
+    them anew with its next look-up, and no later erasure would reach them. `remove` blocks and does not raise.
+    """
+    if settings.enabled and settings.l2 == "actors":
+        return
+    for _ in range(REMOVALS):
+        await asyncio.sleep(REMOVE_EVERY_S)
+        await asyncio.to_thread(remove, name_of(application))
 
 
 async def open_events(settings: Settings) -> StoreOpenedLater | None:
