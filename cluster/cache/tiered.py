@@ -178,7 +178,7 @@ class TieredCache(Generic[T]):
         began = self._epochs.now
         answer = await self._l2.obtain(key, newer_than) if self._l2 else None
         if not isinstance(answer, Arrived):
-            return await self._compute(key, compute, began, answer)
+            return await self._compute(key, compute, began, answer, replaces=newer_than > 0)
         return self._taken_over(key, answer.entry, began, "joined" if answer.awaited else "l2")
 
     def _taken_over(self, key: Key, entry: Entry, began: int, tier: CacheTier) -> Found[T]:
@@ -186,26 +186,28 @@ class TieredCache(Generic[T]):
         self._remember(key, entry, began)
         return self._found(entry, tier)
 
-    async def _compute(self, key: Key, compute: Compute[T], began: int, right: Right | None) -> Found[T]:
+    async def _compute(self, key: Key, compute: Compute[T], began: int, right: Right | None, *, replaces: bool) -> Found[T]:
         started, kept = time.perf_counter(), False
         try:
             computed = await compute()
             self._computed += 1
-            kept = self._keep(key, computed, 1000 * (time.perf_counter() - started), began, right)
+            kept = self._keep(key, computed, 1000 * (time.perf_counter() - started), began, right, replaces=replaces)
             return Found(computed.value, "computed")
         finally:
             if self._l2 is not None and right is not None and not kept:
                 self._l2.release(key, right)
 
-    def _keep(self, key: Key, computed: Computed[T], cost_ms: float, began: int, right: Right | None) -> bool:
-        """Keep a computed answer in both tiers; returns whether it goes to the second."""
+    def _keep(self, key: Key, computed: Computed[T], cost_ms: float, began: int, right: Right | None, *, replaces: bool) -> bool:
+        """Keep a computed answer in both tiers; returns whether it goes to the second. `replaces`: a kept answer, which may be a good one,
+        perhaps of the second tier alone; a degraded one is not kept then.
+        """
         payload = self._codec.encoded(computed.value) if computed.keep else None
         if payload is None or computed.negative:
             self._pauses.pause(key, self._settings.negative_ttl_s)  # or each caller that is given a stale one would start the next attempt
         if payload is None:
             return False
         entry = self._entry(payload, computed.negative, cost_ms)
-        if computed.negative and self._has_better(key, entry):
+        if computed.negative and (replaces or self._has_better(key, entry)):
             return False
         self._remember(key, replace(entry, payload=computed.value), began)
         return self._l2 is not None and right is not None and self._l2.put(key, entry, right.epoch)

@@ -382,6 +382,26 @@ async def test_a_degraded_answer_does_not_take_the_place_of_a_good_one_that_is_s
     assert (await ask(cache, work)).value == "answer 3"
 
 
+async def test_nor_does_it_take_its_place_in_the_shared_cache_where_this_memory_did_not_take_it_in():
+    cluster, work = Cluster(replicas=1), Work()
+    small = cluster.replica(memory=MemoryCache(capacity_bytes=1, clock=cluster.clock))
+    await ask(cluster.replicas[0], work)
+    cluster.clock.now += 100
+    work.options = {"negative": True}
+    for _ in range(3):
+        found = await ask(small, work)
+        await settle(small)
+        assert (found.value, found.tier, found.stale, work.calls) == ("answer 1", "l2", True, 2)
+    granted = await small.shared.lease(ADA, "another replica", 60, newer_than=cluster.clock.now)
+    assert isinstance(granted, Granted), "the lease is given back"
+    await small.shared.release(ADA, "another replica")
+    cluster.clock.now += 1.1
+    work.options = {}
+    await ask(small, work)
+    await settle(small)
+    assert (await ask(cluster.replica(), work)).value == "answer 3"
+
+
 async def test_nor_does_it_take_the_place_of_one_that_is_fresh_where_none_is_ever_stale():
     cluster, work = Cluster(stale_s=0.0, ttl_s=60), Work()
     cache = cluster.replicas[0]
