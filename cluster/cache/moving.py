@@ -102,9 +102,11 @@ class MovingShard(CacheShard):
         return self._layout is None or pick(key, self._owners) == self._name
 
     def _adopt(self, layout: Layout) -> Layout:
-        """The latest layout that the shard has heard of."""
+        """The latest layout that the shard has heard of. One without owners changes nothing."""
         if self._layout is not None and layout <= self._layout:
             return self._layout
+        if not layout.owners:  # its gateway has heard of none
+            return layout
         self._layout, self._owners = layout, layout.names(self._name.rpartition("-")[0])
         for key in [key for key in self._leases if not self._owns(key)]:
             self._settle(key, None)

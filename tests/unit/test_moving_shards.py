@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from cluster.cache.elastic import ElasticCache
+from cluster.cache.elastic import NONE, ElasticCache
 from cluster.cache.entry import Entry, Key
 from cluster.cache.layout import Layout, ShardsSeen, shard_names
 from cluster.cache.memory import MemoryCache
@@ -448,6 +448,18 @@ async def test_an_erasure_is_not_confirmed_while_a_shard_that_may_hold_the_user_
     place.away = set()
     assert (await late.invalidate("tenant", "user 7")).unconfirmed == ()
     assert set().union(*place.held("user 7").values()) == set()
+
+
+async def test_a_shard_without_a_layout_serves_on_after_an_erasure_by_a_gateway_that_knows_none_either():
+    place = Place()
+    shard = place.new("cache-0")
+    ada, bob = Key("tenant", "ada", "1"), Key("tenant", "bob", "1")
+    granted = [await shard.lease(key, "me", 30.0) for key in (ada, bob)]
+    assert await shard.mput({ada: entry()}, {ada: granted[0].epoch}) == frozenset()
+    assert await shard.erase("tenant", "ada", NONE) == (1, NONE)
+    assert await shard.mput({bob: entry()}, {bob: granted[1].epoch}) == frozenset()
+    assert (await shard.mget([ada, bob])).entries.keys() == {bob}
+    assert (await shard.follow(Layout(0, 1))).layout == Layout(0, 1)
 
 
 async def test_an_erasure_is_not_confirmed_where_it_is_not_known_which_shards_there_are(monkeypatch):
