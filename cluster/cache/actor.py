@@ -135,9 +135,11 @@ class ActorShard:
         if (entry := await self._whole(leased)) is not None:
             return entry
         again: Leased = await self._call("lease", key, holder, seconds, max(newer_than, leased.fresh_until))
-        if isinstance(again, Entry):
-            raise BackendUnavailable(f"{self._name}: the value of {key.digest} was lost with the process that computed it")
-        return again
+        if not isinstance(again, Entry):
+            return again
+        if (entry := await self._whole(again)) is not None:
+            return entry
+        raise LookupError(f"{self._name}: the value of {key.digest} was lost with the process that computed it")
 
     async def wait(self, key: Key, within_s: float, newer_than: float = 0.0) -> Entry | None:
         entry: Entry | None = await self._call("wait", key, within_s, newer_than)

@@ -3,13 +3,17 @@
 import asyncio
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import ray
+from ray.exceptions import RayError
 
 from cluster.cache.actor import MOST, NAMESPACE, ON_THE_WAY, ActorShard, ActorShards, CacheActor, ShardSettings
 from cluster.cache.entry import Entry, Key
 from cluster.cache.shard import Granted
+from cluster.cache.shared import ShardedCache, SharedSettings
+from cluster.engines.breaker import BreakerState
 from tests.waiting import until
 
 SETTINGS = ShardSettings("s3fifo", 1 << 20, 1.0, 0.0, given_at=1.0)
@@ -26,6 +30,20 @@ class Remote:
         self.calls.append(len(asked))
         await self.gate.wait()
         return await self.actor.each(asked)
+
+
+class Reference:
+    """Stands for a large value in the object store of a node that may be lost; `looked_for` is called when the value is."""
+
+    def __init__(self, value, looked_for=None):
+        self.value, self.looked_for = value, looked_for
+
+    def __await__(self):
+        if self.looked_for is not None:
+            yield from self.looked_for().__await__()
+        if self.value is None:
+            raise RayError
+        return self.value
 
 
 def key(number):
@@ -51,6 +69,26 @@ async def test_lookups_that_wait_go_together_in_few_calls_and_each_has_its_own_a
     assert all(isinstance(one, Granted) for number, one in enumerate(leased) if number != 3)
     assert (await shard.mget([key(3)])).entries == {key(3): kept}
     assert isinstance(await shard.lease(key(99), "me", 10.0), Granted)
+
+
+@pytest.mark.parametrize("value", [b"newer", None])
+async def test_where_a_large_value_is_lost_a_newer_one_that_was_put_meanwhile_is_given(monkeypatch, value):
+    monkeypatch.setattr(ray, "ObjectRef", Reference)
+    remote = Remote()
+    remote.gate.set()
+    remote.lease = SimpleNamespace(remote=remote.actor.lease)
+
+    async def put(payload, fresh_s):
+        kept = Entry.lasting(payload, 5, now=time.time(), fresh_s=fresh_s)
+        await remote.actor.mput({key(1): kept}, (await remote.actor.mget([key(1)])).epochs)
+
+    await put(Reference(None, looked_for=lambda: put(Reference(value), 900)), 600)
+    shared = ShardedCache({"cache-0": ActorShard("cache-0", SETTINGS, 60.0, remote)}, SharedSettings(deadline_s=60))
+    leased = await shared.lease(key(1), "me", 10.0)
+    assert (leased and leased.payload) == value
+    health = shared.health()[0]
+    assert (health.failures, health.breaker) == (value is None, BreakerState.CLOSED), "the actor is there"
+    await shared.close()
 
 
 async def test_a_lookup_that_fails_at_the_actor_is_no_other_ones(monkeypatch):
