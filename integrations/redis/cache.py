@@ -30,6 +30,7 @@ PROBE_WITHIN_S = 1.0
 FIRST_POLL_S, LONGEST_POLL_S = 0.004, 0.05
 LONGEST_S = 10 * 365 * 86_400.0
 """How long an entry is kept that never ends, by a `ttl_s` of .inf: Redis knows no infinity."""
+UNKNOWN = object()
 AT_ONCE = 500
 """Sets read, or entries dropped, in one exchange with Redis."""
 T = TypeVar("T")
@@ -106,11 +107,13 @@ class RedisCache:
         return Granted(int(first)) if kind == b"granted" else Held(max(0.0, rest[0] / 1000), int(first))
 
     async def wait(self, key: Key, within_s: float, newer_than: float = 0.0) -> Entry | None:
-        """Polls Redis, at first every few milliseconds, then less often."""
+        """Polls Redis, at first every few milliseconds, then less often. Other bytes than those of the first poll were put meanwhile."""
+        first: object = UNKNOWN
         async for _ in _polls(within_s):
             raw, held = await self._wait([self._prefix], _asked([key]))
+            first = raw if first is UNKNOWN else first
             entry = from_bytes(raw)
-            if entry is not None and entry.fresh_until > newer_than:
+            if entry is not None and (entry.fresh_until > newer_than or raw != first):
                 return entry
             if not held:
                 return None

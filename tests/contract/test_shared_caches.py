@@ -176,6 +176,23 @@ async def test_a_put_ends_the_lease_and_wakes_who_waits(cache):
     assert isinstance(await cache.lease(ADA, "you", 300, newer_than=time.time() + 1000), Granted)
 
 
+async def test_a_caller_for_whom_no_kept_answer_will_do_takes_the_one_that_another_computes_now(cache):
+    await put(cache, {ADA: entry(b"kept")})
+    anew = 1e15
+
+    async def takes_it():
+        granted = await cache.lease(ADA, "first", 300, newer_than=anew)
+        assert isinstance(await cache.lease(ADA, "second", 300, newer_than=anew), Held)
+        waiting = asyncio.create_task(cache.wait(ADA, 300, newer_than=anew))
+        await asyncio.wait([waiting], timeout=0.05)  # one that only begins to wait after the put is told that none is computed
+        assert not waiting.done()
+        computed = entry(b"computed")
+        await cache.mput({ADA: computed}, {ADA: granted.epoch})
+        return await waiting == computed
+
+    await until(takes_it, within_s=60)
+
+
 async def test_a_release_wakes_who_waits_and_lets_the_next_compute(cache):
     await cache.lease(ADA, "me", 300)
     waiting = asyncio.create_task(cache.wait(ADA, 300))
