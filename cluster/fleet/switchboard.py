@@ -71,10 +71,6 @@ class StageStatus:
     backends: tuple[BackendStatus, ...]
     settled: bool = True
 
-    def as_json(self) -> dict[str, Any]:
-        backends = [backend.as_json() for backend in self.backends]
-        return {"stage": self.stage, "replicas": self.replicas, "explanations": list(self.explanations), "backends": backends}
-
 
 @dataclass(frozen=True, slots=True)
 class _Report:

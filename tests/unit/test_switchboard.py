@@ -184,9 +184,9 @@ def test_the_status_adds_up_the_replicas():
     assert (torch.latency.count, torch.latency.per_second, torch.latency.buckets) == (15, 3.5, (0, 10, 0, 5))
 
 
-def test_the_status_is_plain_json():
+def test_the_status_of_a_backend_is_plain_json():
     switchboard = Switchboard()
     Replica("a").report(switchboard)
-    shown = json.loads(json.dumps([status.as_json() for status in switchboard.status(now=NOW)]))
-    assert shown[0]["backends"][0]["breakers"] == {"closed": 1}
-    assert shown[0]["backends"][0]["p99_ms"] is None
+    (status,) = switchboard.status(now=NOW)
+    shown = json.loads(json.dumps(status.backends[0].as_json()))
+    assert (shown["breakers"], shown["p99_ms"]) == ({"closed": 1}, None)
