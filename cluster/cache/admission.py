@@ -8,7 +8,6 @@ import random
 from collections.abc import Hashable, Iterable
 
 from cluster.cache.entry import Entry, Key
-from cluster.cache.hit_rate import HitRateWindow
 from cluster.errors import ConfigError
 
 _HALVES = bytes(count // 2 for count in range(256))
@@ -57,16 +56,14 @@ class AdaptiveAdmission:
     """Strict while the recent hit rate is below `minimum_hit_rate`; no longer strict once it is above `relax_at`.
 
     `relax_at` (default: a tenth of the way from the minimum to 1) lies above the minimum, so that a rate about the minimum does not switch
-    to and fro. `window`: how many lookups are recent. `sample`: among how many entries, drawn at random, the victim is chosen.
-    `memory`: how many lookups the frequencies remember. Raises ConfigError at a minimum that is no share between 0 and 1, and at a
-    `relax_at` below it.
+    to and fro. `sample`: among how many entries, drawn at random, the victim is chosen. `memory`: how many lookups the frequencies
+    remember. Raises ConfigError at a minimum that is no share between 0 and 1, and at a `relax_at` below it.
     """
 
     def __init__(
         self,
         minimum_hit_rate: float,
         *,
-        window: int = 1000,
         relax_at: float | None = None,
         sample: int = 8,
         memory: int = 50_000,
@@ -83,17 +80,14 @@ class AdaptiveAdmission:
             raise ConfigError(f"relax_at ({self.relax_at}) must not be below minimum_hit_rate ({minimum_hit_rate})")
         self.sample = sample
         self.strict = False
-        self._window = HitRateWindow(window)
         self._frequencies = FrequencySketch(memory)
         self._random = random.Random(seed)
 
-    def record(self, key: Hashable, hit: bool) -> None:
-        """Note a lookup."""
+    def record(self, key: Hashable, recent_hit_rate: float | None) -> None:
+        """Note a lookup. `recent_hit_rate`: with it; None before there were enough lookups."""
         self._frequencies.add(key)
-        self._window.record(hit)
-        rate = self._window.rate
-        if rate is not None:
-            self.strict = rate < (self.relax_at if self.strict else self.minimum_hit_rate)
+        if recent_hit_rate is not None:
+            self.strict = recent_hit_rate < (self.relax_at if self.strict else self.minimum_hit_rate)
 
     def admits(self, key: Hashable) -> bool:
         """Whether a key may enter a full cache: while strict, only one that was asked for before the lookup that has just missed it."""

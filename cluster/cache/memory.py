@@ -17,6 +17,7 @@ class MemoryCache:
 
     `admission`: what to take in, and what to evict, while the hit rate is too low. `namespace_share`: the share of the capacity, 0..1, that
     one namespace may take; beyond it, its own entries make room, in the order of the same policy. `clock`: seconds since 1970.
+    `window`: of how many lookups the recent hit rate is.
     Raises UnknownChoice where there is no such policy, ValueError at a capacity below 1 or a share outside 0..1.
     """
 
@@ -124,7 +125,7 @@ class MemoryCache:
             self._policy.touch(key)
             self._namespaces.touch(key)
         if self.admission:
-            self.admission.record(key, hit)
+            self.admission.record(key, self._window.rate)
 
     def _admits(self, key: Key, entry: Entry) -> bool:
         if entry.weight > min(self.capacity_bytes, self._namespaces.ceiling) or entry.freshness(self._clock()) == "expired":

@@ -45,8 +45,8 @@ def under_attack(accesses, seed, one_hit_wonders=0.9):
 
 
 def make_cache(policy, *, adaptive):
-    admission = AdaptiveAdmission(0.3, window=200, memory=5000, seed=1) if adaptive else None
-    return MemoryCache(policy, CAPACITY, admission=admission)
+    admission = AdaptiveAdmission(0.3, memory=5000, seed=1) if adaptive else None
+    return MemoryCache(policy, CAPACITY, admission=admission, window=200)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -90,25 +90,23 @@ def test_a_cache_that_is_not_full_takes_everything_in():
 
 
 def test_it_relaxes_at_a_higher_rate_than_it_became_strict_at():
-    admission = AdaptiveAdmission(0.5, window=10, relax_at=0.7)
+    admission = AdaptiveAdmission(0.5, relax_at=0.7)
 
-    def after(hits):
-        for number in range(10):
-            admission.record("key", number < hits)
+    def at(rate):
+        admission.record("key", rate)
         return admission.strict
 
-    assert [after(hits) for hits in (5, 4, 5, 6, 7, 6, 5, 4)] == [False, True, True, True, False, False, False, True]
+    assert [at(rate) for rate in (0.5, 0.4, 0.5, 0.6, 0.7, 0.6, 0.5, 0.4)] == [False, True, True, True, False, False, False, True]
 
 
 def test_while_strict_only_a_key_asked_for_before_is_admitted():
-    admission = AdaptiveAdmission(0.5, window=8)
-    admission.record("new", hit=False)
+    admission = AdaptiveAdmission(0.5)
+    admission.record("new", None)
     assert admission.admits("new")
-    for _ in range(4):
-        admission.record("other", hit=False)
+    admission.record("other", 0.0)
     assert admission.strict
     assert not admission.admits("new")
-    admission.record("new", hit=False)
+    admission.record("new", 0.0)
     assert admission.admits("new")
 
 
@@ -120,7 +118,7 @@ def test_the_victim_is_what_saves_least_computing_per_byte():
     for key in entries:
         pool.add(key)
         for _ in range(1 if key == seldom else 9):
-            admission.record(key, hit=True)
+            admission.record(key, 1.0)
     order = []
     while len(pool):
         order.append(admission.victim(pool, entries).digest)
@@ -130,8 +128,8 @@ def test_the_victim_is_what_saves_least_computing_per_byte():
 
 @pytest.mark.parametrize(("strict", "evicted"), [(True, "cheap"), (False, "oldest")])
 def test_a_strict_cache_evicts_the_least_valuable_entry_where_another_follows_its_policy(strict, evicted):
-    admission = AdaptiveAdmission(0.5, window=40, sample=200, seed=1)
-    cache = MemoryCache("lru", 3, admission=admission)
+    admission = AdaptiveAdmission(0.5, sample=200, seed=1)
+    cache = MemoryCache("lru", 3, admission=admission, window=40)
     keys = {name: Key("acme", "", name) for name in ("oldest", "cheap", "dear", "new")}
     for name, cost_ms in (("oldest", 100.0), ("cheap", 1.0), ("dear", 100.0)):
         cache.put(keys[name], entry(cost_ms=cost_ms))

@@ -202,7 +202,7 @@ STEPS = st.lists(
 @given(steps=STEPS, strict=st.booleans())
 def test_a_cache_gives_the_last_value_or_none_and_its_counts_and_indexes_agree(policy, share, steps, strict):
     clock, written = Clock(), {}
-    admission = AdaptiveAdmission(0.99, window=4, memory=100, seed=1) if strict else None
+    admission = AdaptiveAdmission(0.99, memory=100, seed=1) if strict else None
     cache = MemoryCache(policy, 40, clock=clock, namespace_share=share, admission=admission, window=4)
     for number, (step, at, weight) in enumerate(steps):
         if step == "put":
