@@ -20,7 +20,9 @@ from cluster.errors import BackendUnavailable, ConfigError
 from cluster.events.digests import Digests
 from cluster.private_file import append
 
-_LINE = re.compile(rb"([0-9a-f]{16}) (\d{20}) ([0-9a-f]{64})\r?\n")
+_LINE = re.compile(rb"([0-9a-f]{16}) (\d{20}) ([0-9a-f]{64})(?:\r?\n|\Z)")
+_LONG = 103
+"""Bytes of a line with its break."""
 _OPTION = re.compile(r"(?<=[?&])ledger=([^&]*)&?")
 
 
@@ -75,12 +77,21 @@ def _own(place: Path) -> Path:
 
 def _lines(place: Path) -> Iterator[tuple[bytes, int, bytes]]:
     """Mark, number and digest of each line. A full disk may have left a part of a line before a whole one, and a program that copied or
-    edited the file may have changed the ends of its lines.
+    edited the file may have changed the ends of its lines, or left out the last. Raises BackendUnavailable at a file without a whole line
+    that has bytes enough for one.
     """
     for file in place.glob("*.erased") if place.is_dir() else [place]:
+        whole, left_over = 0, 0
         with file.open("rb") as lines:
-            for line in filter(None, map(_LINE.search, lines)):
-                yield line[1], int(line[2]), bytes.fromhex(line[3].decode())
+            for line in lines:
+                if found := _LINE.search(line):
+                    whole += 1
+                    yield found[1], int(found[2]), bytes.fromhex(found[3].decode())
+                else:
+                    left_over += len(line.replace(b"\0", b""))  # which stands where a failure of the power kept a write from the disk
+        if not whole and left_over >= _LONG:
+            cure = "give it back as it was written, from its own copy (its text is ASCII; PowerShell's > makes it UTF-16)"
+            raise BackendUnavailable(f"the ledger of erasures {file} holds no line that can be read; {cure}")
 
 
 def require(ledger: Path | None) -> None:

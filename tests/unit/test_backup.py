@@ -425,6 +425,31 @@ def test_a_ledger_whose_lines_came_to_end_as_on_windows_is_read(tmp_path):
     assert ledger.read() == {ADA: 7, BOB: 8}
 
 
+def test_a_ledger_that_lost_its_last_line_break_is_read_to_its_end(tmp_path):
+    """As an editor, or `printf %s "$(cat erased)"`, leaves it."""
+    ledger = Ledger(tmp_path / "erased", DIGESTS)
+    ledger.note({ADA: 7})
+    ledger.note({BOB: 8})
+    ledger.place.write_bytes(ledger.place.read_bytes()[:-1])
+    assert ledger.read() == {ADA: 7, BOB: 8}
+    ledger.note({ADA: 9})
+    assert ledger.read() == {ADA: 9, BOB: 8}
+
+
+@pytest.mark.parametrize(("encoding", "mark"), [("utf-16", b""), ("utf-16-le", b""), ("utf-16-be", b"\xfe\xff")])
+@pytest.mark.parametrize("users", [[ADA], [ADA, BOB]])
+def test_a_ledger_of_which_no_line_can_be_read_is_refused_with_the_cure(encoding, mark, users, tmp_path):
+    """As PowerShell's `>` writes it."""
+    Ledger(tmp_path / "other.erased", DIGESTS).note({BOB: 1})
+    ledger = Ledger(tmp_path / "one.erased", DIGESTS)
+    for user in users:
+        ledger.note({user: 7})
+    ledger.place.write_bytes(mark + ledger.place.read_text().encode(encoding))
+    for place in (ledger.place, tmp_path):
+        with pytest.raises(BackendUnavailable, match=r"one\.erased holds no line that can be read; give it back as it was written"):
+            Ledger(place, DIGESTS).read()
+
+
 def test_without_a_file_there_is_nothing_to_catch_up_with():
     ledger = Ledger(None, DIGESTS)
     ledger.note({ADA: 1})
