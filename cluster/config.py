@@ -15,6 +15,7 @@ from cluster.addresses import is_loopback
 from cluster.autoscaling import QueuePolicy
 from cluster.engines.breaker import BreakerSettings
 from cluster.errors import ConfigError
+from cluster.events.ledger import split_ledger
 from cluster.events.rules import LARGEST_BATCH
 from cluster.stages import STAGES
 from cluster.traffic import api_keys
@@ -415,6 +416,10 @@ class EventSettings(Section):
         scheme, separator, _ = url.partition("://")
         if not separator or scheme not in registry.EVENT_STORES or (scheme == "sqlite" and not url.startswith("sqlite:///")):
             raise ValueError("url is no event store's; write it as postgresql://user@host/database or sqlite:////a/file")
+        try:
+            split_ledger(url)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
         return self
 
 

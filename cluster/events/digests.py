@@ -50,11 +50,11 @@ class Digests:
 
 
 def given_key() -> bytes | None:
-    """The key in the environment. Raises ConfigError at one that can be guessed."""
+    """The key in the environment, whose bytes need be no text. Raises ConfigError at one that can be guessed."""
     text = os.environ.get(ENVIRONMENT, "").strip()
     if text and len(text) < SHORTEST:
         raise ConfigError(f"{ENVIRONMENT} has {len(text)} characters; give {SHORTEST} at least: openssl rand -hex 32")
-    return text.encode() or None
+    return os.fsencode(text) or None
 
 
 def kept_key(file: Path, *, make: bool) -> bytes:

@@ -114,10 +114,14 @@ def missing(noted: Mapping[bytes, int], held: Mapping[bytes, int]) -> dict[bytes
 
 
 def split_ledger(url: str) -> tuple[str, Path | None]:
-    """A store's URL without the option ``?ledger=/a/file``, and that path. Raises ConfigError at a relative path."""
-    if (found := _OPTION.search(url)) is None:
-        return url, None
-    place = Path(unquote(found[1]))
-    if not place.is_absolute():
+    """A store's URL without the option ``?ledger=/a/file``, and that path. Raises ConfigError at a relative path, and at an option that
+    SQLite has not.
+    """
+    found = _OPTION.search(url)
+    plain = url if found is None else _OPTION.sub("", url, count=1).rstrip("?&")
+    if plain.startswith("sqlite:") and "?" in plain:
+        raise ConfigError(f"event store {url!r}: {plain.partition('?')[2]!r} is no option of SQLite's; the only one is ?ledger=/a/file")
+    place = None if found is None else Path(unquote(found[1]))
+    if place is not None and not place.is_absolute():
         raise ConfigError(f"event store: the ledger {str(place)!r} is no absolute path; write ?ledger=/var/lib/genrec/erased")
-    return _OPTION.sub("", url, count=1).rstrip("?&"), place
+    return plain, place

@@ -65,7 +65,5 @@ def _files(url: str) -> tuple[Path, Path | None]:
         raise ConfigError(
             f"event store {url!r} names no file; write sqlite:///events.db, or sqlite:////var/lib/events.db for an absolute path"
         )
-    if "?" in name:
-        raise ConfigError(f"event store {url!r}: {name.partition('?')[2]!r} is no option of SQLite's; the only one is ?ledger=/a/file")
     path = Path(name)
     return path.resolve() if path.is_symlink() else path, ledger

@@ -1,4 +1,5 @@
 import importlib.util
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -73,6 +74,12 @@ def test_a_key_that_cannot_be_had_or_can_be_guessed_is_told_with_the_cure(tmp_pa
     monkeypatch.setenv(ENVIRONMENT, "secret")
     with pytest.raises(ConfigError, match="GENREC_ERASURE_KEY has 6 characters; give 32 at least"):
         given_key()
+
+
+@pytest.mark.parametrize("key", [b"\xfc" * 32, "\u00fc".encode() * 32])
+def test_a_key_in_the_environment_is_the_bytes_that_stand_there(key, monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT, os.fsdecode(key))
+    assert given_key() == key
 
 
 def test_repeats_are_told_apart_by_tenant_and_point_to_the_first():
