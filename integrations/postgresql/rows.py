@@ -122,10 +122,8 @@ async def version(connection: Any, user: bytes) -> str:
 
 async def erase(connection: Any, ledger: Ledger, digest: bytes) -> int:
     """Delete the user of this digest with all events, after noting it in the ledger. Nothing changes where there is no such user."""
-    if (user := await connection.fetchval(_LOCK_USER, digest)) is None:
+    if (erased := await _delete(connection, digest)) is None:
         return 0
-    await connection.execute("SET LOCAL statement_timeout = 0")  # in its place comes ERASE_WITHIN_S
-    erased = await connection.fetchrow(_ERASE, user, digest, timeout=ERASE_WITHIN_S)
     await asyncio.to_thread(ledger.note, {digest: erased["number"]})
     events: int = erased["events"]
     return events
@@ -142,10 +140,19 @@ async def catch_up(connection: Any, ledger: Ledger) -> None:
     if again := missing(noted, held):
         await connection.execute(_GO_ON, max(noted.values()))
         for user in await connection.fetch("SELECT digest FROM genrec.users WHERE digest = ANY($1::bytea[])", list(again)):
-            await erase(connection, ledger, user["digest"])
+            await _delete(connection, user["digest"])
         held |= _numbers(await connection.fetch(_ERASE_AGAIN, list(again)))
         await tell_anew(connection)
     await asyncio.to_thread(ledger.note, missing(held, noted))
+
+
+async def _delete(connection: Any, digest: bytes) -> Mapping[str, Any] | None:
+    """Delete the user of this digest; returns how many `events` that were and the erasure's `number`, None where there is no such user."""
+    if (user := await connection.fetchval(_LOCK_USER, digest)) is None:
+        return None
+    await connection.execute("SET LOCAL statement_timeout = 0")  # in its place comes ERASE_WITHIN_S
+    erased: Mapping[str, Any] = await connection.fetchrow(_ERASE, user, digest, timeout=ERASE_WITHIN_S)
+    return erased
 
 
 async def tell_anew(connection: Any) -> None:

@@ -72,15 +72,11 @@ def version(connection: sqlite3.Connection, digest: bytes) -> str:
 
 def erase(connection: sqlite3.Connection, ledger: Ledger, digest: bytes) -> int:
     """Delete the user of this digest with all events, after noting it in the ledger. Nothing changes where there is no such user."""
-    user = connection.execute("SELECT number, events FROM users WHERE digest = ?", (digest,)).fetchone()
-    if user is None:
+    if (events := _delete(connection, digest)) is None:
         return 0
-    connection.execute(_KNOWN_AS_ERASED, user[:1])
-    connection.execute(_OVERWRITE_NAME, user[:1])
-    connection.execute("DELETE FROM users WHERE number = ?", user[:1])
     noted = connection.execute("INSERT OR REPLACE INTO erasures (digest) VALUES (?)", (digest,))
     ledger.note({digest: noted.lastrowid or 0})
-    return int(user[1])
+    return events
 
 
 def catch_up(connection: sqlite3.Connection, ledger: Ledger) -> bool:
@@ -89,15 +85,25 @@ def catch_up(connection: sqlite3.Connection, ledger: Ledger) -> bool:
     """
     noted, held = ledger.read(), dict[bytes, int](connection.execute("SELECT digest, number FROM erasures").fetchall())
     if again := missing(noted, held):
-        for (user,) in connection.execute("SELECT digest FROM users").fetchall():
-            if user in again:
-                erase(connection, ledger, user)
-        latest = max([*noted.values(), *held.values()]) + len(again)  # beyond those that were just given, which the ledger has
+        for user in again:
+            _delete(connection, user)
+        latest = max([*noted.values(), *held.values()])
         held = {**held, **{user: number for number, user in enumerate(again, latest + 1)}}
         connection.executemany("INSERT OR REPLACE INTO erasures (digest, number) VALUES (?, ?)", [(user, held[user]) for user in again])
         connection.execute("UPDATE store SET identity = lower(hex(randomblob(4)))")
     ledger.note(missing(held, noted))
     return bool(again)
+
+
+def _delete(connection: sqlite3.Connection, digest: bytes) -> int | None:
+    """Delete the user of this digest; returns how many events that were, None where there is no such user."""
+    user = connection.execute("SELECT number, events FROM users WHERE digest = ?", (digest,)).fetchone()
+    if user is None:
+        return None
+    connection.execute(_KNOWN_AS_ERASED, user[:1])
+    connection.execute(_OVERWRITE_NAME, user[:1])
+    connection.execute("DELETE FROM users WHERE number = ?", user[:1])
+    return int(user[1])
 
 
 def users(connection: sqlite3.Connection, tenant: str, limit: int) -> list[StoredUser]:

@@ -1,6 +1,7 @@
 """What every event store must do, run over all that are registered, for real: SQLite on a file, PostgreSQL on a server of its own."""
 
 import asyncio
+import os
 import random
 import sqlite3
 from collections import defaultdict
@@ -443,6 +444,21 @@ async def test_an_older_copy_of_a_store_forgets_as_it_is_opened_what_its_ledger_
             assert told[1] != version, "versions are told anew"
             assert (await store.append([events[0]]))[0].duplicate, "its key is known"
     assert [len(await rows_of(url, f"SELECT * FROM genrec.{table}")) for table in ("erasures", "erased_events")] == [2, 1]
+
+
+async def test_an_older_copy_that_catches_up_notes_each_user_once_and_all_together(url, noting, tmp_path, monkeypatch):
+    """While it does, no other process may open the store."""
+    names, ledger = [f"u{number}" for number in range(20)], tmp_path / "ledger" / "erased"
+    async with closing_store(noting) as store:
+        await store.append([event(user=name) for name in [*names, "other"]])
+        for name in names:
+            await store.erase("default", name)
+    await brought_back(url, *(event(user=name) for name in names[:10]))
+    lines, synced, fsync = len(ledger.read_bytes().splitlines()), [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), fsync(descriptor)))
+    async with closing_store(noting) as store:
+        assert await store.statistics() == StoreStatistics(1, 1)
+    assert (len(ledger.read_bytes().splitlines()) - lines, len(synced)) == (len(names), 1)
 
 
 async def test_a_user_that_came_back_after_an_erasure_stays_when_the_store_is_opened_again(url, noting):
