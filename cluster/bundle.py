@@ -34,6 +34,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Va
 from cluster.catalogue_file import read_catalogue
 from cluster.checksums import sha256
 from cluster.dataset import Catalogue
+from cluster.disk import flush
 from cluster.errors import BundleError
 from cluster.ranking import RatingScale, Task
 from cluster.semantic_ids import SemanticIds, read_semantic_ids
@@ -510,7 +511,7 @@ class BundleStore:
             for path in (*draft.path.rglob("*"), draft.path):
                 if path.is_file():
                     path.chmod(manifest.stat().st_mode)  # safetensors leaves its files to their owner alone
-                _flush(path)
+                flush(path)
             try:
                 draft.path.rename(self.root / str(version))
             except OSError:
@@ -571,17 +572,8 @@ def write_whole(path: Path, text: str) -> None:
     try:
         with draft.open("x") as file:
             file.write(text)
-        _flush(draft)
+        flush(draft)
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-    _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    """Have a file's content, or a directory's entries, on the disk before anything that relies on them."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(path.parent)

@@ -9,6 +9,7 @@ from pathlib import Path
 from secrets import token_hex
 from shutil import copyfileobj
 
+from cluster.disk import flush
 from cluster.errors import ConfigError, DataError
 from cluster.private_file import private
 from integrations.sqlite.connection import connect_reader, connect_writer, explained, turn_of
@@ -28,12 +29,12 @@ def back_up(path: Path, to: Path) -> None:
     _make(to)
     try:
         _copy(path, to)
-        _checksum_file(to).write_text(f"{_sealed(to)}  {to.name}\n")  # last: without it the backup is none
+        _write_checksum(to)  # last: without it the backup is none
     except OSError as error:
-        _remove(to)
+        _remove_backup(to)
         raise ConfigError(f"{to} cannot be written: {error.strerror}") from error
     except BaseException:
-        _remove(to)
+        _remove_backup(to)
         raise
 
 
@@ -109,6 +110,19 @@ def _check(backup: Path, checksum: str) -> None:
 
 def _checksum_file(backup: Path) -> Path:
     return backup.with_name(f"{backup.name}.sha256")
+
+
+def _write_checksum(backup: Path) -> None:
+    """Have the backup, its checksum and the names of both on the disk."""
+    line = os.fsencode(f"{_sealed(backup)}  {backup.name}\n")
+    _checksum_file(backup).write_bytes(line)
+    flush(_checksum_file(backup))
+    flush(backup.parent)
+
+
+def _remove_backup(backup: Path) -> None:
+    _remove(backup)
+    _checksum_file(backup).unlink(missing_ok=True)
 
 
 def _another(to: Path) -> str:

@@ -1,7 +1,9 @@
 """Backups of the event store, and the ledger by which a restored one forgets: the drill that a platform team runs, over the commands."""
 
 import asyncio
+import errno
 import json
+import os
 import random
 import signal
 import stat
@@ -20,9 +22,11 @@ from cluster.events.ledger import Ledger, missing, split_ledger
 from cluster.events.store import Event, StoreStatistics, closing_store
 from cluster.values import Behaviour
 from deployments.cli.events import app
+from integrations.sqlite.backup import back_up
 from integrations.sqlite.connection import turn_of
 from tests.disks import largest_file
 from tests.postgres import running_postgres
+from tests.power_loss import Disk, obstacle, recorded
 
 DIGESTS = Digests(b"k" * 32)
 ADA, BOB = b"a" * 32, b"b" * 32
@@ -188,6 +192,50 @@ async def test_of_a_backup_that_fails_nothing_is_left(path, tmp_path):
     with largest_file(40_000), pytest.raises(ConfigError, match=full):
         await run("backup", tmp_path / "backup.db", "--url", url)
     assert {file.name for file in tmp_path.iterdir()} == {"store"}
+
+
+@pytest.mark.parametrize(("problem", "raised"), [(OSError(errno.ENOSPC, "full"), ConfigError), (KeyboardInterrupt(), KeyboardInterrupt)])
+async def test_of_a_backup_whose_checksum_cannot_be_written_nothing_is_left(problem, raised, path, tmp_path, monkeypatch):
+    async with closing_store(f"sqlite:///{path}") as store:
+        await store.append([event("u", "i")])
+
+    def full(descriptor):
+        if Path(f"/proc/self/fd/{descriptor}").readlink().suffix == ".sha256":
+            raise problem
+        fsync(descriptor)
+
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(raised):
+        back_up(path, tmp_path / "backup.db")
+    assert {file.name for file in tmp_path.iterdir()} == {"store"}
+
+
+async def test_a_backup_may_have_a_name_that_is_no_text(path, tmp_path):
+    async with closing_store(url := f"sqlite:///{path}") as store:
+        await store.append([event("u", "i")])
+    back_up(path, backup := tmp_path / os.fsdecode(b"backup-\xfc.db"))
+    checked = await asyncio.create_subprocess_exec("sha256sum", "--check", "--status", f"{backup.name}.sha256", cwd=tmp_path)
+    assert await checked.wait() == 0
+    moved_away(path)
+    assert "restored 1 events of 1 users" in (await run("restore", backup, "--url", url)).output
+
+
+async def test_a_backup_and_its_checksum_outlive_a_failure_of_the_power_once_it_is_made(path, tmp_path):
+    if problem := obstacle():
+        pytest.skip(problem)
+    async with closing_store(f"sqlite:///{path}") as store:
+        await store.append([event(f"user-{number}", "i") for number in range(100)])
+    (backups := tmp_path / "backups").mkdir()
+    program = "import sys; from pathlib import Path; from integrations.sqlite.backup import back_up; back_up(*map(Path, sys.argv[1:]))"
+    operations, draw = recorded([sys.executable, "-c", program, str(path), str(backups / "backup.db")], backups), random.Random(0)
+    for number in range(20):
+        disk, there = Disk(), tmp_path / str(number)
+        for operation in operations:
+            disk.apply(operation)
+        there.mkdir()
+        disk.crash(there, draw)
+        assert {file.name: file.read_bytes() for file in there.iterdir()} == {file.name: file.read_bytes() for file in backups.iterdir()}
 
 
 @pytest.fixture
