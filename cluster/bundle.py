@@ -522,6 +522,7 @@ class BundleStore:
                     raise BundleError(f"{taken} is no version and stands in the place of one; move it away") from None
                 manifest.unlink()  # another process published this number first: take the next
             else:
+                flush(self.root)
                 return version
 
 

@@ -358,6 +358,17 @@ def test_a_version_made_elsewhere_is_adopted_whole_and_serves_only_once_it_is_pr
     assert served.adopt(made) == 2
 
 
+def test_a_version_that_is_adopted_has_its_name_on_the_disk(store: BundleStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Else a failure of the power gives it the name of a draft again, and drafts are removed."""
+    seen: list[tuple[str, Path]] = []
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda draft, to: (seen.append(("renamed", to)), rename(draft, to))[1])
+    monkeypatch.setattr("cluster.bundle.flush", lambda path: seen.append(("flushed", path)))
+    root = tmp_path / "other"
+    BundleStore(root).adopt(store.open(1))
+    assert seen[-2:] == [("renamed", root / "1"), ("flushed", root)]
+
+
 def test_a_damaged_version_is_not_adopted_and_leaves_nothing_behind(store: BundleStore, tmp_path: Path):
     made, target = store.open(2), BundleStore(tmp_path / "served")
     damage(store.root / "2" / WEIGHTS)
