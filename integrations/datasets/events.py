@@ -270,7 +270,7 @@ def _kind_of_time(column: pa.Array) -> pa.DataType:
 def _time(text: str, unit: TimestampUnit) -> int:
     """Microseconds since 1970; a time without a zone is taken as UTC."""
     try:
-        number = float(text)
+        number = _number(text)
     except ValueError:
         return _iso_time(text)
     if not math.isfinite(number) or number < 0:
@@ -293,11 +293,18 @@ def _iso_time(text: str) -> int:
     return microseconds
 
 
+def _number(text: str) -> float:
+    """Raises ValueError, also at the digit separators of Python's literals, which Arrow refuses as well."""
+    if "_" in text:
+        raise ValueError(text)
+    return float(text)
+
+
 def _value(text: str) -> float:
     if not text:
         return math.nan
     try:
-        number = float(text)
+        number = _number(text)
     except ValueError:
         raise _Fault(f"value {text!r} is not a number") from None
     if not abs(number) <= _LARGEST_VALUE:
