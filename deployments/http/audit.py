@@ -1,5 +1,6 @@
 """The audit log at the routes: which key asked, for what, and how it ended."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,8 @@ from cluster.errors import BackendUnavailable
 from deployments.http.callers import Caller
 
 LONGEST_ID = 200
+DIGEST_WITHIN_S = 1.0
+"""A store that is open answers at once; one that is being opened may take longer than a request may."""
 
 
 class Audit:
@@ -32,10 +35,13 @@ class Audit:
             caller.unaudited = line.lost
 
     async def user(self, tenant: str, digest: Callable[[], Awaitable[str]]) -> str:
-        """The user's name in audit lines, which is a digest; "?" where the digest cannot be read now."""
+        """The user's name in audit lines, which is a digest; "?" where the digest cannot be read within DIGEST_WITHIN_S: an erasure owes
+        its caches the rest of the request's time.
+        """
         if self._limits().audit_log is None:
             return ""
         try:
-            return f"{tenant}/{await digest()}"
-        except BackendUnavailable:
+            async with asyncio.timeout(DIGEST_WITHIN_S):
+                return f"{tenant}/{await digest()}"
+        except (BackendUnavailable, TimeoutError):
             return f"{tenant}/?"

@@ -123,6 +123,18 @@ async def test_a_user_whose_digest_cannot_be_had_is_erased_and_named_by_the_tena
     assert lines(file)[0]["object"] == "shop/?"
 
 
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("call", [ERASED, ("POST", "/v1/cache:invalidate", {"tenant": "shop", "user_id": USER})])
+async def test_a_store_that_is_long_in_opening_keeps_no_erasure_from_its_caches_and_its_line(call, file):
+    class Opening(Data):
+        async def digest(self, tenant, user_id):
+            await asyncio.Event().wait()
+
+    assert (await ask(*call, data=Opening(), file=file, api_keys=[KEY])).status_code == 200
+    [line] = lines(file)
+    assert (line["object"], line["outcome"]) == ("shop/?", "done")
+
+
 async def test_a_call_that_is_refused_or_only_reads_leaves_no_line(file):
     assert (await ask(*SWITCHED, file=file, api_keys=[{**KEY, "rights": ["read"]}])).status_code == 403
     assert (await ask("GET", "/v1/gateway", file=file)).status_code == 200
