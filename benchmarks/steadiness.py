@@ -205,7 +205,7 @@ def main(
         "placement": "colocated",
         "events": {"enabled": False},
         "generator": {"order": ["torch_beam"]},
-        "gateway": {"deadline_s": 60, "admission": {"target_ms": 60_000, "max_wait_ms": 60_000}},
+        "gateway": {"deadline_s": 60, "request_within_s": 300, "admission": {"target_ms": 60_000, "max_wait_ms": 60_000}},
     }
     asked = [body.encode() for body in bodies(model_dir, strategy="retrieval", cache="bypass")]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -290,7 +290,9 @@ class GatewaySettings(Section):
         "second, in bytes together; the next ones wait, no longer than admission.max_wait_ms, or are answered 503",
     )
     body_within_s: float = Field(10.0, gt=0, le=600, description="how long a body may take to arrive; then the request is answered 408")
-    request_within_s: float = Field(30.0, gt=0, le=3600, description="time for a request once its body is there; then it ends (408)")
+    request_within_s: float = Field(
+        30.0, gt=0, le=3600, description="time for a request once its body is there; then it ends (408); longer than each deadline"
+    )
     deadline_s: float = Field(
         5.0, gt=0, le=3600, description="how long the encoder may take before the last good answer, or popularity, is given"
     )
@@ -334,6 +336,14 @@ class GatewaySettings(Section):
     def _hosts_are_names(self) -> Self:
         if wrong := [host for host in self.hosts if not HOST.fullmatch(host)]:
             raise ValueError(f"hosts has {wrong[0]!r}; give names alone, without a scheme, a port or a path, as rec.example.org")
+        return self
+
+    @model_validator(mode="after")
+    def _deadlines_come_before_the_end(self) -> Self:
+        for name in ("deadline_s", "generation_deadline_s", "ranking_deadline_s"):
+            if (deadline_s := getattr(self, name)) >= self.request_within_s:
+                ends = f"request_within_s ({self.request_within_s:g}), at which a request ends (408)"
+                raise ValueError(f"{name} ({deadline_s:g}) must be less than {ends}: what is answered at that deadline would never be")
         return self
 
     @property

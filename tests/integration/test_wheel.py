@@ -178,7 +178,8 @@ def make_patient(config: Path) -> None:
     document = yaml.safe_load(config.read_text())
     args = document["applications"][0]["args"]
     args["generator"]["order"] = ["torch_beam"]
-    args["gateway"] = {"deadline_s": SERVICE_S, "generation_deadline_s": SERVICE_S, "ranking_deadline_s": SERVICE_S}
+    deadlines = dict.fromkeys(("deadline_s", "generation_deadline_s", "ranking_deadline_s"), SERVICE_S)
+    args["gateway"] = {**deadlines, "request_within_s": 2 * SERVICE_S}
     args["events"] = {"read_deadline_ms": 1000 * ACTOR_S}
     document["http_options"]["request_timeout_s"] = SERVICE_S
     config.write_text(yaml.safe_dump(document))
