@@ -17,12 +17,12 @@ import pyarrow.compute as pc
 
 from cluster.dataset import Interactions
 from cluster.errors import DataError
+from cluster.events.rules import LATEST_TIMESTAMP
 from cluster.values import Action, FloatArray, Int8Array, Int64Array
 from integrations.datasets.ids import wrong_id
 from integrations.datasets.options import BadRows, TimestampUnit
 from integrations.datasets.text import Row
 
-LATEST_S = 253_402_300_799  # the last second of the year 9999: a larger number is another unit
 _MICROSECONDS = 1_000_000
 _ZONE = re.compile(r":.*([Zz]|[+-][\d:]+)\s*$")
 _ACTIONS = {action.value: action for action in Action}
@@ -212,7 +212,7 @@ def _times(column: pa.Array, unit: TimestampUnit) -> Int64Array:
         if not np.all((numbers >= 0) & (numbers <= min(_latest(unit), _LARGEST_INT))):
             raise _Doubt
         times = _scaled(numbers, unit)
-    if times.size and not (times.min() >= 0 and times.max() <= LATEST_S * _MICROSECONDS):
+    if times.size and not (times.min() >= 0 and times.max() <= LATEST_TIMESTAMP * _MICROSECONDS):
         raise _Doubt
     return times
 
@@ -237,8 +237,8 @@ def _scaled(numbers: npt.NDArray[np.float64], unit: TimestampUnit) -> Int64Array
 
 
 def _latest(unit: TimestampUnit) -> int:
-    """LATEST_S in this unit."""
-    return LATEST_S * _MICROSECONDS * unit.per_microsecond // unit.microseconds
+    """LATEST_TIMESTAMP in this unit: a larger number is of another one."""
+    return LATEST_TIMESTAMP * _MICROSECONDS * unit.per_microsecond // unit.microseconds
 
 
 def _values(column: pa.Array) -> FloatArray:
