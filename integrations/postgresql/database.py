@@ -86,8 +86,10 @@ class Database:
         self._closed = False
 
     @classmethod
-    async def open(cls, url: str, prepare: Work[None]) -> Self:
-        """Connect, let `prepare` bring the schema up to date, and make a pool, empty as yet. Raises BackendUnavailable."""
+    async def open(cls, url: str, prepare: Work[T]) -> tuple[Self, T]:
+        """Connect, let `prepare` bring the schema up to date, and make a pool, empty as yet. Returns the database and what `prepare`
+        returned. Raises BackendUnavailable.
+        """
         where = place(url)
         with explained(where):
             try:
@@ -96,7 +98,7 @@ class Database:
                 cure = "write what is no letter and no digit in its user and password as %xx, and the port as a number"
                 raise BackendUnavailable(f"event store {where}: the URL cannot be read; {cure}") from None
             try:
-                await prepare(connection)
+                prepared = await prepare(connection)
                 settings = {**SETTINGS, **await _durable(connection)}
             finally:
                 await connection.close(timeout=CONNECT_TIMEOUT_S)
@@ -109,7 +111,7 @@ class Database:
                 server_settings=settings,
                 reset=_nothing_to_reset,
             )
-        return cls(pool, where)
+        return cls(pool, where), prepared
 
     async def read(self, work: Work[T]) -> T:
         """The result of one statement, which is sent again where the connection turns out to be lost."""

@@ -34,12 +34,7 @@ class PostgreSQLEventStore:
         """Open the store. `ledger`: the ledger's file; default: none is kept. Raises BackendUnavailable where the server cannot be reached,
         or the database or the file cannot be used.
         """
-        where, found = place(url), list[Ledger]()
-
-        async def prepare(connection: Any) -> None:
-            found.append(await _up_to_date(connection, where, ledger))
-
-        return cls(await Database.open(url, prepare), found[0])
+        return cls(*await Database.open(url, lambda connection: _up_to_date(connection, place(url), ledger)))
 
     async def append(self, events: Sequence[Event]) -> list[Stored]:
         return await self._append(events, copy=False)
