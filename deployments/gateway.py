@@ -21,7 +21,7 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import FlagSettings, Settings, parse, split_changes, with_changes
 from cluster.dataset import Catalogue
 from cluster.events.guarded import GuardedHistories
-from cluster.events.store import EventStore
+from cluster.events.store import ServedEvents
 from cluster.fleet.board import Presence
 from cluster.fleet.heartbeat import Orders
 from cluster.fleet.rollout import Rollout, said_flags
@@ -70,7 +70,7 @@ class Gateway:
         stages: Stages,
         *,
         cache: TieredCache[Recommendation] | None = None,
-        events: EventStore | None = None,
+        events: ServedEvents | None = None,
     ) -> None:
         self._settings, self._limits, self._stages, self._cache = settings, settings.gateway, stages, cache
         self._heartbeat = heartbeat

@@ -12,7 +12,7 @@ from cluster.cache.tier_values import Invalidated
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.errors import BackendUnavailable, GenrecError, InvalidRequest
-from cluster.events.store import Event, EventStore, StoredUser
+from cluster.events.store import Event, ServedEvents, StoredUser
 from cluster.no_request import Background
 from cluster.values import Behaviour, Recommendation
 from deployments.admin_api import AdminApi
@@ -51,7 +51,7 @@ class UserData:
         versions: VersionRouter,
         *,
         cache: TieredCache[Recommendation] | None,
-        events: EventStore | None,
+        events: ServedEvents | None,
         usual: UsualRequests | None = None,
         recorder: GatewayRecorder | None = None,
         anticipates: Callable[[str, str], bool] | None = None,
@@ -228,7 +228,7 @@ class UserData:
         await asyncio.sleep(self._settings.events.anticipate_after_s)
         await self._versions.model_for(tenant, user_id).answers.anticipate(tenant, user_id)
 
-    def _store(self) -> EventStore:
+    def _store(self) -> ServedEvents:
         if self._events is None:
             raise BackendUnavailable(SWITCHED_OFF)
         return self._events

@@ -4,18 +4,18 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from cluster.errors import BackendUnavailable
-from cluster.events.store import Batches, Event, EventStore, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics, open_event_store
+from cluster.events.store import Event, ServedEvents, Stored, StoredHistory, StoredUser, open_event_store
 
 
 class StoreOpenedLater:
-    """The event store at `url`, for one event loop. Until it is open, each call tries to open it, and raises BackendUnavailable where that
-    fails.
+    """The event store at `url`, for one gateway and its event loop. Until it is open, each call tries to open it, and raises
+    BackendUnavailable where that fails.
     """
 
-    def __init__(self, url: str, open_store: Callable[[str], Awaitable[EventStore]] = open_event_store) -> None:
+    def __init__(self, url: str, open_store: Callable[[str], Awaitable[ServedEvents]] = open_event_store) -> None:
         self._url, self._open_store = url, open_store
         self.name = url.partition("://")[0]
-        self._opening: asyncio.Future[EventStore] | None = None
+        self._opening: asyncio.Future[ServedEvents] | None = None
         self._closed = False
 
     async def open(self) -> str:
@@ -41,14 +41,8 @@ class StoreOpenedLater:
     async def digest(self, tenant: str, user_id: str) -> str:
         return await (await self._opened()).digest(tenant, user_id)
 
-    async def load(self, batches: Batches) -> Loaded:
-        return await (await self._opened()).load(batches)
-
     async def users(self, tenant: str, limit: int) -> list[StoredUser]:
         return await (await self._opened()).users(tenant, limit)
-
-    async def statistics(self) -> StoreStatistics:
-        return await (await self._opened()).statistics()
 
     async def close(self) -> None:
         """As every store's. An attempt to open the store is given up, and the calls that wait for it raise."""
@@ -60,7 +54,7 @@ class StoreOpenedLater:
         elif not self._opening.cancelled() and self._opening.exception() is None:
             await self._opening.result().close()
 
-    async def _opened(self) -> EventStore:
+    async def _opened(self) -> ServedEvents:
         """The store. Calls made while it is being opened wait for the same attempt, which goes on when a caller leaves."""
         if self._closed:
             raise self._gone()

@@ -6,7 +6,7 @@ A store is used like this::
         await store.append([Event("196", Behaviour("50", 881250949), idempotency_key="order-17")])
         history = await store.history("default", "196", limit=200)
 
-`open_event_store` chooses by the URL; what a store must do stands at `EventStore`.
+`open_event_store` chooses by the URL; what a store must do stands at `ServedEvents` and `EventStore`.
 """
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
@@ -98,8 +98,8 @@ class Histories(Protocol):
         ...
 
 
-class EventStore(Histories, Protocol):
-    """Where events are kept. All methods may be called by many tasks of one event loop at once.
+class ServedEvents(Histories, Protocol):
+    """What a gateway asks of an event store. All methods may be called by many tasks of one event loop at once.
 
     Each raises InvalidRequest, naming the field, for what no store takes (see `check_events`), and BackendUnavailable, with the cure, where
     the database cannot be reached, is broken or takes too long. A cancelled or failed write may still have been stored: only with
@@ -127,19 +127,23 @@ class EventStore(Histories, Protocol):
         """What remains of the user's name once it is erased, in hexadecimal."""
         ...
 
-    async def load(self, batches: Batches) -> Loaded:
-        """Store many batches, each all or nothing and kept even where later ones fail; keys make a load restartable."""
-        ...
-
     async def users(self, tenant: str, limit: int) -> list[StoredUser]:
         """The tenant's users among the RECENT_USERS of all tenants that were first met last, the latest first."""
         ...
 
-    async def statistics(self) -> StoreStatistics: ...
-
     async def close(self) -> None:
         """Finish what was begun and give everything back; later calls raise BackendUnavailable."""
         ...
+
+
+class EventStore(ServedEvents, Protocol):
+    """Where events are kept: what a gateway asks of it, and what commands do."""
+
+    async def load(self, batches: Batches) -> Loaded:
+        """Store many batches, each all or nothing and kept even where later ones fail; keys make a load restartable."""
+        ...
+
+    async def statistics(self) -> StoreStatistics: ...
 
 
 class EventStoreDriver(Protocol):
