@@ -192,7 +192,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """
         asked = self._roster.ranked()
         for one in self._roster:
-            if (one.loaded and one not in asked) or await one.lost():
+            if not one.loading and ((one.loaded and one not in asked) or await one.lost()):  # a load may hang while it holds the turn
                 await one.unload()
         await self._probe_when_due()
         self._room.loads_on_demand = not self._samples

@@ -510,6 +510,24 @@ class TestRecovery:
         await until(lambda: may_be_asked(controller, "third"))
         assert await controller.refresh(), "that it was loaded is told by the next one"
 
+    async def test_a_backend_that_hangs_on_the_samples_and_leaves_the_order_keeps_no_other_from_being_loaded(self, controller, monkeypatch):
+        monkeypatch.setattr("cluster.engines.controller.LOADS_ALONE_S", 0.01)
+        may_end = threading.Event()
+        monkeypatch.setattr(First, "batch_infer", lambda self, requests: may_end.wait(300) and [2.0 * request for request in requests])
+        await controller.warm_up([1], ready=2)
+        await until(lambda: snapshot_of(controller, "first").loaded)
+        await controller.reconfigure(order=["second", "third"])
+
+        async def are_loaded(*names):
+            await controller.refresh()
+            return [name for name in ORDER if snapshot_of(controller, name).loaded] == [*names]
+
+        async with asyncio.timeout(60):  # a refresh would wait for as long as the first one hangs
+            await until(lambda: are_loaded(*ORDER))
+            may_end.set()
+            await until(lambda: are_loaded("second", "third"))
+        assert First.log == ["load", "close"]
+
     async def test_a_repaired_backend_does_not_wait_for_its_breaker(self, controller):
         First.load_error = RuntimeError("truncated")
         await controller.call_one(1)
