@@ -210,6 +210,8 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         """The states that the engine keeps of users, the hottest first, a few MiB at a time. The backend takes no batch until all are read,
         or the generator is closed.
         """
+        if not self.kind:  # a load holds the turn, perhaps for longer than a handover may take
+            return
         async with self._turn.alone():
             kind, engine = self.kind, self._slot.engine
             states = sealed(engine.backend, kind) if engine and kind else iter(())

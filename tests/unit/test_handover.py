@@ -1,10 +1,12 @@
 """Users' states from a replica that stops to their new homes, by a real switchboard and real engines in this process."""
 
 import asyncio
+import threading
 import weakref
 from dataclasses import replace
 from time import monotonic
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from ray.exceptions import ActorDiedError
@@ -428,6 +430,28 @@ async def test_which_kind_of_states_an_engine_takes_is_not_worked_out_for_each_o
     monkeypatch.setattr("cluster.engines.managed_backend.kind_of_engine", lambda *_: worked_out.append(1) or kind)
     assert await controller.take_over([state(user, kind=kind) for user in USERS], wanted=lambda _: False) == 0
     assert 0 < len(worked_out) < len(USERS)
+
+
+class SlowToLoad(TorchEncoder):
+    """Is loaded once it `may_end`."""
+
+    may_end: ClassVar[threading.Event]
+
+    def load(self, bundle):
+        self.may_end.wait(300)
+        super().load(bundle)
+
+
+async def test_a_replica_that_stops_while_its_first_choice_is_loaded_hands_over_what_the_second_keeps(fleet, monkeypatch):
+    monkeypatch.setattr(SlowToLoad, "may_end", threading.Event(), raising=False)
+    monkeypatch.setattr("cluster.engines.controller.LOADS_ALONE_S", 0.01)
+    fleet.settings["encoder"] |= {"backends": {"slow": f"{__name__}:SlowToLoad"}, "order": ["slow", "torch"]}
+    await fleet.start("a")
+    await fleet.ask("a", *USERS)
+    await fleet.stop("a")
+    await fleet.start("b")
+    SlowToLoad.may_end.set()
+    assert fleet.kept("b") == 12
 
 
 async def test_states_of_another_version_are_not_used(fleet, three_versions):
