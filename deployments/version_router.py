@@ -72,7 +72,7 @@ class ServedModel:
             bundle,
             partial(self._ask, ENCODER),
             partial(self._ask, GENERATOR) if self.generates else None,
-            partial(stages.stream, GENERATOR) if self.generates else None,
+            partial(self._stream, GENERATOR) if self.generates else None,
             partial(self._ask, RANKER),
             beam=settings.generator.beam,
             pool=edge.pool,
@@ -100,13 +100,27 @@ class ServedModel:
         return self._gone_at >= since - self._kept_s
 
     async def _ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> StageAnswer[ResultT]:
-        try:
+        with self._gone_noted():
             if not tracing.recording():
                 return await self._stages.ask(stage, request, within_s)
             with tracing.span(stage.step, model_version=self.bundle.version, **stage.extent(request)) as current:
                 answer = await self._stages.ask(stage, request, within_s)
                 tracing.say_who_served(current, answer.report)
                 return answer
+
+    async def _stream(
+        self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float
+    ) -> AsyncGenerator[ResultT | StageAnswer[ResultT], None]:
+        with self._gone_noted():
+            async with aclosing(self._stages.stream(stage, request, within_s)) as parts:
+                async for part in parts:
+                    yield part
+
+    @contextmanager
+    def _gone_noted(self) -> Iterator[None]:
+        """Within the block, that a replica lacks this version is noted for `was_gone`."""
+        try:
+            yield
         except ModelGone:
             self._gone_at = monotonic()
             raise

@@ -216,7 +216,9 @@ async def test_a_degraded_answer_that_is_kept_since_then_does_not_hide_it(three)
         assert await rig.served_by() == 1
 
 
-async def test_where_the_generator_lacks_the_version_another_answers_too(tmp_path):
+@pytest.fixture
+def generating(tmp_path):
+    """Versions 2 and 3, which have a generator each; 3 serves."""
     store = BundleStore(tmp_path / "tiny")
     bundle_with_decoder(store.root, items=20)
     with store.recompile(store.open(2)) as draft:
@@ -226,10 +228,20 @@ async def test_where_the_generator_lacks_the_version_another_answers_too(tmp_pat
     rig.hold(3)
     del rig.model_cache.by_version[1]
     rig.learn(3)
-    answers = [await rig.ask()]
-    rig.stages.generators["tiny/3"] = Naming(store.open(3), error=ModelGone("not tiny/3"))
-    answers.append(await rig.ask())
+    return rig
+
+
+async def test_where_the_generator_lacks_the_version_another_answers_too(generating):
+    answers = [await generating.ask()]
+    generating.stages.generators["tiny/3"].error = ModelGone("not tiny/3")
+    answers.append(await generating.ask())
     assert [(one.model_version, one.degraded) for one in answers] == [("tiny/3", False), ("tiny/2", False)]
+
+
+async def test_a_stream_whose_generator_lacks_the_version_ends_with_the_answer_of_another(generating):
+    generating.stages.generators["tiny/3"].error = ModelGone("not tiny/3")
+    *_, answer = [part async for part in generating.versions.stream(RecommendRequest("ada", HISTORY, k=3))]
+    assert (answer.model_version, answer.degraded) == ("tiny/2", False)
 
 
 async def test_a_version_that_cannot_do_what_is_asked_is_passed_over_and_the_degraded_answer_stays(tmp_path):
