@@ -4,7 +4,8 @@ More at a time raise the throughput while engines join them into batches; beyond
 answer comes too late. The limit follows the mean duration (exponentially weighted):
 
     at the start       limit + 1 for each answer while all places are taken, which doubles it in a round trip, until the mean is too long
-    mean > target      limit x target / mean, at least half of it, once in a round trip: durations grow with what is under way
+    mean > target      limit x target / mean, at least half of it, once in a round trip: durations grow with what is under way.
+                       A quick answer lowers nothing: after a stall, its late answers keep the mean high for a while
     mean <= target     limit + 1 / sqrt(limit) for each answer while all places are taken: sqrt(limit) in a round trip
 
 A start with all places would take in seconds of work before the first answer says how long one takes. The last is the square-root rule of
@@ -41,7 +42,7 @@ class AdaptiveLimit(Struct, frozen=True):
         limit, starting = self._limit, self.lowered_at == -inf
         if mean_s <= self.target_s:
             return replace(self, mean_s=mean_s, exact=self._bounded(limit + full * (1 if starting else 1 / sqrt(limit))))
-        if now - took_s < self.lowered_at:  # it began under the larger limit, and says nothing of this one
+        if took_s <= self.target_s or now - took_s < self.lowered_at:  # quick, or begun under the larger limit
             return replace(self, mean_s=mean_s)
         lowered = self._bounded(limit * max(0.5, self.target_s / mean_s))
         return replace(self, mean_s=self.target_s, exact=lowered, lowered_at=now)  # the old mean would lower it again

@@ -266,6 +266,17 @@ def test_the_adaptive_limit_comes_back_once_answers_are_fast_again():
     assert limit.places == 128
 
 
+def test_the_adaptive_limit_is_lowered_by_the_late_answers_of_a_stall_and_not_by_the_quick_ones_after_it():
+    limit = AdaptiveLimit(64, target_s=1.0, exact=64.0, mean_s=0.5, lowered_at=0.0)
+    for began in range(64):
+        limit = limit.after(15.0 - (10 + began / 128), 15.0, full=True)
+    lowered = limit.places
+    assert 32 < lowered < 64
+    for answer in range(50):
+        limit = limit.after(0.5, 15.5 + answer / 100, full=False)
+        assert limit.places == lowered
+
+
 def test_the_adaptive_limit_does_not_grow_while_places_are_free():
     assert AdaptiveLimit(128, 0.5, exact=20.0, mean_s=0.1).after(0.1, 1.0, full=False).places == 20
 
