@@ -263,6 +263,9 @@ class StageReplica(Generic[ModelT]):
             await self._instruct(model)
             logger.info("%s: %s", bundle.version, await model.warm_up())
             await self._instruct(model)  # what has changed while it was warmed up
+        except asyncio.CancelledError:
+            asyncio.get_running_loop().run_in_executor(None, model.close)  # not awaited: an engine that hangs delays no other version
+            raise
         except BaseException:
             await asyncio.to_thread(model.close)
             raise

@@ -14,6 +14,7 @@ from cluster.config import Settings
 from cluster.engines.controller import FrameworkController
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.engines.stage_rules import generator_rules
+from cluster.fleet.board import READY
 from cluster.fleet.rollout import RolloutStore, Trial
 from cluster.values import GenerateRequest, SamplingOptions, StageAnswer, UserState
 from deployments.fleet.heartbeat import Heartbeat
@@ -262,6 +263,30 @@ async def test_a_version_that_loads_for_long_holds_no_other_up(two, monkeypatch)
             assert await served_by(replica, "tiny/2") == "torch_beam"
         finally:
             go_on.set()
+
+
+async def test_a_version_that_hangs_while_it_is_measured_and_is_rolled_back_holds_no_other_up(two):
+    hangs, go_on = threading.Event(), threading.Event()
+
+    def answered(request, bundle):
+        if bundle.manifest.version == 4 and threading.current_thread().name.startswith("engine"):
+            hangs.set()
+            go_on.wait(300)
+        return generated(1)
+
+    settings = generating(two, torch_beam=Script(answered), selection="fastest")
+    replica = Generator(settings, Heartbeat(settings, Handle(None), "a"))
+    await replica.load([2], only=False)
+    try:
+        replica.model_cache.want([2, 4])
+        await until(hangs.is_set, "4 is measured")
+        replica.model_cache.want([2])
+        await until(lambda: 4 not in replica.holds, within_s=60)
+        replica.model_cache.want([2, 3])
+        await until(lambda: replica.holds == {2: READY, 3: READY}, within_s=60)
+    finally:
+        go_on.set()
+        await replica.close()
 
 
 async def test_a_refresh_that_breaks_is_heard_of(bundle, monkeypatch):
