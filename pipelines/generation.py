@@ -55,8 +55,9 @@ class Generation:
 
     async def complete(self, retrieved: Candidates, resolved: ResolvedRequest, request: RecommendRequest, budget: Budget) -> Candidates:
         """The complete list without excluded items, best first, or why there is none."""
-        if (obstacle := self._obstacle(retrieved)) or self._generate is None:
-            return obstacle or self._none(())
+        if obstacle := self._obstacle(retrieved):
+            return obstacle
+        assert self._generate is not None
         began = time.perf_counter()
         try:
             prompted = self._request(retrieved, resolved, request)
