@@ -6,9 +6,9 @@
           _try          calls the engine; where the whole call breaks, tries a sample, then halves of the batch; judges the engine
             _attempt    one call of the engine: for each request an answer, or the reason why there is none
 
-Only what a backend's own code raises is caught (a foreign engine may raise anything); an error of ours passes through. All state is changed
-on the event loop. A backend's code runs in the engine thread, a load beside the calls in another one; brief calls, `ainfer` and `astream`
-run on the loop.
+Only what a backend's own code raises is caught (a foreign engine may raise anything); an error of ours passes through. State is changed on
+the event loop, except that an engine is made in the thread that probes or loads it, and that `close` may be called in any thread. A
+backend's code runs in the engine thread, a load beside the calls in another one; brief calls, `ainfer` and `astream` run on the loop.
 """
 
 import asyncio

@@ -72,8 +72,8 @@ class Attempts(Generic[T]):
         self._next_at, self._hedging, self._granted = math.inf, False, False
 
     async def answer(self) -> T:
-        """The first answer that another replica could not better, else the last one or its error. Raises TimeoutError where no call has
-        ended `GRACE_S` after the deadline.
+        """The first answer that another replica could not better, else the last one or its error. Raises TimeoutError where `GRACE_S` after
+        the deadline a call is still under way, even if another one has ended with an answer that it could better.
         """
         self._rules.retries.request()
         if self._hedge:
