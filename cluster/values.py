@@ -242,6 +242,10 @@ class Generated(Struct, frozen=True, eq=False):
     log_probs: FloatArray
 
 
+GeneratedPart: TypeAlias = Generated | StageAnswer[Generated]
+"""A part of a streamed generation: items as they are found, or lastly the whole."""
+
+
 class RecommendRequest(Struct, frozen=True):
     """What the caller asks for: `k` items for a user with these behaviours, as of `request_time` (seconds; default: now).
 

@@ -18,7 +18,7 @@ from cluster.fleet.board import READY, FleetNews
 from cluster.no_request import Background
 from cluster.stages import GENERATOR, Stage, StageName
 from cluster.traffic.hedging import Hedge
-from cluster.values import StageAnswer
+from cluster.values import GeneratedPart, GenerateRequest, StageAnswer
 from deployments.calls.mailbox import Mailbox
 from deployments.calls.remote import StageCaller, ask
 from deployments.replicas.encoder import Encoder
@@ -39,10 +39,8 @@ class Stages(Protocol):
         """The stage's answer to one request, within `within_s` seconds."""
         ...
 
-    def stream(
-        self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float
-    ) -> AsyncGenerator[ResultT | StageAnswer[ResultT], None]:
-        """Results as the stage finds them, some perhaps twice, and lastly its answer."""
+    def stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[GeneratedPart, None]:
+        """Items as the generator finds them, some perhaps twice, and lastly its answer."""
         ...
 
     def update(self, news: FleetNews) -> None:
@@ -90,11 +88,9 @@ class SplitStages:
         answer = await caller.ask(request, within_s=within_s, safe=stage.repeatable, poor=_is_failure)
         return cast("StageAnswer[ResultT]", _raised(answer))
 
-    async def stream(
-        self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float
-    ) -> AsyncGenerator[ResultT | StageAnswer[ResultT], None]:
-        self._wake(stage)
-        async with aclosing(self._callers[stage.name].ask_stream(request, within_s=within_s)) as parts:
+    async def stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[GeneratedPart, None]:
+        self._wake(GENERATOR)
+        async with aclosing(self._callers["generator"].ask_stream(request, within_s=within_s)) as parts:
             async for part in parts:
                 yield _raised(part)
 
@@ -148,14 +144,13 @@ class ColocatedStages:
 
     def __init__(self, encoder: Encoder, generator: Generator, ranker: Ranker) -> None:
         self._replicas: dict[StageName, StageReplica[Any]] = {"encoder": encoder, "generator": generator, "ranker": ranker}
+        self._generator = generator
 
     def ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> Awaitable[StageAnswer[ResultT]]:
         return self._replicas[stage.name].ask(request, within_s)
 
-    async def stream(
-        self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float
-    ) -> AsyncGenerator[ResultT | StageAnswer[ResultT], None]:
-        async with aclosing(self._replicas[stage.name].stream(request, within_s)) as parts:
+    async def stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[GeneratedPart, None]:
+        async with aclosing(self._generator.stream(request, within_s)) as parts:
             async for part in parts:
                 yield _raised(part)
 

@@ -30,7 +30,7 @@ from cluster.no_request import Background
 from cluster.ranking import Ranking, RankingRequest
 from cluster.stages import ENCODER, GENERATOR, RANKER, Stage
 from cluster.titled_items import item_ids
-from cluster.values import AnswerPart, Recommendation, RecommendRequest, StageAnswer
+from cluster.values import AnswerPart, GeneratedPart, GenerateRequest, Recommendation, RecommendRequest, StageAnswer
 from deployments.fleet.model_cache import ModelCache
 from deployments.replicas.replica import ModelGone
 from deployments.stages import Stages
@@ -72,7 +72,7 @@ class ServedModel:
             bundle,
             partial(self._ask, ENCODER),
             partial(self._ask, GENERATOR) if self.generates else None,
-            partial(self._stream, GENERATOR) if self.generates else None,
+            self._stream if self.generates else None,
             partial(self._ask, RANKER),
             beam=settings.generator.beam,
             pool=edge.pool,
@@ -108,11 +108,9 @@ class ServedModel:
                 tracing.say_who_served(current, answer.report)
                 return answer
 
-    async def _stream(
-        self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float
-    ) -> AsyncGenerator[ResultT | StageAnswer[ResultT], None]:
+    async def _stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[GeneratedPart, None]:
         with self._gone_noted():
-            async with aclosing(self._stages.stream(stage, request, within_s)) as parts:
+            async with aclosing(self._stages.stream(request, within_s)) as parts:
                 async for part in parts:
                     yield part
 

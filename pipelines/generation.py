@@ -13,6 +13,7 @@ from cluster.traffic.budget import Budget, each_in_time
 from cluster.values import (
     FloatArray,
     Generated,
+    GeneratedPart,
     GenerateRequest,
     RecommendRequest,
     SkippedBackend,
@@ -26,9 +27,8 @@ from pipelines.asking import Ask, asked, check_version, why_none
 from pipelines.candidates import Candidates, broken
 from pipelines.history import ResolvedRequest
 
-Part: TypeAlias = Generated | StageAnswer[Generated]
 Generate: TypeAlias = Ask[GenerateRequest, Generated]
-Stream: TypeAlias = Callable[[GenerateRequest, float], AsyncIterator[Part]]
+Stream: TypeAlias = Callable[[GenerateRequest, float], AsyncIterator[GeneratedPart]]
 STAGE = "generate"
 CHOICE = 3
 """How many generated items there are for each of the `k` that diversity or freshness choose, up to the pool."""
@@ -135,7 +135,7 @@ class Generation:
                     return
         raise BackendFailed("the generator stopped before its answer was complete")
 
-    async def _at_once(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[Part, None]:
+    async def _at_once(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[GeneratedPart, None]:
         assert self._generate is not None
         yield await self._generate(request, within_s)
 

@@ -9,6 +9,7 @@ The stage also runs for a model without a decoder, and says so: `ray_config.yaml
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
+from time import monotonic
 
 import numpy as np
 
@@ -16,11 +17,11 @@ from cluster.bundle import Bundle
 from cluster.config import Settings
 from cluster.engines.controller import Served
 from cluster.engines.room import AskBatch, AskOne
-from cluster.engines.skipped import OutOfTime
+from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.traffic.batcher import Batcher
-from cluster.values import Generated, GenerateRequest, SkippedBackend, StageAnswer, UserState
+from cluster.values import Generated, GeneratedPart, GenerateRequest, SkippedBackend, StageAnswer, UserState
 from deployments.replicas.batching import TOO_LATE, engine_batcher
-from deployments.replicas.replica import AsDeployment, StageReplica
+from deployments.replicas.replica import AsDeployment, ModelGone, StageReplica, due
 from deployments.replicas.stage_model import StageModel, sample_history
 from deployments.telemetry.metrics import StageRecorder, meter
 
@@ -39,7 +40,8 @@ class GeneratorModel(StageModel[GenerateRequest, Generated]):
     async def answer(self, request: GenerateRequest) -> StageAnswer[Generated]:
         return self._reported(await self.controller.call_one(request))
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Generated | StageAnswer[Generated], None]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[GeneratedPart, None]:
+        """Items as an engine finds them, some perhaps twice, and lastly the answer. Raises NoBackendAnswered."""
         async with aclosing(self.controller.stream(request, partial(merged, k=request.k))) as parts:
             async for part in parts:
                 yield self._reported(part) if isinstance(part, Served) else part
@@ -74,6 +76,20 @@ class Generator(StageReplica[GeneratorModel]):
 
     stage = "generator"
     model_type = GeneratorModel
+
+    async def stream(
+        self, request: GenerateRequest, within_s: float
+    ) -> AsyncGenerator[GeneratedPart | NoBackendAnswered | ModelGone, None]:
+        """As the model's `stream`; where there is no answer, the reason comes in its place, as `answer` returns it."""
+        began = monotonic()
+        try:
+            async with aclosing(self._model_for(request.model_version).stream(due(request, began, within_s))) as parts:
+                async for part in parts:
+                    yield part
+        except (NoBackendAnswered, ModelGone) as error:
+            yield error
+        finally:
+            self._record(began)
 
     async def record_routing_stats(self) -> dict[str, float]:
         """As the base class; empty where an engine has a queue of its own: its computing time is not seen here."""

@@ -7,8 +7,7 @@ rollout and erasures
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Mapping, Sequence
 from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -110,18 +109,6 @@ class StageReplica(Generic[ModelT]):
         began = monotonic()
         try:
             return await self._model_for(request.model_version).answer(due(request, began, within_s))
-        finally:
-            self._record(began)
-
-    async def stream(self, request: Any, within_s: float) -> AsyncGenerator[Any, None]:
-        """Results as the stage finds them, some perhaps twice, and lastly the result of `answer`."""
-        began = monotonic()
-        try:
-            async with aclosing(self._model_for(request.model_version).stream(due(request, began, within_s))) as parts:
-                async for part in parts:
-                    yield part
-        except (NoBackendAnswered, ModelGone) as error:
-            yield error
         finally:
             self._record(began)
 

@@ -1,7 +1,6 @@
 """One version of the model on one replica of a stage: its engines behind a framework controller."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -34,12 +33,6 @@ class StageModel(Generic[RequestT, AnswerT]):
     async def answer(self, request: RequestT) -> StageAnswer[AnswerT]:
         """One request's answer. Raises NoBackendAnswered, which says why there is none."""
         raise NotImplementedError
-
-    async def stream(self, request: RequestT) -> AsyncGenerator[AnswerT | StageAnswer[AnswerT], None]:
-        """Results as the stage finds them, some perhaps twice, and lastly the answer; most stages give the answer alone. Raises
-        NoBackendAnswered.
-        """
-        yield await self.answer(request)
 
     async def warm_up(self) -> str:
         """Load the engines that are to serve, and have them answer samples. Returns which engine is asked first, and why no other is."""

@@ -7,7 +7,7 @@ from cluster.bundle import BundleStore
 from cluster.config import FlagSettings
 from cluster.fleet.board import FleetNews
 from cluster.ranking import RankRequest
-from cluster.stages import Stage
+from cluster.stages import GENERATOR, Stage
 from cluster.values import EncodeRequest, GenerateRequest, StageAnswer
 from deployments.replicas.replica import ModelGone
 from tests.fake_stages import Ascending, Descending, Naming
@@ -30,8 +30,8 @@ class FakeStages:
         answer: StageAnswer[Any] = await self._engine(stage, request)(request, within_s)
         return answer
 
-    async def stream(self, stage: Stage[Any, Any], request: Any, within_s: float) -> AsyncGenerator[Any, None]:
-        async for part in self._engine(stage, request).stream(request, within_s):
+    async def stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[Any, None]:
+        async for part in self._engine(GENERATOR, request).stream(request, within_s):
             yield part
 
     def update(self, news: FleetNews) -> None:

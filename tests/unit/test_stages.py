@@ -48,14 +48,14 @@ async def test_what_a_generator_gives_as_a_value_is_raised_and_not_tried_on_the_
     assert handle.outcomes == ["the items"]
     handle = ScriptedHandle([1, failure], ["the items"])
     with pytest.raises(type(failure)):
-        await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).stream(GENERATOR, None, 5.0))
+        await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).stream(None, 5.0))
     assert (handle.outcomes, handle.responses[0].was_cancelled) == ([["the items"]], True)
 
 
 async def test_a_stream_whose_replica_dies_is_not_begun_again():
     handle = ScriptedHandle([1, ActorDiedError()], [1, 2])
     with pytest.raises(BackendUnavailable, match="no replica of encoder could be reached"):
-        await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).stream(GENERATOR, None, 5.0))
+        await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).stream(None, 5.0))
     assert handle.outcomes == [[1, 2]]
 
 
@@ -66,14 +66,14 @@ BUG = ZeroDivisionError("no")
 async def test_what_a_stream_raises_is_an_error_of_ours_and_is_not_tried_on_another_replica(raised):
     handle = ScriptedHandle([1, raised], [1, 2])
     with pytest.raises(BackendFailed, match="ZeroDivisionError"):
-        await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).stream(GENERATOR, None, 5.0))
+        await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).stream(None, 5.0))
     assert handle.outcomes == [[1, 2]]
 
 
 async def test_that_the_time_is_over_is_for_the_pipeline_to_say():
     """A handle answers late or never; the pipeline gives up at its deadline and says so."""
     whole = SplitStages(ScriptedHandle(), ScriptedHandle(*[NEVER] * 3), ScriptedHandle()).ask(GENERATOR, None, 0.01)
-    pieces = SplitStages(ScriptedHandle(), ScriptedHandle(*[[NEVER]] * 3), ScriptedHandle()).stream(GENERATOR, None, 0.01)
+    pieces = SplitStages(ScriptedHandle(), ScriptedHandle(*[[NEVER]] * 3), ScriptedHandle()).stream(None, 0.01)
     for call in (whole, listed(pieces)):
         with pytest.raises(TimeoutError):  # the test's own, while the call still waits
             await asyncio.wait_for(call, 0.1)
@@ -81,7 +81,7 @@ async def test_that_the_time_is_over_is_for_the_pipeline_to_say():
 
 async def test_a_stream_that_nobody_reads_any_more_is_cancelled():
     handle = ScriptedHandle([1, NEVER])
-    pieces = SplitStages(ScriptedHandle(), handle, ScriptedHandle()).stream(GENERATOR, None, 5.0)
+    pieces = SplitStages(ScriptedHandle(), handle, ScriptedHandle()).stream(None, 5.0)
     assert await anext(pieces) == 1
     await pieces.aclose()
     assert handle.responses[0].was_cancelled
@@ -118,7 +118,7 @@ async def test_a_generator_that_is_starting_is_not_waited_for():
     with pytest.raises(BackendUnavailable, match="no generator runs now"):
         await asyncio.wait_for(stages.ask(GENERATOR, None, 5.0), 0.01)
     with pytest.raises(BackendUnavailable, match="no generator runs now"):
-        await asyncio.wait_for(listed(stages.stream(GENERATOR, None, 5.0)), 0.01)
+        await asyncio.wait_for(listed(stages.stream(None, 5.0)), 0.01)
     await asyncio.sleep(0)
     assert generator.calls == [()], "Serve is asked for one, once"
 
@@ -175,7 +175,7 @@ async def test_colocated_an_answer_comes_from_this_process_and_an_error_is_raise
                 await call
         streaming = FakeReplica([1, failure])
         with pytest.raises(type(failure)):
-            await listed(colocated(generator=streaming).stream(GENERATOR, None, 5.0))
+            await listed(colocated(generator=streaming).stream(None, 5.0))
         assert streaming.told == ["stream closed"]
 
 
