@@ -176,11 +176,14 @@ async def leaving(line: Line) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`connections` at a time, each opened again `pause_s` after it has ended, on average."""
+    """`connections` at a time, each opened again `pause_s` after it has ended, on average. `window`: bytes that the system takes in for a
+    caller that does not read; without one, megabytes.
+    """
 
     talk: Callable[[Line], Awaitable[str]]
     connections: int
     pause_s: float = 0.5
+    window: int | None = None
 
 
 KINDS = {
@@ -196,17 +199,26 @@ KINDS = {
     "gzip": Kind(compressed, 8),
     "pipelines": Kind(pipelined, 8),
     "no HTTP": Kind(broken, 16),
-    "uploads that are refused": Kind(refused_upload, 800),
-    "pages that are not read": Kind(unread_page, 800),
+    "uploads that are refused": Kind(refused_upload, 1000, pause_s=2),
+    "pages that are not read": Kind(unread_page, 1000, pause_s=2, window=4096),
     "clients that leave": Kind(leaving, 32),
 }
 
 
 @asynccontextmanager
-async def connection(url: str, address: str) -> AsyncIterator[Line]:
+async def connection(url: str, address: str, window: int | None) -> AsyncIterator[Line]:
     """From this address. Ends at once: what was not read is thrown away."""
-    parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, local_addr=(address, 0), family=socket.AF_INET)
+    parts, made = urlsplit(url), socket.socket()
+    made.setblocking(False)
+    if window is not None:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+    made.bind((address, 0))
+    try:
+        await asyncio.get_running_loop().sock_connect(made, (parts.hostname, parts.port))
+    except BaseException:
+        made.close()
+        raise
+    reader, writer = await asyncio.open_connection(sock=made)
     try:
         yield Line(reader, writer, parts.netloc)
     finally:
@@ -233,7 +245,7 @@ async def call(url: str, kind: Kind, seconds: float) -> Counter[str]:
 async def once(url: str, address: str, kind: Kind) -> str:
     """What became of one connection."""
     try:
-        async with connection(url, address) as line:
+        async with connection(url, address, kind.window) as line:
             return await kind.talk(line)
     except TimeoutError:
         return "held"

@@ -13,7 +13,7 @@ client leaves, the request's place in the queue is freed and its work is cancell
 import asyncio
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -24,8 +24,9 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.config import ApiKeySettings, GatewaySettings
 from cluster.metrics import ADMISSION_WAIT, REFUSALS, SILENT, Meter
+from cluster.profile import HAPROXY
 from cluster.traffic import api_keys
-from cluster.traffic.rate_limits import Grant, RateLimiter
+from cluster.traffic.rate_limits import Bucket, Grant, RateLimiter
 from deployments.http import api_pages, problems
 from deployments.http.batches import Batches
 from deployments.http.callers import ANONYMOUS, INTERACTIVE, NO_LIMIT, Caller
@@ -41,8 +42,12 @@ OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS | api_pages.P
 """Paths that need no key and no place. Every other path is protected, whether there is a route or not."""
 PROBED = frozenset({"/healthz", "/readyz"})
 """Open paths that are answered however many others are."""
-MOST_OPEN = 64
-"""How many requests of the other open paths are answered at a time."""
+MOST_OPEN, OPEN_PER_S, OPEN_BURST = 64, 20.0, 200.0
+"""How many requests of the other open paths are answered at a time, in a second, and at once after a while without any. A visitor of the
+playground's page sends a dozen; the largest file is a megabyte and a half.
+"""
+PASSED_ON_S = float(HAPROXY["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"])
+"""For so long HAProxy may hold a page that this gateway has sent, for a client that does not read it, and count it among the requests."""
 OPERATION = ("/v1/backends", "/v1/cache", "/v1/gateway", "/v1/models")
 """Where operators call. They need no place: their calls may be what ends an overload."""
 OR_NONE = "; or leave the header out: a caller without a key may ask and store events"
@@ -89,6 +94,8 @@ class Edge:
         self._rates = RateLimiter(settings.rate_limits)
         self._refused: Counter[int] = Counter()
         self._arriving = self._open = 0  # requests: with bodies on their way, of open paths
+        self._tokens = Bucket(OPEN_BURST, clock())  # for the latter
+        self._passed_on = deque[float]()  # when each of those that were answered lately was
 
     def reconfigure(self, settings: GatewaySettings) -> None:
         """Take new settings. Running requests go on; waiting ones wait no longer than the new settings allow."""
@@ -137,10 +144,14 @@ class Edge:
         try:
             with connection:
                 self._check_length(dict(scope["headers"]))
-                if counted and self._open > MOST_OPEN:
-                    raise problems.overloaded(f"{MOST_OPEN} requests of pages and the schema are under way; ask again later", wait_s=1)
+                self._tokens.fill(OPEN_PER_S, OPEN_BURST, self._clock())
+                if counted and (self._open > MOST_OPEN or self._tokens.tokens < 1):
+                    raise problems.overloaded("too many pages, or descriptions of this interface, are asked for; ask again later", wait_s=1)
+                self._tokens.tokens -= counted
                 await self._read(connection)
                 await answer(scope, connection)
+                if counted:
+                    self._passed_on.append(self._clock())
         except HTTPException as refusal:
             await self._refuse(refusal, scope, connection, route_of)
         finally:
@@ -226,7 +237,10 @@ class Edge:
         """How many requests this gateway takes, beyond which `haproxy.sh` refuses others. Requests that hold no place count too: bodies on
         their way, batches that were taken on, answers that are being read, and open paths.
         """
-        return ((b"genrec-most", b"%d" % (self._places.most() + self._arriving + self.batches.taken_on + self._open)),)
+        while self._passed_on and self._passed_on[0] < self._clock() - PASSED_ON_S:
+            self._passed_on.popleft()
+        beside = self._arriving + self.batches.taken_on + self._open + len(self._passed_on)
+        return ((b"genrec-most", b"%d" % (self._places.most() + beside)),)
 
 
 def identify(headers: Mapping[bytes, bytes], settings: GatewaySettings, now: Callable[[], float]) -> ApiKeySettings | None:

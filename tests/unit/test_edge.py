@@ -332,6 +332,22 @@ async def test_pages_go_as_their_readers_take_them_so_many_at_a_time_and_the_pro
 
 
 @pytest.mark.virtual_time
+async def test_of_pages_no_more_are_given_in_a_second_than_leave_time_for_answers():
+    served = Served()
+
+    async def statuses(path, count):
+        return [(await served.http.get(path)).status_code for _ in range(count)]
+
+    assert await statuses("/docs/start.js", 201) == [200] * 200 + [503]
+    assert [await statuses(path, 1) for path in ("/healthz", "/v1/items/none")] == [[200], [404]]
+    assert (await served.http.get("/v1/items/none")).headers["genrec-most"] == str(16 + 512 + 200), "HAProxy may still hold them"
+    await asyncio.sleep(1)
+    assert await statuses("/docs/start.js", 21) == [200] * 20 + [503]
+    await asyncio.sleep(16)
+    assert (await served.http.get("/v1/items/none")).headers["genrec-most"] == str(16 + 512)
+
+
+@pytest.mark.virtual_time
 async def test_a_reader_of_a_page_that_never_takes_it_is_left_in_the_end():
     served = Served(request_within_s=30)
     reader = SlowReader(served, path="/docs/swagger-ui-bundle.js", method="GET", body="")
