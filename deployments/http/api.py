@@ -4,7 +4,7 @@ POST /v1/recommend is here twice: for FastAPI, with its schema and for bodies th
 """
 
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
@@ -142,7 +142,7 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings], ba
     async def recommend(message: RecommendIn, http: Request, caller: CallerHere) -> Response:
         """Recommend items for one user: all at once, or as they are found where `Accept` asks for it."""
         _check_limits(message, limits())
-        _give_tenants([message], caller)
+        caller.charge(caller.fill_in([message]))
         request = message.to_value(caller.arrived)
         if media_type := streaming.wanted(",".join(http.headers.getlist("accept"))):
             return await streaming.respond(service.stream(request), media_type, http.scope["path"], caller.place.computed)
@@ -158,7 +158,7 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings], ba
             raise InvalidRequest("requests", f"has {len(message.requests)} entries; send at most {most} a call")
         for position, request in enumerate(message.requests):
             _check_limits(request, limits(), prefix=f"requests[{position}].")
-        _give_tenants(message.requests, caller)
+        caller.charge(caller.fill_in(message.requests))
         values = [request.to_value(caller.arrived) for request in message.requests]
         entries = [partial(_within_batch, service, value, position, caller) for position, value in enumerate(values)]
         caller.place.leave()
@@ -220,15 +220,6 @@ def _health(service: Service) -> APIRouter:
         return ready
 
     return routes
-
-
-def _give_tenants(messages: Sequence[RecommendIn], caller: Caller) -> None:
-    """Fill in the tenants that are left out, and charge each of them for its requests."""
-    charged = Counter[str]()
-    for message in messages:
-        message.tenant = tenant = caller.named(message.tenant)
-        charged[tenant] += 1
-    caller.charge(charged)
 
 
 def _check_limits(message: RecommendIn | RecommendBody, limits: GatewaySettings, prefix: str = "") -> None:

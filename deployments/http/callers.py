@@ -1,9 +1,9 @@
 """The caller of a request and its rights. The routes name the tenant and the cost, which are known only from the message."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import ceil
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from fastapi import Depends, Request
 from starlette.exceptions import HTTPException
@@ -21,6 +21,12 @@ Take = Callable[[str, int, int], Grant | None]
 """(tenant, cost, already paid) -> the answer of the tenant's token bucket; None where the tenant has no limit."""
 ANONYMOUS = ApiKeySettings(name="none", sha256="0" * 64, tenant="default", rights=["read", "events"])
 """The rights of a caller without a key, where `allow_anonymous` lets it in."""
+
+
+class OfTenant(Protocol):
+    """A message that may leave its tenant out."""
+
+    tenant: str | None
 
 
 class Place:
@@ -108,6 +114,14 @@ class Caller:
         """The tenant meant by a message that may leave it out."""
         return tenant or (self.key and self.key.tenant) or "default"
 
+    def fill_in(self, messages: Iterable[OfTenant]) -> Counter[str]:
+        """Name the tenants of the messages that leave them out; returns how many are each tenant's."""
+        of = Counter[str]()
+        for message in messages:
+            message.tenant = tenant = self.named(message.tenant)
+            of[tenant] += 1
+        return of
+
     def pay(self, tenant: str, cost: int) -> None:
         """Charge `cost` less what is paid already. Raises HTTPException (429), or InvalidRequest if `cost` exceeds the limit itself."""
         paid = self._paid.get(tenant, 0)
@@ -160,7 +174,7 @@ async def operator_of(http: Request) -> Caller:
     caller = await caller_of(http)
     caller.require("operate")
     limits: GatewaySettings = http.app.state.limits()
-    if refused := foreign_page(http.headers, limits.hosts, anonymous=caller.key is None):
+    if refused := foreign_page(http.headers, limits.hosts):
         raise problems.forbidden(refused)
     return caller
 

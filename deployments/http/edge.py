@@ -226,8 +226,8 @@ class Edge:
         self._meter.add(REFUSALS, route=route, status=str(status))
 
     def _check_length(self, headers: dict[bytes, bytes]) -> None:
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > self.settings.max_body_bytes:
+        length = _announced(headers)
+        if length is not None and length > self.settings.max_body_bytes:
             raise problems.BodyTooLarge(self.settings.max_body_bytes)
 
     def _take(self, tenant: str, cost: int, paid: int) -> Grant | None:
@@ -263,8 +263,14 @@ def identify(headers: Mapping[bytes, bytes], settings: GatewaySettings, now: Cal
 
 def _is_large(headers: Mapping[bytes, bytes]) -> bool:
     """Whether a body may be more than a proxy has taken in whole before it hands the request on."""
+    length = _announced(headers)
+    return b"transfer-encoding" in headers or length is None or length > SMALL // 2
+
+
+def _announced(headers: Mapping[bytes, bytes]) -> int | None:
+    """Bytes of the body as the headers have them; None where that is no number."""
     length = headers.get(b"content-length", b"0")
-    return b"transfer-encoding" in headers or not length.isdigit() or int(length[:20]) > SMALL // 2
+    return int(length[:20]) if length.isdigit() else None
 
 
 def _target_s(settings: GatewaySettings) -> float:

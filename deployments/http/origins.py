@@ -11,27 +11,29 @@ from urllib.parse import urlsplit
 _SHOWN = 100
 
 
-def foreign_page(headers: Mapping[str, str], hosts: Sequence[str], *, anonymous: bool) -> str | None:
-    """Why the call is taken for a foreign page's, and the cure; None where it is not. `hosts`: names of this service. `anonymous`: callers
-    need no key, so that a key does not rule out a foreign page.
-    """
-    host, origin, hosts = headers.get("host", ""), headers.get("origin"), [name.lower() for name in hosts]
+def foreign_page(headers: Mapping[str, str], hosts: Sequence[str]) -> str | None:
+    """Why the call is taken for a foreign page's by its `Origin`, and the cure; None where it is not. `hosts`: names of this service."""
+    host, origin = headers.get("host", ""), headers.get("origin")
     page = None if origin is None else origin.partition("://")[2].lower()
-    if page is not None and (not page or page != host.lower()) and _name(page) not in hosts:
-        return f"a page of {origin!r} may not operate this service at {host!r}; if it is its own page, name its host in gateway.hosts"
-    return foreign_host(host, tuple(hosts)) if anonymous else None
+    if page is None or (page and page == host.lower()) or _is_ours(_name(page), hosts):
+        return None
+    return f"a page of {origin!r} may not operate this service at {host!r}; if it is its own page, name its host in gateway.hosts"
 
 
 @lru_cache(maxsize=100)
 def foreign_host(host: str, hosts: tuple[str, ...]) -> str | None:
     """Why a call to this host, as `Host` has it, may be that of a page with a name which was made to resolve to this service, and the cure;
-    None where it is not.
+    None where it is not. A key rules such a page out: this is for callers that need none.
     """
     name = _name(host)
-    if _is_local(name) or name in [one.lower() for one in hosts]:
+    if _is_local(name) or _is_ours(name, hosts):
         return None
     shown = host[:_SHOWN]
     return f"this service is not known as {shown!r}; call it by an address or localhost, name it in gateway.hosts, or configure api_keys"
+
+
+def _is_ours(name: str, hosts: Sequence[str]) -> bool:
+    return name in (one.lower() for one in hosts)
 
 
 def _name(netloc: str) -> str:

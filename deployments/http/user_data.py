@@ -62,7 +62,8 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
 
         With an `Idempotency-Key`, or a key in each event, a call may be repeated until it succeeds: every event is stored once.
         """
-        _give_tenants(message, caller)
+        tenants = caller.fill_in(message.events if isinstance(message, EventsIn) else [message])
+        caller.charge(Counter(tenants.keys()), right="events")  # each of them for the call
         try:
             stored = await data.append(_events_of(message, idempotency_key, limits().max_events))
         except InvalidRequest as error:
@@ -108,16 +109,6 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
         return dropped
 
     return routes
-
-
-def _give_tenants(message: EventIn | EventsIn, caller: CallerHere) -> None:
-    """Fill in the tenants that are left out, and charge each of them for the call."""
-    events = message.events if isinstance(message, EventsIn) else [message]
-    charged = Counter[str]()
-    for event in events:
-        event.tenant = tenant = caller.named(event.tenant)
-        charged[tenant] = 1
-    caller.charge(charged, right="events")
 
 
 def _events_of(message: EventIn | EventsIn, key: str | None, most: int) -> list[Event]:

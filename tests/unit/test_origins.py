@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cluster.config import GatewaySettings
 from deployments.http.api import create_api
-from deployments.http.origins import foreign_page
+from deployments.http.origins import foreign_host, foreign_page
 
 KEY = {"name": "boss", "sha256": hashlib.sha256(b"genrec_boss").hexdigest(), "rights": ["operate"]}
 OWN = [
@@ -38,27 +38,27 @@ REBOUND = [
 
 
 @pytest.mark.parametrize("headers", OWN, ids=str)
-@pytest.mark.parametrize("anonymous", [True, False])
 @pytest.mark.parametrize("name", ["rec.example.org", "Rec.Example.org"])
-def test_a_call_of_the_services_own_page_or_of_a_program_is_none(headers, anonymous, name):
-    assert foreign_page(headers, [name], anonymous=anonymous) is None
+def test_a_call_of_the_services_own_page_or_of_a_program_is_none(headers, name):
+    assert foreign_page(headers, [name]) is None
+    assert foreign_host(headers.get("host", ""), (name,)) is None
 
 
 @pytest.mark.parametrize("headers", FOREIGN_PAGES, ids=str)
-@pytest.mark.parametrize("anonymous", [True, False])
-def test_a_page_of_another_origin_is_told_so_with_the_cure(headers, anonymous):
-    assert "name its host in gateway.hosts" in foreign_page(headers, ["rec.example.org"], anonymous=anonymous)
+def test_a_page_of_another_origin_is_told_so_with_the_cure(headers):
+    assert "name its host in gateway.hosts" in foreign_page(headers, ["rec.example.org"])
 
 
 @pytest.mark.parametrize("headers", REBOUND, ids=str)
 def test_a_name_that_is_not_ours_is_a_foreign_page_where_no_key_is_asked_for(headers):
-    assert "is not known as" in foreign_page(headers, ["rec.example.org"], anonymous=True)
-    assert foreign_page(headers, ["rec.example.org"], anonymous=False) is None
+    assert "is not known as" in foreign_host(headers["host"], ("rec.example.org",))
+    assert foreign_page(headers, ["rec.example.org"]) is None
 
 
-@given(st.dictionaries(st.sampled_from(["host", "origin"]), st.text()), st.booleans())
-def test_any_headers_are_decided(headers, anonymous):
-    foreign_page(headers, [], anonymous=anonymous)
+@given(st.dictionaries(st.sampled_from(["host", "origin"]), st.text()))
+def test_any_headers_are_decided(headers):
+    foreign_page(headers, [])
+    foreign_host(headers.get("host", ""), ())
 
 
 class Service:
