@@ -289,14 +289,16 @@ def test_an_upload_that_is_refused_ends_there_and_shuts_no_other_out(proxied, st
 
 def test_a_client_that_falls_silent_is_left_and_an_answer_that_pauses_is_not(proxied):
     upload = b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n" + bytes(70_000)
-    with proxied(silent_s=1).running() as proxy, closing(proxy.connection(b"GET /paused HTTP/1.1\r\nhost: x\r\n\r\n")) as paused:
-        parts = [paused.recv(2**16)]
-        while not parts[-1].endswith(b"\r\n\r\n{"):
-            parts.append(paused.recv(2**16))
+    asked = b"GET /paused HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    with proxied(silent_s=1).running() as proxy, closing(proxy.connection(asked)) as paused:
+        begun = b""
+        while not begun.endswith(b"\r\n\r\n{"):  # the headers and the first byte may come apart
+            begun += (part := paused.recv(2**16))
+            assert part, begun
         with closing(proxy.connection(upload)) as silent:
             received(silent)
         proxy.gateway.gate.set()
-        assert paused.recv(2**16).endswith(b"}")
+        assert received(paused).endswith(b"}")
 
 
 def test_an_urgent_request_of_a_key_that_may_be_urgent_reaches_a_gateway_that_is_full(proxied):
