@@ -45,19 +45,22 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     http-request set-header x-request-disconnect-disabled ?1
     http-request set-header x-request-timeout-seconds 0
 RULES
-    # A gateway's answers say how many requests it would take just now. More than that, times the gateways, are refused here, which costs the
-    # gateway no time: a flood would keep it from its answers, and from its health checks. Each application has a variable of its own.
+    # A gateway's answers say how many requests it would take just now, and how many bytes of a body. Larger bodies, and more requests than
+    # that times the gateways, are refused here, which costs the gateway no time: a flood would keep it from its answers, and from its health
+    # checks. Each application has variables of its own.
     # Operators' calls may be what ends an overload, and a probe's answer ends none. What is refused so is not logged, which takes a fifth
     # of the time. A check waits for 3 s: what answers more slowly is stopped, or stuck.
     # Until an answer has said it, the variables are not set, and nothing is full. An urgent request of a key that a gateway has said may be
     # urgent is let through until twice as many are there: the gateway takes it in place of one that is less so.
     cat > "$config.full" <<'RULES'
     timeout check 3s
-    http-response set-var(proc.genrec_most_BACKEND) res.hdr(genrec-most),add(0)
+    http-response set-var(proc.genrec_most_BACKEND) res.hdr(genrec-most,1),add(0)
+    http-response set-var(proc.genrec_bytes_BACKEND) res.hdr(genrec-most,2),add(0)
     http-response del-header genrec-most
     http-response sc-set-gpt0(0) 1 if { res.hdr(genrec-urgent) -m found }
     http-response sc-set-gpt0(0) 0 if { status 401 }
     http-response del-header genrec-urgent
+    http-request return status 413 content-type application/problem+json lf-string '{"title":"Body too large","status":413,"detail":"body: has more than the %[var(proc.genrec_bytes_BACKEND)] bytes this service takes; send it in several parts","instance":"%[path,json(utf8s)]","errors":[{"field":"body","problem":"has more than the %[var(proc.genrec_bytes_BACKEND)] bytes this service takes; send it in several parts"}]}' if { req.hdr(content-length),sub(proc.genrec_bytes_BACKEND) gt 0 }
     http-request set-var(txn.genrec_gateways) nbsrv
     http-request set-var(txn.genrec_most) var(proc.genrec_most_BACKEND),mul(txn.genrec_gateways)
     acl genrec_full be_conn,sub(txn.genrec_most) gt 0

@@ -33,7 +33,7 @@ def _with_haproxy() -> None:
 
 
 class Gateway(ThreadingHTTPServer):
-    """Answers with what it was sent; `/held` once the gate is open, `/most` that it takes eight, URGENT that its key may be urgent."""
+    """Answers with what it was sent; `/held` once the gate is open, `/most` what it takes: 8, of 1,000 bytes; URGENT that it is urgent."""
 
     daemon_threads = True
     request_queue_size = 64  # of 5, the default, HAProxy finds the server down where many requests come at once
@@ -65,7 +65,7 @@ class Answers(BaseHTTPRequestHandler):
         answer = json.dumps(told).encode()
         self.send_response(401 if self.path == "/unknown" else 200)
         if self.path == "/most":
-            self.send_header("Genrec-Most", "8")
+            self.send_header("Genrec-Most", "8, 1000")
         if self.headers.get("authorization") == URGENT:
             self.send_header("Genrec-Urgent", "1")
         self.send_header("content-length", str(len(answer)))
@@ -272,10 +272,24 @@ def test_more_than_a_gateway_takes_is_refused_before_it_and_operators_still_reac
         eventually(lambda: client.get("/x").status_code == 200, "there is room")
 
 
+def test_a_body_of_more_than_a_gateway_takes_is_refused_before_it(proxied):
+    with proxied().running() as proxy, proxy.client() as client:
+        assert client.post("/x", content=bytes(1001)).status_code == 200, "it has not said how many bytes it takes"
+        assert client.get("/most").status_code == 200
+        refused = client.post('/lar"ge', content=bytes(1001))
+        assert (refused.status_code, refused.headers["content-type"]) == (413, "application/problem+json")
+        problem = refused.json()
+        assert (problem["title"], problem["instance"], problem["errors"][0]["field"]) == ("Body too large", "/lar%22ge", "body")
+        assert "1000 bytes" in problem["detail"]
+        assert proxy.gateway.asked == ["/x", "/most"]
+        assert [client.post("/x", content=bytes(1000)).status_code, client.post("/other/x", content=bytes(1001)).status_code] == [200] * 2
+        assert client.post("/x", content=iter([bytes(1001)])).status_code == 200, "of an unknown length: the gateway counts"
+
+
 @pytest.mark.parametrize("status", [401, 403, 408, 413, 429, 503])
 def test_an_upload_that_is_refused_ends_there_and_shuts_no_other_out(proxied, status):
     """It would be counted among those under way until its client has sent all of it, which it may never do."""
-    sent = f"POST /unread/{status} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n".encode() + bytes(70_000)
+    sent = f"POST /unread/{status} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode() + b"11170\r\n" + bytes(70_000)
     with proxied().running() as proxy, ExitStack() as open_ones, httpx.Client(base_url=proxy.url, timeout=300) as client:
         assert client.get("/most").status_code == 200
         answers = [received(open_ones.enter_context(closing(proxy.connection(sent)))) for _ in range(10)]
