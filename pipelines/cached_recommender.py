@@ -8,8 +8,8 @@ A failing cache or event store costs time, never an answer, and never more time 
 """
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
 
 import msgspec
 from msgspec.structs import replace
@@ -65,10 +65,11 @@ class CachedRecommender:
         self._recommender.check(request)
         request = started(request)
         self._usual.note(request)  # as above
-        if kept := await self._kept(request, await self._version(request), computes=False):
-            for part in parts_of(kept):
-                yield part
-            return
+        with suppress(DeadlineExceeded):
+            if kept := await self._kept(request, await self._version(request), computes=False):
+                for part in parts_of(kept):
+                    yield part
+                return
         completed = await self._histories.complete(request)
         if completed.report:
             yield completed.report
@@ -105,13 +106,16 @@ class CachedRecommender:
             return await self._compute(request)
         if request.deadline is None:
             return await self._kept_or_computed(request, version)
-        if kept := await self._kept(request, version, computes=True):
-            return kept
+        budget = Budget(request.deadline)
         try:
-            within_s = Budget(request.deadline).left_s() + LATE_S
-            return await in_time(lambda: self._kept_or_computed(request, version), within_s)
-        except DeadlineExceeded:  # another request computes it, and not fast enough
+            if kept := await self._kept(request, version, computes=True):
+                return kept
+            answer = await in_time(lambda: self._kept_or_computed(request, version), budget.left_s() + LATE_S)
+        except DeadlineExceeded:  # the shared cache is not fast enough, or another request that computes it
             return await self._compute(request)
+        if answer.degraded and answer.cache and answer.cache.tier == "joined" and budget.left_s() > 0:
+            return await self._compute(request)  # the other request may have had less time left
+        return answer
 
     async def _kept_or_computed(self, request: RecommendRequest, version: str) -> Recommendation:
         assert self._cache is not None
@@ -126,28 +130,22 @@ class CachedRecommender:
 
     async def _kept(self, request: RecommendRequest, version: str | None, *, computes: bool) -> Recommendation | None:
         """A cached answer, if there is one. A request with a deadline prefers the answer cached without one, which is never worse. Where it
-        `computes` its own answer otherwise, the shared cache is asked for that then.
+        `computes` its own answer otherwise, the shared cache is asked for that then. Raises DeadlineExceeded where the shared cache takes
+        more than a quarter of the time that is left.
         """
-        if self._cache is None or version is None or request.cache != "use":
+        cache = self._cache
+        if cache is None or version is None or request.cache != "use":
             return None
-        better, own = self._key(unhurried(request), version), self._key(request, version)
-        if (kept := self._cache.here((better, own))) is None:
-            keys = (better,) if computes or own == better else (better, own)
-            kept = await self._first_of(keys)
+        keys = (self._key(unhurried(request), version), self._key(request, version))
+        if (kept := cache.here(keys, counts_miss=not computes)) is None:
+            shared = keys[:1] if computes or keys[0] == keys[1] else keys
+            kept = await in_time(lambda: cache.elsewhere(shared), Budget(request.deadline).left_s() / 4)
         if kept is None:
             return None
         key, found = kept
         if found.stale:
             self._refresh(unhurried(request), version)
         return self._given(request, key, found)
-
-    async def _first_of(self, keys: Sequence[Key]) -> tuple[Key, Found[Recommendation]] | None:
-        """The first of these that either tier holds."""
-        assert self._cache is not None
-        for key in keys:
-            if found := await self._cache.get(key):
-                return key, found
-        return None
 
     def _refresh(self, request: RecommendRequest, version: str) -> None:
         key = self._key(request, version)

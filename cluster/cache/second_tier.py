@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +45,13 @@ class SecondTier:
         self._asked = itertools.count()
         self._releases: set[asyncio.Task[None]] = set()
 
-    async def find(self, key: Key) -> Entry | None:
-        """The entry, decoded; a miss grants no right to compute it."""
-        entry = (await self.shared.mget((key,))).entries.get(key)
-        return self._codec.decoded(entry) if entry else None
+    async def find(self, keys: Sequence[Key]) -> tuple[Key, Entry] | None:
+        """The first of these keys that has an entry, and that, decoded; a miss grants no right to compute it."""
+        entries = (await self.shared.mget(keys)).entries
+        for key in keys:
+            if (entry := entries.get(key)) is not None and (decoded := self._codec.decoded(entry)) is not None:
+                return key, decoded
+        return None
 
     async def obtain(self, key: Key, newer_than: float) -> Arrived | Right | None:
         """An entry that is fresh until after `newer_than`, or the right to compute it: with its lease, or beside a holder that is too slow.

@@ -9,7 +9,7 @@ A shared cache that fails is no error here.
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeAlias, TypeVar
 
@@ -79,22 +79,34 @@ class TieredCache(Generic[T]):
             self.refresh(key, renew)
         return found
 
-    def here(self, keys: Iterable[Key]) -> tuple[Key, Found[T]] | None:
-        """The first of these keys that this memory holds, with its answer, fresh or stale; a miss counts as no lookup."""
+    def here(self, keys: Sequence[Key], *, counts_miss: bool) -> tuple[Key, Found[T]] | None:
+        """The first of these keys that this memory holds, with its answer, fresh or stale. One lookup is counted; of a miss only where no
+        `get_or_compute` follows, which counts it.
+        """
         for key in keys:
             if self._l1.peek(key) is not None and (entry := self._l1.get(key)) is not None:
                 self._hot.record(key)
                 return key, self._found(entry, "l1")
+        if counts_miss:
+            self._l1.get(keys[-1])
         return None
+
+    async def elsewhere(self, keys: Sequence[Key]) -> tuple[Key, Found[T]] | None:
+        """The first of these keys that the shared cache holds, with its answer, fresh or stale, which this memory keeps from now on."""
+        began = self._epochs.now
+        if self._l2 is None or (found := await self._l2.find(keys)) is None:
+            return None
+        key, entry = found
+        self._hot.record(key)
+        return key, self._taken_over(key, entry, began, "l2")
 
     async def get(self, key: Key) -> Found[T] | None:
         """The kept answer, fresh or stale; nothing is computed."""
-        self._hot.record(key)
         if (entry := self._l1.get(key)) is not None:
+            self._hot.record(key)
             return self._found(entry, "l1")
-        began = self._epochs.now
-        entry = await self._l2.find(key) if self._l2 else None
-        return self._taken_over(key, entry, began, "l2") if entry else None
+        found = await self.elsewhere((key,))
+        return found and found[1]
 
     def refresh(self, key: Key, compute: Compute[T]) -> bool:
         """Compute the answer in the background, unless that is under way or was just done, here or in another replica. Returns whether a
@@ -158,7 +170,7 @@ class TieredCache(Generic[T]):
     async def _join_or_begin(self, key: Key, compute: Compute[T], renew: Compute[T], newer_than: float) -> Found[T]:
         while (flight := self._flights.get(key)) is not None:
             found = await self._flights.wait(flight)
-            if newer_than < ANEW or found.tier != "l2":  # what was only looked up had been kept
+            if newer_than < ANEW or found.tier != "l2":  # a flight that was answered by L2 computed nothing new
                 self._joined += 1
                 return replace(found, tier="joined")
         found = await self._flights.wait(self._flights.start(key, lambda: self._obtain(key, compute, newer_than)))
@@ -198,8 +210,8 @@ class TieredCache(Generic[T]):
                 self._l2.release(key, right)
 
     def _keep(self, key: Key, computed: Computed[T], cost_ms: float, began: int, right: Right | None, *, replaces: bool) -> bool:
-        """Keep a computed answer in both tiers; returns whether it goes to the second. `replaces`: a kept answer, which may be a good one,
-        perhaps of the second tier alone; a degraded one is not kept then.
+        """Keep a computed answer in both tiers; returns whether it goes to the second. `replaces`: it is a refresh: either tier may hold a
+        good answer, for which a degraded one is no replacement.
         """
         payload = self._codec.encoded(computed.value) if computed.keep else None
         if payload is None or computed.negative:
