@@ -252,6 +252,7 @@ def test_a_key_in_the_address_is_kept_for_the_tab_goes_from_the_address_and_is_l
             expect(page.get_by_label("Ask torch in the stage encoder")).to_be_checked()
         assert (asked.value.headers["authorization"], "key" in asked.value.url) == (f"Bearer {KEY}", False)
         page.reload()
+        page.locator("#cluster-title").scroll_into_view_if_needed()
         expect(page.get_by_label("Ask torch in the stage encoder")).to_be_checked()
     assert KEY not in fast.logs()
 
