@@ -30,6 +30,7 @@ from tests.documents import DOCUMENTS, ROOT
 
 KUBERNETES = "1.34"
 DOCKERFILES = ["Dockerfile", "Dockerfile.gpu"]
+BIN = "/usr/local/bin"
 RAY_UP_FILES = ["ray_up.yaml", "ray_up_on_premise.yaml"]
 
 # KubeRay's custom resource RayService (ray.io/v1), as far as the manifest uses it: a field's name and its type; "?": may be left out.
@@ -166,8 +167,9 @@ def test_every_pod_has_the_fast_profile_and_the_models():
     for name, pod in pods().items():
         container = pod["containers"][0]
         environment = {one["name"]: one.get("value") for one in container["env"]}
-        assert {**profile.SHORT_FAULTS, **profile.HAPROXY, **profile.THROUGHPUT}.items() <= environment.items(), name
-        assert profile.PROGRAM in environment or environment["RAY_SERVE_HAPROXY_RETRY_ON"] == "conn-failure", "events would be stored twice"
+        paths = {"RAY_SERVE_HAPROXY_BINARY_PATH": f"{BIN}/genrec-haproxy", profile.PROGRAM: f"{BIN}/haproxy"}
+        expected = {name: value for name, value in profile.fast().items() if name not in profile.TOKEN} | paths
+        assert expected.items() <= environment.items(), name
         model_dir = settings_of(yaml.safe_load(ray_service()["serveConfigV2"])).model_dir
         assert any(model_dir.is_relative_to(mount["mountPath"]) for mount in container["volumeMounts"]), name
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}, name
@@ -288,6 +290,16 @@ def test_a_dockerfile_copies_what_exists_and_installs_extras_that_exist(name: st
     for kind, value in instructions:
         if kind == "RUN":
             subprocess.run(["sh", "-n", "-c", value], check=True)
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_has_the_paths_by_which_kuberay_starts_haproxy(name: str, tmp_path: Path):
+    (links,) = re.findall(r"^RUN (ln -s .*\n.*)$", (LAUNCH / name).read_text(), re.MULTILINE)
+    python = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(["sh", "-ec", links.replace(BIN, str(tmp_path))], env=python, check=True)
+    assert (tmp_path / "genrec-haproxy").resolve() == profile.STARTER.resolve()
+    command, environment = [tmp_path / "genrec-haproxy", "-v"], {profile.PROGRAM: str(tmp_path / "haproxy")}
+    assert b"HAProxy" in subprocess.run(command, env=environment, capture_output=True, check=True).stdout
 
 
 def test_compose_builds_and_mounts_what_exists():
