@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, cast
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import FlagSettings
-from cluster.engines.skipped import NoBackendAnswered
+from cluster.engines.skipped import NoBackendAnswered, out_of_time
 from cluster.errors import BackendError, BackendUnavailable
 from cluster.fleet.board import READY, FleetNews
 from cluster.no_request import Background
@@ -85,7 +85,7 @@ class SplitStages:
         """Where a replica's engines are broken, or it lacks the version, a request to a `repeatable` stage goes to another replica."""
         self._wake(stage)
         caller = self._callers[stage.name]
-        answer = await caller.ask(request, within_s=within_s, safe=stage.repeatable, poor=_is_failure)
+        answer = await caller.ask(request, within_s=within_s, safe=stage.repeatable, poor=_another_may_do_better)
         return cast("StageAnswer[ResultT]", _raised(answer))
 
     async def stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[GeneratedPart, None]:
@@ -179,6 +179,11 @@ class ColocatedStages:
 
 def _is_failure(answer: Any) -> bool:
     return isinstance(answer, NoBackendAnswered | ModelGone)
+
+
+def _another_may_do_better(answer: Any) -> bool:
+    """Whether another replica may still have an answer: not where the time was over at this one, as then it is over at all."""
+    return _is_failure(answer) and not (isinstance(answer, NoBackendAnswered) and out_of_time(answer.skipped))
 
 
 def _raised(answer: Any) -> Any:

@@ -25,7 +25,7 @@ from cluster.engines.handover import KeptUser, Room, room_for
 from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.room import EngineRoom, EngineThread, Join, beside
 from cluster.engines.roster import Changes, Roster, Selection
-from cluster.engines.skipped import NoBackendAnswered, OutOfTime, all_answered, reasons
+from cluster.engines.skipped import NoBackendAnswered, all_answered, out_of_time, reasons
 from cluster.engines.snapshots import StageSnapshot
 from cluster.engines.stage_rules import StageRules
 from cluster.errors import ConfigError
@@ -132,7 +132,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         outcomes: dict[int, Served[AnswerT]] = {}
         skipped: dict[int, tuple[SkippedBackend, ...]] = dict.fromkeys(range(len(requests)), ())
         for backend in self._roster.ranked():
-            waiting = [index for index in skipped if index not in outcomes and not _out_of_time(skipped[index])]
+            waiting = [index for index in skipped if index not in outcomes and not out_of_time(skipped[index])]
             if not waiting:
                 break
             for index, result in zip(waiting, await backend.ask([requests[index] for index in waiting]), strict=True):
@@ -169,7 +169,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             if not failed:
                 yield self._served(merge(pieces), backend, skipped, began)
                 return
-            if _out_of_time(skipped):
+            if out_of_time(skipped):
                 break
         raise NoBackendAnswered(self.stage, skipped)
 
@@ -372,10 +372,6 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             self._serving = backend.name
             logger.info("%s", _choice(self.stage, backend.name, skipped))
         return Served(answer, backend.name, skipped, (self._clock() - began) * 1e3)
-
-
-def _out_of_time(skipped: Sequence[SkippedBackend]) -> bool:
-    return bool(skipped) and isinstance(skipped[-1], OutOfTime)
 
 
 def _choice(stage: str, name: str, skipped: Sequence[SkippedBackend]) -> str:

@@ -29,6 +29,11 @@ def passed_over(name: str, error: BackendError) -> SkippedBackend:
     return OutOfTime(name, str(error)) if isinstance(error, DeadlineExceeded) else SkippedBackend(name, str(error), failed=True)
 
 
+def out_of_time(skipped: Sequence[SkippedBackend]) -> bool:
+    """Whether the caller's time was over at the last of these, so that asking further is of no use."""
+    return bool(skipped) and isinstance(skipped[-1], OutOfTime)
+
+
 def has_failed(result: object) -> bool:
     """Whether a backend's result is no answer, through the backend's own fault."""
     return isinstance(result, SkippedBackend) and not isinstance(result, OutOfTime)

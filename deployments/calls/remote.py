@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from cluster.errors import BackendError, BackendFailed, BackendUnavailable, GenrecError
+from cluster.errors import BackendError, BackendFailed, BackendUnavailable, DeadlineExceeded, GenrecError
 from cluster.ranking import RankRequest
 from cluster.traffic.attempts import GRACE_S, Attempts, Rules
 from cluster.traffic.hedging import Hedge
@@ -146,7 +146,9 @@ def _died(error: BaseException | None) -> bool:
 def _broke(error: BaseException) -> bool:
     """Whether the callee failed for a reason that another replica need not share."""
     cause = error.cause if isinstance(error, RayTaskError) else error  # over gRPC the callee's own error arrives
-    return isinstance(cause, BackendError) or not isinstance(cause, GenrecError | RayServeException | TimeoutError)
+    if isinstance(cause, BackendError):
+        return not isinstance(cause, DeadlineExceeded)
+    return not isinstance(cause, GenrecError | RayServeException | TimeoutError)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from grpc.aio import AioRpcError, Metadata
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
-from cluster.errors import BackendFailed, BackendUnavailable, InvalidRequest, UnknownChoice
+from cluster.errors import BackendFailed, BackendUnavailable, DeadlineExceeded, InvalidRequest, UnknownChoice
 from cluster.fleet.switchboard import StageStatus
 from cluster.traffic.retry_budget import RetryBudget
 from cluster.values import EncodeRequest
@@ -158,6 +158,14 @@ async def test_what_only_computes_is_asked_of_another_replica_and_what_may_break
 async def test_a_request_that_is_wrong_is_wrong_everywhere(raised_as):
     asking, handle = caller(raised_as(InvalidRequest("k", "is wrong")), "answer")
     with pytest.raises(InvalidRequest):
+        await asking.ask(REQUEST, within_s=1, safe=True)
+    assert len(handle.calls) == 1
+
+
+@as_raised
+async def test_what_was_too_late_at_one_replica_is_so_at_all(raised_as):
+    asking, handle = caller(raised_as(DeadlineExceeded("too late")), "answer")
+    with pytest.raises(DeadlineExceeded):
         await asking.ask(REQUEST, within_s=1, safe=True)
     assert len(handle.calls) == 1
 

@@ -7,13 +7,14 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.config import FlagSettings
-from cluster.engines.skipped import NoBackendAnswered
+from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.errors import BackendFailed, BackendUnavailable
 from cluster.fleet.board import READY, FleetBoard, FleetNews, Presence
 from cluster.stages import ENCODER, GENERATOR, RANKER
 from cluster.traffic.hedging import Hedge
 from cluster.values import EncodeRequest, SkippedBackend
-from deployments.replicas.replica import ModelGone
+from deployments.replicas.batching import TOO_LATE
+from deployments.replicas.replica import ModelGone, due
 from deployments.stages import ColocatedStages, ScaleUpTrigger, SplitStages
 from tests.bundles import random_sequence
 from tests.fakes.handles import NEVER, Raw, ScriptedHandle
@@ -22,6 +23,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.virtual_time
 
 NOBODY = NoBackendAnswered("encoder", (SkippedBackend("torch", "broke", failed=True),))
+LATE = NoBackendAnswered("encoder", (OutOfTime("encoder", TOO_LATE),))
 GONE = ModelGone("this replica holds tiny/1, not tiny/2")
 ASKED = EncodeRequest(random_sequence(3), 5)
 
@@ -38,6 +40,26 @@ async def test_an_encoder_that_has_no_answer_is_passed_over_for_one_that_has(fai
     with pytest.raises(type(failure)):
         await SplitStages(handle, ScriptedHandle(), ScriptedHandle()).ask(ENCODER, ASKED, 5.0)
     assert handle.outcomes == []
+
+
+class Late(ScriptedHandle):
+    """Says of every request that its time was over, as long before its deadline as a replica does."""
+
+    def _together(self, together):
+        self.calls += together.requests
+        answer, (asked, within_s) = asyncio.get_running_loop().create_future(), together.requests[0]
+        late_s = due(asked, 0.0, within_s).deadline
+        asyncio.get_running_loop().call_later(late_s, lambda: answer.done() or answer.set_result([LATE] * len(together.requests)))
+        return answer
+
+
+async def test_what_was_out_of_time_at_one_replica_is_not_asked_again_with_what_is_left_of_it():
+    """The second call is the copy of one that seems to have stalled, at half of the time."""
+    handle = Late()
+    stages = SplitStages(handle, ScriptedHandle(), ScriptedHandle())
+    with pytest.raises(NoBackendAnswered, match="waited for a batch"):
+        await stages.ask(ENCODER, ASKED, 0.3)
+    assert [within_s for _, within_s in handle.calls] == [pytest.approx(0.3, abs=0.01), pytest.approx(0.15, abs=0.01)]
 
 
 @pytest.mark.parametrize("failure", [NOBODY, GONE], ids=["engines broken", "version not held"])
