@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
 from cluster import tracing
+from cluster.errors import BackendUnavailable
 from cluster.no_request import no_requests_context
 
 KeyT = TypeVar("KeyT", bound=Hashable)
@@ -45,10 +46,17 @@ class SingleFlight(Generic[KeyT, T]):
         return flight
 
     async def wait(self, flight: Flight[KeyT, T]) -> T:
-        """The flight's answer. Where the last caller that waits is cancelled, so is the flight, and the next caller begins another."""
+        """The flight's answer. Where the last caller that waits is cancelled, so is the flight, and the next caller begins another. Raises
+        BackendUnavailable where the flight alone was cancelled, as when this process ends.
+        """
         flight.waiting += 1
         try:
             return await asyncio.shield(flight.task)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if flight.task.cancelled() and caller is not None and not caller.cancelling():
+                raise BackendUnavailable("what others computed too was given up here: this process ends") from None
+            raise
         finally:
             flight.waiting -= 1
             if not flight.waiting and not flight.task.done():

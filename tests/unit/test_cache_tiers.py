@@ -19,7 +19,7 @@ from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.cache.tier_values import Computed, TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.engines.breaker import BreakerSettings
-from cluster.errors import ConfigError
+from cluster.errors import BackendUnavailable, ConfigError
 from tests.fakes.clock import Clock
 from tests.reachable import strings_in
 
@@ -711,6 +711,22 @@ async def test_closing_ends_what_goes_on_in_the_background_and_sends_what_was_co
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert not first.refresh(Key("tenant", "ada", "3"), work)
     assert (await second.get(ADA)).value == "answer 1"
+
+
+async def test_a_request_that_joined_what_closing_ends_gets_an_error_of_ours_for_it_was_not_cancelled_itself():
+    cluster, work = Cluster(), Work()
+    cache = cluster.replicas[0]
+    work.hold()
+    cache.refresh(ADA, work)
+    await work.begun.wait()
+    joined, left = (asyncio.create_task(cache.get_or_compute(ADA, work)) for _ in range(2))
+    await asyncio.sleep(0)
+    left.cancel()
+    await cache.close()
+    with pytest.raises(BackendUnavailable, match="this process ends"):
+        await joined
+    with pytest.raises(asyncio.CancelledError):
+        await left
 
 
 async def test_writes_that_find_no_room_are_dropped_and_counted():
