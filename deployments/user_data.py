@@ -151,6 +151,8 @@ class UserData:
     async def close(self) -> None:
         await self._background.close()
         await self._recalls.close()
+        if self._usual.shared is not None:
+            await self._usual.shared.flush()  # before the shared cache is closed with the cache
         if self._cache:
             await self._cache.close()
         if self._events:

@@ -346,6 +346,27 @@ async def test_a_gateway_that_told_a_usual_request_between_an_erasure_and_its_or
 
 
 @pytest.mark.virtual_time
+async def test_a_gateway_that_ends_tells_the_others_the_usual_requests_that_it_was_about_to_tell(tmp_path):
+    shard = BreakableShard()
+
+    class Shared(ShardedCache):
+        told = None
+
+        async def close(self):
+            self.told = shard.memory.peek(usual_key("default", "ada")) is not None
+            await super().close()
+
+    shared = Shared({"only": shard}, SharedSettings(deadline_s=60))
+    cache = TieredCache(MemoryCache("s3fifo", 2**20), shared, TierSettings(), ANSWER_CODEC)
+    usual = UsualRequests(SharedNotes(shared, REQUEST_CODEC))
+    answers = CachedRecommender(None, StoredHistories(None, 100), cache, "", usual)
+    data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), versions_of(None, answers), cache=cache, events=None, usual=usual)
+    usual.note(RecommendRequest("ada"))
+    await data.close()
+    assert shared.told
+
+
+@pytest.mark.virtual_time
 async def test_while_a_cache_is_away_a_tenants_answers_are_erased_once_from_the_others(tmp_path):
     here, away = BreakableShard(), BreakableShard()
     erased = watched(here, "invalidate")
