@@ -64,7 +64,9 @@ OVERVIEW = Board(
                 "The limit adapts to how fast the stages answer; a request that waits too long is refused.",
             ),
             Panel("Wait for a place", "s", _percentiles(m.ADMISSION_WAIT)),
-            Panel("Turned away", "reqps", {"{{status}}": rate(m.REFUSALS, "status")}, "503: overload; 429: a tenant's rate; 401: keys."),
+            Panel(
+                "Turned away", "reqps", {"{{status}}": rate(m.REFUSALS, "status")}, "503: overload; 429: a tenant's rate; 401, 403: keys."
+            ),
         ),
         "Quality": (
             Panel(

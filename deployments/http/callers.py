@@ -53,8 +53,8 @@ NO_LIMIT = Place()
 
 class Caller:
     """The caller of one request. `key`: None where every caller may do everything. `arrived`: when the whole request was there, on this
-    process's monotonic clock. `place`: that of the request, once it has one. `refused`: the status of a refusal after the message was read,
-    or 0. `unaudited`: whether its line of the audit log is lost.
+    process's monotonic clock. `place`: that of the request, once it has one. `refused`: the status of a refusal by one of the
+    routes, or 0. `unaudited`: whether its line of the audit log is lost.
     """
 
     def __init__(self, key: ApiKeySettings | None, take: Take) -> None:
@@ -154,6 +154,7 @@ class Caller:
 
     def _forbidden(self, key: str, problem: str) -> HTTPException:
         """The 403 of this caller. `key`: how the problem names the caller's key, where there is one."""
+        self.refused = 403
         named = "a caller without a key" if self.key is ANONYMOUS else key
         return problems.forbidden(f"{named} {problem}", has_key=self.key is not ANONYMOUS)
 
@@ -174,8 +175,9 @@ async def operator_of(http: Request) -> Caller:
     caller = await caller_of(http)
     caller.require("operate")
     limits: GatewaySettings = http.app.state.limits()
-    if refused := foreign_page(http.headers, limits.hosts):
-        raise problems.forbidden(refused)
+    if problem := foreign_page(http.headers, limits.hosts):
+        caller.refused = 403
+        raise problems.forbidden(problem)
     return caller
 
 

@@ -839,6 +839,30 @@ async def test_refusals_that_need_the_message_are_counted_as_those_before_it_are
     assert served.edge.statistics().refused == {429: 3, 401: 1}
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/recommend", {"user_id": "u", "tenant": "other"}),
+        ("POST", "/v1/recommend", {"user_id": "u", "tenant": "other", "k": "3"}),
+        ("POST", "/v1/events", {"user_id": "u", "item_id": "1", "tenant": "other"}),
+        ("DELETE", "/v1/users/u/history?tenant=other", None),
+        ("GET", "/v1/backends", None),
+    ],
+    ids=["tenant, answered directly", "tenant, answered by FastAPI", "tenant of an event", "tenant in the query", "right"],
+)
+async def test_what_a_key_may_not_do_is_counted_among_the_refusals(method, path, body):
+    served = Served(api_keys=KEYS)
+    assert (await served.http.request(method, path, json=body, headers=bearer("shop"))).status_code == 403
+    assert served.edge.statistics().refused == {403: 1}
+    assert served.noted.total(m.REFUSALS, status="403") == 1
+
+
+async def test_an_operators_call_from_another_sites_page_is_counted_among_the_refusals():
+    served = Served()
+    answer = await served.http.post("/v1/cache:invalidate", json={}, headers={"origin": "http://elsewhere.example"})
+    assert (answer.status_code, served.edge.statistics().refused) == (403, {403: 1})
+
+
 async def test_refusals_are_counted_by_route_and_never_by_path():
     served = Served(api_keys=KEYS, admission={"max_concurrent": 1, "max_queued": 0})
     held = await served.arrived(served.ask(headers=bearer("any")))
