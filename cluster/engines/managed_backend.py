@@ -160,9 +160,10 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             await self._unload(beside)
 
     async def retire(self) -> None:
-        """As `unload`, for good: a call that is under way does not load it again."""
+        """As `unload`, for good: a call that is under way does not load it again, and what joins requests goes with the last of them."""
         async with self._turn.alone():
             self.availability = Availability.no("is no longer configured")
+            self.__dict__.pop("_joined", None)
             await self._unload(beside)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 from time import monotonic
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -34,7 +35,8 @@ class GeneratorModel(StageModel[GenerateRequest, Generated]):
     stage = "generator"
 
     def __init__(self, settings: Settings, bundle: Bundle) -> None:
-        self._batchers: dict[str, Batcher[GenerateRequest, Generated | SkippedBackend]] = {}
+        # by backend; held by the backends, so that those which are taken out of the configuration leave this too
+        self._batchers = WeakKeyDictionary[Batcher[GenerateRequest, Generated | SkippedBackend], str]()
         super().__init__(settings, bundle, self._join)
 
     async def answer(self, request: GenerateRequest) -> StageAnswer[Generated]:
@@ -49,14 +51,14 @@ class GeneratorModel(StageModel[GenerateRequest, Generated]):
     def figures(self) -> dict[str, dict[str, float]]:
         """How many paths wait and run, by backend: a request that waits for a batch counts as many as its beam is wide."""
         beam, queues = self._settings.generator.beam, super().figures()
-        batches = {name: {"waiting": float(batcher.waiting * beam)} for name, batcher in self._batchers.items()}
+        batches = {name: {"waiting": float(batcher.waiting * beam)} for batcher, name in self._batchers.items()}
         return {name: {**batches.get(name, {}), **queues.get(name, {})} for name in {**batches, **queues}}
 
     def _join(self, name: str, answer: AskBatch[GenerateRequest, Generated]) -> AskOne[GenerateRequest, Generated]:
         """A function that answers one request of a backend in batches with others, which `answer` computes."""
         limits, watch = self._settings.generator.batching, StageRecorder(self.stage, meter()).batch
         batcher = engine_batcher(answer, limits, self._rows, lambda: OutOfTime(name, TOO_LATE), watch)
-        self._batchers[name] = batcher
+        self._batchers[batcher] = name
         return batcher.submit
 
     def _rows(self, request: GenerateRequest) -> int:

@@ -1,6 +1,7 @@
 """A replica of the generator without Ray, over engines that a test scripts: what happens between a gateway's call and the engines."""
 
 import asyncio
+import gc
 import threading
 from contextlib import asynccontextmanager
 from time import monotonic, sleep
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 from cluster.bundle import BundleStore
 from cluster.config import Settings
 from cluster.engines.controller import FrameworkController
+from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.engines.stage_rules import generator_rules
 from cluster.fleet.board import READY
@@ -214,6 +216,25 @@ async def test_what_waits_stands_beside_what_the_engine_says_of_itself(bundle):
     assert model.figures()["torch_beam"] == {"logits_cache_hits": 3.0}
     await model.answer(wanted())
     assert model.figures()["torch_beam"] == {"waiting": 0.0, "logits_cache_hits": 3.0}
+    model.close()
+
+
+async def test_a_backend_that_is_taken_out_of_the_configuration_leaves_nothing_behind(bundle):
+    def configured(*names: str) -> Settings:
+        options = {name: {"script": scripts[name]} for name in names}
+        return generating(bundle.path.parent, backends=dict.fromkeys(names, "tests.fakes.engines:Batching"), order=names, options=options)
+
+    scripts = {"own": Script(), "torch_beam": Script()}
+    model = GeneratorModel(configured("own", "torch_beam"), bundle)
+    await model.warm_up()
+    await model.answer(wanted())
+    model.controller.prefer("torch_beam")
+    await model.answer(wanted())
+    assert model.figures() == {"own": {"waiting": 0.0}, "torch_beam": {"waiting": 0.0}}
+    await model.reconfigure(configured("torch_beam").engines("generator"))
+    assert model.figures() == {"torch_beam": {"waiting": 0.0}}
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) is ManagedBackend and one.name == "own"]
     model.close()
 
 
