@@ -54,8 +54,9 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     `table` names every backend of the stage (name -> import string), `order` those that may serve, most wanted first. `selection` "fastest"
     reorders them by their speed on the requests given to `warm_up`, the last of which is also timed as that of a returning user.
     `returning`: the share of such users; None: the share that is seen. `retries` bounds the search for bad requests in a batch that broke
-    (0: none). `options`: the keyword arguments of the backends' constructors, by backend. `join` makes batches for a single backend, where
-    some of the stage's engines have queues of their own; without it, `call` is given batches.
+    (0: none). `clock`: that of the `deadline`s that requests have. `options`: the keyword arguments of the backends' constructors, by
+    backend. `join` makes batches for a single backend, where some of the stage's engines have queues of their own; without it, `call` is
+    given batches.
     Raises UnknownChoice or ConfigError where the order does not fit the table.
     """
 

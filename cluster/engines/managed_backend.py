@@ -113,17 +113,17 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         """For each request, in the order asked, an answer or the reason why there is none."""
         if skipped := self.unfit():
             return [skipped] * len(requests)
-        declined = [self._declined(request) for request in requests]
-        asked = [request for request, reason in zip(requests, declined, strict=True) if not reason]
+        kept_from_it = [self._kept_from_it(request) for request in requests]
+        asked = [request for request, reason in zip(requests, kept_from_it, strict=True) if not reason]
         answers = iter(await self._answers(asked) if asked else ())
-        return [reason or next(answers) for reason in declined]
+        return [reason or next(answers) for reason in kept_from_it]
 
     async def stream(self, request: RequestT) -> AsyncGenerator[AnswerT | SkippedBackend, None]:
         """Pieces of the answer as the engine finds them. Where it breaks, the reason comes last, and the request is not tried again."""
         engine = self._slot.engine
         if not isinstance(engine, Queue) or not engine.streams:
             yield (await self.ask([request]))[0]
-        elif skipped := self.unfit() or self._declined(request):
+        elif skipped := self.unfit() or self._kept_from_it(request):
             yield skipped
         else:
             async with aclosing(self._pieces(engine, request)) as pieces:
@@ -257,13 +257,21 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             kept=self.kept(),
         )
 
-    def _declined(self, request: RequestT) -> SkippedBackend | None:
-        """Why the engine declines this request, which then counts as neither a call nor a failure; None where it takes the request."""
+    def _kept_from_it(self, request: RequestT) -> SkippedBackend | None:
+        """Why the engine is not given this request, which then counts as neither a call nor a failure: the time is over, as after a backend
+        that broke late, or the engine declines it. None where it is given the request.
+        """
+        if self._is_late(request):
+            return OutOfTime(self.name, "the time was over before it was asked")
         try:
             reason = self._slot.engine.optional("declines", request) if self._slot.engine else ""
         except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything
             return self.health.note(f"broke when asked whether it declines: {reason_of(error)}", error)
         return self.health.skipped(str(reason)) if reason else None
+
+    def _is_late(self, request: RequestT) -> bool:
+        deadline: float | None = getattr(request, "deadline", None)
+        return deadline is not None and deadline <= self._room.clock()
 
     async def _answers(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
         if self.queued:
@@ -356,10 +364,10 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             self._judge(engine, sound=True, on_trial=on_trial)
             return results
         if all(isinstance(result, OutOfTime) for result in results):  # one request may have made all late: apart from it, others are not
-            return results if len(requests) <= 1 else await in_parts(requests, results, attempt, self._room.retries)
+            return results if len(requests) <= 1 else await in_parts(requests, results, attempt, self._room.retries, self._is_late)
         still_answers = await self._still_answers(engine, run)
         if still_answers or (still_answers is None and not on_trial):
-            results = await in_parts(requests, results, attempt, self._room.retries)
+            results = await in_parts(requests, results, attempt, self._room.retries, self._is_late)
         broken_calls += still_answers is False
         self._judge(engine, sound=still_answers or any_answer(results), on_trial=on_trial, broken_calls=broken_calls)
         return results

@@ -18,13 +18,14 @@ from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.engines.stage_rules import generator_rules
 from cluster.fleet.board import READY
 from cluster.fleet.rollout import RolloutStore, Trial
-from cluster.values import GenerateRequest, SamplingOptions, StageAnswer, UserState
+from cluster.values import Generated, GenerateRequest, SamplingOptions, SkippedBackend, StageAnswer, UserState
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import SwitchboardDeployment
 from deployments.replicas import replica as replica_module
 from deployments.replicas.generator import Generator, GeneratorModel, merged
 from deployments.replicas.replica import ModelGone
 from tests.bundles import make_generative_bundle, random_sequence
+from tests.fakes.clock import Clock
 from tests.fakes.engines import Script, generated, generating
 from tests.fakes.handles import Handle
 from tests.waiting import until
@@ -130,8 +131,34 @@ async def test_a_short_deadline_leaves_most_of_its_time_to_the_engine(bundle):
         await until(lambda: served_by(replica), "the engine is loaded")
         script.asked.clear()
         began = monotonic()
-        await replica.answer(wanted(), 0.001)
-        assert began < script.asked[0][0].deadline < monotonic() + 0.001
+        await replica.answer(wanted(), 0.4)
+        assert began + 0.35 < script.asked[0][0].deadline < monotonic() + 0.4
+
+
+@pytest.mark.parametrize("retries", [0, 2], ids=["the next engine", "the halves of the batch, then the next engine"])
+async def test_what_is_late_once_an_engine_has_broken_is_computed_no_more_and_the_others_are(bundle, retries):
+    clock, breaks, answers = Clock(), Script(), Script()
+
+    def late_and_in_vain(request, bundle):
+        clock.advance(1)
+        raise RuntimeError("late and in vain")
+
+    breaks.answer = late_and_in_vain
+    table = dict.fromkeys(("breaks", "answers"), "tests.fakes.engines:Batching")
+    options = {"breaks": {"script": breaks}, "answers": {"script": answers}}
+    controller: FrameworkController[GenerateRequest, Generated] = FrameworkController(
+        "generator", table, [*table], bundle, generator_rules(bundle.items), options=options, retries=retries, clock=clock
+    )
+    late, patient, unhurried = wanted(1, deadline=clock() + 0.5), wanted(2, deadline=clock() + 60), wanted(3)
+    gone, *served = await controller.call([late, patient, unhurried])
+    assert [one.backend for one in served] == ["answers", "answers"]
+    assert sizes(answers) == [[2, 3]]
+    assert isinstance(gone, NoBackendAnswered)
+    assert [type(one) for one in gone.skipped] == [SkippedBackend, OutOfTime]
+    assert sizes(breaks)[0] == [1, 2, 3]
+    assert not any(1 in batch for batch in sizes(breaks)[1:])
+    assert len(sizes(breaks)) == 1 if not retries else len(sizes(breaks)) > 1
+    controller.close()
 
 
 async def test_that_no_engine_answered_is_a_value(bundle):
@@ -165,7 +192,7 @@ async def test_requests_that_wait_are_answered_in_one_batch_and_the_late_ones_ar
     assert isinstance(late, NoBackendAnswered)
     (reason,) = late.skipped
     assert isinstance(reason, OutOfTime)
-    assert "waited for a batch" in reason.reason
+    assert "the time was over" in reason.reason
     assert not reason.failed, "it is no fault of the backend"
 
 
