@@ -7,8 +7,8 @@ FADES = 0.9
 
 
 class CallCost:
-    """A call of n requests takes one part for the first and n - 1 times another for the rest, each the most that it was of late. Before
-    any call it may take forever.
+    """A call of n requests is expected to take `first_s + (n - 1) * further_s`: each the maximum of recent calls, which fades slowly, and
+    infinite before the first call.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ MOST_OPEN, OPEN_PER_S, OPEN_BURST = 64, 20.0, 200.0
 playground's page sends a dozen; the largest file is a megabyte and a half.
 """
 PASSED_ON_S = float(HAPROXY["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"])
-"""For so long HAProxy may hold a page that this gateway has sent, for a client that does not read it, and count it among the requests."""
+"""HAProxy may hold an answered page this long for a slow client, and counts it as a request meanwhile."""
 OPERATION = ("/v1/backends", "/v1/cache", "/v1/gateway", "/v1/models")
 """Where operators call. They need no place: their calls may be what ends an overload."""
 OR_NONE = "; or leave the header out: a caller without a key may ask and store events"

@@ -3,7 +3,7 @@
     request ──► size, key, rate, body, turn, place (edge.py) ──► POST /v1/recommend, /v1/rank: decoded, answered and sent here
                                                 └──► every other path, and a body that msgspec refuses: FastAPI's routes (api.py)
 
-For the schema, FastAPI has functions of its own for the two direct routes; these answer no differently.
+FastAPI has both direct routes too: for the schema, and for bodies that msgspec refuses.
 """
 
 from collections.abc import Awaitable, Callable, Mapping

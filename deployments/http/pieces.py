@@ -1,5 +1,6 @@
 """An answer that may be large. A server takes all of one message at once, and holds what a slow reader leaves of it: so a connection sends
-pieces, each as the one before is taken (connection.py), and what such answers take up is counted here.
+pieces, each as the one before is taken (connection.py). `computed` reports the answer's size to the request's place (places.py), which
+counts it.
 """
 
 from collections.abc import Callable
