@@ -43,13 +43,14 @@ from deployments.http.playground import Offers
 from deployments.replicas.encoder import Encoder
 from deployments.replicas.generator import Generator
 from deployments.replicas.ranker import Ranker
+from deployments.served_model import ServedModel
 from deployments.sizing.fit import require_replica_fits
 from deployments.stages import ColocatedStages, SplitStages, Stages
 from deployments.stores import keep_removed, open_cache, open_events
 from deployments.telemetry.logs import SlowAnswers, join_serves_log
 from deployments.telemetry.metrics import GatewayRecorder, meter
 from deployments.user_data import UserData
-from deployments.version_router import ServedModel, VersionRouter
+from deployments.version_router import VersionRouter
 from pipelines.remembered import REQUEST_CODEC, UsualRequests
 from pipelines.stored_history import StoredHistories
 

@@ -8,150 +8,29 @@ answers the whole request.
 """
 
 import logging
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
 from contextlib import aclosing, contextmanager, suppress
-from functools import partial
 from time import monotonic, perf_counter
 from typing import TypeVar
 
 from msgspec.structs import replace
 
-from cluster import tracing
-from cluster.bundle import Bundle
-from cluster.cache.tiered import TieredCache
-from cluster.config import Settings
-from cluster.dataset import Catalogue
-from cluster.engines.latency import LatencyRecorder
 from cluster.errors import InvalidRequest
 from cluster.fleet.board import FleetNews
 from cluster.fleet.rollout import Arm, Rollout, Trial, VersionFigures
 from cluster.no_request import Background
 from cluster.ranking import Ranking, RankingRequest
-from cluster.stages import ENCODER, GENERATOR, RANKER, Stage
-from cluster.titled_items import item_ids
-from cluster.values import AnswerPart, GeneratedPart, GenerateRequest, Recommendation, RecommendRequest, StageAnswer
+from cluster.values import AnswerPart, Recommendation, RecommendRequest
 from deployments.fleet.model_cache import ModelCache
-from deployments.replicas.replica import ModelGone
+from deployments.served_model import ServedModel
 from deployments.stages import Stages
-from pipelines.cached_recommender import CachedRecommender, parts_of
-from pipelines.rank import CandidateRanker
-from pipelines.recommend import Recommender
-from pipelines.remembered import UsualRequests
-from pipelines.stored_history import StoredHistories
+from deployments.trial_figures import VersionRecorder
+from pipelines.cached_recommender import parts_of
 
-RequestT = TypeVar("RequestT")
-ResultT = TypeVar("ResultT")
 AnswerT = TypeVar("AnswerT", Recommendation, Ranking)
-KEPT_TIMES = 1.2
-"""How many times `negative_ttl_s` a degraded answer may be kept, with a margin: its time varies by a tenth."""
-TIMED_FOR_S = 3600.0
-"""A trial's latencies are those of the last one to two such windows: long enough for many answers on a small share of few users."""
 SHADOWS_AT_ONCE = 2
 """How many requests are repeated in the shadow at a time; further ones are only answered."""
 logger = logging.getLogger("ray.serve")
-
-
-class ServedModel:
-    """One version in a gateway: the data that rank and title its items, and the way to the stages that hold it."""
-
-    def __init__(
-        self,
-        bundle: Bundle,
-        settings: Settings,
-        stages: Stages,
-        histories: StoredHistories,
-        *,
-        cache: TieredCache[Recommendation] | None = None,
-        usual: UsualRequests | None = None,
-    ) -> None:
-        self.bundle, self._stages = bundle, stages
-        self._gone_at, self._kept_s = -math.inf, KEPT_TIMES * settings.cache.negative_ttl_s
-        self.generates, edge = bundle.manifest.decoder is not None, settings.gateway
-        recommender = Recommender(
-            bundle,
-            partial(self._ask, ENCODER),
-            partial(self._ask, GENERATOR) if self.generates else None,
-            self._stream if self.generates else None,
-            partial(self._ask, RANKER),
-            beam=settings.generator.beam,
-            pool=edge.pool,
-            rank_pool=edge.rank_pool,
-            deadline_s=edge.deadline_s,
-            generation_deadline_s=edge.generation_deadline_s,
-            ranking_deadline_s=edge.ranking_deadline_s,
-        )
-        self.answers = CachedRecommender(recommender, histories, cache, bundle.digest, usual)
-        self.candidates = CandidateRanker(
-            bundle,
-            histories,
-            partial(self._ask, ENCODER),
-            partial(self._ask, RANKER),
-            deadline_s=edge.deadline_s,
-            ranking_deadline_s=edge.ranking_deadline_s,
-        )
-
-    @property
-    def catalogue(self) -> Catalogue:
-        return self.bundle.catalogue
-
-    def was_gone(self, since: float) -> bool:
-        """Whether a replica lacked this version after `since`, or so shortly before that a degraded answer of then may still be kept."""
-        return self._gone_at >= since - self._kept_s
-
-    async def _ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> StageAnswer[ResultT]:
-        with self._gone_noted():
-            if not tracing.recording():
-                return await self._stages.ask(stage, request, within_s)
-            with tracing.span(stage.step, model_version=self.bundle.version, **stage.extent(request)) as current:
-                answer = await self._stages.ask(stage, request, within_s)
-                tracing.say_who_served(current, answer.report)
-                return answer
-
-    async def _stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[GeneratedPart, None]:
-        with self._gone_noted():
-            async with aclosing(self._stages.stream(request, within_s)) as parts:
-                async for part in parts:
-                    yield part
-
-    @contextmanager
-    def _gone_noted(self) -> Iterator[None]:
-        """Within the block, that a replica lacks this version is noted for `was_gone`."""
-        try:
-            yield
-        except ModelGone:
-            self._gone_at = monotonic()
-            raise
-
-
-class VersionRecorder:
-    """Records the figures of one arm, by which a trial is judged."""
-
-    def __init__(self) -> None:
-        self._requests = self._degraded = self._overlaps = 0
-        self._overlap, self._latency = 0.0, LatencyRecorder(monotonic(), TIMED_FOR_S)
-
-    def answered(self, answer: Recommendation | Ranking, duration_ms: float | None) -> None:
-        self._requests += 1
-        self._degraded += answer.degraded
-        if duration_ms is not None:
-            self._latency.record(duration_ms, monotonic())
-
-    def failed(self) -> None:
-        """A request ended in an error, which is no better than a degraded answer."""
-        self._requests += 1
-        self._degraded += 1
-
-    def compared(self, answer: Recommendation, with_: Recommendation) -> None:
-        """Compare a shadow's answer with the one that was given. Degraded answers are left out: they do not show the models' likeness."""
-        if answer.degraded or with_.degraded:
-            return
-        ours, theirs = set(item_ids(answer.items)), set(item_ids(with_.items))
-        self._overlaps += 1
-        self._overlap += len(ours & theirs) / len(theirs) if theirs else float(not ours)
-
-    def figures(self) -> VersionFigures:
-        return VersionFigures(self._requests, self._degraded, self._latency.summary(monotonic()), self._overlaps, self._overlap)
 
 
 class VersionRouter:

@@ -19,7 +19,9 @@ from cluster.fleet.rollout import Arm, Guard, Rollout, Trial, VersionFigures, ju
 from cluster.ranking import RankingRequest
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
 from deployments.replicas.replica import ModelGone
-from deployments.version_router import SHADOWS_AT_ONCE, ServedModel, VersionRecorder, VersionRouter
+from deployments.served_model import ServedModel
+from deployments.trial_figures import VersionRecorder
+from deployments.version_router import SHADOWS_AT_ONCE, VersionRouter
 from pipelines.cached_recommender import ANSWER_CODEC
 from pipelines.stored_history import StoredHistories
 from tests.bundles import make_bundle
@@ -351,7 +353,7 @@ async def test_a_trial_of_flags_counts_what_comes_from_a_cache_too(three):
 
 
 def test_few_requests_an_hour_are_enough_to_compare_latencies_in_the_end(monkeypatch):
-    monkeypatch.setattr("deployments.version_router.monotonic", clock := Clock())
+    monkeypatch.setattr("deployments.trial_figures.monotonic", clock := Clock())
     recorder = VersionRecorder()
     for _ in range(200):
         recorder.answered(SimpleNamespace(degraded=False), 300.0)

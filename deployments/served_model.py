@@ -1,0 +1,100 @@
+"""One version of the model in a gateway: what answers by it, and the way to the stages that hold it."""
+
+import math
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from functools import partial
+from time import monotonic
+from typing import TypeVar
+
+from cluster import tracing
+from cluster.bundle import Bundle
+from cluster.cache.tiered import TieredCache
+from cluster.config import Settings
+from cluster.dataset import Catalogue
+from cluster.stages import ENCODER, GENERATOR, RANKER, Stage
+from cluster.values import GeneratedPart, GenerateRequest, Recommendation, StageAnswer
+from deployments.replicas.replica import ModelGone
+from deployments.stages import Stages
+from pipelines.cached_recommender import CachedRecommender
+from pipelines.rank import CandidateRanker
+from pipelines.recommend import Recommender
+from pipelines.remembered import UsualRequests
+from pipelines.stored_history import StoredHistories
+
+RequestT = TypeVar("RequestT")
+ResultT = TypeVar("ResultT")
+KEPT_TIMES = 1.2
+"""How many times `negative_ttl_s` a degraded answer may be kept, with a margin: its time varies by a tenth."""
+
+
+class ServedModel:
+    """One version in a gateway: the data that rank and title its items, and the way to the stages that hold it."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        settings: Settings,
+        stages: Stages,
+        histories: StoredHistories,
+        *,
+        cache: TieredCache[Recommendation] | None = None,
+        usual: UsualRequests | None = None,
+    ) -> None:
+        self.bundle, self._stages = bundle, stages
+        self._gone_at, self._kept_s = -math.inf, KEPT_TIMES * settings.cache.negative_ttl_s
+        self.generates, edge = bundle.manifest.decoder is not None, settings.gateway
+        recommender = Recommender(
+            bundle,
+            partial(self._ask, ENCODER),
+            partial(self._ask, GENERATOR) if self.generates else None,
+            self._stream if self.generates else None,
+            partial(self._ask, RANKER),
+            beam=settings.generator.beam,
+            pool=edge.pool,
+            rank_pool=edge.rank_pool,
+            deadline_s=edge.deadline_s,
+            generation_deadline_s=edge.generation_deadline_s,
+            ranking_deadline_s=edge.ranking_deadline_s,
+        )
+        self.answers = CachedRecommender(recommender, histories, cache, bundle.digest, usual)
+        self.candidates = CandidateRanker(
+            bundle,
+            histories,
+            partial(self._ask, ENCODER),
+            partial(self._ask, RANKER),
+            deadline_s=edge.deadline_s,
+            ranking_deadline_s=edge.ranking_deadline_s,
+        )
+
+    @property
+    def catalogue(self) -> Catalogue:
+        return self.bundle.catalogue
+
+    def was_gone(self, since: float) -> bool:
+        """Whether a replica lacked this version after `since`, or so shortly before that a degraded answer of then may still be kept."""
+        return self._gone_at >= since - self._kept_s
+
+    async def _ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> StageAnswer[ResultT]:
+        with self._gone_noted():
+            if not tracing.recording():
+                return await self._stages.ask(stage, request, within_s)
+            with tracing.span(stage.step, model_version=self.bundle.version, **stage.extent(request)) as current:
+                answer = await self._stages.ask(stage, request, within_s)
+                tracing.say_who_served(current, answer.report)
+                return answer
+
+    async def _stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[GeneratedPart, None]:
+        with self._gone_noted():
+            async with aclosing(self._stages.stream(request, within_s)) as parts:
+                async for part in parts:
+                    yield part
+
+    @contextmanager
+    def _gone_noted(self) -> Iterator[None]:
+        """Within the block, that a replica lacks this version is noted for `was_gone`."""
+        try:
+            yield
+        except ModelGone:
+            self._gone_at = monotonic()
+            raise

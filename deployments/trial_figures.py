@@ -1,0 +1,42 @@
+"""The figures by which a trial of a version, or of flags, is judged: one gateway's, of one arm."""
+
+from time import monotonic
+
+from cluster.engines.latency import LatencyRecorder
+from cluster.fleet.rollout import VersionFigures
+from cluster.ranking import Ranking
+from cluster.titled_items import item_ids
+from cluster.values import Recommendation
+
+TIMED_FOR_S = 3600.0
+"""A trial's latencies are those of the last one to two such windows: long enough for many answers on a small share of few users."""
+
+
+class VersionRecorder:
+    """Records the figures of one arm, by which a trial is judged."""
+
+    def __init__(self) -> None:
+        self._requests = self._degraded = self._overlaps = 0
+        self._overlap, self._latency = 0.0, LatencyRecorder(monotonic(), TIMED_FOR_S)
+
+    def answered(self, answer: Recommendation | Ranking, duration_ms: float | None) -> None:
+        self._requests += 1
+        self._degraded += answer.degraded
+        if duration_ms is not None:
+            self._latency.record(duration_ms, monotonic())
+
+    def failed(self) -> None:
+        """A request ended in an error, which is no better than a degraded answer."""
+        self._requests += 1
+        self._degraded += 1
+
+    def compared(self, answer: Recommendation, with_: Recommendation) -> None:
+        """Compare a shadow's answer with the one that was given. Degraded answers are left out: they do not show the models' likeness."""
+        if answer.degraded or with_.degraded:
+            return
+        ours, theirs = set(item_ids(answer.items)), set(item_ids(with_.items))
+        self._overlaps += 1
+        self._overlap += len(ours & theirs) / len(theirs) if theirs else float(not ours)
+
+    def figures(self) -> VersionFigures:
+        return VersionFigures(self._requests, self._degraded, self._latency.summary(monotonic()), self._overlaps, self._overlap)
