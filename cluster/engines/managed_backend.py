@@ -25,10 +25,10 @@ from cluster.engines.halving import in_parts
 from cluster.engines.handover import KeptUser, chunk_of, hands_over, kind_of_engine, sealed, take_over
 from cluster.engines.health import Health
 from cluster.engines.room import AskOne, EngineRoom, Run, beside
+from cluster.engines.shared_or_alone import SharedOrAlone
 from cluster.engines.skipped import OutOfTime, any_answer, has_failed, kind_of, reason_of
 from cluster.engines.slot import EngineSlot
 from cluster.engines.snapshots import BackendSnapshot
-from cluster.engines.turn import Turn
 from cluster.errors import DeadlineExceeded
 from cluster.values import Availability, SkippedBackend
 
@@ -66,7 +66,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self._cost = CallCost()
         self.fallbacks = 0
         self.health = Health(name, room.breaker, room.clock)
-        self._room, self._turn = room, Turn()
+        self._room, self._turn = room, SharedOrAlone()
         self._slot: EngineSlot[RequestT, AnswerT] = EngineSlot(name, import_string, self.options, room)
 
     @property

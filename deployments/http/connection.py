@@ -50,7 +50,7 @@ class BodyBudget:
         return fits
 
 
-class Turns:
+class ReadingQueue:
     """When bodies that are slow to read are read: one after the other as they come, `per_s` bytes of them a second, with time passed in."""
 
     def __init__(self, per_s: float) -> None:

@@ -30,7 +30,7 @@ from cluster.traffic.rate_limits import Bucket, Grant, RateLimiter
 from deployments.http import api_pages, problems
 from deployments.http.batches import Batches
 from deployments.http.callers import ANONYMOUS, INTERACTIVE, NO_LIMIT, Caller
-from deployments.http.connection import SMALL, BodyBudget, Connection, Turns
+from deployments.http.connection import SMALL, BodyBudget, Connection, ReadingQueue
 from deployments.http.origins import foreign_host
 from deployments.http.places import Places
 from deployments.http.playground import PATHS
@@ -88,7 +88,7 @@ class Edge:
     ) -> None:
         self.settings, self._meter = settings, meter
         self._gateways, self._clock, self._now = gateways, clock, now
-        self._bodies, self._turns_to_read = BodyBudget(settings.max_held_bytes), Turns(settings.slow_bytes_per_s)
+        self._bodies, self._reading_queue = BodyBudget(settings.max_held_bytes), ReadingQueue(settings.slow_bytes_per_s)
         self._places = Places(settings.admission, _target_s(settings), self._bodies, clock)
         self.batches = Batches(settings.admission, lambda: self._places.admission.places, lambda: self._turned_away(BATCHES, 503))
         self._rates = RateLimiter(settings.rate_limits)
@@ -101,7 +101,7 @@ class Edge:
         """Take new settings. Running requests go on; waiting ones wait no longer than the new settings allow."""
         self.settings, self.batches.settings = settings, settings.admission
         self._rates.reconfigure(settings.rate_limits)
-        self._bodies.most, self._turns_to_read.per_s = settings.max_held_bytes, settings.slow_bytes_per_s
+        self._bodies.most, self._reading_queue.per_s = settings.max_held_bytes, settings.slow_bytes_per_s
         self._places.reconfigure(settings.admission, _target_s(settings))
 
     def statistics(self) -> EdgeStatistics:
@@ -197,13 +197,13 @@ class Edge:
     async def _turn_to_read(self, connection: Connection) -> None:
         """Wait for the body's turn to be read. Raises HTTPException (503) where it would come too late."""
         size, within_s = len(connection.body), self.settings.admission.max_wait_ms / 1e3
-        wait_s = self._turns_to_read.take(size, self._clock(), within_s)
+        wait_s = self._reading_queue.take(size, self._clock(), within_s)
         if not wait_s:
             return
         try:
             await asyncio.sleep(wait_s)
         except asyncio.CancelledError:  # the client left
-            self._turns_to_read.give_back(size)
+            self._reading_queue.give_back(size)
             raise
 
     async def _with_a_place(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller, urgent: int) -> None:

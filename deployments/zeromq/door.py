@@ -36,7 +36,7 @@ from deployments.http.edge import urgency
 from deployments.http.exchange import HttpRequest, HttpResponse
 from deployments.zeromq.frames import STATISTICS, Envelope, opened, understood
 from deployments.zeromq.turns import Turns
-from deployments.zeromq.zmtp import Broken, Budget, Heard, Peer
+from deployments.zeromq.zmtp import Broken, ByteBudget, Heard, Peer
 
 Exchange = Callable[[HttpRequest, float], Awaitable[HttpResponse]]
 BIND_WITHIN_S, BIND_INTERVAL_S = 30.0, 0.2
@@ -108,7 +108,7 @@ class FrontDoor:
     def __init__(self, settings: ZeroMQSettings, exchange: Exchange, check_key: Exchange, *, max_body_bytes: int) -> None:
         self._settings, self._exchange, self._check_key = settings, exchange, check_key
         self._most_bytes = max_body_bytes + ENVELOPE_BYTES
-        self._budget = Budget(settings.max_bytes)
+        self._budget = ByteBudget(settings.max_bytes)
         self._queue: Turns[Waiting] = Turns()
         self._numbers = itertools.count()
         self._clients: set[Client] = set()

@@ -29,7 +29,7 @@ class Broken(Exception):
     """The peer does not speak as it must; its connection is cut."""
 
 
-class Budget:
+class ByteBudget:
     """Bytes that all requests of a door may hold together."""
 
     def __init__(self, most: int) -> None:
@@ -57,7 +57,7 @@ class Heard:
 class Peer:
     """The connection of one client. What breaks the protocol or a bound raises Broken, TimeoutError or EOFError."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, budget: Budget, most_bytes: int) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, budget: ByteBudget, most_bytes: int) -> None:
         self._reader, self._writer, self._budget, self._most_bytes = reader, writer, budget, most_bytes
         self.silent = False
         """Whether the client is between two messages."""

@@ -15,7 +15,7 @@ from cluster.config import GatewaySettings
 from cluster.values import CacheReport, Item, Recommendation, ScoredItem, StageReport
 from deployments.http.api import create_api
 from deployments.http.event_messages import EventsOut, InvalidatedOut, StoredEventOut
-from deployments.zeromq.zmtp import MOST_FRAMES, SMALL_BYTES, Broken, Budget, Peer
+from deployments.zeromq.zmtp import MOST_FRAMES, SMALL_BYTES, Broken, ByteBudget, Peer
 from integrations.redis.entries import from_bytes, to_bytes
 from pipelines.cached_recommender import ANSWER_CODEC
 from tests.mutations import JSON, mutated
@@ -32,7 +32,7 @@ SESSION = (
 )
 
 
-class CountedBudget(Budget):
+class CountedBudget(ByteBudget):
     """It remembers the most that was held."""
 
     largest = 0
@@ -77,7 +77,7 @@ async def test_a_client_that_sends_heartbeats_for_days_between_its_messages_is_n
     reader = asyncio.StreamReader()
     reader.feed_data(GREETING + ready(b"DEALER") + PING * MOST_BYTES + frame(b"1", MORE) + frame(b"statistics"))
     reader.feed_eof()
-    peer = Peer(reader, Deaf(), Budget(BUDGET), MOST_BYTES)
+    peer = Peer(reader, Deaf(), ByteBudget(BUDGET), MOST_BYTES)
     await peer.greet()
     assert (await peer.message()).frames == [b"1", b"statistics"]
 

@@ -22,7 +22,7 @@ from deployments.http.exchange import HttpResponse, exchange
 from deployments.http.problems import problem_of
 from deployments.zeromq.door import MOST_ASKING, FrontDoor
 from deployments.zeromq.frames import HEADERS, opened, understood
-from deployments.zeromq.zmtp import MOST_FRAMES, UNREAD_BYTES, Broken, Budget, Peer
+from deployments.zeromq.zmtp import MOST_FRAMES, UNREAD_BYTES, Broken, ByteBudget, Peer
 from tests.bundles import make_bundle
 from tests.examples import example
 from tests.fakes.applications import deployments_of, most_on_a_node
@@ -365,7 +365,7 @@ async def test_a_frame_that_is_announced_and_not_sent_takes_no_room_from_others(
 
 
 async def test_of_a_frame_that_does_not_fit_as_a_whole_nothing_is_held():
-    reader, budget = asyncio.StreamReader(), Budget(70_000)
+    reader, budget = asyncio.StreamReader(), ByteBudget(70_000)
     reader.feed_data(GREETING + ready(b"REQ") + framed(20_000, 1) + framed(60_000, 1) + framed(20_000, 0))
     peer = Peer(reader, Deaf(), budget, 200_000)
     await peer.greet()
@@ -558,7 +558,7 @@ FRAMES = st.builds(framed, st.integers(0, 500), st.integers(0, 8))
 
 @given(greeting=st.sampled_from([b"", GREETING, GREETING + ready(b"REQ")]), then=st.lists(FRAMES | st.binary(max_size=300), max_size=30))
 async def test_any_bytes_are_messages_or_the_end_of_a_connection_and_nothing_stays_held(greeting, then):
-    reader, budget = asyncio.StreamReader(), Budget(600)
+    reader, budget = asyncio.StreamReader(), ByteBudget(600)
     reader.feed_data(greeting + b"".join(then))
     reader.feed_eof()
     peer = Peer(reader, Deaf(), budget, 1_000)

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Turn:
+class SharedOrAlone:
     """First come, first served: what waits to be alone lets no later one in. For one event loop."""
 
     def __init__(self) -> None:
