@@ -59,9 +59,8 @@ class MovingShard(CacheShard):
         *,
         busy: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.time,
-        start: int | None = None,
     ) -> None:
-        super().__init__(memory, clock, start)
+        super().__init__(memory, clock)
         self._name, self._peer, self._busy = name, peer, busy
         self._layout: Layout | None = None
         self._owners: list[str] = []

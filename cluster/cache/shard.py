@@ -51,12 +51,12 @@ class _Lease:
 
 
 class CacheShard:
-    """`clock` gives seconds since 1970, as entries do. `start` is the first epoch, by default from the clock (see Epochs)."""
+    """`clock` gives seconds since 1970, as entries do, and the first epoch (see Epochs)."""
 
-    def __init__(self, memory: MemoryCache, clock: Callable[[], float] = time.time, start: int | None = None) -> None:
+    def __init__(self, memory: MemoryCache, clock: Callable[[], float] = time.time) -> None:
         self.memory = memory
         self._clock = clock
-        self._epochs = Epochs(int(clock() * 1e9) if start is None else start)
+        self._epochs = Epochs(int(clock() * 1e9))
         self._leases: OrderedDict[Key, _Lease] = OrderedDict()
         self._waiting: defaultdict[Key, list[asyncio.Future[Entry | None]]] = defaultdict(list)
 

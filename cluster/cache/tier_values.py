@@ -1,6 +1,5 @@
 """The values that go into the two tiers and come out of them, and how long they stay."""
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from cluster.errors import ConfigError
 from cluster.values import CacheTier
 
 T_co = TypeVar("T_co", covariant=True)
+MOST_PAUSES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +115,10 @@ class TierSettings:
 
 
 class Pauses:
-    """Keys whose refresh left nothing a moment ago; at most `limit`, the oldest are forgotten first."""
+    """Keys whose refresh left nothing a moment ago; at most MOST_PAUSES, the oldest are forgotten first."""
 
-    def __init__(self, clock: Callable[[], float] = time.time, limit: int = 10_000) -> None:
-        self._clock, self._limit = clock, limit
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._until: OrderedDict[Key, float] = OrderedDict()
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class Pauses:
         self._until[key] = self._clock() + seconds
         self._until.move_to_end(key)
         self._drop_ended()
-        if len(self._until) > self._limit:
+        if len(self._until) > MOST_PAUSES:
             self._until.popitem(last=False)
 
     def paused(self, key: Key) -> bool:

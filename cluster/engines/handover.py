@@ -59,10 +59,10 @@ def sealed(backend: Any, kind: str) -> Iterator[KeptUser]:
         logger.warning("an engine's states could not all be handed over", exc_info=True)
 
 
-def chunk_of(states: Iterator[KeptUser], most_bytes: int = CHUNK_BYTES) -> list[KeptUser]:
-    """The next states, until they have `most_bytes` or more; empty where there are no more."""
+def chunk_of(states: Iterator[KeptUser]) -> list[KeptUser]:
+    """The next states, until they have CHUNK_BYTES or more; empty where there are no more."""
     chunk, size = list[KeptUser](), 0
-    while size < most_bytes and (one := next(states, None)):
+    while size < CHUNK_BYTES and (one := next(states, None)):
         chunk.append(one)
         size += len(one.data)
     return chunk

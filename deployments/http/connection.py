@@ -10,6 +10,7 @@ Serve's proxy and uvicorn tell of a client that left by `http.disconnect`, once 
 import asyncio
 from collections.abc import Callable, Sequence
 from math import inf
+from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
@@ -71,12 +72,12 @@ class ReadingQueue:
 
 
 class Connection:
-    """`status`: of the response, 0 until it starts. `first_byte_at`: when it started, on `clock`. `headers`: gives further headers of the
+    """`status`: of the response, 0 until it starts. `first_byte_at`: when it started. `headers`: gives further headers of the
     response, and is called as it starts. `whole`: the body has been read.
     """
 
-    def __init__(self, receive: Receive, send: Send, clock: Callable[[], float]) -> None:
-        self._receive, self._send, self._clock = receive, send, clock
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
         self.status, self.body, self.held, self.whole = 0, b"", 0, False
         self.first_byte_at: float | None = None
         self.headers: Callable[[], Sequence[tuple[bytes, bytes]]] = tuple
@@ -160,7 +161,7 @@ class Connection:
     async def send(self, message: Message) -> None:
         """What an ASGI application sends. A large body goes in pieces: the call ends no earlier than all but the last are read."""
         if message["type"] == "http.response.start":
-            self.status, self.first_byte_at = message["status"], self._clock()
+            self.status, self.first_byte_at = message["status"], monotonic()
             message["headers"] = [*message.get("headers", ()), *self.headers()]
             await self._send(message)
             return
@@ -173,7 +174,7 @@ class Connection:
 
     async def respond(self, body: bytes) -> None:
         """Send a whole answer in JSON, 200."""
-        self.status, self.first_byte_at, self._responded = 200, self._clock(), True
+        self.status, self.first_byte_at, self._responded = 200, monotonic(), True
         headers = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json"), *self.headers()]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})

@@ -12,11 +12,11 @@ client leaves, the request's place in the queue is freed and its work is cancell
 
 import asyncio
 import re
-import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from time import monotonic, time
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -74,27 +74,22 @@ class EdgeStatistics:
 
 
 class Edge:
-    """The protection of one gateway replica. `gateways`: gives the number of live gateways, which share the tenants' rate limits. `now`:
-    gives the time in seconds since 1970, by which keys expire.
-    """
+    """The protection of one gateway replica. `gateways`: gives the number of live gateways, which share the tenants' rate limits."""
 
     def __init__(
         self,
         settings: GatewaySettings,
         gateways: Callable[[], int] = lambda: 1,
-        clock: Callable[[], float] = time.monotonic,
         meter: Meter = SILENT,
-        now: Callable[[], float] = time.time,
     ) -> None:
-        self.settings, self._meter = settings, meter
-        self._gateways, self._clock, self._now = gateways, clock, now
+        self.settings, self._gateways, self._meter = settings, gateways, meter
         self._bodies, self._reading_queue = BodyBudget(settings.max_held_bytes), ReadingQueue(settings.slow_bytes_per_s)
-        self._places = Places(settings.admission, _target_s(settings), self._bodies, clock)
+        self._places = Places(settings.admission, _target_s(settings), self._bodies)
         self.batches = Batches(settings.admission, lambda: self._places.admission.places, lambda: self._turned_away(BATCHES, 503))
         self._rates = RateLimiter(settings.rate_limits)
         self._refused: Counter[int] = Counter()
         self._arriving = self._open = 0  # requests: with bodies on their way, of open paths
-        self._tokens = Bucket(OPEN_BURST, clock())  # for the latter
+        self._tokens = Bucket(OPEN_BURST, monotonic())  # for the latter
         self._passed_on = deque[float]()  # when each of those that were answered lately was
 
     def reconfigure(self, settings: GatewaySettings) -> None:
@@ -122,7 +117,7 @@ class Edge:
                 if not operates:
                     self._places.check(urgent, caller.tenant)
                 await self._read(connection)
-                caller.arrived = self._clock()
+                caller.arrived = monotonic()
                 if len(connection.body) > SMALL and is_slow(scope, connection.body):
                     await self._turn_to_read(connection)
                 if operates:
@@ -144,14 +139,14 @@ class Edge:
         try:
             with connection:
                 self._check_length(dict(scope["headers"]))
-                self._tokens.fill(OPEN_PER_S, OPEN_BURST, self._clock())
+                self._tokens.fill(OPEN_PER_S, OPEN_BURST, monotonic())
                 if counted and (self._open > MOST_OPEN or self._tokens.tokens < 1):
                     raise problems.overloaded("too many pages, or descriptions of this interface, are asked for; ask again later", wait_s=1)
                 self._tokens.tokens -= counted
                 await self._read(connection)
                 await answer(scope, connection)
                 if counted:
-                    self._passed_on.append(self._clock())
+                    self._passed_on.append(monotonic())
         except HTTPException as refusal:
             await self._refuse(refusal, scope, connection, route_of)
         finally:
@@ -161,23 +156,19 @@ class Edge:
     async def check_key(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application that answers 204 where the caller's key is known. This costs the tenant no request, and takes no place."""
         try:
-            identify(dict(scope["headers"]), self.settings, self._now)
+            identify(dict(scope["headers"]), self.settings, time)
         except HTTPException as refusal:
             self._turned_away(OTHER, refusal.status_code)
             await problems.send(refusal, scope["path"], send)
         else:
             await Response(status_code=HTTPStatus.NO_CONTENT)(scope, receive, send)
 
-    def connection(self, receive: Receive, send: Send) -> Connection:
-        """A connection on this edge's clock."""
-        return Connection(receive, send, self._clock)
-
     def _caller(self, headers: dict[bytes, bytes]) -> Caller:
         """The caller; the request is taken of its rate. Raises the HTTPException that refuses the request."""
         self._check_length(headers)
         if self.settings.unguarded and (problem := foreign_host(headers.get(b"host", b"").decode("latin-1"), tuple(self.settings.hosts))):
             raise problems.forbidden(problem)
-        caller = Caller(identify(headers, self.settings, self._now), self._take)
+        caller = Caller(identify(headers, self.settings, time), self._take)
         if caller.tenant is not None:
             caller.pay(caller.tenant, 1)
         return caller
@@ -197,7 +188,7 @@ class Edge:
     async def _turn_to_read(self, connection: Connection) -> None:
         """Wait for the body's turn to be read. Raises HTTPException (503) where it would come too late."""
         size, within_s = len(connection.body), self.settings.admission.max_wait_ms / 1e3
-        wait_s = self._reading_queue.take(size, self._clock(), within_s)
+        wait_s = self._reading_queue.take(size, monotonic(), within_s)
         if not wait_s:
             return
         try:
@@ -231,13 +222,13 @@ class Edge:
             raise problems.BodyTooLarge(self.settings.max_body_bytes)
 
     def _take(self, tenant: str, cost: int, paid: int) -> Grant | None:
-        return self._rates.take(tenant, cost, self._clock(), self._gateways(), paid)
+        return self._rates.take(tenant, cost, monotonic(), self._gateways(), paid)
 
     def _capacity_header(self) -> tuple[tuple[bytes, bytes]]:
         """How many requests this gateway takes, and how many bytes of a body: `haproxy.sh` refuses what is beyond. Requests that hold no
         place count too: bodies on their way, batches that were taken on, answers that are being read, and open paths.
         """
-        while self._passed_on and self._passed_on[0] < self._clock() - PASSED_ON_S:
+        while self._passed_on and self._passed_on[0] < monotonic() - PASSED_ON_S:
             self._passed_on.popleft()
         beside = self._arriving + self.batches.taken_on + self._open + len(self._passed_on)
         return ((b"genrec-most", b"%d, %d" % (self._places.most() + beside, self.settings.max_body_bytes)),)

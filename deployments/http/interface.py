@@ -50,7 +50,7 @@ class HttpInterface:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.fastapi(scope, receive, send)
-        began, connection = perf_counter(), self.edge.connection(receive, send)
+        began, connection = perf_counter(), Connection(receive, send)
         try:
             if (path := _path(scope)) in OPEN:
                 await self.edge.serve_open(self._answer, path, scope, connection, self._route)

@@ -7,8 +7,9 @@ An answer that is computed and only waits for its reader gives its place to anot
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from http import HTTPStatus
+from time import monotonic
 
 from starlette.exceptions import HTTPException
 
@@ -24,8 +25,8 @@ class Places:
     `target_s`: the mean time to an answer beyond which fewer requests are worked on at a time.
     """
 
-    def __init__(self, settings: AdmissionSettings, target_s: float, bodies: BodyBudget, clock: Callable[[], float]) -> None:
-        self.settings, self.bodies, self.clock = settings, bodies, clock
+    def __init__(self, settings: AdmissionSettings, target_s: float, bodies: BodyBudget) -> None:
+        self.settings, self.bodies = settings, bodies
         self.admission = Admission(settings, target_s)
         self.reading: set[Connection] = set()
         """Answers that wait for their readers without a place."""
@@ -33,25 +34,25 @@ class Places:
 
     def reconfigure(self, settings: AdmissionSettings, target_s: float) -> None:
         """Take new settings. Running requests go on; waiting ones wait no longer than the new settings allow."""
-        self.settings, now = settings, self.clock()
+        self.settings, now = settings, monotonic()
         self.tell(self.admission.reconfigure(settings, target_s, now))
         if self._undecided:
             self._expire_at(now + settings.max_wait_ms / 1e3)
 
     def most(self) -> int:
         """How many requests may be here before one of the least urgency is refused."""
-        return self.admission.most(self.clock()) + len(self.reading)
+        return self.admission.most(monotonic()) + len(self.reading)
 
     def check(self, urgency: int, tenant: str | None) -> None:
         """Raises HTTPException (503) where a request that arrived now would be refused at once."""
-        if self.admission.full(self.clock(), urgency, tenant):
+        if self.admission.full(monotonic(), urgency, tenant):
             raise self.overloaded(tenant)
 
     def arrive(self, urgency: int, tenant: str | None, connection: Connection, *, adapts: bool) -> "TakenPlace":
         """The place of a new request, which may have to wait for it. `adapts`: the time to its answer tells how many places there may be.
         Raises HTTPException (503) where the request is refused.
         """
-        ticket, displaced = self.admission.arrive(self.clock(), urgency, tenant)
+        ticket, displaced = self.admission.arrive(monotonic(), urgency, tenant)
         if displaced is not None:
             self.tell([displaced])
         if ticket.standing is Standing.REFUSED:
@@ -80,11 +81,11 @@ class Places:
         held, shares = self.admission, self.settings.max_concurrent_share < 1
         its_share = shares and tenant is not None and held.running < held.places
         taken = f"tenant {tenant!r} has its share of the places" if its_share else f"all {held.places} places are taken"
-        return problems.overloaded(f"{taken} and {held.waiting} requests wait; ask again later", held.wait_s(self.clock()))
+        return problems.overloaded(f"{taken} and {held.waiting} requests wait; ask again later", held.wait_s(monotonic()))
 
     def _expire_at(self, when: float) -> asyncio.TimerHandle:
         """At `when`, refuse the tickets that have waited long enough by `when`, not by the clock: a timer may fire a moment early."""
-        delay_s = max(0.0, when - self.clock())
+        delay_s = max(0.0, when - monotonic())
         return asyncio.get_running_loop().call_later(delay_s, lambda: self.tell(self.admission.expire(when)))
 
 
@@ -107,7 +108,7 @@ class TakenPlace(Place):
 
     def leave(self) -> None:
         places = self._places
-        places.tell(places.admission.leave(self._ticket, places.clock(), self._first_byte_s()))
+        places.tell(places.admission.leave(self._ticket, monotonic(), self._first_byte_s()))
 
     def computed(self, size: int) -> None:
         if self._places.bodies.keep(size):
