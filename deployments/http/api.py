@@ -125,8 +125,7 @@ def recommend_directly(service: Service, limits: Callable[[], GatewaySettings]) 
 
     async def answer(message: RecommendBody, caller: Caller, scope: Scope) -> bytes | ASGIApp:
         _check_limits(message, limits())
-        tenant = caller.acts_for(message.tenant)
-        request = message.to_value(tenant, caller.arrived)
+        request = message.to_value(caller.acts_for(message.tenant), caller.arrived)
         accepted = b",".join([value for name, value in scope["headers"] if name == b"accept"]).decode("latin-1")
         if media_type := streaming.wanted(accepted):
             return await streaming.respond(service.stream(request), media_type, scope["path"], caller.place.computed)
@@ -142,8 +141,7 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings], ba
     async def recommend(message: RecommendIn, http: Request, caller: CallerHere) -> Response:
         """Recommend items for one user: all at once, or as they are found where `Accept` asks for it."""
         _check_limits(message, limits())
-        caller.charge(caller.fill_in([message]))
-        request = message.to_value(caller.arrived)
+        request = message.to_value(caller.acts_for(message.tenant), caller.arrived)
         if media_type := streaming.wanted(",".join(http.headers.getlist("accept"))):
             return await streaming.respond(service.stream(request), media_type, http.scope["path"], caller.place.computed)
         return InPieces(answer_json(await service.recommend(request)), caller.place.computed)
@@ -159,7 +157,7 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings], ba
         for position, request in enumerate(message.requests):
             _check_limits(request, limits(), prefix=f"requests[{position}].")
         caller.charge(caller.fill_in(message.requests))
-        values = [request.to_value(caller.arrived) for request in message.requests]
+        values = [request.to_value(caller.named(request.tenant), caller.arrived) for request in message.requests]
         entries = [partial(_within_batch, service, value, position, caller) for position, value in enumerate(values)]
         caller.place.leave()
         answers = await batches.run(entries, Counter(value.tenant for value in values))

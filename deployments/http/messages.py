@@ -158,9 +158,9 @@ class RecommendIn(Message):
         description="have the ranker order the best of what was found. Default: where training has measured that this is better",
     )
 
-    def to_value(self, arrived: float | None = None) -> RecommendRequest:
+    def to_value(self, tenant: str = "default", arrived: float | None = None) -> RecommendRequest:
         """See RecommendBody.to_value."""
-        return msgspec.convert(self.model_dump(exclude_unset=True), RecommendBody).to_value(self.tenant or "default", arrived)
+        return msgspec.convert(self.model_dump(exclude_unset=True), RecommendBody).to_value(tenant, arrived)
 
 
 class RecommendBatchIn(Message):

@@ -56,9 +56,9 @@ class RankIn(Message):
     tenant: Tenant | None = Field(None, description=TENANT_SAID)
     deadline_ms: float | None = Field(None, gt=0, le=600_000, allow_inf_nan=False, description="time for the whole answer")
 
-    def to_value(self, arrived: float | None = None) -> RankingRequest:
+    def to_value(self, tenant: str, arrived: float | None) -> RankingRequest:
         """See RankBody.to_value."""
-        return msgspec.convert(self.model_dump(exclude_unset=True), RankBody).to_value(self.tenant or "default", arrived)
+        return msgspec.convert(self.model_dump(exclude_unset=True), RankBody).to_value(tenant, arrived)
 
 
 class RankedItemOut(ItemOut):
@@ -85,8 +85,8 @@ def ranking_routes(service: RankingService, limits: Callable[[], GatewaySettings
     async def rank(message: RankIn, caller: CallerHere) -> Response:
         """Order given candidates for one user, with a prediction for each of the model's tasks."""
         _check_limits(message, limits())
-        message.tenant = caller.acts_for(message.tenant)
-        answer = await service.rank(message.to_value(caller.arrived))
+        request = message.to_value(caller.acts_for(message.tenant), caller.arrived)
+        answer = await service.rank(request)
         return InPieces(as_json(ranking_fields(answer)), caller.place.computed)
 
     return routes
