@@ -112,6 +112,7 @@ class Edge:
             with connection:
                 headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
                 caller = self._caller(headers)
+                scope["state"] = {**scope.get("state", {}), "caller": caller}
                 connection.headers = lambda: (*self._capacity_header(), *caller.headers())
                 operates, urgent = _operates(caller, scope), max(urgency(headers, scope["path"]), caller.most_urgent)
                 if not operates:
@@ -121,7 +122,7 @@ class Edge:
                 if len(connection.body) > SMALL and is_slow(scope, connection.body):
                     await self._turn_to_read(connection)
                 if operates:
-                    await self._admitted(answer, scope, connection, caller)
+                    await answer(scope, connection)
                 else:
                     await self._with_a_place(answer, scope, connection, caller, urgent)
                 if caller.refused:
@@ -203,14 +204,10 @@ class Edge:
         caller.place = place = self._places.arrive(urgent, caller.tenant, connection, adapts=adapts)
         try:
             self._meter.observe(ADMISSION_WAIT, await place.wait())
-            await self._admitted(answer, scope, connection, caller)
+            await answer(scope, connection)
         finally:
             place.leave()
             caller.place = NO_LIMIT  # it refers to the connection, and that to the caller: a cycle
-
-    async def _admitted(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller) -> None:
-        scope["state"] = {**scope.get("state", {}), "caller": caller}
-        await answer(scope, connection)
 
     def _turned_away(self, route: str, status: int) -> None:
         self._refused[status] += 1
