@@ -25,17 +25,20 @@ AT_ONCE_S = 0.001
 """Time for a look-up in this process's memory after the request's deadline."""
 
 
-class StaleFallback(Recent[Key]):
+class StaleFallback:
     """For one model: request without its history -> the cache key of its last good answer, which may be stale or over an older history."""
 
     def __init__(self, model_digest: str) -> None:
-        super().__init__()
-        self._model_digest = model_digest
+        self._model_digest, self._keys = model_digest, Recent[Key]()
 
     def note(self, request: RecommendRequest, key: Key, answer: Recommendation) -> None:
         """Remember this answer's key, unless it is degraded."""
         if not answer.degraded:
-            self.put(request_key(request, self._model_digest), key)
+            self._keys.put(request_key(request, self._model_digest), key)
+
+    def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
+        """Forget the last good answers of one user, of all users of `tenant`, or of all tenants."""
+        self._keys.forget(tenant, user_id)
 
     async def rather_than(
         self, answer: Recommendation, request: RecommendRequest, cache: TieredCache[Recommendation], *, history_lost: bool
@@ -57,7 +60,7 @@ class StaleFallback(Recent[Key]):
         return replace(found.value, items=items, stages=(*before, report), degraded=True, unknown_items=answer.unknown_items)
 
     async def _kept(self, request: RecommendRequest, cache: TieredCache[Recommendation]) -> Found[Recommendation] | None:
-        if (key := self.get(request_key(request, self._model_digest))) is None:
+        if (key := self._keys.get(request_key(request, self._model_digest))) is None:
             return None
         try:
             found = await in_time(lambda: cache.get(key), max(AT_ONCE_S, Budget(request.deadline).within(LOOK_UP_S)))
