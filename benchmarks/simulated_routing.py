@@ -20,7 +20,7 @@ from ray.serve._private.common import DeploymentHandleSource, RequestMetadata
 from ray.serve.request_router import PendingRequest
 
 import tests  # noqa: F401 - its clocks are those that all below import by name
-from cluster.traffic.batcher import Batcher, Member
+from cluster.traffic.batcher import Batcher, Member, Pacing
 from cluster.traffic.user_router import Together, in_order_of, user_key
 from cluster.values import EncodeRequest, UserSequence
 from deployments.calls.mailbox import Mailbox
@@ -98,7 +98,7 @@ class SimulatedReplica(Replica):
         self.name, self.slower = name, 1.0
         self._kept, self._room, self._outcome = OrderedDict[str, None](), room, outcome
         self._batcher: Batcher[str, tuple[str, bool]] = Batcher(
-            self._compute, lambda sizes: range(min(len(sizes), MOST)), MOST, wait_s=WAIT_S
+            self._compute, lambda sizes: range(min(len(sizes), MOST)), MOST, pacing=Pacing(wait_s=WAIT_S)
         )
 
     def keep(self, user: str) -> bool:

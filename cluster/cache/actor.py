@@ -34,7 +34,7 @@ from cluster.cache.shared import SharedSettings
 from cluster.config import CacheSettings
 from cluster.errors import BackendUnavailable
 from cluster.no_request import no_requests_context
-from cluster.traffic.batcher import Batcher, Member, Raised
+from cluster.traffic.batcher import Batcher, Member, Pacing, Raised
 from cluster.traffic.utilisation import Utilisation
 
 T = TypeVar("T")
@@ -112,8 +112,7 @@ class ActorShard:
             self._together,
             lambda sizes: range(min(len(sizes), MOST)),
             MOST,
-            at_once=lambda: ON_THE_WAY,
-            patience_s=PATIENCE_S,
+            pacing=Pacing(at_once=lambda: ON_THE_WAY, patience_s=PATIENCE_S),
             abandons=True,
             context=no_requests_context(),
         )

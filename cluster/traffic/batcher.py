@@ -1,6 +1,6 @@
 """Have requests that wait go together: into an engine, or to another process in one call.
 
-    submit -> waits, while `at_once` batches run -> goes with others that wait, as `choose` says -> its own answer
+    submit -> waits, as its Pacing says -> goes with others that wait, as `choose` says -> its own answer
 
 A step chooses members, asks when they are due, and starts them or comes back then; all else prepares a step or follows from one. Each
 member of a batch has an answer of its own; only the failure of the whole batch is every member's.
@@ -41,16 +41,28 @@ class Member(Generic[RequestT, AnswerT]):
     answer: asyncio.Future[AnswerT]
 
 
+@dataclass(frozen=True, slots=True)
+class Pacing:
+    """When the next batch begins."""
+
+    at_once: Callable[[], int] = lambda: 1
+    """How many batches run at a time."""
+    wait_s: float = 0.0
+    """While no batch runs, the first request waits this long for others; 0: it goes with those of the same turn of the loop."""
+    gather_s: float = 0.0
+    """While no batch runs, wait this long at most until as many requests wait as the latest batch had; after a batch of one, not at all."""
+    beside_s: float = 0.0
+    """The latest batch runs this long before the next begins beside it, unless that one is full."""
+    patience_s: float = math.inf
+    """A batch that runs for longer no longer holds others up."""
+
+
 class Batcher(Generic[RequestT, AnswerT]):
     """For one event loop. `run` answers a batch: one answer or Raised for each member, in order.
 
     `choose` is given the sizes of all that wait, the longest-waiting first, and names the positions of those that go together, ascending
-    and the first among them; `most` at a time. `size`: of a request. `wait_s`: how long the first request waits for others while no batch
-    runs; 0: it goes with those of the same turn of the loop. `gather_s`: how long it waits, while no batch runs, for as many as the latest
-    batch had: where callers come one by one, none. `beside_s`: how long the latest batch runs before the next begins beside it,
-    unless that one is full. `patience_s`: a batch that runs for longer no longer holds others up.
-    `abandons`: a batch is cancelled once all of its members have left. `context`: in which batches run; without it, in that of the request
-    by which they begin. `idle`: called when nothing waits or runs.
+    and the first among them; `most` at a time. `size`: of a request. `abandons`: a batch is cancelled once all of its members have left.
+    `context`: in which batches run; without it, in that of the request by which they begin. `idle`: called when nothing waits or runs.
     """
 
     def __init__(
@@ -59,20 +71,14 @@ class Batcher(Generic[RequestT, AnswerT]):
         choose: Callable[[Sequence[int]], Sequence[int]],
         most: int,
         *,
+        pacing: Pacing = Pacing(),
         size: Callable[[RequestT], int] = lambda _: 1,
-        at_once: Callable[[], int] = lambda: 1,
-        wait_s: float = 0.0,
-        gather_s: float = 0.0,
-        beside_s: float = 0.0,
-        patience_s: float = math.inf,
         abandons: bool = False,
         context: Context | None = None,
         idle: Callable[[], object] = lambda: None,
     ) -> None:
         self._run, self._choose, self._most, self._size = run, choose, most, size
-        self._at_once, self._wait_s, self._gather_s, self._beside_s = at_once, wait_s, gather_s, beside_s
-        self._patience_s, self._abandons = patience_s, abandons
-        self._context, self._idle = context, idle
+        self._pacing, self._abandons, self._context, self._idle = pacing, abandons, context, idle
         self._waiting: list[Member[RequestT, AnswerT]] = []
         self._running: dict[asyncio.Task[None], tuple[float, int]] = {}  # when each began, and how many members it has; the oldest first
         self._latest = 0  # members of the latest batch
@@ -112,14 +118,15 @@ class Batcher(Generic[RequestT, AnswerT]):
 
     def _due(self, chosen: int) -> float:
         """When the next batch, of so many members, may begin; infinity: when one that runs has ended."""
-        lately = [began for began, _ in self._running.values() if monotonic() - began < self._patience_s]
-        if len(lately) >= self._at_once():
-            return lately[0] + self._patience_s
+        pacing = self._pacing
+        lately = [began for began, _ in self._running.values() if monotonic() - began < pacing.patience_s]
+        if len(lately) >= pacing.at_once():
+            return lately[0] + pacing.patience_s
         if chosen < len(self._waiting) or chosen == self._most:
             return 0.0
         if self._running:
-            return max(began for began, _ in self._running.values()) + self._beside_s
-        wait_s = self._wait_s if chosen >= self._latest else max(self._wait_s, self._gather_s)
+            return max(began for began, _ in self._running.values()) + pacing.beside_s
+        wait_s = pacing.wait_s if chosen >= self._latest else max(pacing.wait_s, pacing.gather_s)
         return self._waiting[0].since + wait_s
 
     def _step_at(self, due: float) -> None:

@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster import tracing
 from cluster.no_request import no_requests_context
-from cluster.traffic.batcher import Batcher, Member, Raised
+from cluster.traffic.batcher import Batcher, Member, Pacing, Raised
 from cluster.traffic.user_router import Together, home_of
 
 ON_THE_WAY = 2
@@ -77,8 +77,7 @@ class Mailbox:
             self._call,
             lambda sizes: range(min(len(sizes), MOST)),
             MOST,
-            at_once=lambda: ON_THE_WAY,
-            patience_s=PATIENCE_S,
+            pacing=Pacing(at_once=lambda: ON_THE_WAY, patience_s=PATIENCE_S),
             abandons=True,  # an overloaded replica need not compute what no member awaits
             context=None if address.span else self._context,
             idle=idle,

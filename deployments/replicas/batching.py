@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from cluster import tracing
 from cluster.config import BatchingSettings
 from cluster.traffic.adaptive_limit import AdaptiveLimit
-from cluster.traffic.batcher import Batcher, Member
+from cluster.traffic.batcher import Batcher, Member, Pacing
 
 AHEAD_S = 0.1
 """Where the latest batch took longer, the next one is not made up ahead: the engine idles only for a small part of the time, and a request
@@ -70,11 +70,13 @@ def engine_batcher(
         run,
         lambda sizes: alike(sizes, most.limits),
         limits.max_requests,
+        pacing=Pacing(
+            at_once=lambda: 2 if most.took_s < AHEAD_S else 1,
+            wait_s=limits.max_wait_ms / 1e3,
+            gather_s=GATHER_S,
+            beside_s=MADE_UP_AFTER_S,
+        ),
         size=rows,
-        at_once=lambda: 2 if most.took_s < AHEAD_S else 1,
-        wait_s=limits.max_wait_ms / 1e3,
-        gather_s=GATHER_S,
-        beside_s=MADE_UP_AFTER_S,
     )
 
 
