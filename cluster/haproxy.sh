@@ -2,7 +2,7 @@
 # Starts HAProxy for Ray Serve, by RAY_SERVE_HAPROXY_BINARY_PATH, with limits that Serve's configuration lacks. GENREC_HAPROXY: the program.
 # What is refused here costs microseconds, and no gateway hears of it. The numbers are the node's, from the environment of `ray start`:
 : "${GENREC_HAPROXY_CONNECTIONS:=4000}" # of all clients; more wait unread. Below RAY_SERVE_HAPROXY_MAXCONN (4096), for statistics and gateways
-: "${GENREC_HAPROXY_PER_ADDRESS:=1000}" # connections of one address but 127.0.0.1; more are closed
+: "${GENREC_HAPROXY_PER_ADDRESS:=1000}" # connections of one address (IPv6: one /64) but 127.0.0.1; more are closed
 : "${GENREC_HAPROXY_PER_CALLER:=20000}" # requests in 10 s by one key or, without any, one address but 127.0.0.1; more are answered 429
 : "${GENREC_HAPROXY_PER_GATEWAY:=1024}" # requests of this node under way in one gateway; more wait for a second, then 503
 : "${GENREC_HAPROXY_HEADERS_S:=10}"     # for the headers of a request; then 408
@@ -31,13 +31,13 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     maxconn $GENREC_HAPROXY_CONNECTIONS
     log-format "%ci:%cp [%tr] %ft %b/%s %TR/%Tw/%Tc/%Tr/%Ta %ST %B %CC %CS %tsc %ac/%fc/%bc/%sc/%rc %sq/%bq %hr %hs %{+Q,+E}[var(txn.genrec_logged)]"
     timeout http-request ${GENREC_HAPROXY_HEADERS_S}s
-    tcp-request connection track-sc1 src table genrec_addresses unless { src 127.0.0.1 }
+    tcp-request connection track-sc1 src,ipmask(32,64) table genrec_addresses unless { src 127.0.0.1 }
     tcp-request connection reject if { sc1_conn_cur gt $GENREC_HAPROXY_PER_ADDRESS }
     http-request set-var-fmt(txn.genrec_logged) "%HM %[path] %HV"
     http-request set-var-fmt(txn.genrec_logged) "%HM /v1/users/... %HV" if { path,url_dec -m sub /v1/users/ }
     acl genrec_has_key req.fhdr(authorization) -m found
     http-request set-var(txn.genrec_caller) "req.fhdr(authorization),regsub('^[^ ]+ +',''),sha1,hex" if genrec_has_key
-    http-request set-var(txn.genrec_caller) src unless genrec_has_key or { src 127.0.0.1 }
+    http-request set-var(txn.genrec_caller) src,ipmask(32,64) unless genrec_has_key or { src 127.0.0.1 }
     http-request track-sc0 var(txn.genrec_caller) table genrec_callers if { var(txn.genrec_caller) -m found } !{ path /-/healthz }
     http-request return status 429 content-type application/problem+json hdr Retry-After 10 lf-string '{"title":"Too many requests","status":429,"detail":"more than $GENREC_HAPROXY_PER_CALLER requests in 10 s by this key or address; ask again in 10 s","instance":"%[path,json(utf8s)]","errors":[]}' if { sc0_http_req_rate gt $GENREC_HAPROXY_PER_CALLER }
     http-request wait-for-body time ${GENREC_HAPROXY_BODY_S}s if { req.hdr(content-length) -m found } or { req.hdr(transfer-encoding) -m found }
@@ -48,26 +48,41 @@ RULES
     # A gateway's answers say how many requests it would take just now, and how many bytes of a body. Larger bodies, and more requests than
     # that times the gateways, are refused here, which costs the gateway no time: a flood would keep it from its answers, and from its health
     # checks. Each application has variables of its own.
-    # Operators' calls may be what ends an overload, and a probe's answer ends none. What is refused so is not logged, which takes a fifth
-    # of the time. A check waits for 3 s: what answers more slowly is stopped, or stuck.
-    # Until an answer has said it, the variables are not set, and nothing is full. An urgent request of a key that a gateway has said may be
-    # urgent is let through until twice as many are there: the gateway takes it in place of one that is less so.
+    # What is refused so is not logged, which takes a fifth of the time. A check waits for 3 s: what answers more slowly is stopped, or stuck.
+    # Until an answer has said it, the variables are not set, and nothing is full. Answers tell of a key, too, until one says that it is not
+    # known: that it may be urgent, that it operates, and that it is one tenant's. Where a gateway is full, these are let through:
+    # - an operator's calls, which may be what ends an overload;
+    # - 50 in 10 s of each address that call where operators do, with a key of which nothing is known yet, or that ask how a gateway is;
+    # - until twice as many are there, an urgent request, and one of a tenant's key that has at most an eighth of what there is room for:
+    #   the gateway takes them in place of less urgent ones, and of a tenant's that has many.
     cat > "$config.full" <<'RULES'
     timeout check 3s
     http-response set-var(proc.genrec_most_BACKEND) res.hdr(genrec-most,1),add(0)
     http-response set-var(proc.genrec_bytes_BACKEND) res.hdr(genrec-most,2),add(0)
     http-response del-header genrec-most
-    http-response sc-set-gpt0(0) 1 if { res.hdr(genrec-urgent) -m found }
-    http-response sc-set-gpt0(0) 0 if { status 401 }
+    http-response sc-set-gpt(0,0) 1 if { res.hdr(genrec-urgent) -m found }
+    http-response sc-set-gpt(1,0) 1 if { res.hdr(genrec-operates) -m found }
+    http-response sc-set-gpt(2,0) 1 if { res.hdr(genrec-tenants) -m found }
+    http-response sc-set-gpt(0,0) 0 if { status 401 }
+    http-response sc-set-gpt(1,0) 0 if { status 401 }
+    http-response sc-set-gpt(2,0) 0 if { status 401 }
     http-response del-header genrec-urgent
+    http-response del-header genrec-operates
+    http-response del-header genrec-tenants
     http-request return status 413 content-type application/problem+json lf-string '{"title":"Body too large","status":413,"detail":"body: has more than the %[var(proc.genrec_bytes_BACKEND)] bytes this service takes; send it in several parts","instance":"%[path,json(utf8s)]","errors":[{"field":"body","problem":"has more than the %[var(proc.genrec_bytes_BACKEND)] bytes this service takes; send it in several parts"}]}' if { req.hdr(content-length),sub(proc.genrec_bytes_BACKEND) gt 0 }
     http-request set-var(txn.genrec_gateways) nbsrv
     http-request set-var(txn.genrec_most) var(proc.genrec_most_BACKEND),mul(txn.genrec_gateways)
+    http-request set-var(txn.genrec_part) var(txn.genrec_most),div(8)
     acl genrec_full be_conn,sub(txn.genrec_most) gt 0
-    acl genrec_let_through path_sub /v1/backends /v1/cache /v1/gateway /v1/models
-    acl genrec_let_through path_end /healthz /readyz
+    acl genrec_operation path_beg PREFIX/v1/backends PREFIX/v1/cache PREFIX/v1/gateway PREFIX/v1/models
+    acl genrec_probe path PREFIX/healthz PREFIX/readyz
     acl genrec_urgent req.hdr(priority) -m reg u=[0-2]
-    http-request set-var(txn.genrec_most) var(txn.genrec_most),mul(2) if genrec_urgent { sc0_get_gpt0 gt 0 }
+    acl genrec_few sc0_conn_cur,sub(txn.genrec_part) le 0
+    acl genrec_let_through var(txn.genrec_let_through) -m bool
+    http-request set-var(txn.genrec_most) var(txn.genrec_most),mul(2) if genrec_full genrec_urgent { sc_get_gpt(0,0) gt 0 } or genrec_full genrec_few { sc_get_gpt(2,0) gt 0 }
+    http-request set-var(txn.genrec_let_through) bool(true) if genrec_full genrec_operation { sc_get_gpt(1,0) gt 0 }
+    http-request track-sc2 src,ipmask(32,64) table genrec_spared if genrec_full genrec_operation !genrec_let_through or genrec_full genrec_probe METH_GET
+    http-request set-var(txn.genrec_let_through) bool(true) if { sc2_tracked } { sc2_http_req_rate le 50 }
     http-request set-log-level silent if genrec_full !genrec_let_through
     http-request deny deny_status 503 if genrec_full !genrec_let_through
 RULES
@@ -94,12 +109,15 @@ RULES
 }" -e "s|^\( *\)errorfile 503 .*|\1errorfile 503 $config.503.http\n\1errorfile 408 $config.408.http|" \
         -e "/^ *server .* check/{/ backup/!s/\$/ maxconn $GENREC_HAPROXY_PER_GATEWAY/}" "$config"
     sed -n '/^backend default_backend/!s/^backend //p' "$config" | while read -r backend; do
-        sed "s/BACKEND/$(printf %s "$backend" | tr -c A-Za-z0-9 _)/g" "$config.full" > "$config.backend"
+        prefix=$(sed -n "s|^ *acl is_$backend path_beg \(.*\)/\$|\1|p" "$config" | sed 's/[&|\\]/\\&/g') # of its application's routes
+        sed -e "s/BACKEND/$(printf %s "$backend" | tr -c A-Za-z0-9 _)/g" -e "s|PREFIX|$prefix|g" "$config.full" > "$config.backend"
         sed -i "/^backend $backend\$/r $config.backend" "$config"
     done
     cat >> "$config" <<'TABLES'
 backend genrec_callers
-    stick-table type string len 40 size 100k expire 60s store http_req_rate(10s),gpt0
+    stick-table type string len 40 size 100k expire 60s store http_req_rate(10s),conn_cur,gpt(3)
+backend genrec_spared
+    stick-table type ipv6 size 100k expire 60s store http_req_rate(10s)
 backend genrec_addresses
     stick-table type ipv6 size 100k expire 60s store conn_cur
 TABLES

@@ -66,6 +66,10 @@ class Caller:
         self.refused, self.unaudited = 0, False
 
     @property
+    def has_key(self) -> bool:
+        return self.key is not None and self.key is not ANONYMOUS
+
+    @property
     def tenant(self) -> str | None:
         """The only tenant that the caller may act for; None where it may act for any."""
         return None if self.key is None else self.key.tenant
@@ -138,11 +142,12 @@ class Caller:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers of the response: what is left of the tenant's rate, whether the audit log lacks this call and, for `haproxy.sh`, whether
-        the key may be urgent.
+        the key may be urgent, operates, or is one tenant's.
         """
         told = headers_of(self.grant) if self.grant else {}
-        if self.key is not None and self.key.most_urgent < INTERACTIVE:
-            told["Genrec-Urgent"] = "1"
+        if self.key is not None:
+            marks = {"Urgent": self.key.most_urgent < INTERACTIVE, "Operates": self.may("operate"), "Tenants": self.has_key and self.tenant}
+            told |= {f"Genrec-{name}": "1" for name, holds in marks.items() if holds}
         if self.unaudited:
             told["Genrec-Audit"] = "lost"
         return [(name.encode(), value.encode()) for name, value in told.items()]

@@ -209,6 +209,15 @@ async def test_a_key_asks_for_no_more_urgency_than_it_may():
     assert [answer.headers.get("genrec-urgent") for answer in answers] == [None, None, "1", "1"], "the key is known to haproxy.sh"
 
 
+async def test_the_proxy_is_told_which_keys_operate_and_which_are_one_tenants():
+    served = Served(api_keys=KEYS, allow_anonymous=True)
+    marks = {}
+    for headers in (bearer("shop"), bearer("any"), bearer("boss"), bearer("unknown"), {}):
+        answer = await served.http.get("/v1/items/1", headers=headers)
+        marks[headers.get("authorization")] = [name in answer.headers for name in ("genrec-operates", "genrec-tenants")]
+    assert list(marks.values()) == [[False, True], [False, False], [True, False], [False, False], [False, False]]
+
+
 async def test_an_urgent_request_takes_the_place_of_a_waiting_one_that_is_less_so():
     served = Served(admission={**ONE_PLACE, "max_queued": 1})
     [running, displaced] = await served.asking("running", "displaced")

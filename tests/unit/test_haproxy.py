@@ -22,8 +22,9 @@ from tests.waiting import eventually
 
 OTHER = "127.0.0.2"
 """An address that is not exempt."""
-URGENT = "Bearer genrec_urgent"
-"""A key that may be urgent."""
+URGENT, OPERATES, TENANTS = "Bearer genrec_urgent", "Bearer genrec_operates", "Bearer genrec_tenants"
+"""A key that may be urgent, an operator's, and a tenant's."""
+MARKS = {URGENT: "Genrec-Urgent", OPERATES: "Genrec-Operates", TENANTS: "Genrec-Tenants"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,7 +34,7 @@ def _with_haproxy() -> None:
 
 
 class Gateway(ThreadingHTTPServer):
-    """Answers with what it was sent; `/held` once the gate is open, `/most` what it takes: 8, of 1,000 bytes; URGENT that it is urgent."""
+    """Answers with what it was sent; `/held` once the gate is open, `/most` what it takes: 8, of 1,000 bytes; its mark to each of MARKS."""
 
     daemon_threads = True
     request_queue_size = 64  # of 5, the default, HAProxy finds the server down where many requests come at once
@@ -54,7 +55,7 @@ class Answers(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         if self.path != "/-/healthz":
             self.server.asked.append(self.path)
-        if self.path == "/held":
+        if self.path.endswith("/held"):
             self.server.gate.wait(300)
         told = {
             "path": self.path,
@@ -63,11 +64,11 @@ class Answers(BaseHTTPRequestHandler):
             "key": self.headers.get("idempotency-key"),
         }
         answer = json.dumps(told).encode()
-        self.send_response(401 if self.path == "/unknown" else 200)
-        if self.path == "/most":
+        self.send_response(401 if self.path.endswith("/unknown") else 200)
+        if self.path.endswith("/most"):
             self.send_header("Genrec-Most", "8, 1000")
-        if self.headers.get("authorization") == URGENT:
-            self.send_header("Genrec-Urgent", "1")
+        if mark := MARKS.get(self.headers.get("authorization")):
+            self.send_header(mark, "1")
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
         if self.path == "/paused":
@@ -98,13 +99,13 @@ class Answers(BaseHTTPRequestHandler):
 class Proxy:
     """HAProxy before the gateway. `log`: what it sends its log to."""
 
-    def __init__(self, gateway: Gateway, directory: Path, log: socket.socket, limits: dict[str, int], silent_s: int) -> None:
+    def __init__(self, gateway: Gateway, directory: Path, log: socket.socket, limits: dict[str, int], silent_s: int, host: str) -> None:
         self.gateway, self.port, self.config, self.log = gateway, free_port(), directory / "haproxy.cfg", log
         self.ports = {"stats_port": free_port(), "metrics_port": free_port()}
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{'[::1]' if host == '::1' else '127.0.0.1'}:{self.port}"
         self.environment = os.environ | profile.fast() | {f"GENREC_HAPROXY_{name}": str(value) for name, value in limits.items()}
         settings = HAProxyConfig(
-            http_options=HTTPOptions(host="0.0.0.0", port=self.port),
+            http_options=HTTPOptions(host=host, port=self.port),
             socket_path=f"{directory}/admin.sock",
             log_target="{}:{}".format(*log.getsockname()),
             enable_hap_optimization=False,
@@ -139,6 +140,21 @@ class Proxy:
     def client(self, source: str = OTHER) -> httpx.Client:
         return httpx.Client(base_url=self.url, transport=httpx.HTTPTransport(local_address=source), timeout=300)
 
+    def table(self, name: str) -> str:
+        """What HAProxy counts in a table, as its administrator sees it."""
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as admin:
+            admin.connect(str(self.config.with_name("admin.sock")))
+            admin.sendall(f"show table {name}\n".encode())
+            return received(admin).decode()
+
+    def fill(self, open_ones: ExitStack, count: int = 8, prefix: str = "", key: str = "") -> None:
+        """Requests that a gateway works on until its gate is open."""
+        before = len(self.gateway.asked)
+        sent = f"GET {prefix}/held HTTP/1.1\r\nhost: x\r\nauthorization: {key}\r\npriority: u=0\r\n\r\n".encode()
+        for _ in range(count):
+            open_ones.enter_context(closing(self.connection(sent)))
+        eventually(lambda: self.gateway.asked[before:] == [f"{prefix}/held"] * count)
+
     def connection(self, sent: bytes = b"", source: str = OTHER) -> socket.socket:
         made = socket.create_connection(("127.0.0.1", self.port), timeout=300, source_address=(source, 0))
         made.sendall(sent)
@@ -149,14 +165,14 @@ class Proxy:
 def proxied(tmp_path: Path) -> Iterator[object]:
     with ExitStack() as stack:
 
-        def make(silent_s: int = 300, **limits: int) -> Proxy:
+        def make(silent_s: int = 300, host: str = "0.0.0.0", **limits: int) -> Proxy:
             gateway = stack.enter_context(Gateway())
             threading.Thread(target=gateway.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
             stack.callback(gateway.shutdown)
             log = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
             log.bind(("127.0.0.1", 0))
             log.settimeout(300)
-            return Proxy(gateway, tmp_path, log, limits, silent_s)
+            return Proxy(gateway, tmp_path, log, limits, silent_s, host)
 
         yield make
 
@@ -255,21 +271,82 @@ def test_what_a_gateway_cannot_take_is_answered_503_with_when_to_come_again(prox
         assert httpx.get(f"{proxy.url}/x", timeout=300).status_code == 200
 
 
-def test_more_than_a_gateway_takes_is_refused_before_it_and_operators_still_reach_it(proxied):
+def test_more_than_a_gateway_takes_is_refused_before_it(proxied):
     with proxied().running() as proxy, ExitStack() as open_ones, httpx.Client(base_url=proxy.url, timeout=300) as client:
-        for _ in range(8):
-            open_ones.enter_context(closing(proxy.connection(b"GET /held HTTP/1.1\r\nhost: x\r\n\r\n")))
-        eventually(lambda: proxy.gateway.asked == ["/held"] * 8)
+        proxy.fill(open_ones)
         assert client.get("/x").status_code == 200, "it has not said how many it takes"
         told = client.get("/most")
         assert (told.status_code, "genrec-most" in told.headers) == (200, False)
         refused = client.get("/refused")
         assert (refused.status_code, refused.headers["retry-after"], refused.json()["title"]) == (503, "2", "Not available now")
-        assert [client.get(path).status_code for path in ("/v1/backends/encoder", "/shop/v1/backends", "/shop/readyz")] == [200] * 3
         assert client.get("/other/x").status_code == 200, "another application, which has room"
         assert "/refused" not in proxy.gateway.asked
         proxy.gateway.gate.set()
         eventually(lambda: client.get("/x").status_code == 200, "there is room")
+
+
+@pytest.mark.parametrize("prefix", ["", "/other"])
+def test_operators_reach_a_full_gateway_and_so_do_a_few_others_that_call_there_or_ask_how_it_is(proxied, prefix):
+    calls = [f"{prefix}{path}" for path in ("/v1/backends/encoder", "/v1/gateway", "/v1/cache:invalidate", "/v1/models", "/readyz")]
+    with proxied().running() as proxy, ExitStack() as open_ones, proxy.client() as client:
+
+        def status(path: str, key: str = "", method: str = "GET") -> int:
+            return client.request(method, path, headers={"authorization": key} if key else {}).status_code
+
+        assert [status(f"{prefix}/most", key) for key in (OPERATES, URGENT)] == [200, 200]
+        proxy.fill(open_ones, prefix=prefix)
+        assert [status(path) for path in calls] == [200] * len(calls)
+        flood = 0
+        while status(calls[0], f"Bearer genrec_invented{flood}") == 200:
+            flood += 1
+        assert flood <= 50
+        assert {status(path, key) for path in calls for key in (URGENT, "", "Bearer genrec_invented")} == {503}
+        assert [status(path, OPERATES) for path in calls] == [200, 200, 200, 200, 503], "a probe is no operator's call"
+        assert "genrec-operates" not in client.get(calls[0], headers={"authorization": OPERATES}).headers
+        with proxy.client("127.0.0.3") as other:
+            assert [other.get(path).status_code for path in calls] == [200] * len(calls), "from another address"
+        proxy.gateway.gate.set()
+        eventually(lambda: status(f"{prefix}/x") == 200, "there is room")
+        assert status(f"{prefix}/unknown", OPERATES) == 401
+        proxy.gateway.gate.clear()
+        proxy.fill(open_ones, prefix=prefix)
+        eventually(lambda: status(f"{prefix}/x") == 503)
+        assert status(calls[0], OPERATES) == 503, "the key is gone"
+
+
+@pytest.mark.parametrize("key", ["", OPERATES])
+def test_no_path_of_a_user_or_an_item_is_taken_for_an_operators_or_a_probes(proxied, key):
+    paths = (
+        "/v1/users/x/v1/cache/history", "/v1/items/readyz", "/v1/items//v1/models", "/v1/items/x/healthz", "/x/readyz",
+        "/v1/recommend?x=/v1/gateway", "/shop/v1/backends", "//v1/gateway",
+    )  # fmt: skip
+    with proxied().running() as proxy, ExitStack() as open_ones, proxy.client() as client:
+        headers = {"authorization": key} if key else {}
+        assert client.get("/most", headers=headers).status_code == 200
+        proxy.fill(open_ones)
+        assert [path for path in paths if client.get(path, headers=headers).status_code != 503] == []
+        assert client.post("/readyz", headers=headers).status_code == 503, "no probe"
+
+
+def test_a_tenant_with_few_requests_reaches_a_gateway_that_another_has_filled(proxied):
+    with proxied().running() as proxy, ExitStack() as open_ones, proxy.client() as client:
+
+        def status(key: str) -> int:
+            return client.get("/x", headers={"authorization": key}).status_code
+
+        assert [client.get("/most", headers={"authorization": key}).status_code for key in (TENANTS, OPERATES)] == [200, 200]
+        proxy.fill(open_ones)
+        assert [status(key) for key in (TENANTS, OPERATES, "Bearer genrec_invented")] == [200, 503, 503]
+        assert "genrec-tenants" not in client.get("/v1/models", headers={"authorization": TENANTS}).headers
+        proxy.fill(open_ones, 1, key=TENANTS)
+        assert status(TENANTS) == 503, "it has an eighth of what there is room for"
+
+
+def test_an_ipv6_address_is_counted_with_all_of_its_network(proxied):
+    """A host has 2**64 of them."""
+    with proxied(host="::1").running() as proxy, httpx.Client(base_url=proxy.url, timeout=300) as client:
+        assert client.get("/x").status_code == 200
+        assert [f" key={key} " in proxy.table(name) for name, key in (("genrec_addresses", "::"), ("genrec_callers", "::"))] == [True, True]
 
 
 def test_a_body_of_more_than_a_gateway_takes_is_refused_before_it(proxied):
@@ -321,26 +398,19 @@ def test_an_urgent_request_of_a_key_that_may_be_urgent_reaches_a_gateway_that_is
         def status(path: str, key: str, priority: str = "u=1, i") -> int:
             return client.get(path, headers={"authorization": key, "priority": priority}).status_code
 
-        def hold(count: int, key: str = "") -> None:
-            there = len(proxy.gateway.asked)
-            for _ in range(count):
-                sent = f"GET /held HTTP/1.1\r\nhost: x\r\nauthorization: {key}\r\npriority: u=0\r\n\r\n".encode()
-                open_ones.enter_context(closing(proxy.connection(sent)))
-            eventually(lambda: len(proxy.gateway.asked) == there + count)
-
         assert [status("/most", key) for key in (URGENT, "Bearer genrec_usual")] == [200, 200]
-        hold(8)
+        proxy.fill(open_ones)
         eventually(lambda: status("/x", "Bearer genrec_usual") == 503)
         assert [status("/x", key) for key in (URGENT, "Bearer genrec_usual", "Bearer genrec_unheard_of")] == [200, 503, 503]
         assert [status("/x", URGENT, priority) for priority in ("u=3", "u=7", "")] == [503] * 3
         assert "genrec-urgent" not in client.get("/v1/models", headers={"authorization": URGENT}).headers
-        hold(8, URGENT)
+        proxy.fill(open_ones, key=URGENT)
         assert status("/x", URGENT) == 503, "not more than twice as many"
         proxy.gateway.gate.set()
         eventually(lambda: status("/x", "Bearer genrec_usual") == 200, "there is room")
         assert status("/unknown", URGENT) == 401
         proxy.gateway.gate.clear()
-        hold(8)
+        proxy.fill(open_ones)
         eventually(lambda: status("/x", "Bearer genrec_usual") == 503)
         assert status("/x", URGENT) == 503, "the key is gone"
 
