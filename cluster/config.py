@@ -321,7 +321,8 @@ class GatewaySettings(Section):
     hosts: list[str] = Field(
         [],
         description="names that browsers reach this service by, as rec.example.org; an operator's call from a page of another site is "
-        "refused, and where no key is asked for one by another name than these, addresses and names without a dot",
+        "refused, and a call without a key by another name than these, addresses and names without a dot, where there are names here or it "
+        "listens for its own machine alone",
     )
     flags: FlagSettings = FlagSettings()
     slow_ms: float | None = Field(

@@ -18,6 +18,7 @@ import ray
 from ray import serve
 from ray.serve import Application, context
 
+from cluster.addresses import is_loopback
 from cluster.config import Settings, parse, require_keys
 from cluster.served import served_bundle
 from deployments.fleet.switchboard import SwitchboardDeployment
@@ -35,19 +36,21 @@ MOST_PROCESSES = 10_000
 def build(args: dict[str, Any]) -> Application:
     """The application for a configuration tree. Raises ConfigError or BundleError before anything is started."""
     settings = resolved(parse(args))
-    require_keys(settings, _host())
+    require_keys(settings, host := _host())
     if settings.gateway.allow_anonymous:
         logger.warning("gateway.allow_anonymous: a caller without a key may read histories and store events, of the tenant 'default'")
     tree = settings.model_dump(mode="json")
     switchboard = serve.deployment(name="switchboard", max_ongoing_requests=MOST_PROCESSES)(SwitchboardDeployment).bind(tree)
     gateway = serve.deployment(name="gateway", user_config={})(serve.ingress()(GatewayDeployment))
-    doors = {} if settings.zeromq is None else {"zeromq": _zeromq(tree)}
+    more: dict[str, Any] = {"local": host is not None and is_loopback(host)}
+    if settings.zeromq is not None:
+        more["zeromq"] = _zeromq(tree)
     if settings.placement == "colocated":
-        return gateway.bind(tree, switchboard, **doors)
+        return gateway.bind(tree, switchboard, **more)
     encoder = serve.deployment(name="encoder", user_config={})(EncoderDeployment).bind(tree, switchboard)
     generator = serve.deployment(name="generator", user_config={})(GeneratorDeployment).bind(tree, switchboard)
     ranker = serve.deployment(name="ranker", user_config={})(RankerDeployment).bind(tree, switchboard)
-    return gateway.bind(tree, switchboard, encoder, generator, ranker, **doors)
+    return gateway.bind(tree, switchboard, encoder, generator, ranker, **more)
 
 
 def _host() -> str | None:

@@ -59,8 +59,8 @@ READINESS_S = 0.5
 
 
 class Gateway:
-    """One gateway replica, independent of Serve. `api`: its ASGI application; `stages`: how it asks its stages. `start` is to be called
-    before the first request.
+    """One gateway replica, independent of Serve. `api`: its ASGI application; `stages`: how it asks its stages; `local`: this machine alone
+    reaches the service. `start` is to be called before the first request.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Gateway:
         *,
         cache: TieredCache[Recommendation] | None = None,
         events: ServedEvents | None = None,
+        local: bool = False,
     ) -> None:
         self._settings, self._limits, self._stages, self._cache = settings, settings.gateway, stages, cache
         self._heartbeat = heartbeat
@@ -95,7 +96,7 @@ class Gateway:
             recorder=self._recorder,
             anticipates=self._anticipates,
         )
-        self.api = create_api(self, self._data, self._limits, gateways=lambda: heartbeat.gateways, meter=meter())
+        self.api = create_api(self, self._data, self._limits, gateways=lambda: heartbeat.gateways, meter=meter(), local=local)
         self._utilisation = Utilisation(monotonic(), process_time())
         self._cache_figures: asyncio.Task[None] | None = None
         heartbeat.join("gateway", self)
@@ -275,6 +276,7 @@ class GatewayDeployment(Gateway):
         generator: DeploymentHandle[Any] | None = None,
         ranker: DeploymentHandle[Any] | None = None,
         *,
+        local: bool = False,
         zeromq: DeploymentHandle[Any] | None = None,  # noqa: ARG002 - it calls this; Serve runs what the application's root is given
     ) -> None:
         join_serves_log()
@@ -282,7 +284,7 @@ class GatewayDeployment(Gateway):
         heartbeat = Heartbeat(tree, switchboard, context.replica_id.unique_id)
         stages = _stages(tree, heartbeat, (encoder, generator, ranker))
         cache, events = await open_cache(tree.cache, context.app_name), await open_events(tree)
-        super().__init__(tree, switchboard, heartbeat, stages, cache=cache, events=events)
+        super().__init__(tree, switchboard, heartbeat, stages, cache=cache, events=events, local=local)
         await self.start()
         self._removal = asyncio.create_task(keep_removed(tree.cache, context.app_name))
 

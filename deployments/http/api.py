@@ -71,13 +71,20 @@ class Data(UserDataService, StoredUsers, Protocol):
 
 
 def create_api(
-    service: Service, data: Data, settings: GatewaySettings, gateways: Callable[[], int] = lambda: 1, meter: Meter = SILENT
+    service: Service,
+    data: Data,
+    settings: GatewaySettings,
+    gateways: Callable[[], int] = lambda: 1,
+    meter: Meter = SILENT,
+    *,
+    local: bool = False,
 ) -> HttpInterface:
     """The API over `service` and `data`; its documentation is at /docs. `gateways`: how many live gateways share the tenants' rate limits.
+    `local`: this machine alone reaches the service.
 
     ``.edge.reconfigure(settings)`` gives it other settings while it serves.
     """
-    edge = Edge(settings, gateways, meter=meter)
+    edge = Edge(settings, gateways, meter=meter, local=local)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -74,15 +74,19 @@ class EdgeStatistics:
 
 
 class Edge:
-    """The protection of one gateway replica. `gateways`: gives the number of live gateways, which share the tenants' rate limits."""
+    """The protection of one gateway replica. `gateways`: gives the number of live gateways, which share the tenants' rate limits. `local`:
+    this machine alone reaches the service.
+    """
 
     def __init__(
         self,
         settings: GatewaySettings,
         gateways: Callable[[], int] = lambda: 1,
         meter: Meter = SILENT,
+        *,
+        local: bool = False,
     ) -> None:
-        self.settings, self._gateways, self._meter = settings, gateways, meter
+        self.settings, self._gateways, self._meter, self._local = settings, gateways, meter, local
         self._bodies, self._reading_queue = BodyBudget(settings.max_held_bytes), ReadingQueue(settings.slow_bytes_per_s)
         self._places = Places(settings.admission, _target_s(settings), self._bodies)
         self.batches = Batches(settings.admission, lambda: self._places.admission.places, lambda: self._turned_away(BATCHES, 503))
@@ -167,12 +171,21 @@ class Edge:
     def _caller(self, headers: dict[bytes, bytes]) -> Caller:
         """The caller; the request is taken of its rate. Raises the HTTPException that refuses the request."""
         self._check_length(headers)
-        if self.settings.unguarded and (problem := foreign_host(headers.get(b"host", b"").decode("latin-1"), tuple(self.settings.hosts))):
-            raise problems.forbidden(problem)
         caller = Caller(identify(headers, self.settings, time), self._take)
+        if not caller.has_key:
+            self._check_host(headers)
         if caller.tenant is not None:
             caller.pay(caller.tenant, 1)
         return caller
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        """Raises HTTPException (403) where the caller, which has no key, may be a page with a name that was made to lead to this service.
+        One on a public address may have names that it has not been told.
+        """
+        if self.settings.unguarded or self._local or self.settings.hosts:
+            problem = foreign_host(headers.get(b"host", b"").decode("latin-1"), tuple(self.settings.hosts))
+            if problem:
+                raise problems.forbidden(problem)
 
     async def _read(self, connection: Connection) -> None:
         self._arriving += 1

@@ -29,7 +29,8 @@ def foreign_host(host: str, hosts: tuple[str, ...]) -> str | None:
     if _is_local(name) or _is_ours(name, hosts):
         return None
     shown = host[:_SHOWN]
-    return f"this service is not known as {shown!r}; call it by an address or localhost, name it in gateway.hosts, or configure api_keys"
+    cure = "call it by an address or localhost, name it in gateway.hosts, or call with a key of gateway.api_keys"
+    return f"this service is not known as {shown!r}; {cure}"
 
 
 def _is_ours(name: str, hosts: Sequence[str]) -> bool:

@@ -24,7 +24,7 @@ from cluster.errors import BackendUnavailable
 from cluster.events.store import StoredUser
 from cluster.no_request import no_requests_context
 from cluster.values import Action, Item, Strategy
-from deployments.http.callers import CallerHere
+from deployments.http.callers import ANONYMOUS, CallerHere
 from deployments.http.messages import ItemOut, Message
 from deployments.http.titles import TitleIndex
 
@@ -111,7 +111,9 @@ class ComposedOut(Message):
 
 
 class ExamplesOut(Message):
-    users: list[StoredUserOut] = Field(description="users of the tenant, those met last first; none where nothing is stored")
+    users: list[StoredUserOut] = Field(
+        description="users of the tenant, those met last first; none where nothing is stored, or the call has no key"
+    )
     histories: list[ComposedOut] = Field(description="composed of the catalogue")
 
 
@@ -165,8 +167,9 @@ def playground_routes(service: PlaygroundService, users: StoredUsers, limits: Ca
 
     @routes.get("/v1/examples", tags=["catalogue"])
     async def examples(caller: CallerHere, limit: Annotated[int, Query(ge=1, le=MOST_EXAMPLES)] = 5) -> ExamplesOut:
-        """Users and histories to try this service with."""
-        stored = await _stored(users, caller.acts_for(), limit)
+        """Users and histories to try this service with; a caller that was let in without a key is told of no stored user."""
+        tenant = caller.acts_for()
+        stored = () if caller.key is ANONYMOUS else await _stored(users, tenant, limit)
         histories = islice((await composed.get()).items(), limit)
         return ExamplesOut(
             users=[StoredUserOut(user_id=one.user_id, events=one.events) for one in stored],

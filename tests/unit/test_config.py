@@ -346,6 +346,17 @@ def test_the_application_is_refused_where_serve_listens_for_others_and_there_are
     build(tree)
 
 
+def test_gateways_are_told_whether_their_machine_alone_reaches_them(tmp_path, monkeypatch):
+    """By that they refuse callers without a key that call by a foreign name."""
+    make_bundle(tmp_path / "tiny")
+    told = []
+    for host in ("127.0.0.1", "::1", "0.0.0.0", None):
+        monkeypatch.setattr("deployments.app._host", lambda host=host: host)
+        application = build({"model_dir": str(tmp_path / "tiny"), "gateway": {"allow_anonymous": True}})
+        told.append(application._bound_deployment.init_kwargs["local"])  # noqa: SLF001 - Serve has no other door
+    assert told == [True, True, False, False]
+
+
 @pytest.mark.parametrize("gateway", [{"api_keys": [KEY]}, {"allow_anonymous": True}], ids=["keys", "anonymous"])
 def test_not_every_caller_becomes_an_operator_by_the_way(gateway):
     settings = parse({"gateway": gateway})

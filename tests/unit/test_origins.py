@@ -91,6 +91,26 @@ async def test_a_name_that_was_made_to_resolve_to_a_service_without_keys_reads_a
     assert (answered.status_code, answered.json()["title"], known.status_code) == (403, "Forbidden", 404)
 
 
+@pytest.mark.parametrize(
+    ("local", "hosts", "host", "refused"),
+    [
+        (True, [], "evil.example:8000", True),
+        (True, [], "localhost:8000", False),
+        (False, ["rec.example.org"], "evil.example", True),
+        (False, ["rec.example.org"], "Rec.example.org", False),
+        (False, [], "a.name.it.has.not.been.told", False),
+    ],
+)
+async def test_a_name_that_was_made_to_resolve_to_a_service_is_no_passport_for_a_caller_without_a_key(local, hosts, host, refused):
+    settings = GatewaySettings.model_validate({"api_keys": [{**KEY, "rights": ["read"]}], "allow_anonymous": True, "hosts": hosts})
+    api = create_api(None, None, settings, local=local)
+    calls = [("GET", "/v1/users/ada/history"), ("POST", "/v1/events"), ("GET", "/v1/examples"), ("POST", "/v1/recommend")]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api, raise_app_exceptions=False), base_url=f"http://{host}") as client:
+        statuses = [(await client.request(*call, headers={"origin": f"http://{host}"})).status_code for call in calls]
+        assert [status == 403 for status in statuses] == [refused] * len(calls)
+        assert (await client.get("/v1/nothing", headers={"authorization": "Bearer genrec_boss"})).status_code == 404, "a key rules it out"
+
+
 async def test_an_operators_key_is_no_passport_for_a_foreign_page():
     api = create_api(Service(), None, GatewaySettings.model_validate({"api_keys": [KEY]}))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://rec.example.org") as client:

@@ -263,6 +263,14 @@ async def test_examples_are_stored_users_and_histories_of_items_that_have_someth
     assert [one["name"] for one in answer["histories"]] == ["the catalogue's first"], "no five of the films share anything"
 
 
+async def test_a_caller_that_was_let_in_without_a_key_is_told_of_no_stored_user(service, users):
+    async with client_of(service, users, api_keys=KEYS, allow_anonymous=True) as client:
+        answer = (await client.get("/v1/examples")).json()
+        assert (answer["users"], len(answer["histories"]), users.asked) == ([], 1, [])
+        with_a_key = (await client.get("/v1/examples", headers={"authorization": "Bearer genrec_shop"})).json()
+        assert [one["user_id"] for one in with_a_key["users"]] == ["ada", "ben"]
+
+
 async def test_there_are_examples_where_the_event_store_is_away(client, users):
     users.away = True
     answer = (await client.get("/v1/examples")).json()
