@@ -198,7 +198,11 @@ class AdmissionSettings(Section):
         None, gt=0, description="while requests take longer on average, fewer are worked on at a time; default: a fifth of deadline_s"
     )
     max_concurrent_share: float = Field(
-        1.0, gt=0, le=1, description="what one tenant may take of the places and, where its key names it, of the queue; 1: all"
+        1.0,
+        gt=0,
+        le=1,
+        description="what one tenant may take of the places and, where its key names it, of the queue, also while it is alone; "
+        "1: all, and where others ask, those whose keys name them take turns with it",
     )
     max_concurrent_entries: int = Field(
         16, ge=1, le=65_536, description="entries of batches under way, at most; beside single requests, and never more than these may be"

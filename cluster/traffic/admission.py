@@ -1,8 +1,8 @@
 """Which requests start, wait or are turned away: one gateway replica's places, with time passed in.
 
     arrive ──► RUNNING ──► LEFT           a place is free
-       ├─────► WAITING ──► RUNNING        most urgent first, then in the order of arrival
-       │          ├──────► REFUSED        waited too long, or displaced by one more urgent
+       ├─────► WAITING ──► RUNNING        most urgent first, then tenants in turn, then in the order of arrival
+       │          ├──────► REFUSED        waited too long, or displaced by one more urgent, or of a tenant with fewer
        │          └──────► LEFT           its client has gone
        └─────► REFUSED                    the queue is full, or so long that its turn would come too late
 
@@ -13,12 +13,17 @@ all places were taken.
 
 A queue is there for bursts. A standing queue, where all places have been taken for a second, only makes every answer later (Nichols and
 Jacobson, 2012): from then on a request may wait for a twentieth of the allowed wait, until no request was refused for `_LULL_S`.
+
+One tenant may take all places and all of the queue, while it is alone. The request of another is held by no queue of the first one's: it
+is next but one, as tenants take turns; so a tenant that has less than its part of the places under way (all of them, by the number of
+tenants) may wait for that turn, also where the queue stands. In a full queue it displaces the last request of the tenant with the most.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
@@ -95,7 +100,8 @@ class Admission:
     """
 
     def __init__(self, settings: "AdmissionSettings", target_s: float) -> None:
-        self._queues: list[dict[Ticket, None]] = [{} for _ in URGENCIES]  # each in the order of arrival
+        self._queues: list[dict[str | None, dict[Ticket, None]]] = [{} for _ in URGENCIES]  # tenants by turn -> theirs as they came
+        self._waiting_at = [0 for _ in URGENCIES]
         self.running, self.waiting = 0, 0
         self._running_of: Counter[str | None] = Counter()
         self._waiting_of: Counter[str | None] = Counter()
@@ -112,7 +118,7 @@ class Admission:
         elif self.full(now, urgency, tenant):
             ticket.standing = Standing.REFUSED
         else:
-            displaced = self._last() if self.waiting >= self._settings.max_queued else None
+            displaced = self._gives_way(urgency, tenant) if self.waiting >= self._settings.max_queued else None
             if displaced is not None:
                 self._dequeue(displaced, Standing.REFUSED)
             self._enqueue(ticket)
@@ -123,12 +129,12 @@ class Admission:
         """Whether a request that arrived now would be refused at once."""
         if self.running < self.places and not self._has_its_share(tenant):
             return False
-        if self.wait_s(now, urgency) > self._may_wait_s(now):
+        if self.wait_s(now, urgency) > self._may_wait_s(now) and not self._may_wait_its_turn(now, urgency, tenant):
             self._stands_until = now + _LULL_S if self._stands(now) else self._stands_until
             return True
         if self._queues_its_share(tenant):
             return True
-        return self.waiting >= self._settings.max_queued and ((last := self._last()) is None or last.urgency <= urgency)
+        return self.waiting >= self._settings.max_queued and self._gives_way(urgency, tenant) is None
 
     def most(self, now: float) -> int:
         """How many requests may run and wait before one of the least urgency is refused."""
@@ -151,7 +157,7 @@ class Admission:
 
     def expire(self, now: float) -> list[Ticket]:
         """Refuse the tickets that have waited for their time, and return them."""
-        late = [ticket for queue in self._queues for ticket in _expired(queue, now)]
+        late = [ticket for queue in self._queues for own in queue.values() for ticket in _expired(own, now)]
         for ticket in late:
             self._dequeue(ticket, Standing.REFUSED)
         return late
@@ -181,8 +187,7 @@ class Admission:
 
     def wait_s(self, now: float, urgency: int = URGENCIES[-1]) -> float:
         """How long a request that arrives at `now` would wait, if no more urgent one came after it."""
-        ahead = sum(map(len, self._queues[: urgency + 1]))
-        return (ahead + 1) * self._each_s(now)
+        return (sum(self._waiting_at[: urgency + 1]) + 1) * self._each_s(now)
 
     def _each_s(self, now: float) -> float:
         """The foretold seconds between the starts of two waiting requests."""
@@ -195,9 +200,28 @@ class Admission:
         """The longest foretold wait with which a request is not refused."""
         return (_SHORT if self._stands(now) else _LONG) * self._settings.max_wait_ms / 1e3
 
-    def _last(self) -> Ticket | None:
-        """The least urgent, latest request of the queue, which makes room for a more urgent one where the queue is full."""
-        return next((next(reversed(queue)) for queue in reversed(self._queues) if queue), None)
+    def _may_wait_its_turn(self, now: float, urgency: int, tenant: str | None) -> bool:
+        """Whether the tenant has less than its part of the places, and its request would start soon enough as tenants take turns."""
+        under_way = self._running_of[tenant] + self._waiting_of[tenant]
+        if tenant is None or 2 * under_way >= self.places:
+            return False
+        tenants, queue = {*self._running_of, *self._waiting_of, tenant}, self._queues[urgency]
+        turns = len(queue.get(tenant, ())) + 1
+        ahead = sum(self._waiting_at[:urgency]) + sum(min(len(own), turns) for other, own in queue.items() if other != tenant)
+        return under_way * len(tenants) < self.places and (ahead + turns) * self._each_s(now) <= _LONG * self._settings.max_wait_ms / 1e3
+
+    def _gives_way(self, urgency: int, tenant: str | None) -> Ticket | None:
+        """The request that makes room for this one where the queue is full: of the least urgent ones, the last of the tenant with the most.
+        None where it is more urgent, or as urgent and its tenant would not have more than this one's.
+        """
+        least = next((least for least in reversed(URGENCIES) if self._queues[least]), -1)
+        if least < urgency:
+            return None
+        queue = self._queues[least]
+        most = max(queue.values(), key=len)
+        if least == urgency and len(most) <= len(queue.get(tenant, ())) + 1:
+            return None
+        return next(reversed(most))
 
     def _fill(self, now: float) -> list[Ticket]:
         started: list[Ticket] = []
@@ -208,7 +232,8 @@ class Admission:
         return started
 
     def _next(self) -> Ticket | None:
-        return next((ticket for ticket in self._in_order() if not self._has_its_share(ticket.tenant)), None)
+        turns = (turn for queue in self._queues for turn in queue.items())
+        return next((next(iter(own)) for tenant, own in turns if not self._has_its_share(tenant)), None)
 
     def _start(self, ticket: Ticket, now: float) -> None:
         ticket.standing, ticket.started = Standing.RUNNING, now
@@ -231,12 +256,20 @@ class Admission:
         self._limit, self.places = limit, limit.places
 
     def _enqueue(self, ticket: Ticket) -> None:
-        self._queues[ticket.urgency][ticket] = None
+        self._queues[ticket.urgency].setdefault(ticket.tenant, {})[ticket] = None
+        self._waiting_at[ticket.urgency] += 1
         self.waiting += 1
         self._waiting_of[ticket.tenant] += 1
 
     def _dequeue(self, ticket: Ticket, standing: Standing) -> None:
-        del self._queues[ticket.urgency][ticket]
+        queue = self._queues[ticket.urgency]
+        own = queue[ticket.tenant]
+        del own[ticket]
+        if not own or standing is Standing.RUNNING:  # the tenant has had its turn
+            del queue[ticket.tenant]
+        if own:
+            queue[ticket.tenant] = own
+        self._waiting_at[ticket.urgency] -= 1
         self.waiting -= 1
         _take_off(self._waiting_of, ticket.tenant)
         ticket.standing = standing
@@ -250,7 +283,8 @@ class Admission:
         return share < 1 and tenant is not None and self._waiting_of[tenant] >= ceil(share * self._settings.max_queued)
 
     def _in_order(self) -> Iterator[Ticket]:
-        return (ticket for queue in self._queues for ticket in queue)
+        """Those that wait, most urgent first, then as they came."""
+        return (ticket for queue in self._queues for ticket in sorted(chain(*queue.values()), key=lambda ticket: ticket.arrived))
 
 
 def _expired(queue: dict[Ticket, None], now: float) -> Iterator[Ticket]:

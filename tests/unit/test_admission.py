@@ -3,7 +3,7 @@
 import heapq
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from math import inf
 
 import hypothesis.strategies as st
@@ -136,6 +136,27 @@ def test_a_tenant_takes_no_more_than_its_share_of_the_places_and_leaves_the_rest
     assert held.leave(ours[0], 0.0) == [ours[2]]
 
 
+def test_tenants_take_turns_and_of_one_tenants_requests_the_oldest_is_next():
+    held = admission(max_concurrent=1, max_queued=9)
+    [running], ours = arrive(held, 3, tenant="ours"), arrive(held, 3, 3, 3, tenant="ours")
+    theirs = arrive(held, 3, 3, tenant="theirs")
+    order = []
+    while running is not None:
+        running = next(iter(held.leave(running, 0.0)), None)
+        order.append(running)
+    assert order == [ours[0], theirs[0], ours[1], theirs[1], ours[2], None]
+
+
+def test_in_a_full_queue_a_tenant_with_fewer_waiting_takes_the_place_of_the_last_of_the_one_with_the_most():
+    held = admission(max_concurrent=1, max_queued=4)
+    _, *ours = arrive(held, 3, 3, 3, 3, 3, tenant="ours")
+    first, second, third = (held.arrive(0.0, 3, "theirs") for _ in range(3))
+    assert [first[1], second[1], third[1]] == [ours[3], ours[2], None]
+    assert standings([first[0], second[0], third[0]]) == [WAITING, WAITING, REFUSED]
+    assert standings(arrive(held, 3, tenant="ours")) == [REFUSED]
+    assert standings(arrive(held, 4, tenant="others")) == [REFUSED], "what is less urgent displaces nothing"
+
+
 def test_a_tenant_that_is_known_only_later_is_held_to_its_share_as_well():
     held = admission(max_concurrent=2, share=0.5)
     first, second = arrive(held, 3, 3)
@@ -171,7 +192,8 @@ class Places(RuleBasedStateMachine):
         if ticket.standing is not WAITING:
             self.decided.append(ticket)
         if displaced is not None:
-            assert displaced.urgency > urgency
+            waiting = Counter(other.tenant for other in self.in_standing(WAITING) if other.urgency == urgency)
+            assert displaced.urgency > urgency or waiting[displaced.tenant] >= waiting[tenant]
             assert all(displaced.urgency >= other.urgency for other in self.in_standing(WAITING))
             self.note([displaced], REFUSED)
 
@@ -282,14 +304,17 @@ def test_the_adaptive_limit_does_not_grow_while_places_are_free():
 
 
 class Sharing:
-    """A server in virtual time that finishes `capacity` requests a second, all that run at equal speed, and clients that come at random."""
+    """A server in virtual time that finishes `capacity` requests a second, all that run at equal speed, and clients that come at random.
+    `others`: tenants beside the one that all others are of, each of which asks for a tenth of the capacity; `of_others`: their requests.
+    """
 
-    def __init__(self, held, capacity, offered, seed=0):
+    def __init__(self, held, capacity, offered, seed=0, others=0):
         self.held, self.capacity, self.random = held, capacity, random.Random(seed)
         self.offered, self.now, self.served = offered, 0.0, 0.0
         self.ends, self.refused, self.answered = [], [], []  # ends: (served when it ends, number, ticket)
         self.waiting = deque()  # each may wait as long as the others, so that the first to come is the first to expire
         self.number = itertools.count()
+        self.others, self.of_others = others, []
 
     def run(self, seconds):
         arrival = 0.0
@@ -309,11 +334,19 @@ class Sharing:
             elif now == until:
                 self.refused += [(now, now - ticket.arrived) for ticket in self.held.expire(now)]
             else:
-                ticket, displaced = self.held.arrive(now, 3 if self.random.random() < 0.9 else 6)
+                ticket, displaced = self.arrive(now)
                 self.start([ticket] if ticket.standing is RUNNING else [])
                 self.waiting += [ticket] if ticket.standing is WAITING else []
                 self.refused += [(now, now - one.arrived) for one in (ticket, displaced) if one and one.standing is REFUSED]
                 arrival = now + self.random.expovariate(self.offered)
+
+    def arrive(self, now):
+        if not self.others:
+            return self.held.arrive(now, 3 if self.random.random() < 0.9 else 6)
+        other = int(self.random.uniform(0, self.offered / (self.capacity / 10)))
+        ticket, displaced = self.held.arrive(now, 3, other if other < self.others else "flood")
+        self.of_others += [ticket] if other < self.others else []
+        return ticket, displaced
 
     def start(self, tickets):
         for ticket in tickets:
@@ -347,3 +380,17 @@ def test_a_queue_that_stands_makes_no_answer_late_and_one_that_ends_may_be_as_lo
     for _ in range(600):
         held.arrive(30.0, 3)
     assert held.waiting >= 4 * longest_queue
+
+
+@pytest.mark.parametrize("capacity", [20, 100, 1000])
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_tenants_flood_is_not_noticed_by_those_that_ask_for_less_than_their_part(capacity, others):
+    """Each of the others asks for a tenth of what the server can do."""
+    server = Sharing(Admission(places(128, 512), target_s=1.0), capacity, offered=10 * capacity, others=others)
+    server.run(30)
+    assert len(server.of_others) >= 0.08 * others * capacity * 30
+    refused = [ticket for ticket in server.of_others if ticket.standing is REFUSED]
+    assert len(refused) <= 0.06 * len(server.of_others), "those of a burst that is more than their part"
+    waited = sorted(ticket.started - ticket.arrived for ticket in server.of_others if ticket.standing in (RUNNING, LEFT))
+    assert waited[int(0.99 * len(waited))] <= 16 / capacity, "so many answers later it is its turn"
+    assert len(server.answered) >= 0.95 * capacity * 30

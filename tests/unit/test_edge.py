@@ -254,6 +254,21 @@ async def test_operators_need_no_place_and_other_callers_of_their_paths_do():
     assert (await running).status_code == 200
 
 
+async def test_a_tenant_that_floods_takes_no_other_tenants_turn():
+    """With the settings that are there by themselves."""
+    keys = [{**KEYS[0], "tenant": "flood"}, {**KEYS[1], "tenant": "calm"}]
+    served = Served(api_keys=keys)
+    flood = [served.ask(f"flood {number}", headers=bearer("shop")) for number in range(700)]
+    await until(lambda: sum(task.done() for task in flood) + len(served.users) + served.edge.statistics().waiting == 700)
+    calm = await served.arrived(served.ask("calm", headers=bearer("any")))
+    assert not calm.done()
+    started = len(served.users)
+    served.service.gate.set()
+    assert (await calm).status_code == 200
+    assert served.users.index("calm") <= started + 1, "it is next but one"
+    assert {(await answer).status_code for answer in flood} == {200, 503}
+
+
 async def test_a_tenant_leaves_places_for_the_others():
     served = Served(admission={"max_concurrent": 2, "max_queued": 4, "max_wait_ms": 60_000, "max_concurrent_share": 0.5})
     [ours] = await served.asking("ours", tenant="ours")
