@@ -47,6 +47,7 @@ from deployments.http.models import ModelsOut, model_routes
 from deployments.http.pieces import InPieces
 from deployments.http.playground import GatewayOut, PlaygroundService, StoredUsers, page_routes, playground_routes
 from deployments.http.ranking import rank_directly, ranking_routes
+from deployments.http.schema import DocumentedApi
 from deployments.http.user_data import UserDataService, user_data_routes
 
 POSITIONS: dict[str, Position] = {"enable": "on", "disable": "off", "first": "first"}
@@ -92,7 +93,7 @@ def create_api(
         await service.close()
 
     about = "Recommendations from behaviour."
-    api = FastAPI(
+    api = DocumentedApi(
         title="genrec",
         version=version("genrec"),
         description=about,
@@ -108,7 +109,7 @@ def create_api(
     def limits() -> GatewaySettings:
         return edge.settings
 
-    api.state.limits = limits  # for `operator_of`
+    api.state.limits = limits  # for `operator_of` and the OpenAPI document
     audit = Audit(limits)
     for routes in (
         _recommendations(service, limits, edge.batches),

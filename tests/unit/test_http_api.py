@@ -432,6 +432,30 @@ def test_the_openapi_document_describes_every_route_with_an_example():
     assert "application/problem+json" in document["paths"]["/v1/recommend"]["post"]["responses"]["422"]["content"]
 
 
+async def test_the_interface_tells_the_limits_that_are_configured_just_now():
+    api = create_api(None, None, GatewaySettings(max_k=100, max_listed_items=7))
+    told = {}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://genrec") as client:
+        for settings in (
+            None,
+            GatewaySettings(max_k=50, max_behaviours=40, max_listed_items=30, max_batch=20, max_candidates=10, max_events=5),
+        ):
+            if settings is not None:
+                api.edge.reconfigure(settings)
+            for message, schema in (await client.get("/openapi.json")).json()["components"]["schemas"].items():
+                for name, field in schema.get("properties", {}).items() if message.endswith("In") else ():
+                    bounds = {**field, **next(iter(field.get("anyOf", ())), {})}
+                    told.setdefault(f"{message}.{name}", []).append(bounds.get("maxItems", bounds.get("maximum")))
+        assert {field: bounds for field, bounds in told.items() if bounds[0] != bounds[1]} == {
+            "RecommendIn.k": [100, 50], "RecommendIn.behaviours": [10_000, 40], "RecommendIn.blocked": [7, 30],
+            "RecommendIn.allowed": [7, 30], "RecommendBatchIn.requests": [256, 20], "RankIn.candidates": [2048, 10],
+            "RankIn.behaviours": [10_000, 40], "EventsIn.events": [1000, 5],
+        }  # fmt: skip
+        beyond = {"behaviours": [{"item_id": "1", "timestamp": 1}] * 41, "blocked": ["1"] * 31, "allowed": ["1"] * 31, "k": 51}
+        for name, value in beyond.items():
+            assert (await client.post("/v1/recommend", json={"user_id": "u", name: value})).status_code == 422
+
+
 async def test_candidates_are_ranked_with_a_prediction_for_each_task(client):
     message = {"user_id": "u", "behaviours": [], "candidates": ["30", 8, "7", "nonsense"], "weights": {"click": 1, "rating": 2}}
     answer = (await client.post("/v1/rank", json=message)).json()

@@ -1,0 +1,33 @@
+"""The OpenAPI document, with the limits that this gateway is configured with."""
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from cluster.config import GatewaySettings
+
+LIMITED = {
+    "RecommendIn": {"k": "max_k", "behaviours": "max_behaviours", "blocked": "max_listed_items", "allowed": "max_listed_items"},
+    "RecommendBatchIn": {"requests": "max_batch"},
+    "RankIn": {"candidates": "max_candidates", "behaviours": "max_behaviours"},
+    "EventsIn": {"events": "max_events"},
+}
+"""Message -> field -> the setting that bounds it. The messages' own bounds are the highest that may be configured."""
+
+
+class DocumentedApi(FastAPI):
+    """Its `state.limits` gives the present settings."""
+
+    def openapi(self) -> dict[str, Any]:
+        document, limits = super().openapi(), self.state.limits()
+        for message, fields in LIMITED.items():
+            for name, setting in fields.items():
+                _bound(document["components"]["schemas"][message]["properties"][name], limits, setting)
+        return document
+
+
+def _bound(field: dict[str, Any], limits: GatewaySettings, setting: str) -> None:
+    """Write the setting into the field's schema, or the one of its alternatives that is not null."""
+    for schema in field.get("anyOf", [field]):
+        if schema["type"] in ("array", "integer"):
+            schema["maxItems" if schema["type"] == "array" else "maximum"] = getattr(limits, setting)
