@@ -144,13 +144,17 @@ class Caller:
         """Headers of the response: what is left of the tenant's rate, whether the audit log lacks this call and, for `haproxy.sh`, whether
         the key may be urgent, operates, or is one tenant's.
         """
-        told = headers_of(self.grant) if self.grant else {}
+        told = [(name.encode(), value.encode()) for name, value in headers_of(self.grant).items()] if self.grant else []
         if self.key is not None:
-            marks = {"Urgent": self.key.most_urgent < INTERACTIVE, "Operates": self.may("operate"), "Tenants": self.has_key and self.tenant}
-            told |= {f"Genrec-{name}": "1" for name, holds in marks.items() if holds}
+            if self.key.most_urgent < INTERACTIVE:
+                told.append((b"Genrec-Urgent", b"1"))
+            if self.may("operate"):
+                told.append((b"Genrec-Operates", b"1"))
+            if self.tenant is not None and self.has_key:
+                told.append((b"Genrec-Tenants", b"1"))
         if self.unaudited:
-            told["Genrec-Audit"] = "lost"
-        return [(name.encode(), value.encode()) for name, value in told.items()]
+            told.append((b"Genrec-Audit", b"lost"))
+        return told
 
     def _allowed(self, tenant: str | None) -> str:
         if self.tenant is not None and tenant not in (None, self.tenant):

@@ -173,6 +173,7 @@ async def test_a_refusal_reads_no_body():
     assert (client.status, client.read) == (503, 0)
 
 
+@pytest.mark.virtual_time
 async def test_never_more_than_the_places_work_at_a_time():
     served = Served(admission={"max_concurrent": 3, "max_queued": 50, "max_wait_ms": 60_000})
     accepted = await served.asking(*map(str, range(20)))
