@@ -21,8 +21,8 @@ from ray.serve.request_router import PendingRequest
 
 import tests  # noqa: F401 - its clocks are those that all below import by name
 from cluster.traffic.batcher import Batcher, Member, Pacing
-from cluster.traffic.user_router import Together, in_order_of, user_key
-from cluster.values import EncodeRequest, UserSequence
+from cluster.traffic.user_router import in_order_of, user_key
+from cluster.values import EncodeRequest, Together, UserSequence
 from deployments.calls.mailbox import Mailbox
 from deployments.calls.remote import StageCaller
 from deployments.user_router import UserAffinityRouter
@@ -148,6 +148,7 @@ class SimulatedHandle:
         accepted = asyncio.Event()
         sent = asyncio.ensure_future(_travelled(replica, together, accepted))
         self.router.on_send_request(replica.replica_id)
+        sent.add_done_callback(lambda _: self.router.on_request_completed(replica.replica_id, name))
         try:
             await accepted.wait()
             await asyncio.sleep(HOP_S)

@@ -7,7 +7,7 @@ index 0 is padding and never an item.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Generic, Literal, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, Literal, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -244,6 +244,18 @@ class Generated(Struct, frozen=True, eq=False):
 
 GeneratedPart: TypeAlias = Generated | StageAnswer[Generated]
 """A part of a streamed generation: items as they are found, or lastly the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Requests of one stage for one version of the model, of users that have one home, in one call; each with the seconds it may take."""
+
+    requests: tuple[tuple[Any, float], ...]
+
+    @property
+    def model_version(self) -> str:
+        version: str = self.requests[0][0].model_version
+        return version
 
 
 class RecommendRequest(Struct, frozen=True):

@@ -7,7 +7,7 @@ request_router_config:                     # left out: Serve's power of two choi
   # or "deployments.user_router:UserAffinityRouter"; request_router_kwargs: {bound: 1.25, slack: 8, slow_times: 1.5}
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from random import Random, sample
 from time import monotonic
@@ -18,6 +18,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from cluster.errors import ConfigError
 from cluster.traffic.balancing import least_loaded, weighted
+from cluster.values import Together
 
 SILENT_S = 1.0
 """A replica reports its load as soon as it is sent a request, however long the answer takes: a replica that does not is stopped or stuck.
@@ -29,16 +30,20 @@ then.
 class RankingRouter(PowerOfTwoChoicesRequestRouter):
     """A request goes to the first replica of its ranking that takes it. The routers differ in `rank`.
 
-    The replicas' loads are in the queue-length cache, which counts this process's requests as they are sent, and is corrected by each
-    replica's report as it takes one. Requests that die with a replica, or that a full one refuses, are the parent's business. A replica
-    that was sent a request and says nothing for `SILENT_S` is left out, unless all are, and asked once a second whether it is back: by the
-    cache alone it would get the next request each time that a caller gives up on one.
+    The replicas' loads are in the queue-length cache, which counts this process's calls as they are sent, and is corrected by each
+    replica's report as it takes one: that tells all processes' calls. A call of this process counts with all requests that go together in
+    it; how many are in a call of another, a router does not learn. Calls that die with a replica, or that a full one refuses, are the
+    parent's business. A replica that was sent a call and says nothing for `SILENT_S` is left out, unless all are, and asked once a second
+    whether it is back: by the cache alone it would get the next call each time that a caller gives up on one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]  # Ray's
         # requests that were given a replica and are not sent yet are in no queue, and count all the same: in a burst there are hundreds
         self._unsent: Counter[ReplicaID] = Counter()
+        # requests under way beyond the first of their call, which the cache counts; and those of each call, whose id others may share
+        self._companions: Counter[ReplicaID] = Counter()
+        self._companions_of: defaultdict[tuple[ReplicaID, str], list[int]] = defaultdict(list)
         self._unheard_since: dict[ReplicaID, float] = {}  # of replicas that were sent something, and have not answered to it
         self._asked_at = 0.0
 
@@ -75,6 +80,7 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
         here = {replica.replica_id for replica in replicas}
         self._unheard_since = {replica: since for replica, since in self._unheard_since.items() if replica in here}
         self._unsent = Counter({replica: requests for replica, requests in self._unsent.items() if requests or replica in here})
+        self._companions = +self._companions
 
     def _heard(self, replicas: list[RunningReplica]) -> list[RunningReplica]:
         """The replicas without the silent ones."""
@@ -92,16 +98,28 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
 
     def _load(self, replica_id: ReplicaID) -> int:
         """The requests under way at a replica; where it was not heard of for long, those that it is about to get."""
-        return (self.replica_queue_len_cache.get(replica_id) or 0) + self._unsent[replica_id]
+        return (self.replica_queue_len_cache.get(replica_id) or 0) + self._companions[replica_id] + self._unsent[replica_id]
 
     async def _choose_replica_for_request(self, pending_request: PendingRequest, *, is_retry: bool = False) -> RunningReplica:
         """As the parent. Once this returns, the request is sent before anything else happens."""
+        requests = _requests_in(pending_request)
         try:
-            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+            replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         finally:  # also where the caller leaves just as the replica was found
             found = pending_request.future
             if found.done() and not found.cancelled():
-                self._unsent[found.result().replica_id] -= 1
+                self._unsent[found.result().replica_id] -= requests
+        self._companions[replica.replica_id] += requests - 1
+        self._companions_of[replica.replica_id, pending_request.metadata.internal_request_id].append(requests - 1)
+        return replica
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """A call has ended, whatever came of it. Of several with this id, any: sooner or later all of them do."""
+        super().on_request_completed(replica_id, internal_request_id)
+        if calls := self._companions_of.get((replica_id, internal_request_id)):
+            self._companions[replica_id] -= calls.pop()
+            if not calls:
+                del self._companions_of[replica_id, internal_request_id]
 
     def _fulfill_next_pending_request(self, replica: RunningReplica, request_metadata: Any = None) -> None:
         """Give the replica to the request it was chosen for.
@@ -113,7 +131,7 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
         if (request := next(waiting, None)) is not None:
             self._record_queue_wait_time(request)
             request.future.set_result(replica)
-            self._unsent[replica.replica_id] += 1
+            self._unsent[replica.replica_id] += _requests_in(request)
             self._remove_pending_request_from_indices(request)
 
 
@@ -150,6 +168,10 @@ class WeightedRouter(RankingRouter):
     def _weight(self, replica: RunningReplica) -> object:
         places = (place for place in (replica.node_id, replica.availability_zone) if place in self._weights)
         return next((self._weights[place] for place in places if place), replica.routing_stats.get(self._figure))
+
+
+def _requests_in(call: PendingRequest) -> int:
+    return next((len(one.requests) for one in call.args if isinstance(one, Together)), 1)
 
 
 def refuse(unknown: Mapping[str, Any], router: str, known: str) -> None:

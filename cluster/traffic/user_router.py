@@ -6,29 +6,15 @@ A replica keeps what it computed for its users, and another one would compute it
 (Thaler and Ravishankar, 1998): one that goes moves only its own users, one that comes takes an equal share of all others'. Loads are
 bounded as in consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018): of m requests on n replicas, none has more
 than ceil(bound x m / n); a user whose home has as many is passed on to the next replica of the user's order, always the same one too.
+Requests that go together in one call are not parted: they may be more than that.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from math import ceil
-from typing import Any
 
 from cluster.ranking import RankRequest
-from cluster.values import EncodeRequest, GenerateRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Together:
-    """Requests for one version of the model, of users that have one home, in one call; each with the seconds it may take."""
-
-    requests: tuple[tuple[Any, float], ...]
-
-    @property
-    def model_version(self) -> str:
-        version: str = self.requests[0][0].model_version
-        return version
-
+from cluster.values import EncodeRequest, GenerateRequest, Together
 
 BOUND = 1.25
 SLACK = 8

@@ -18,7 +18,8 @@ from ray.serve.handle import DeploymentHandle
 from cluster import tracing
 from cluster.no_request import no_requests_context
 from cluster.traffic.batcher import Batcher, Member, Pacing, Raised
-from cluster.traffic.user_router import Together, home_of
+from cluster.traffic.user_router import home_of
+from cluster.values import Together
 
 ON_THE_WAY = 2
 """Calls to one address at a time: one that is computed, and the next, which waits at the replica."""

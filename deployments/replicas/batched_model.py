@@ -11,8 +11,7 @@ from cluster.engines.controller import Served
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.errors import BackendFailed, GenrecError
 from cluster.traffic.batcher import Raised
-from cluster.traffic.user_router import Together
-from cluster.values import StageAnswer
+from cluster.values import StageAnswer, Together
 from deployments.replicas.batching import TOO_LATE, engine_batcher
 from deployments.replicas.replica import ModelGone, StageReplica, due
 from deployments.replicas.stage_model import AnswerT, RequestT, StageModel

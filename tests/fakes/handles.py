@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError
 
-from cluster.traffic.user_router import Together
+from cluster.values import Together
 
 NEVER = object()
 """The outcome of a call that is not answered."""

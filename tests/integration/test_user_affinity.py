@@ -65,6 +65,10 @@ class Homes:
         served = until_right(lambda: self.served(users, calls, **order), lambda found: all(len(set(one)) == 1 for one in found.values()))
         return {user: one for user, (one, *_) in served.items()}
 
+    def of_parties(self, parties: list[list[str]], replicas: list[str], seconds: float) -> list[list[str]]:
+        """Which replicas answered each party: users of one home, who go together in one call while that home takes so long."""
+        return httpx.post(self.url, json={"parties": parties, "replicas": replicas, "seconds": seconds}, timeout=120).json()
+
     def remembered(self, users: list[str]) -> list[str]:
         return httpx.post(self.url, json={"remember": users}, timeout=120).json()
 
@@ -108,6 +112,17 @@ def test_requests_go_to_the_least_loaded_or_by_weights_that_replicas_report(home
     homes.weigh(other, 1.0)
     found = until_right(lambda: homes.taken("heavy", 30), lambda found: found[one] >= 21)
     assert 3 <= found[other] <= 9, "24 and 6, or nearly"
+
+
+def test_requests_that_go_together_leave_a_home_that_has_many_already(homes):
+    users = [f"user-{number}" for number in range(200)]
+    replicas = sorted(set(homes.settled(users).values()))
+    assert len(replicas) == REPLICAS
+    first, second, _ = in_order_of(f"default/{users[0]}", replicas)
+    crowd = [user for user in users if in_order_of(f"default/{user}", replicas)[:2] == [first, second]]
+    few, many = [crowd[:2], crowd[2:]], [crowd[2:], crowd[:2]]
+    until_right(lambda: homes.of_parties(few, replicas, seconds=2), lambda found: found == [[first], [first]])
+    until_right(lambda: homes.of_parties(many, replicas, seconds=2), lambda found: found == [[first], [second]])
 
 
 def test_every_user_has_a_home_of_bounded_load_is_erased_there_and_moves_when_it_dies(homes):

@@ -12,7 +12,8 @@ from starlette.requests import Request
 
 from cluster.errors import BackendError
 from cluster.fleet.heartbeat import Orders, Report
-from cluster.values import EncodeRequest, UserSequence
+from cluster.values import EncodeRequest, Together, UserSequence
+from deployments.calls.mailbox import Mailbox
 from deployments.calls.remote import ask
 from deployments.fleet.erasure_follower import ErasureFollower
 from deployments.fleet.switchboard import REPORT_INTERVAL_S, SwitchboardDeployment
@@ -25,6 +26,7 @@ class Home:
 
     def __init__(self, switchboard: DeploymentHandle) -> None:
         self._served: set[str] = set()
+        self._seconds = 0.0
         name = serve.get_replica_context().replica_id.unique_id
         self._following = asyncio.create_task(self._follow(switchboard, name))
 
@@ -34,6 +36,14 @@ class Home:
         if request:
             self._served.add(request.user)
         return here
+
+    async def together(self, together: Together) -> list[str]:
+        await asyncio.sleep(self._seconds)
+        return [serve.get_replica_context().replica_id.unique_id] * len(together.requests)
+
+    async def take(self, seconds: float) -> None:
+        """Take so long for every call from now on."""
+        self._seconds = seconds
 
     async def remembers(self, user: str) -> bool:
         return user in self._served
@@ -80,6 +90,8 @@ class Door:
     """POST {users, calls, at_once, by, slow, seconds} -> user -> replicas, or errors, in the order called.
 
     {take: calls, by: least or heavy, seconds} -> replicas; {weigh: replica, weight}: of those of heavy.
+    {parties: lists of users of one home, replicas, seconds} -> of each, which replica answered; a party goes together in one call, and that
+    home takes so long.
     {remember: users} -> those whose home remembers them; {die: user} ends a home, {silence: user}
     has it say nothing to the switchboard any more.
     {erase: user, within_s} -> whether all homes have forgotten them within that time.
@@ -87,6 +99,7 @@ class Door:
 
     def __init__(self, home: DeploymentHandle, least: DeploymentHandle, heavy: DeploymentHandle, switchboard: DeploymentHandle) -> None:
         self._home, self._takers, self._switchboard = home, {"least": least, "heavy": heavy}, switchboard
+        self._mailbox = Mailbox(home)
 
     async def __call__(self, http: Request) -> Any:
         if http.method != "POST":
@@ -97,6 +110,8 @@ class Door:
             return await asyncio.gather(*(ask(taker, "take", order["seconds"], within_s=60) for _ in range(order["take"])))
         if "weigh" in order:
             return await self._weigh(order["weigh"], order["weight"])
+        if "parties" in order:
+            return await self._parties(order["parties"], order["replicas"], order["seconds"])
         if "die" in order:
             return await self._die(order["die"])
         if "erase" in order:
@@ -124,6 +139,18 @@ class Door:
             return await ask(handle, "encode", *given, within_s=60, tries=2)
         except BackendError as error:
             return f"failed: {error}"
+
+    async def _parties(self, parties: list[list[str]], replicas: list[str], seconds: float) -> list[list[str]]:
+        self._mailbox.learn(replicas)
+        home, answers = self._home_of(parties[0][0]), []
+        await ask(home, "take", seconds, within_s=60)
+        for users in parties:
+            requests = (EncodeRequest(NO_HISTORY, top_n=1, user=user) for user in users)
+            answers.append(asyncio.gather(*(self._mailbox.send(request, 60.0) for request in requests)))
+            await asyncio.sleep(seconds / 4)  # the next party comes while this one is on its way
+        found = [sorted(set(await one)) for one in answers]
+        await ask(home, "take", 0.0, within_s=60)
+        return found
 
     async def _weigh(self, replica: str, weight: float) -> bool:
         """Tells replicas until it was the right one."""

@@ -11,8 +11,7 @@ from cluster import profile
 from cluster.config import Settings
 from cluster.ranking import RankingRequest
 from cluster.stages import ENCODER, GENERATOR, RANKER
-from cluster.traffic.user_router import Together
-from cluster.values import Behaviour, RecommendRequest
+from cluster.values import Behaviour, RecommendRequest, Together
 from deployments.stages import SplitStages
 from pipelines.rank import CandidateRanker
 from pipelines.recommend import Recommender

@@ -48,6 +48,15 @@ def test_a_run_is_the_same_again_from_the_same_seed():
     assert simulate(SMALL).took_s == simulate(SMALL).took_s
 
 
+@pytest.mark.parametrize("gateways", [1, 4])
+def test_users_of_a_home_that_is_overrun_go_elsewhere_while_others_idle(gateways):
+    """A call carries so many requests that few calls overrun it. No slow replica is left out, which would relieve it, too."""
+    crowd = World(gateways=gateways, replicas=4, users=60, rate=4000.0, seconds=0.5, hottest=0.9, options={"slow_times": 0})
+    outcome = simulate(crowd)
+    assert outcome.failed == 0
+    assert outcome.busiest() < 3 < 0.9 * crowd.replicas, "the mean is a quarter, and the crowd's home has nine tenths of the users"
+
+
 def test_a_hot_user_makes_one_replica_the_busiest():
     assert simulate(World(gateways=2, replicas=4, users=60, rate=150.0, seconds=4.0, hottest=0.5)).busiest() > 1.5
 

@@ -16,7 +16,7 @@ from ray.serve.schema import DeploymentSchema
 from cluster.errors import ConfigError
 from cluster.traffic.paces import AVOIDING, ENOUGH, LATEST
 from cluster.traffic.user_router import capacity, choose, in_order_of, user_key
-from cluster.values import EncodeRequest, GenerateRequest, UserState
+from cluster.values import EncodeRequest, GenerateRequest, Together, UserState
 from deployments.routers import SILENT_S
 from deployments.user_router import UserAffinityRouter
 from tests.bundles import random_sequence
@@ -121,6 +121,12 @@ def pending(user: str = "", session: str = "", request_id: str = "of-all") -> Pe
     return PendingRequest(args=[encode_request(user)], kwargs={}, metadata=metadata)
 
 
+def together(*users: str) -> PendingRequest:
+    """A call of several requests."""
+    call = Together(tuple((encode_request(user), 30.0) for user in users))
+    return PendingRequest(args=[call], kwargs={}, metadata=RequestMetadata(request_id="of-all", internal_request_id="of-all"))
+
+
 async def chosen(router: UserAffinityRouter, request: PendingRequest) -> list[str]:
     """In one list, also where several stand side by side."""
     ranks = await router.choose_replicas(replicas_of(router), request)
@@ -137,6 +143,37 @@ async def test_a_busy_home_passes_its_user_on(router):
     for _ in range(10):
         router.on_send_request(ReplicaID(first, ENCODER))
     assert (await chosen(router, pending("ada")))[0] == second
+
+
+async def test_a_call_counts_with_all_requests_in_it_until_it_has_ended(router):
+    first, second, _ = in_order_of("default/ada", ["one", "two", "three"])
+    router.initialize_state(slack=8)
+    call = together(*["ada"] * 20)
+    assert (await routed(router, call)).replica_id.unique_id == first
+    router.on_send_request(home := ReplicaID(first, ENCODER))
+    router.on_new_queue_len_info(home, 1)  # the replica counts calls
+    assert (await chosen(router, pending("ada")))[0] == second
+    router.on_request_completed(home, call.metadata.internal_request_id)
+    router.decrement_queue_len_cache(home)
+    assert (await chosen(router, pending("ada")))[0] == first
+
+
+async def test_of_calls_with_one_id_each_that_ends_counts_no_longer(router):
+    """All calls made for one HTTP request carry its id."""
+    first, second, _ = in_order_of("default/ada", ["one", "two", "three"])
+    router.initialize_state(slack=8)
+    for size in (20, 1):
+        assert (await routed(router, together(*["ada"] * size))).replica_id.unique_id in (first, second)
+    for replica in (first, second):
+        router.on_request_completed(ReplicaID(replica, ENCODER), "of-all")
+    assert (await chosen(router, pending("ada")))[0] == first
+
+
+async def test_a_burst_of_calls_is_spread_by_the_requests_in_them(router):
+    async with asyncio.timeout(120):
+        found = await asyncio.gather(*(routed(router, together(*["ada"] * size)) for size in (20, 5, 5, 5, 5)))
+    first, second, third = in_order_of("default/ada", ["one", "two", "three"])
+    assert [one.replica_id.unique_id for one in found] == [first, second, second, second, third]
 
 
 async def test_what_is_nobodys_goes_to_the_less_busy_of_two(router):
