@@ -38,7 +38,8 @@ Figures = Mapping[str, Mapping[Any, float]]
 class QueuePolicy:
     """The policy. A `target_` that is None, and a figure that no replica records, do not count. Raises ValueError.
 
-    Figures, by the names under which `record_autoscaling_stats` gives them: `waiting`, paths or requests in the engine's own queue;
+    Figures, by the names under which `record_autoscaling_stats` gives them: `requests`, those that wait and run in a replica, which count
+    where they are more than Serve's, for which a call of many requests is one; `waiting`, paths or requests in the engine's own queue;
     `kv_cache_usage`, 0 to 1; `utilisation`, the share of the last seconds in which the engine computed, 0 to 1; `latency_ms`, the 95th
     percentile of the last seconds' calls, 0 where there were none. `forecast_s` is how long a replica takes to start (0: no forecast), and
     `trend_s` the time over which a trend shows. `settle_s`: how long after a change of replicas a latency counts again; give more than the
@@ -72,12 +73,13 @@ class QueuePolicy:
         Remembered: when that was (`seen_at`); how many replicas are `running`, and since when (`running_since`); when there was work last
         (`busy_at`); the Trend, the Limit, and the `peaks` of the load that count against going down.
         """
-        now, requests, figures = ctx.current_time, ctx.total_num_requests, ctx.aggregated_metrics or {}
-        state = _with_what_is_seen(ctx, figures)
+        now, figures = ctx.current_time, ctx.aggregated_metrics or {}
+        requests = max(ctx.total_num_requests, sum(figures.get("requests", {}).values()))
+        state = _with_what_is_seen(ctx, requests, figures)
         if not ctx.current_num_replicas:  # the first ones start
             return ctx.target_num_replicas, state
         trend = (state.get("trend") or Trend(now, requests)).after(requests, now, self.trend_s)
-        limit = self._limit(ctx, state, figures.get("latency_ms", {}))
+        limit = self._limit(ctx, state, requests, figures.get("latency_ms", {}))
         load = self.load(trend.ahead(requests, self.forecast_s) / limit.requests, figures)
         peaks = _peaks(state.get("peaks", ((now, float(ctx.target_num_replicas)),)), load, now, self.down_after_s)
         highest = peaks[0][1]
@@ -96,14 +98,14 @@ class QueuePolicy:
             wanted = max(wanted, 1)
         return int(min(max(wanted, ctx.capacity_adjusted_min_replicas), ctx.capacity_adjusted_max_replicas))
 
-    def _limit(self, ctx: Any, state: Mapping[str, Any], latency_ms: Mapping[Any, float]) -> "Limit":
+    def _limit(self, ctx: Any, state: Mapping[str, Any], requests: float, latency_ms: Mapping[Any, float]) -> "Limit":
         """Requests a replica may have: the target, or fewer where the latency was too high though there were no more than that."""
         now, most = ctx.current_time, ctx.config.get_target_ongoing_requests()
         limit = state.get("limit") or Limit(most, now, now)
         settled = (
             ctx.current_num_replicas == ctx.target_num_replicas and now - max(state["running_since"], limit.lowered_at) >= self.settle_s
         )
-        each = ctx.total_num_requests / ctx.current_num_replicas
+        each = requests / ctx.current_num_replicas
         called = [value for value in latency_ms.values() if value > 0]
         if self.target_latency_ms is not None and called and settled and BUSY <= each <= limit.requests:
             over = sum(called) / len(called) / self.target_latency_ms
@@ -157,7 +159,7 @@ class Trend:
         return load if rise <= self.spread else max(load, min(self.level + rise, GROWTH * load))
 
 
-def _with_what_is_seen(ctx: Any, figures: Figures) -> dict[str, Any]:
+def _with_what_is_seen(ctx: Any, requests: float, figures: Figures) -> dict[str, Any]:
     """What is remembered, with the replicas that run now and whether there is work."""
     now, state = ctx.current_time, dict(ctx.policy_state or {})
     if now < state.get("seen_at", now) - SET_BACK_S:
@@ -166,7 +168,7 @@ def _with_what_is_seen(ctx: Any, figures: Figures) -> dict[str, Any]:
     awoken = not state.get("running")
     if ctx.current_num_replicas != state.get("running"):
         state |= {"running": ctx.current_num_replicas, "running_since": now}
-    if awoken or _is_busy(ctx.total_num_requests, figures):
+    if awoken or _is_busy(requests, figures):
         state["busy_at"] = now
     return state
 

@@ -90,6 +90,11 @@ class Batcher(Generic[RequestT, AnswerT]):
         """How many requests wait: for a batch, or in one behind the batch that began first."""
         return len(self._waiting) + sum([members for _, members in self._running.values()][1:])
 
+    @property
+    def under_way(self) -> int:
+        """How many requests wait or are in a batch that runs."""
+        return len(self._waiting) + sum(members for _, members in self._running.values())
+
     def submit(self, request: RequestT) -> asyncio.Future[AnswerT]:
         """The answer to one request, or the error. A caller that leaves cancels it."""
         loop = asyncio.get_running_loop()

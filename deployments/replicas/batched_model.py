@@ -36,7 +36,8 @@ class BatchedModel(StageModel[RequestT, AnswerT], Generic[RequestT, AnswerT]):
         )
 
     def figures(self) -> dict[str, dict[str, float]]:
-        return {"batches": {"waiting": float(self._batcher.waiting)}, **super().figures()}
+        batches = {"waiting": float(self._batcher.waiting), "requests": float(self._batcher.under_way)}
+        return {"batches": batches, **super().figures()}
 
     async def answer(self, request: RequestT) -> StageAnswer[AnswerT]:
         return self.answer_of(await self.submit(request))

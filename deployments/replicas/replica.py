@@ -131,11 +131,12 @@ class StageReplica(Generic[ModelT]):
             self._refreshing.result()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The figures of `cluster.autoscaling`: how many requests wait and how full caches are, over all engines; how busy the replica is,
-        0 to 1; the 95th percentile of the durations of the last seconds' calls.
+        """The figures of `cluster.autoscaling`: how many requests are under way in batches, how many wait and how full caches are, over all
+        engines; how busy the replica is, 0 to 1; the 95th percentile of the durations of the last seconds' calls.
         """
         figures = [one for model in self._models.models for one in model.figures().values()]
         return {
+            "requests": sum(one.get("requests", 0.0) for one in figures),
             "waiting": sum(one.get("waiting", 0.0) for one in figures),
             "kv_cache_usage": max((one.get("kv_cache_usage", 0.0) for one in figures), default=0.0),
             "utilisation": min(1.0, self._utilisation.share(monotonic(), self._busy_s())),

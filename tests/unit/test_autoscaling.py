@@ -31,20 +31,20 @@ class Deployment:
         self.policy, self.at_least, self.at_most = policy, at_least, at_most
         self.now, self.state, self.wanted = 1000.0, {}, [at_least if replicas is None else replicas]
 
-    def tick(self, requests: float = 0.0, seconds: float = 1.0, **figures: float) -> int:
+    def tick(self, calls: float = 0.0, seconds: float = 1.0, **figures: float) -> int:
         self.now += seconds
         running = self.wanted[-1]
-        wanted, self.state = self.policy(self.context(requests, running, running, {name: {"a": value} for name, value in figures.items()}))
+        wanted, self.state = self.policy(self.context(calls, running, running, {name: {"a": value} for name, value in figures.items()}))
         self.wanted.append(wanted)
         return wanted
 
-    def context(self, requests: float, running: int, target: int, figures=None):
+    def context(self, calls: float, running: int, target: int, figures=None):
         return SimpleNamespace(
             current_time=self.now,
             policy_state=self.state,
             current_num_replicas=running,
             target_num_replicas=target,
-            total_num_requests=requests,
+            total_num_requests=calls,
             aggregated_metrics=figures,
             capacity_adjusted_min_replicas=self.at_least,
             capacity_adjusted_max_replicas=self.at_most,
@@ -152,11 +152,27 @@ def test_a_short_pause_in_the_load_costs_no_replica():
         ({"waiting": 192.0}, 3),
         ({"waiting": 128.0, "kv_cache_usage": 2.4}, 3),
         ({"utilisation": 2.8}, 4),
+        ({"requests": 70.0}, 7),
         ({"a figure it does not know": 1e9}, 1),
     ],
 )
 def test_the_figure_that_is_furthest_above_its_target_counts(figures, wanted):
     assert Deployment(QueuePolicy(target_utilisation=0.7)).tick(5, **figures) == wanted
+
+
+def test_requests_that_go_together_in_few_calls_count_each_and_their_trend_is_seen():
+    """The calls of a few gateways are as many whatever the load."""
+    deployment = Deployment(QueuePolicy(forecast_s=10))
+    for second in range(30):
+        deployment.tick(4, requests=2.0 * second)
+    assert deployment.wanted[-1] > 6, "58 requests, and more to come"
+
+
+def test_requests_in_calls_of_many_count_where_latency_is_judged():
+    deployment = Deployment(QueuePolicy(target_latency_ms=100, settle_s=5), at_most=2, replicas=2)
+    for _ in range(60):
+        deployment.tick(1, requests=200.0, latency_ms=900)
+    assert deployment.state["limit"].requests == TARGET, "they are slow because they are many"
 
 
 def test_a_figure_without_a_target_does_not_count():

@@ -185,6 +185,7 @@ async def test_behind_a_batch_that_takes_its_time_the_next_one_is_made_up_and_th
         await asyncio.sleep(MADE_UP_AFTER_S + 0.001)
     assert engine.batches == [[0], [1]]
     assert engine.batcher.waiting == 3, "the one in the second batch does too"
+    assert engine.batcher.under_way == 4
     engine.gate.set()
     assert await asyncio.gather(*answers) == [0, 2, 4, 6]
     assert engine.batches == [[0], [1], [2, 3]]

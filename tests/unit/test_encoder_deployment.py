@@ -8,7 +8,7 @@ import pytest
 
 from cluster.config import parse
 from cluster.errors import ConfigError
-from cluster.values import EncodeRequest
+from cluster.values import EncodeRequest, Together
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import SwitchboardDeployment
 from deployments.replicas.encoder import Encoder
@@ -31,6 +31,16 @@ class EndsSlowly(Sound):
     def close(self) -> None:
         self.ending.set()
         assert self.may_end.wait(60)
+
+
+class Held(Sound):
+    """It answers once `may_answer` says so."""
+
+    may_answer: ClassVar[threading.Event] = threading.Event()
+
+    def batch_infer(self, requests):
+        assert self.may_answer.wait(60)
+        return super().batch_infer(requests)
 
 
 MINE = {"backends": {"mine": f"{__name__}:Mine"}, "order": ["mine", "torch"]}
@@ -57,6 +67,31 @@ async def replica(settings, board):
 
 async def served_by(replica):
     return (await replica.answer(EncodeRequest(random_sequence(3, items=20), 5), 300.0)).report.backend
+
+
+async def test_the_autoscaler_is_told_of_every_request_of_a_call(replica):
+    async def held_serves():
+        return await served_by(replica) == "held"
+
+    Held.may_answer.set()
+    await replica.reconfigure({"backends": {"held": f"{__name__}:Held"}, "order": ["held", "torch"]})
+    await until(held_serves)
+    Held.may_answer.clear()
+    requests = tuple((EncodeRequest(random_sequence(3, items=20), 5), 300.0) for _ in range(64))
+    call = asyncio.create_task(replica.together(Together(requests)))
+
+    async def told():
+        return (await replica.record_autoscaling_stats())["requests"]
+
+    async def of_all():
+        return await told() == len(requests)
+
+    try:
+        await until(of_all)
+    finally:
+        Held.may_answer.set()
+    assert len(await call) == len(requests)
+    assert await told() == 0
 
 
 async def test_a_backend_that_user_config_adds_serves_without_a_restart_and_goes_again(replica):
