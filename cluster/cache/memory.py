@@ -46,8 +46,8 @@ class MemoryCache:
         """Entries held, including expired ones that have not been looked up since."""
         return len(self._entries)
 
-    def get(self, key: Key) -> Entry | None:
-        """The entry, fresh or stale; None where it is missing or expired. Counts as a lookup."""
+    def get(self, key: Key, *, counted: bool = True) -> Entry | None:
+        """The entry, fresh or stale; None where it is missing or expired. `counted`: whether the statistics count the lookup."""
         with self._lock:
             entry = self._entries.get(key)
             freshness = entry.freshness(self._clock()) if entry else "absent"
@@ -55,7 +55,9 @@ class MemoryCache:
                 self._forget(key)
                 self._counts["expirations"] += 1
                 entry = None
-            self._count_lookup(key, hit=entry is not None, stale=freshness == "stale")
+            if counted:
+                self._count_lookup(key, hit=entry is not None, stale=freshness == "stale")
+            self._note_lookup(key, hit=entry is not None)
             return entry
 
     def peek(self, key: Key) -> Entry | None:
@@ -121,6 +123,8 @@ class MemoryCache:
         self._counts["stale_hits"] += stale
         self._window.record(hit)
         self._namespaces.count_lookup(key, hit)
+
+    def _note_lookup(self, key: Key, *, hit: bool) -> None:
         if hit:
             self._policy.touch(key)
             self._namespaces.touch(key)

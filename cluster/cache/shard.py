@@ -61,9 +61,9 @@ class CacheShard:
         self._waiting: defaultdict[Key, list[asyncio.Future[Entry | None]]] = defaultdict(list)
 
     async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup:
-        """The entries that are there. `counted`: whether the lookups count as hits and misses, as those of requests do."""
-        look = self.memory.get if counted else self.memory.peek
-        return Lookup({key: entry for key in keys if (entry := look(key)) is not None}, dict.fromkeys(keys, self._epochs.now))
+        """The entries that are there. `counted`: whether the statistics count the lookups, as those of requests."""
+        found = {key: entry for key in keys if (entry := self.memory.get(key, counted=counted)) is not None}
+        return Lookup(found, dict.fromkeys(keys, self._epochs.now))
 
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
         """Put the entries that no erasure since their epochs concerns; returns the keys of all others, those without an epoch too."""

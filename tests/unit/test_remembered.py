@@ -2,11 +2,14 @@
 
 import asyncio
 import dataclasses
+import itertools
 from contextvars import ContextVar
+from time import time
 
 import pytest
 from msgspec.structs import replace
 
+from cluster.cache.entry import Entry, Key
 from cluster.cache.memory import MemoryCache
 from cluster.cache.shard import CacheShard
 from cluster.cache.shared import ShardedCache, SharedSettings
@@ -15,6 +18,7 @@ from cluster.values import Behaviour, RecommendRequest, SamplingOptions
 from pipelines.remembered import REQUEST_CODEC, TELL_AGAIN_S, UsualRequests, usual_key
 from tests.waiting import until
 
+NUMBERS = itertools.count()
 ADA, BOB = ("default", "ada"), ("default", "bob")
 ASKED = RecommendRequest("ada", k=3, allowed=frozenset("123"), sampling=SamplingOptions(seed=7))
 
@@ -22,8 +26,8 @@ ASKED = RecommendRequest("ada", k=3, allowed=frozenset("123"), sampling=Sampling
 class Shard(CacheShard):
     """As it is, and counts what it is asked; `late` holds look-ups' answers back, and `sent` look-ups themselves."""
 
-    def __init__(self):
-        super().__init__(MemoryCache())
+    def __init__(self, memory=None):
+        super().__init__(MemoryCache() if memory is None else memory)
         self.puts, self.gets, self.asked, self.late, self.sent = 0, 0, 0, asyncio.Event(), asyncio.Event()
         self.late.set()
         self.sent.set()
@@ -49,6 +53,13 @@ async def shard():
 def gateway(shard, **options):
     shared = ShardedCache({"only": shard}, SharedSettings(deadline_s=60))
     return UsualRequests(SharedNotes(shared, REQUEST_CODEC), **options)
+
+
+async def answers(shard, count):
+    """Answers of 1 kB that are asked for once."""
+    for _ in range(count):
+        key = Key("default", "scanned", f"answer {next(NUMBERS)}")
+        await shard.mput({key: Entry.lasting(b"", 1000, now=time(), fresh_s=3600)}, (await shard.mget([key])).epochs)
 
 
 async def noted(usual, *requests):
@@ -95,6 +106,16 @@ async def test_what_a_user_goes_on_asking_for_is_told_again_before_it_is_dropped
     await noted(first, ASKED)
     assert (shard.puts, await second.recall([ADA])) == (3, [ADA])
     assert second.of(*ADA) == ASKED
+
+
+async def test_what_is_recalled_again_and_again_is_not_driven_out_by_answers():
+    shard = Shard(MemoryCache("s3fifo", 100_000))
+    first, second = gateway(shard), gateway(shard)
+    await answers(shard, 150)
+    await noted(first, ASKED)
+    for _ in range(200):
+        await answers(shard, 3)
+        assert await second.recall([ADA]) == [ADA]
 
 
 async def test_what_is_computed_from_a_history_that_was_sent_is_not_told(shard):
