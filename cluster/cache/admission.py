@@ -1,13 +1,16 @@
 """Which entries a full cache takes in while it hits too rarely.
 
 A flood of keys asked for once (a crawler, a scan, an attack) makes any cache miss. While the hit rate of the latest lookups is below a
-minimum, a full cache takes in no key it has not been asked for before, and evicts what is worth least: frequency x cost / weight.
+minimum, a full cache takes in no key it has not been asked for before, unless it is computed ahead of a request for it, and evicts what is
+worth least: frequency x cost / weight. A key that was not taken in and is asked for again counts as a hit, or the rate would stay low for
+what the cache refuses.
 """
 
 import random
 from collections.abc import Hashable, Iterable
 
 from cluster.cache.entry import Entry, Key
+from cluster.cache.policy import WeighedQueue
 from cluster.errors import ConfigError
 
 _HALVES = bytes(count // 2 for count in range(256))
@@ -81,10 +84,11 @@ class AdaptiveAdmission:
         self.sample = sample
         self.strict = False
         self._frequencies = FrequencySketch(memory)
+        self._refused = WeighedQueue[int]()  # hashes: the memory of keys must not name an erased user
         self._random = random.Random(seed)
 
     def record(self, key: Hashable, recent_hit_rate: float | None) -> None:
-        """Note a lookup. `recent_hit_rate`: with it; None before there were enough lookups."""
+        """Note a lookup. `recent_hit_rate`: with it, `refused` keys among the hits; None before there were enough lookups."""
         self._frequencies.add(key)
         if recent_hit_rate is not None:
             self.strict = recent_hit_rate < (self.relax_at if self.strict else self.minimum_hit_rate)
@@ -93,12 +97,34 @@ class AdaptiveAdmission:
         """Whether a key may enter a full cache: while strict, only one that was asked for before the lookup that has just missed it."""
         return not self.strict or self._frequencies.estimate(key) > 1
 
-    def victim(self, pool: "SampledKeys", entries: dict[Key, Entry]) -> Key:
-        """The key that is worth least to keep among a sample of the pool's keys."""
-        return min(pool.draw(self.sample, self._random), key=lambda key: self.value(key, entries[key]))
+    def expect(self, key: Hashable) -> None:
+        """Note that a key is going to be asked for: it counts as asked for before and now."""
+        self._frequencies.add(key)
+        self._frequencies.add(key)
 
-    def value(self, key: Hashable, entry: Entry) -> float:
-        """In proportion, the milliseconds of computing that a byte of this entry saves. An entry of unknown cost counts as one of 1 ms."""
+    def refuse(self, key: Hashable, weight: int, capacity: int) -> None:
+        """Note a key that is not taken in, for about as long as a cache of this capacity would have kept it."""
+        self.refused(key)
+        self._refused.append(hash(key), weight)
+        while self._refused.used > capacity:
+            self._refused.pop_oldest()
+
+    def refused(self, key: Hashable) -> bool:
+        """Whether a key that is looked up was refused of late; asked once for each time."""
+        if known := (hashed := hash(key)) in self._refused:
+            self._refused.remove(hashed)
+        return known
+
+    def victim(self, pool: "SampledKeys", entries: dict[Key, Entry], now: float) -> Key:
+        """The key that is worth least to keep among a sample of the pool's keys."""
+        return min(pool.draw(self.sample, self._random), key=lambda key: self.value(key, entries[key], now))
+
+    def value(self, key: Hashable, entry: Entry, now: float) -> float:
+        """In proportion, the milliseconds of computing that a byte of this entry saves; less than any other where it is over. An entry of
+        unknown cost counts as one of 1 ms.
+        """
+        if entry.freshness(now) == "expired":
+            return -1.0
         return self._frequencies.estimate(key) * (entry.cost_ms or 1.0) / entry.weight
 
 

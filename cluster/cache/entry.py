@@ -65,9 +65,9 @@ class NamespaceStatistics:
 class CacheStatistics:
     """What a cache did since its start, and what it holds now.
 
-    `hits` counts every lookup that found something, `stale_hits` those of them that found it stale; a lookup of an expired entry is a miss
-    and an expiration. `evictions`: entries that made room; `rejections`: entries not taken in; `invalidations`: entries removed on request.
-    `recent_hit_rate`: of the latest lookups, 0..1, None before there were enough of them.
+    `hits` counts every lookup that found something, `stale_hits` those of them that found it stale; a lookup of an expired entry is a miss.
+    `expirations`: expired entries that were found and dropped; `evictions`: entries that made room; `rejections`: entries not taken in;
+    `invalidations`: entries removed on request. `recent_hit_rate`: of the latest lookups, 0..1, None before there were enough of them.
     """
 
     hits: int = 0

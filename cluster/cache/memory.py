@@ -39,6 +39,7 @@ class MemoryCache:
         self._entries: dict[Key, Entry] = {}
         self._pool = SampledKeys()
         self._window = HitRateWindow(window)
+        self._deserved = HitRateWindow(window)  # as it would be if admission refused nothing
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -65,6 +66,13 @@ class MemoryCache:
         with self._lock:
             entry = self._entries.get(key)
             return entry if entry and entry.freshness(self._clock()) != "expired" else None
+
+    def expect(self, key: Key) -> Entry | None:
+        """As `peek`, for a key of which an entry is to be put before it is asked for: admission lets it in."""
+        if self.admission:
+            with self._lock:
+                self.admission.expect(key)
+        return self.peek(key)
 
     def entries(self) -> list[tuple[Key, Entry]]:
         """All keys and entries, those put earlier first."""
@@ -129,13 +137,19 @@ class MemoryCache:
             self._policy.touch(key)
             self._namespaces.touch(key)
         if self.admission:
-            self.admission.record(key, self._window.rate)
+            self._deserved.record(self.admission.refused(key) or hit)
+            self.admission.record(key, self._deserved.rate)
 
     def _admits(self, key: Key, entry: Entry) -> bool:
         if entry.weight > min(self.capacity_bytes, self._namespaces.ceiling) or entry.freshness(self._clock()) == "expired":
             return False
-        full = self._policy.used + entry.weight > self.capacity_bytes
-        return key in self._entries or not full or not self.admission or self.admission.admits(key)
+        if key in self._entries or not self.admission or self.admission.admits(key):
+            return True
+        self._drop_expired(self.admission, entry.weight)
+        if self._policy.used + entry.weight <= self.capacity_bytes:
+            return True
+        self.admission.refuse(key, entry.weight, self.capacity_bytes)
+        return False
 
     def _insert(self, key: Key, entry: Entry) -> bool:
         """Whether the entry stayed: one that became heavier may itself be the first to be evicted."""
@@ -150,9 +164,19 @@ class MemoryCache:
             self._pool.add(key)
         return key in self._entries
 
+    def _drop_expired(self, admission: AdaptiveAdmission, weight: int) -> None:
+        """Make room for `weight` as far as what would be evicted for it is over anyhow."""
+        now = self._clock()
+        while self._policy.used + weight > self.capacity_bytes:
+            victim = admission.victim(self._pool, self._entries, now)
+            if self._entries[victim].freshness(now) != "expired":
+                return
+            self._forget(victim)
+            self._counts["expirations"] += 1
+
     def _evict_the_least_valuable(self, admission: AdaptiveAdmission, weight: int) -> None:
         while self._policy.used + weight > self.capacity_bytes:
-            self._evict((admission.victim(self._pool, self._entries),))
+            self._evict((admission.victim(self._pool, self._entries, self._clock()),))
 
     def _evict(self, keys: Iterable[Key]) -> None:
         self._counts["evictions"] += sum(self._forget(key) for key in keys)

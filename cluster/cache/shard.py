@@ -74,12 +74,13 @@ class CacheShard:
         return refused
 
     async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased:
-        """The entry where it is fresh until after `newer_than`; otherwise the lease, which one holder has at a time.
+        """The entry where it is fresh until after `newer_than`; otherwise the lease, which one holder has at a time. With `newer_than`
+        the entry is to be computed ahead of requests for it, and the lookup does not count.
 
         The lease ends with `mput`, `release`, an erasure of the key, or after `seconds`. A holder that asks again is granted it again: the
         answer to its first call may have been lost.
         """
-        if (entry := self._newer(key, newer_than, counted=newer_than == 0)) is not None:
+        if (entry := _newer(self.memory.expect(key) if newer_than else self.memory.get(key), newer_than)) is not None:
             return entry
         lease, now = self._lease(key), self._clock()
         if lease is not None and lease.holder != holder:
@@ -89,7 +90,7 @@ class CacheShard:
 
     async def wait(self, key: Key, within_s: float, newer_than: float = 0.0) -> Entry | None:
         """The entry as soon as it is put; None once no caller computes it any more, or after `within_s`."""
-        if (entry := self._newer(key, newer_than, counted=False)) is not None:
+        if (entry := _newer(self.memory.peek(key), newer_than)) is not None:
             return entry
         if (lease := self._lease(key)) is None:
             return None
@@ -124,10 +125,6 @@ class CacheShard:
         for key in list(self._waiting):
             self._settle(key, None)
 
-    def _newer(self, key: Key, newer_than: float, *, counted: bool) -> Entry | None:
-        entry = self.memory.get(key) if counted else self.memory.peek(key)
-        return entry if entry is not None and entry.fresh_until > newer_than else None
-
     def _lease(self, key: Key) -> _Lease | None:
         """The key's lease, if it still runs. Expired leases are dropped, the oldest first: their holders may have died."""
         now = self._clock()
@@ -148,3 +145,7 @@ class CacheShard:
             waiting.remove(put)
         if not waiting:
             self._waiting.pop(key, None)
+
+
+def _newer(entry: Entry | None, newer_than: float) -> Entry | None:
+    return entry if entry is not None and entry.fresh_until > newer_than else None

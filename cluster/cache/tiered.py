@@ -114,7 +114,7 @@ class TieredCache(Generic[T]):
         """
         if self._flights.get(key) is not None or self._pauses.paused(key) or not self._background.has_room():
             return False
-        entry = self._l1.peek(key)
+        entry = self._l1.expect(key)
         newer_than = max(self._clock(), entry.fresh_until if entry else 0.0)
         self._refreshes += 1
         self._background.keep(self._flights.start(key, lambda: self._refreshed(key, compute, newer_than), waiting=1).task)

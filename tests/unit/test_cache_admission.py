@@ -7,6 +7,7 @@ from cluster.cache.entry import Entry, Key
 from cluster.cache.memory import MemoryCache
 from cluster.cache.policy import POLICIES
 from cluster.errors import ConfigError
+from tests.fakes.clock import Clock
 
 HOT = [Key("acme", "", f"hot-{number}") for number in range(80)]
 CAPACITY = 100
@@ -89,6 +90,46 @@ def test_a_cache_that_is_not_full_takes_everything_in():
     assert not cache.put(Key("acme", "", "one more"), entry())
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_after_a_scan_what_is_asked_for_a_second_time_is_there_again(policy):
+    """Each key is asked for twice and never again, so that a cache that takes in no key at its first lookup hits nothing."""
+    cache = make_cache(policy, adaptive=True)
+    for number in range(1000):
+        lookup(cache, Key("acme", "scanned", str(number)))
+    assert cache.admission.strict
+    hits = [lookup(cache, Key("acme", "asked", str(number // 2))) for number in range(2000)]
+    assert not cache.admission.strict
+    assert sum(hits[-1000:]) == 500
+
+
+def test_a_full_strict_cache_takes_in_what_is_expected_and_anything_in_place_of_what_has_expired():
+    clock, lasting = Clock(), {"fresh_s": 60, "now": 1e6}
+    clock.now = 1e6
+    cache = MemoryCache("s3fifo", CAPACITY, admission=AdaptiveAdmission(0.3, seed=1), clock=clock, window=200)
+    scanned, expected, new = ([Key("acme", name, str(number)) for number in range(200)] for name in ("scanned", "expected", "new"))
+    for key in scanned:
+        cache.get(key)
+        cache.put(key, Entry.lasting(b"", 1, **lasting))
+    assert cache.admission.strict
+    assert [cache.expect(key) for key in expected] == [None] * 200
+    assert all(cache.put(key, Entry.lasting(b"", 1, **lasting)) for key in expected)
+    assert not any(cache.put(key, Entry.lasting(b"", 1, **lasting)) for key in new)
+    clock.now += 61
+    assert cache.put(new[0], Entry.lasting(b"", 1, fresh_s=60, now=clock.now))
+    assert cache.peek(new[0])
+    counted = cache.statistics()
+    assert counted.expirations >= 1
+    assert (counted.hits, counted.misses) == (0, 200)
+
+
+def lookup(cache, key):
+    """As a service does; returns whether it is a hit."""
+    if hit := cache.get(key) is not None:
+        return hit
+    cache.put(key, entry())
+    return False
+
+
 def test_it_relaxes_at_a_higher_rate_than_it_became_strict_at():
     admission = AdaptiveAdmission(0.5, relax_at=0.7)
 
@@ -121,7 +162,7 @@ def test_the_victim_is_what_saves_least_computing_per_byte():
             admission.record(key, 1.0)
     order = []
     while len(pool):
-        order.append(admission.victim(pool, entries).digest)
+        order.append(admission.victim(pool, entries, now=0.0).digest)
         pool.discard(Key("acme", "", order[-1]))
     assert order == ["heavy", "seldom", "cheap", "dear"]
 

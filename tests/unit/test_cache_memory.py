@@ -189,7 +189,7 @@ def test_a_share_outside_its_range_is_refused(share):
 KEYS = [key(*one) for one in itertools.product(range(6), "AB", "xy")]
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["put", "get", "remove", "invalidate", "wait"]),
+        st.sampled_from(["put", "get", "expect", "remove", "invalidate", "wait"]),
         st.sampled_from(KEYS),
         st.integers(1, 15),
     ),
@@ -213,6 +213,8 @@ def test_a_cache_gives_the_last_value_or_none_and_its_counts_and_indexes_agree(p
         elif step == "invalidate":
             cache.invalidate(at.namespace, at.group)
             written.update({one: None for one in written if one[:2] == at[:2]})
+        elif step == "expect":
+            cache.expect(at)
         elif step == "wait":
             clock.now += weight
         elif (found := cache.get(at)) is not None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
 
 from cluster import tracing
+from cluster.cache.admission import admission_of
 from cluster.cache.codec import Codec
 from cluster.cache.entry import Key
 from cluster.cache.memory import MemoryCache
@@ -96,6 +97,26 @@ async def test_computes_once_then_answers_from_memory_and_elsewhere_from_the_sha
         ("answer 1", "l1", 10.0, False), ("answer 1", "l2", 10.0, False), ("answer 1", "l1", 10.0, False),
     ]  # fmt: skip
     assert work.calls == 1
+
+
+@pytest.mark.parametrize("asked", ["where it was computed", "elsewhere"])
+async def test_after_a_scan_what_is_computed_ahead_is_there_as_it_is_asked_for(asked):
+    """Each visit gives the user's answer another key: before the lookup that it is computed ahead of, no tier was asked for it."""
+    cluster, work = Cluster(replicas=0), Work()
+    memories = [MemoryCache("s3fifo", 1000, admission=admission_of(0.05), clock=cluster.clock) for _ in range(3)]
+    cluster.shards = {"only": CacheShard(memories[0], cluster.clock)}
+    first, second = (cluster.replica(memory=memory) for memory in memories[1:])
+    for number in range(2000):
+        await ask(first, work, Key("tenant", f"scanned {number}", "1"))
+    assert [memory.admission.strict for memory in memories] == [True, True, False]
+    tiers = []
+    for visit in range(300):
+        key = Key("tenant", f"user {visit % 50}", str(visit))
+        first.refresh(key, work)
+        await settle(first)
+        tiers.append((await (first if asked == "where it was computed" else second).get_or_compute(key, work)).tier)
+        cluster.clock.now += 7200 if visit % 50 == 49 else 1
+    assert set(tiers) == {"l1" if asked == "where it was computed" else "l2"}
 
 
 async def test_a_hundred_callers_of_three_replicas_compute_once():

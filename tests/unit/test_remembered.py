@@ -9,6 +9,7 @@ from time import time
 import pytest
 from msgspec.structs import replace
 
+from cluster.cache.admission import admission_of
 from cluster.cache.entry import Entry, Key
 from cluster.cache.memory import MemoryCache
 from cluster.cache.shard import CacheShard
@@ -116,6 +117,18 @@ async def test_what_is_recalled_again_and_again_is_not_driven_out_by_answers():
     for _ in range(200):
         await answers(shard, 3)
         assert await second.recall([ADA]) == [ADA]
+
+
+async def test_after_a_scan_what_is_told_is_known_again():
+    now = [1000.0]
+    shard = Shard(MemoryCache("s3fifo", 50_000, admission=admission_of(0.05)))
+    first, second = gateway(shard, clock=lambda: now[0]), gateway(shard)
+    await answers(shard, 1000)
+    assert shard.memory.admission.strict
+    for _ in range(2):
+        await noted(first, ASKED)
+        now[0] += TELL_AGAIN_S
+    assert await second.recall([ADA]) == [ADA]
 
 
 async def test_what_is_computed_from_a_history_that_was_sent_is_not_told(shard):
