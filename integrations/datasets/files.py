@@ -31,7 +31,11 @@ class File:
     @property
     def name(self) -> str:
         """The file's own name, without folders and without .gz."""
-        return Path(self.member or self.path).name.removesuffix(".gz")
+        return without_gz(Path(self.member or self.path).name)
+
+    def ends_in(self, *endings: str) -> bool:
+        """Whether its name ends in one of these, which are in small letters, be it written in capitals."""
+        return self.name.lower().endswith(endings)
 
     @contextmanager
     def open(self, *, progress: bool | None = False) -> Iterator[BinaryIO]:
@@ -42,7 +46,7 @@ class File:
         try:
             with self._stored() as (stored, size), _bar(progress) as bar:
                 counted = bar.wrap_file(cast(BinaryIO, stored), total=size, description=self.name)
-                if str(self).endswith(".gz"):
+                if str(self).lower().endswith(".gz"):
                     with gzip.open(counted) as unpacked:
                         yield cast(BinaryIO, unpacked)
                 else:
@@ -60,6 +64,11 @@ class File:
                 yield file, archive.getinfo(self.member).file_size
 
 
+def without_gz(name: str) -> str:
+    """A file's name without .gz at its end, be it written in capitals."""
+    return name[:-3] if name.lower().endswith(".gz") else name
+
+
 def find_file(path: Path, name: str) -> File | None:
     """The file of this name (or with .gz after it) in a directory, the folders in it, or an archive; the uppermost wins."""
     found = [file for file in _files_under(path) if file.name == name]
@@ -72,7 +81,7 @@ def _files_under(path: Path) -> Iterator[File]:
     if path.is_dir():
         folders = (path, *sorted(entry for entry in path.iterdir() if entry.is_dir()))
         yield from (File(entry) for folder in folders for entry in folder.iterdir() if entry.is_file())
-    elif path.suffix in ARCHIVES:
+    elif path.suffix.lower() in ARCHIVES:
         try:
             with zipfile.ZipFile(path) as archive:
                 names = archive.namelist()

@@ -15,6 +15,7 @@ from cluster.dataset import Dataset
 from cluster.errors import DataError
 from cluster.values import Item
 from integrations.datasets.events import Block, EventCollector, EventFormat
+from integrations.datasets.files import without_gz
 from integrations.datasets.items import collect_items, extend
 from integrations.datasets.options import Columns, ItemColumns, ReadOptions
 from integrations.datasets.parquet import refuse_as_id
@@ -58,7 +59,7 @@ def read_table(path: Path | None = None, options: ReadOptions | None = None) -> 
 
 def _name(path: Path) -> str:
     """The name of the data set, by default of its model too: that of the file or directory, without its ending."""
-    return Path(own_name(path).removesuffix(".gz")).stem
+    return Path(without_gz(own_name(path))).stem
 
 
 def _events(table: Table, options: ReadOptions) -> tuple[EventFormat, Iterator[Block]]:

@@ -13,12 +13,13 @@ from cluster.errors import DataError
 from integrations.datasets.events import Block
 from integrations.datasets.files import ARCHIVES, File
 from integrations.datasets.parquet import parquet_blocks
-from integrations.datasets.text import TextFormat, TextReader
+from integrations.datasets.text import TextFormat, TextReader, listed
 
 PARQUET = (".parquet", ".pq")
 ATOMIC = (".inter", ".item")  # tab-separated, and quotation marks mean nothing there
 PACKED = (*ARCHIVES, ".tar", ".tar.gz", ".tgz", ".7z", ".rar", ".bz2", ".xz", ".zst")  # of packed files only .gz is read as it is
 TEXT = (".csv", ".tsv", ".txt", ".dat", *ATOMIC)
+BESIDE = (".", "_")  # what the names of files that Spark and others write beside the parts begin with, as _SUCCESS
 
 
 @dataclass(frozen=True)
@@ -54,21 +55,32 @@ Table = TextTable | ParquetTable
 def table_files(path: Path) -> list[File]:
     """The file, or the parts in the directory in order of name, without empty text files, which have no rows.
 
-    Raises DataError where there is no table.
+    Raises DataError where there is no table, and where the directory holds what is no part: it may hold rows, which would be lost.
     """
     if not path.exists():
         raise DataError(f"{path} does not exist")
-    if path.name.endswith(PACKED) and path.is_file():
+    if path.name.lower().endswith(PACKED) and path.is_file():
         raise DataError(f"{path} is packed; unpack it first, and pass the table or the directory with its parts")
     if not path.is_dir():  # a file, or a pipe, as of `--path <(zcat events.csv.gz)`
         return [File(path)]
-    files = [File(entry) for entry in sorted(path.iterdir()) if entry.is_file() and not entry.name.startswith((".", "_"))]
-    parts = [file for file in files if file.name.endswith((*TEXT, *PARQUET))]
-    if not parts:
-        raise DataError(f"{path} holds no file whose name ends in {', '.join([*TEXT, *PARQUET])}")
-    if not (filled := [part for part in parts if part.name.endswith(PARQUET) or _has_bytes(part)]):
+    parts = _parts(path)
+    if not (filled := [part for part in parts if part.ends_in(*PARQUET) or _has_bytes(part)]):
         raise DataError(f"{path} holds empty files only: {', '.join(part.path.name for part in parts)}")
     return filled
+
+
+def _parts(directory: Path) -> list[File]:
+    entries = [File(entry) for entry in sorted(directory.iterdir()) if not entry.name.startswith(BESIDE)]
+    parts = [entry for entry in entries if entry.path.is_file() and entry.ends_in(*TEXT, *PARQUET)]
+    others = [f"{entry.path.name}/" if entry.path.is_dir() else entry.path.name for entry in entries if entry not in parts]
+    endings = ", ".join([*TEXT, *PARQUET])
+    cure = "unpack or convert such files, or move them out; what is in directories is not read"
+    if not parts:
+        instead = f"; it holds {listed(others)}: {cure}" if others else ""
+        raise DataError(f"{directory} holds no file whose name ends in {endings}{instead}")
+    if others:
+        raise DataError(f"{directory} holds {listed(others)} beside the parts of a table, whose names end in {endings}: {cure}")
+    return parts
 
 
 def _has_bytes(file: File) -> bool:
@@ -81,7 +93,7 @@ def open_table(file: File, delimiter: str | None, progress: bool | None) -> Iter
     """The open file, its header read. `delimiter` None: tab where the file's name says so, else the most frequent one in the first line."""
     with file.open(progress=progress) as stream:
         try:
-            yield _parquet(file, stream) if file.name.endswith(PARQUET) else _text(file, stream, delimiter)
+            yield _parquet(file, stream) if file.ends_in(*PARQUET) else _text(file, stream, delimiter)
         except (pa.ArrowException, OverflowError, UnicodeDecodeError) as error:  # the latter two at values that Python cannot hold
             raise DataError(f"{file} cannot be read: {error}") from error
 
@@ -92,8 +104,8 @@ def _parquet(file: File, stream: BinaryIO) -> ParquetTable:
 
 
 def _text(file: File, stream: BinaryIO, delimiter: str | None) -> TextTable:
-    atomic = file.name.endswith(ATOMIC)
-    given = delimiter or ("\t" if atomic or file.name.endswith(".tsv") else None)
+    atomic = file.ends_in(*ATOMIC)
+    given = delimiter or ("\t" if atomic or file.ends_in(".tsv") else None)
     reader = TextReader(stream, str(file), TextFormat(given or ",", quoted=not atomic and len(given or ",") == 1))
     if given is None:
         reader.guess_delimiter(",\t;|")

@@ -152,7 +152,7 @@ def test_a_table_with_the_line_ends_of_old_macintoshes_is_refused_with_the_cure(
 @pytest.mark.parametrize(
     ("name", "begins", "cure"),
     [
-        ("EVENTS.PARQUET", b"PAR1\x15\x04\n", "the file is Parquet: give it a name that ends in .parquet"),
+        ("events.pqt", b"PAR1\x15\x04\n", "the file is Parquet: give it a name that ends in .parquet"),
         ("events.xlsx", b"PK\x03\x04\x14\n", "the file is a zip or a workbook: unpack it, or save the sheet as CSV"),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_file_that_is_no_text_and_named_as_one_is_refused_with_the_cure(tmp_pa
     assert str(refused.value) == f"{tmp_path / name}:1: {cure}"
 
 
-@pytest.mark.parametrize("name", ["events.zip", "events.tar.gz", "events.csv.zst"])
+@pytest.mark.parametrize("name", ["events.zip", "events.tar.gz", "events.csv.zst", "EVENTS.CSV.BZ2"])
 def test_a_packed_file_is_refused_with_the_cure(tmp_path, name):
     path, events_file = written(tmp_path, b"PK\x03\x04\xbb", name), written(tmp_path, CSV)
     with pytest.raises(DataError, match=rf"{name} is packed; unpack it first"):
@@ -190,8 +190,38 @@ def test_a_directory_is_read_as_parts_in_order_of_name(tmp_path):
     lines = CSV.splitlines()
     written(tmp_path, "\n".join([lines[0], *lines[1:3]]), "part-0.csv")
     written(tmp_path, "timestamp,user,item,action,value\n100,a,x,click,\n200,b,z,like,\n", "part-1.csv")
-    written(tmp_path, "not a table", "_SUCCESS")
+    for beside in ("_SUCCESS", ".part-0.csv.crc", ".hidden.csv"):
+        written(tmp_path, "not a table", beside)
+    (tmp_path / "_temporary").mkdir()
     assert rows_of(read_table(tmp_path)) == EXPECTED
+
+
+def test_a_part_may_be_named_in_capitals(tmp_path):
+    header, *lines = CSV.splitlines()
+    for name, line in zip(("A.CSV", "b.csv", "c.CSV.GZ"), lines, strict=False):
+        text = f"{header}\n{line}\n".encode()
+        written(tmp_path, gzip.compress(text) if name.endswith("GZ") else text, name)
+    as_parquet(tmp_path, "D.PARQUET", user=["b"], item=["z"], timestamp=[200], action=["like"], value=pa.array([None], pa.float64()))
+    assert rows_of(read_table(tmp_path)) == EXPECTED
+
+
+@pytest.mark.parametrize("name", ["b.csv.zip", "b.csv.bz2", "b.jsonl", "README.md", "gone.csv"])
+def test_a_directory_with_what_is_no_part_is_refused_by_its_name_rather_than_read_in_part(tmp_path, name):
+    written(tmp_path, CSV, "a.csv")
+    (tmp_path / name).symlink_to("nowhere") if name == "gone.csv" else written(tmp_path, CSV, name)
+    with pytest.raises(DataError, match=rf"{tmp_path} holds {re.escape(name)} beside the parts of a table, .*: unpack or convert"):
+        read_table(tmp_path)
+
+
+def test_a_table_s_directory_with_directories_is_refused_with_their_names(tmp_path):
+    for day in ("day=1", "day=2"):
+        (tmp_path / day).mkdir()
+        written(tmp_path / day, CSV, "part-0.csv")
+    with pytest.raises(DataError, match=r"holds no file whose .*; it holds day=1/, day=2/: .*; what is in directories is not read"):
+        read_table(tmp_path)
+    written(tmp_path, CSV, "a.csv")
+    with pytest.raises(DataError, match=r"holds day=1/, day=2/ beside the parts of a table"):
+        read_table(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["part-0.csv", "part-2.csv", "part-0.csv.gz"])
@@ -210,13 +240,13 @@ def test_a_directory_of_empty_files_is_refused_with_their_names(tmp_path):
 
 def test_a_table_is_called_as_its_file_or_directory_however_that_is_written(tmp_path, monkeypatch):
     text = b"user_id,item_id,timestamp\nada,1,5\n"
-    (tmp_path / "clicks" / "older").mkdir(parents=True)
+    (tmp_path / "clicks" / ".older").mkdir(parents=True)
     (tmp_path / "clicks" / "part.csv").write_bytes(text)
     (tmp_path / "events.csv.gz").write_bytes(gzip.compress(text))
     monkeypatch.chdir(tmp_path / "clicks")
     paths = [tmp_path / "clicks", Path(), tmp_path / "clicks" / "part.csv", tmp_path / "events.csv.gz"]
     assert [read_table(path).name for path in paths] == ["clicks", "clicks", "part", "events"]
-    monkeypatch.chdir("older")
+    monkeypatch.chdir(".older")
     assert read_table(Path("..")).name == "clicks"
 
 
