@@ -34,6 +34,8 @@ def interleave(
 ) -> None:
     """Run two commands in turns (A B, B A, ...) and write how long each run took, for `genrec bench compare`."""
     commands: dict[Side, list[str]] = {"baseline": split("baseline", baseline), "candidate": split("candidate", candidate)}
+    if json_baseline.resolve() == json_candidate.resolve():
+        raise ConfigError(f"--json-baseline and --json-candidate both name {json_candidate}; give each side a file of its own")
     require_writable(json_baseline, json_candidate)
     samples = {side: {WALL_CLOCK: list[float](), PROCESSOR: list[float]()} for side in SIDES}
     for side in order(warm_up):

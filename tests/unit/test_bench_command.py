@@ -344,6 +344,13 @@ def test_two_commands_are_run_in_turns_and_their_samples_filed_for_a_comparison(
     assert run("compare", *files, "--metric", "wall_clock_s", "--failures", 1, "--tolerance", 100).exit_code == 0
 
 
+def test_one_file_for_both_sides_is_refused_before_anything_runs(tmp_path):
+    (tmp_path / "linked").symlink_to(tmp_path)
+    files = ("--json-baseline", tmp_path / "a.json", "--json-candidate", tmp_path / "linked/a.json")
+    with pytest.raises(ConfigError, match=r"both name .*a\.json; give each side a file of its own"):
+        run("interleave", "--baseline", "false", "--candidate", "false", *files)
+
+
 def test_a_command_that_fails_is_told_with_what_it_said():
     with pytest.raises(ConfigError, match=r"ended with status 3: no luck"):
         timed([sys.executable, "-S", "-c", "import sys; print('no luck', file=sys.stderr); sys.exit(3)"])
