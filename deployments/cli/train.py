@@ -13,7 +13,7 @@ from deployments.cli.evaluate import measured_on, print_quality, print_strategie
 from deployments.cli.fields import Fields, with_fields
 from deployments.training.dataset_options import DatasetOptions
 from deployments.training.plan import NO_DECODER, DecoderPlan, ModelPlan, TrainingPlan
-from deployments.training.pretrained import export_pretrained
+from deployments.training.pretrained import export_pretrained, require_exportable
 from deployments.training.progress import TrainingProgress
 from deployments.training.provenance import READ_AS
 from deployments.training.version import train_version
@@ -57,24 +57,24 @@ def train(
     """
     decoding_plan = None if decoder == NO_DECODER else DecoderPlan(decoder, prompt_length, ids, decoding)
     plan = TrainingPlan(model, encoder, decoding_plan, ranking if ranker else None)
+    if export:
+        require_exportable(export)  # before hours of training, not after, as the next one
     data = open_dataset(dataset)
     target = model_dir or Path("models") / data.name
-    BundleStore(target).require_nameable()  # before hours of training, not after
-    if export:
-        export.mkdir(parents=True, exist_ok=True)
+    BundleStore(target).require_nameable()
     run = RunOptions(refit=refit, device=device, checkpoint=target / ".training", resume=resume)
     with alone(run):
         with TrainingProgress() as progress:
             trained = train_version(plan, data, run, progress)
         bundle = trained.publish(target, {READ_AS: dataset.described()})
         forget_checkpoints(run)
-    if export:
-        export_pretrained(bundle, export, shlex.join(["genrec", *sys.argv[1:]]))
     title = measured_on(bundle, data, drawn=bundle.manifest.blend is not None)
     print_strategies(bundle.manifest.blend.quality, title) if bundle.manifest.blend else print_quality(bundle.manifest.quality, title)
     if trained.ranking:
         typer.echo(trained.ranking.told())
     typer.echo(f"published {bundle.path}: {_size(cast(SequenceModel, trained.encoder.model))}", err=True)
+    if export:
+        export_pretrained(bundle, export, shlex.join(["genrec", *sys.argv[1:]]))
 
 
 def _size(model: SequenceModel) -> str:

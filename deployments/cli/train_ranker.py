@@ -13,7 +13,7 @@ from deployments.cli.evaluate import open_with_dataset
 from deployments.cli.fields import Fields, with_fields
 from deployments.cli.models import overtaken
 from deployments.training.dataset_options import DatasetOptions
-from deployments.training.pretrained import export_pretrained
+from deployments.training.pretrained import export_pretrained, require_exportable
 from deployments.training.progress import TrainingProgress
 from deployments.training.ranking import publish_ranking, train_ranking_of
 from pipelines.train_ranker import RankerOptions
@@ -37,16 +37,16 @@ def train_ranker(
     For a model that has learnt the validation events too (`genrec train` with `--refit` or `--validate-every 0`, `genrec import meta`), say
     whether it is to be the last stage: there is nothing left to decide that by.
     """
-    bundle, data = open_with_dataset(dataset, model_dir)
     if export:
-        export.mkdir(parents=True, exist_ok=True)  # before the training, not after
+        require_exportable(export)  # before the training, not after
+    bundle, data = open_with_dataset(dataset, model_dir)
     with TrainingProgress() as progress:
         run = TrainingRun(bundle.manifest.model, data, RunOptions(device=device), progress)
         part = train_ranking_of(bundle, run, options, last_stage=last_stage)
     published = publish_ranking(bundle, part)
-    if export:
-        export_pretrained(published, export, shlex.join(["genrec", *sys.argv[1:]]))
     typer.echo(part.told())
     if told := overtaken(BundleStore(bundle.path.parent), published.manifest.version):
         typer.echo(told, err=True)
     typer.echo(f"published {published.path}; its graphs and engines: genrec compile --model-dir {bundle.path.parent}", err=True)
+    if export:
+        export_pretrained(published, export, shlex.join(["genrec", *sys.argv[1:]]))

@@ -5,6 +5,7 @@ provenance and a digest of the item order. A model that generates also has its d
 """
 
 import shutil
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from cluster.bundle import (
     GENERATIVE,
+    MANIFEST,
     OPTIONAL,
     RANKER,
     WEIGHTS,
@@ -26,7 +28,7 @@ from cluster.bundle import (
 )
 from cluster.checksums import sha256
 from cluster.dataset import Dataset
-from cluster.errors import BundleError, DataError
+from cluster.errors import BundleError, ConfigError, DataError
 from deployments.training.provenance import READ_AS, item_order_sha256
 from deployments.training.publishing import publish
 from integrations.hstu.weights import build_model, load_weights
@@ -56,6 +58,17 @@ class Pretrained(BaseModel):
     @property
     def item_order_sha256(self) -> str:
         return str(self.training["item_order_sha256"])
+
+
+def require_exportable(directory: Path) -> None:
+    """Make the directory of an export, to be called before a long training.
+
+    Raises ConfigError where it is a published version, whose files an export would replace, OSError where it cannot be written.
+    """
+    if (directory / MANIFEST).exists():
+        raise ConfigError(f"{directory} is a published version of a model, which an export would destroy; name another directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=directory).close()
 
 
 def export_pretrained(bundle: Bundle, directory: Path, command: str) -> None:

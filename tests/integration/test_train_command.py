@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from errno import ENOSPC
 from functools import cache
 
 import numpy as np
@@ -224,6 +225,32 @@ def test_an_export_that_cannot_be_written_ends_the_command_before_anything_is_tr
     with pytest.raises(FileExistsError):
         genrec(command, "table", "--path", table, "--model-dir", store.root, "--export", table, *options)
     assert store.versions() == [1, 2]
+
+
+@pytest.mark.parametrize("command", ["train", "train-ranker"])
+def test_an_export_into_a_published_version_is_refused_before_the_data_is_read(tmp_path, command):
+    bundle = make_bundle(tmp_path / "shop", items=12)
+    with pytest.raises(ConfigError, match=r"shop/1 is a published version of a model, which an export would destroy; name another"):
+        genrec(command, "table", "--path", tmp_path / "not there.csv", "--model-dir", bundle.path.parent, "--export", bundle.path)
+    assert BundleStore(bundle.path.parent).open() == bundle
+
+
+def test_an_export_into_a_directory_that_takes_no_file_is_refused_before_the_data_is_read(tmp_path):
+    with pytest.raises(OSError, match="'/proc/") as refused:
+        genrec("train", "table", "--path", tmp_path / "not there.csv", "--export", "/proc")
+    assert not isinstance(refused.value, DataError)
+
+
+def test_where_an_export_fails_the_published_version_is_told_all_the_same(table, tmp_path, monkeypatch):
+    def on_a_full_disk(*_):
+        raise OSError(ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(train, "export_pretrained", on_a_full_disk)
+    arguments = ["--path", table, "--model-dir", tmp_path / "shop", "--export", tmp_path / "export", "--decoder", "none", "--no-ranker"]
+    ended = CliRunner().invoke(app, [str(one) for one in ("train", "table", *arguments, *WHOLE)])
+    assert isinstance(ended.exception, OSError)
+    assert f"published {tmp_path}/shop/1" in ended.stderr
+    assert "MRR" in ended.stdout
 
 
 def test_publishes_a_checkpoint_of_metas_trainer(table, tmp_path):
