@@ -2,6 +2,7 @@
 
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -40,12 +41,15 @@ def filled_in(text: str, home: Path) -> str:
 
 
 def write(texts: dict[str, str], home: Path) -> None:
-    """Write all files, or none where one exists already. Raises ConfigError."""
+    """Write all files, or none where one exists already or the disk does not take them all. Raises ConfigError."""
     if there := [name for name in texts if (home / name).exists()]:
         raise ConfigError(f"{home} already has {', '.join(there)}; nothing was written: move them away, or name another directory")
     try:
         home.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (home / name).write_text(text)
+        with tempfile.TemporaryDirectory(prefix=".init-", dir=home) as drafts:
+            for name, text in texts.items():
+                (Path(drafts) / name).write_text(text)
+            for name in texts:
+                (Path(drafts) / name).rename(home / name)
     except OSError as error:
-        raise ConfigError(f"{home} cannot be written: {error}; name another directory") from error
+        raise ConfigError(f"{home} cannot be written: {error}; make room or name another directory, and run it again") from error

@@ -14,6 +14,7 @@ from deployments import cli
 from deployments.cli import main
 from deployments.cli.init import EXAMPLE_HOME, EXAMPLE_MODEL, filled_in, init
 from deployments.shipped import DEMO_MODEL, LAUNCH, RAY_CONFIG
+from tests.disks import largest_file
 from tests.documents import ROOT, Command, problem
 
 FILES = {path.name for path in (ROOT / "cluster" / "launch").iterdir()}
@@ -124,8 +125,16 @@ def test_a_name_that_the_files_cannot_hold_is_refused(directory: str, message: s
 
 def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"shop cannot be written: .*; name another directory"):
+    with pytest.raises(ConfigError, match=r"shop cannot be written: .* name another directory"):
         init(tmp_path / "file" / "shop")
+
+
+def test_a_disk_that_does_not_take_all_files_is_told_and_gets_none(tmp_path: Path):
+    sizes = sorted((LAUNCH / name).stat().st_size for name in FILES)
+    with largest_file(sizes[-1] // 2), pytest.raises(ConfigError, match=r"cannot be written: .*; make room"):
+        init(tmp_path / "shop")
+    assert list((tmp_path / "shop").iterdir()) == []
+    init(tmp_path / "shop")
 
 
 def test_it_loads_neither_torch_nor_ray(tmp_path: Path):
