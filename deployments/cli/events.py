@@ -54,8 +54,7 @@ def import_(
     It may be stopped and started again, and a file that has grown may be imported again: what is stored already is not stored twice.
     Events that were imported before their user was erased stay erased; others of an erased user come back if the file has them.
     """
-    if not TENANT.fullmatch(tenant):
-        raise ConfigError(f"no request could name the tenant {tenant!r}; give 1 to 64 letters, digits, '_', '.' and '-', without accents")
+    _require_tenant(tenant)
     asked = _table_by_path(dataset)
     read = open_dataset(asked if like is None else as_trained(asked, BundleStore(like).open()))
     began = time.monotonic()
@@ -87,6 +86,7 @@ def erase(
     audit_log: AuditLog = None,
 ) -> None:
     """Forget a user: delete all their events from the store, with the keys these were sent under."""
+    _require_tenant(tenant)
     driver_of(url).require_there(url)  # of a store that is new because its name was mistyped, an erasure would say that it is done
     erased = asyncio.run(_erase(url, tenant, user, audit_log))
     typer.echo(json.dumps({"erased": erased}) if as_json else f"erased {erased:,} events of {user!r} (tenant {tenant})")
@@ -118,6 +118,11 @@ def restore(
         asyncio.run(driver_of(url).restore(url, file))
     held = asyncio.run(_statistics(url))
     typer.echo(f"restored {held.events:,} events of {held.users:,} users; those that were erased since the backup are not among them")
+
+
+def _require_tenant(tenant: str) -> None:
+    if not TENANT.fullmatch(tenant):
+        raise ConfigError(f"no request could name the tenant {tenant!r}; give 1 to 64 letters, digits, '_', '.' and '-', without accents")
 
 
 def batches(dataset: Dataset, tenant: str, size: int = BATCH) -> Iterator[Sequence[Event]]:

@@ -113,6 +113,12 @@ def test_events_are_not_imported_for_a_tenant_that_no_request_could_name(tmp_pat
     assert not (tmp_path / "events.db").exists()
 
 
+def test_no_erasure_is_confirmed_of_a_tenant_that_no_request_could_name(tmp_path, url):
+    run("import", written(tmp_path, CSV), "--url", url)
+    with pytest.raises(ConfigError, match=r"no request could name the tenant 'défault'; give 1 to 64 letters"):
+        run("erase", "a", "--url", url, "--tenant", "défault")
+
+
 def test_a_user_that_no_store_can_hold_is_told_so(tmp_path, url):
     run("import", written(tmp_path, CSV), "--url", url)
     with pytest.raises(InvalidRequest, match=r"user_id: holds half of a surrogate pair"):
