@@ -16,7 +16,7 @@ from deployments.cli.dataset_options import OPTIONAL_DATASET, open_dataset
 from deployments.cli.fields import with_fields
 from deployments.training.dataset_options import DatasetOptions, as_trained
 from deployments.training.generative import measure_strategies
-from deployments.training.provenance import require_same_items, was_validated
+from deployments.training.provenance import was_validated, with_items_of
 from integrations.hstu.weights import load_model
 from pipelines import evaluate as evaluation
 from pipelines.generative_run import MOST_USERS
@@ -37,7 +37,7 @@ def evaluate(
     Of a model with a decoder, each strategy's list as it is served, without anything of the history; in JSON also the encoder's ranking
     of the whole catalogue, without what its window holds.
     """
-    bundle, data = open_with_dataset(dataset, model_dir, version)
+    bundle, data = open_with_dataset(dataset, model_dir, version, before="--version N")
     from_end = VALIDATION if validation else TEST
     quality = evaluation.evaluate(load_model(bundle), data.interactions, from_end=from_end)
     strategies = measure_strategies(bundle, data, from_end) if bundle.manifest.decoder else None
@@ -51,8 +51,9 @@ def evaluate(
         print_quality(quality, title)
 
 
-def open_with_dataset(asked: DatasetOptions, model_dir: Path | None, version: int | None = None) -> tuple[Bundle, Dataset]:
-    """A version of a model, and a data set of its items: the one asked for, else what it was trained on.
+def open_with_dataset(asked: DatasetOptions, model_dir: Path | None, version: int | None = None, *, before: str) -> tuple[Bundle, Dataset]:
+    """A version of a model, and a data set of its items: the one asked for, else what it was trained on. `before`: how the command takes a
+    version from before items were added.
 
     Raises ConfigError where neither a data set nor a model is named, DataError where they do not belong together.
     """
@@ -64,8 +65,7 @@ def open_with_dataset(asked: DatasetOptions, model_dir: Path | None, version: in
         data = open_dataset(as_trained(asked, bundle))
     else:
         raise ConfigError("say which model, --model-dir MODEL_DIR, or which DATASET, for the model in models/DATASET")
-    require_same_items(bundle, data)
-    return bundle, data
+    return bundle, with_items_of(bundle, data, before)
 
 
 def measured_on(bundle: Bundle, dataset: Dataset, from_end: int = TEST, *, drawn: bool = False) -> str:

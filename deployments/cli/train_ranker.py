@@ -39,7 +39,7 @@ def train_ranker(
     """
     if export:
         require_exportable(export)  # before the training, not after
-    bundle, data = open_with_dataset(dataset, model_dir)
+    bundle, data = open_with_dataset(dataset, model_dir, before="genrec models rollback")
     with TrainingProgress() as progress:
         run = TrainingRun(bundle.manifest.model, data, RunOptions(device=device), progress)
         part = train_ranking_of(bundle, run, options, last_stage=last_stage)

@@ -2,8 +2,12 @@
 
 import hashlib
 import platform
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, cast
+
+import numpy as np
 
 from cluster.bundle import Bundle
 from cluster.dataset import Catalogue, Dataset
@@ -11,6 +15,8 @@ from cluster.errors import DataError
 
 READ_AS = "read_as"
 """The key in a manifest's `training` under which the options of the data set stand."""
+_TOLD = 3
+"""How many items an error names."""
 
 
 def provenance(dataset: Dataset) -> dict[str, Any]:
@@ -42,12 +48,31 @@ def was_validated(bundle: Bundle) -> bool:
     return bool(options.get("validate_every")) and not training.get("refit")
 
 
-def require_same_items(bundle: Bundle, dataset: Dataset) -> None:
-    """Raises DataError unless catalogue indices of the data set mean the same items as those of the bundle."""
-    if item_order_sha256(bundle.catalogue) != item_order_sha256(dataset.catalogue):
+def with_items_of(bundle: Bundle, dataset: Dataset, before: str) -> Dataset:
+    """The data set with the bundle's catalogue, so that catalogue indices mean the same items in both.
+
+    `before`: how to use a version from before items were added. Raises DataError where the data set's items are not those of the bundle.
+    """
+    ours, theirs = bundle.catalogue, dataset.catalogue
+    if item_order_sha256(ours) == item_order_sha256(theirs):
+        return dataset
+    lacking = [
+        f"{place} lacks {told}"
+        for place, there, others in ((bundle.version, ours, theirs), (dataset.source, theirs, ours))
+        if (told := _told(there.unknown(item.item_id for item in others.items)))
+    ]
+    if lacking:
         added = added_items(bundle)
-        since = f"; genrec add-items added {added} of them: use a version from before (genrec models rollback)" if added else ""
+        since = f"; genrec add-items added {added} of them: use a version from before ({before})" if added else ""
         raise DataError(
-            f"{bundle.version} knows {len(bundle.catalogue)} items, {dataset.source} has {len(dataset.catalogue)}, and they are not "
-            f"the same in the same order; give the data set the model was trained on{since}"
+            f"{bundle.version} knows {len(ours)} items, {dataset.source} has {len(theirs)}, and they are not the same: "
+            f"{', and '.join(lacking)}; give the data set the model was trained on{since}"
         )
+    index = np.array([0, *(ours.index_of(item.item_id) for item in theirs.items)], np.int32)
+    return replace(dataset, interactions=replace(dataset.interactions, items=index[dataset.interactions.items]), catalogue=ours)
+
+
+def _told(item_ids: Sequence[str]) -> str:
+    """The first few of the ids, and how many more there are; "" where there are none."""
+    more = f" and {len(item_ids) - _TOLD} more" if len(item_ids) > _TOLD else ""
+    return ", ".join(map(repr, item_ids[:_TOLD])) + more

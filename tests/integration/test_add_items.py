@@ -13,7 +13,7 @@ from cluster.bundle import GENERATIVE, SEMANTIC_IDS, Artifact, BundleStore
 from cluster.errors import BundleError, DataError
 from cluster.ranking import RankRequest
 from cluster.values import EncodeRequest, GenerateRequest, Item, UserState
-from deployments.cli import add_items, evaluate, train
+from deployments.cli import add_items, evaluate, train, train_ranker
 from integrations.hstu.encoder import TorchEncoder
 from integrations.hstu.torch_ranker import TorchRanker
 from integrations.hstu.weights import load_model
@@ -31,6 +31,7 @@ app = typer.Typer()
 app.command("train")(train.train)
 app.command("add-items")(add_items.add_items)
 app.command("evaluate")(evaluate.evaluate)
+app.command("train-ranker")(train_ranker.train_ranker)
 
 
 def genrec(*arguments):
@@ -220,9 +221,13 @@ def test_columns_are_named_as_for_the_training_unless_said_otherwise(store, tmp_
 
 def test_evaluate_says_which_version_fits_the_table_of_the_training(store, table):
     genrec("add-items", table, "--model-dir", store.root)
-    with pytest.raises(DataError, match=r"shop/2 knows 14 items, .* genrec add-items added 2 of them: use a version from before"):
+    with pytest.raises(
+        DataError, match=r"shop/2 knows 14 items, .* genrec add-items added 2 of them: use a version from before \(--version N\)"
+    ):
         genrec("evaluate", "--model-dir", store.root)
     assert "40 users' last events" in genrec("evaluate", "--model-dir", store.root, "--version", 1)
+    with pytest.raises(DataError, match=r"use a version from before \(genrec models rollback\)"):
+        genrec("train-ranker", "--model-dir", store.root)
 
 
 def test_bad_rows_are_refused_or_counted_and_a_missing_model_is_named(store, tmp_path):

@@ -196,8 +196,17 @@ def test_a_broken_export_is_refused(tmp_path):
 def test_evaluate_refuses_a_model_of_another_catalogue(trained, table, tmp_path):
     other = tmp_path / "other.csv"
     other.write_text(table.read_text() + "u1,99,99999\n")
-    with pytest.raises(DataError, match="not the same in the same order"):
+    with pytest.raises(DataError, match=r"shop/1 knows 12 items, .*other\.csv has 13, and they are not the same: shop/1 lacks '99'; give"):
         genrec("evaluate", "table", "--path", other, "--model-dir", trained() / "shop")
+
+
+def test_evaluate_measures_the_same_of_events_whose_rows_are_in_another_order(trained, table, tmp_path):
+    header, *rows = table.read_text().splitlines()
+    other = tmp_path / "other.csv"
+    other.write_text("\n".join([header, *reversed(rows)]))
+    told = [json.loads(genrec("evaluate", "table", "--path", path, "--model-dir", trained() / "shop", "--json")) for path in (table, other)]
+    assert told[0].pop("strategies") == {name: pytest.approx(figures) for name, figures in told[1].pop("strategies").items()}
+    assert told[0] == pytest.approx(told[1])
 
 
 def test_resume_without_a_checkpoint_says_so(table, tmp_path):
