@@ -7,6 +7,7 @@ from errno import EDQUOT, ENOSPC
 import typer
 
 from cluster.errors import GenrecError
+from deployments.cli.empty_paths import refuse_empty_paths
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, help="Train, compile and serve generative recommenders on a Ray Serve cluster."
@@ -57,6 +58,7 @@ def main() -> None:
         typer.secho(f"genrec: {error}; install genrec with its extra cpu (on a GPU machine: gpu)", fg="red", err=True)
         sys.exit(1)
     try:
+        refuse_empty_paths(app, sys.argv[1:])
         app()
     except (GenrecError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None and error.errno not in NO_ROOM:

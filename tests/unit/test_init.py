@@ -51,6 +51,36 @@ def test_a_full_disk_is_one_line_and_no_trace(tmp_path: Path, monkeypatch, capsy
     assert capsys.readouterr().err == "genrec: [Errno 28] No space left on device\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "empty"),
+    [
+        (["init", ""], "the argument after 'init'"),
+        (["data", "inspect", "table", "--path", ""], "--path"),
+        (["train", "table", "--path", "events.csv", "--model-dir", ""], "--model-dir"),
+        (["events", "import", "--as-trained=", "--url", "sqlite:///events.db"], "--as-trained"),
+        (["config", "-c", ""], "-c"),
+        (["config", "--config="], "--config"),
+        (["bench", "compare", "old.json", ""], "the argument after 'old.json'"),
+        (["models", "promote", "1", "--model-dir", ""], "--model-dir"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_directory(tmp_path: Path, monkeypatch, capsys, command, empty):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["genrec", *command])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith(f"genrec: {empty} is empty: is a variable of the shell not set?")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_text_is_taken_where_it_is_no_path(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["genrec", "models", "rollback", "--model-dir", str(tmp_path), "--reason", ""])
+    with pytest.raises(SystemExit):
+        main()
+    assert "no model has been published" in capsys.readouterr().err
+
+
 def test_an_engine_that_a_command_needs_and_is_not_installed_is_one_line_and_no_trace(tmp_path: Path, monkeypatch, capsys):
     (tmp_path / "needs_an_engine.py").write_text("import no_such_engine")
     monkeypatch.syspath_prepend(tmp_path)
