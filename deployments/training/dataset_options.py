@@ -21,6 +21,8 @@ from integrations.datasets.options import GROUPLENS, BadRows, Columns, ItemColum
 
 _BY_DEFAULT = "column of a table; by default the usual names are tried"
 _OF_ONE_RUN = {"progress", "cache", "mirror"}
+_OF_ANY = {"name", "path", "skip_bad_rows", *_OF_ONE_RUN}
+"""The options of every dataset; those of a table are all others."""
 
 
 class DatasetOptions(BaseModel):
@@ -82,6 +84,9 @@ class DatasetOptions(BaseModel):
         """
         if not self.name:
             raise ConfigError(f"say which DATASET to read, one of {', '.join(DATASETS)}")
+        if self.name in DATASETS and self.name != "table" and (given := self.model_dump(exclude_defaults=True).keys() - _OF_ANY):
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
+            raise ConfigError(f"{options}: of a table only, and {self.name} is none; leave them out, or say: table --path PATH")
         dataset: Dataset = choose("dataset", DATASETS, self.name)(self.path, options or self.read_options())
         return dataset
 

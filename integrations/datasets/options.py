@@ -74,7 +74,7 @@ def default_cache() -> Path:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Everything about the reading that is not the path. Readers ignore what their format fixes, such as MovieLens its columns.
+    """Everything about the reading that is not the path. MovieLens has its own columns, units and items.
 
     `progress` None: a bar is drawn only where stderr is a terminal. `action_names` maps a file's own names to ours, as ``buy: purchase``;
     `default_action` is that of the events of a table without an action column.

@@ -60,6 +60,15 @@ def test_skipped_rows_are_told_on_stderr_and_counted(tmp_path):
     assert f"{path}:6: timestamp 'abc'" in answer.stderr
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("--items", "items.csv"), ("--timestamp-unit", "ms"), ("--delimiter", ";"), ("--user-column", "who"),
+                          ("--action-name", "saw=view"), ("--default-action", "like"), ("--item-title-column", "name")],
+)  # fmt: skip
+def test_options_of_a_table_are_refused_with_movielens_which_would_ignore_them(tmp_path, option, value):
+    with pytest.raises(ConfigError, match=rf"{option}: of a table only, and ml-100k is none; leave them out"):
+        run(app, "inspect", "ml-100k", "--path", str(tmp_path), option, value)
+
+
 def test_mapping_flags_reach_the_reader(tmp_path):
     path = written(tmp_path, "who;what;when;how;rest\na;x;5000;buy;1\n")
     items = written(tmp_path, "sku;label\nx;An X\n", "items.csv")
