@@ -28,6 +28,7 @@ _ZONE = re.compile(r":.*([Zz]|[+-][\d:]+)\s*$")
 _ACTIONS = {action.value: action for action in Action}
 _LARGEST_INT = float(2**63 - 1024)  # of int64, as a float
 _EARLIEST_DATE, _LATEST_DATE = 1900_01_01, 2100_12_31  # as YYYYMMDD; as seconds, all of it is August 1970
+_END_OF_1970_S = 365 * 86_400
 _LARGEST_VALUE = float(np.finfo(np.float32).max)
 
 
@@ -120,6 +121,10 @@ class EventCollector:
         times = np.concatenate([part.times for part in self._parts])
         if self.format.unit is TimestampUnit.SECONDS:
             _refuse_dates(times // _MICROSECONDS, place)
+        elif times.max() < _END_OF_1970_S * _MICROSECONDS:
+            latest = datetime.fromtimestamp(int(times.max()) // _MICROSECONDS, UTC).date()
+            told = f"in unit {self.format.unit.value!r} all timestamps lie in 1970, the latest on {latest}"
+            raise DataError(f"{place}: {told}; is another --timestamp-unit meant?")
         order = np.lexsort((times, users))
         return Interactions(
             user_ids=list(self._users),

@@ -70,7 +70,7 @@ def test_options_of_a_table_are_refused_with_movielens_which_would_ignore_them(t
 
 
 def test_mapping_flags_reach_the_reader(tmp_path):
-    path = written(tmp_path, "who;what;when;how;rest\na;x;5000;buy;1\n")
+    path = written(tmp_path, "who;what;when;how;rest\na;x;1700000005000;buy;1\n")
     items = written(tmp_path, "sku;label\nx;An X\n", "items.csv")
     options = DatasetOptions(
         name="table",
@@ -88,7 +88,7 @@ def test_mapping_flags_reach_the_reader(tmp_path):
     )
     dataset = options.read()
     assert dataset.catalogue[1].title == "An X"
-    assert dataset.interactions.timestamps.tolist() == [5]
+    assert dataset.interactions.timestamps.tolist() == [1_700_000_005]
 
 
 def test_a_progress_bar_is_drawn_on_stderr_when_asked(tmp_path):

@@ -309,6 +309,13 @@ def test_dates_written_as_numbers_are_refused_with_the_cure(tmp_path, kind):
         read_table(as_parquet(tmp_path, user=["a", "b", "c"], item=["x"] * 3, timestamp=stamps))
 
 
+@pytest.mark.parametrize(("unit", "stamp"), [("ms", 1_700_000_000), ("us", 1_700_000_000_000), ("ns", 1_700_000_000_000_000)])
+def test_timestamps_of_another_unit_than_the_one_said_are_refused_where_all_lie_in_1970(tmp_path, unit, stamp):
+    path = written(tmp_path, f"user,item,timestamp\na,x,{stamp}\na,y,5\n")
+    with pytest.raises(DataError, match=rf"in unit '{unit}' all timestamps lie in 1970, the latest on 1970-01-20; is another"):
+        read_table(path, ReadOptions(timestamp_unit=TimestampUnit(unit)))
+
+
 @pytest.mark.parametrize("stamps", [[20231114, 20231399], [20231114, 1_700_000_000], [20231114, 5]])
 def test_seconds_that_only_look_like_dates_now_and_then_are_read(tmp_path, stamps):
     path = as_parquet(tmp_path, user=["a", "b"], item=["x", "x"], timestamp=stamps)
@@ -321,7 +328,9 @@ def test_a_file_may_mix_ways_to_write_a_time(tmp_path):
 
 
 def test_events_within_a_second_keep_the_order_of_their_fractions(tmp_path):
-    path = written(tmp_path, "user,item,timestamp\na,late,5900\na,early,5100\na,tie1,5500\na,tie2,5500\n")
+    path = written(
+        tmp_path, "user,item,timestamp\na,late,1700000005900\na,early,1700000005100\na,tie1,1700000005500\na,tie2,1700000005500\n"
+    )
     dataset = read_table(path, ReadOptions(timestamp_unit=TimestampUnit.MILLISECONDS))
     assert [item for _, item, *_ in rows_of(dataset)] == ["early", "tie1", "tie2", "late"]
 
@@ -666,7 +675,7 @@ stamps = st.one_of(st.integers(0, 2**64), st.floats(0, 1e22).map(repr), st.integ
 
 @given(st.lists(stamps, min_size=1, max_size=5), st.sampled_from(TimestampUnit))
 def test_the_fast_and_the_careful_pass_agree_on_numbers_in_every_unit(numbers, unit):
-    text = "".join(f"a,x{row},{number},1\n" for row, number in enumerate(numbers)).encode()
+    text = "".join(f"a,x{row},{number},1\n" for row, number in enumerate([*numbers, "2020-01-01"])).encode()
     assert collected(text, 1 << 20, unit=unit) == collected(text, 1 << 20, OnlyRows, unit=unit)
 
 

@@ -133,7 +133,7 @@ def test_what_was_imported_of_a_user_stays_erased_when_the_file_is_imported_agai
 
 
 def test_dataset_options_reach_the_reader_and_bad_rows_stop_or_are_skipped(tmp_path, url):
-    path = written(tmp_path, "who;what;when\na;x;5000\nb;y;soon\n")
+    path = written(tmp_path, "who;what;when\na;x;1700000005000\nb;y;soon\n")
     columns = ("--user-column", "who", "--item-column", "what", "--timestamp-column", "when", "--timestamp-unit", "ms")
     with pytest.raises(DataError, match=r"events\.csv:3: timestamp 'soon'"):
         run("import", path, "--url", url, *columns)
