@@ -19,7 +19,7 @@ Right = Literal["read", "events", "erase", "operate"]
 """The rights of a key: to ask for recommendations and read stored data, to store events, to erase users, to operate the system."""
 _KEY = re.compile(PREFIX + r"[A-Za-z0-9_-]{8,}")
 _PASSWORD = re.compile(r"(://[^\s/:@]*:)\S+(?=@)|([?&](?:\w*password|token)=)[^&\s'\"]+", re.IGNORECASE)
-_SECRET = re.compile(r"(?:password|passwd|secret|token|api_?key)$", re.IGNORECASE)
+_SECRET = re.compile(r"(?:password|passwd|secret|token|authorization|cookie|credentials?|(?:api|access|private)[-_]?key)$", re.IGNORECASE)
 _LONGEST = 256
 
 

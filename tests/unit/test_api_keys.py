@@ -142,6 +142,7 @@ def test_the_command_refuses_a_tenant_that_no_request_could_name():
 
 def test_what_is_named_as_a_secret_is_hidden_whatever_it_is():
     hidden = {"password": 123456, "token": ["a", "b"], "client_secret": {"id": "a", "value": "b"}, "api_key": b"a", "passwd": ("a",)}
+    hidden |= dict.fromkeys(("Authorization", "Set-Cookie", "X-Api-Key", "apikey", "aws_credentials", "secret_access_key"), "Basic dTpw")
     assert api_keys.masked_tree(hidden) == dict.fromkeys(hidden, "***")
     shown = {"password": None, "needs_token": True, "max_tokens": 7, "inner": [{"depth": 2}], 5: "a number may be a name"}
     assert api_keys.masked_tree(shown) == shown

@@ -217,7 +217,7 @@ def test_genrec_config_prints_the_resolved_tree_and_its_schema():
 SECRETS = {
     "cache": {"l2": "redis", "redis_url": "redis://me:hunter2@cache:6379/0"},
     "events": {"url": "postgresql://me:hun/ter@2@db/shop?sslpassword=hunter2&application_name=x"},
-    "encoder": {"options": {"torch": {"api_key": "hunter2", "max_tokens": 8}}},
+    "encoder": {"options": {"torch": {"api_key": "hunter2", "max_tokens": 8, "headers": {"Authorization": "Basic hunter2"}}}},
 }
 
 
@@ -230,7 +230,9 @@ def test_genrec_config_prints_no_password_and_neither_does_a_repr_or_an_error(tm
         parse({**SECRETS, "cache": SECRETS["cache"] | {"ttl_s": 0, "l2": "disk"}, "events": {"url": SECRETS["events"]}})
     with pytest.raises(ConfigError, match=r"gateway\.token = '\*\*\*': Extra") as misplaced:
         parse({"gateway": {"token": "hunter2"}})
-    for text in (printed.stdout, repr(parse(SECRETS)), str(refused.value), str(misplaced.value)):
+    with pytest.raises(ConfigError, match=r"'Authorization': '\*\*\*'") as nested:
+        parse({"encoder": {"headers": {"Authorization": "Basic hunter2", "X-Api-Key": "hunter2"}}})
+    for text in (printed.stdout, repr(parse(SECRETS)), str(refused.value), str(misplaced.value), str(nested.value)):
         assert not re.search("hunter2|hun/ter", text)
     assert "redis_url: redis://me:***@cache:6379/0\n" in printed.stdout
     assert "url: postgresql://me:***@db/shop?sslpassword=***&application_name=x\n" in printed.stdout
