@@ -85,8 +85,8 @@ class DatasetOptions(BaseModel):
         if not self.name:
             raise ConfigError(f"say which DATASET to read, one of {', '.join(DATASETS)}")
         if self.name in DATASETS and self.name != "table" and (given := self.model_dump(exclude_defaults=True).keys() - _OF_ANY):
-            options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
-            raise ConfigError(f"{options}: of a table only, and {self.name} is none; leave them out, or say: table --path PATH")
+            told = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
+            raise ConfigError(f"{told}: of a table only, and {self.name} is none; leave them out, or say: table --path PATH")
         dataset: Dataset = choose("dataset", DATASETS, self.name)(self.path, options or self.read_options())
         return dataset
 
