@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from cluster.errors import ConfigError
 
@@ -54,9 +55,14 @@ def as_options(prefix: str = "") -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        refused = ((str(problem["loc"][0]), problem["msg"].removeprefix("Value error, ")) for problem in error.errors())
-        named = (f"--{(prefix + CALLED.get(name, name)).replace('_', '-')}: {why}" for name, why in refused)
-        raise ConfigError("; ".join(named)) from error
+        raise ConfigError("; ".join(_refusal(prefix, problem) for problem in error.errors())) from error
+
+
+def _refusal(prefix: str, problem: ErrorDetails) -> str:
+    """A refused option with its value, where that is a number or a word, and the rule."""
+    name, value = str(problem["loc"][0]), problem["input"]
+    given = f" {value}" if isinstance(value, int | float | str) else ""
+    return f"--{(prefix + CALLED.get(name, name)).replace('_', '-')}{given}: {problem['msg'].removeprefix('Value error, ')}"
 
 
 def with_fields(command: Callable[..., T]) -> Callable[..., T]:

@@ -30,8 +30,8 @@ class ModelPlan(BaseModel):
     dim: int = Field(default=50, description="width of the embeddings")
     layers: int = 2
     heads: int = 1
-    head_dim: int | None = Field(default=None, description="HSTU: width of a head (default: dim / heads)")
-    max_history: int = Field(default=200, description="how many of a user's latest events the model sees")
+    head_dim: int | None = Field(default=None, ge=1, description="HSTU: width of a head (default: dim / heads)")
+    max_history: int = Field(default=200, le=16_384, description="how many of a user's latest events the model sees")
     window_step: int | None = Field(
         default=None,
         description="by how many events the served window moves once it is full; 1: always the latest events (default: an eighth)",

@@ -52,7 +52,7 @@ def test_two_kinds_of_trial_or_nobody_to_try_it_on_are_refused(model_dir, option
 
 
 def test_a_guard_that_cannot_be_is_refused_by_the_name_of_its_option(model_dir):
-    with pytest.raises(ConfigError, match="--latency-ratio: Input should be greater than or equal to 1"):
+    with pytest.raises(ConfigError, match=r"--latency-ratio 0\.5: Input should be greater than or equal to 1"):
         genrec_models("promote", 1, "--canary", 0.1, "--latency-ratio", 0.5, "--model-dir", model_dir)
     assert RolloutStore(BundleStore(model_dir)).read().trial is None
 

@@ -32,7 +32,6 @@ def test_a_head_of_an_hstu_is_its_share_of_the_width_unless_said_otherwise():
     ("family", "sizes", "told"),
     [
         ("hstu", {"heads": 0}, "heads = 0"),
-        ("hstu", {"head_dim": 0}, "attention_dim = 0"),
         ("hstu", {"dim": 0, "heads": 0}, "dim = 0"),
         ("sasrec", {"heads": 0}, "heads = 0"),
     ],
@@ -68,6 +67,7 @@ app = typer.Typer()
 @with_fields
 def learn(
     *,
+    model: Annotated[ModelPlan, Fields(("head_dim", "max_history"))],
     encoder: Annotated[TrainOptions, Fields(("epochs", "loss", "seen_as_negatives"))],
     device: Annotated[str, typer.Option()] = "cpu",
     decoder: Annotated[DecoderOptions, Fields(("epochs", "batch_windows"), prefix="decoder_")],
@@ -88,8 +88,10 @@ def test_a_field_is_an_option_with_its_default_and_its_groups_prefix():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--loss", "none"], "--loss: Input should be 'auto', 'full' or 'sampled'"),
-        (["--decoder-batch", 0], "--decoder-batch: Input should be greater than or equal to 1"),
+        (["--head-dim", 0], "--head-dim 0: Input should be greater than or equal to 1"),
+        (["--max-history", 100_000_000], "--max-history 100000000: Input should be less than or equal to 16384"),
+        (["--loss", "none"], "--loss none: Input should be 'auto', 'full' or 'sampled'"),
+        (["--decoder-batch", 0], "--decoder-batch 0: Input should be greater than or equal to 1"),
     ],
 )
 def test_what_a_field_refuses_is_told_of_the_option(arguments, told):
