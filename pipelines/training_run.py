@@ -4,7 +4,7 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -170,18 +170,20 @@ def _train(run: TrainingRun, options: TrainOptions, phase: str) -> Trainer:
 def alone(run: RunOptions) -> Iterator[None]:
     """Keep other runs away from this one's checkpoints, which they would delete and overwrite, within the block.
 
-    Raises ConfigError where another run is under way.
+    A directory that is made for them and stays empty, as where the training is refused, is removed. Raises ConfigError where another run
+    is under way.
     """
     if run.checkpoint is None:
         yield
         return
-    run.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    place = run.checkpoint.parent
+    made = not place.exists()
+    place.mkdir(parents=True, exist_ok=True)
     file = _checkpoint(run.checkpoint, "lock")
     with file.open("w") as lock:
         try:
             _lock(file, lock.fileno())
         except BlockingIOError:
-            place = run.checkpoint.parent
             raise ConfigError(f"another training is under way in {place}; wait for its end, or train in another directory") from None
         except OSError as error:
             raise ConfigError(
@@ -191,6 +193,9 @@ def alone(run: RunOptions) -> Iterator[None]:
             yield
         finally:
             file.unlink(missing_ok=True)
+            if made:
+                with suppress(OSError):  # it holds a version, or checkpoints to resume from
+                    place.rmdir()
 
 
 def _lock(file: Path, descriptor: int) -> None:

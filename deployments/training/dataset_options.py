@@ -84,6 +84,8 @@ class DatasetOptions(BaseModel):
         """
         if not self.name:
             raise ConfigError(f"say which DATASET to read, one of {', '.join(DATASETS)}")
+        if self.name not in DATASETS and ((file := Path(self.name)).suffix or file.exists()):
+            raise ConfigError(f"{self.name!r} is no dataset but a file of yours; say: table --path {self.name}")
         if self.name in DATASETS and self.name != "table" and (given := self.model_dump(exclude_defaults=True).keys() - _OF_ANY):
             told = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
             raise ConfigError(f"{told}: of a table only, and {self.name} is none; leave them out, or say: table --path PATH")

@@ -21,13 +21,17 @@ MOST_TOLD = 1000
 """The most characters that an error quotes of a file's columns."""
 _UNIT_SEPARATOR = b"\x1f"
 csv.field_size_limit(BLOCK_BYTES)  # Arrow has no limit, and Python's default of 131,072 would make the two disagree
+TOO_LONG = f"a field is longer than {BLOCK_BYTES >> 20} MiB; cut it"
 _LAST_ROW = "\x1e"
 GZIPPED = "the file is gzipped: give it a name that ends in .gz, or unpack it"
+JSON = "the file is JSON: convert it to CSV or Parquet"
 NO_TEXT = {
     b"PAR1": "the file is Parquet: give it a name that ends in .parquet",
+    b"{": JSON,
+    b"[": JSON,
     b"PK\x03\x04": "the file is a zip or a workbook: unpack it, or save the sheet as CSV",
 }
-"""The beginning of a file that is no UTF-8 text, though its first line may pass for such -> the cure."""
+"""The beginning of a file that is no delimited text, though its first line may pass for such -> the cure."""
 _COLUMN_TYPE = re.compile(r":(token|float)(_seq)?$")
 
 
@@ -132,7 +136,8 @@ class TextBlock:
                 cure = GZIPPED if raw.startswith(b"\x1f\x8b") else f"save the file as {self.format.encoding}"
                 return Row(line, (), f"{place}, is not {self.format.encoding}; {cure}"), 1
             except csv.Error as error:
-                fault = fault or f"a quotation mark is opened and never closed ({error})"
+                open_quote = f"a quotation mark is opened and never closed ({error})"
+                fault = fault or (TOO_LONG if "field limit" in str(error) else open_quote)
             else:
                 if taken == 1 or len(fields) == self.width:
                     return Row(line, fields), taken

@@ -212,6 +212,7 @@ def test_evaluate_measures_the_same_of_events_whose_rows_are_in_another_order(tr
 def test_resume_without_a_checkpoint_says_so(table, tmp_path):
     with pytest.raises(DataError, match="start without --resume"):
         genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--resume", *SMALL)
+    assert list(tmp_path.iterdir()) == [table], "nothing is left of a training that was refused"
 
 
 @pytest.mark.parametrize(

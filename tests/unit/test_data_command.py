@@ -69,6 +69,11 @@ def test_options_of_a_table_are_refused_with_movielens_which_would_ignore_them(t
         run(app, "inspect", "ml-100k", "--path", str(tmp_path), option, value)
 
 
+def test_a_file_in_the_place_of_a_dataset_s_name_is_told_how_it_is_read():
+    with pytest.raises(ConfigError, match=r"'ok\.csv' is no dataset but a file of yours; say: table --path ok\.csv"):
+        run(app, "inspect", "ok.csv")
+
+
 def test_mapping_flags_reach_the_reader(tmp_path):
     path = written(tmp_path, "who;what;when;how;rest\na;x;1700000005000;buy;1\n")
     items = written(tmp_path, "sku;label\nx;An X\n", "items.csv")

@@ -153,6 +153,8 @@ def test_a_table_with_the_line_ends_of_old_macintoshes_is_refused_with_the_cure(
     ("name", "begins", "cure"),
     [
         ("events.pqt", b"PAR1\x15\x04\n", "the file is Parquet: give it a name that ends in .parquet"),
+        ("events.jsonl", b'{"user": "a", "item": "x"}\n', "the file is JSON: convert it to CSV or Parquet"),
+        ("events.json", b'[{"user": "a", "item": "x"}]', "the file is JSON: convert it to CSV or Parquet"),
         ("events.xlsx", b"PK\x03\x04\x14\n", "the file is a zip or a workbook: unpack it, or save the sheet as CSV"),
     ],
 )
@@ -172,8 +174,8 @@ def test_a_packed_file_is_refused_with_the_cure(tmp_path, name):
 
 
 def test_a_file_of_one_long_line_that_is_no_table_is_refused_with_its_beginning(tmp_path):
-    path = written(tmp_path, str([{"user": number, "item": "x"} for number in range(10_000)]))
-    with pytest.raises(DataError, match=r"it has \[\{'user': 0, 'item': 'x'\}, .*\.\.\. Name it with --user-column") as refused:
+    path = written(tmp_path, f"events = {[{'user': number, 'item': 'x'} for number in range(10_000)]}")
+    with pytest.raises(DataError, match=r"it has events = \[\{'user': 0, 'item': 'x'\}, .*\.\.\. Name it with --user-column") as refused:
         read_table(path)
     assert len(str(refused.value)) < 2000
 
@@ -549,6 +551,12 @@ def test_a_column_without_a_name_is_no_attribute(tmp_path):
     as_pandas_writes = as_parquet(tmp_path, "items.parquet", id=["1"], title=["One"], brand=["Acme"], __index_level_0__=[17])
     for items in (as_csv, as_pandas_writes):
         assert list(read_table(path, ReadOptions(items=items)).catalogue.items) == [Item("1", "One", {"brand": "Acme"})]
+
+
+def test_a_quoted_field_longer_than_is_read_is_told_as_that(tmp_path):
+    items = written(tmp_path, f'item_id,title,text\ny,Y,"{"x" * 9_000_000}"\n', "items.csv")
+    with pytest.raises(DataError, match=r"items\.csv:2: a field is longer than 8 MiB; cut it \("):
+        read_items(items, ReadOptions())
 
 
 @pytest.mark.parametrize(
