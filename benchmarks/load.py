@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic
@@ -238,7 +239,7 @@ def starts(phases: Sequence[Phase]) -> dict[str, float]:
 
 
 class Load:
-    """A plan under way, in a process of its own, from entering the `with` block on."""
+    """A plan under way, in a process of its own, from entering the `with` block on, which raises RuntimeError where the driver fails."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -252,9 +253,13 @@ class Load:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
         assert self._process.stdin
         assert self._process.stdout
-        self._process.stdin.write(self.plan.dump())
-        self._process.stdin.close()
-        self.began = float(self._process.stdout.readline())
+        with suppress(BrokenPipeError), self._process.stdin as plan:  # it may have ended already
+            plan.write(self.plan.dump())
+        if not (began := self._process.stdout.readline()):
+            error = _ended(self._process.wait())
+            self.__exit__(None, None, None)
+            raise error
+        self.began = float(began)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -280,7 +285,7 @@ class Load:
         assert self._process
         status = self._process.wait(self.plan.seconds + (self.plan.retries + 1) * self.plan.timeout_s + PATIENCE_S)
         if status:
-            raise RuntimeError(f"the load driver ended with status {status}; what it printed says why")
+            raise _ended(status)
         with np.load(self._out, allow_pickle=False) as stored:
             columns = {name: stored[name] for name in stored.files}
         return Results(self.began, self.plan.phases, tuple(columns.pop("words").tolist()), **columns)
@@ -288,6 +293,10 @@ class Load:
     @property
     def _out(self) -> Path:
         return Path(self._directory.name) / "results.npz"
+
+
+def _ended(status: int) -> RuntimeError:
+    return RuntimeError(f"the load driver ended with status {status}; what it printed says why")
 
 
 def run(plan: Plan) -> Results:

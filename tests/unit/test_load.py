@@ -124,6 +124,12 @@ def test_where_nobody_listens_every_request_fails():
     assert np.isnan(found.percentile(50))
 
 
+def test_a_driver_that_ends_before_it_sends_anything_is_told_with_its_status(capfd):
+    with pytest.raises(RuntimeError, match="the load driver ended with status 1; what it printed says why"):
+        run(Plan("http://127.0.0.1:none", (Phase("load", 20, 0.2),), ("{}",)))
+    assert "ValueError: Port could not be cast" in capfd.readouterr().err
+
+
 def test_a_stall_is_seen_by_every_request_that_was_due_in_it():
     found = results_of(http("200 OK"), stall_s=0.4)
     waited = found.latency + found.due
