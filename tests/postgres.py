@@ -36,11 +36,11 @@ class PostgresServer:
 
     def start(self) -> None:
         options = f"-k {self.directory} -c listen_addresses='' -c max_connections=60"
-        self.run("pg_ctl", "-D", self._data, "-l", f"{self.directory}/log", "-o", options, "-w", "start")
+        self.run("pg_ctl", "-D", self._data, "-l", f"{self.directory}/log", "-o", options, "-w", "-t", "300", "start")
 
     def stop(self, mode: str = "fast") -> None:
         """`mode` immediate: without a checkpoint, as after a crash; the next start recovers from the log."""
-        self.run("pg_ctl", "-D", self._data, "-m", mode, "-w", "stop")
+        self.run("pg_ctl", "-D", self._data, "-m", mode, "-w", "-t", "300", "stop")
 
     def create(self, database: str, *options: str) -> str:
         """A new database's URL."""

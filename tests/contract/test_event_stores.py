@@ -526,18 +526,19 @@ async def test_a_ledger_of_another_store_is_refused(noting, tmp_path):
 
 
 async def test_a_user_whose_events_take_longer_than_other_statements_may_is_erased_from_postgresql_all_the_same(server, monkeypatch):
-    monkeypatch.setitem(database.SETTINGS, "statement_timeout", "2s")
-    monkeypatch.setattr(database, "STATEMENT_TIMEOUT_S", 1.0)  # asyncpg has a second more
     url = server.create("huge")
     held = "BEGIN PERFORM pg_advisory_xact_lock(1); RETURN old; END"
     async with closing_store(url) as store:
         await store.append([event(key="k")])
+    monkeypatch.setitem(database.SETTINGS, "statement_timeout", "5s")
+    monkeypatch.setattr(database, "STATEMENT_TIMEOUT_S", 4.0)  # asyncpg has a second more
+    async with closing_store(url) as store:
         await rows_of(url, f"CREATE FUNCTION held() RETURNS trigger LANGUAGE plpgsql AS '{held}'")
         await rows_of(url, "CREATE TRIGGER held BEFORE DELETE ON genrec.events FOR EACH ROW EXECUTE FUNCTION held()")
         holder = await asyncpg.connect(url)
         await holder.execute("SELECT pg_advisory_lock(1)")
         erasure = asyncio.create_task(store.erase("default", "u"))
-        waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'advisory' AND clock_timestamp() > query_start + interval '3s'"
+        waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'advisory' AND clock_timestamp() > query_start + interval '6s'"
         await until(lambda: erasure.done() or holder.fetchval(waits))
         await holder.close()
         assert await erasure == 1

@@ -355,6 +355,7 @@ class TestRecovery:
         assert stage.of("queued").reason.startswith("is stuck: it was late again and again" if stuck else "")
         assert ("close" in Queued.log) == stuck
 
+    @pytest.mark.virtual_time
     async def test_an_engine_that_answers_others_while_a_sample_waits_is_not_stuck(self, stage, monkeypatch):
         working, sample_waits = Queued.ainfer, asyncio.Event()
 
@@ -366,7 +367,6 @@ class TestRecovery:
                 await asyncio.Event().wait()
             return await working(self, request)
 
-        monkeypatch.setattr(managed_backend, "SAMPLE_WITHIN_S", 0.05)
         monkeypatch.setattr(Queued, "ainfer", behind_a_long_queue)
         for _ in range(managed_backend.LATE_TO_BE_STUCK):
             with pytest.raises(NoBackendAnswered):

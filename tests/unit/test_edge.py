@@ -814,6 +814,7 @@ async def test_waiting_to_be_read_counts_against_the_deadline_and_ends_when_the_
 # Rates
 
 
+@pytest.mark.virtual_time
 async def test_beyond_its_rate_a_tenant_is_answered_429_and_others_are_not():
     served = Served(rate_limits={"tenants": {"shop": {"per_s": 0.1, "burst": 2}}})
     served.service.gate.set()
@@ -913,6 +914,7 @@ async def test_a_batch_beyond_one_gateways_share_is_taken_and_paid_off_afterward
     assert [answer.status_code for answer in answers] == [200, 429]
 
 
+@pytest.mark.virtual_time
 async def test_gateways_share_a_limit():
     served = Served(gateways=4, rate_limits={"default": {"per_s": 4, "burst": 8}})
     served.service.gate.set()

@@ -66,9 +66,9 @@ def test_calls_that_wait_together_share_one_commit(writer):
     seen = commits(writer)
     futures = [writer.submit(insert(number)) for number in range(50)]
     going_on.set()
-    assert [future.result(10) for future in futures] == [1] * 50
+    assert [future.result(120) for future in futures] == [1] * 50
     assert seen.count("COMMIT") <= 2  # the one of the call that held the writer may be among them
-    assert writer.submit(rows).result(10) == list(range(50))
+    assert writer.submit(rows).result(120) == list(range(50))
 
 
 def test_a_call_that_fails_is_undone_alone(writer):
@@ -79,10 +79,10 @@ def test_a_call_that_fails_is_undone_alone(writer):
     going_on = hold(writer)
     before, failing, after = writer.submit(insert(1)), writer.submit(fail), writer.submit(insert(2))
     going_on.set()
-    assert (before.result(10), after.result(10)) == (1, 1)
+    assert (before.result(120), after.result(120)) == (1, 1)
     with pytest.raises(ZeroDivisionError, match="by the caller"):
-        failing.result(10)
-    assert writer.submit(rows).result(10) == [1, 2]
+        failing.result(120)
+    assert writer.submit(rows).result(120) == [1, 2]
 
 
 def test_a_call_that_is_cancelled_while_it_waits_is_not_carried_out(writer):
@@ -90,25 +90,25 @@ def test_a_call_that_is_cancelled_while_it_waits_is_not_carried_out(writer):
     kept, cancelled = writer.submit(insert(1)), writer.submit(insert(2))
     assert cancelled.cancel()
     going_on.set()
-    kept.result(10)
-    assert writer.submit(rows).result(10) == [1]
+    kept.result(120)
+    assert writer.submit(rows).result(120) == [1]
 
 
 def test_a_full_disk_fails_every_call_of_the_group_and_the_writer_goes_on_when_there_is_room(writer):
-    writer.submit(insert(0)).result(10)
+    writer.submit(insert(0)).result(120)
     writer._connection.execute("PRAGMA max_page_count = 5")  # noqa: SLF001 - SQLite's own connection sets the limit
     going_on = hold(writer)
     futures = [writer.submit(insert("x" * 4000)) for _ in range(9)]
     going_on.set()
-    stored = [value for future in futures if not (value := future.exception(10))]
+    stored = [value for future in futures if not (value := future.exception(120))]
     for future in futures:
         if error := future.exception():
             assert isinstance(error, BackendUnavailable)
             assert "the disk is full; make room" in str(error)
     assert len(stored) < 9
-    assert len(writer.submit(rows).result(10)) == 1 + len(stored)
+    assert len(writer.submit(rows).result(120)) == 1 + len(stored)
     writer._connection.execute("PRAGMA max_page_count = 1000")  # noqa: SLF001 - SQLite's own connection sets the limit
-    assert writer.submit(insert("y" * 4000)).result(10) == 1
+    assert writer.submit(insert("y" * 4000)).result(120) == 1
 
 
 def test_what_was_submitted_before_closing_is_carried_out(tmp_path):
@@ -438,8 +438,11 @@ async def test_events_go_where_the_url_says_relative_or_absolute(tmp_path, monke
 async def test_processes_that_write_one_file_at_once_lose_nothing(tmp_path):
     code = """
 import asyncio, sys
+from functools import partial
 from cluster.events.store import Event, closing_store
 from cluster.values import Behaviour
+from integrations.sqlite import connection
+connection.TurnLock = partial(connection.TurnLock, timeout_s=300)  # a busy machine may keep a process from its turn for long
 async def main(url, name):
     async with closing_store(url) as store:
         for n in range(100):

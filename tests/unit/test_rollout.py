@@ -323,12 +323,12 @@ def _try_often(root: Path, version: int) -> None:
 
 
 def test_two_processes_at_once_lose_none_of_each_others_changes(rollouts: RolloutStore):
-    fork = multiprocessing.get_context("fork")
-    operators = [fork.Process(target=_try_often, args=(rollouts.store.root, version)) for version in (2, 3)]
+    spawn = multiprocessing.get_context("spawn")
+    operators = [spawn.Process(target=_try_often, args=(rollouts.store.root, version)) for version in (2, 3)]
     for operator in operators:
         operator.start()
     for operator in operators:
-        operator.join()
+        operator.join(300)
     assert [operator.exitcode for operator in operators] == [0, 0]
     ended = rollouts.read().ended
     assert len(ended) == len({one.trial.name for one in ended}) == 15, "all but the last"

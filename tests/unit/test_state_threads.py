@@ -2,7 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
-from time import monotonic
+from time import monotonic, sleep
 
 import numpy as np
 import pytest
@@ -22,54 +22,66 @@ def some_history(random):
     return history(*(EVENTS, EDITED)[random.integers(2)][: random.integers(1, 40)])
 
 
-def encodes(store, seed, stop):
-    """Requests for histories of random users, each checked against what must have been committed; how many."""
-    random, count = np.random.default_rng(seed), 0
-    while not stop.is_set():
-        remember(store, USERS[random.integers(len(USERS))], some_history(random))
-        count += 1
-    return count
+def encodes(store, seed):
+    """A request for the history of a random user, checked against what must have been committed."""
+    random = np.random.default_rng(seed)
+    return lambda: remember(store, USERS[random.integers(len(USERS))], some_history(random))
 
 
-def forgets(store, stop):
-    random, count = np.random.default_rng(9), 0
-    while not stop.wait(0.001):
+def encodes_tensors(tier):
+    from tests.unit.test_state_device import remember as remember_tensors  # noqa: PLC0415 - it needs torch
+
+    random = np.random.default_rng(3)
+    return lambda: remember_tensors(tier, USERS[random.integers(len(USERS))], some_history(random))
+
+
+def forgets(store):
+    random = np.random.default_rng(9)
+
+    def forget():
+        sleep(0.001)
         if random.random() < 0.1:
             store.forget_namespace("m/x")
         store.forget(USERS[random.integers(len(USERS))])
-        count += 1
-    return count
+
+    return forget
 
 
-def watches(store, stop):
-    count = 0
-    while not stop.wait(0.001):
+def watches(store):
+    def watch():
+        sleep(0.001)
         found = store.statistics()
         assert found.used_bytes <= found.budget_bytes
         assert 0 <= found.users <= len(USERS)
-        count += 1
-    return count
+
+    return watch
+
+
+def at_once(*steps, seconds=SECONDS, enough=lambda: True):
+    """Each of them again and again in a thread of its own, for so many seconds and until each was done once and it is enough."""
+    stop, done, until = Event(), [0] * len(steps), monotonic() + seconds
+
+    def repeat(number, step):
+        while not stop.is_set():
+            step()
+            done[number] += 1
+
+    with ThreadPoolExecutor(len(steps)) as threads:
+        try:
+            work = [threads.submit(repeat, number, step) for number, step in enumerate(steps)]
+            while not (monotonic() >= until and all(done) and enough()) and not any(each.done() for each in work):
+                sleep(0.01)
+        finally:
+            stop.set()
+    for each in work:
+        each.result()
 
 
 @pytest.mark.parametrize("name", STORES)
 def test_requests_erasures_and_statistics_at_once_leave_nothing_behind(name):
-    store, stop, until = STORES[name](pool_of(12)), Event(), monotonic() + SECONDS
-    with ThreadPoolExecutor(4) as threads:
-        try:
-            work = [
-                threads.submit(encodes, store, 1, stop),
-                threads.submit(encodes, store, 2, stop),
-                threads.submit(forgets, store, stop),
-                threads.submit(watches, store, stop),
-            ]
-            while monotonic() < until and not any(each.done() for each in work):
-                stop.wait(0.01)
-        finally:
-            stop.set()
-    assert all(each.result() > 0 for each in work)
-    found = store.statistics()
-    assert found.held == 0
-    assert found.hits > 0
+    store = STORES[name](pool_of(12))
+    at_once(encodes(store, 1), encodes(store, 2), forgets(store), watches(store), enough=lambda: store.statistics().hits > 0)
+    assert store.statistics().held == 0
     store.clear()
     assert store.pool.free == store.pool.pages
     assert (store.statistics().users, store.statistics().rows) == (0, 0)
@@ -80,27 +92,10 @@ def test_erasures_and_statistics_while_the_device_tier_writes_back(make):
     torch = pytest.importorskip("torch")
     from integrations.hstu.state.device import DeviceTier  # noqa: PLC0415 - torch is needed from here on
 
-    tier, stop, until = DeviceTier(make(pool_of(12)), "cpu", 4000), Event(), monotonic() + SECONDS / 2
+    tier = DeviceTier(make(pool_of(12)), "cpu", 4000)
     assert torch.device("cpu") == tier.device
-    with ThreadPoolExecutor(3) as threads:
-        try:
-            work = [threads.submit(encodes_tensors, tier, stop), threads.submit(forgets, tier, stop), threads.submit(watches, tier, stop)]
-            while monotonic() < until and not any(each.done() for each in work):
-                stop.wait(0.01)
-        finally:
-            stop.set()
-    assert all(each.result() > 0 for each in work)
+    at_once(encodes_tensors(tier), forgets(tier), watches(tier), seconds=SECONDS / 2)
     tier.clear()
     tier.flush()
     assert tier.statistics().used_bytes == tier.store.statistics().used_bytes == tier.store.statistics().held == 0
     tier.close()
-
-
-def encodes_tensors(tier, stop):
-    from tests.unit.test_state_device import remember as remember_tensors  # noqa: PLC0415 - it needs torch
-
-    random, count = np.random.default_rng(3), 0
-    while not stop.is_set():
-        remember_tensors(tier, USERS[random.integers(len(USERS))], some_history(random))
-        count += 1
-    return count
