@@ -49,6 +49,10 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
     "OTEL_BSP_SCHEDULE_DELAY": "500",
 }
+PATIENT_PROXY = {
+    "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "600",  # more than all deadlines of a patient gateway together
+}
+"""A HAProxy that does not take a gateway for stopped which a busy machine makes slow: it would begin the request anew at another."""
 
 
 class Node(LocalCluster):
@@ -69,10 +73,11 @@ class Node(LocalCluster):
 
 
 class SharedCluster:
-    """Runs what tests deploy to it. `directory` is where it was started, and where its logs are in the end."""
+    """Runs what tests deploy to it. `directory` is where it was started, and where its logs are in the end; `patient`: by PATIENT_PROXY."""
 
-    def __init__(self, profile: ProfileName, directory: Path) -> None:
+    def __init__(self, profile: ProfileName, directory: Path, *, patient: bool = False) -> None:
         self._profile, self.directory = profile, directory
+        self._environment = {**ENVIRONMENT, **(PATIENT_PROXY if patient else {})}
         self.collector = Collector()
         self._node: Node | None = None
         self._numbers = count(1)
@@ -82,7 +87,11 @@ class SharedCluster:
         """Started where it does not run."""
         if self._node is None:
             self.collector.start()
-            self._node = self._started()
+            try:
+                self._node = self._started()
+            except BaseException:
+                self.collector.stop()
+                raise
         return self._node
 
     @property
@@ -129,7 +138,7 @@ class SharedCluster:
         document = {**read_document(RAY_CONFIG), **({"tracing_config": TRACING} if self._profile == "fast" else {})}
         document["http_options"] |= {} if self._profile == "fast" else {"request_timeout_s": 120}  # what a busy machine may take
         with pytest.MonkeyPatch.context() as patch, chdir(self.directory):
-            for name, value in {**ENVIRONMENT, "OTEL_EXPORTER_OTLP_ENDPOINT": self.collector.url}.items():
+            for name, value in {**self._environment, "OTEL_EXPORTER_OTLP_ENDPOINT": self.collector.url}.items():
                 patch.setenv(name, value)
             node = Node(self._profile, self.directory / "logs", document)
             node.directory.mkdir(exist_ok=True)
@@ -211,21 +220,21 @@ def end_all() -> None:
         cluster.end()
 
 
-def _sharing(profile: ProfileName, factory: pytest.TempPathFactory) -> Iterator[SharedCluster]:
-    cluster = SharedCluster(profile, factory.mktemp(profile))
+def _sharing(profile: ProfileName, factory: pytest.TempPathFactory, *, patient: bool) -> Iterator[SharedCluster]:
+    cluster = SharedCluster(profile, factory.mktemp(profile), patient=patient)
     _shared.append(cluster)
     yield cluster
     cluster.end()
 
 
 @pytest.fixture(scope="session")
-def fast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCluster]:
-    yield from _sharing("fast", tmp_path_factory)
+def fast(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCluster]:
+    yield from _sharing("fast", tmp_path_factory, patient=not request.config.getoption("--chaos-long", default=False))
 
 
 @pytest.fixture(scope="session")
 def default(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCluster]:
-    yield from _sharing("default", tmp_path_factory)
+    yield from _sharing("default", tmp_path_factory, patient=False)
 
 
 @pytest.fixture(scope="session")
