@@ -17,7 +17,7 @@ from tests.chaos.served import DEPLOYMENTS, Served, served
 from tests.clusters import SharedCluster
 from tests.compiled import compiled
 from tests.documents import ROOT
-from tests.integration.conftest import PATIENT
+from tests.integration.conftest import PATIENT, PATIENT_READS
 
 Recorder = Callable[[Row], AbstractContextManager[Row]]
 
@@ -90,7 +90,7 @@ def two(model: Bundle, cluster: SharedCluster, long: bool, tmp_path_factory: pyt
     args = {
         "encoder": {"order": ["onnxruntime", "torch"], "backends": ENCODERS},
         "generator": {"order": ["torch_beam"]},
-        "events": {"url": f"sqlite:///{directory}/events.db"},
+        "events": {"url": f"sqlite:///{directory}/events.db", **({} if long else PATIENT_READS)},
         "gateway": {} if long else PATIENT,
     }
     replicas = dict.fromkeys(DEPLOYMENTS if long else ("gateway", "encoder"), 2)

@@ -15,7 +15,7 @@ from tests.chaos.rows import Row
 from tests.chaos.served import Served, served
 from tests.clusters import SharedCluster
 from tests.documents import ROOT
-from tests.integration.conftest import behaviours
+from tests.integration.conftest import PATIENT, PATIENT_READS, behaviours
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
@@ -59,9 +59,9 @@ def damaged(compiled_hstu, cluster: SharedCluster, tmp_path_factory) -> Iterator
     cut(root / str(store.current()) / WEIGHTS)
     graph = root / f"{last_good}/onnx/retrieve.fp32.onnx"  # the one that is served
     graph.write_bytes(bytes(byte ^ 1 for byte in graph.read_bytes()))
-    events = {"events": {"url": f"sqlite:///{root.parent}/events/events.db"}}
+    patient = {"gateway": PATIENT, "events": {"url": f"sqlite:///{root.parent}/events/events.db", **PATIENT_READS}}
     (root.parent / "events").mkdir()
-    with served(cluster, tmp_path_factory.mktemp("served"), root, {**ARGS, **events}) as serving:
+    with served(cluster, tmp_path_factory.mktemp("served"), root, {**ARGS, **patient}) as serving:
         yield serving
 
 

@@ -14,10 +14,16 @@ import httpx
 from tests.clusters import Application
 from tests.waiting import eventually, json_of, until_right
 
-PATIENT = {"deadline_s": 30.0, "generation_deadline_s": 30.0, "request_within_s": 90.0, "admission": {"max_wait_ms": 30_000}}
+PATIENT = {
+    **dict.fromkeys(("deadline_s", "generation_deadline_s", "ranking_deadline_s"), 30.0),
+    "request_within_s": 90.0,
+    "admission": {"max_wait_ms": 30_000},
+}
 """A gateway that has requests wait rather than refuses them, however busy this machine is: who is refused when is told by the tests of the
 edge and of chaos.
 """
+PATIENT_READS = {"read_deadline_ms": 30_000.0}
+"""Of stored histories, under `events`."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +40,13 @@ class Live:
 
     def recommend(self, **request: Any) -> httpx.Response:
         """Computed, not taken from the cache, unless `cache` says otherwise."""
-        return httpx.post(f"{self.url}/v1/recommend", json={"user_id": "ada", "cache": "bypass", **request}, timeout=30)
+        return httpx.post(f"{self.url}/v1/recommend", json={"user_id": "ada", "cache": "bypass", **request}, timeout=120)
 
     def switch(self, name: str, to: str, stage: str = "encoder") -> None:
         """Until every replica follows, however long one of them takes to report."""
 
         def applied() -> bool:
-            response = httpx.post(f"{self.url}/v1/backends/{stage}/{name}:{to}", timeout=30)
+            response = httpx.post(f"{self.url}/v1/backends/{stage}/{name}:{to}", timeout=120)
             assert response.status_code == 200, response.text
             return bool(response.json()["applied"])
 
@@ -96,6 +102,14 @@ class Live:
                 stop.set()
             for future in futures:
                 future.result()
+
+
+def everywhere(ask: Callable[[], httpx.Response]) -> dict[str, Any]:
+    """Ask for an erasure until every replica has followed, however late one of them reports; what the first answer tells."""
+    first: dict[str, Any] = ask().raise_for_status().json()
+    if not first["everywhere"]:
+        eventually(lambda: ask().raise_for_status().json()["everywhere"], "every replica has followed")
+    return first
 
 
 def behaviours(*items: int, start: int = 1_700_000_000) -> list[dict[str, Any]]:

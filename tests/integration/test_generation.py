@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,11 @@ class Generative(Live):
 
     def engine(self) -> int | None:
         """vLLM's engine process of the generator's replica, None where there is none."""
-        return next((one for one in descendants(self.serving.pid) if b"EngineCore" in Path(f"/proc/{one}/cmdline").read_bytes()), None)
+        for one in descendants(self.serving.pid):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+                if b"EngineCore" in Path(f"/proc/{one}/cmdline").read_bytes():
+                    return one
+        return None
 
 
 def descendants(process: int) -> set[int]:

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.bundle import Bundle
 from tests.clusters import CPUS, Application, SharedCluster, fixed
-from tests.integration.conftest import PATIENT, behaviours
+from tests.integration.conftest import PATIENT, behaviours, everywhere
 from tests.waiting import json_of, until_right
 
 pytestmark = pytest.mark.cluster
@@ -72,8 +72,7 @@ def test_a_returning_user_is_an_append_after_the_encoder_was_scaled_down_and_aft
     now = until_right(lambda: states(served), lambda now: now["hits"] - before["hits"] == len(USERS))
     assert now["misses"] == before["misses"]
 
-    erased = httpx.delete(f"{served.url}/v1/users/{USERS[0]}/history", timeout=60).json()
-    assert erased["everywhere"]
+    everywhere(lambda: httpx.delete(f"{served.url}/v1/users/{USERS[0]}/history", timeout=120))
     with_encoder(served, num_replicas=1, ray_actor_options={"num_cpus": 2 * CPUS})
     left = len(USERS) - 1
     until_right(lambda: states(served), lambda now: (now.get("users"), now.get("rows")) == (left, left * len(LONG)))

@@ -8,7 +8,7 @@ import pytest
 from cluster.bundle import Bundle
 from tests.clusters import SharedCluster, fixed
 from tests.collector import Collector
-from tests.integration.conftest import PATIENT, Live
+from tests.integration.conftest import PATIENT, PATIENT_READS, Live
 from tests.ports import free_port
 
 SETTINGS = {
@@ -45,5 +45,6 @@ def live(compiled_hstu: Bundle, fast: SharedCluster, tmp_path_factory: pytest.Te
     application = document["applications"][0]
     application["logging_config"] = {**document["logging_config"], "encoding": "JSON", "logs_dir": str(logs)}
     application["args"]["gateway"].update(PATIENT, slow_ms=0.001)
+    application["args"]["events"].update(PATIENT_READS)
     with fast.application(document, {"model_dir": str(model_dir), "zeromq": {"address": door}, **SETTINGS}) as serving:
         yield Live(serving.url, model_dir, serving, logs, door)

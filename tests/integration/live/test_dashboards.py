@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -72,8 +73,9 @@ def prometheus(live: Live, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def targets_of(live: Live) -> Path:
     """The file in which the cluster's head names them."""
     for process in psutil.Process(live.serving.pid).children(recursive=True):
-        if found := re.search(r"--raylet_socket_name=(\S+)/sockets/", " ".join(process.cmdline())):
-            return Path(found[1]) / "prom_metrics_service_discovery.json"
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if found := re.search(r"--raylet_socket_name=(\S+)/sockets/", " ".join(process.cmdline())):
+                return Path(found[1]) / "prom_metrics_service_discovery.json"
     raise AssertionError("no raylet below the process that serves")
 
 

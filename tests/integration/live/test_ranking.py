@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from tests.integration.conftest import Live, behaviours
+from tests.integration.conftest import Live, behaviours, everywhere
 from tests.integration.live.test_state import tell, user  # noqa: F401 - the fixture
 from tests.waiting import until_right
 
@@ -52,7 +52,7 @@ def test_what_is_stored_of_the_user_counts_and_is_forgotten_when_they_are_erased
     known = rank(live, user_id=user).json()
     assert served(known)[0][0] == "history"
     assert [one["score"] for one in known["items"]] != [one["score"] for one in newcomer["items"]]
-    assert httpx.delete(f"{live.url}/v1/users/{user}/history", timeout=30).json()["everywhere"]
+    everywhere(lambda: httpx.delete(f"{live.url}/v1/users/{user}/history", timeout=120))
     again = rank(live, user_id=user).json()
     assert [one["item_id"] for one in again["items"]] == [one["item_id"] for one in newcomer["items"]]
 

@@ -5,7 +5,7 @@ from itertools import count
 import httpx
 import pytest
 
-from tests.integration.conftest import Live, behaviours
+from tests.integration.conftest import Live, behaviours, everywhere
 from tests.waiting import json_of, until_right
 
 pytestmark = pytest.mark.cluster
@@ -20,7 +20,7 @@ def user():
 
 
 def post(live: Live, path: str, **body):
-    return httpx.post(f"{live.url}{path}", json=body, timeout=30)
+    return httpx.post(f"{live.url}{path}", json=body, timeout=120)
 
 
 def ask(live: Live, user: str, **more):
@@ -86,8 +86,8 @@ def test_an_erased_user_is_gone_from_the_store_from_the_cache_and_from_the_engin
     tell(live, user, *LONG)
     ask(live, user, cache="refresh")
     forgotten = states(live).get("forgotten", 0)
-    erased = httpx.delete(f"{live.url}/v1/users/{user}/history", timeout=30).json()
-    assert (erased["events"], erased["everywhere"]) == (len(LONG), True)
+    erased = everywhere(lambda: httpx.delete(f"{live.url}/v1/users/{user}/history", timeout=120))
+    assert erased["events"] == len(LONG)
     assert erased["cached_answers"] >= 1
     until(live, lambda now: now.get("forgotten", 0) > forgotten)
     answer = ask(live, user)
@@ -109,7 +109,5 @@ def test_cached_answers_are_told_by_tier_and_tenant_and_can_be_dropped(live, use
     caches = json_of(f"{live.url}/v1/cache")
     assert [tier["tier"] for tier in caches["tiers"]] == ["l1", "l2"]
     assert caches["tiers"][0]["tenants"]["shop"]["hits"] >= 1
-    dropped = post(live, "/v1/cache:invalidate", tenant="shop").json()
-    assert dropped["dropped"] >= 1
-    assert dropped["everywhere"]
+    assert everywhere(lambda: post(live, "/v1/cache:invalidate", tenant="shop"))["dropped"] >= 1
     assert ask(live, user, behaviours=behaviours(1), tenant="shop")["cache"]["tier"] == "computed"
