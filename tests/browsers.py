@@ -9,6 +9,9 @@ import pytest
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install '.[dev]')")
 expect = playwright.expect
+PATIENCE_MS = 120_000
+"""For whatever a page is to come to: a test says what that is, not how soon on a busy machine."""
+expect.set_options(timeout=PATIENCE_MS)
 
 
 @contextmanager

@@ -36,9 +36,9 @@ def _whole_again(two: Served) -> Iterator[None]:
     """Every test begins and ends with all replicas of each deployment, and each of them reports."""
     yield
     wanted = two.wanted()
-    eventually(two.is_complete, "every replica runs", 120)
-    eventually(lambda: all(two.stages()[stage]["replicas"] == wanted[stage] for stage in ("encoder", "generator")), "each reports", 120)
-    eventually(lambda: two.ask(behaviours=[]).status_code == 200, "an answer", 60)
+    eventually(two.is_complete, "every replica runs")
+    eventually(lambda: all(two.stages()[stage]["replicas"] == wanted[stage] for stage in ("encoder", "generator")), "each reports")
+    eventually(lambda: two.ask(behaviours=[]).status_code == 200, "an answer")
 
 
 def phases(*, long: bool, event_s: float = EVENT_S) -> tuple[list[Phase], float]:

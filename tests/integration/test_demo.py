@@ -23,6 +23,7 @@ def genrec(*arguments: object, within: Path) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.cluster
+@pytest.mark.timeout(1800)  # the demo itself may take 1500
 def test_recommends_real_films_and_ends_with_the_answer_as_json(tmp_path: Path):
     try:
         DatasetOptions(name="ml-100k").read()

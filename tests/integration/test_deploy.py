@@ -88,7 +88,7 @@ def test_serve_deploy_serves_and_a_new_user_config_changes_engines_without_a_res
         config.write_text(yaml.safe_dump(document))
         deploy(config, dashboard)
         eventually(lambda: is_ready(url), "ready")
-        assert served_by() == "onnxruntime"
+        eventually(lambda: served_by() == "onnxruntime", "onnxruntime serves")
         eventually(lambda: calls_of_onnxruntime() > 0, "the call is counted")
 
         encoder = next(one for one in document["applications"][0]["deployments"] if one["name"] == "encoder")

@@ -51,6 +51,7 @@ def cluster(compiled_hstu, tmp_path_factory) -> Iterator[LocalCluster]:
 def two_of_each(directory: Path) -> Path:
     """ray_config.yaml with two gateways and two encoders, each on a node of its own as long as there are two."""
     document = yaml.safe_load((ROOT / "ray_config.yaml").read_text())
+    document["http_options"]["request_timeout_s"] = 120  # what a busy machine may take
     for deployment in document["applications"][0]["deployments"]:
         if deployment["name"] in {"gateway", "encoder"}:
             deployment.pop("autoscaling_config", None)
@@ -105,7 +106,7 @@ def open_traffic(urls: list[str]) -> Iterator[Tally]:
             callers.submit(ask, number)
             number += 1
 
-    with httpx.Client(timeout=20) as client, ThreadPoolExecutor(32) as callers, ThreadPoolExecutor(1) as driver:
+    with httpx.Client(timeout=120) as client, ThreadPoolExecutor(32) as callers, ThreadPoolExecutor(1) as driver:
         driving = driver.submit(drive)
         try:
             yield tally
@@ -129,7 +130,7 @@ def test_replicas_are_spread_over_the_nodes_and_each_node_s_proxy_answers(cluste
     assert sorted(nodes_of(cluster, "gateway")) == sorted(workers)
     assert head not in nodes_of(cluster, "encoder")
     eventually(lambda: len(cluster.urls) == 3, "three proxies answer")
-    answers = [httpx.post(f"{url}/v1/recommend", json=HISTORY, timeout=20).json() for url in cluster.urls]
+    answers = [httpx.post(f"{url}/v1/recommend", json=HISTORY, timeout=120).json() for url in cluster.urls]
     assert all([item["item_id"] for item in answer["items"]] == [item["item_id"] for item in answers[0]["items"]] for answer in answers)
 
 
@@ -163,4 +164,4 @@ def test_gateways_serve_on_while_the_head_is_gone_and_it_comes_back_from_redis(c
         cluster.wait_until_running()
     assert tally.failed == []
     assert encoders(cluster) == before, "the controller started new replicas beside those that served"
-    assert httpx.post(f"{cluster.url}/v1/recommend", json=HISTORY, timeout=20).status_code == 200
+    assert httpx.post(f"{cluster.url}/v1/recommend", json=HISTORY, timeout=120).status_code == 200

@@ -20,6 +20,7 @@ from cluster.values import Item
 from tests.browsers import chromium, expect
 from tests.bundles import make_generative_bundle
 from tests.clusters import SharedCluster, fixed
+from tests.integration.conftest import PATIENT
 
 pytestmark = pytest.mark.cluster
 
@@ -59,7 +60,7 @@ def url(models: Path, fast: SharedCluster) -> Iterator[str]:
         write_catalogue(Catalogue([film(number) for number in range(1, 201)]), draft.path / CATALOGUE)
         draft.compiled_from = None
     document = fixed({"ranker": 0})
-    gateway = {**document["applications"][0]["args"].get("gateway", {}), **GUARDED}
+    gateway = {**document["applications"][0]["args"].get("gateway", {}), **PATIENT, **GUARDED}
     with fast.application(document, {"model_dir": str(root), "gateway": gateway, **SETTINGS}) as serving:
         events = [{"user_id": "ada", "item_id": str(item), "action": "like"} for item in (3, 14, 15, 92, 65)]
         httpx.post(f"{serving.url}/v1/events", json={"events": events}, timeout=30).raise_for_status()
@@ -202,25 +203,25 @@ def test_the_cluster_is_seen_live_and_an_engine_switched_off_is_passed_over(page
     engine = page.get_by_label("Ask torch in the stage encoder")
     try:
         engine.uncheck()
-        expect(page.locator("#waterfall-a [data-stage=encode][data-backend=mean]")).to_be_visible(timeout=15_000)
+        expect(page.locator("#waterfall-a [data-stage=encode][data-backend=mean]")).to_be_visible()
         expect(page.locator("#waterfall-a [data-stage=encode]")).to_contain_text("not torch")
         expect(page.locator("[data-engine='encoder/torch'] .reason")).to_contain_text(re.compile("off|disabled"))
         shoot(page, "cluster")
     finally:
         engine.check()
-    expect(page.locator("#waterfall-a [data-stage=encode][data-backend=torch]")).to_be_visible(timeout=15_000)
+    expect(page.locator("#waterfall-a [data-stage=encode][data-backend=torch]")).to_be_visible()
 
 
 def test_an_engine_that_is_asked_first_serves_without_any_other_having_failed(page):
     page.locator("#engines").scroll_into_view_if_needed()
     try:
         page.get_by_role("button", name="Ask mean first in the stage encoder").click()
-        expect(page.locator("#waterfall-a [data-stage=encode][data-backend=mean]")).to_be_visible(timeout=15_000)
+        expect(page.locator("#waterfall-a [data-stage=encode][data-backend=mean]")).to_be_visible()
         expect(page.locator("#waterfall-a [data-stage=encode]")).not_to_contain_text("not torch")
         expect(page.locator("[data-engine='encoder/mean'] .place")).to_have_text("1.")
     finally:
         page.get_by_role("button", name="Ask torch first in the stage encoder").click()
-    expect(page.locator("#waterfall-a [data-stage=encode][data-backend=torch]")).to_be_visible(timeout=15_000)
+    expect(page.locator("#waterfall-a [data-stage=encode][data-backend=torch]")).to_be_visible()
 
 
 def test_nothing_is_polled_while_nobody_looks(page):
@@ -288,10 +289,10 @@ def test_with_a_key_that_may_only_operate_engines_are_switched_and_the_other_pan
         engine = page.get_by_label("Ask torch in the stage encoder")
         try:
             engine.uncheck()
-            expect(page.locator("[data-engine='encoder/torch'] .reason")).to_contain_text(re.compile("off|disabled"), timeout=15_000)
+            expect(page.locator("[data-engine='encoder/torch'] .reason")).to_contain_text(re.compile("off|disabled"))
         finally:
             engine.check()
-        expect(page.locator("[data-engine='encoder/torch'] .reason")).not_to_contain_text(re.compile("off|disabled"), timeout=15_000)
+        expect(page.locator("[data-engine='encoder/torch'] .reason")).not_to_contain_text(re.compile("off|disabled"))
         expect(page.get_by_role("alert")).to_be_hidden()
         give_key(page, KEY)
         expect(page.locator("#items-a > li[data-item]")).to_have_count(10)
