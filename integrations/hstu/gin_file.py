@@ -18,6 +18,8 @@ from cluster.errors import ConfigError
 
 _LAYOUT = {tokenize.NL, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT}
 _ENDS = {tokenize.NEWLINE, tokenize.ENDMARKER}
+_NOT_READ = (ValueError, SyntaxError, RecursionError, MemoryError)
+"""What Python raises at text that is no value, the last two at one that is nested too deeply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,8 @@ class Setting:
         """The value. Raises ConfigError where it is computed, as from a macro or another setting."""
         try:
             return ast.literal_eval(self.text)
-        except (ValueError, SyntaxError):
-            self.refuse(f"{self.key} = {self.text} is no number, string or truth value; write the value itself")
+        except _NOT_READ:
+            self.refuse(f"{self.key} = {_shown(self.text)} is no number, string or truth value; write the value itself")
 
     def refuse(self, why: str) -> NoReturn:
         raise ConfigError(f"{self.path}, line {self.line}: {why}")
@@ -76,7 +78,7 @@ def _statements(path: Path, text: str) -> Iterator[list[TokenInfo]]:
 def _setting(path: Path, tokens: Sequence[TokenInfo]) -> Setting | None:
     """The setting that a statement makes; None where it makes none."""
     line, words = tokens[0].start[0], [token.string for token in tokens]
-    where, shown = f"{path}, line {line}", tokens[0].line.strip()
+    where, shown = f"{path}, line {line}", _shown(tokens[0].line.strip())
     if "=" not in words:
         _refuse_unless_import(where, shown, words)
         return None
@@ -84,12 +86,25 @@ def _setting(path: Path, tokens: Sequence[TokenInfo]) -> Setting | None:
     target, text = "".join(words[:equals]), _source(tokens[equals + 1 :])
     *scopes, selector = target.split("/")
     parts = selector.split(".")
-    if not text or not all(part.isidentifier() for part in (*scopes, *parts)):
+    if not all(part.isidentifier() for part in (*scopes, *parts)) or not _is_one_value(tokens[equals + 1 :]):
         raise ConfigError(f"{where}: {shown!r} is no setting; write NAME.PARAMETER = VALUE")
     if len(parts) == 1:  # a macro, which a setting that names it is refused for
         return None
     *modules, name, parameter = parts
     return Setting(path, line, "/".join(scopes), ".".join(modules), name, parameter, text)
+
+
+def _is_one_value(tokens: Sequence[TokenInfo]) -> bool:
+    """Whether the tokens are one value from the first to the last: one of Python's, or with references (@) and macros (%) in its places."""
+    try:
+        ast.parse(_source([token for token in tokens if token.string not in {"@", "%"}]), mode="eval")
+    except _NOT_READ:
+        return False
+    return True
+
+
+def _shown(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _source(tokens: Sequence[TokenInfo]) -> str:
