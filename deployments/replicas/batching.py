@@ -64,9 +64,10 @@ def engine_batcher(
             answers = iter(await compute(list(compress(requests, timely))) if any(timely) else ())
             if any(timely):  # that nothing was computed says nothing of how long it takes
                 most.after(sum(timely), now)
+                batcher.most = most.limits.max_requests
             return [next(answers) if in_time else too_late() for in_time in timely]
 
-    return Batcher(
+    batcher: Batcher[Request, Answer] = Batcher(
         run,
         lambda sizes: alike(sizes, most.limits),
         limits.max_requests,
@@ -78,6 +79,7 @@ def engine_batcher(
         ),
         size=rows,
     )
+    return batcher
 
 
 class BatchLimits:

@@ -235,6 +235,16 @@ async def test_batches_become_smaller_while_they_take_longer_than_they_may_and_l
     assert engine.batches[-2] == 32
 
 
+async def test_a_batch_that_became_smaller_waits_for_no_more_once_it_is_full():
+    engine = SlowEngine(max_requests=32, max_tokens=1000, target_ms=40, max_wait_ms=1000)
+    engine.each_s = 0.1
+    await asyncio.gather(*engine.asked(*range(100)))
+    assert engine.batches[-2] == 2, "a sixteenth"
+    began = monotonic()
+    await asyncio.gather(*engine.asked(1, 2))
+    assert monotonic() - began == pytest.approx(0.2, abs=0.05)
+
+
 async def test_requests_that_are_too_late_to_be_computed_make_no_batch_larger():
     engine = SlowEngine(max_requests=32, max_tokens=1000, target_ms=40)
     await asyncio.gather(*engine.asked(*range(400)))
