@@ -41,7 +41,6 @@ from deployments.sizing.model import sampled_entry, sizes_of
 from deployments.sizing.parts import Plan, Process
 from deployments.sizing.processes import plan_of, replica, replicas
 from integrations.hstu.config import HSTUConfig
-from integrations.hstu.limits import row_blocks
 from integrations.hstu.random_bundles import make_complete_bundle
 from integrations.hstu.torch_append import nothing
 from integrations.onnx.append import append_run
@@ -224,8 +223,7 @@ def all_shapes(bundle: Bundle) -> Compared:
         return_freed()
         return int(psutil.Process().memory_info().rss)
 
-    longest = config.max_history
-    whole, appended = shapes_met(settings.encoder.batching.max_requests, range(1, longest + 1), longest, row_blocks(longest))
+    whole, appended = shapes_met(settings.encoder.batching.max_requests, range(1, config.max_history + 1), config)
     before = show(whole[-1:], [max(appended, key=prod), max(appended, key=lambda shape: shape[0] * shape[2])])
     return Compared(f"{bundle.path.parent.name}: {len(whole)} and {len(appended)} shapes", predicted, show(whole, appended) - before)
 

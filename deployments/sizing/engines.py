@@ -18,8 +18,8 @@ from deployments.sizing.model import Sizes
 from deployments.sizing.parts import MIB, Part, Place
 from integrations.hstu.append_inputs import most_users_at_once
 from integrations.hstu.config import HSTUConfig, SequenceConfig
-from integrations.hstu.limits import row_blocks
-from integrations.hstu.model_parameter_calculator import model_size
+from integrations.hstu.limits import MOST_PAIRS, MOST_PAIRS_ON_GPU
+from integrations.hstu.model_parameter_calculator import append_bytes, model_size
 from integrations.hstu.state.pool import PAGE_ROWS, Plane
 from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, KEEP_FROM_TRITON, state_planes
 from integrations.openvino.shapes import shapes_met
@@ -100,7 +100,7 @@ def stage_parts(stage: str, settings: Settings, sizes: Sizes, use: Use, place: P
     if stage == "encoder" and names:
         yield Part("encoder: states taken over", settings.encoder.handover.max_bytes, "passing", key="encoder.handover.max_bytes")
     if names and names[0] != "vllm":  # which has no batches of ours
-        yield _batch(stage, settings.engines(stage), sizes, _place(names[0], place))
+        yield _batch(stage, names[0], settings.engines(stage), sizes, _place(names[0], place))
 
 
 def libraries(stage: str, settings: Settings, sizes: Sizes, place: Place) -> set[str]:
@@ -141,8 +141,7 @@ def engine_process(settings: Settings, sizes: Sizes, place: Place) -> tuple[Part
 def _encoder(name: str, settings: Settings, sizes: Sizes, use: Use, place: Place) -> Iterator[Part]:
     options, place = settings.encoder.options.get(name, {}), _place(name, place)
     weights = model_size(sizes.encoder).weight_bytes
-    appends = isinstance(sizes.encoder, HSTUConfig) and APPENDS.get(name) in {None, *sizes.graphs}
-    state_bytes = _state_bytes(name, options, sizes.encoder) if appends else 0
+    state_bytes = _state_bytes(name, options, sizes.encoder) if _appends(name, sizes) else 0
     match name:
         case "onnxruntime":
             search = _narrowed(sizes.encoder) if options.get("precision") == "int8" else weights
@@ -214,7 +213,7 @@ def _programs(name: str, settings: Settings, sizes: Sizes, use: Use, *, keeps: b
         return
     longest = sizes.encoder.max_history
     lengths = [min(longest, use.history)] if use.history else range(1, longest + 1)
-    whole, appended = shapes_met(settings.encoder.batching.max_requests, lengths, longest, row_blocks(longest))
+    whole, appended = shapes_met(settings.encoder.batching.max_requests, lengths, sizes.encoder)
     yield Part(f"{name}: programs for shapes", len(whole) * WHOLE_SHAPE + keeps * len(appended) * APPENDED_SHAPE, "filled")
 
 
@@ -250,20 +249,35 @@ def _semantic_ids(sizes: Sizes) -> Iterator[Part]:
         yield Part("generator: semantic IDs", 4 * (sizes.items + 1) * (2 * sizes.decoder.levels + 8))
 
 
-def _batch(stage: str, settings: EngineSettings, sizes: Sizes, place: Place) -> Part:
-    """The largest batch while it is computed."""
+def _batch(stage: str, name: str, settings: EngineSettings, sizes: Sizes, place: Place) -> Part:
+    """The largest batch while it is computed: of the longest histories of users of which nothing is kept."""
     limits = settings.batching
     match stage:
         case "encoder":
             users = max(1, min(limits.max_requests, limits.max_tokens // sizes.encoder.max_history))
-            size = model_size(sizes.encoder, batch=users).activation_bytes + 8 * limits.max_requests * sizes.items
+            keeps = _appends(name, sizes) and _state_bytes(name, settings.options.get(name, {}), sizes.encoder)
+            appended = _appended_bytes(name, sizes.encoder, users, place) if keeps else 0
+            size = max(model_size(sizes.encoder, batch=users).activation_bytes, appended) + 8 * limits.max_requests * sizes.items
         case "ranker":
             assert sizes.ranker is not None
-            size = model_size(sizes.ranker, length=sizes.ranker.max_history + 1).activation_bytes
+            in_blocks = model_size(sizes.ranker, length=sizes.ranker.max_history + 1).activation_bytes
+            size = max(in_blocks, _appended_bytes(name, sizes.ranker, 1, place))
         case _:
             assert sizes.decoder is not None
             size = 4 * limits.max_tokens * sizes.decoder.hidden * (2 * sizes.decoder.layers + 8)
     return Part(f"{stage}: a batch", size, "passing", place, f"{stage}.batching")
+
+
+def _appends(name: str, sizes: Sizes) -> bool:
+    """Whether an encoder of this name can append new events to kept states."""
+    return isinstance(sizes.encoder, HSTUConfig) and APPENDS.get(name) in {None, *sizes.graphs}
+
+
+def _appended_bytes(name: str, config: SequenceConfig, users: int, place: Place) -> int:
+    """The bytes in use while an engine appends whole histories by a graph; 0 of those that do it in blocks of their own."""
+    if name not in {"onnxruntime", "openvino"} or not isinstance(config, HSTUConfig):
+        return 0
+    return append_bytes(config, users, MOST_PAIRS_ON_GPU if place == "gpu" else MOST_PAIRS)
 
 
 def _narrowed(config: SequenceConfig) -> int:

@@ -18,6 +18,8 @@ from integrations.hstu.user_behavior_schema import BehaviourBatch
 
 Arrays: TypeAlias = dict[str, Any]
 NEW_ROWS = ("items", "times", "next_times")
+PAST_ROWS = {"past_times": 1, "past_kt": 4, "past_v": 3}
+"""The inputs with kept rows, and the axis of the rows."""
 GROUP_BYTES = 128 << 20
 """The most bytes that the kept rows of one group take, padding included, unless a single user's take more."""
 GROUP_BYTES_ON_GPU = 2 << 30
@@ -35,7 +37,8 @@ class Shapes:
     """The shapes that an engine takes: what B, S and P are padded to, and how many users and new rows it takes at once.
 
     New rows beyond `most_new` are appended in steps, and a group with more than `most_padded` is not padded. `most_bytes`: of the kept rows
-    of a group. The default is an engine that takes any shape.
+    of a group; `most_pairs`: of a new row and a row that it looks at, of several users together. The default is an engine that takes any
+    shape.
     """
 
     users: Size = _as_it_is
@@ -45,6 +48,7 @@ class Shapes:
     most_new: int = sys.maxsize
     most_padded: int = sys.maxsize
     most_bytes: int = GROUP_BYTES
+    most_pairs: int = sys.maxsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +77,17 @@ def groups(users: Iterable[AppendRequest], row_bytes: int, shapes: Shapes | None
     for user in users:
         alike.setdefault((max(user.new, _FEW_NEW).bit_length(), max(user.kept, _FEW_KEPT).bit_length()), []).append(user)
     for group in alike.values():
-        at_once = min(shapes.most_users, max(1, shapes.most_bytes // (row_bytes * max(1, _most_rows(group, shapes)))))
+        at_once = _at_once(group, row_bytes, shapes)
         yield from (group[start : start + at_once] for start in range(0, len(group), at_once))
+
+
+def _at_once(group: Sequence[AppendRequest], row_bytes: int, shapes: Shapes) -> int:
+    """How many of the users are computed together."""
+    kept, new = _most_rows(group, shapes), min(max(user.new for user in group), shapes.most_new)
+    most = min(len(group), shapes.most_users, max(1, shapes.most_bytes // (row_bytes * max(1, kept))))
+    padded = shapes if new <= shapes.most_padded else Shapes()
+    pairs = padded.new(new) * (padded.new(new) + padded.past(kept))
+    return next((users for users in range(most, 1, -1) if padded.users(users) * pairs <= shapes.most_pairs), 1)
 
 
 def _most_rows(group: Sequence[AppendRequest], shapes: Shapes) -> int:
@@ -128,21 +141,30 @@ def kept_side_by_side(pool: BufferPool, config: HSTUConfig, users: int, past: in
     return kt, pool.array("past_v", (config.layers, users, config.heads, past, config.linear_dim))
 
 
-def in_steps(run: Callable[[Arrays], Arrays], inputs: Arrays, most_new: int) -> Arrays:
-    """The outputs of `run`, called with at most `most_new` new rows at a time. Each step's rows are written into the inputs' kept rows."""
-    count, lengths, kept = inputs["items"].shape[1], inputs["lengths"], inputs["past_lengths"]
+def in_steps(run: Callable[[Arrays], Arrays], inputs: Arrays, shapes: Shapes) -> Arrays:
+    """The outputs of `run`, called with at most `most_new` new rows at a time, and with the kept rows that there are by then. Each step's
+    rows are written into the inputs' kept rows.
+    """
+    count, lengths, kept, most_new = inputs["items"].shape[1], inputs["lengths"], inputs["past_lengths"], shapes.most_new
     if count <= most_new:
         return run(inputs)
     parts = []
     for start in range(0, count, most_new):
         new = {name: inputs[name][:, start : start + most_new].copy() for name in NEW_ROWS}  # what is compiled depends on strides
         firsts, left = kept + np.minimum(lengths, start), np.clip(lengths - start, 0, most_new)
-        made = run({**inputs, **new, "lengths": np.maximum(left, 1), "past_lengths": firsts})
+        past = {name: _first_rows(inputs[name], axis, shapes.past(int(firsts.max()))) for name, axis in PAST_ROWS.items()}
+        made = run({**inputs, **new, **past, "lengths": np.maximum(left, 1), "past_lengths": firsts})
         for user, (first, rows) in enumerate(zip(firsts.tolist(), left.tolist(), strict=True)):
             inputs["past_kt"][:, user, :, :, first : first + rows] = made["kt"][:, user, :, :, :rows]
             inputs["past_v"][:, user, :, first : first + rows] = made["v"][:, user, :, :rows]
         parts.append(made)
     return {name: _joined([part[name] for part in parts], axis) for name, axis in {"states": 1, "kt": 4, "v": 3}.items()}
+
+
+def _first_rows(rows: Any, axis: int, count: int) -> Any:
+    """The first rows along the axis, in one piece: an array's or a tensor's."""
+    first = rows[(slice(None),) * axis + (slice(count),)]
+    return np.ascontiguousarray(first) if isinstance(first, np.ndarray) else first.contiguous()
 
 
 def _joined(parts: Sequence[Any], axis: int) -> Any:

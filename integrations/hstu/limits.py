@@ -10,6 +10,12 @@ WORTH_BLOCKS = 1 << 17
 """From so many pairs of rows, over all users and heads, blocks take less time than one call for all rows."""
 WORTH_BLOCKS_ON_GPU = 1 << 27
 """The same on a GPU, where most calls take no longer than they take to start."""
+MOST_PAIRS = 1 << 23
+"""The most pairs of a new row and a row that it looks at, over all users and heads, of which a graph is given more than one user's, or more
+new rows than a block has: it attends to all of them at once, and some tensors with 4 bytes a pair are in memory together.
+"""
+MOST_PAIRS_ON_GPU = 1 << 27
+"""The same on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,12 @@ def blocks_worth(config: HSTUConfig, users: int, length: int, *, on_gpu: bool = 
     pairs = users * config.heads * length**2
     worth = WORTH_BLOCKS_ON_GPU if on_gpu else WORTH_BLOCKS
     return min(length, row_blocks(config.max_history)) if pairs >= worth else 1
+
+
+def rows_at_once(config: HSTUConfig, most_pairs: int) -> int:
+    """How many new rows of a user a graph is given at a time where histories are the longest: a block's, or more within `most_pairs`."""
+    longest = config.max_history
+    return max(-(-longest // row_blocks(longest)), most_pairs // (config.heads * longest))
 
 
 def block_ends(length: int, count: int) -> list[int]:

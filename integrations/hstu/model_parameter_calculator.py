@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from cluster.values import Action
 from integrations.hstu.config import HSTUConfig, RankerConfig, SASRecConfig, SequenceConfig
-from integrations.hstu.limits import block_ends, blocks_worth
+from integrations.hstu.limits import block_ends, blocks_worth, rows_at_once
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,20 @@ def model_size(config: SequenceConfig, *, batch: int = 1, length: int | None = N
         kv_bytes=batch * rows * per_event,
         kv_bytes_per_event=per_event,
     )
+
+
+def append_bytes(config: HSTUConfig, batch: int, most_pairs: int) -> int:
+    """The most bytes in use at once while a graph appends the longest histories of `batch` users for which nothing is kept: in groups and
+    steps of at most so many pairs, as append_inputs.py makes them.
+
+    A step holds three tensors of a number for each pair and head, and the bias, time buckets and distances of each pair; a group its kept
+    rows, the new ones of each step, and those of all steps.
+    """
+    longest = config.max_history
+    new = min(longest, rows_at_once(config, most_pairs))
+    pairs = new * longest
+    users = min(batch, max(1, most_pairs // (config.heads * pairs)))
+    return users * (pairs * (3 * config.heads * 4 + 16) + 3 * longest * config.layers * _kv_width(config) * 4)
 
 
 def _layer_parameters(config: SequenceConfig) -> int:

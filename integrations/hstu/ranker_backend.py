@@ -1,5 +1,6 @@
 """The common part of all engines' rankers: the way from requests to predictions, and the rows kept of users."""
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +12,18 @@ from cluster.ranking import Ranked, RankRequest
 from cluster.values import Availability
 from integrations.hstu.config import RankerConfig
 from integrations.hstu.keeps_rows import KeepsRows
+from integrations.hstu.limits import rows_at_once
 from integrations.hstu.ranking_engine import MICRO_BATCH, KeptEvents, RankingEngine, RunAppend, RunRank
 
 
 class RankerBackend(KeepsRows[KeptEvents], ABC):
-    """A subclass says whether it can serve a bundle (`_check`) and makes the two functions of RankingEngine (`_open`).
+    """A subclass says whether it can serve a bundle (`_check`) and makes the two functions of RankingEngine (`_open`). One whose append has
+    all new events in one block says of how many pairs that block is (`most_pairs`).
 
     `micro_batch`: how many candidates are computed at a time. `state`: the options of what is kept of users, see StateOptions.
     """
+
+    most_pairs = sys.maxsize
 
     def __init__(self, *, micro_batch: int = MICRO_BATCH, **state: Any) -> None:
         """Raises UnknownChoice or ConfigError at an option that means nothing."""
@@ -53,7 +58,8 @@ class RankerBackend(KeepsRows[KeptEvents], ABC):
             raise BackendUnavailable(str(error)) from error
         keeps = self._state_options.keeps_of(config.max_history)
         self._kept = KeptEvents(bundle, config, self._state_options) if keeps else None
-        self._engine = RankingEngine(functions, config, self._kept, self._pool, self._micro_batch)
+        most_new = rows_at_once(config, self.most_pairs)
+        self._engine = RankingEngine(functions, config, self._kept, self._pool, self._micro_batch, most_new=most_new)
 
     def infer(self, request: RankRequest) -> Ranked:
         return self.batch_infer([request])[0]

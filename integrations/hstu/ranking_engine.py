@@ -8,6 +8,7 @@ request has enough candidates to fill the engine. An error in what is kept costs
 Shapes as in ranker.py, without B.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -37,7 +38,7 @@ COMPLAINT = "a ranker's kept rows could not be used; such requests are computed 
 
 class RankingEngine:
     """One model's ranking, for one thread at a time. `kept`: None where nothing of users is to be kept; `pool`: the memory in which a
-    user's rows are put together.
+    user's rows are put together; `most_new`: the most events that the append takes at a time.
     """
 
     def __init__(
@@ -47,9 +48,12 @@ class RankingEngine:
         kept: "KeptEvents | None",
         pool: BufferPool,
         micro_batch: int,
+        *,
+        most_new: int = sys.maxsize,
     ) -> None:
         self._run_append, self._run_rank = functions
-        self._config, self._kept, self._pool, self._micro_batch = config, kept, pool, micro_batch
+        self._config, self._kept, self._pool = config, kept, pool
+        self._micro_batch, self._most_new = micro_batch, most_new
 
     def answer(self, requests: Sequence[RankRequest]) -> list[Ranked]:
         """The answers in the order asked. Raises BackendFailed at an item outside 1..V, and where the engine answers with NaN."""
@@ -88,12 +92,13 @@ class RankingEngine:
         v = self._pool.array("v", (config.layers, config.heads, count, config.linear_dim))
         if held and kept:
             held.read({"kt": kt, "v": v})
-        if kept < count:
-            new = {name: column[kept:] for name, column in events.columns.items()}
-            past = {"past_times": events.columns["times"][:kept], "past_kt": kt[..., :kept], "past_v": v[:, :, :kept]}
+        for first in range(kept, count, self._most_new):
+            end = min(count, first + self._most_new)
+            new = {name: column[first:end] for name, column in events.columns.items()}
+            past = {"past_times": events.columns["times"][:first], "past_kt": kt[..., :first], "past_v": v[:, :, :first]}
             for name in ("past_kt", "past_v"):  # engines take them in one piece
                 past[name] = self._pool.copied(name, past[name])
-            kt[..., kept:], v[:, :, kept:] = self._run_append({**new, **past})
+            kt[..., first:end], v[:, :, first:end] = self._run_append({**new, **past})
         return kt, v
 
     def _drop(self, request: RankRequest) -> None:

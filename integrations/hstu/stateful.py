@@ -103,7 +103,7 @@ class KeptStates(KeptRows):
             users = [self._matched(held, row, requests[row], batch) for row in mine]
             shapes = self.inputs.shapes
             for group in groups(users, self._row_bytes, shapes):
-                outputs = in_steps(self.run, self.inputs.of(group, batch), shapes.most_new)
+                outputs = in_steps(self.run, self.inputs.of(group, batch), shapes)
                 for column, user in enumerate(group):
                     if (latest := self._kept_and_latest(user, column, outputs)) is not None:
                         states[user.index] = latest

@@ -11,10 +11,11 @@ from cluster.bundle import Bundle
 from cluster.errors import BackendUnavailable, UnknownChoice
 from cluster.nearest import finite, index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
-from integrations.hstu.append_inputs import Arrays
+from integrations.hstu.append_inputs import Arrays, Shapes
+from integrations.hstu.config import HSTUConfig
 from integrations.hstu.engine_batch import engine_batch, with_states
 from integrations.hstu.keeps_rows import KeepsRows
-from integrations.hstu.limits import limits
+from integrations.hstu.limits import MOST_PAIRS, MOST_PAIRS_ON_GPU, limits, rows_at_once
 from integrations.hstu.stateful import KeptStates, states_if_any
 from integrations.hstu.user_behavior_schema import BehaviourBatch
 from integrations.onnx.append import GRAPH, OUTPUTS, append_run
@@ -102,4 +103,7 @@ class OnnxRuntimeEncoder(KeepsRows[KeptStates]):
         def call(given: Arrays) -> Arrays:
             return dict(zip(OUTPUTS, session.run(OUTPUTS, given), strict=True))
 
-        return KeptStates(bundle, append_run(bundle, call, inputs, outputs), self._state_options)
+        config = HSTUConfig.model_validate(bundle.manifest.model.config)
+        pairs = MOST_PAIRS if computes_here(session) else MOST_PAIRS_ON_GPU
+        shapes = Shapes(most_new=rows_at_once(config, pairs), most_pairs=pairs // config.heads)
+        return KeptStates(bundle, append_run(bundle, call, inputs, outputs), self._state_options, shapes=shapes)

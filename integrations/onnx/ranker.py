@@ -7,6 +7,7 @@ from cluster.bundle import Bundle
 from cluster.errors import BackendUnavailable
 from cluster.values import FloatArray
 from integrations.hstu.append_inputs import Arrays
+from integrations.hstu.limits import MOST_PAIRS, MOST_PAIRS_ON_GPU
 from integrations.hstu.ranker_backend import RankerBackend
 from integrations.hstu.ranking_engine import RunAppend, RunRank
 from integrations.onnx.files import compiled_graph
@@ -37,6 +38,7 @@ class OnnxRuntimeRanker(RankerBackend):
     def _open(self, bundle: Bundle) -> tuple[RunAppend, RunRank]:
         append, rank = (open_session(compiled_graph(bundle, graph), self._threads) for graph in GRAPHS)
         self.brief = computes_here(rank)
+        self.most_pairs = MOST_PAIRS if self.brief else MOST_PAIRS_ON_GPU
 
         def run_append(inputs: Arrays) -> tuple[FloatArray, FloatArray]:
             kt, v = _run(append, ("kt", "v"), inputs)

@@ -12,7 +12,7 @@ from cluster.bundle import Bundle
 from cluster.errors import BackendUnavailable
 from cluster.nearest import index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
-from integrations.hstu.append_inputs import Shapes
+from integrations.hstu.config import HSTUConfig
 from integrations.hstu.engine_batch import engine_batch, with_states
 from integrations.hstu.keeps_rows import KeepsRows
 from integrations.hstu.limits import limits
@@ -23,7 +23,7 @@ from integrations.onnx.files import compiled_graph
 from integrations.onnx.quality_gate import LEAST, compare
 from integrations.onnx.session import threads_granted
 from integrations.openvino.engine import INSTALL, Precision, compiled, known_precision
-from integrations.openvino.shapes import USERS, bucket, length_step
+from integrations.openvino.shapes import USERS, append_shapes, bucket, padded_length
 
 _LOG = logging.getLogger(__name__)
 GRAPH = "encode"
@@ -89,7 +89,7 @@ class OpenVinoEncoder(KeepsRows[KeptStates]):
         engine = self._compiled(bundle, append.GRAPH, "f32")
         inputs = [node.any_name for node in engine.inputs]
         outputs = [name for node in engine.outputs for name in node.names]  # with one layer, K^T and V have other names too
-        shapes = Shapes(users=partial(bucket, step=USERS), new=self._padded_length, past=partial(bucket, step=self._step))
+        shapes = append_shapes(HSTUConfig.model_validate(bundle.manifest.model.config))
         return KeptStates(bundle, append.append_run(bundle, engine, inputs, outputs), self._state_options, shapes=shapes)
 
     def _compiled(self, bundle: Bundle, graph: str, precision: Precision) -> Any:
@@ -105,20 +105,10 @@ class OpenVinoEncoder(KeepsRows[KeptStates]):
     def _states(self, engine: Any, batch: BehaviourBatch) -> FloatArray:
         return self._run(engine, batch)["state"][: len(batch)]
 
-    @property
-    def _step(self) -> int:
-        return length_step(self._window.longest)
-
-    def _padded_length(self, events: int) -> int:
-        """The events that histories are padded to, at most the window: the graph's biases have no row beyond it, and a row without a bias
-        would count as an event.
-        """
-        return min(self._window.longest, bucket(events, self._step))
-
     def _run(self, engine: Any, batch: BehaviourBatch) -> Mapping[str, FloatArray]:
         """The graph's outputs, including those for padding."""
         users, events = batch.items.shape
-        shape = bucket(users, USERS), self._padded_length(events)
+        shape = bucket(users, USERS), padded_length(events, self._window.longest)
         outputs: Mapping[str, FloatArray] = engine({node.any_name: _padded(getattr(batch, node.any_name), shape) for node in engine.inputs})
         return outputs
 

@@ -7,6 +7,7 @@ from cluster.bundle import Bundle
 from cluster.errors import BackendUnavailable
 from cluster.values import FloatArray
 from integrations.hstu.append_inputs import Arrays
+from integrations.hstu.limits import MOST_PAIRS
 from integrations.hstu.ranker_backend import RankerBackend
 from integrations.hstu.ranking_engine import RunAppend, RunRank
 from integrations.onnx.files import compiled_graph
@@ -21,6 +22,8 @@ KEPT = 200
 
 class OpenVinoRanker(RankerBackend):
     """Computes in f32. `threads` as for OpenVinoEncoder, other options as for RankerBackend."""
+
+    most_pairs = MOST_PAIRS
 
     def __init__(self, threads: int | None = None, **options: Any) -> None:
         super().__init__(**options)

@@ -18,6 +18,7 @@ from cluster.protocols import Backend
 from cluster.ranking import RankRequest
 from cluster.registry import backends, choose
 from cluster.values import Action, UserSequence
+from integrations.hstu.limits import MOST_PAIRS
 from integrations.hstu.weights import load_ranker
 from pipelines.compile import compile_bundle
 from tests.bundles import make_bundle, make_ranking_bundle, random_sequence
@@ -136,6 +137,19 @@ def test_kept_rows_give_the_same_predictions_as_none(make, ranker):
     assert keeps.kept()["hit_rows"] >= 1 + 2 + 9 + 9
     assert keeps.forget("default", "ada") == 18
     assert keeps.kept()["rows"] == 0
+    keeps.close()
+
+
+def test_a_graph_is_given_so_many_new_events_at_a_time_as_it_may_hold(name, make, ranker, monkeypatch):
+    monkeypatch.setattr("integrations.hstu.ranker_backend.rows_at_once", lambda _, most_pairs: 7 if most_pairs == MOST_PAIRS else 1000)
+    keeps, given = make(keep_from=1), []
+    engine = keeps._engine  # noqa: SLF001 - the graph that is called is listened to
+    monkeypatch.setattr(engine, "_run_append", lambda inputs, run=engine._run_append: given.append(len(inputs["items"])) or run(inputs))  # noqa: SLF001
+    for length in (18, 19, LONGEST):
+        request = asked(length, user="ada" if length == 18 else "")
+        assert keeps.infer(request).predictions == pytest.approx(ranker.infer(request).predictions, abs=1e-5)
+    if name in {"onnxruntime", "openvino"}:
+        assert given == [7, 7, 4, 7, 7, 5, 7, 7, 6]
     keeps.close()
 
 

@@ -21,9 +21,11 @@ from cluster.window import Window
 from integrations.datasets.movielens import read_ml_1m
 from integrations.datasets.options import ReadOptions
 from integrations.hstu.append_inputs import GROUP_BYTES, AppendRequest, Shapes, groups
+from integrations.hstu.config import HSTUConfig
 from integrations.hstu.encoder import CompiledTorchEncoder, TorchEncoder
 from integrations.hstu.engine_batch import engine_batch
 from integrations.hstu.kernels.recorded_append import RecordedAppend
+from integrations.hstu.limits import MOST_PAIRS, rows_at_once
 from integrations.hstu.state_options import StateOptions
 from integrations.hstu.stateful import KeptStates
 from integrations.hstu.torch_append import append_run, compiled_append, device_memory, device_states, nothing
@@ -507,6 +509,31 @@ def test_new_rows_and_users_beyond_what_an_engine_takes_are_appended_in_steps(lo
     assert max(new for _, new in given) == 3
     assert max(users for users, _ in given) == 8
     assert keeping.kept()["hit_rows"]
+
+
+@pytest.mark.parametrize("kind", [OnnxRuntimeEncoder, OpenVinoEncoder])
+def test_a_graph_is_given_no_more_pairs_of_rows_at_a_time_than_it_may_hold(loaded, monkeypatch, kind, compiled_hstu):
+    """A graph attends to all its rows in one block: first visits with long histories would take memory by the square of their length."""
+    most, heads = 300, HSTUConfig.model_validate(compiled_hstu.manifest.model.config).heads
+    for module in ("integrations.onnx.encoder", "integrations.openvino.shapes"):
+        monkeypatch.setattr(f"{module}.MOST_PAIRS", most)
+    plain, keeping, given = loaded(kind, state_bytes=0), loaded(kind, keep_from=1), []
+    run = kept_by(keeping).run
+    kept_by(keeping).run = lambda inputs: given.append((*inputs["items"].shape, inputs["past_times"].shape[1])) or run(inputs)
+    assert_agree(plain, keeping, [asked(random_sequence(LONGEST, seed=seed), f"long {seed}") for seed in range(3)])
+    assert {users for users, _, _ in given} == {1}
+    assert max(new for _, new, _ in given) <= 7
+    assert given[0][2] <= 2, "no more kept rows than there are"
+    assert given[-1][2] < LONGEST
+    assert_agree(plain, keeping, [asked(random_sequence(4, seed=seed), f"short {seed}") for seed in range(8)])
+    assert max(users for users, _, _ in given) > 1
+    assert all(users == 1 or users * heads * new * (new + kept) <= most for users, new, kept in given)
+
+
+@pytest.mark.parametrize(("longest", "heads", "rows"), [(200, 1, 200), (200, 8, 200), (2048, 8, 512), (8192, 16, 1024)])
+def test_short_histories_are_appended_at_once_and_long_ones_by_blocks(longest, heads, rows):
+    config = HSTUConfig(items=10, max_history=longest, max_length=longest, heads=heads)
+    assert min(longest, rows_at_once(config, MOST_PAIRS)) == rows
 
 
 def test_a_group_has_room_for_the_rows_that_its_steps_keep():

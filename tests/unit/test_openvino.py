@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from cluster.engines.stage_rules import STATE_TOLERANCE
 from cluster.errors import BackendFailed, BackendUnavailable, UnknownChoice
 from cluster.ranking import RankRequest
 from cluster.values import EncodeRequest, UserSequence
+from integrations.hstu.config import HSTUConfig
 from integrations.hstu.encoder import TorchEncoder
 from integrations.onnx.files import graph_file
 from integrations.openvino.encoder import OpenVinoEncoder
@@ -216,7 +218,7 @@ def test_shows_openvino_few_shapes_because_it_compiles_for_each(loaded):
     for length in range(1, 21):
         encoder.infer(EncodeRequest(random_sequence(length), 3))
     assert shapes == {(1, length) for length in range(4, 21, 2)}
-    assert sorted(shapes) == shapes_met(1, range(1, 21), 20, 4)[0]
+    assert sorted(shapes) == shapes_met(1, range(1, 21), HSTUConfig(items=200, max_history=20))[0]
     shapes.clear()
     for users in range(1, 34):
         answers = encoder.batch_infer([EncodeRequest(random_sequence(20, seed=seed), 3) for seed in range(users)])
@@ -241,7 +243,21 @@ def test_shows_openvino_few_shapes_of_kept_states(loaded):
     assert {batch for batch, _, _ in shapes} == {1, 4, 16}
     assert {new for _, new, _ in shapes} == {1, 2}
     assert {past for _, _, past in shapes} == {1, *range(2, 19, 2)}
-    assert shapes < set(shapes_met(9, range(1, 21), 20, 4)[1])
+    assert shapes < set(shapes_met(9, range(1, 21), HSTUConfig(items=200, max_history=20))[1])
+
+
+def test_the_shapes_of_appends_in_steps_are_foreseen(loaded, monkeypatch, compiled_hstu):
+    monkeypatch.setattr("integrations.openvino.shapes.MOST_PAIRS", 300)
+    encoder = loaded(keep_from=1)
+    kept, shapes = encoder._kept, set()  # noqa: SLF001 - the engine that is called is listened to
+    run = kept.run
+    kept.run = lambda inputs: shapes.add((*inputs["items"].shape, inputs["past_times"].shape[1])) or run(inputs)
+    for users, length in product((1, 3, 9), range(1, 21)):
+        for events in (length, min(20, length + 1)):
+            histories = [first_of(random_sequence(20, seed=seed), events) for seed in range(users)]
+            encoder.batch_infer([EncodeRequest(history, 3, user=f"{users} {length} {seed}") for seed, history in enumerate(histories)])
+    config = HSTUConfig.model_validate(compiled_hstu.manifest.model.config)
+    assert shapes <= set(shapes_met(9, range(1, 21), config)[1])
 
 
 def test_keeps_few_programs_for_the_shapes_of_a_ranker_of_which_hardly_any_comes_twice(compiled_hstu, tmp_path, monkeypatch):

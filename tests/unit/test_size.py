@@ -110,6 +110,15 @@ class TestBytes:
         programs = [[part.bytes for part in plan.processes[1].parts if "programs" in part.name] for plan in plans]
         assert programs[0] > programs[1] > programs[2] == []
 
+    @pytest.mark.parametrize(("name", "more"), [("onnxruntime", True), ("openvino", True), ("torch", False)])
+    def test_a_batch_is_counts_first_visits(self, name, more):
+        """A graph appends their events in one block, which takes more memory than to encode them whole, up to a bound."""
+        trees = ({"encoder": {"order": [name], "options": {name: options}}} for options in ({}, {"state_bytes": 0}))
+        plans = [replica("encoder", parse(tree), LARGE, Use(), "host") for tree in trees]
+        keeping, whole = (next(part.bytes for part in plan.parts if part.name == "encoder: a batch") for plan in plans)
+        assert (keeping > whole) == more
+        assert keeping - whole < 256 << 20
+
     @pytest.mark.parametrize("name", BACKENDS["encoder"])
     def test_every_encoder_of_ours_keeps_states(self, name):
         sizes = replace(LARGE, encoder=LARGE.encoder.model_copy(update={"max_history": KEEP_FROM_TRITON}))
