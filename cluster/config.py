@@ -87,7 +87,7 @@ class StageSettings(Section):
         ge=0,
         le=1,
         description="encoder and ranker: share of users who return with a new event, which `fastest` reckons with; default: as engines "
-        "that keep users' states see it, .5 until they have looked up 1,000 histories",
+        "that keep users' states see it, .5 until they have had 1,000 requests",
     )
     disabled: list[str] = Field([], description="backends that are switched off")
     backends: dict[str, str] = Field({}, description="backends of your own: name -> 'module:Class'")

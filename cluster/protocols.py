@@ -29,7 +29,8 @@ Of the first three, the narrowest that a backend has is called. Where it has non
 unloaded: `close` frees all, and `load` starts with nothing. They are called from the thread that calls `batch_infer`, never while it runs,
 but beside `ainfer`, and twice for each erasure: once more when every request that was under way the first time is over. `kept` may be
 called from any thread at any time. With `selection: fastest` such a backend is also timed with a user who returns, made up and forgotten
-again; `hits` and `misses` of `kept`, users it knew and did not know, are the share in which that counts.
+again; `hits` of `kept`, users it knew, among those, `misses`, users it did not know, and `not_looked_up`, requests for which it looked up
+none, are the share in which that counts.
 
 A request that cannot be answered by its deadline raises DeadlineExceeded, or has one in its place among the answers of `batch_infer`.
 """

@@ -76,6 +76,7 @@ class Keeping(Scripted):
     again_s: ClassVar[float] = 0.0
     hits: ClassVar[float] = 0
     misses: ClassVar[float] = 0
+    not_looked_up: ClassVar[float] = 0
 
     def batch_infer(self, requests: Sequence[int]) -> list[float]:
         known = max(requests) >= 1000 and self.log[-1] == "user"
@@ -89,7 +90,7 @@ class Keeping(Scripted):
         return 1
 
     def kept(self) -> dict[str, float]:
-        return {"hits": self.hits, "misses": self.misses}
+        return {"hits": self.hits, "misses": self.misses, "not_looked_up": self.not_looked_up}
 
 
 class Queued(Scripted):

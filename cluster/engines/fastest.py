@@ -1,7 +1,7 @@
 """With `selection: fastest`: time the loaded backends of a stage, and exclude those that disagree with the reference.
 
-An excluded backend may be fast, but it does not compute the same model. Where a stage's engines may keep users' states, each is also timed
-with users that return with a new last event; these times count by the share of such users.
+An excluded backend may be fast, but it does not compute the same model. Where a stage's engines may keep users' states, samples are timed
+one by one, and the last also as that of a user that returns with a new last event; these times count by the share of such users.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from statistics import median
+from statistics import fmean, median
 from typing import Generic, TypeVar
 
 from cluster.engines.managed_backend import ManagedBackend
@@ -22,14 +22,15 @@ AnswerT = TypeVar("AnswerT")
 logger = logging.getLogger(__name__)
 MEASURED_ROUNDS = 5
 UNSEEN_SHARE = 0.5
+SEEN = ("hits", "misses", "not_looked_up")
 SEEN_FROM = 1000
-"""Once so many histories were looked up among kept states, their share of hits counts, in tenths, in place of UNSEEN_SHARE."""
+"""Once engines that keep users' states have had so many requests, the share of hits among these counts, in tenths, not UNSEEN_SHARE."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """A backend's times for the samples: as histories that it never met, and as those of returning users: it may keep their states of all
-    but the last event.
+    """A backend's times: for the samples as histories that it never met, and for the last as that of a returning user: it may keep the
+    states of all but its last event. Both are of one request where a stage tells them apart.
     """
 
     new_ms: float
@@ -71,8 +72,8 @@ class Measuring(Generic[RequestT, AnswerT]):
         if self._roster.returning is not None:
             return self._roster.returning
         figures = [backend.kept() for backend in self._roster]
-        hits, misses = (sum(kept.get(name, 0) for kept in figures) for name in ("hits", "misses"))
-        return round(hits / (hits + misses), 1) if hits + misses >= SEEN_FROM else UNSEEN_SHARE
+        hits, seen = (sum(kept.get(name, 0) for kept in figures for name in names) for names in (("hits",), SEEN))
+        return round(hits / seen, 1) if seen >= SEEN_FROM else UNSEEN_SHARE
 
     async def _measure(self, ready: Sequence[ManagedBackend[RequestT, AnswerT]], samples: Sequence[RequestT]) -> None:
         answers = [(backend, await backend.rehearse(samples, loads=False)) for backend in ready]
@@ -91,14 +92,17 @@ class Measuring(Generic[RequestT, AnswerT]):
 
     async def _timed(self, backends: Sequence[ManagedBackend[RequestT, AnswerT]], samples: Sequence[RequestT]) -> list[Times | None]:
         """The times of each backend; None for one that broke while it was timed. A backend that cannot forget a user is given none."""
-        returning, keeping = dict[str, float](), list[ManagedBackend[RequestT, AnswerT]]()
-        if again := self._rules.returning:
-            keeping = [backend for backend in backends if backend.forgets]
-            returning = await median_ms(keeping, lambda number: [*samples[:-1], again(samples[-1], number)])
-            for backend in keeping:
-                await backend.forget(*REHEARSING)
-        new = await median_ms([one for one in backends if one not in keeping or one.name in returning], lambda _: samples)
-        return [Times(new[one.name], returning.get(one.name, new[one.name])) if one.name in new else None for one in backends]
+        if (again := self._rules.returning) is None:
+            taken = await median_ms(backends, lambda _: samples)
+            return [Times(taken[one.name], taken[one.name]) if one.name in taken else None for one in backends]
+        keeping = [backend for backend in backends if backend.forgets]
+        returning = await median_ms(keeping, lambda number: [again(samples[-1], number)])
+        for backend in keeping:
+            await backend.forget(*REHEARSING)
+        left = [one for one in backends if one not in keeping or one.name in returning]
+        each = [await median_ms(left, lambda _, sample=sample: [sample]) for sample in samples]  # type: ignore[misc]
+        new = {one.name: fmean(times[one.name] for times in each) for one in left if all(one.name in times for times in each)}
+        return [Times(new[one.name], returning.get(one.name, each[-1][one.name])) if one.name in new else None for one in backends]
 
     def _weigh(self, share: float) -> None:
         """Weigh the times of all backends by this share of returning users, and log them and the fastest backend."""

@@ -78,6 +78,8 @@ class RankingEngine:
                 return self._kept_keys(self._kept, events, request)
             except Exception as error:  # noqa: BLE001 - rows that cannot be used must not cost the answer that needs none
                 self._kept.give_up(request, error)
+        elif self._kept:
+            self._kept.not_looked_up += 1
         return self._computed(events, 0)
 
     def _kept_keys(self, kept: "KeptEvents", events: "_Events", request: RankRequest) -> tuple[FloatArray, FloatArray]:

@@ -91,6 +91,7 @@ class KeptStates(KeptRows):
         T is what the decoder's prompt takes or the history has, 1 where there is no decoder.
         """
         mine = [row for row, request in enumerate(requests) if request.user and batch.lengths[row] >= self._keep_from]
+        self.not_looked_up += len(requests) - len(mine)
         try:
             return self._encode(requests, batch, mine) if mine else {}
         except Exception as error:  # noqa: BLE001 - a state that cannot be used must not cost the answer that needs none

@@ -150,6 +150,7 @@ def test_a_graph_is_given_so_many_new_events_at_a_time_as_it_may_hold(name, make
         assert keeps.infer(request).predictions == pytest.approx(ranker.infer(request).predictions, abs=1e-5)
     if name in {"onnxruntime", "openvino"}:
         assert given == [7, 7, 4, 7, 7, 5, 7, 7, 6]
+    assert keeps.kept()["not_looked_up"] == 2
     keeps.close()
 
 

@@ -731,6 +731,21 @@ class TestFastest:
         assert (await controller.call_one(1)).backend == "second"
         assert len(Keeping.log) == calls + 2, "nothing is timed again for that"
 
+    async def test_requests_that_are_not_looked_up_are_of_users_who_do_not_return(self, tmp_path):
+        controller = measuring_users(tmp_path)
+        await controller.warm_up([1, 2])
+        Keeping.hits, Keeping.misses, Keeping.not_looked_up = 90, 10, 900
+        CLOCK.advance(5)
+        await controller.refresh()
+        assert (await controller.call_one(1)).backend == "second"
+
+    async def test_a_user_who_returns_is_timed_alone(self, tmp_path, monkeypatch):
+        asked, answer = [], Keeping.batch_infer
+        monkeypatch.setattr(Keeping, "batch_infer", lambda self, requests: asked.append(list(requests)) or answer(self, requests))
+        await measuring_users(tmp_path).warm_up([1, 2, 3])
+        assert [requests for requests in asked if max(requests) >= 1000] == [[1000 + number] for number in range(6)]
+        assert {len(requests) for requests in asked[asked.index([1000]) :]} == {1}, "so are users that it never met"
+
     async def test_the_share_may_be_changed_while_it_serves(self, tmp_path):
         controller = measuring_users(tmp_path)
         await controller.warm_up([1, 2])

@@ -491,6 +491,13 @@ async def test_the_fastest_is_measured_with_a_user_who_returns_and_of_whom_nothi
     controller.close()
 
 
+def test_requests_that_are_not_looked_up_are_told(loaded, engine):
+    keeping = loaded(engine, keep_from=5)
+    keeping.batch_infer([asked(random_sequence(9)), asked(random_sequence(4), "bea"), asked(random_sequence(9), "")])
+    kept = keeping.kept()
+    assert (kept["hits"], kept["misses"], kept["not_looked_up"]) == (0, 1, 2)
+
+
 def test_a_sasrec_keeps_nothing(compiled_sasrec, loaded, engine):
     encoder = loaded(engine, compiled_sasrec)
     encoder.infer(asked(random_sequence(15)))

@@ -13,12 +13,14 @@ _LOG = logging.getLogger(__name__)
 class KeptRows:
     """The rows of one model's users, in `store`. `model`: a name that no other model with rows in the store has.
 
-    `complaint`: the log's message, once for each kind of error, where rows could not be used.
+    `complaint`: the log's message, once for each kind of error, where rows could not be used. `not_looked_up`: how many requests named no
+    user, or had a history too short to be kept.
     """
 
     def __init__(self, store: StateStore, model: str, complaint: str) -> None:
         self.store, self._model, self._complaint = store, model, complaint
         self._failures, self._said = 0, set[str]()
+        self.not_looked_up = 0
 
     def close(self) -> None:
         """Give back the store's resources other than memory."""
@@ -50,8 +52,9 @@ class KeptRows:
         return self.store.adopt(self._owner(tenant, user), *unpacked(data, self._layout()))
 
     def statistics(self) -> dict[str, float]:
-        """The store's statistics, and how often its rows could not be used (`failures`)."""
-        return {name: float(value) for name, value in (asdict(self.store.statistics()) | {"failures": self._failures}).items()}
+        """The store's statistics, how often its rows could not be used (`failures`), and `not_looked_up`."""
+        own = {"failures": self._failures, "not_looked_up": self.not_looked_up}
+        return {name: float(value) for name, value in (asdict(self.store.statistics()) | own).items()}
 
     def _layout(self) -> Layout:
         return layout_of(self._model, self.store.planes)
