@@ -34,7 +34,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Va
 from cluster.catalogue_file import read_catalogue
 from cluster.checksums import sha256
 from cluster.dataset import Catalogue
-from cluster.disk import flush
+from cluster.disk import flush, naming
 from cluster.errors import BundleError
 from cluster.ranking import RatingScale, Task
 from cluster.semantic_ids import SemanticIds, read_semantic_ids
@@ -571,9 +571,10 @@ def write_whole(path: Path, text: str) -> None:
     """Write a small file so that readers see the old text or the new."""
     draft = path.with_name(f".{path.name}-{token_hex(8)}")  # of machines that share the directory, two may have a process of one number
     try:
-        with draft.open("x") as file:
-            file.write(text)
-        flush(draft)
+        with naming(path):
+            with draft.open("x") as file:
+                file.write(text)
+            flush(draft)
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

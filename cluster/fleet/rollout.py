@@ -291,10 +291,17 @@ class RolloutStore:
         except FileNotFoundError:
             return _Kept()
         except (OSError, ValidationError) as error:
-            raise BundleError(f"{path} cannot be understood: {error}; delete it to serve the current version alone") from error
+            why = "; ".join(_refused(error)) if isinstance(error, ValidationError) else error
+            raise BundleError(f"{path} cannot be understood: {why}; delete it to serve the current version alone") from error
 
     def _write(self, rollout: Rollout) -> None:
         write_whole(self.store.root / ROLLOUT, _Kept(trial=rollout.trial, ended=rollout.ended).model_dump_json(indent=2))
+
+
+def _refused(error: ValidationError) -> Iterator[str]:
+    for one in error.errors(include_url=False):
+        place = ".".join(map(str, one["loc"]))
+        yield f"{place}: {one['msg']}" if place else one["msg"]
 
 
 def _opened(lock: Path) -> IO[bytes]:

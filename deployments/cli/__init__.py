@@ -3,6 +3,7 @@
 import importlib
 import sys
 from errno import EDQUOT, ENOSPC
+from pathlib import Path
 
 import typer
 
@@ -38,7 +39,7 @@ COMMANDS = {
 OURS = ("cluster", "deployments", "integrations", "pipelines")
 """The packages of genrec: one of their modules that is not there is a bug."""
 NO_ROOM = (ENOSPC, EDQUOT)
-"""Errors of a full disk; where a write raises them, they name no file."""
+"""Errors of a full disk; where a write raises them, they may name no file."""
 
 
 @app.callback()
@@ -63,8 +64,15 @@ def main() -> None:
     except (GenrecError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None and error.errno not in NO_ROOM:
             raise
-        typer.secho(f"genrec: {error}", fg="red", err=True)
+        typer.secho(f"genrec: {_said(error)}", fg="red", err=True)
         sys.exit(1)
+
+
+def _said(error: GenrecError | OSError) -> str:
+    """The error, with the cure where the system's own words have none."""
+    if isinstance(error, FileExistsError) and error.filename and Path(error.filename).is_file():
+        return f"{error.filename} is a file, and no directory; name another one"
+    return f"{error}; make room" if isinstance(error, OSError) and error.errno in NO_ROOM else str(error)
 
 
 def _register() -> None:

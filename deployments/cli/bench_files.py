@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from cluster.disk import naming
 from cluster.errors import DataError
 from cluster.regression import Verdict
 
@@ -52,7 +53,8 @@ class Measurement(_Record):
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"schema": SCHEMA, **self.model_dump()}) + "\n")
+        with naming(path):
+            path.write_text(json.dumps({"schema": SCHEMA, **self.model_dump()}) + "\n")
 
 
 class Compared(_Record):
@@ -109,7 +111,7 @@ def read_history(path: Path) -> list[Compared]:
 
 def append_history(path: Path, compared: Sequence[Compared]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    with naming(path), path.open("a") as file:
         file.write("".join(one.model_dump_json() + "\n" for one in compared))
 
 

@@ -19,6 +19,8 @@ from deployments.cli.fields import as_options
 from deployments.cli.server import ask, operated
 from deployments.http.models import ModelsOut
 
+EXPORTED = "model.json"
+"""The file by which an export is known; deployments/training/pretrained.py, which writes it, imports torch."""
 app = typer.Typer(no_args_is_help=True, help="Versions of a model: publish, promote, try, roll back. A running cluster follows by itself.")
 ModelDir = Annotated[Path, typer.Option(help="directory with the versions of one model, such as models/ml-1m")]
 Version = Annotated[int, typer.Argument(help="a published version", min=1)]
@@ -161,6 +163,9 @@ def _found(directory: Path) -> Bundle:
         if not directory.name.isdecimal():
             raise BundleError(f"{directory} is not named by its version's number; rename it to one, or give the model's directory")
         return BundleStore(directory.parent).open(int(directory.name))
+    if (directory / EXPORTED).is_file():
+        cure = "give the version's own directory or its model's, which a service needs"
+        raise BundleError(f"{directory} is an export of genrec train, without the catalogue; {cure}")
     return BundleStore(directory).open()
 
 

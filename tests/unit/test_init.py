@@ -38,7 +38,7 @@ def test_a_file_that_a_command_cannot_have_is_one_line_and_no_trace(tmp_path: Pa
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
-    assert capsys.readouterr().err.startswith("genrec: [Errno ")
+    assert capsys.readouterr().err == f"genrec: {tmp_path}/a_file is a file, and no directory; name another one\n"
 
 
 def test_a_full_disk_is_one_line_and_no_trace(tmp_path: Path, monkeypatch, capsys):
@@ -48,7 +48,7 @@ def test_a_full_disk_is_one_line_and_no_trace(tmp_path: Path, monkeypatch, capsy
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
-    assert capsys.readouterr().err == "genrec: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().err == "genrec: [Errno 28] No space left on device: '/dev/full'; make room\n"
 
 
 @pytest.mark.parametrize(

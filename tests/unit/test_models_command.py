@@ -12,6 +12,7 @@ from cluster.errors import BundleError, ConfigError
 from cluster.fleet.rollout import RolloutStore
 from deployments.cli import models
 from deployments.cli.top import top
+from tests.disks import largest_file
 
 
 @pytest.fixture
@@ -173,6 +174,25 @@ def test_the_status_shows_what_a_cluster_tells_and_brings_the_key(monkeypatch):
     assert [(str(one.url), one.headers["authorization"]) for one in asked] == [("http://here:8000/under/v1/models", "Bearer secret")]
     for part in ("tiny/1 is stable", "2 encoder", "1 encoder; it is cut off [/models]", "12.5", "0.8", "ab with cache=false"):
         assert part in shown, part
+
+
+def test_a_full_disk_is_told_with_the_file_that_it_did_not_take(model_dir):
+    with largest_file(1), pytest.raises(OSError, match=r"previous'$"):
+        genrec_models("promote", 1, "--model-dir", model_dir)
+
+
+def test_a_rollout_file_that_cannot_be_understood_is_told_in_one_line(model_dir):
+    (model_dir / "rollout.json").write_text('{"trial": {"version": "x"}}')
+    with pytest.raises(BundleError, match=r"rollout\.json cannot be understood: trial\.version: .*; delete it to serve") as refused:
+        genrec_models("list", "--model-dir", model_dir)
+    assert len(str(refused.value).splitlines()) == 1
+    assert "pydantic" not in str(refused.value)
+
+
+def test_an_export_is_no_version_and_says_so(model_dir, tmp_path):
+    (tmp_path / "model.json").write_text("{}")
+    with pytest.raises(BundleError, match=r"is an export of genrec train, without the catalogue; give the version's own directory"):
+        genrec_models("publish", tmp_path, "--model-dir", model_dir)
 
 
 def test_a_version_that_is_refused_is_listed_with_the_whole_reason(model_dir):
