@@ -449,7 +449,9 @@ class ZeroMQSettings(Section):
     max_queue: int = Field(1000, ge=0, le=1_000_000, description="requests that wait in the door; the next one is answered 503 at once")
     max_concurrent: int = Field(256, ge=1, le=65_536, description="requests asked of the gateways at a time")
     max_bytes: int = Field(
-        64 * 2**20, ge=2**16, description="of all requests that are read, wait or are under way; the next one is answered 503"
+        64 * 2**20,
+        ge=2**16,
+        description="of all requests that are read, wait or are under way, and unread answers; the next one is answered 503",
     )
     timeout_s: float = Field(30.0, gt=0, le=600, description="a request that takes longer, its wait included, is answered 503")
 

@@ -57,7 +57,8 @@ logger = logging.getLogger("ray.serve")
 @dataclass(frozen=True, slots=True)
 class DoorStatistics:
     """`in_flight`: requests under way, this one included; `held_bytes`: of requests that are read, wait or are under way, except frames of
-    256 bytes or less; `served`: answered by a gateway, by HTTP status; `refused`: by the door itself. Latencies include the wait.
+    256 bytes or less, and of answers that are unread; `served`: answered by a gateway, by HTTP status; `refused`: by the door itself.
+    Latencies include the wait.
     """
 
     queued: int
@@ -73,18 +74,17 @@ class DoorStatistics:
 
 @dataclass(eq=False, slots=True)
 class Client:
-    """A connection. `heard`: when it came, or sent its last request with a `known` key; `pending`: its unanswered requests."""
+    """A connection. `heard`: when it came, or sent its last request with a known key; `pending`: its unanswered requests."""
 
     peer: Peer
     listener: asyncio.Task[None]
     heard: float
-    known: bool = False
     pending: int = 0
 
     @property
     def idle(self) -> bool:
         """Whether the connection may be cut without losing a request. Until a known key has come, a message on its way does not count."""
-        return not self.pending and (self.peer.silent or not self.known)
+        return not self.pending and (self.peer.silent or not self.peer.known)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -195,7 +195,7 @@ class FrontDoor:
         """Cut the idle connection that has been silent for longest, first among those that never showed a known key; False where none is
         idle.
         """
-        idle = min((one for one in self._clients if one.idle), key=lambda one: (one.known, one.heard), default=None)
+        idle = min((one for one in self._clients if one.idle), key=lambda one: (one.peer.known, one.heard), default=None)
         if idle:
             self._clients.discard(idle)
             idle.peer.cut()
@@ -208,7 +208,7 @@ class FrontDoor:
             envelope.require_id()
             asked = understood(rest)
             caller = await self._known_caller(asked.headers) or b"%d" % id(client)
-            client.known, client.heard = True, monotonic()
+            client.peer.known, client.heard = True, monotonic()
             self._receive(caller, client, envelope, asked, heard.held)
         except asyncio.CancelledError:
             self._refuse(client.peer, envelope, _closed())
@@ -299,7 +299,7 @@ class FrontDoor:
             now = monotonic()
             self._latency.record((now - waiting.arrived) * 1e3, now)
             self._let_go(waiting)
-            waiting.client.peer.send(waiting.envelope.frames(answered))
+            self._send(waiting.client.peer, waiting.envelope, answered)
 
     async def _asked(self, waiting: Waiting) -> HttpResponse:
         left_s = waiting.arrived + self._settings.timeout_s - monotonic()
@@ -329,7 +329,18 @@ class FrontDoor:
         self._refused[problem.status] += 1
         headers = {name.lower(): value for name, value in problems.headers_of(error).items()}
         said = {"content-type": problems.MEDIA_TYPE, **headers}
-        peer.send(envelope.frames(HttpResponse(problem.status, said, problem.model_dump_json().encode())))
+        self._send(peer, envelope, HttpResponse(problem.status, said, problem.model_dump_json().encode()))
+
+    def _send(self, peer: Peer, envelope: Envelope, answered: HttpResponse) -> None:
+        """Send an answer. Where unread ones take up too much, those whose clients have left them unread for longest end with their
+        connections, down to one.
+        """
+        peer.send(envelope.frames(answered))
+        while self._budget.takes_no_more_unread:
+            unread = [one.peer for one in self._clients if one.peer.unread]
+            if len(unread) < 2:
+                return
+            min(unread, key=lambda one: one.unread_since).cut()
 
 
 def _unix_socket(path: str) -> socket.socket:

@@ -1,7 +1,8 @@
 """ZMTP 3.1 (rfc.zeromq.org/spec/37) as a ROUTER speaks it, over asyncio's streams, without encryption.
 
 libzmq bounds frames (ZMQ_MAXMSGSIZE) and counts whole messages (ZMQ_RCVHWM), so that a message that never ends grows in it without limit.
-Here a message is bounded in frames, bytes and seconds while it is read, and all connections share one budget of bytes.
+Here a message is bounded in frames, bytes and seconds while it is read, and all connections share one budget of bytes, of requests and of
+answers that their clients have not read. Connections take turns: each has one message, or one command, handled at a time.
 """
 
 import asyncio
@@ -30,10 +31,15 @@ class Broken(Exception):
 
 
 class ByteBudget:
-    """Bytes that all requests of a door may hold together."""
+    """Bytes that all requests of a door, and its answers that are unread, may hold together. `unread`: those of the latter."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.held = most, 0
+        self.most, self.held, self.unread = most, 0, 0
+
+    @property
+    def takes_no_more_unread(self) -> bool:
+        """Whether unread answers take up more than half of all, so that requests find too little room."""
+        return self.unread > self.most // 2
 
     def take(self, count: int) -> bool:
         if fits := self.held + count <= self.most:
@@ -59,8 +65,14 @@ class Peer:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, budget: ByteBudget, most_bytes: int) -> None:
         self._reader, self._writer, self._budget, self._most_bytes = reader, writer, budget, most_bytes
+        self.known = False
+        """Whether the client has sent a known key: then it is heard while answers to it are unread."""
         self.silent = False
         """Whether the client is between two messages."""
+        self.unread, self.unread_since = 0, 0.0
+        """Bytes of answers that wait for the client to read them, as the budget counts them, and since when there are any."""
+        self._draining: asyncio.Task[None] | None = None
+        writer.transport.set_write_buffer_limits(0)  # so that `drain` waits for all to be read
 
     @property
     def gone(self) -> bool:
@@ -82,6 +94,7 @@ class Peer:
     async def message(self) -> Heard:
         """The next message; the part of it for which the budget has no room is read and dropped."""
         heard = Heard()
+        await self._next_turn()
         try:
             while not heard.frames:  # commands may come before it
                 self.silent = True
@@ -102,6 +115,7 @@ class Peer:
     def cut(self) -> None:
         """End the connection at once."""
         self._writer.transport.abort()
+        self._count_unread()
 
     async def close(self, within_s: float = 0.0) -> None:
         """Cut the connection once all that was sent has left, after `within_s` at the latest."""
@@ -120,6 +134,7 @@ class Peer:
             raise Broken(f"a message has more than {self._most_bytes} bytes or {MOST_FRAMES} frames")
         if flags & _COMMAND:
             self._obey(await self._reader.readexactly(min(size, SMALL_BYTES)), size)
+            await self._next_turn()
             heard.size = heard.size if heard.frames else 0  # heartbeats before a message are none of it
             return bool(heard.frames)
         heard.frames.append(await (self._large(heard, size) if size > SMALL_BYTES else self._reader.readexactly(size)))
@@ -147,6 +162,12 @@ class Peer:
                 parts.clear()
         return b"".join(parts)
 
+    async def _next_turn(self) -> None:
+        """Let other connections have their turns: reading what has arrived already suspends no task. A client that has shown no known key
+        has its next turn once it has read its answers.
+        """
+        await (asyncio.sleep(0) if self.known or not self.unread else self._writer.drain())
+
     def _obey(self, command: bytes, size: int) -> None:
         """Act on a command: PING is answered, others mean nothing to a ROUTER."""
         if size > SMALL_BYTES:
@@ -160,8 +181,30 @@ class Peer:
             return
         if self._writer.transport.get_write_buffer_size() > UNREAD_BYTES:
             self.cut()
-        else:
-            self._writer.write(data)
+            return
+        self._writer.write(data)
+        self._count_unread()
+        if self.unread and self._draining is None:
+            self.unread_since = asyncio.get_running_loop().time()
+            self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """Give the bytes of unread answers back to the budget once they are read, or the connection has ended."""
+        try:
+            while self._count_unread():
+                await self._writer.drain()
+        except OSError:  # the connection has ended
+            self._count_unread()
+        finally:
+            self._draining = None
+
+    def _count_unread(self) -> int:
+        """Count what is unread now in the budget."""
+        unread = self._writer.transport.get_write_buffer_size()
+        self._budget.held += unread - self.unread
+        self._budget.unread += unread - self.unread
+        self.unread = unread
+        return unread
 
 
 def _socket_type(ready: bytes) -> bytes:

@@ -505,12 +505,84 @@ async def test_a_client_that_reads_none_of_its_answers_is_cut_off():
         client.writer.close()
 
 
+def served_through_a_file(served, file):
+    served.clients.append(Client(f"ipc://{file}"))
+    return served.clients[-1]
+
+
+WRONG = frame(b"1", MORE) + frame(b"wrong")
+PING = frame(b"\x04PING\x00\x00", flags=4)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [WRONG * 2000, PING * 2000, frame(b"1", MORE) + PING * 2000 + frame(b"wrong")],
+    ids=["malformed messages", "heartbeats", "heartbeats within a message"],
+)
+async def test_connections_take_turns_however_much_of_one_has_arrived(sent, monkeypatch):
+    handled = []
+    obey, understand = Peer._obey, understood  # noqa: SLF001 - where heartbeats are handled
+    monkeypatch.setattr(Peer, "_obey", lambda self, *command: handled.append("of many") or obey(self, *command))
+    monkeypatch.setattr(
+        "deployments.zeromq.door.understood",
+        lambda frames: handled.append("of many" if frames[0] == b"wrong" else "the other") or understand(frames),
+    )
+    async with opened_door() as served:
+        many, other = [await RawClient().connected(served.address) for _ in range(2)]
+        handled.clear()  # READY of both
+        many.writer.write(sent)
+        other.writer.write(frame(b"1", MORE) + frame(b"GET /healthz"))
+        await asyncio.wait_for(other.reader.readuntil(b'{"status":"ok"}'), 120)
+        assert handled.index("the other") < 10
+        await served.reached(lambda _: len(handled) >= 2001)
+        for client in (many, other):
+            client.writer.close()
+
+
+async def test_a_client_without_a_known_key_is_not_heard_while_answers_to_it_are_unread(tmp_path):
+    async with opened_door(address=f"ipc://{tmp_path}/door") as served:
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "door")
+        writer.write(GREETING + ready(b"DEALER"))
+        await asyncio.wait_for(reader.readuntil(b"Identity\0\0\0\0"), 120)
+        writer.transport.pause_reading()
+        sent = 3000  # far more than what the socket holds of the answers to them
+        writer.write(WRONG * sent)
+        await served.reached(lambda now: now.held_bytes)
+        for _ in range(100):
+            await asyncio.sleep(0)
+            now = served.door.statistics()
+            assert (now.held_bytes < 2**10, now.refused[422] < sent) == (True, True)
+        assert (await served_through_a_file(served, tmp_path / "door").ask(body={"user_id": "ada"}))[0] == 200
+        writer.transport.resume_reading()
+        for _ in range(sent):
+            await asyncio.wait_for(reader.readuntil(b'"instance":"zeromq"'), 120)
+        await served.reached(lambda now: (now.refused[422], now.held_bytes) == (sent, 0))
+        writer.close()
+
+
+async def test_unread_answers_count_as_held_and_those_left_for_longest_make_room(tmp_path):
+    size = 2**20
+    async with opened_door(address=f"ipc://{tmp_path}/door", exchanged=answering(size), max_bytes=4 * size) as served:
+        asked, slow = frame(b"1", MORE) + frame(RECOMMEND), []
+        for answered, held in enumerate((1, 2, 2, 2), 1):
+            _, writer = await asyncio.open_unix_connection(tmp_path / "door")
+            slow.append(writer)
+            writer.transport.pause_reading()
+            writer.write(GREETING + ready(b"DEALER") + asked)
+            await served.reached(lambda now, answered=answered: now.served.get(200) == answered)
+            assert (held - 0.5) * size < served.door.statistics().held_bytes <= 2 * size
+        assert served.door.connections == 2
+        status, _, answer = await served_through_a_file(served, tmp_path / "door").ask()
+        assert (status, len(answer)) == (200, size)
+        for writer in slow:
+            writer.close()
+        await served.reached(lambda now: now.held_bytes == 0)
+
+
 async def test_a_door_at_a_file_is_its_owners_alone(tmp_path):
     file = tmp_path / "door"
     async with opened_door(address=f"ipc://{file}") as served:
-        client = Client(f"ipc://{file}")
-        served.clients.append(client)
-        assert (await client.ask(body={"user_id": "ada"}))[0] == 200
+        assert (await served_through_a_file(served, file).ask(body={"user_id": "ada"}))[0] == 200
         assert file.stat().st_mode & 0o777 == 0o600
 
 
@@ -546,6 +618,7 @@ class Deaf:
         self.transport = self
 
     def write(self, data): ...
+    def set_write_buffer_limits(self, high): ...
     def is_closing(self):
         return False
 
