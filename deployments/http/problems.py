@@ -54,22 +54,27 @@ _log = logging.getLogger(__name__)
 
 
 class _Beginning(reprlib.Repr):
-    """Shows a value by its beginning alone: to write out a megabyte takes as long as to read it."""
+    """Shows one value by its beginning alone: to write out a megabyte takes as long as to read it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxlist = self.maxdict = self.maxstring = self.maxlong = self.maxother = _SHOWN_CHARACTERS
+        self.maxlist = self.maxdict = self.maxstring = self.maxlong = self.maxother = self._left = _SHOWN_CHARACTERS
+
+    def repr1(self, x: Any, level: int) -> str:
+        """A value within the one that is shown; what comes after the characters that are shown is not written out."""
+        if self._left <= 0:
+            return self.fillvalue
+        text = super().repr1(x, level)
+        self._left -= len(text)
+        return text
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
         return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)  # else all of its keys are sorted
 
 
-_BEGINNING = _Beginning()
-
-
 def shown(value: object) -> str:
     """The beginning of a value, as Python writes it."""
-    return _BEGINNING.repr(value)[:_SHOWN_CHARACTERS]
+    return _Beginning().repr(value)[:_SHOWN_CHARACTERS]
 
 
 class BodyTooLarge(HTTPException):

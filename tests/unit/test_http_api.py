@@ -241,6 +241,8 @@ def test_no_more_of_a_wrong_value_is_written_out_than_is_shown():
     assert problems.shown([Entry()] * 100_000) == f"[{'{}, ' * 25}"[:100]
     assert problems.shown(dict.fromkeys(range(100_000), Entry())).startswith("{0: {}, 1: {}, ")
     assert Entry.written <= 200
+    assert problems.shown([[[Entry()] * 50] * 50] * 50) == f"[[[{'{}, ' * 25}"[:100]
+    assert Entry.written <= 300
     assert (problems.shown("x" * 1000)[:3], len(problems.shown("x" * 1000))) == ("'xx", 100)
 
 
