@@ -47,6 +47,7 @@ from deployments.http.models import ModelsOut, model_routes
 from deployments.http.pieces import InPieces
 from deployments.http.playground import GatewayOut, PlaygroundService, StoredUsers, page_routes, playground_routes
 from deployments.http.ranking import rank_directly, ranking_routes
+from deployments.http.reading import ReadingRoute
 from deployments.http.schema import DocumentedApi
 from deployments.http.user_data import UserDataService, user_data_routes
 
@@ -143,7 +144,7 @@ def recommend_directly(service: Service, limits: Callable[[], GatewaySettings]) 
 
 
 def _recommendations(service: Service, limits: Callable[[], GatewaySettings], batches: Batches) -> APIRouter:
-    routes = APIRouter()
+    routes = APIRouter(route_class=ReadingRoute)
 
     @routes.post("/v1/recommend", tags=["recommendations"], response_model=RecommendOut, responses=streaming.RESPONSES)
     async def recommend(message: RecommendIn, http: Request, caller: CallerHere) -> Response:

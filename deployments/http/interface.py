@@ -25,10 +25,9 @@ from deployments.http.callers import Caller
 from deployments.http.connection import Connection
 from deployments.http.edge import OPEN, OTHER, Edge
 from deployments.http.pieces import PIECE, InPieces
+from deployments.http.reading import MOST_LISTED, check_size, values_in
 
 JSON = b"application/json"
-MOST_VALUES = 100_000
-"""The most values in a body that FastAPI reads; where bodies of more than a megabyte are allowed, a tenth of their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +62,19 @@ class HttpInterface:
             self._record(scope, connection.status, perf_counter() - began)
 
     def _is_slow(self, scope: Scope, body: bytes) -> bool:
-        """Whether pydantic reads the body, which takes twenty times as long as by msgspec. Raises BodyTooLarge where the body has too many
-        values, before they become objects, all in one go.
+        """Whether pydantic reads the body, which takes twenty times as long as by msgspec. Raises BodyTooLarge where the body is too large
+        for that.
 
         A body that msgspec reads here is read again once there is a place: its message takes several times the memory of the body.
         """
         route = self._direct_route(scope)
-        if route is not None:
+        if route is None and not self._reads_body(scope):
+            return False
+        if route is not None and values_in(body, MOST_LISTED) <= MOST_LISTED:
             with suppress(*REFUSED):
                 route.decoder.decode(body)
                 return False
-        elif not self._reads_body(scope):
-            return False
-        most = max(MOST_VALUES, self.edge.settings.max_body_bytes // 10)
-        if body.count(b",") > most:
-            raise problems.BodyTooLarge(most, "values")
+        check_size(body)
         return True
 
     def _reads_body(self, scope: Scope) -> bool:

@@ -17,6 +17,7 @@ from deployments.http.callers import Caller, CallerHere
 from deployments.http.interface import DirectRoute
 from deployments.http.messages import TENANT_SAID, Behaviours, ItemIds, ItemOut, Message, StageOut, Tenant, Timestamp, UserId, few_fields
 from deployments.http.pieces import InPieces
+from deployments.http.reading import ReadingRoute
 
 
 class RankingService(Protocol):
@@ -79,7 +80,7 @@ class RankOut(Message):
 
 
 def ranking_routes(service: RankingService, limits: Callable[[], GatewaySettings]) -> APIRouter:
-    routes = APIRouter()
+    routes = APIRouter(route_class=ReadingRoute)
 
     @routes.post("/v1/rank", tags=["recommendations"], response_model=RankOut)
     async def rank(message: RankIn, caller: CallerHere) -> Response:

@@ -29,6 +29,7 @@ from deployments.http.event_messages import (
 from deployments.http.ids import HISTORY_PATH
 from deployments.http.messages import Tenant
 from deployments.http.pieces import InPieces
+from deployments.http.reading import ReadingRoute
 
 UserIdInPath = Annotated[str, Path(min_length=1, max_length=256)]
 TenantInQuery = Annotated[Tenant | None, Query(description="default: the API key's tenant, or `default`")]
@@ -49,7 +50,7 @@ class UserDataService(Protocol):
 
 def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings], audit: Audit) -> APIRouter:
     """The routes. `limits` gives the present settings."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=ReadingRoute)
 
     @routes.post("/v1/events", status_code=201, tags=["events"], responses={200: {"model": EventsOut, "description": "Stored before"}})
     async def events(

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import socket
+import threading
 import time
 from base64 import b64decode
 from contextlib import asynccontextmanager, suppress
@@ -753,7 +754,7 @@ async def test_large_bodies_that_are_slow_to_read_are_read_one_after_the_other_a
 async def test_a_large_body_whose_turn_would_come_too_late_is_refused_and_told_to_come_again():
     served = Served(admission={"max_wait_ms": 2500}, slow_bytes_per_s=len(json.dumps(MALFORMED)))
     clients = [Client(served, body=MALFORMED) for _ in range(5)]
-    await clients[-1].task
+    await asyncio.gather(clients[0].task, clients[-1].task)
     assert [client.task.done() for client in clients] == [True, False, False, True, True], "two wait"
     assert dict(clients[-1].sent[0]["headers"])[b"retry-after"] == b"3"
     assert "in smaller parts" in json.loads(clients[-1].sent[1]["body"])["detail"]
@@ -809,6 +810,36 @@ async def test_waiting_to_be_read_counts_against_the_deadline_and_ends_when_the_
     await asyncio.gather(second.task, third.task)
     assert ([client.status for client in (first, third)], second.sent) == ([200, 200], [])
     assert [request.deadline for request in served.service.asked] == pytest.approx([began + 5] * 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/recommend", {"user_id": "u", "behaviours": [{"item_id": 1, "timestamp": 1}] * 9000}, 200),
+        ("/v1/recommend", MALFORMED, 422),
+        ("/v1/recommend:batch", {"requests": [{"user_id": "u", "blocked": ["1"] * 400}] * 50}, 200),
+        ("/v1/events", {"events": [{"user_id": "u", "item_id": "1" * 250}] * 300}, 201),
+    ],
+    ids=["converted", "malformed", "batch", "events"],
+)
+async def test_other_requests_are_answered_while_a_large_body_becomes_a_message(path, body, status, monkeypatch):
+    begun, others_are_answered = threading.Event(), threading.Event()
+
+    def waits(value):
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert others_are_answered.wait(120)
+        return value
+
+    served = Served()
+    served.service.gate.set()
+    monkeypatch.setattr("deployments.http.messages.few_fields", waits)
+    large = Client(served, path, body)
+    await until(lambda: begun.is_set() or large.task.done())
+    assert [(await served.ask("honest")).status_code, large.task.done()] == [200, False]
+    others_are_answered.set()
+    await large.task
+    assert large.status == status
 
 
 # Rates
