@@ -65,10 +65,10 @@ def main(
     print(page)
 
 
-def closed(url: str, asked: tuple[str, ...]) -> float:
+def closed(url: str, asked: tuple[str, ...], headers: dict[str, str] | None = None) -> float:
     """Requests/s of callers that never wait."""
     phases = (Phase("warm-up", 0, WARM_UP_S), Phase("measured", 0, CLOSED_S))
-    return run(Plan(url, phases, asked, clients=CLIENTS)).phase("measured").throughput()
+    return run(Plan(url, phases, asked, clients=CLIENTS, headers=headers or {})).phase("measured").throughput()
 
 
 def overloaded(url: str, asked: tuple[str, ...], factor: float, seconds: float) -> Overloaded:

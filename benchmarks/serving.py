@@ -67,14 +67,16 @@ def genrec(
 
 
 @contextmanager
-def served(config: Path, changes: Mapping[str, Any], port: int, *, profile: ProfileName, log: Path) -> Iterator[LocalServe]:
-    """What `config` describes but for `changes`, at every depth, with an event store of its own, once all engines are loaded."""
+def served(config: Path, changes: Mapping[str, Any], port: int, *, profile: ProfileName, log: Path, key: str = "") -> Iterator[LocalServe]:
+    """What `config` describes but for `changes`, at every depth, with an event store of its own, once all engines are loaded. `key`: of an
+    operator, where keys are asked for.
+    """
     shipped = read_document(config)["applications"][0]["args"]
     with tempfile.TemporaryDirectory() as directory:
         changed = merged({**shipped, "events": {"url": f"sqlite:///{directory}/events.db"}}, changes)
         serve = LocalServe(config, changed, port=port, log=log, profile=profile)
         with serve as url:
-            settle(url)
+            settle(url, key)
             yield serve
 
 
@@ -84,12 +86,12 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return {**one, **both}
 
 
-def settle(url: str) -> None:
+def settle(url: str, key: str = "") -> None:
     """Returns when every engine that can be is loaded: until then one of them may take a core away from the others."""
-    deadline = time.monotonic() + READY_WITHIN_S
+    deadline, headers = time.monotonic() + READY_WITHIN_S, {"authorization": f"Bearer {key}"} if key else {}
     while waiting := [
         f"{backend['name']}: {'; '.join(backend['reasons'])}"
-        for stage in httpx.get(f"{url}/v1/backends", timeout=60).json()["stages"]
+        for stage in httpx.get(f"{url}/v1/backends", headers=headers, timeout=60).json()["stages"]
         for backend in stage["backends"]
         if backend["rank"] is not None and backend["available_on"] and backend["reasons"]
     ]:

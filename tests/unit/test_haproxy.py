@@ -43,6 +43,9 @@ class Gateway(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answers)
         self.gate, self.asked = threading.Event(), list[str]()
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """HAProxy closes connections that it has no use for."""
+
 
 class Answers(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
