@@ -98,7 +98,7 @@ class SimulatedReplica(Replica):
         self.name, self.slower = name, 1.0
         self._kept, self._room, self._outcome = OrderedDict[str, None](), room, outcome
         self._batcher: Batcher[str, tuple[str, bool]] = Batcher(
-            self._compute, lambda sizes: range(min(len(sizes), MOST)), MOST, pacing=Pacing(wait_s=WAIT_S)
+            self._compute, lambda sizes: range(min(len(sizes), MOST)), lambda: MOST, pacing=Pacing(wait_s=WAIT_S)
         )
 
     def keep(self, user: str) -> bool:

@@ -8,8 +8,10 @@ A failing cache or event store costs time, never an answer, and never more time 
 """
 
 import logging
+import math
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
+from time import monotonic
 
 import msgspec
 from msgspec.structs import replace
@@ -65,11 +67,10 @@ class CachedRecommender:
         self._recommender.check(request)
         request = started(request)
         self._usual.note(request)  # as above
-        with suppress(DeadlineExceeded):
-            if kept := await self._kept(request, await self._version(request), computes=False):
-                for part in parts_of(kept):
-                    yield part
-                return
+        if kept := await self._kept(request, await self._version(request), _look_up_until(request), computes=False):
+            for part in parts_of(kept):
+                yield part
+            return
         completed = await self._histories.complete(request)
         if completed.report:
             yield completed.report
@@ -106,18 +107,24 @@ class CachedRecommender:
             return await self._compute(request)
         if request.deadline is None:
             return await self._kept_or_computed(request, version)
-        budget = Budget(request.deadline)
-        try:
-            if kept := await self._kept(request, version, computes=True):
-                return kept
-            answer = await in_time(lambda: self._kept_or_computed(request, version), budget.left_s() + LATE_S)
-        except DeadlineExceeded:  # the shared cache is not fast enough, or another request that computes it
-            return await self._compute(request)
-        if answer.degraded and answer.cache and answer.cache.tier == "joined" and budget.left_s() > 0:
-            return await self._compute(request)  # the other request may have had less time left
+        until = _look_up_until(request)
+        if kept := await self._kept(request, version, until, computes=True):
+            return kept
+        answer = await self._in_time(request, version, until)
+        if answer.degraded and answer.cache and answer.cache.tier == "joined" and Budget(request.deadline).left_s() > 0:
+            return await self._in_time(request, version, until)  # what it joined may have had less time left
         return answer
 
-    async def _kept_or_computed(self, request: RecommendRequest, version: str) -> Recommendation:
+    async def _in_time(self, request: RecommendRequest, version: str, until: float) -> Recommendation:
+        """The answer that is kept or computed, here or for another request, until this one's time is over; else what there is then."""
+        within_s = Budget(request.deadline).left_s() + LATE_S
+        try:
+            return await in_time(lambda: self._kept_or_computed(request, version, until), within_s)
+        except DeadlineExceeded:
+            return await self._compute(request)
+
+    async def _kept_or_computed(self, request: RecommendRequest, version: str, until: float = math.inf) -> Recommendation:
+        """`until`: when the shared cache is waited for no longer, on this process's monotonic clock."""
         assert self._cache is not None
         key, anew = self._key(request, version), request.cache == "refresh"
         found = await self._cache.get_or_compute(
@@ -125,21 +132,20 @@ class CachedRecommender:
             lambda: self._computed(request, key, version),
             refresh=anew,
             renew=lambda: self._computed(unhurried(request), key, version),
+            look_up_s=until - monotonic(),
         )
         return self._given(request, key, found)
 
-    async def _kept(self, request: RecommendRequest, version: str | None, *, computes: bool) -> Recommendation | None:
-        """A cached answer, if there is one. A request with a deadline prefers the answer cached without one, which is never worse. Where it
-        `computes` its own answer otherwise, the shared cache is asked for that then. Raises DeadlineExceeded where the shared cache takes
-        more than a quarter of the time that is left.
+    async def _kept(self, request: RecommendRequest, version: str | None, until: float, *, computes: bool) -> Recommendation | None:
+        """A cached answer, if there is one; `until`: as above. A request with a deadline prefers the answer cached without one, which is
+        never worse. Where it `computes` its own answer otherwise, the shared cache is asked for that then.
         """
-        cache = self._cache
-        if cache is None or version is None or request.cache != "use":
+        if self._cache is None or version is None or request.cache != "use":
             return None
         keys = (self._key(unhurried(request), version), self._key(request, version))
-        if (kept := cache.here(keys, counts_miss=not computes)) is None:
+        if (kept := self._cache.here(keys)) is None:
             shared = keys[:1] if computes or keys[0] == keys[1] else keys
-            kept = await in_time(lambda: cache.elsewhere(shared), Budget(request.deadline).left_s() / 4)
+            kept = await self._cache.elsewhere(shared, within_s=until - monotonic(), computes=computes)
         if kept is None:
             return None
         key, found = kept
@@ -198,6 +204,11 @@ class CachedRecommender:
         if found.tier in {"l2", "joined"}:
             self._fallback.note(request, key, found.value)
         return replace(found.value, cache=CacheReport(found.tier, found.age_s, found.stale))
+
+
+def _look_up_until(request: RecommendRequest) -> float:
+    """When the request stops waiting for the shared cache, on this process's monotonic clock: after a quarter of the time that is left."""
+    return monotonic() + Budget(request.deadline).left_s() / 4
 
 
 def parts_of(answer: Recommendation) -> tuple[AnswerPart, ...]:

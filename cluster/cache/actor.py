@@ -111,7 +111,7 @@ class ActorShard:
         self._lookups: Batcher[Asked, Any] = Batcher(
             self._together,
             lambda sizes: range(min(len(sizes), MOST)),
-            MOST,
+            lambda: MOST,
             pacing=Pacing(at_once=lambda: ON_THE_WAY, patience_s=PATIENCE_S),
             abandons=True,
             context=no_requests_context(),

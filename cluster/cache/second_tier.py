@@ -3,9 +3,10 @@
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import inf
+from typing import Any, TypeVar
 
 from cluster.cache.codec import CountingCodec
 from cluster.cache.entry import Entry, Key
@@ -14,6 +15,7 @@ from cluster.cache.shared import SharedCache
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.write_behind import WriteBehind
 
+T = TypeVar("T")
 TRIES = 10
 _numbers = itertools.count()
 
@@ -44,19 +46,26 @@ class SecondTier:
         self._name = f"{os.uname().nodename}-{os.getpid()}-{next(_numbers)}"
         self._asked = itertools.count()
         self._releases: set[asyncio.Task[None]] = set()
+        self._late: set[asyncio.Task[Any]] = set()  # questions that go on though the one that asked waits no longer
 
-    async def find(self, keys: Sequence[Key]) -> tuple[Key, Entry] | None:
-        """The first of these keys that has an entry, and that, decoded; a miss grants no right to compute it."""
-        entries = (await self.shared.mget(keys)).entries
+    async def find(self, keys: Sequence[Key], within_s: float = inf) -> tuple[Key, Entry] | None:
+        """The first of these keys that has an entry, and that, decoded; a miss grants no right to compute it. None where the shared cache
+        does not answer within that many seconds.
+        """
+        found = await self._in_time(self.shared.mget(keys), within_s)
+        entries = found.entries if found else {}
         for key in keys:
             if (entry := entries.get(key)) is not None and (decoded := self._codec.decoded(entry)) is not None:
                 return key, decoded
         return None
 
-    async def obtain(self, key: Key, newer_than: float) -> Arrived | Right | None:
+    async def obtain(self, key: Key, newer_than: float, within_s: float = inf) -> Arrived | Right | None:
         """An entry that is fresh until after `newer_than`, or the right to compute it: with its lease, or beside a holder that is too slow.
-        None where the shared cache does not answer: the entry that is then computed stays in this replica.
+        None where the shared cache does not answer, within that many seconds: the entry that is then computed stays in this replica.
         """
+        return await self._in_time(self._obtained(key, newer_than), within_s, late=lambda answer: self._give_back(key, answer))
+
+    async def _obtained(self, key: Key, newer_than: float) -> Arrived | Right | None:
         until = _now() + self._settings.wait_s
         holder = f"{self._name}-{next(self._asked)}"  # a new name each time, so that a late release does not end the next one's lease
         for _ in range(TRIES):  # each replica whose computation fails takes its turn; more tries than that have another cause
@@ -84,7 +93,28 @@ class SecondTier:
 
     async def flush(self) -> None:
         """Wait until all that was put and released so far has been sent."""
+        await asyncio.gather(*self._late)
         await asyncio.gather(self.writes.flush(), *self._releases)
+
+    async def _in_time(self, asking: Coroutine[Any, Any, T], within_s: float, late: Callable[[T], object] = lambda _: None) -> T | None:
+        """What the shared cache answers; None where that takes longer. The call then goes on by itself, so that a shard that hangs is
+        found out, and `late` is given its answer.
+        """
+        if within_s == inf:
+            return await asking
+        task = asyncio.get_running_loop().create_task(asking)
+        try:
+            await asyncio.wait([task], timeout=max(0.0, within_s))
+        finally:
+            if not task.done():
+                self._late.add(task)
+                task.add_done_callback(lambda done: late(done.result()))
+                task.add_done_callback(self._late.discard)
+        return task.result() if task.done() else None
+
+    def _give_back(self, key: Key, answer: Arrived | Right | None) -> None:
+        if isinstance(answer, Right):
+            self.release(key, answer)
 
     async def _awaited(self, key: Key, held: Held, left_s: float, newer_than: float) -> Entry | None:
         return await self.shared.wait(key, min(left_s, held.seconds), newer_than) if left_s > 0 else None

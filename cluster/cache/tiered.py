@@ -9,8 +9,9 @@ A shared cache that fails is no error here.
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Generic, TypeAlias, TypeVar
 
 from cluster.cache.codec import Codec, CountingCodec
@@ -62,39 +63,42 @@ class TieredCache(Generic[T]):
         """L2, for what is kept there beside answers."""
         return None if self._l2 is None else self._l2.shared
 
-    async def get_or_compute(self, key: Key, compute: Compute[T], *, refresh: bool = False, renew: Compute[T] | None = None) -> Found[T]:
+    async def get_or_compute(
+        self, key: Key, compute: Compute[T], *, refresh: bool = False, renew: Compute[T] | None = None, look_up_s: float = inf
+    ) -> Found[T]:
         """The answer: kept, joined or computed. An error of `compute` is raised to all callers that wait here, and nothing is kept. The
         computation is cancelled with the last of them.
 
         With `refresh`, no kept answer will do, but one that is being computed now will. `renew` computes in place of `compute` where no
-        caller waits.
+        caller waits. `look_up_s`: how long the shared cache, and a computation elsewhere, may take before the answer is computed here.
         """
         renew = renew or compute
         self._hot.record(key)
         entry = None if refresh else self._l1.get(key)
         if entry is None:
-            return await self._join_or_begin(key, compute, renew, ANEW if refresh else 0.0)
+            return await self._join_or_begin(key, compute, renew, ANEW if refresh else 0.0, look_up_s)
         found = self._found(entry, "l1")
         if found.stale or self._hot.due(key, entry, self._clock(), self._settings.refresh_ahead):
             self.refresh(key, renew)
         return found
 
-    def here(self, keys: Sequence[Key], *, counts_miss: bool) -> tuple[Key, Found[T]] | None:
-        """The first of these keys that this memory holds, with its answer, fresh or stale. One lookup is counted; of a miss only where no
-        `get_or_compute` follows, which counts it.
-        """
+    def here(self, keys: Iterable[Key]) -> tuple[Key, Found[T]] | None:
+        """The first of these keys that this memory holds, with its answer, fresh or stale; a miss counts as no lookup."""
         for key in keys:
             if self._l1.peek(key) is not None and (entry := self._l1.get(key)) is not None:
                 self._hot.record(key)
                 return key, self._found(entry, "l1")
-        if counts_miss:
-            self._l1.get(keys[-1])
         return None
 
-    async def elsewhere(self, keys: Sequence[Key]) -> tuple[Key, Found[T]] | None:
-        """The first of these keys that the shared cache holds, with its answer, fresh or stale, which this memory keeps from now on."""
+    async def elsewhere(self, keys: Sequence[Key], *, within_s: float = inf, computes: bool = False) -> tuple[Key, Found[T]] | None:
+        """The first of these keys, none of which is `here`, that the shared cache is found to hold within that many seconds, with its
+        answer, fresh or stale, which this memory keeps from now on. Counts a miss here, unless `get_or_compute` follows, which `computes`.
+        """
         began = self._epochs.now
-        if self._l2 is None or (found := await self._l2.find(keys)) is None:
+        found = await self._l2.find(keys, within_s) if self._l2 else None
+        if found or not computes:
+            self._l1.get(found[0] if found else keys[-1])
+        if found is None:
             return None
         key, entry = found
         self._hot.record(key)
@@ -102,10 +106,7 @@ class TieredCache(Generic[T]):
 
     async def get(self, key: Key) -> Found[T] | None:
         """The kept answer, fresh or stale; nothing is computed."""
-        if (entry := self._l1.get(key)) is not None:
-            self._hot.record(key)
-            return self._found(entry, "l1")
-        found = await self.elsewhere((key,))
+        found = self.here((key,)) or await self.elsewhere((key,))
         return found and found[1]
 
     def refresh(self, key: Key, compute: Compute[T]) -> bool:
@@ -167,13 +168,13 @@ class TieredCache(Generic[T]):
         if self._l2 is not None:
             await self._l2.shared.close()
 
-    async def _join_or_begin(self, key: Key, compute: Compute[T], renew: Compute[T], newer_than: float) -> Found[T]:
+    async def _join_or_begin(self, key: Key, compute: Compute[T], renew: Compute[T], newer_than: float, look_up_s: float) -> Found[T]:
         while (flight := self._flights.get(key)) is not None:
             found = await self._flights.wait(flight)
             if newer_than < ANEW or found.tier != "l2":  # a flight that was answered by L2 computed nothing new
                 self._joined += 1
                 return replace(found, tier="joined")
-        found = await self._flights.wait(self._flights.start(key, lambda: self._obtain(key, compute, newer_than)))
+        found = await self._flights.wait(self._flights.start(key, lambda: self._obtain(key, compute, newer_than, look_up_s)))
         if found.stale:
             self.refresh(key, renew)
         return found
@@ -186,9 +187,9 @@ class TieredCache(Generic[T]):
             logger.info("a cached answer could not be refreshed: %s: %s", type(error).__name__, error)
             raise
 
-    async def _obtain(self, key: Key, compute: Compute[T], newer_than: float) -> Found[T]:
+    async def _obtain(self, key: Key, compute: Compute[T], newer_than: float, look_up_s: float = inf) -> Found[T]:
         began = self._epochs.now
-        answer = await self._l2.obtain(key, newer_than) if self._l2 else None
+        answer = await self._l2.obtain(key, newer_than, look_up_s) if self._l2 else None
         if not isinstance(answer, Arrived):
             return await self._compute(key, compute, began, answer, replaces=newer_than > 0)
         return self._taken_over(key, answer.entry, began, "joined" if answer.awaited else "l2")

@@ -61,16 +61,15 @@ class Batcher(Generic[RequestT, AnswerT]):
     """For one event loop. `run` answers a batch: one answer or Raised for each member, in order.
 
     `choose` is given the sizes of all that wait, the longest-waiting first, and names the positions of those that go together, ascending
-    and the first among them; `most` at a time. `size`: of a request. `abandons`: a batch is cancelled once all of its members have left.
+    and the first among them; `most()` at a time. `size`: of a request. `abandons`: a batch is cancelled once all of its members have left.
     `context`: in which batches run; without it, in that of the request by which they begin. `idle`: called when nothing waits or runs.
-    `most` may be set anew at any time.
     """
 
     def __init__(
         self,
         run: Callable[[Sequence[Member[RequestT, AnswerT]]], Awaitable[Sequence[AnswerT | Raised]]],
         choose: Callable[[Sequence[int]], Sequence[int]],
-        most: int,
+        most: Callable[[], int],
         *,
         pacing: Pacing = Pacing(),
         size: Callable[[RequestT], int] = lambda _: 1,
@@ -78,7 +77,7 @@ class Batcher(Generic[RequestT, AnswerT]):
         context: Context | None = None,
         idle: Callable[[], object] = lambda: None,
     ) -> None:
-        self._run, self._choose, self.most, self._size = run, choose, most, size
+        self._run, self._choose, self._most, self._size = run, choose, most, size
         self._pacing, self._abandons, self._context, self._idle = pacing, abandons, context, idle
         self._waiting: list[Member[RequestT, AnswerT]] = []
         self._running: dict[asyncio.Task[None], tuple[float, int]] = {}  # when each began, and how many members it has; the oldest first
@@ -128,7 +127,7 @@ class Batcher(Generic[RequestT, AnswerT]):
         lately = [began for began, _ in self._running.values() if monotonic() - began < pacing.patience_s]
         if len(lately) >= pacing.at_once():
             return lately[0] + pacing.patience_s
-        if chosen < len(self._waiting) or chosen == self.most:
+        if chosen < len(self._waiting) or chosen == self._most():
             return 0.0
         if self._running:
             return max(began for began, _ in self._running.values()) + pacing.beside_s

@@ -77,7 +77,7 @@ class Mailbox:
         batcher = Batcher(
             self._call,
             lambda sizes: range(min(len(sizes), MOST)),
-            MOST,
+            lambda: MOST,
             pacing=Pacing(at_once=lambda: ON_THE_WAY, patience_s=PATIENCE_S),
             abandons=True,  # an overloaded replica need not compute what no member awaits
             context=None if address.span else self._context,

@@ -64,13 +64,12 @@ def engine_batcher(
             answers = iter(await compute(list(compress(requests, timely))) if any(timely) else ())
             if any(timely):  # that nothing was computed says nothing of how long it takes
                 most.after(sum(timely), now)
-                batcher.most = most.limits.max_requests
             return [next(answers) if in_time else too_late() for in_time in timely]
 
-    batcher: Batcher[Request, Answer] = Batcher(
+    return Batcher(
         run,
         lambda sizes: alike(sizes, most.limits),
-        limits.max_requests,
+        lambda: most.limits.max_requests,
         pacing=Pacing(
             at_once=lambda: 2 if most.took_s < AHEAD_S else 1,
             wait_s=limits.max_wait_ms / 1e3,
@@ -79,7 +78,6 @@ def engine_batcher(
         ),
         size=rows,
     )
-    return batcher
 
 
 class BatchLimits:

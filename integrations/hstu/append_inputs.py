@@ -162,9 +162,15 @@ def in_steps(run: Callable[[Arrays], Arrays], inputs: Arrays, shapes: Shapes) ->
 
 
 def _first_rows(rows: Any, axis: int, count: int) -> Any:
-    """The first rows along the axis, in one piece: an array's or a tensor's."""
+    """The first rows along the axis, of an array or a tensor, in one piece and with the strides of that."""
+    if rows.shape[axis] <= count:
+        return rows
     first = rows[(slice(None),) * axis + (slice(count),)]
-    return np.ascontiguousarray(first) if isinstance(first, np.ndarray) else first.contiguous()
+    if isinstance(first, np.ndarray):
+        return first.copy()
+    import torch  # noqa: PLC0415 - as below
+
+    return first.clone(memory_format=torch.contiguous_format)
 
 
 def _joined(parts: Sequence[Any], axis: int) -> Any:

@@ -58,10 +58,14 @@ class Setting:
     def clock(self):
         return self.now
 
-    def share(self, shard):
+    def share(self, shard, settings=None):
         """Another gateway, with an empty memory, that shares this one."""
         self.cache = TieredCache(
-            MemoryCache("s3fifo", 2**20, clock=self.clock), ShardedCache({"0": shard}), TierSettings(), ANSWER_CODEC, clock=self.clock
+            MemoryCache("s3fifo", 2**20, clock=self.clock),
+            ShardedCache({"0": shard}, settings),
+            TierSettings(),
+            ANSWER_CODEC,
+            clock=self.clock,
         )
         self.answers = CachedRecommender(
             Recommender(self.bundle, self.encoder, rank=self.ranker), StoredHistories(self.store, 100), self.cache, self.bundle.digest
@@ -442,18 +446,20 @@ async def test_who_is_in_a_hurry_does_not_wait_for_a_computation_elsewhere(setti
 class Slow(CacheShard):
     """Answers each question for an entry after 90 ms."""
 
+    takes_s = 0.09
+
     async def mget(self, keys, *, counted=True):
-        await asyncio.sleep(0.09)
+        await asyncio.sleep(self.takes_s)
         return await super().mget(keys, counted=counted)
 
     async def lease(self, key, holder, seconds, newer_than=0.0):
-        await asyncio.sleep(0.09)
+        await asyncio.sleep(self.takes_s)
         return await super().lease(key, holder, seconds, newer_than)
 
 
 @pytest.mark.parametrize("answered", [_whole, _streamed], ids=["whole", "stream"])
 async def test_a_slow_shared_cache_leaves_a_hurried_request_time_for_its_answer(setting, answered):
-    setting.share(Slow(MemoryCache(clock=setting.clock), setting.clock))
+    setting.share(Slow(MemoryCache(clock=setting.clock), setting.clock), SharedSettings(deadline_s=0.1))
     setting.encoder.delay = 0.03
     loop = asyncio.get_running_loop()
     for user, deadline_ms in enumerate((60, 100, 200)):
@@ -471,12 +477,46 @@ async def test_who_joins_a_request_that_has_less_time_left_is_answered_in_the_ow
     assert ((await late).degraded, joins.degraded) == (True, False)
 
 
+async def test_of_many_that_join_one_with_less_time_left_the_second_computes_and_the_others_join_again(setting):
+    setting.encoder.delay = 0.1
+    now = asyncio.get_running_loop().time()
+    late = asyncio.create_task(setting.answers.recommend(replace(ASKED, deadline_ms=500, deadline=now + 0.05)))
+    await until(lambda: setting.encoder.asked)
+    joined = [setting.answers.recommend(replace(ASKED, deadline_ms=500, deadline=now + 0.5)) for _ in range(20)]
+    assert [one.degraded for one in (*await asyncio.gather(*joined), await late)] == [False] * 20 + [True]
+    assert len(setting.encoder.asked) == 2
+
+
+async def test_requests_in_a_hurry_share_one_computation_and_find_out_a_shared_cache_that_hangs(setting):
+    shard = Slow(MemoryCache(clock=setting.clock), setting.clock)
+    shard.takes_s = 3600
+    setting.share(shard, SharedSettings(deadline_s=0.1))
+    for second in range(10):
+        asked = replace(ASKED, user_id=str(second // 5), deadline_ms=200)
+        tiers = [answer.cache.tier for answer in await asyncio.gather(*(setting.answers.recommend(asked) for _ in range(10)))]
+        assert sorted(set(tiers)) == (["l1"] if second % 5 else ["computed", "joined"])
+    assert len(setting.encoder.asked) == 2
+    await until(lambda: setting.cache.shared.health()[0].breaker == "open")
+
+
 @pytest.mark.parametrize("answered", [_whole, _streamed], ids=["whole", "stream"])
 async def test_a_miss_is_counted_once_whether_or_not_there_is_a_deadline(setting, answered):
     for asked in (ASKED, replace(ASKED, user_id="eve", deadline_ms=60_000)):
         before = (await setting.cache.statistics()).l1.misses
         await answered(setting.answers, asked)
         assert (await setting.cache.statistics()).l1.misses == before + 1
+
+
+@pytest.mark.parametrize("answered", [_whole, _streamed], ids=["whole", "stream"])
+async def test_an_answer_found_in_the_shared_cache_is_one_miss_here_with_a_deadline_too(setting, answered):
+    shard = CacheShard(MemoryCache(clock=setting.clock), setting.clock)
+    setting.share(shard)
+    await setting.answers.recommend(ASKED)
+    await setting.cache.flush()
+    setting.share(shard)
+    tiers = [(await answered(setting.answers, replace(ASKED, deadline_ms=60_000))).cache.tier for _ in range(2)]
+    figures = (await setting.cache.statistics()).l1
+    assert (tiers, figures.misses, figures.hits) == (["l2", "l1"], 1, 1)
 
 
 async def test_what_users_ask_for_is_known_to_every_version_of_the_model(setting):
