@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 Freshness: TypeAlias = Literal["fresh", "stale", "expired"]
+ANEW = 1e15
+"""The time, in seconds since 1970, until after which an entry must be fresh where no kept one will do: none is for that long."""
 
 
 class Key(NamedTuple):

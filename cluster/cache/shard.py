@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from cluster.cache.entry import CacheStatistics, Entry, Key
+from cluster.cache.entry import ANEW, CacheStatistics, Entry, Key
 from cluster.cache.epochs import Epochs
 from cluster.cache.memory import MemoryCache
 from cluster.cache.scopes import concerns
@@ -75,12 +75,13 @@ class CacheShard:
 
     async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased:
         """The entry where it is fresh until after `newer_than`; otherwise the lease, which one holder has at a time. With `newer_than`
-        the entry is to be computed ahead of requests for it, and the lookup does not count.
+        the lookup does not count, and before ANEW the entry is to be computed ahead of requests for it.
 
         The lease ends with `mput`, `release`, an erasure of the key, or after `seconds`. A holder that asks again is granted it again: the
         answer to its first call may have been lost.
         """
-        if (entry := _newer(self.memory.expect(key) if newer_than else self.memory.get(key), newer_than)) is not None:
+        look = self.memory.get if newer_than == 0 else self.memory.expect if newer_than < ANEW else self.memory.peek
+        if (entry := _newer(look(key), newer_than)) is not None:
             return entry
         lease, now = self._lease(key), self._clock()
         if lease is not None and lease.holder != holder:

@@ -15,7 +15,7 @@ from math import inf
 from typing import Generic, TypeAlias, TypeVar
 
 from cluster.cache.codec import Codec, CountingCodec
-from cluster.cache.entry import Entry, Key, merged
+from cluster.cache.entry import ANEW, Entry, Key, merged
 from cluster.cache.epochs import Epochs
 from cluster.cache.hot_keys import HotKeys
 from cluster.cache.memory import MemoryCache
@@ -30,7 +30,6 @@ from cluster.values import CacheTier
 T = TypeVar("T")
 Compute: TypeAlias = Callable[[], Awaitable[Computed[T]]]
 HOTTEST = 10
-ANEW = 1e15  # nothing kept is fresh for that long
 DECODED_WEIGHT = 2  # in memory an answer is objects, about twice as large as its JSON in the shared cache
 logger = logging.getLogger(__name__)
 

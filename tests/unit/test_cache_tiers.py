@@ -119,6 +119,22 @@ async def test_after_a_scan_what_is_computed_ahead_is_there_as_it_is_asked_for(a
     assert set(tiers) == {"l1" if asked == "where it was computed" else "l2"}
 
 
+async def test_a_flood_of_refreshes_of_new_keys_does_not_drive_out_of_the_shared_cache_what_is_there():
+    cluster, work = Cluster(replicas=0), Work()
+    memory = MemoryCache("s3fifo", 1000, admission=admission_of(0.05), clock=cluster.clock)
+    cluster.shards = {"only": CacheShard(memory, cluster.clock)}
+    cache = cluster.replica()
+    for number in range(2000):
+        await ask(cache, work, Key("tenant", f"scanned {number}", "1"))
+    assert memory.admission.strict
+    kept = memory.entries()
+    for number in range(200):
+        found = await cache.get_or_compute(Key("tenant", f"refreshed {number}", "1"), work, refresh=True)
+        await cache.flush()
+        assert found.tier == "computed"
+    assert memory.entries() == kept
+
+
 async def test_a_hundred_callers_of_three_replicas_compute_once():
     cluster, work = Cluster(), Work()
     work.hold()
