@@ -122,6 +122,10 @@ class ActorShard:
         entries = await asyncio.gather(*map(self._whole, found.entries.values()))
         return Lookup({key: entry for key, entry in zip(found.entries, entries, strict=True) if entry}, found.epochs)
 
+    async def epochs(self, keys: Sequence[Key]) -> Mapping[Key, int]:
+        epochs: Mapping[Key, int] = await self._call("epochs", list(keys))
+        return epochs
+
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
         light = {key: await _light(entry) for key, entry in entries.items()}
         refused: frozenset[Key] = await self._call("mput", light, dict(epochs))

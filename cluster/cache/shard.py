@@ -63,7 +63,11 @@ class CacheShard:
     async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup:
         """The entries that are there. `counted`: whether the statistics count the lookups, as those of requests."""
         found = {key: entry for key in keys if (entry := self.memory.get(key, counted=counted)) is not None}
-        return Lookup(found, dict.fromkeys(keys, self._epochs.now))
+        return Lookup(found, await self.epochs(keys))
+
+    async def epochs(self, keys: Sequence[Key]) -> Mapping[Key, int]:
+        """For each key the epoch with which to put an entry of this moment. It is no lookup: eviction and admission do not go by it."""
+        return dict.fromkeys(keys, self._epochs.now)
 
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
         """Put the entries that no erasure since their epochs concerns; returns the keys of all others, those without an epoch too."""

@@ -33,6 +33,7 @@ class Shard(Protocol):
     """One shard; see CacheShard for its methods."""
 
     async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup: ...
+    async def epochs(self, keys: Sequence[Key]) -> Mapping[Key, int]: ...
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]: ...
     async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased: ...
     async def wait(self, key: Key, within_s: float, newer_than: float = 0.0) -> Entry | None: ...
@@ -69,6 +70,7 @@ class SharedCache(Protocol):
     """
 
     async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup: ...
+    async def epochs(self, keys: Sequence[Key]) -> Mapping[Key, int]: ...
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]: ...
     async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased | None: ...
     async def wait(self, key: Key, within_s: float, newer_than: float = 0.0) -> Entry | None: ...
@@ -196,13 +198,22 @@ class ShardedCache:
 
         async def look_up(shard: GuardedShard, asked: list[Key]) -> Lookup | None:
             found = await shard.ask(lambda s: s.mget(asked, counted=counted))
-            return found and Lookup(found.entries, {key: self._told(shard, epoch) for key, epoch in found.epochs.items()})
+            return found and Lookup(found.entries, self._all_told(shard, found.epochs))
 
         parts = await self._each(self._by_shard(keys), look_up)
         return Lookup(
             {key: entry for part in parts for key, entry in part.entries.items()},
             {key: epoch for part in parts for key, epoch in part.epochs.items()},
         )
+
+    async def epochs(self, keys: Sequence[Key]) -> Mapping[Key, int]:
+        """As a Shard's, without the keys of a shard that fails."""
+
+        async def ask(shard: GuardedShard, asked: list[Key]) -> Mapping[Key, int] | None:
+            epochs = await shard.ask(lambda s: s.epochs(asked))
+            return epochs and self._all_told(shard, epochs)
+
+        return {key: epoch for part in await self._each(self._by_shard(keys), ask) for key, epoch in part.items()}
 
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
         """As a Shard's; an entry with an epoch of another shard is neither put nor refused: it is a miss."""
@@ -268,6 +279,9 @@ class ShardedCache:
 
     def _told(self, shard: GuardedShard, epoch: int) -> int:
         return epoch * EPOCHS + self._numbers[shard.name]
+
+    def _all_told(self, shard: GuardedShard, epochs: Mapping[Key, int]) -> Mapping[Key, int]:
+        return {key: self._told(shard, epoch) for key, epoch in epochs.items()}
 
     def _shard(self, key: Key) -> GuardedShard:
         return self._shards[pick(key, self._names)]

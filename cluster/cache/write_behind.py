@@ -53,7 +53,7 @@ class WriteBehind:
             self._sending = {key: self._pending.pop(key) for key in [*islice(self._pending, BATCH)]}
             epochs = {key: epoch for key, (_, epoch) in self._sending.items() if epoch is not None}
             if undated := self._sending.keys() - epochs.keys():
-                epochs.update((await self._shared.mget([*undated], counted=False)).epochs)
+                epochs.update(await self._shared.epochs([*undated]))
             for key in await self._shared.mput({key: entry for key, (entry, _) in self._sending.items()}, epochs):
                 self._refused(key)
             self._sending = {}

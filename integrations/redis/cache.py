@@ -83,6 +83,10 @@ class RedisCache:
             self._count(key, found.get(key))
         return Lookup(found, dict.fromkeys(keys, int(epoch)))
 
+    async def epochs(self, keys: Sequence[Key]) -> Mapping[Key, int]:
+        epoch, *_ = await self._read([self._prefix], [])
+        return dict.fromkeys(keys, int(epoch))
+
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
         refused, now = {key for key in entries if key not in epochs}, time.time()
         sent = [key for key in entries if key in epochs]

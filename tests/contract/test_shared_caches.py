@@ -253,14 +253,14 @@ async def test_forgets_the_group_of_nobody_in_particular_alone(cache):
 
 @pytest.mark.parametrize("scope", [("tenant", "ada"), ("tenant", None), (None, None)])
 async def test_what_began_before_an_erasure_is_not_put_back(cache, scope):
-    leased, looked_up = ADA, Key("tenant", "ada", "2")
+    leased, looked_up, written = ADA, Key("tenant", "ada", "2"), Key("tenant", "ada", "3")
     granted = await cache.lease(leased, "me", 300)
     held = await cache.lease(leased, "you", 300)
-    epochs = (await cache.mget([looked_up])).epochs
+    epochs = {**(await cache.mget([looked_up])).epochs, **await cache.epochs([written])}
     await cache.invalidate(*scope)
-    for key, epoch in ((leased, granted.epoch), (leased, held.epoch), (looked_up, epochs[looked_up])):
+    for key, epoch in ((leased, granted.epoch), (leased, held.epoch), *epochs.items()):
         assert await cache.mput({key: entry()}, {key: epoch}) == {key}
-    assert await present(cache, leased, looked_up) == set()
+    assert await present(cache, leased, looked_up, written) == set()
 
 
 async def test_an_erasure_ends_leases_and_what_begins_after_it_is_put(cache):
@@ -281,6 +281,15 @@ async def test_an_erasure_of_one_user_does_not_refuse_what_is_computed_for_anoth
     await cache.invalidate("tenant", "ada")
     assert await cache.mput({bob: entry()}, {bob: granted.epoch}) == frozenset()
     assert await present(cache, bob) == {bob}
+
+
+async def test_epochs_alone_let_entries_in_and_count_as_no_lookup(cache):
+    before = merged((await cache.statistics()).values())
+    assert await cache.epochs([]) == {}
+    assert await cache.mput({key: entry() for key in keys(3)}, await cache.epochs(keys(3))) == frozenset()
+    after = merged((await cache.statistics()).values())
+    assert (after.hits - before.hits, after.misses - before.misses, after.insertions - before.insertions) == (0, 0, 3)
+    assert await present(cache, *keys(3)) == set(keys(3))
 
 
 async def test_refuses_what_has_no_epoch(cache):

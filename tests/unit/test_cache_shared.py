@@ -44,7 +44,7 @@ class BreakableShard(CacheShard):
 
     def __getattribute__(self, name):
         method = super().__getattribute__(name)
-        if name not in {"mget", "mput", "lease", "wait", "release", "invalidate", "statistics"}:
+        if name not in {"mget", "epochs", "mput", "lease", "wait", "release", "invalidate", "statistics"}:
             return method
 
         async def called(*arguments, **named):

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from time import time
 
@@ -25,7 +26,7 @@ ASKED = RecommendRequest("ada", k=3, allowed=frozenset("123"), sampling=Sampling
 
 
 class Shard(CacheShard):
-    """As it is, and counts what it is asked; `late` holds look-ups' answers back, and `sent` look-ups themselves."""
+    """As it is, and counts what it is asked; `late` holds the answers back to what is read, and `sent` the questions themselves."""
 
     def __init__(self, memory=None):
         super().__init__(MemoryCache() if memory is None else memory)
@@ -38,12 +39,20 @@ class Shard(CacheShard):
         return await super().mput(entries, epochs)
 
     async def mget(self, keys, *, counted=True):
+        async with self.held_back():
+            return await super().mget(keys, counted=counted)
+
+    async def epochs(self, keys):
+        async with self.held_back():
+            return await super().epochs(keys)
+
+    @asynccontextmanager
+    async def held_back(self):
         self.asked += 1
         await self.sent.wait()
-        found = await super().mget(keys, counted=counted)
+        yield
         self.gets += 1
         await self.late.wait()
-        return found
 
 
 @pytest.fixture
@@ -119,16 +128,42 @@ async def test_what_is_recalled_again_and_again_is_not_driven_out_by_answers():
         assert await second.recall([ADA]) == [ADA]
 
 
-async def test_after_a_scan_what_is_told_is_known_again():
+async def test_after_a_scan_what_is_told_and_looked_for_is_known_again():
     now = [1000.0]
     shard = Shard(MemoryCache("s3fifo", 50_000, admission=admission_of(0.05)))
     first, second = gateway(shard, clock=lambda: now[0]), gateway(shard)
     await answers(shard, 1000)
     assert shard.memory.admission.strict
+    await noted(first, ASKED)
     for _ in range(2):
-        await noted(first, ASKED)
-        now[0] += TELL_AGAIN_S
+        assert await second.recall([ADA]) == []
+    now[0] += TELL_AGAIN_S
+    await noted(first, ASKED)
     assert await second.recall([ADA]) == [ADA]
+
+
+async def test_what_is_told_again_and_again_and_read_by_none_takes_no_place_in_a_cache_that_hits_too_rarely():
+    now = [1000.0]
+    shard = Shard(MemoryCache("s3fifo", 50_000, admission=admission_of(0.05)))
+    usual = gateway(shard, clock=lambda: now[0])
+    await answers(shard, 1000)
+    kept = shard.memory.entries()
+    for _ in range(5):
+        await noted(usual, ASKED, RecommendRequest("bob"))
+        now[0] += TELL_AGAIN_S
+    assert shard.puts == 1000 + 5
+    assert shard.memory.entries() == kept
+
+
+async def test_what_is_told_counts_as_no_lookup_that_misses():
+    shard = Shard(MemoryCache("s3fifo", 100_000, admission=admission_of(0.5), window=100))
+    usual = gateway(shard)
+    await answers(shard, 1)
+    [(known, _)] = shard.memory.entries()
+    for number in range(300):
+        await shard.mget([known])
+        await noted(usual, *(RecommendRequest(f"user {number}-{one}") for one in range(3)))
+    assert not shard.memory.admission.strict
 
 
 async def test_what_is_computed_from_a_history_that_was_sent_is_not_told(shard):
