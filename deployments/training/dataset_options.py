@@ -103,9 +103,12 @@ def as_trained(asked: DatasetOptions, bundle: Bundle) -> DatasetOptions:
 
     Raises ConfigError where the model does not record them.
     """
-    recorded = bundle.manifest.training.get(READ_AS)
+    recorded, given = bundle.manifest.training.get(READ_AS), asked.model_dump(exclude_defaults=True)
     try:
-        return DatasetOptions.model_validate({**cast("dict[str, Any]", recorded), **asked.model_dump(exclude_defaults=True)})
+        options = {**cast("dict[str, Any]", recorded), **given}
+        if options.get("name", "table") != "table":  # earlier releases recorded a table's options that MovieLens ignored
+            options = {name: value for name, value in options.items() if name in _OF_ANY or name in given}
+        return DatasetOptions.model_validate(options)
     except (TypeError, ValidationError) as error:
         cure = f"name the DATASET, one of {', '.join(DATASETS)}, with the options it was trained with"
         raise ConfigError(f"{bundle.version} does not say which data set it was trained on and how that was read; {cure}") from error

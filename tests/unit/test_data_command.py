@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cluster.errors import ConfigError, UnknownChoice
+from cluster.errors import ConfigError, DataError, UnknownChoice
 from cluster.values import Action
 from deployments.cli.data import app
 from deployments.cli.dataset_options import DATASET, OPTIONAL_DATASET
@@ -126,6 +126,16 @@ def test_a_model_s_data_set_is_read_again_by_the_options_of_its_training_unless_
     assert as_trained(grown, trained) == again.model_copy(update={"path": Path("grown.csv"), "user_column": "user"})
     usual = DatasetOptions(timestamp_unit=TimestampUnit.SECONDS, default_action=Action.VIEW)
     assert as_trained(usual, trained) == again.model_copy(update=usual.model_dump(include={"timestamp_unit", "default_action"}))
+
+
+def test_options_of_a_table_that_a_model_of_movielens_records_are_dropped_and_given_ones_refused(tmp_path):
+    recorded = {"name": "ml-100k", "path": str(tmp_path), "default_action": "like", "delimiter": ";", "skip_bad_rows": True}
+    again = as_trained(DatasetOptions(), trained_on(recorded))
+    assert again == DatasetOptions(name="ml-100k", path=tmp_path, skip_bad_rows=True)
+    with pytest.raises(DataError):  # of what is to be read, not of options
+        again.read()
+    with pytest.raises(ConfigError, match="--delimiter: of a table only, and ml-100k is none; leave them out"):
+        as_trained(DatasetOptions(delimiter=","), trained_on(recorded)).read()
 
 
 @pytest.mark.parametrize("recorded", [None, "table", {"timestamp_unit": "weeks"}])
