@@ -1,5 +1,7 @@
 """Files with named columns, text or Parquet, opened for reading in blocks."""
 
+import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +19,14 @@ from integrations.datasets.text import TextFormat, TextReader, listed
 
 PARQUET = (".parquet", ".pq")
 ATOMIC = (".inter", ".item")  # tab-separated, and quotation marks mean nothing there
-PACKED = (*ARCHIVES, ".tar", ".tar.gz", ".tgz", ".7z", ".rar", ".bz2", ".xz", ".zst")  # of packed files only .gz is read as it is
+PACKED = (*ARCHIVES, ".tar", ".tar.gz", ".tgz", ".7z", ".rar", ".bz2", ".xz", ".zst", ".lz4", ".snappy")  # only .gz is read as it is
 TEXT = (".csv", ".tsv", ".txt", ".dat", *ATOMIC)
 BESIDE = (".", "_")  # what the names of files that Spark and others write beside the parts begin with, as _SUCCESS
+OTHER_ROWS = re.compile(r"(^[^.]+|\.(\d+|\w*json\w*|xl\w+|ods|orc|avro|parq\w*|feather|arrow|tab|psv))$")
+"""Names, in small letters and without .gz, of files that may hold rows in a form that is not read: by their endings, or without one."""
+NOTES = re.compile(r"(readme|licen[cs]e|copying|notice|authors|changelog|manifest|version|makefile|checksums|(md5|sha\d+)sums?)(\.txt)?$")
+"""Names, in small letters, of files about a table that look like a part."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,8 @@ Table = TextTable | ParquetTable
 def table_files(path: Path) -> list[File]:
     """The file, or the parts in the directory in order of name, without empty text files, which have no rows.
 
-    Raises DataError where there is no table, and where the directory holds what is no part: it may hold rows, which would be lost.
+    Raises DataError where there is no table, and where the directory holds what is no part but may hold rows, which would be lost. Other
+    files are passed over with a warning.
     """
     if not path.exists():
         raise DataError(f"{path} does not exist")
@@ -71,16 +79,31 @@ def table_files(path: Path) -> list[File]:
 
 def _parts(directory: Path) -> list[File]:
     entries = [File(entry) for entry in sorted(directory.iterdir()) if not entry.name.startswith(BESIDE)]
-    parts = [entry for entry in entries if entry.path.is_file() and entry.ends_in(*TEXT, *PARQUET)]
-    others = [f"{entry.path.name}/" if entry.path.is_dir() else entry.path.name for entry in entries if entry not in parts]
+    parts, others, passed_over = list[File](), list[str](), list[str]()
+    for entry in entries:
+        if entry.path.is_dir():
+            others.append(f"{entry.path.name}/")
+        elif NOTES.match(entry.path.name.lower()):
+            passed_over.append(entry.path.name)
+        elif entry.ends_in(*TEXT, *PARQUET) and entry.path.is_file():
+            parts.append(entry)
+        else:
+            (others if _may_hold_rows(entry) else passed_over).append(entry.path.name)
     endings = ", ".join([*TEXT, *PARQUET])
     cure = "unpack or convert such files, or move them out; what is in directories is not read"
     if not parts:
-        instead = f"; it holds {listed(others)}: {cure}" if others else ""
+        instead = f"; it holds {listed([*others, *passed_over])}: {cure}" if others or passed_over else ""
         raise DataError(f"{directory} holds no file whose name ends in {endings}{instead}")
     if others:
         raise DataError(f"{directory} holds {listed(others)} beside the parts of a table, whose names end in {endings}: {cure}")
+    if passed_over:
+        logger.warning("%s: passed over, as no parts of the table: %s", directory, listed(passed_over))
     return parts
+
+
+def _may_hold_rows(file: File) -> bool:
+    name = file.path.name.lower()
+    return name.endswith((".gz", *PACKED)) or file.ends_in(*TEXT, *PARQUET) or bool(OTHER_ROWS.search(file.name.lower()))
 
 
 def _has_bytes(file: File) -> bool:

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from cluster.errors import DataError
 from cluster.values import Action, Item
 from integrations.datasets.events import EventCollector, EventFormat
+from integrations.datasets.files import File
 from integrations.datasets.options import BadRows, Columns, ItemColumns, ReadOptions, TimestampUnit
 from integrations.datasets.parquet import parquet_blocks
 from integrations.datasets.table import read_items, read_table
+from integrations.datasets.table_file import table_files
 from integrations.datasets.text import TextFormat, TextReader
 
 CSV = "user,item,timestamp,action,value\nb,x,200,purchase,9.5\na,y,300,view,\na,x,100,click,\nb,z,200,like,\n"
@@ -207,12 +209,34 @@ def test_a_part_may_be_named_in_capitals(tmp_path):
     assert rows_of(read_table(tmp_path)) == EXPECTED
 
 
-@pytest.mark.parametrize("name", ["b.csv.zip", "b.csv.bz2", "b.jsonl", "README.md", "gone.csv"])
+@pytest.mark.parametrize("name", [
+    "b.csv.zip", "b.csv.bz2", "b.csv.lz4", "b.gz", "b.sql.gz", "b.jsonl", "b.ndjson", "b.JSON", "b.xlsx", "b.orc", "b.avro", "b.parq",
+    "b.parquet.001", "events.csv.1", "part-00001", "part-00001.gz", "gone.csv",
+])  # fmt: skip
 def test_a_directory_with_what_is_no_part_is_refused_by_its_name_rather_than_read_in_part(tmp_path, name):
     written(tmp_path, CSV, "a.csv")
     (tmp_path / name).symlink_to("nowhere") if name == "gone.csv" else written(tmp_path, CSV, name)
     with pytest.raises(DataError, match=rf"{tmp_path} holds {re.escape(name)} beside the parts of a table, .*: unpack or convert"):
         read_table(tmp_path)
+
+
+def test_files_about_a_table_are_passed_over_with_a_warning_that_names_them(tmp_path, caplog):
+    written(tmp_path, CSV, "events.csv")
+    beside = ["LICENSE", "README.md", "README.txt", "SHA256SUMS", "Thumbs.db", "events.csv.sha256", "events.csv~", "part-0.csv.crc"]
+    for name in (*beside, ".DS_Store", "_SUCCESS"):
+        written(tmp_path, "no rows", name)
+    assert rows_of(read_table(tmp_path)) == EXPECTED
+    assert caplog.messages == [f"{tmp_path}: passed over, as no parts of the table: {', '.join(beside)}"]
+
+
+def test_a_directory_of_thousands_of_parts_is_gone_through_once(tmp_path, monkeypatch):
+    """Were each name compared with each, it would be millions of comparisons."""
+    for number in range(300):
+        written(tmp_path, CSV, f"part-{number:03}.csv")
+    compared = []
+    monkeypatch.setattr(File, "__eq__", lambda one, other: compared.append(other) or str(one) == str(other))
+    assert len(table_files(tmp_path)) == 300
+    assert not compared
 
 
 def test_a_table_s_directory_with_directories_is_refused_with_their_names(tmp_path):
