@@ -14,6 +14,7 @@ from tests.unit.test_state_stores import EVENTS, STORES, history, pool_of, remem
 
 USERS = [Owner(f"m/{tenant}", user) for tenant in "xy" for user in "abc"]
 SECONDS = 1.0
+PATIENCE_S = 120.0  # far longer than it takes on a busy machine
 EDITED = [(item + (place in {6, 21}), time) for place, (item, time) in enumerate(EVENTS)]
 
 
@@ -70,6 +71,7 @@ def at_once(*steps, seconds=SECONDS, enough=lambda: True):
         try:
             work = [threads.submit(repeat, number, step) for number, step in enumerate(steps)]
             while not (monotonic() >= until and all(done) and enough()) and not any(each.done() for each in work):
+                assert monotonic() < until + PATIENCE_S, f"done so often: {done}"
                 sleep(0.01)
         finally:
             stop.set()
