@@ -3,8 +3,9 @@
     python -m benchmarks.routing                              # simulated
     OMP_NUM_THREADS=1 python -m benchmarks.routing --live     # on a real cluster, with the demo's model (run `make demo ONCE=1` before)
 
-Simulated (benchmarks/simulated_routing.py): two tenants with the same user ids, eight gateways, eight encoder replicas, each case
-from several seeds, of which the worst counts. Live (benchmarks/routing_live.py): four gateways, four encoders, on this machine.
+Simulated (benchmarks/simulated_routing.py): two tenants with the same user ids, eight gateways, eight encoder replicas, and smaller
+clusters, each case from several seeds, of which the worst counts. Live (benchmarks/routing_live.py): four gateways, four encoders, on
+this machine.
 Writes benchmarks/results/routing_cpu_DATE.md or routing_live_cpu_DATE.md.
 """
 
@@ -26,10 +27,12 @@ AT_HOME, MOVED, SLOWED, BUSIEST = 0.95, 1.2, 2.0, 1.5
 """At least so many requests reach their homes; at most so many times 1/(n+1) of the users move; the p99 with a slow replica over that
 without; the busiest replica's requests over the mean."""
 HOTTEST, ADDED = 0.05, 2
+SMALL = ((1, 2), (2, 2), (8, 2), (2, 4), (1, 8))
+"""Gateways and replicas of smaller clusters, with as many requests a replica."""
 
 
-class Cases:
-    """All cases of one seed. The second third of the time begins with what happens."""
+class Slowed:
+    """The cases of one seed in which a replica becomes slow, or does not. The second third of the time begins with what happens."""
 
     def __init__(self, world: World) -> None:
         self.world, self.since_s = world, world.seconds / 3
@@ -37,15 +40,26 @@ class Cases:
         self.calm = self._run()
         self.slow = self._run(_slow_down)
         self.waited_for = self._run(_slow_down, options={"slow_times": 0})
-        self.hot = self._run(hottest=HOTTEST)
-        self.added = self._run(lambda cluster: cluster.add(ADDED))
-        self.random = self._run(home=False)
+        self.gone = self._run(Simulation.remove)
+
+    def at_home(self) -> float:
+        return self.calm.home_share(self.homes)
 
     def _run(self, happens: Callable[[Simulation], None] | None = None, **changes: object) -> Outcome:
         return simulate(replace(self.world, **changes), {self.since_s: happens} if happens else None)  # type: ignore[arg-type]
 
     def over_calm(self, outcome: Outcome) -> float:
         return outcome.p99_ms(self.since_s) / self.calm.p99_ms(self.since_s)
+
+
+class Cases(Slowed):
+    """All cases of one seed."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.hot = self._run(hottest=HOTTEST)
+        self.added = self._run(lambda cluster: cluster.add(ADDED))
+        self.random = self._run(home=False)
 
 
 def _slow_down(cluster: Simulation) -> None:
@@ -64,7 +78,7 @@ def simulated(world: World, seeds: int) -> list[str]:
     cases = [Cases(replace(world, seed=seed)) for seed in range(seeds)]
     since_s, first = world.seconds / 3, cases[0]
     one_more = moved(world.users, world.replicas) * (world.replicas + 1)
-    at_home = min(one.calm.home_share(one.homes) for one in cases)
+    at_home = min(one.at_home() for one in cases)
     rows = [
         ["requests that reach their users' homes", _percent(at_home), f"at least {_percent(AT_HOME)}", _met(at_home >= AT_HOME)],
         [
@@ -75,6 +89,7 @@ def simulated(world: World, seeds: int) -> list[str]:
         ],
         _at_most(f"p99 when one replica is {SLOWER:g} times slower, over calm", [one.over_calm(one.slow) for one in cases], SLOWED),
         _told("the same with `slow_times: 0`: no slow replica is left out", [one.over_calm(one.waited_for) for one in cases]),
+        _told("the same when that replica is gone instead", [one.over_calm(one.gone) for one in cases]),
         _at_most(f"the busiest replica over the mean, one user {_percent(HOTTEST)} of all", [one.hot.busiest() for one in cases], BUSIEST),
         _told(f"p99 when {ADDED} replicas are added, over calm", [one.over_calm(one.added) for one in cases]),
     ]
@@ -86,7 +101,9 @@ def simulated(world: World, seeds: int) -> list[str]:
         f"{ADDED} replicas added": first.added,
         "calm, no homes (Serve's power of two choices)": first.random,
     }
-    failed = sum(one.failed for case in cases for one in vars(case).values() if isinstance(one, Outcome))
+    small = {(gateways, replicas): _smaller(world, gateways, replicas, seeds) for gateways, replicas in SMALL}
+    every = [*cases, *(case for several in small.values() for case in several)]
+    failed = sum(one.failed for case in every for one in vars(case).values() if isinstance(one, Outcome))
     return [
         "# Where users' requests go, simulated",
         "",
@@ -104,7 +121,31 @@ def simulated(world: World, seeds: int) -> list[str]:
             [[name, *_figures(one, since_s)] for name, one in named.items()],
         ),
         "",
+        f"Smaller clusters, with as many requests a replica; p99 from {since_s:g} s on, over calm. A replica that is gone shows",
+        "how far the others alone keep up with its users:",
+        "",
+        *table(
+            [
+                f"gateways x replicas, the worst of {seeds} seeds",
+                f"at home (wanted: {_percent(AT_HOME)})",
+                f"one replica {SLOWER:g} times slower",
+                "not left out",
+                "gone",
+            ],
+            [[f"{gateways} x {replicas}", *_small_figures(several)] for (gateways, replicas), several in small.items()],
+        ),
+        "",
     ]
+
+
+def _smaller(world: World, gateways: int, replicas: int, seeds: int) -> list[Slowed]:
+    smaller = replace(world, gateways=gateways, replicas=replicas, rate=world.rate * replicas / world.replicas)
+    return [Slowed(replace(smaller, seed=seed)) for seed in range(seeds)]
+
+
+def _small_figures(cases: Sequence[Slowed]) -> list[str]:
+    over_calm = ([one.over_calm(outcome) for outcome in (one.slow, one.waited_for, one.gone)] for one in cases)
+    return [_percent(min(one.at_home() for one in cases)), *(f"{max(figures):.2f}" for figures in zip(*over_calm, strict=True))]
 
 
 def _figures(one: Outcome, since_s: float) -> list[str]:

@@ -208,6 +208,11 @@ class Simulation:
         self.replicas += [self._replica(f"encoder-{len(self.replicas) + number}") for number in range(replicas)]
         self._tell()
 
+    def remove(self) -> None:
+        """The first one, without which the requests that it has still end."""
+        del self.replicas[0]
+        self._tell()
+
     async def run(self) -> Outcome:
         """What came of the requests, once all are answered. The most popular users' states are kept at their homes when it begins."""
         self._tell()

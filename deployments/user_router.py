@@ -26,9 +26,9 @@ from deployments.routers import RankingRouter, refuse
 class UserAffinityRouter(RankingRouter):
     """Routes a request to its user's home unless that is busy, and a request without a user by Serve's power of two choices.
 
-    The user is the handle's `session_id` if given, else the request's. A replica is left out if most of its answers take more than
-    `slow_times` as long as nine tenths of the others', or two take far longer than any; its users go to the next replica of their orders,
-    until a trial is quick again. `slow_times` 0: no replica is left out.
+    The user is the handle's `session_id` if given, else the request's. A replica is left out if most of its answers of a second
+    take more than `slow_times` as long as nineteen in twenty of the others', or a few take far longer than any; its users go to the next
+    replica of their orders, until a trial is quick again. `slow_times` 0: no replica is left out.
     """
 
     def initialize_state(self, bound: float = BOUND, slack: int = SLACK, slow_times: float = TIMES, **unknown: Any) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.traffic.paces import AVOIDING, ENOUGH, LATEST, LEAST_S, MOVED_S, NEW_S, Paces
+from cluster.traffic.paces import AVOIDING, ENOUGH, KNOWN, LATEST, LATEST_S, LEAST_S, MOVED_S, NEW_S, SEEN, Paces
 
 NAMES = ("a", "b", "c")
 QUICK_S, SLOW_S = 0.005, 0.05
@@ -16,8 +16,8 @@ def known(*names: str, now: float = 0.0) -> Paces:
     paces = Paces()
     paces.keep(names, now)
     for name in names:
-        answers(paces, name, 1, SLOW_S, now)
-        answers(paces, name, ENOUGH, QUICK_S, now)
+        answers(paces, name, 1, SLOW_S, now - LATEST_S)
+        answers(paces, name, max(KNOWN, SEEN), QUICK_S, now - LATEST_S)
     return paces
 
 
@@ -40,12 +40,43 @@ def test_a_replica_most_of_whose_latest_answers_are_late_is_left_out_also_where_
 def test_two_answers_that_take_far_longer_than_any_of_the_others_are_enough():
     paces = known(*NAMES)
     answers(paces, "a", 1, 3 * SLOW_S, 1.0)
-    answers(paces, "a", LATEST, QUICK_S, 1.0)
-    answers(paces, "a", 1, 3 * SLOW_S, 1.0)
-    assert paces.slow(1.0) == frozenset(), "one among as many as count"
-    answers(paces, "a", LATEST - 2, QUICK_S, 1.0)
-    answers(paces, "a", 1, 3 * SLOW_S, 1.0)
-    assert paces.slow(1.0) == {"a"}
+    answers(paces, "a", LATEST, QUICK_S, 1.0 + LATEST_S)
+    answers(paces, "a", 1, 3 * SLOW_S, 2.0 + LATEST_S)
+    assert paces.slow(2.0 + LATEST_S) == frozenset(), "one among as many as count"
+    answers(paces, "a", LATEST - 2, QUICK_S, 2.0 + LATEST_S)
+    answers(paces, "a", 1, 3 * SLOW_S, 2.0 + LATEST_S)
+    assert paces.slow(2.0 + LATEST_S) == {"a"}
+
+
+def test_an_answer_that_takes_far_longer_counts_as_one_until_a_new_user_has_been_among_the_others():
+    paces = Paces()
+    paces.keep(NAMES, 0.0)
+    for name in NAMES:
+        answers(paces, name, ENOUGH, QUICK_S, -LATEST_S)
+    answers(paces, "a", MOST - 1, SLOW_S, 0.0)
+    assert paces.slow(0.0) == frozenset()
+    answers(paces, "a", 1, SLOW_S, 0.0)
+    assert paces.slow(0.0) == {"a"}
+
+
+def test_a_queue_of_late_answers_that_is_gone_within_a_second_makes_no_replica_slow_and_one_that_stays_does():
+    paces = known(*NAMES)
+    for hundredth in range(100):
+        answers(paces, "a", 1, QUICK_S, hundredth / 100)
+    for hundredth in range(100, 140):
+        answers(paces, "a", 1, SLOW_S, hundredth / 100)
+        assert paces.slow(hundredth / 100) == frozenset()
+    for hundredth in range(140, 160):
+        answers(paces, "a", 1, SLOW_S, hundredth / 100)
+    assert paces.slow(1.6) == {"a"}
+
+
+def test_of_two_replicas_one_is_slow_after_twice_as_many_late_answers():
+    paces = known("a", "b")
+    answers(paces, "a", LATEST, SLOW_S, 0.0)
+    assert paces.slow(0.0) == frozenset()
+    answers(paces, "a", 1, SLOW_S, 0.0)
+    assert paces.slow(0.0) == {"a"}
 
 
 def test_what_new_users_took_long_ago_is_not_forgotten_soon():
@@ -103,8 +134,8 @@ def test_users_whose_states_are_computed_anew_make_no_replica_slow():
             answers(paces, name, 1, SLOW_S, 0.0)
     answers(paces, "a", 50, 1.4 * SLOW_S, 0.0)
     assert paces.slow(0.0) == frozenset(), "though a usual answer takes a fourteenth of that"
-    answers(paces, "a", MOST, 5 * SLOW_S, 0.0)
-    assert paces.slow(0.0) == {"a"}
+    answers(paces, "a", MOST, 5 * SLOW_S, LATEST_S)
+    assert paces.slow(LATEST_S) == {"a"}
 
 
 def test_one_replica_alone_or_before_others_have_answered_is_never_slow():

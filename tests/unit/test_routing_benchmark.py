@@ -29,6 +29,16 @@ def test_in_a_calm_cluster_every_request_finds_its_users_states_at_home():
     assert outcome.home_share(HOMES) == outcome.kept_share() == 1.0
 
 
+@pytest.mark.parametrize(("gateways", "replicas"), [(1, 2), (8, 2), (2, 4)])
+@pytest.mark.parametrize("seed", range(2))
+def test_in_a_calm_small_cluster_new_users_make_no_replica_slow_and_one_that_is_slow_is_found(gateways, replicas, seed):
+    world = World(gateways=gateways, replicas=replicas, rate=60.0 * replicas, seconds=12.0, seed=seed)
+    calm = simulate(world)
+    assert 0.5 < calm.kept_share() < 0.95
+    assert calm.home_share([f"encoder-{number}" for number in range(replicas)]) > 0.99
+    assert share_of(simulate(world, {8.0: slow_down}), "encoder-0", since_s=10.0) < 0.1 < share_of(calm, "encoder-0", since_s=10.0)
+
+
 def test_a_slow_replica_is_left_out_after_a_few_answers_and_only_its_users_move():
     outcome = simulate(SMALL, {2.0: slow_down})
     assert outcome.failed == 0

@@ -14,7 +14,7 @@ from ray.serve.request_router import PendingRequest
 from ray.serve.schema import DeploymentSchema
 
 from cluster.errors import ConfigError
-from cluster.traffic.paces import AVOIDING, ENOUGH, LATEST
+from cluster.traffic.paces import AVOIDING, ENOUGH, LATEST, LATEST_S
 from cluster.traffic.user_router import capacity, choose, in_order_of, user_key
 from cluster.values import EncodeRequest, GenerateRequest, Together, UserState
 from deployments.routers import SILENT_S
@@ -257,8 +257,9 @@ async def answered(router: UserAffinityRouter, name: str, seconds: float) -> Non
 async def test_the_users_of_a_slow_replica_go_to_the_next_of_their_orders_until_a_trial_is_quick(router):
     home, second, third = in_order_of("default/ada", ["one", "two", "three"])
     for name in (home, second, third):
-        for seconds_each in (0.05, *[0.005] * ENOUGH):
+        for seconds_each in (0.05, *[0.005] * 2 * ENOUGH):
             await answered(router, name, seconds_each)
+    await asyncio.sleep(LATEST_S)
     for _ in range(LATEST // 2 + 1):
         assert await chosen(router, pending("ada")) == [home, second, third]
         await answered(router, home, 0.05)
@@ -274,8 +275,9 @@ async def test_the_users_of_a_slow_replica_go_to_the_next_of_their_orders_until_
 async def test_calls_over_grpc_that_were_cancelled_count_where_they_were_late(seconds, slow, router):
     home, second, third = in_order_of("default/ada", ["one", "two", "three"])
     for name in (home, second, third):
-        for seconds_each in (0.05, *[0.005] * ENOUGH):
+        for seconds_each in (0.05, *[0.005] * 2 * ENOUGH):
             await answered(router, name, seconds_each)
+    await asyncio.sleep(LATEST_S)
     for _ in range(LATEST // 2 + 1):
         assert await chosen(router, pending("ada")) == [home, second, third]
         call = asyncio.create_task(sent_over_grpc(router, pending("ada")))
