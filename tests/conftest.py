@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from cluster.bundle import Bundle
 from cluster.compilation import CompileOptions
@@ -44,7 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"virtual": VirtualLoop} if item.get_closest_marker("virtual_time") else {"real": asyncio.new_event_loop}
+    if item.get_closest_marker("virtual_time"):
+        return {"virtual": VirtualLoop}
+    real = {"real": asyncio.new_event_loop}
+    return real | {"uvloop": uvloop.new_event_loop} if item.get_closest_marker("worker_loops") else real
 
 
 def shared_data() -> Path:

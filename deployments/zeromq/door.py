@@ -204,7 +204,7 @@ class FrontDoor:
     async def _hear(self, client: Client, heard: Heard) -> None:
         envelope, rest = opened(heard.frames)
         try:
-            self._check_room(heard)
+            self._check_room(client.peer, heard)
             envelope.require_id()
             asked = understood(rest)
             caller = await self._known_caller(asked.headers) or b"%d" % id(client)
@@ -217,9 +217,17 @@ class FrontDoor:
             self._budget.give(heard.held)
             self._refuse(client.peer, envelope, error)
 
-    def _check_room(self, heard: Heard) -> None:
-        if not heard.whole:
-            raise problems.overloaded(f"the requests at this door hold {self._budget.held} of {self._budget.most} bytes", wait_s=1)
+    def _check_room(self, peer: Peer, heard: Heard) -> None:
+        """Raises HTTPException (503) where a request found no room. Where unread answers take up too much, another client's make
+        room for it to ask again.
+        """
+        if heard.whole:
+            return
+        full = problems.overloaded(f"the requests at this door hold {self._budget.held} of {self._budget.most} bytes", wait_s=1)
+        others = [one for one in self._unread() if one is not peer]
+        if others and self._budget.takes_no_more_unread:
+            others[0].cut()
+        raise full
 
     async def _known_caller(self, headers: Mapping[str, str]) -> bytes:
         """A digest of the caller's key; b"" without a key. Raises the error with which a gateway refuses the key."""
@@ -332,15 +340,16 @@ class FrontDoor:
         self._send(peer, envelope, HttpResponse(problem.status, said, problem.model_dump_json().encode()))
 
     def _send(self, peer: Peer, envelope: Envelope, answered: HttpResponse) -> None:
-        """Send an answer. Where unread ones take up too much, those whose clients have left them unread for longest end with their
-        connections, down to one.
-        """
+        """Send an answer. Where unread ones take up too much, connections whose clients have read nothing for longest end, down to one."""
         peer.send(envelope.frames(answered))
-        while self._budget.takes_no_more_unread:
-            unread = [one.peer for one in self._clients if one.peer.unread]
-            if len(unread) < 2:
-                return
-            min(unread, key=lambda one: one.unread_since).cut()
+        if self._budget.takes_no_more_unread:
+            for one in self._unread()[:-1]:
+                if self._budget.takes_no_more_unread:
+                    one.cut()
+
+    def _unread(self) -> list[Peer]:
+        """The clients with unread answers, counted anew, first the one that has read nothing for longest."""
+        return sorted((one.peer for one in self._clients if one.peer.count_unread()), key=lambda one: one.unread_since)
 
 
 def _unix_socket(path: str) -> socket.socket:

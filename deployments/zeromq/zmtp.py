@@ -70,7 +70,8 @@ class Peer:
         self.silent = False
         """Whether the client is between two messages."""
         self.unread, self.unread_since = 0, 0.0
-        """Bytes of answers that wait for the client to read them, as the budget counts them, and since when there are any."""
+        """Bytes of answers that wait for the client to read them, as the budget counts them, and since when it was seen to read none."""
+        self._was_cut = False
         self._draining: asyncio.Task[None] | None = None
         writer.transport.set_write_buffer_limits(0)  # so that `drain` waits for all to be read
 
@@ -114,8 +115,19 @@ class Peer:
 
     def cut(self) -> None:
         """End the connection at once."""
+        self._was_cut = True
         self._writer.transport.abort()
-        self._count_unread()
+        self.count_unread()
+
+    def count_unread(self) -> int:
+        """Count what is unread now in the budget: nothing of a cut connection, of which uvloop still tells the old size."""
+        unread = 0 if self._was_cut else self._writer.transport.get_write_buffer_size()
+        if unread < self.unread or not self.unread:
+            self.unread_since = asyncio.get_running_loop().time()
+        self._budget.held += unread - self.unread
+        self._budget.unread += unread - self.unread
+        self.unread = unread
+        return unread
 
     async def close(self, within_s: float = 0.0) -> None:
         """Cut the connection once all that was sent has left, after `within_s` at the latest."""
@@ -179,32 +191,22 @@ class Peer:
         """Send bytes. A client that reads nothing has its connection cut, by what was unread before: no client has read these yet."""
         if self.gone:
             return
-        if self._writer.transport.get_write_buffer_size() > UNREAD_BYTES:
+        if self.count_unread() > UNREAD_BYTES:
             self.cut()
             return
         self._writer.write(data)
-        self._count_unread()
-        if self.unread and self._draining is None:
-            self.unread_since = asyncio.get_running_loop().time()
+        if self.count_unread() and self._draining is None:
             self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
         """Give the bytes of unread answers back to the budget once they are read, or the connection has ended."""
         try:
-            while self._count_unread():
+            while self.count_unread():
                 await self._writer.drain()
         except OSError:  # the connection has ended
-            self._count_unread()
+            self.cut()
         finally:
             self._draining = None
-
-    def _count_unread(self) -> int:
-        """Count what is unread now in the budget."""
-        unread = self._writer.transport.get_write_buffer_size()
-        self._budget.held += unread - self.unread
-        self._budget.unread += unread - self.unread
-        self.unread = unread
-        return unread
 
 
 def _socket_type(ready: bytes) -> bytes:

@@ -259,6 +259,7 @@ async def test_a_frame_beyond_all_bounds_costs_its_sender_the_connection_and_nob
 
 
 @pytest.mark.parametrize(("size", "most_frames"), [(0, MOST_FRAMES), (5_000, 17), (80_000, 1)], ids=["empty", "middling", "large"])
+@pytest.mark.worker_loops
 async def test_a_message_that_never_ends_is_cut_off_and_nothing_of_it_is_kept(size, most_frames):
     async with opened_door() as served:
         endless = [await RawClient().connected(served.address) for _ in range(5)]
@@ -335,6 +336,7 @@ async def test_a_ping_is_answered_also_within_a_message():
         client.writer.close()
 
 
+@pytest.mark.worker_loops
 async def test_what_all_requests_hold_has_a_budget_and_what_is_beyond_it_is_refused_at_once():
     async with opened_door(max_bytes=2**16) as served:
         served.service.gate.clear()
@@ -487,6 +489,7 @@ def answering(size):
     return answered
 
 
+@pytest.mark.worker_loops
 async def test_an_answer_larger_than_what_may_be_left_unread_arrives():
     async with opened_door(exchanged=answering(2 * UNREAD_BYTES)) as served:
         client = served.client()
@@ -495,6 +498,7 @@ async def test_an_answer_larger_than_what_may_be_left_unread_arrives():
             assert (status, len(answer)) == (200, 2 * UNREAD_BYTES)
 
 
+@pytest.mark.worker_loops
 async def test_a_client_that_reads_none_of_its_answers_is_cut_off():
     async with opened_door(exchanged=answering(UNREAD_BYTES // 2)) as served:
         client = await RawClient().connected(served.address)
@@ -539,6 +543,7 @@ async def test_connections_take_turns_however_much_of_one_has_arrived(sent, monk
             client.writer.close()
 
 
+@pytest.mark.worker_loops
 async def test_a_client_without_a_known_key_is_not_heard_while_answers_to_it_are_unread(tmp_path):
     async with opened_door(address=f"ipc://{tmp_path}/door") as served:
         reader, writer = await asyncio.open_unix_connection(tmp_path / "door")
@@ -560,6 +565,7 @@ async def test_a_client_without_a_known_key_is_not_heard_while_answers_to_it_are
         writer.close()
 
 
+@pytest.mark.worker_loops
 async def test_unread_answers_count_as_held_and_those_left_for_longest_make_room(tmp_path):
     size = 2**20
     async with opened_door(address=f"ipc://{tmp_path}/door", exchanged=answering(size), max_bytes=4 * size) as served:
@@ -577,6 +583,61 @@ async def test_unread_answers_count_as_held_and_those_left_for_longest_make_room
         for writer in slow:
             writer.close()
         await served.reached(lambda now: now.held_bytes == 0)
+
+
+async def silent(path, *sent):
+    """The writer of a connection that sends `sent`, and reads nothing."""
+    _, writer = await asyncio.open_unix_connection(path)
+    writer.transport.pause_reading()
+    writer.write(GREETING + ready(b"DEALER") + b"".join(sent))
+    return writer
+
+
+ASKED = frame(b"1", MORE) + frame(RECOMMEND)
+
+
+@pytest.mark.worker_loops
+async def test_three_clients_that_read_nothing_stop_no_door(tmp_path):
+    size = UNREAD_BYTES + 2**20
+    async with opened_door(address=f"ipc://{tmp_path}/door", exchanged=answering(size)) as served:
+        writers = [await silent(tmp_path / "door", ASKED) for _ in range(3)]
+        await served.reached(lambda now: now.served.get(200) == 3 and served.door.connections == 1)
+        assert 0 < served.door.statistics().held_bytes <= size + 2**10
+        assert (await served_through_a_file(served, tmp_path / "door").ask(b"wrong"))[0] == 422
+        for writer in writers:
+            writer.close()
+        await served.reached(lambda now: now.held_bytes == 0)
+
+
+@pytest.mark.worker_loops
+async def test_a_single_client_that_reads_nothing_makes_room_once_the_request_of_another_finds_none(tmp_path):
+    size, asked = 2**20, {"user_id": "x" * 1000}
+    async with opened_door(address=f"ipc://{tmp_path}/door", exchanged=answering(size), max_bytes=8 * size) as served:
+        writer = await silent(tmp_path / "door", ASKED * 13)
+        await served.reached(lambda now: now.served.get(200) == 13)
+        assert (served.door.statistics().held_bytes > 8 * size, served.door.connections) == (True, 1)
+        other = served_through_a_file(served, tmp_path / "door")
+        status, headers, _ = await other.ask(body=asked)
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert (await other.ask(body=asked))[0] == 200
+        writer.close()
+
+
+@pytest.mark.worker_loops
+async def test_of_two_clients_with_unread_answers_the_one_that_has_read_some_since_keeps_its_connection(tmp_path):
+    size = 2**20
+    async with opened_door(address=f"ipc://{tmp_path}/door", exchanged=answering(size), max_bytes=8 * size) as served:
+        reader, busy = await asyncio.open_unix_connection(tmp_path / "door", limit=2**16)
+        busy.write(GREETING + ready(b"DEALER") + ASKED * 2)
+        await served.reached(lambda now: now.served.get(200) == 2)
+        idle = await silent(tmp_path / "door", ASKED * 2)
+        await served.reached(lambda now: now.served.get(200) == 4)
+        await asyncio.wait_for(reader.readexactly(3 * size // 2), 120)
+        last = await silent(tmp_path / "door", ASKED * 3)
+        await served.reached(lambda now: now.served.get(200) == 7 and served.door.connections == 2)
+        await asyncio.wait_for(reader.readexactly(size // 2), 120)
+        for writer in (busy, idle, last):
+            writer.close()
 
 
 async def test_a_door_at_a_file_is_its_owners_alone(tmp_path):
@@ -779,6 +840,7 @@ async def test_an_error_of_ours_is_a_problem_that_tells_nothing(caplog):
     assert (status, "secret" in json.dumps(problem), "a secret" in caplog.text) == (500, False, True)
 
 
+@pytest.mark.worker_loops
 async def test_a_client_that_leaves_costs_the_others_nothing():
     async with opened_door() as served:
         served.service.gate.clear()
