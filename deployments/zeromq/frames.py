@@ -18,6 +18,8 @@ from deployments.http.exchange import HttpRequest, HttpResponse
 STATISTICS = "statistics"
 MOST_ID_BYTES = 256
 HEADERS = ("authorization", "idempotency-key", "priority")
+OURS = ("genrec-audit",)
+"""Headers of genrec's own that are for clients; the others tell HAProxy of a gateway and of keys."""
 _CALL = re.compile(r"(GET|POST|DELETE) (/[!-~]{0,4095})")
 
 
@@ -37,8 +39,8 @@ class Envelope:
             )
 
     def frames(self, answered: HttpResponse) -> list[bytes]:
-        headers = json.dumps(dict(answered.headers)).encode()
-        return [*self.before, self.request_id, str(answered.status).encode(), headers, answered.body]
+        told = {name: value for name, value in answered.headers.items() if name in OURS or not name.startswith("genrec-")}
+        return [*self.before, self.request_id, str(answered.status).encode(), json.dumps(told).encode(), answered.body]
 
 
 def opened(frames: Sequence[bytes]) -> tuple[Envelope, Sequence[bytes]]:

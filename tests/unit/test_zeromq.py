@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 import zmq
@@ -719,6 +720,21 @@ async def test_what_is_wrong_with_a_message_is_told_as_over_http():
         assert (await client.ask(b"GET /v1/nothing"))[0] == 404
         status, _, problem = await client.ask(body={"user_id": "a" * 30_000})
         assert (status, problem["title"]) == (413, "Body too large")
+
+
+async def test_what_gateways_tell_haproxy_is_told_to_no_client():
+    told = set()
+
+    async def noted(asked, within_s):
+        answered = await served.exchange(asked, within_s)
+        told.update(answered.headers)
+        return replace(answered, headers={**answered.headers, "genrec-audit": "lost"})
+
+    async with opened_door(gateway={"api_keys": KEYS}, exchanged=noted) as served:
+        for key in ("shop", "boss"):
+            status, headers, _ = await served.client().ask(body={"user_id": "ada"}, headers={"authorization": f"Bearer genrec_{key}"})
+            assert (status, [name for name in headers if name.startswith("genrec-")]) == (200, ["genrec-audit"])
+    assert {"genrec-most", "genrec-operates", "genrec-tenants"} <= told
 
 
 async def test_keys_and_tenants_hold():
