@@ -202,7 +202,7 @@ class AdmissionSettings(Section):
         gt=0,
         le=1,
         description="what one tenant may take of the places and, where its key names it, of the queue, also while it is alone; "
-        "1: all, and where others ask, those whose keys name them take turns with it",
+        "1: all, and where others ask, tenants that keys name, and keys without tenant, take turns",
     )
     max_concurrent_entries: int = Field(
         16, ge=1, le=65_536, description="entries of batches under way, at most; beside single requests, and never more than these may be"

@@ -62,13 +62,13 @@ RULES
     http-response del-header genrec-most
     http-response sc-set-gpt(0,0) 1 if { res.hdr(genrec-urgent) -m found }
     http-response sc-set-gpt(1,0) 1 if { res.hdr(genrec-operates) -m found }
-    http-response sc-set-gpt(2,0) 1 if { res.hdr(genrec-tenants) -m found }
+    http-response sc-set-gpt(2,0) 1 if { res.hdr(genrec-known) -m found }
     http-response sc-set-gpt(0,0) 0 if { status 401 }
     http-response sc-set-gpt(1,0) 0 if { status 401 }
     http-response sc-set-gpt(2,0) 0 if { status 401 }
     http-response del-header genrec-urgent
     http-response del-header genrec-operates
-    http-response del-header genrec-tenants
+    http-response del-header genrec-known
     http-request return status 413 content-type application/problem+json lf-string '{"title":"Body too large","status":413,"detail":"body: has more than the %[var(proc.genrec_bytes_BACKEND)] bytes this service takes; send it in several parts","instance":"%[path,json(utf8s)]","errors":[{"field":"body","problem":"has more than the %[var(proc.genrec_bytes_BACKEND)] bytes this service takes; send it in several parts"}]}' if { req.hdr(content-length),sub(proc.genrec_bytes_BACKEND) gt 0 }
     http-request set-var(txn.genrec_gateways) nbsrv
     http-request set-var(txn.genrec_most) var(proc.genrec_most_BACKEND),mul(txn.genrec_gateways)

@@ -75,6 +75,13 @@ class Caller:
         return None if self.key is None else self.key.tenant
 
     @property
+    def turn(self) -> str | None:
+        """The name under which the caller takes turns with others: its tenant or, where it may act for any, its key, named as no tenant can
+        be. None without keys.
+        """
+        return None if self.key is None else self.key.tenant or f"key {self.key.name}"
+
+    @property
     def most_urgent(self) -> int:
         """The highest urgency that the caller may ask for, 0 to 7 (0 is the highest); without keys any."""
         return 0 if self.key is None else self.key.most_urgent
@@ -142,7 +149,7 @@ class Caller:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers of the response: what is left of the tenant's rate, whether the audit log lacks this call and, for `haproxy.sh`, whether
-        the key may be urgent, operates, or is one tenant's.
+        the key may be urgent, operates, or is known at all.
         """
         told = [(name.encode(), value.encode()) for name, value in headers_of(self.grant).items()] if self.grant else []
         if self.key is not None:
@@ -150,8 +157,8 @@ class Caller:
                 told.append((b"Genrec-Urgent", b"1"))
             if self.may("operate"):
                 told.append((b"Genrec-Operates", b"1"))
-            if self.tenant is not None and self.has_key:
-                told.append((b"Genrec-Tenants", b"1"))
+            if self.has_key:
+                told.append((b"Genrec-Known", b"1"))
         if self.unaudited:
             told.append((b"Genrec-Audit", b"lost"))
         return told

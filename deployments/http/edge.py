@@ -120,7 +120,7 @@ class Edge:
                 connection.headers = lambda: (*self._capacity_header(), *caller.headers())
                 operates, urgent = _operates(caller, scope), max(urgency(headers, scope["path"]), caller.most_urgent)
                 if not operates:
-                    self._places.check(urgent, caller.tenant)
+                    self._places.check(urgent, caller)
                 await self._read(connection)
                 caller.arrived = monotonic()
                 if len(connection.body) > SMALL and is_slow(scope, connection.body):
@@ -214,7 +214,7 @@ class Edge:
     async def _with_a_place(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller, urgent: int) -> None:
         """Answer once the request has a place. Raises HTTPException (503) where it gets none in time."""
         adapts = scope["path"].endswith("/v1/recommend")  # other routes take much more or less time
-        caller.place = place = self._places.arrive(urgent, caller.tenant, connection, adapts=adapts)
+        caller.place = place = self._places.arrive(urgent, caller, connection, adapts=adapts)
         try:
             self._meter.observe(ADMISSION_WAIT, await place.wait())
             await answer(scope, connection)

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from cluster.config import AdmissionSettings
 from cluster.traffic.admission import Admission, Standing, Ticket
 from deployments.http import problems
-from deployments.http.callers import Place
+from deployments.http.callers import Caller, Place
 from deployments.http.connection import BodyBudget, Connection
 
 
@@ -43,20 +43,20 @@ class Places:
         """How many requests may be here before one of the least urgency is refused."""
         return self.admission.most(monotonic()) + len(self.reading)
 
-    def check(self, urgency: int, tenant: str | None) -> None:
+    def check(self, urgency: int, caller: Caller) -> None:
         """Raises HTTPException (503) where a request that arrived now would be refused at once."""
-        if self.admission.full(monotonic(), urgency, tenant):
-            raise self.overloaded(tenant)
+        if self.admission.full(monotonic(), urgency, caller.tenant, caller.turn):
+            raise self.overloaded(caller.tenant)
 
-    def arrive(self, urgency: int, tenant: str | None, connection: Connection, *, adapts: bool) -> "TakenPlace":
+    def arrive(self, urgency: int, caller: Caller, connection: Connection, *, adapts: bool) -> "TakenPlace":
         """The place of a new request, which may have to wait for it. `adapts`: the time to its answer tells how many places there may be.
         Raises HTTPException (503) where the request is refused.
         """
-        ticket, displaced = self.admission.arrive(monotonic(), urgency, tenant)
+        ticket, displaced = self.admission.arrive(monotonic(), urgency, caller.tenant, caller.turn)
         if displaced is not None:
             self.tell([displaced])
         if ticket.standing is Standing.REFUSED:
-            raise self.overloaded(tenant)
+            raise self.overloaded(caller.tenant)
         return TakenPlace(self, ticket, connection, adapts=adapts)
 
     async def decided(self, ticket: Ticket) -> None:

@@ -147,6 +147,30 @@ def test_tenants_take_turns_and_of_one_tenants_requests_the_oldest_is_next():
     assert order == [ours[0], theirs[0], ours[1], theirs[1], ours[2], None]
 
 
+def test_a_key_without_tenant_takes_turns_by_its_own_name_and_has_no_share():
+    held = admission(max_concurrent=2, max_queued=4, share=0.5)
+    first, second, *waiting = (held.arrive(0.0, 3, turn="key ours")[0] for _ in range(6))
+    assert standings([first, second, *waiting]) == [RUNNING, RUNNING, *[WAITING] * 4], "it may act for many tenants"
+    theirs, displaced = held.arrive(0.0, 3, turn="key theirs")
+    assert displaced is waiting[-1]
+    assert held.belong(first, "ours")
+    assert [held.leave(first, 0.0), held.leave(second, 0.0)] == [[waiting[0]], [theirs]]
+
+
+@pytest.mark.parametrize("ours", [{"tenant": "ours"}, {"turn": "key ours"}], ids=["tenant", "key"])
+def test_where_the_queue_stands_its_flood_may_not_wait_longer_though_what_a_key_has_running_is_of_many_tenants(ours):
+    held, now = admission(max_concurrent=8, max_queued=50), 0.0
+    running = deque(held.arrive(now, 3, **ours)[0] for _ in range(9))
+    while now < 2:
+        now += 0.02
+        for started in held.leave(running.popleft(), now):
+            held.belong(started, f"tenant {now}")
+        running.append(held.arrive(now, 3, **ours)[0])
+    assert running[-1].standing is WAITING
+    assert standings(held.arrive(now, 3, **ours)[0] for _ in range(3)) == [WAITING, REFUSED, REFUSED]
+    assert standings(held.arrive(now, 3, turn="key theirs")[0] for _ in range(2)) == [WAITING, WAITING]
+
+
 def test_in_a_full_queue_a_tenant_with_fewer_waiting_takes_the_place_of_the_last_of_the_one_with_the_most():
     held = admission(max_concurrent=1, max_queued=4)
     _, *ours = arrive(held, 3, 3, 3, 3, 3, tenant="ours")
@@ -185,15 +209,15 @@ class Places(RuleBasedStateMachine):
         self.settings = places(concurrent, queued, wait_ms, share)
         self.held, self.now, self.tickets, self.decided = Admission(self.settings, 0.5), 0.0, [], []
 
-    @rule(urgency=st.integers(0, 7), tenant=st.sampled_from([None, "a", "b"]))
-    def arrives(self, urgency, tenant):
-        ticket, displaced = self.held.arrive(self.now, urgency, tenant)
+    @rule(urgency=st.integers(0, 7), tenant=st.sampled_from([None, "a", "b"]), key=st.sampled_from([None, "key"]))
+    def arrives(self, urgency, tenant, key):
+        ticket, displaced = self.held.arrive(self.now, urgency, tenant, key)
         self.tickets.append(ticket)
         if ticket.standing is not WAITING:
             self.decided.append(ticket)
         if displaced is not None:
-            waiting = Counter(other.tenant for other in self.in_standing(WAITING) if other.urgency == urgency)
-            assert displaced.urgency > urgency or waiting[displaced.tenant] >= waiting[tenant]
+            waiting = Counter(other.turn for other in self.in_standing(WAITING) if other.urgency == urgency)
+            assert displaced.urgency > urgency or waiting[displaced.turn] >= waiting[ticket.turn]
             assert all(displaced.urgency >= other.urgency for other in self.in_standing(WAITING))
             self.note([displaced], REFUSED)
 
@@ -201,6 +225,11 @@ class Places(RuleBasedStateMachine):
     def time_passes(self, seconds):
         self.now += seconds
         self.note(self.held.expire(self.now), REFUSED)
+
+    @rule(data=st.data(), tenant=st.sampled_from(["a", "b"]))
+    def ones_tenant_is_known(self, data, tenant):
+        if running := self.in_standing(RUNNING):
+            self.held.belong(data.draw(st.sampled_from(running)), tenant)
 
     @rule(data=st.data(), first_byte=st.none() | st.floats(0, 2))
     def one_leaves(self, data, first_byte):
@@ -238,6 +267,8 @@ class Places(RuleBasedStateMachine):
             assert len(self.decided) + len(self.in_standing(WAITING)) == len(self.tickets)
             assert self.held.running == len(self.in_standing(RUNNING))
             assert self.held.waiting == len(self.in_standing(WAITING))
+            under_way = self.in_standing(WAITING) + self.in_standing(RUNNING)
+            assert self.held._under_way == Counter(ticket.turn for ticket in under_way)  # noqa: SLF001 - no name stays in it
 
     @invariant()
     def never_more_than_allowed(self):

@@ -211,13 +211,13 @@ async def test_a_key_asks_for_no_more_urgency_than_it_may():
     assert [answer.headers.get("genrec-urgent") for answer in answers] == [None, None, "1", "1"], "the key is known to haproxy.sh"
 
 
-async def test_the_proxy_is_told_which_keys_operate_and_which_are_one_tenants():
+async def test_the_proxy_is_told_which_keys_are_known_and_which_operate():
     served = Served(api_keys=KEYS, allow_anonymous=True)
     marks = {}
     for headers in (bearer("shop"), bearer("any"), bearer("boss"), bearer("unknown"), {}):
         answer = await served.http.get("/v1/items/1", headers=headers)
-        marks[headers.get("authorization")] = [name in answer.headers for name in ("genrec-operates", "genrec-tenants")]
-    assert list(marks.values()) == [[False, True], [False, False], [True, False], [False, False], [False, False]]
+        marks[headers.get("authorization")] = [name in answer.headers for name in ("genrec-operates", "genrec-known")]
+    assert list(marks.values()) == [[False, True], [False, True], [True, True], [False, False], [False, False]]
 
 
 async def test_an_urgent_request_takes_the_place_of_a_waiting_one_that_is_less_so():
@@ -256,11 +256,14 @@ async def test_operators_need_no_place_and_other_callers_of_their_paths_do():
     assert (await running).status_code == 200
 
 
-async def test_a_tenant_that_floods_takes_no_other_tenants_turn():
+@pytest.mark.parametrize("calm", ["calm", None], ids=["of a tenant", "a key without tenant"])
+@pytest.mark.parametrize("flood", ["flood", None, "default"], ids=["of a tenant", "a key without tenant", "without a key"])
+async def test_a_flood_takes_no_other_tenants_turn_and_none_of_a_key_without_tenant(flood, calm):
     """With the settings that are there by themselves."""
-    keys = [{**KEYS[0], "tenant": "flood"}, {**KEYS[1], "tenant": "calm"}]
-    served = Served(api_keys=keys)
-    flood = [served.ask(f"flood {number}", headers=bearer("shop")) for number in range(700)]
+    keys = [{**KEYS[0], "tenant": flood}, {**KEYS[1], "tenant": calm}]
+    served = Served(api_keys=keys, allow_anonymous=True)
+    headers = {} if flood == "default" else bearer("shop")
+    flood = [served.ask(f"flood {number}", headers=headers) for number in range(700)]
     await until(lambda: sum(task.done() for task in flood) + len(served.users) + served.edge.statistics().waiting == 700)
     calm = await served.arrived(served.ask("calm", headers=bearer("any")))
     assert not calm.done()

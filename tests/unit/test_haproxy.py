@@ -24,7 +24,7 @@ OTHER = "127.0.0.2"
 """An address that is not exempt."""
 URGENT, OPERATES, TENANTS = "Bearer genrec_urgent", "Bearer genrec_operates", "Bearer genrec_tenants"
 """A key that may be urgent, an operator's, and a tenant's."""
-MARKS = {URGENT: "Genrec-Urgent", OPERATES: "Genrec-Operates", TENANTS: "Genrec-Tenants"}
+MARKS = {URGENT: "Genrec-Urgent", OPERATES: "Genrec-Operates", TENANTS: "Genrec-Known"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -340,7 +340,7 @@ def test_a_tenant_with_few_requests_reaches_a_gateway_that_another_has_filled(pr
         assert [client.get("/most", headers={"authorization": key}).status_code for key in (TENANTS, OPERATES)] == [200, 200]
         proxy.fill(open_ones)
         assert [status(key) for key in (TENANTS, OPERATES, "Bearer genrec_invented")] == [200, 503, 503]
-        assert "genrec-tenants" not in client.get("/v1/models", headers={"authorization": TENANTS}).headers
+        assert "genrec-known" not in client.get("/v1/models", headers={"authorization": TENANTS}).headers
         proxy.fill(open_ones, 1, key=TENANTS)
         assert status(TENANTS) == 503, "it has an eighth of what there is room for"
 
