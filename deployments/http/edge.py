@@ -10,7 +10,6 @@ admitted request has its Caller in `request.state.caller`, with the time of its 
 client leaves, the request's place in the queue is freed and its work is cancelled.
 """
 
-import asyncio
 import re
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -124,7 +123,8 @@ class Edge:
                 await self._read(connection)
                 caller.arrived = monotonic()
                 if len(connection.body) > SMALL and is_slow(scope, connection.body):
-                    await self._turn_to_read(connection)
+                    within_s = self.settings.admission.max_wait_ms / 1e3
+                    await self._reading_queue.turn(caller.turn, len(connection.body), within_s)
                 if operates:
                     await answer(scope, connection)
                 else:
@@ -198,18 +198,6 @@ class Edge:
         self._turned_away(route_of(scope), refusal.status_code)
         unread = not connection.whole and _is_large(dict(scope["headers"]))
         await problems.send(refusal, scope["path"], connection.send, unread=unread)
-
-    async def _turn_to_read(self, connection: Connection) -> None:
-        """Wait for the body's turn to be read. Raises HTTPException (503) where it would come too late."""
-        size, within_s = len(connection.body), self.settings.admission.max_wait_ms / 1e3
-        wait_s = self._reading_queue.take(size, monotonic(), within_s)
-        if not wait_s:
-            return
-        try:
-            await asyncio.sleep(wait_s)
-        except asyncio.CancelledError:  # the client left
-            self._reading_queue.give_back(size)
-            raise
 
     async def _with_a_place(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller, urgent: int) -> None:
         """Answer once the request has a place. Raises HTTPException (503) where it gets none in time."""
