@@ -49,11 +49,12 @@ RULES
     # that times the gateways, are refused here, which costs the gateway no time: a flood would keep it from its answers, and from its health
     # checks. Each application has variables of its own.
     # What is refused so is not logged, which takes a fifth of the time. A check waits for 3 s: what answers more slowly is stopped, or stuck.
-    # Until an answer has said it, the variables are not set, and nothing is full. Answers tell of a key, too, until one says that it is not
-    # known: that it may be urgent, that it operates, and that it is one tenant's. Where a gateway is full, these are let through:
+    # Until an answer has said it, the variables are not set, and nothing is full. Answers tell of a key, too, until one says that it is not known: that it is, that it may
+    # be urgent, and that it operates. Where a gateway is full, these are let through:
     # - an operator's calls, which may be what ends an overload;
-    # - 50 in 10 s of each address that call where operators do, with a key of which nothing is known yet, or that ask how a gateway is;
-    # - until twice as many are there, an urgent request, and one of a tenant's key that has at most an eighth of what there is room for:
+    # - 50 in 10 s of each address that call where operators do, with another key, or that ask how a gateway is;
+    # - 50 in 10 s of each address that have a key of which nothing is known yet: these tables begin anew with each HAProxy, and forget;
+    # - until twice as many are there, an urgent request, and one of a key that has at most an eighth of what there is room for beside it:
     #   the gateway takes them in place of less urgent ones, and of a tenant's that has many.
     cat > "$config.full" <<'RULES'
     timeout check 3s
@@ -72,7 +73,7 @@ RULES
     http-request return status 413 content-type application/problem+json lf-string '{"title":"Body too large","status":413,"detail":"body: has more than the %[var(proc.genrec_bytes_BACKEND)] bytes this service takes; send it in several parts","instance":"%[path,json(utf8s)]","errors":[{"field":"body","problem":"has more than the %[var(proc.genrec_bytes_BACKEND)] bytes this service takes; send it in several parts"}]}' if { req.hdr(content-length),sub(proc.genrec_bytes_BACKEND) gt 0 }
     http-request set-var(txn.genrec_gateways) nbsrv
     http-request set-var(txn.genrec_most) var(proc.genrec_most_BACKEND),mul(txn.genrec_gateways)
-    http-request set-var(txn.genrec_part) var(txn.genrec_most),div(8)
+    http-request set-var(txn.genrec_part) var(txn.genrec_most),div(8),add(1)
     acl genrec_full be_conn,sub(txn.genrec_most) gt 0
     acl genrec_operation path_beg PREFIX/v1/backends PREFIX/v1/cache PREFIX/v1/gateway PREFIX/v1/models
     acl genrec_probe path PREFIX/healthz PREFIX/readyz
@@ -82,6 +83,7 @@ RULES
     http-request set-var(txn.genrec_most) var(txn.genrec_most),mul(2) if genrec_full genrec_urgent { sc_get_gpt(0,0) gt 0 } or genrec_full genrec_few { sc_get_gpt(2,0) gt 0 }
     http-request set-var(txn.genrec_let_through) bool(true) if genrec_full genrec_operation { sc_get_gpt(1,0) gt 0 }
     http-request track-sc2 src,ipmask(32,64) table genrec_spared if genrec_full genrec_operation !genrec_let_through or genrec_full genrec_probe METH_GET
+    http-request track-sc2 src,ipmask(32,64) table genrec_newcomers if genrec_full { req.fhdr(authorization) -m found } { sc_get_gpt(2,0) eq 0 }
     http-request set-var(txn.genrec_let_through) bool(true) if { sc2_tracked } { sc2_http_req_rate le 50 }
     http-request set-log-level silent if genrec_full !genrec_let_through
     http-request deny deny_status 503 if genrec_full !genrec_let_through
@@ -117,6 +119,8 @@ RULES
 backend genrec_callers
     stick-table type string len 40 size 100k expire 60s store http_req_rate(10s),conn_cur,gpt(3)
 backend genrec_spared
+    stick-table type ipv6 size 100k expire 60s store http_req_rate(10s)
+backend genrec_newcomers
     stick-table type ipv6 size 100k expire 60s store http_req_rate(10s)
 backend genrec_addresses
     stick-table type ipv6 size 100k expire 60s store conn_cur

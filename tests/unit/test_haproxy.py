@@ -1,5 +1,6 @@
 """A real HAProxy, started by haproxy.sh with what Ray Serve writes, in front of a small gateway: what it refuses, and how it says so."""
 
+import itertools
 import json
 import os
 import socket
@@ -22,9 +23,11 @@ from tests.waiting import eventually
 
 OTHER = "127.0.0.2"
 """An address that is not exempt."""
-URGENT, OPERATES, TENANTS = "Bearer genrec_urgent", "Bearer genrec_operates", "Bearer genrec_tenants"
-"""A key that may be urgent, an operator's, and a tenant's."""
-MARKS = {URGENT: "Genrec-Urgent", OPERATES: "Genrec-Operates", TENANTS: "Genrec-Known"}
+URGENT, OPERATES, USUAL, OTHERS = (f"Bearer genrec_{name}" for name in ("urgent", "operates", "usual", "others"))
+"""Keys: one that may be urgent, an operator's, and two that are known."""
+MARKS = {key: ["Genrec-Known"] for key in (URGENT, OPERATES, USUAL, OTHERS)}
+MARKS[URGENT] += ["Genrec-Urgent"]
+MARKS[OPERATES] += ["Genrec-Operates"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,7 +37,9 @@ def _with_haproxy() -> None:
 
 
 class Gateway(ThreadingHTTPServer):
-    """Answers with what it was sent; `/held` once the gate is open, `/most` what it takes: 8, of 1,000 bytes; its mark to each of MARKS."""
+    """Answers with what it was sent; `/held` once the gate is open, `/most` what it takes: `most`, of `bytes` at most. Each of MARKS has
+    its marks.
+    """
 
     daemon_threads = True
     request_queue_size = 64  # of 5, the default, HAProxy finds the server down where many requests come at once
@@ -42,6 +47,7 @@ class Gateway(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
         self.gate, self.asked = threading.Event(), list[str]()
+        self.most, self.bytes = 8, 1000
 
     def handle_error(self, request: object, client_address: object) -> None:
         """HAProxy closes connections that it has no use for."""
@@ -69,8 +75,8 @@ class Answers(BaseHTTPRequestHandler):
         answer = json.dumps(told).encode()
         self.send_response(401 if self.path.endswith("/unknown") else 200)
         if self.path.endswith("/most"):
-            self.send_header("Genrec-Most", "8, 1000")
-        if mark := MARKS.get(self.headers.get("authorization")):
+            self.send_header("Genrec-Most", f"{self.server.most}, {self.server.bytes}")
+        for mark in MARKS.get(self.headers.get("authorization"), []):
             self.send_header(mark, "1")
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
@@ -297,7 +303,8 @@ def test_operators_reach_a_full_gateway_and_so_do_a_few_others_that_call_there_o
             return client.request(method, path, headers={"authorization": key} if key else {}).status_code
 
         assert [status(f"{prefix}/most", key) for key in (OPERATES, URGENT)] == [200, 200]
-        proxy.fill(open_ones, prefix=prefix)
+        for key in (OPERATES, URGENT):  # neither has few
+            proxy.fill(open_ones, 4, prefix, key)
         assert [status(path) for path in calls] == [200] * len(calls)
         flood = 0
         while status(calls[0], f"Bearer genrec_invented{flood}") == 200:
@@ -326,23 +333,50 @@ def test_no_path_of_a_user_or_an_item_is_taken_for_an_operators_or_a_probes(prox
     with proxied().running() as proxy, ExitStack() as open_ones, proxy.client() as client:
         headers = {"authorization": key} if key else {}
         assert client.get("/most", headers=headers).status_code == 200
-        proxy.fill(open_ones)
+        proxy.fill(open_ones, key=key)
         assert [path for path in paths if client.get(path, headers=headers).status_code != 503] == []
         assert client.post("/readyz", headers=headers).status_code == 503, "no probe"
 
 
-def test_a_tenant_with_few_requests_reaches_a_gateway_that_another_has_filled(proxied):
+@pytest.mark.parametrize(("most", "eighth"), [(1, 0), (4, 0), (8, 1), (16, 2)])
+def test_a_key_with_few_requests_reaches_a_gateway_that_another_has_filled(proxied, most, eighth):
     with proxied().running() as proxy, ExitStack() as open_ones, proxy.client() as client:
 
         def status(key: str) -> int:
-            return client.get("/x", headers={"authorization": key}).status_code
+            return client.get("/x", headers={"authorization": key} if key else {}).status_code
 
-        assert [client.get("/most", headers={"authorization": key}).status_code for key in (TENANTS, OPERATES)] == [200, 200]
-        proxy.fill(open_ones)
-        assert [status(key) for key in (TENANTS, OPERATES, "Bearer genrec_invented")] == [200, 503, 503]
-        assert "genrec-known" not in client.get("/v1/models", headers={"authorization": TENANTS}).headers
-        proxy.fill(open_ones, 1, key=TENANTS)
-        assert status(TENANTS) == 503, "it has an eighth of what there is room for"
+        proxy.gateway.most = most
+        assert [client.get("/most", headers={"authorization": key}).status_code for key in (USUAL, OTHERS)] == [200, 200]
+        proxy.fill(open_ones, most, key=OTHERS)
+        eventually(lambda: status("") == 503)
+        assert [status(key) for key in (USUAL, OTHERS)] == [200, 503]
+        answer = client.get("/x", headers={"authorization": USUAL})
+        assert (answer.status_code, "genrec-known" in answer.headers) == (200, False)
+        proxy.fill(open_ones, eighth, key=USUAL)
+        if most + eighth < 2 * most:
+            assert status(USUAL) == 200, "it has no more than an eighth of what there is room for beside it"
+            proxy.fill(open_ones, 1, key=USUAL)
+        assert status(USUAL) == 503
+
+
+def test_a_key_that_a_proxy_knows_nothing_of_reaches_a_full_gateway_so_often_from_each_address(proxied):
+    """As where it calls less than once a minute, or where another HAProxy has begun in a flood."""
+    with proxied().running() as proxy, ExitStack() as open_ones, proxy.client() as client:
+
+        def status(key: str, path: str = "/x", at: httpx.Client = client) -> int:
+            return at.get(path, headers={"authorization": key} if key else {}).status_code
+
+        assert status(OTHERS, "/most") == 200
+        proxy.fill(open_ones, key=OTHERS)
+        eventually(lambda: status("") == 503)
+        assert [status(OTHERS), status(USUAL), status(USUAL)] == [503, 200, 200]
+        invented = 0
+        while status(f"Bearer genrec_invented{invented}") == 200:
+            invented += 1
+        assert invented < 50
+        assert [status(URGENT), status(USUAL), status("", "/readyz")] == [503, 200, 200], "one that is known, and a probe, need no such way"
+        with proxy.client("127.0.0.3") as other:
+            assert status(URGENT, at=other) == 200, "from another address"
 
 
 def test_an_ipv6_address_is_counted_with_all_of_its_network(proxied):
@@ -401,20 +435,24 @@ def test_an_urgent_request_of_a_key_that_may_be_urgent_reaches_a_gateway_that_is
         def status(path: str, key: str, priority: str = "u=1, i") -> int:
             return client.get(path, headers={"authorization": key, "priority": priority}).status_code
 
-        assert [status("/most", key) for key in (URGENT, "Bearer genrec_usual")] == [200, 200]
-        proxy.fill(open_ones)
-        eventually(lambda: status("/x", "Bearer genrec_usual") == 503)
-        assert [status("/x", key) for key in (URGENT, "Bearer genrec_usual", "Bearer genrec_unheard_of")] == [200, 503, 503]
+        assert [status("/most", key) for key in (URGENT, USUAL)] == [200, 200]
+        for key in (URGENT, USUAL):  # two of each, that neither has few
+            proxy.fill(open_ones, 2, key=key)
+        proxy.fill(open_ones, 4)
+        eventually(lambda: status("/x", USUAL) == 503)
+        assert [status("/x", key) for key in (URGENT, USUAL)] == [200, 503]
         assert [status("/x", URGENT, priority) for priority in ("u=3", "u=7", "")] == [503] * 3
         assert "genrec-urgent" not in client.get("/v1/models", headers={"authorization": URGENT}).headers
         proxy.fill(open_ones, key=URGENT)
         assert status("/x", URGENT) == 503, "not more than twice as many"
         proxy.gateway.gate.set()
-        eventually(lambda: status("/x", "Bearer genrec_usual") == 200, "there is room")
+        eventually(lambda: status("/x", USUAL, "") == 200, "there is room")
         assert status("/unknown", URGENT) == 401
         proxy.gateway.gate.clear()
-        proxy.fill(open_ones)
-        eventually(lambda: status("/x", "Bearer genrec_usual") == 503)
+        proxy.fill(open_ones, key=USUAL)
+        eventually(lambda: status("/x", USUAL) == 503)
+        invented = itertools.count()
+        eventually(lambda: status("/x", f"Bearer genrec_{next(invented)}") == 503)
         assert status("/x", URGENT) == 503, "the key is gone"
 
 
