@@ -49,7 +49,8 @@ RULES
     # that times the gateways, are refused here, which costs the gateway no time: a flood would keep it from its answers, and from its health
     # checks. Each application has variables of its own.
     # What is refused so is not logged, which takes a fifth of the time. A check waits for 3 s: what answers more slowly is stopped, or stuck.
-    # Until an answer has said it, the variables are not set, and nothing is full. Answers tell of a key, too, until one says that it is not known: that it is, that it may
+    # Until an answer has said it, the variables are not set, and nothing is full. What was said of bodies holds for 10 s: then one goes to
+    # a gateway, whose settings may be others by now. Answers tell of a key, too, until one says that it is not known: that it is, that it may
     # be urgent, and that it operates. Where a gateway is full, these are let through:
     # - an operator's calls, which may be what ends an overload;
     # - 50 in 10 s of each address that call where operators do, with another key, or that ask how a gateway is;
@@ -60,6 +61,7 @@ RULES
     timeout check 3s
     http-response set-var(proc.genrec_most_BACKEND) res.hdr(genrec-most,1),add(0)
     http-response set-var(proc.genrec_bytes_BACKEND) res.hdr(genrec-most,2),add(0)
+    http-response set-var(proc.genrec_told_BACKEND) date if { res.hdr(genrec-most) -m found }
     http-response del-header genrec-most
     http-response sc-set-gpt(0,0) 1 if { res.hdr(genrec-urgent) -m found }
     http-response sc-set-gpt(1,0) 1 if { res.hdr(genrec-operates) -m found }
@@ -70,7 +72,7 @@ RULES
     http-response del-header genrec-urgent
     http-response del-header genrec-operates
     http-response del-header genrec-known
-    http-request return status 413 content-type application/problem+json lf-string '{"title":"Body too large","status":413,"detail":"body: has more than the %[var(proc.genrec_bytes_BACKEND)] bytes this service takes; send it in several parts","instance":"%[path,json(utf8s)]","errors":[{"field":"body","problem":"has more than the %[var(proc.genrec_bytes_BACKEND)] bytes this service takes; send it in several parts"}]}' if { req.hdr(content-length),sub(proc.genrec_bytes_BACKEND) gt 0 }
+    http-request return status 413 content-type application/problem+json lf-string '{"title":"Body too large","status":413,"detail":"body: has more than the %[var(proc.genrec_bytes_BACKEND)] bytes this service takes; send it in several parts","instance":"%[path,json(utf8s)]","errors":[{"field":"body","problem":"has more than the %[var(proc.genrec_bytes_BACKEND)] bytes this service takes; send it in several parts"}]}' if { req.hdr(content-length),sub(proc.genrec_bytes_BACKEND) gt 0 } { date,sub(proc.genrec_told_BACKEND) lt 10 }
     http-request set-var(txn.genrec_gateways) nbsrv
     http-request set-var(txn.genrec_most) var(proc.genrec_most_BACKEND),mul(txn.genrec_gateways)
     http-request set-var(txn.genrec_part) var(txn.genrec_most),div(8),add(1)

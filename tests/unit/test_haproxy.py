@@ -149,12 +149,16 @@ class Proxy:
     def client(self, source: str = OTHER) -> httpx.Client:
         return httpx.Client(base_url=self.url, transport=httpx.HTTPTransport(local_address=source), timeout=300)
 
-    def table(self, name: str) -> str:
-        """What HAProxy counts in a table, as its administrator sees it."""
+    def administer(self, command: str) -> str:
+        """What HAProxy answers its administrator."""
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as admin:
             admin.connect(str(self.config.with_name("admin.sock")))
-            admin.sendall(f"show table {name}\n".encode())
+            admin.sendall(f"{command}\n".encode())
             return received(admin).decode()
+
+    def table(self, name: str) -> str:
+        """What it counts in a table."""
+        return self.administer(f"show table {name}")
 
     def fill(self, open_ones: ExitStack, count: int = 8, prefix: str = "", key: str = "") -> None:
         """Requests that a gateway works on until its gate is open."""
@@ -398,6 +402,15 @@ def test_a_body_of_more_than_a_gateway_takes_is_refused_before_it(proxied):
         assert proxy.gateway.asked == ["/x", "/most"]
         assert [client.post("/x", content=bytes(1000)).status_code, client.post("/other/x", content=bytes(1001)).status_code] == [200] * 2
         assert client.post("/x", content=iter([bytes(1001)])).status_code == 200, "of an unknown length: the gateway counts"
+
+
+def test_a_gateway_whose_limit_of_bodies_was_raised_tells_it_to_a_client_that_sends_large_ones_alone(proxied):
+    with proxied().running() as proxy, proxy.client() as client:
+        assert client.get("/most").status_code == 200
+        proxy.gateway.bytes = 2000
+        assert client.post("/most", content=bytes(1500)).status_code == 413
+        proxy.administer("experimental-mode on; set var proc.genrec_told_http_genrec expr date,sub(10)")  # as 10 s later
+        assert [client.post("/most", content=bytes(size)).status_code for size in (1500, 1500, 2500)] == [200, 200, 413]
 
 
 @pytest.mark.parametrize("status", [401, 403, 408, 413, 429, 503])

@@ -734,7 +734,7 @@ async def test_what_gateways_tell_haproxy_is_told_to_no_client():
         for key in ("shop", "boss"):
             status, headers, _ = await served.client().ask(body={"user_id": "ada"}, headers={"authorization": f"Bearer genrec_{key}"})
             assert (status, [name for name in headers if name.startswith("genrec-")]) == (200, ["genrec-audit"])
-    assert {"genrec-most", "genrec-operates", "genrec-tenants"} <= told
+    assert {"genrec-most", "genrec-operates", "genrec-known"} <= told
 
 
 async def test_keys_and_tenants_hold():
