@@ -7,6 +7,8 @@
 : "${GENREC_HAPROXY_PER_GATEWAY:=1024}" # requests of this node under way in one gateway; more wait for a second, then 503
 : "${GENREC_HAPROXY_HEADERS_S:=10}"     # for the headers of a request; then 408
 : "${GENREC_HAPROXY_BODY_S:=10}"        # for a body, or the first RAY_SERVE_HAPROXY_TUNE_BUFSIZE bytes of it; then 408
+: "${GENREC_HAPROXY_CERTIFICATE:=}"    # a PEM file: a certificate, those that vouch for it, and its key. With it, HTTPS is served on
+: "${GENREC_HAPROXY_TLS_PORT:=8443}"    # this port of `http_options.host`, beside the plain HTTP
 #
 # Ray has a new manager of HAProxy start one that knows no gateway, and tells it of them half a second later; until then it would answer
 # 404. Here it begins with what the one that died knew. `-sf` names a process to take over from: that configuration is whole, and kept.
@@ -27,7 +29,10 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     # `x-request-...`: a gateway watches its clients and ends what takes too long itself; told so, Serve awaits it directly.
     problem "$config.408.http" '408 Request Timeout' 'Too slow' 'headers or body did not arrive in time; send them at once'
     problem "$config.503.http" '503 Service Unavailable' 'Not available now' 'no gateway takes the request now; send it again later'
+    host=$(sed -n '/^frontend http_frontend/,/^ *bind /s/^ *bind \(.*\):[0-9]*$/\1/p' "$config")
+    https="bind $host:$GENREC_HAPROXY_TLS_PORT ssl crt $GENREC_HAPROXY_CERTIFICATE ssl-min-ver TLSv1.2 alpn http/1.1"
     cat > "$config.rules" <<RULES
+    ${GENREC_HAPROXY_CERTIFICATE:+$https}
     maxconn $GENREC_HAPROXY_CONNECTIONS
     log-format "%ci:%cp [%tr] %ft %b/%s %TR/%Tw/%Tc/%Tr/%Ta %ST %B %CC %CS %tsc %ac/%fc/%bc/%sc/%rc %sq/%bq %hr %hs %{+Q,+E}[var(txn.genrec_logged)]"
     timeout http-request ${GENREC_HAPROXY_HEADERS_S}s

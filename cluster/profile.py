@@ -94,6 +94,8 @@ STARTER = Path(__file__).with_name("haproxy.sh")
 PROGRAM = "GENREC_HAPROXY"  # for STARTER
 LIMITS = tuple(f"{PROGRAM}_{name}" for name in ("CONNECTIONS", "PER_ADDRESS", "PER_CALLER", "PER_GATEWAY", "HEADERS_S", "BODY_S"))
 """The limits that STARTER takes from the environment: docs/operating.md, "Limits of the proxy"."""
+CERTIFICATE, TLS_PORT = f"{PROGRAM}_CERTIFICATE", f"{PROGRAM}_TLS_PORT"
+"""A PEM file, with which STARTER has HTTPS served on this port."""
 PROBE_WITHIN_S = 10.0
 BLOCK = 200  # ports that a cluster has for itself
 LOWEST_BLOCK, PAST_BLOCKS = 20_000, 31_000  # above the ports of Ray's workers (10002-19999), below those the system gives to clients
@@ -142,7 +144,7 @@ def works() -> Availability:
 
 def environment(profile: ProfileName | None = None) -> dict[str, str]:
     """The profile of that name; without a name, the fast one where it works. Raises ConfigError where the fast one is named and does not
-    work, and where a limit of the proxy is no number, with which HAProxy would not start.
+    work, and where a limit of the proxy is no number, or its certificate cannot be read, with which HAProxy would not start.
     """
     if profile == "default":
         return default()
@@ -151,9 +153,11 @@ def environment(profile: ProfileName | None = None) -> dict[str, str]:
         raise ConfigError(f"the fast profile cannot be had: {available.reason}; or choose --profile default")
     if not available.ok:
         return default()
-    for name in LIMITS:
+    for name in (*LIMITS, TLS_PORT):
         if not re.fullmatch("([1-9][0-9]*)?", said := os.environ.get(name, "")):
             raise ConfigError(f"{name} is {said!r}, which is no limit; give a whole number above 0, or leave it out for the default")
+    if (certificate := os.environ.get(CERTIFICATE)) and not os.access(certificate, os.R_OK):
+        raise ConfigError(f"{CERTIFICATE} is {certificate!r}, which cannot be read; name a PEM file with a certificate and its key")
     return fast()
 
 

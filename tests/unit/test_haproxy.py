@@ -3,7 +3,9 @@
 import itertools
 import json
 import os
+import shutil
 import socket
+import ssl
 import subprocess
 import threading
 from base64 import b64encode
@@ -506,6 +508,24 @@ def test_events_without_a_key_are_given_one_so_that_a_second_gateway_knows_them_
         assert given[0] != given[1]
         assert client.post("/v1/events", content=b"{}", headers={"idempotency-key": "mine"}).json()["key"] == "mine"
         assert client.get("/v1/events").json()["key"] is None
+
+
+def test_with_a_certificate_https_is_served_too_with_the_same_limits(proxied, tmp_path):
+    if (openssl := shutil.which("openssl")) is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    key, certificate, port = tmp_path / "key", tmp_path / "certificate.pem", free_port()
+    made = ["-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    subprocess.run([openssl, "req", *made, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    trusting = ssl.create_default_context(cafile=certificate)
+    certificate.write_text(certificate.read_text() + key.read_text())
+    with (
+        proxied(CERTIFICATE=certificate, TLS_PORT=port, PER_CALLER=3).running() as proxy,
+        httpx.Client(verify=trusting, timeout=300) as client,
+    ):
+        url = f"https://localhost:{port}/x"
+        assert client.get(url).json()["path"] == "/x"
+        refused = refused_in_the_end(client, url, {"authorization": "Bearer genrec_a"})
+        assert (refused.status_code, client.get(f"{proxy.url}/x").status_code) == (429, 200)
 
 
 def test_neither_a_user_nor_a_query_nor_a_key_stands_in_the_log_of_requests(proxied):

@@ -43,6 +43,14 @@ def test_a_limit_of_the_proxy_that_is_none_is_refused(with_haproxy, monkeypatch:
         profile.environment()
 
 
+def test_a_certificate_that_cannot_be_read_is_refused(with_haproxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv(profile.CERTIFICATE, str(tmp_path / "none.pem"))
+    with pytest.raises(ConfigError, match=r"GENREC_HAPROXY_CERTIFICATE is .*none.pem', which cannot be read; name a PEM file"):
+        profile.environment()
+    (tmp_path / "none.pem").touch()
+    profile.environment()
+
+
 def test_the_default_profile_is_taken_where_haproxy_is_not(without_haproxy):
     assert profile.environment() == profile.default()
     with pytest.raises(ConfigError, match=r"haproxy is not here; or choose --profile default"):
