@@ -302,6 +302,8 @@ def _kill(name: str) -> None:
 
 def _find_or_make(name: str, settings: ShardSettings) -> Any:
     """The actor of this name. Blocks until Ray's head has answered, not until the actor runs."""
+    if not ray.is_initialized():  # Ray would start a cluster of its own here, which ends with this thread, and a minute later the process
+        raise ConnectionError("this process belongs to no Ray cluster")
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
     placed = {"num_cpus": 0, "max_concurrency": MAX_CONCURRENCY, "scheduling_strategy": "SPREAD"}
     actor: Any = ray.remote(CacheActor).options(**options, **placed).remote(name, settings)
