@@ -13,6 +13,7 @@ A latency counts from the moment a request was due, not from when it could be se
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -239,10 +240,12 @@ def starts(phases: Sequence[Phase]) -> dict[str, float]:
 
 
 class Load:
-    """A plan under way, in a process of its own, from entering the `with` block on, which raises RuntimeError where the driver fails."""
+    """A plan under way, in a process of its own, from entering the `with` block on, which raises RuntimeError where the driver fails.
+    `niceness`: of that process, so that it leaves the core to others.
+    """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, niceness: int = 0) -> None:
+        self.plan, self._niceness = plan, niceness
         self.began = 0.0
         self._directory = tempfile.TemporaryDirectory()
         self._process: subprocess.Popen[str] | None = None
@@ -253,6 +256,7 @@ class Load:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
         assert self._process.stdin
         assert self._process.stdout
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, self._niceness)
         with suppress(BrokenPipeError), self._process.stdin as plan:  # it may have ended already
             plan.write(self.plan.dump())
         if not (began := self._process.stdout.readline()):

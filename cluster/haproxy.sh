@@ -60,8 +60,9 @@ RULES
     # - an operator's calls, which may be what ends an overload;
     # - 50 in 10 s of each address that call where operators do, with another key, or that ask how a gateway is;
     # - 50 in 10 s of each address that have a key of which nothing is known yet: these tables begin anew with each HAProxy, and forget;
-    # - until twice as many are there, an urgent request, and one of a key that has at most an eighth of what there is room for beside it:
-    #   the gateway takes them in place of less urgent ones, and of a tenant's that has many.
+    # - until twice as many are there, an urgent request; and until eight times as many are, as where a gateway has just lowered what it takes,
+    #   one of a known key that has at most an eighth of what there is room for beside it: the gateway takes them in place of less urgent
+    #   ones, and of those of a tenant or key that has many waiting.
     cat > "$config.full" <<'RULES'
     timeout check 3s
     http-response set-var(proc.genrec_most_BACKEND) res.hdr(genrec-most,1),add(0)
@@ -87,7 +88,8 @@ RULES
     acl genrec_urgent req.hdr(priority) -m reg u=[0-2]
     acl genrec_few sc0_conn_cur,sub(txn.genrec_part) le 0
     acl genrec_let_through var(txn.genrec_let_through) -m bool
-    http-request set-var(txn.genrec_most) var(txn.genrec_most),mul(2) if genrec_full genrec_urgent { sc_get_gpt(0,0) gt 0 } or genrec_full genrec_few { sc_get_gpt(2,0) gt 0 }
+    http-request set-var(txn.genrec_most) var(txn.genrec_most),mul(8) if genrec_full genrec_few { sc_get_gpt(2,0) gt 0 }
+    http-request set-var(txn.genrec_most) var(txn.genrec_most),mul(2) if genrec_full genrec_urgent { sc_get_gpt(0,0) gt 0 }
     http-request set-var(txn.genrec_let_through) bool(true) if genrec_full genrec_operation { sc_get_gpt(1,0) gt 0 }
     http-request track-sc2 src,ipmask(32,64) table genrec_spared if genrec_full genrec_operation !genrec_let_through or genrec_full genrec_probe METH_GET
     http-request track-sc2 src,ipmask(32,64) table genrec_newcomers if genrec_full { req.fhdr(authorization) -m found } { sc_get_gpt(2,0) eq 0 }
