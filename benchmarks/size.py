@@ -63,7 +63,7 @@ MODELS: Mapping[str, Mapping[str, int]] = {
 }
 WINDOW = 128
 LONG = {"items": 500, "dim": 32, "layers": 2, "heads": 8, "attention_dim": 8, "linear_dim": 8, "max_history": 2048, "max_length": 2059}
-"""The model whose first visits are measured."""
+"""The model on which first visits are measured."""
 DECODER = {"hidden": 128, "layers": 4, "heads": 4, "feedforward": 512, "prompt_length": 64}
 USERS, CLIENTS, LOADED_WITHIN_S, POLL_S = 500, 16, 600.0, 2.0
 ROLES = {

@@ -41,7 +41,7 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]  # Ray's
         # requests that were given a replica and are not sent yet are in no queue, and count all the same: in a burst there are hundreds
         self._unsent: Counter[ReplicaID] = Counter()
-        # requests under way beyond the first of their call, which the cache counts; and those of each call, whose id others may share
+        # requests under way beyond the first of their call, which the cache counts; and those of each call: several may have one id
         self._companions: Counter[ReplicaID] = Counter()
         self._companions_of: defaultdict[tuple[ReplicaID, str], list[int]] = defaultdict(list)
         self._unheard_since: dict[ReplicaID, float] = {}  # of replicas that were sent something, and have not answered to it

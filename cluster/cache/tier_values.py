@@ -115,7 +115,7 @@ class TierSettings:
 
 
 class Pauses:
-    """Keys whose refresh left nothing a moment ago; at most MOST_PAUSES, the oldest are forgotten first."""
+    """Keys for which a refresh left nothing a moment ago; at most MOST_PAUSES, the oldest are forgotten first."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -108,8 +108,7 @@ class Admission:
         self._waiting_at = [0 for _ in URGENCIES]
         self.running, self.waiting = 0, 0
         self._running_of: Counter[str | None] = Counter()  # by tenant
-        self._waiting_of: Counter[str | None] = Counter()  # by turn, as is the next
-        self._under_way: Counter[str | None] = Counter()  # that run or wait
+        self._under_way: Counter[str | None] = Counter()  # by turn, that run or wait
         self._mean_s = 0.0
         self._full, self._stands_until = NOT_FULL, -inf
         self._settings = settings
@@ -270,7 +269,6 @@ class Admission:
         self._queues[ticket.urgency].setdefault(ticket.turn, {})[ticket] = None
         self._waiting_at[ticket.urgency] += 1
         self.waiting += 1
-        self._waiting_of[ticket.turn] += 1
         self._under_way[ticket.turn] += 1
 
     def _dequeue(self, ticket: Ticket, standing: Standing) -> None:
@@ -283,7 +281,6 @@ class Admission:
             queue[ticket.turn] = own
         self._waiting_at[ticket.urgency] -= 1
         self.waiting -= 1
-        _take_off(self._waiting_of, ticket.turn)
         _take_off(self._under_way, ticket.turn)
         ticket.standing = standing
 
@@ -293,7 +290,9 @@ class Admission:
 
     def _queues_its_share(self, tenant: str | None) -> bool:
         share = self._settings.max_concurrent_share
-        return share < 1 and tenant is not None and self._waiting_of[tenant] >= ceil(share * self._settings.max_queued)
+        if share >= 1 or tenant is None:
+            return False
+        return sum(len(queue.get(tenant, ())) for queue in self._queues) >= ceil(share * self._settings.max_queued)
 
     def _in_order(self) -> Iterator[Ticket]:
         """Those that wait, most urgent first, then as they came."""

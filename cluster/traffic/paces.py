@@ -25,7 +25,7 @@ LEAST_S = 0.01
 """An answer that took less than this longer is not late, whatever the ratio."""
 LATEST_S, LATEST = 1.0, 11
 """A replica is left out once most of its answers of the last LATEST_S are late, or of its last LATEST answers where those are more; of
-twice as many where there is but one other, whose answers alone tell what is usual.
+twice as many where there is but one other: its answers alone tell what is usual.
 """
 FAR, COUNTS = 2, 3
 """A late answer that took more than FAR times the longest of the others' counts as COUNTS of them: no new user's states take that long."""

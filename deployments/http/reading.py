@@ -46,7 +46,7 @@ def check_size(body: bytes) -> None:
 
 
 class ReadingRoute(APIRoute):
-    """A route whose large bodies become messages in the thread."""
+    """A route that has large bodies made into messages in the thread."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -65,7 +65,7 @@ class ReadingRoute(APIRoute):
 
 
 class _Read(Request):
-    """A request whose JSON, where it is large, is a message already, which FastAPI takes as it is; None where `errors` tell why."""
+    """A request that gives FastAPI a message for its JSON where that is large, and None where `errors` tell why there is none."""
 
     def __init__(self, scope: Scope, receive: Receive, route: APIRoute) -> None:
         super().__init__(scope, receive)

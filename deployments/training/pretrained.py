@@ -63,7 +63,7 @@ class Pretrained(BaseModel):
 def require_exportable(directory: Path) -> None:
     """Make the directory of an export, to be called before a long training.
 
-    Raises ConfigError where it is a published version, whose files an export would replace, OSError where it cannot be written.
+    Raises ConfigError where it is a published version, of which an export would replace the files, OSError where it cannot be written.
     """
     if (directory / MANIFEST).exists():
         raise ConfigError(f"{directory} is a published version of a model, which an export would destroy; name another directory")

@@ -340,7 +340,7 @@ class FrontDoor:
         self._send(peer, envelope, HttpResponse(problem.status, said, problem.model_dump_json().encode()))
 
     def _send(self, peer: Peer, envelope: Envelope, answered: HttpResponse) -> None:
-        """Send an answer. Where unread ones take up too much, connections whose clients have read nothing for longest end, down to one."""
+        """Send an answer. Where unread ones take up too much, the connections end that have read nothing for longest, all but one."""
         peer.send(envelope.frames(answered))
         if self._budget.takes_no_more_unread:
             for one in self._unread()[:-1]:

@@ -95,7 +95,7 @@ def _parts(directory: Path) -> list[File]:
         instead = f"; it holds {listed([*others, *passed_over])}: {cure}" if others or passed_over else ""
         raise DataError(f"{directory} holds no file whose name ends in {endings}{instead}")
     if others:
-        raise DataError(f"{directory} holds {listed(others)} beside the parts of a table, whose names end in {endings}: {cure}")
+        raise DataError(f"{directory} holds {listed(others)} beside the parts of a table, with names that end in {endings}: {cure}")
     if passed_over:
         logger.warning("%s: passed over, as no parts of the table: %s", directory, listed(passed_over))
     return parts

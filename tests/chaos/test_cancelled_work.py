@@ -109,7 +109,7 @@ async def test_generation_is_cancelled_when_the_deadline_is_over(slow: Served, r
 
 
 async def test_what_waits_for_the_encoder_is_dropped_when_its_clients_hang_up(slow: Served, record, run: int):
-    """One at a time is encoded: of a dozen who hang up at the second's turn, only those are computed whose turn had come."""
+    """One at a time is encoded: of a dozen that hang up at the second's turn, only those are computed that had their turn by then."""
     with record(Row("client gone: waiting for the encoder", MUST, run)) as row:
         await asyncio.sleep(2 * BATCH_S)
         counter(slow.model_dir, "paced").touch()

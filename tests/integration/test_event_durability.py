@@ -71,7 +71,7 @@ async def written_and_killed(url, start, lines):
     keys = await asyncio.to_thread(write_and_kill, url, start, lines)
     if url.startswith("postgresql"):
         connection = await asyncpg.connect(url)
-        while await connection.fetchval("SELECT count(*) FROM pg_stat_activity WHERE application_name = 'genrec'"):  # noqa: ASYNC110 - the server tells nobody of it
+        while await connection.fetchval("SELECT count(*) FROM pg_stat_activity WHERE application_name = 'genrec'"):  # noqa: ASYNC110 - the server does not tell when
             await asyncio.sleep(0.02)
         await connection.close()
     return keys

@@ -66,7 +66,7 @@ class Homes:
         return {user: one for user, (one, *_) in served.items()}
 
     def of_parties(self, parties: list[list[str]], replicas: list[str], seconds: float) -> list[list[str]]:
-        """Which replicas answered each party: users of one home, who go together in one call while that home takes so long."""
+        """Which replicas answered each party: users of one home, that go together in one call while that home takes so long."""
         return httpx.post(self.url, json={"parties": parties, "replicas": replicas, "seconds": seconds}, timeout=120).json()
 
     def remembered(self, users: list[str]) -> list[str]:

@@ -23,6 +23,7 @@ from cluster.engines.breaker import BreakerSettings
 from cluster.errors import BackendUnavailable, ConfigError
 from tests.fakes.clock import Clock
 from tests.reachable import strings_in
+from tests.waiting import settled
 
 pytestmark = pytest.mark.virtual_time
 
@@ -279,14 +280,19 @@ async def test_who_asks_while_an_abandoned_computation_ends_has_its_own_and_its_
     assert ((await asked).value, work.calls) == ("answer 1", 1)
 
 
-async def test_what_is_computed_in_the_background_goes_on_when_those_who_joined_go_away():
-    cluster, work = Cluster(), Work()
-    cache = cluster.replicas[0]
+async def joined_a_refresh(count):
+    """A cache, the work of a refresh that has begun, and tasks that wait for it."""
+    cache, work = Cluster().replicas[0], Work()
     work.hold()
     cache.refresh(ADA, work)
     await work.begun.wait()
-    joined = [asyncio.create_task(cache.get_or_compute(ADA, work)) for _ in range(3)]
-    await asyncio.sleep(0)
+    joined = [asyncio.create_task(cache.get_or_compute(ADA, work)) for _ in range(count)]
+    await settled()
+    return cache, work, joined
+
+
+async def test_what_is_computed_in_the_background_goes_on_when_those_who_joined_go_away():
+    cache, work, joined = await joined_a_refresh(3)
     for one in joined:
         one.cancel()
     await asyncio.gather(*joined, return_exceptions=True)
@@ -751,13 +757,7 @@ async def test_closing_ends_what_goes_on_in_the_background_and_sends_what_was_co
 
 
 async def test_a_request_that_joined_what_closing_ends_gets_an_error_of_ours_for_it_was_not_cancelled_itself():
-    cluster, work = Cluster(), Work()
-    cache = cluster.replicas[0]
-    work.hold()
-    cache.refresh(ADA, work)
-    await work.begun.wait()
-    joined, left = (asyncio.create_task(cache.get_or_compute(ADA, work)) for _ in range(2))
-    await asyncio.sleep(0)
+    cache, _, (joined, left) = await joined_a_refresh(2)
     left.cancel()
     await cache.close()
     with pytest.raises(BackendUnavailable, match="this process ends"):

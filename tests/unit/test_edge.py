@@ -788,13 +788,13 @@ async def test_large_bodies_of_one_caller_take_no_other_callers_turn_to_be_read(
     size = len(json.dumps(MALFORMED))
     served = Served(api_keys=keys, allow_anonymous=True, slow_bytes_per_s=4 * size)
     headers = [] if flood == "default" else authorization("shop")
-    clients = {"flood": [], "calm": []}
+    clients, began = {"flood": [], "calm": []}, time.monotonic()
     for tenth in range(200):  # one asks for half as much again as is read, the other for a sixth of that
         clients["flood"] += [Client(served, body=MALFORMED, headers=headers) for _ in range(tenth % 5 < 3)]
         if tenth % 3 == 0:
             part = {**MALFORMED, "behaviours": MALFORMED["behaviours"][:2000]}
             clients["calm"] += [Client(served, body=part, headers=authorization("any"))]
-        await asyncio.sleep(0.1)
+        await until(lambda due=began + (tenth + 1) / 10: time.monotonic() >= due)
     await asyncio.gather(*[client.task for of_one in clients.values() for client in of_one])
     assert {client.status for client in clients["calm"]} == {422}
     assert {client.status for client in clients["flood"]} == {422, 503}
@@ -803,11 +803,11 @@ async def test_large_bodies_of_one_caller_take_no_other_callers_turn_to_be_read(
 @pytest.mark.virtual_time
 async def test_two_callers_with_too_many_large_bodies_have_half_of_the_readings_each():
     served = Served(api_keys=KEYS[:2], slow_bytes_per_s=8 * len(json.dumps(MALFORMED)))
-    clients = {key: [] for key in ("shop", "any")}
-    for _ in range(100):
+    clients, began = {key: [] for key in ("shop", "any")}, time.monotonic()
+    for tenth in range(100):
         for key, of_one in clients.items():
             of_one += [Client(served, body=MALFORMED, headers=authorization(key)) for _ in range(1 if key == "any" else 4)]
-        await asyncio.sleep(0.1)
+        await until(lambda due=began + (tenth + 1) / 10: time.monotonic() >= due)
     await asyncio.gather(*[client.task for of_one in clients.values() for client in of_one])
     read = {key: sum(client.status == 422 for client in of_one) for key, of_one in clients.items()}
     assert read["any"] + read["shop"] == pytest.approx(88, abs=2), "those of ten seconds, and those that waited"

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from math import ceil
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from deployments.routers import SILENT_S
 from deployments.user_router import UserAffinityRouter
 from tests.bundles import random_sequence
 from tests.fakes.routers import ENCODER, Replica, replicas_of, routed, router_of, sent_over_grpc
-from tests.waiting import settled
+from tests.waiting import settled, until
 
 pytestmark = pytest.mark.virtual_time
 
@@ -254,12 +255,18 @@ async def answered(router: UserAffinityRouter, name: str, seconds: float) -> Non
     await settled()
 
 
-async def test_the_users_of_a_slow_replica_go_to_the_next_of_their_orders_until_a_trial_is_quick(router):
-    home, second, third = in_order_of("default/ada", ["one", "two", "three"])
-    for name in (home, second, third):
+async def used_to_replicas(router: UserAffinityRouter, names: list[str]) -> None:
+    """They have answered long enough to be judged, and what they answer from now on is judged by itself."""
+    for name in names:
         for seconds_each in (0.05, *[0.005] * 2 * ENOUGH):
             await answered(router, name, seconds_each)
-    await asyncio.sleep(LATEST_S)
+    due = monotonic() + LATEST_S
+    await until(lambda: monotonic() >= due)
+
+
+async def test_the_users_of_a_slow_replica_go_to_the_next_of_their_orders_until_a_trial_is_quick(router):
+    home, second, third = in_order_of("default/ada", ["one", "two", "three"])
+    await used_to_replicas(router, [home, second, third])
     for _ in range(LATEST // 2 + 1):
         assert await chosen(router, pending("ada")) == [home, second, third]
         await answered(router, home, 0.05)
@@ -274,10 +281,7 @@ async def test_the_users_of_a_slow_replica_go_to_the_next_of_their_orders_until_
 @pytest.mark.parametrize(("seconds", "slow"), [(0.05, True), (0.001, False)], ids=["late", "soon"])
 async def test_calls_over_grpc_that_were_cancelled_count_where_they_were_late(seconds, slow, router):
     home, second, third = in_order_of("default/ada", ["one", "two", "three"])
-    for name in (home, second, third):
-        for seconds_each in (0.05, *[0.005] * 2 * ENOUGH):
-            await answered(router, name, seconds_each)
-    await asyncio.sleep(LATEST_S)
+    await used_to_replicas(router, [home, second, third])
     for _ in range(LATEST // 2 + 1):
         assert await chosen(router, pending("ada")) == [home, second, third]
         call = asyncio.create_task(sent_over_grpc(router, pending("ada")))
