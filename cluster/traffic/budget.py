@@ -49,12 +49,12 @@ class Budget:
 
 
 async def in_time(work: Callable[[], Awaitable[T]], within_s: float, until: float | None = None) -> T:
-    """The result of `work` within that many seconds (infinity: no limit), or by `until` on the loop's clock where its time runs already.
-    Raises DeadlineExceeded where the work does not end in time, or there is no time to begin.
+    """The result of `work` within that many seconds, or by `until` on the loop's clock where its time runs already. Raises DeadlineExceeded
+    where the work does not end in time, or there is no time to begin.
     """
     if within_s <= 0:
         raise DeadlineExceeded("no time was left for it")
-    limit = asyncio.timeout(within_s if within_s < math.inf else None) if until is None else asyncio.timeout_at(until)
+    limit = asyncio.timeout(within_s) if until is None else asyncio.timeout_at(until)
     try:
         async with limit:
             return await work()

@@ -29,10 +29,11 @@ from cluster.traffic.rate_limits import Bucket, Grant, RateLimiter
 from deployments.http import api_pages, problems
 from deployments.http.batches import Batches
 from deployments.http.callers import ANONYMOUS, INTERACTIVE, NO_LIMIT, Caller
-from deployments.http.connection import SMALL, BodyBudget, Connection, ReadingQueue
+from deployments.http.connection import SMALL, BodyBudget, Connection
 from deployments.http.origins import foreign_host
 from deployments.http.places import Places
 from deployments.http.playground import PATHS
+from deployments.http.reading_queue import ReadingQueue
 
 Answer = Callable[[Scope, Connection], Awaitable[None]]
 IsSlow = Callable[[Scope, bytes], bool]
