@@ -54,7 +54,9 @@ def replicas_of(stages: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def states(application: Application) -> dict[str, float]:
-    kept: dict[str, float] = json_of(f"{application.url}/v1/cache")["user_states"].get("encoder", {}).get("onnxruntime", {})
+    """What the encoders say of the states that they keep, once one says anything: a replica that has just started has not reported yet."""
+    told = until_right(lambda: json_of(f"{application.url}/v1/cache")["user_states"], lambda now: now.get("encoder", {}).get("onnxruntime"))
+    kept: dict[str, float] = told["encoder"]["onnxruntime"]
     return kept
 
 
@@ -62,10 +64,10 @@ def test_a_returning_user_is_an_append_after_the_encoder_was_scaled_down_and_aft
     until_right(lambda: json_of(f"{served.url}/v1/backends")["stages"], lambda now: {"encoder": 2}.items() <= replicas_of(now).items())
     for user in USERS:
         ask(served, user)
-    until_right(lambda: states(served), lambda now: now.get("users") == len(USERS))
+    until_right(lambda: states(served), lambda now: now["users"] == len(USERS))
 
     with_encoder(served, num_replicas=1)
-    until_right(lambda: states(served), lambda now: now.get("users") == len(USERS) and now["adopted"] > 0)
+    until_right(lambda: states(served), lambda now: now["users"] == len(USERS) and now["adopted"] > 0)
     before = states(served)
     for user in USERS:
         ask(served, user, 7)
@@ -75,7 +77,7 @@ def test_a_returning_user_is_an_append_after_the_encoder_was_scaled_down_and_aft
     everywhere(lambda: httpx.delete(f"{served.url}/v1/users/{USERS[0]}/history", timeout=120))
     with_encoder(served, num_replicas=1, ray_actor_options={"num_cpus": 2 * CPUS})
     left = len(USERS) - 1
-    until_right(lambda: states(served), lambda now: (now.get("users"), now.get("rows")) == (left, left * len(LONG)))
+    until_right(lambda: states(served), lambda now: (now["users"], now["rows"]) == (left, left * len(LONG)))
     for user in USERS:
         ask(served, user, 7, 8)
     now = until_right(lambda: states(served), lambda now: now["hits"] + now["misses"] == len(USERS))

@@ -84,11 +84,11 @@ class Homes:
         answer: bool = httpx.post(self.url, json={"erase": user, "within_s": within_s}, timeout=120).json()
         return answer
 
-    def silence_the_home_of(self, user: str) -> None:
-        assert httpx.post(self.url, json={"silence": user}, timeout=120).status_code == 200
+    def silence(self, home: str, user: str) -> None:
+        assert httpx.post(self.url, json={"silence": user, "home": home}, timeout=120).json() is True
 
-    def kill_the_home_of(self, user: str) -> None:
-        assert "could be reached" in httpx.post(self.url, json={"die": user}, timeout=120).text
+    def kill(self, home: str, user: str) -> None:
+        assert httpx.post(self.url, json={"die": user, "home": home}, timeout=120).json() is True
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +150,10 @@ def test_every_user_has_a_home_of_bounded_load_is_erased_there_and_moves_when_it
     assert not set(erased) & set(homes.remembered(users)), "in every replica"
     until_right(lambda: homes.remembered(users), lambda found: found == [user for user in users if user not in erased])
 
-    homes.silence_the_home_of(users[0])
+    homes.silence(slow, users[0])
     assert not homes.erased(users[5], within_s=3 * TTL_S), "it still keeps what it kept, however long it is silent"
 
-    homes.kill_the_home_of(users[0])
+    homes.kill(slow, users[0])
     left = [replica for replica in replicas if replica != slow]
     moved = {user: in_order_of(f"default/{user}", left)[0] for user in users}
     until_right(lambda: homes.settled(users, calls=2), lambda found: found == moved)

@@ -48,12 +48,16 @@ class Home:
     async def remembers(self, user: str) -> bool:
         return user in self._served
 
-    async def fall_silent(self) -> None:
-        """Go on without the switchboard."""
-        self._following.cancel()
+    async def fall_silent(self, replica: str) -> bool:
+        """Go on without the switchboard; whether it was this replica that was told."""
+        if meant := replica == serve.get_replica_context().replica_id.unique_id:
+            self._following.cancel()
+        return meant
 
-    async def die(self) -> None:
-        os._exit(1)
+    async def die(self, replica: str) -> None:
+        """Does nothing where another replica is meant."""
+        if replica == serve.get_replica_context().replica_id.unique_id:
+            os._exit(1)
 
     async def _follow(self, switchboard: DeploymentHandle, name: str) -> None:
         follower, orders = ErasureFollower(self._forget, again_after_s=60), Orders()
@@ -92,8 +96,8 @@ class Door:
     {take: calls, by: least or heavy, seconds} -> replicas; {weigh: replica, weight}: of those of heavy.
     {parties: lists of users of one home, replicas, seconds} -> of each, which replica answered; a party goes together in one call, and that
     home takes so long.
-    {remember: users} -> those whose home remembers them; {die: user} ends a home, {silence: user}
-    has it say nothing to the switchboard any more.
+    {remember: users} -> those whose home remembers them; {die: user, home: replica} ends a home, {silence: user, home: replica} has it say
+    nothing to the switchboard any more.
     {erase: user, within_s} -> whether all homes have forgotten them within that time.
     """
 
@@ -113,11 +117,11 @@ class Door:
         if "parties" in order:
             return await self._parties(order["parties"], order["replicas"], order["seconds"])
         if "die" in order:
-            return await self._die(order["die"])
+            return await self._die(order["die"], order["home"])
         if "erase" in order:
             return await self._erase(order["erase"], order["within_s"])
         if "silence" in order:
-            return await ask(self._home_of(order["silence"]), "fall_silent", within_s=60)
+            return await self._silence(order["silence"], order["home"])
         if "remember" in order:
             return [user for user in order["remember"] if await ask(self._home_of(user), "remembers", user, within_s=60)]
         doors, served = asyncio.Semaphore(order["at_once"]), {user: [] for user in order["users"]}
@@ -161,12 +165,23 @@ class Door:
                 return True
         return False
 
-    async def _die(self, user: str) -> str:
-        try:
-            await ask(self._home_of(user), "die", within_s=60)
-        except BackendError as error:
-            return f"{error}"
-        return "lives"
+    async def _silence(self, user: str, home: str) -> bool:
+        """Tells the user's replicas until it was the home, which is passed over while it is busy."""
+        deadline = monotonic() + 60
+        while monotonic() < deadline:
+            if await ask(self._home_of(user), "fall_silent", home, within_s=60):
+                return True
+        return False
+
+    async def _die(self, user: str, home: str) -> bool:
+        """As `_silence`; a call that ends a replica fails."""
+        deadline = monotonic() + 60
+        while monotonic() < deadline:
+            try:
+                await ask(self._home_of(user), "die", home, within_s=60)
+            except BackendError:
+                return True
+        return False
 
     async def _erase(self, user: str, within_s: float) -> bool:
         number, erased, deadline = await ask(self._switchboard, "erase", "default", user, within_s=60), False, monotonic() + within_s
