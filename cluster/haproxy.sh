@@ -50,8 +50,8 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     http-request set-header x-request-disconnect-disabled ?1
     http-request set-header x-request-timeout-seconds 0
 RULES
-    # A gateway's answers say how many requests it would take just now, and how many bytes of a body. Larger bodies, and more requests than
-    # that times the gateways, are refused here, which costs the gateway no time: a flood would keep it from its answers, and from its health
+    # A gateway's answers say how many requests it would take just now, how many bytes of a body, and how many of these requests are one
+    # caller's part. Larger bodies, and more requests than that times the gateways, are refused here, which costs the gateway no time: a flood would keep it from its answers, and from its health
     # checks. Each application has variables of its own.
     # What is refused so is not logged, which takes a fifth of the time. A check waits for 3 s: what answers more slowly is stopped, or stuck.
     # Until an answer has said it, the variables are not set, and nothing is full. What was said of bodies holds for 10 s: then one goes to
@@ -61,12 +61,13 @@ RULES
     # - 50 in 10 s of each address that call where operators do, with another key, or that ask how a gateway is;
     # - 50 in 10 s of each address that have a key of which nothing is known yet: these tables begin anew with each HAProxy, and forget;
     # - until twice as many are there, an urgent request; and until eight times as many are, as where a gateway has just lowered what it takes,
-    #   one of a known key that has at most an eighth of what there is room for beside it: the gateway takes them in place of less urgent
-    #   ones, and of those of a tenant or key that has many waiting.
+    #   one of a known key that has no more than its part: the gateway takes them in place of less urgent ones, and of those of a tenant or
+    #   key that has many waiting.
     cat > "$config.full" <<'RULES'
     timeout check 3s
     http-response set-var(proc.genrec_most_BACKEND) res.hdr(genrec-most,1),add(0)
     http-response set-var(proc.genrec_bytes_BACKEND) res.hdr(genrec-most,2),add(0)
+    http-response set-var(proc.genrec_part_BACKEND) res.hdr(genrec-most,3),add(0)
     http-response set-var(proc.genrec_told_BACKEND) date if { res.hdr(genrec-most) -m found }
     http-response del-header genrec-most
     http-response sc-set-gpt(0,0) 1 if { res.hdr(genrec-urgent) -m found }
@@ -81,7 +82,7 @@ RULES
     http-request return status 413 content-type application/problem+json lf-string '{"title":"Body too large","status":413,"detail":"body: has more than the %[var(proc.genrec_bytes_BACKEND)] bytes this service takes; send it in several parts","instance":"%[path,json(utf8s)]","errors":[{"field":"body","problem":"has more than the %[var(proc.genrec_bytes_BACKEND)] bytes this service takes; send it in several parts"}]}' if { req.hdr(content-length),sub(proc.genrec_bytes_BACKEND) gt 0 } { date,sub(proc.genrec_told_BACKEND) lt 10 }
     http-request set-var(txn.genrec_gateways) nbsrv
     http-request set-var(txn.genrec_most) var(proc.genrec_most_BACKEND),mul(txn.genrec_gateways)
-    http-request set-var(txn.genrec_part) var(txn.genrec_most),div(8),add(1)
+    http-request set-var(txn.genrec_part) var(proc.genrec_part_BACKEND),mul(txn.genrec_gateways)
     acl genrec_full be_conn,sub(txn.genrec_most) gt 0
     acl genrec_operation path_beg PREFIX/v1/backends PREFIX/v1/cache PREFIX/v1/gateway PREFIX/v1/models
     acl genrec_probe path PREFIX/healthz PREFIX/readyz

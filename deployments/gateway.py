@@ -37,6 +37,7 @@ from deployments.fleet.model_cache import ModelCache
 from deployments.http.api import create_api
 from deployments.http.exchange import HttpRequest, HttpResponse, exchange
 from deployments.http.interface import HttpInterface
+from deployments.http.listening import take_many_connections
 from deployments.http.messages import BackendsOut, ReadyOut, SwitchOut
 from deployments.http.models import ModelsOut
 from deployments.http.playground import Offers
@@ -280,6 +281,7 @@ class GatewayDeployment(Gateway):
         zeromq: DeploymentHandle[Any] | None = None,  # noqa: ARG002 - it calls this; Serve runs what the application's root is given
     ) -> None:
         join_serves_log()
+        take_many_connections()
         tree, context = parse(settings), serve.get_replica_context()
         heartbeat = Heartbeat(tree, switchboard, context.replica_id.unique_id)
         stages = _stages(tree, heartbeat, (encoder, generator, ranker))

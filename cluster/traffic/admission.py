@@ -149,6 +149,10 @@ class Admission:
         each_s, queued = self._each_s(now), self._settings.max_queued
         return self.places + (min(queued, int(self._may_wait_s(now) / each_s)) if each_s else queued)
 
+    def part(self) -> int:
+        """How many requests of one turn may be here where the places are divided among all turns that have some."""
+        return self.places // max(1, len(self._under_way))
+
     def leave(self, ticket: Ticket, now: float, first_byte_s: float | None = None) -> list[Ticket]:
         """A request has its answer, or its client has gone; returns the tickets that may start now. Does nothing for a refused request.
 

@@ -224,13 +224,15 @@ class Edge:
         return self._rates.take(tenant, cost, monotonic(), self._gateways(), paid)
 
     def _capacity_header(self) -> tuple[tuple[bytes, bytes]]:
-        """How many requests this gateway takes, and how many bytes of a body: `haproxy.sh` refuses what is beyond. Requests that hold no
-        place count too: bodies on their way, batches that were taken on, answers that are being read, and open paths.
+        """How many requests this gateway takes, how many bytes of a body, and how many requests are one caller's part: `haproxy.sh` refuses
+        what is beyond. Requests that hold no place count too: bodies on their way, batches that were taken on, answers that are being read,
+        and open paths.
         """
         while self._passed_on and self._passed_on[0] < monotonic() - PASSED_ON_S:
             self._passed_on.popleft()
         beside = self._arriving + self.batches.taken_on + self._open + len(self._passed_on)
-        return ((b"genrec-most", b"%d, %d" % (self._places.most() + beside, self.settings.max_body_bytes)),)
+        told = self._places.most() + beside, self.settings.max_body_bytes, self._places.admission.part()
+        return ((b"genrec-most", b"%d, %d, %d" % told),)
 
 
 def identify(headers: Mapping[bytes, bytes], settings: GatewaySettings, now: Callable[[], float]) -> ApiKeySettings | None:

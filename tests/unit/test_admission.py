@@ -48,6 +48,24 @@ def test_as_many_are_taken_as_was_said_before(took_s):
     assert standings(arrive(held, *[7] * 60, now=took_s)) == [RUNNING] * 4 + [WAITING] * (said - 4) + [REFUSED] * (60 - said)
 
 
+@pytest.mark.parametrize("callers", [1, 2, 5])
+def test_each_caller_has_its_part_beside_one_that_fills_all(callers):
+    """Where places are taken, and the queue stands, for a second and more."""
+    held = admission(max_concurrent=16, max_queued=100)
+    running, now = deque(held.arrive(0.0, 3, "floods")[0] for _ in range(60)), 0.0
+    while now < 2:
+        now += 0.01
+        held.leave(running.popleft(), now)
+        running.append(held.arrive(now, 3, "floods")[0])
+    others = [f"calm{number}" for number in range(callers)]
+    taken = dict.fromkeys(others, 0)
+    for other in others * 16:
+        if taken[other] < held.part():
+            taken[other] += 1
+            assert held.arrive(now, 3, other)[0].standing is WAITING
+    assert set(taken.values()) == {16 // (callers + 1)}
+
+
 def test_fewer_are_taken_while_the_queue_stands():
     held = admission(max_concurrent=2, max_queued=50)
     running, now = deque(arrive(held, 3, 3, 3)), 0.0

@@ -290,7 +290,7 @@ async def test_a_tenant_leaves_places_for_the_others():
 
 def takes(answer: httpx.Response) -> int:
     """How many requests the proxy is told that the gateway takes."""
-    requests, body_bytes = answer.headers["genrec-most"].split(", ")
+    requests, body_bytes, _ = answer.headers["genrec-most"].split(", ")
     assert body_bytes == str(2**20)
     return int(requests)
 
@@ -304,6 +304,16 @@ async def test_each_answer_tells_the_proxy_how_many_requests_the_gateway_takes()
     served.service.gate.set()
     answered = [await answer for answer in ours]
     assert [(one.status_code, takes(one)) for one in answered] == [(200, 6)] * 3
+
+
+async def test_each_answer_tells_the_proxy_each_callers_part():
+    served = Served(admission={"max_concurrent": 6, "max_queued": 20, "max_wait_ms": 60_000}, api_keys=KEYS)
+    flood = await served.asking(*(f"flood{number}" for number in range(9)), headers=bearer("shop"))
+    calm = await served.asking("calm", headers=bearer("any"))
+    served.service.gate.set()
+    answers = [await answer for answer in (*flood, *calm)] + [await served.ask(headers=bearer("any"))]
+    parts = [answer.headers["genrec-most"].split(", ")[2] for answer in answers]
+    assert (parts[0], parts[-1]) == ("3", "6"), "of two callers, and of one once nothing else is under way"
 
 
 async def test_batches_that_hold_no_place_take_nothing_from_what_the_proxy_is_told_that_the_gateway_takes(monkeypatch):
