@@ -78,8 +78,8 @@ _ERASE = """
     )
     SELECT events, noted.number FROM erased, noted"""
 _ERASE_AGAIN = """
-    INSERT INTO genrec.erasures (digest) SELECT unnest($1::bytea[])
-    ON CONFLICT (digest) DO UPDATE SET number = nextval('genrec.erasure_numbers') RETURNING digest, number"""
+    INSERT INTO genrec.erasures (digest, number) SELECT * FROM unnest($1::bytea[], $2::bigint[])
+    ON CONFLICT (digest) DO UPDATE SET number = excluded.number"""
 _RENAME = "UPDATE genrec.users SET digest = pg_temp.user_digest(tenant, user_id) FROM genrec.names WHERE names.number = users.number"
 _GO_ON = "SELECT setval('genrec.erasure_numbers', greatest($1, nextval('genrec.erasure_numbers')))"
 
@@ -132,16 +132,19 @@ async def erase(connection: Any, ledger: Ledger, digest: bytes) -> int:
 async def catch_up(connection: Any, ledger: Ledger) -> None:
     """Erase the users that were erased from a later copy of this store, and note in the ledger those that were erased from this one.
     Numbers go on from the ledger's, and all users get new versions.
+
+    What is made up for is held under the ledger's number: by another one, a later copy would erase users anew that came back to it.
     """
     if ledger.place is None:
         return
     await connection.execute("LOCK TABLE genrec.erasures IN SHARE ROW EXCLUSIVE MODE")  # what stands in the ledger is committed, or undone
-    noted, held = await asyncio.to_thread(ledger.read), _numbers(await connection.fetch("SELECT digest, number FROM genrec.erasures"))
+    rows = await connection.fetch("SELECT digest, number FROM genrec.erasures")
+    noted, held = await asyncio.to_thread(ledger.read), {row["digest"]: row["number"] for row in rows}
     if again := missing(noted, held):
         await connection.execute(_GO_ON, max(noted.values()))
         for user in await connection.fetch("SELECT digest FROM genrec.users WHERE digest = ANY($1::bytea[])", list(again)):
             await _delete(connection, user["digest"])
-        held |= _numbers(await connection.fetch(_ERASE_AGAIN, list(again)))
+        await connection.execute(_ERASE_AGAIN, list(again), list(again.values()))
         await tell_anew(connection)
     await asyncio.to_thread(ledger.note, missing(held, noted))
 
@@ -158,10 +161,6 @@ async def _delete(connection: Any, digest: bytes) -> Mapping[str, Any] | None:
 async def tell_anew(connection: Any) -> None:
     """Give all users new versions: in this older copy of the store, the numbers in versions given before go to other events."""
     await connection.execute("UPDATE genrec.store SET identity = left(md5(random()::text || clock_timestamp()::text), 8)")
-
-
-def _numbers(rows: Sequence[Mapping[str, Any]]) -> dict[bytes, int]:
-    return {row["digest"]: row["number"] for row in rows}
 
 
 async def keep_key(connection: Any, digests: Digests) -> None:

@@ -82,17 +82,24 @@ def erase(connection: sqlite3.Connection, ledger: Ledger, digest: bytes) -> int:
 def catch_up(connection: sqlite3.Connection, ledger: Ledger) -> bool:
     """Erase the users that were erased from a later copy of this store, and note in the ledger those that were erased from this one.
     Numbers go on from the ledger's, and all users get new versions. Returns whether anything was to be erased.
+
+    The ledger's numbers of what is made up for stay as they are: by another one, a later copy would erase users anew that came back to it.
     """
-    noted, held = ledger.read(), dict[bytes, int](connection.execute("SELECT digest, number FROM erasures").fetchall())
+    noted, held = ledger.read(), dict[bytes, int](connection.execute("SELECT digest, coalesce(noted, number) FROM erasures").fetchall())
     if again := missing(noted, held):
         for user in again:
             _delete(connection, user)
-        latest = max([*noted.values(), *held.values()])
-        held = {**held, **{user: number for number, user in enumerate(again, latest + 1)}}
-        connection.executemany("INSERT OR REPLACE INTO erasures (digest, number) VALUES (?, ?)", [(user, held[user]) for user in again])
+        first = max(latest_erasure(connection), *noted.values()) + 1
+        rows = [(user, number, noted[user]) for number, user in enumerate(again, first)]
+        connection.executemany("INSERT OR REPLACE INTO erasures (digest, number, noted) VALUES (?, ?, ?)", rows)
         connection.execute("UPDATE store SET identity = lower(hex(randomblob(4)))")
     ledger.note(missing(held, noted))
     return bool(again)
+
+
+def latest_erasure(connection: sqlite3.Connection) -> int:
+    """The number of the latest erasure, 0 where there is none."""
+    return int(connection.execute("SELECT coalesce(max(number), 0) FROM erasures").fetchone()[0])
 
 
 def _delete(connection: sqlite3.Connection, digest: bytes) -> int | None:

@@ -446,7 +446,7 @@ async def test_an_older_copy_of_a_store_forgets_as_it_is_opened_what_its_ledger_
     assert [len(await rows_of(url, f"SELECT * FROM genrec.{table}")) for table in ("erasures", "erased_events")] == [2, 1]
 
 
-async def test_an_older_copy_that_catches_up_notes_each_user_once_and_all_together(url, noting, tmp_path, monkeypatch):
+async def test_an_older_copy_that_catches_up_erases_all_together_and_adds_nothing_to_the_ledger(url, noting, tmp_path, monkeypatch):
     """While it does, no other process may open the store."""
     names, ledger = [f"u{number}" for number in range(20)], tmp_path / "ledger" / "erased"
     async with closing_store(noting) as store:
@@ -458,7 +458,50 @@ async def test_an_older_copy_that_catches_up_notes_each_user_once_and_all_togeth
     monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), fsync(descriptor)))
     async with closing_store(noting) as store:
         assert await store.statistics() == StoreStatistics(1, 1)
-    assert (len(ledger.read_bytes().splitlines()) - lines, len(synced)) == (len(names), 1)
+    assert (len(ledger.read_bytes().splitlines()) - lines, len(synced)) == (0, 0)
+
+
+@pytest.fixture
+def copied(url, request, noting):
+    """Copies the store, which is closed, as a backup and a restore beside it do; returns the copy's URL, with the ledger of the store."""
+    if url.startswith("sqlite"):
+        path = Path(url.removeprefix("sqlite:///"))
+
+        def copy():
+            for end in ("", ".key"):
+                path.with_name(f"copy.db{end}").write_bytes(path.with_name(f"{path.name}{end}").read_bytes())
+            return noting.replace("events.db", "copy.db")
+
+        yield copy
+        return
+    server = request.getfixturevalue("server")
+    yield lambda: f"{server.create('copy', '--template', 'events')}&{noting.partition('&')[2]}"
+    server.drop("copy")
+
+
+async def test_a_user_that_came_back_stays_beside_an_older_copy_that_has_caught_up_with_the_same_ledger(noting, copied, tmp_path):
+    """As where the wrong backup was restored before the right one, and where a drill, or a staging clone, has the ledger of production."""
+    async with closing_store(noting) as store:
+        await store.append([event(item="old"), event(user="v")])
+    older = copied()
+    async with closing_store(noting) as store:
+        for user in ("u", "v"):
+            await store.erase("default", user)
+        await store.append([event(item="new")])
+        version = await store.version("default", "u")
+    noted = (tmp_path / "ledger" / "erased").read_bytes()
+    for _ in range(2):
+        async with closing_store(older) as store:
+            assert (await items(store), await items(store, "v")) == ([], [])
+    assert (tmp_path / "ledger" / "erased").read_bytes() == noted
+    async with closing_store(noting) as store:
+        assert (await items(store), await store.version("default", "u")) == (["new"], version)
+        await store.erase("default", "u")
+    async with closing_store(older) as store:
+        await store.append([event(user="w")])
+        await store.erase("default", "w")
+        assert len({await store.version("default", user) for user in "uvw"}) == 3
+    assert len((tmp_path / "ledger" / "erased").read_bytes().splitlines()) == len(noted.splitlines()) + 2
 
 
 async def test_a_user_that_came_back_after_an_erasure_stays_when_the_store_is_opened_again(url, noting):

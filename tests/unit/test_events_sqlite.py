@@ -244,6 +244,23 @@ async def test_a_store_of_an_earlier_schema_keeps_what_it_holds_and_the_names_th
         assert b"ada" not in bytes_of(tmp_path)
 
 
+async def test_a_store_of_the_schema_without_the_ledgers_numbers_keeps_its_erasures(tmp_path):
+    path = tmp_path / "e.db"
+    async with closing_store(f"sqlite:///{path}") as store:
+        await store.append([Event("ada", Behaviour("i", 100))])
+        await store.erase("default", "ada")
+        version, ledger = await store.version("default", "ada"), (tmp_path / "e.db.erased").read_bytes()
+        await store.append([Event("ada", Behaviour("j", 100))])
+    with closing(connect_writer(path)) as connection:
+        connection.execute("ALTER TABLE erasures DROP COLUMN noted")
+        connection.execute("DELETE FROM schema_versions WHERE version = 4")
+    async with closing_store(f"sqlite:///{path}") as store:
+        assert [one.item_id for one in (await store.history("default", "ada", 10)).behaviours] == ["j"]
+        assert await store.erase("default", "ada") == 1
+        assert await store.version("default", "ada") == version.replace("erased-1", "erased-2")
+    assert (tmp_path / "e.db.erased").read_bytes().startswith(ledger)
+
+
 class WithoutCheckpoints:
     """A connection that cannot write its log back, as where the disk does not answer."""
 
