@@ -28,10 +28,14 @@ _OPTION = re.compile(r"(?<=[?&])ledger=([^&]*)&?")
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The ledger at `place`, a file or a directory; None: none is kept. Erasures are digest -> number of the latest, as in the store."""
+    """The ledger at `place`, a file or a directory; None: none is kept. Erasures are digest -> number of the latest, as in the store.
+
+    `before`: the number of the store's latest erasure as it was opened.
+    """
 
     place: Path | None
     digests: Digests
+    before: int = 0
 
     def read(self) -> dict[bytes, int]:
         """All erasures in it; a file is made where it is not there. Raises BackendUnavailable, also where another key made them."""

@@ -119,7 +119,7 @@ class ServedEvents(Histories, Protocol):
         """Forget a user and say how many events that were.
 
         What remains are digests of the name, so that the version goes on, and of the idempotency keys, by the deployment's own key (see
-        `Digests`). Of an unknown user nothing is written.
+        `Digests`). Where a ledger is kept, that is so of an unknown user too: another copy of the store may hold the user.
         """
         ...
 

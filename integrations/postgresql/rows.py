@@ -77,6 +77,9 @@ _ERASE = """
         SELECT key_digest, sequence FROM genrec.events WHERE user_number = $1 AND key_digest IS NOT NULL ON CONFLICT DO NOTHING
     )
     SELECT events, noted.number FROM erased, noted"""
+_NOTE_ALONE = """
+    INSERT INTO genrec.erasures (digest) VALUES ($1) ON CONFLICT (digest) DO UPDATE SET number = nextval('genrec.erasure_numbers')
+    WHERE erasures.number <= $2 RETURNING number"""
 _ERASE_AGAIN = """
     INSERT INTO genrec.erasures (digest, number) SELECT * FROM unnest($1::bytea[], $2::bigint[])
     ON CONFLICT (digest) DO UPDATE SET number = excluded.number"""
@@ -121,12 +124,16 @@ async def version(connection: Any, user: bytes) -> str:
 
 
 async def erase(connection: Any, ledger: Ledger, digest: bytes) -> int:
-    """Delete the user of this digest with all events, after noting it in the ledger. Nothing changes where there is no such user."""
-    if (erased := await _delete(connection, digest)) is None:
-        return 0
-    await asyncio.to_thread(ledger.note, {digest: erased["number"]})
-    events: int = erased["events"]
-    return events
+    """Delete the user of this digest with all events, after noting it in the ledger. Where a ledger is kept, an erasure is noted
+    where there is no such user too, as another copy of the store may hold the user, but that once while the store is open.
+    """
+    if erased := await _delete(connection, digest):
+        events, number = erased["events"], erased["number"]
+    else:
+        events, number = 0, ledger.place and await connection.fetchval(_NOTE_ALONE, digest, ledger.before)
+    if number is not None:
+        await asyncio.to_thread(ledger.note, {digest: number})
+    return int(events)
 
 
 async def catch_up(connection: Any, ledger: Ledger) -> None:
@@ -147,6 +154,11 @@ async def catch_up(connection: Any, ledger: Ledger) -> None:
         await connection.execute(_ERASE_AGAIN, list(again), list(again.values()))
         await tell_anew(connection)
     await asyncio.to_thread(ledger.note, missing(held, noted))
+
+
+async def latest_erasure(connection: Any) -> int:
+    """The number of the latest erasure, 0 where there is none."""
+    return int(await connection.fetchval("SELECT coalesce(max(number), 0) FROM genrec.erasures"))
 
 
 async def _delete(connection: Any, digest: bytes) -> Mapping[str, Any] | None:

@@ -1,6 +1,7 @@
 """The event store in PostgreSQL."""
 
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from secrets import token_bytes
 from typing import Any, Self
@@ -106,7 +107,7 @@ async def _up_to_date(connection: Any, where: str, file: Path | None) -> Ledger:
             await connection.execute(insert, migration.number, migration.name)
         ledger = Ledger(file, await _digests(connection, where))
         await rows.catch_up(connection, ledger)
-        return ledger
+        return replace(ledger, before=await rows.latest_erasure(connection))
 
 
 async def _digests(connection: Any, where: str) -> Digests:

@@ -15,6 +15,7 @@ _STORE = """
     ON CONFLICT DO NOTHING"""
 _KNOWN = """
     SELECT sequence, user_id, item_id, timestamp, action, value FROM events JOIN names ON number = user WHERE key_digest = ?"""
+_ERASED_SINCE = "SELECT 1 FROM erasures WHERE digest = ? AND number > ?"
 _ERASED = "SELECT sequence FROM erased_events WHERE digest = ?"
 _KNOWN_AS_ERASED = """
     INSERT INTO erased_events (digest, sequence) SELECT key_digest, sequence FROM events WHERE user = ? AND key_digest IS NOT NULL"""
@@ -71,12 +72,15 @@ def version(connection: sqlite3.Connection, digest: bytes) -> str:
 
 
 def erase(connection: sqlite3.Connection, ledger: Ledger, digest: bytes) -> int:
-    """Delete the user of this digest with all events, after noting it in the ledger. Nothing changes where there is no such user."""
-    if (events := _delete(connection, digest)) is None:
+    """Delete the user of this digest with all events, after noting it in the ledger. An erasure where there is no such user is noted too,
+    as another copy of the store may hold the user, but that once while the store is open.
+    """
+    events = _delete(connection, digest)
+    if events is None and connection.execute(_ERASED_SINCE, (digest, ledger.before)).fetchone():
         return 0
     noted = connection.execute("INSERT OR REPLACE INTO erasures (digest) VALUES (?)", (digest,))
     ledger.note({digest: noted.lastrowid or 0})
-    return events
+    return events or 0
 
 
 def catch_up(connection: sqlite3.Connection, ledger: Ledger) -> bool:

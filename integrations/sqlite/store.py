@@ -5,6 +5,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -145,7 +146,7 @@ def _up_to_date(connection: sqlite3.Connection, path: Path, file: Path) -> Ledge
     if rows.catch_up(connection, ledger):
         connection.execute("PRAGMA user_version = 1")  # to be purged from the log
     connection.execute("COMMIT")
-    return ledger
+    return replace(ledger, before=rows.latest_erasure(connection))
 
 
 def _digests(connection: sqlite3.Connection, path: Path) -> Digests:
