@@ -12,6 +12,7 @@ from cluster.cache.tier_values import Invalidated
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.errors import BackendUnavailable, GenrecError, InvalidRequest
+from cluster.events.opened_later import SwitchedOffStore
 from cluster.events.store import Event, ServedEvents, StoredUser
 from cluster.no_request import Background
 from cluster.values import Behaviour, Recommendation
@@ -40,8 +41,9 @@ logger = logging.getLogger("ray.serve")
 
 
 class UserData:
-    """`events` is None where they are switched off, `cache` where answers are not kept. `anticipates`: whether answers of a
-    tenant's user are computed ahead, asked each time; default: as the settings have it.
+    """`events` is None where they are switched off: then erasures alone reach the store that the settings name. `cache` is None where
+    answers are not kept. `anticipates`: whether answers of a tenant's user are computed ahead, asked each time; default: as the
+    settings have it.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class UserData:
     ) -> None:
         self._settings, self._admin, self._versions = settings, admin, versions
         self._cache, self._events, self._recorder = cache, events, recorder or GatewayRecorder()
+        self._stored = events or SwitchedOffStore(settings.event_store_url)
         self._usual = UsualRequests() if usual is None else usual
         self._recalls, self._background = Background(RECALLS_AT_ONCE), Background()
         self._anticipates = anticipates or (lambda *_: settings.events.anticipate)
@@ -84,14 +87,14 @@ class UserData:
 
     async def digest(self, tenant: str, user_id: str) -> str:
         """The user's digest, by which the audit log names it. Raises BackendUnavailable where there is no store to ask for its key."""
-        return await self._store().digest(tenant, user_id)
+        return await self._stored.digest(tenant, user_id)
 
     async def erase(self, tenant: str, user_id: str) -> ErasedOut:
         """Erase first the user's events, so that nothing more is computed from them, then what was computed; the latter even where the
         store does not answer.
         """
         try:
-            events = await self._events.erase(tenant, user_id) if self._events else 0
+            events = await self._stored.erase(tenant, user_id)
         except InvalidRequest:  # a name with NUL, which no store holds; what was computed from behaviours of the request may be kept
             events = 0
         finally:
@@ -155,8 +158,7 @@ class UserData:
             await self._usual.shared.flush()  # before the shared cache is closed with the cache
         if self._cache:
             await self._cache.close()
-        if self._events:
-            await self._events.close()
+        await self._stored.close()
 
     async def _drop(self, tenant: str | None, user_id: str | None) -> Invalidated:
         self._versions.forget(tenant, user_id)

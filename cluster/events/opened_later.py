@@ -1,10 +1,10 @@
-"""An event store that need not be there when its gateway starts: the first call that finds it opens it."""
+"""Event stores that are opened by a call: one that need not be there when its gateway starts, and one whose events are switched off."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from cluster.errors import BackendUnavailable
-from cluster.events.store import Event, ServedEvents, Stored, StoredHistory, StoredUser, open_event_store
+from cluster.errors import BackendUnavailable, ConfigError
+from cluster.events.store import Event, ServedEvents, Stored, StoredHistory, StoredUser, driver_of, open_event_store
 
 
 class StoreOpenedLater:
@@ -69,3 +69,30 @@ class StoreOpenedLater:
 
     def _gone(self) -> BackendUnavailable:
         return BackendUnavailable(f"the event store ({self.name}) is closed; open it again")
+
+
+class SwitchedOffStore:
+    """The event store at `url` while events are switched off, for erasures of what it holds from before. The first one opens it; a store
+    that is not there is not made.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url, self._store = url, StoreOpenedLater(url)
+
+    async def erase(self, tenant: str, user_id: str) -> int:
+        return await self._store.erase(tenant, user_id) if self._is_there() else 0
+
+    async def digest(self, tenant: str, user_id: str) -> str:
+        if not self._is_there():
+            raise BackendUnavailable("events are switched off, and there is no event store whose key makes digests")
+        return await self._store.digest(tenant, user_id)
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    def _is_there(self) -> bool:
+        try:
+            driver_of(self._url).require_there(self._url)
+        except ConfigError:
+            return False
+        return True

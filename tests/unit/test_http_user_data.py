@@ -15,9 +15,9 @@ from cluster.cache.shared_notes import SharedNotes
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import GatewaySettings, parse
-from cluster.events.store import open_event_store
+from cluster.events.store import Event, closing_store, open_event_store
 from cluster.fleet.switchboard import StageStatus
-from cluster.values import RecommendRequest
+from cluster.values import Behaviour, RecommendRequest
 from deployments.http.api import create_api
 from deployments.user_data import UserData
 from deployments.version_router import VersionRouter
@@ -289,12 +289,42 @@ async def test_a_user_to_invalidate_needs_a_tenant(client):
     assert response.json()["errors"][0]["field"] == "tenant"
 
 
-async def test_where_events_are_switched_off_an_erasure_reaches_what_is_kept_all_the_same(tmp_path):
-    board = Switchboard()
-    answers = CachedRecommender(None, StoredHistories(None, 100), None, "")
-    data = UserData(parse({"model_dir": str(tmp_path)}), board, versions_of(None, answers), cache=None, events=None)
-    erased = await data.erase("default", "ada")
-    assert (erased.events, erased.everywhere, board.forgotten) == (0, True, [("default", "ada")])
+@asynccontextmanager
+async def switched_off(**settings):
+    """An API client of a gateway without events, and the switchboard."""
+    board, answers = Switchboard(), CachedRecommender(None, StoredHistories(None, 100), None, "")
+    data = UserData(parse(settings), board, versions_of(None, answers), cache=None, events=None)
+    transport = httpx.ASGITransport(create_api(InProcess(answers), data, LIMITS))
+    async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
+        yield client, board
+    await data.close()
+
+
+async def test_where_events_are_switched_off_an_erasure_reaches_those_that_were_stored_before(tmp_path):
+    url, ada = f"sqlite:///{tmp_path}/events.db", Behaviour("i", 100)
+    async with closing_store(url) as store:
+        await store.append([Event("ada", ada), Event("ada", ada), Event("bob", ada)])
+    async with switched_off(model_dir=str(tmp_path), events={"enabled": False}) as (client, board):
+        told = [(await client.delete("/v1/users/ada/history")).json() for _ in range(2)]
+    assert [(one["events"], one["everywhere"]) for one in told] == [(2, True), (0, True)]
+    assert board.forgotten == [("default", "ada")] * 2
+    async with closing_store(url) as store:
+        assert [user.user_id for user in await store.users("default", 10)] == ["bob"]
+
+
+async def test_where_events_are_switched_off_and_none_were_stored_an_erasure_makes_no_store(tmp_path):
+    async with switched_off(model_dir=str(tmp_path), events={"enabled": False}) as (client, board):
+        erased = (await client.delete("/v1/users/ada/history")).json()
+    assert (erased["events"], erased["everywhere"], board.forgotten) == (0, True, [("default", "ada")])
+    assert not list(tmp_path.iterdir())
+
+
+async def test_where_events_are_switched_off_and_their_store_is_away_no_erasure_is_told_as_done(tmp_path):
+    away = f"postgresql://u@/genrec?host={tmp_path}"
+    async with switched_off(model_dir=str(tmp_path), events={"enabled": False, "url": away}) as (client, board):
+        refused = await client.delete("/v1/users/ada/history")
+    assert (refused.status_code, board.forgotten) == (503, [("default", "ada")]), "what is computed of the user goes all the same"
+    assert "start the server, or correct the URL's host and port" in refused.json()["detail"]
 
 
 @pytest.mark.virtual_time
