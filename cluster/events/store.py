@@ -158,6 +158,10 @@ class EventStoreDriver(Protocol):
         """Raises ConfigError where `open` would make a new store."""
         ...
 
+    async def statistics(self, url: str) -> StoreStatistics:
+        """Of the store as it is, which may be a backup: nothing is written, not even what its ledger says. Raises as `require_there`."""
+        ...
+
     async def back_up(self, url: str, to: Path) -> None:
         """Copy the store, while it serves, into a file that is not there yet. Raises ConfigError where its database has a tool for that."""
         ...

@@ -21,7 +21,7 @@ from cluster.config import TENANT
 from cluster.dataset import Dataset
 from cluster.errors import ConfigError, DataError, InvalidRequest
 from cluster.events.rules import check_user
-from cluster.events.store import Event, Loaded, StoreStatistics, closing_store, driver_of
+from cluster.events.store import Event, Loaded, closing_store, driver_of
 from cluster.registry import DATASETS
 from cluster.values import Action, Behaviour
 from deployments.cli.audit import AuditLog, audited_here
@@ -70,9 +70,8 @@ def import_(
 
 @app.command()
 def stats(url: Url, *, as_json: AsJson = False) -> None:
-    """How many events of how many users the store holds."""
-    driver_of(url).require_there(url)
-    held = asyncio.run(_statistics(url))
+    """How many events of how many users the store holds; of a backup too, which stays as it is."""
+    held = asyncio.run(driver_of(url).statistics(url))
     typer.echo(json.dumps(asdict(held)) if as_json else f"{held.events:,} events of {held.users:,} users")
 
 
@@ -116,7 +115,7 @@ def restore(
     """
     with audited_here(audit_log, "events.restore", file.name if file else "pg_restore"):
         asyncio.run(driver_of(url).restore(url, file))
-    held = asyncio.run(_statistics(url))
+    held = asyncio.run(driver_of(url).statistics(url))
     typer.echo(f"restored {held.events:,} events of {held.users:,} users; those that were erased since the backup are not among them")
 
 
@@ -181,11 +180,6 @@ def _shown(loading: Iterator[Sequence[Event]], events: int, shown: bool | None) 
         for batch in loading:
             yield batch
             progress.advance(task, len(batch))
-
-
-async def _statistics(url: str) -> StoreStatistics:
-    async with closing_store(url) as store:
-        return await store.statistics()
 
 
 async def _erase(url: str, tenant: str, user: str, audit_log: Path | None) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cluster.errors import BackendUnavailable, ConfigError
 from cluster.events.ledger import require, split_ledger
-from cluster.events.store import EventStore
+from cluster.events.store import EventStore, StoreStatistics
 from cluster.values import Availability
 
 
@@ -29,6 +29,14 @@ class PostgreSQLDriver:
 
     def require_there(self, url: str) -> None:
         """Checks nothing: PostgreSQL makes no database by itself, so `open` fails where there is none."""
+
+    async def statistics(self, url: str) -> StoreStatistics:
+        from integrations.postgresql import rows  # noqa: PLC0415
+        from integrations.postgresql.database import Database  # noqa: PLC0415
+
+        database, held = await Database.open(split_ledger(url)[0], rows.statistics)
+        await database.close()
+        return held
 
     async def back_up(self, url: str, to: Path) -> None:
         del url

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cluster.errors import ConfigError
 from cluster.events.ledger import require, split_ledger
-from cluster.events.store import EventStore
+from cluster.events.store import EventStore, StoreStatistics
 from cluster.values import Availability
 
 OLDEST = (3, 37, 0)  # strict tables
@@ -33,6 +33,12 @@ class SQLiteDriver:
     def require_there(self, url: str) -> None:
         if not (path := _files(url)[0]).is_file():
             raise ConfigError(f"event store {path} is not there; give the URL that the service has")
+
+    async def statistics(self, url: str) -> StoreStatistics:
+        from integrations.sqlite.store import read_statistics  # noqa: PLC0415
+
+        self.require_there(url)
+        return await asyncio.to_thread(read_statistics, _files(url)[0])
 
     async def back_up(self, url: str, to: Path) -> None:
         from integrations.sqlite.backup import back_up  # noqa: PLC0415

@@ -5,6 +5,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
@@ -117,6 +118,11 @@ class SQLiteEventStore:
 
 def ledger_beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.erased")
+
+
+def read_statistics(path: Path) -> StoreStatistics:
+    with explained(path), closing(connect_reader(path)) as connection:
+        return rows.statistics(connection)
 
 
 def _open_writer(path: Path, ledger: Path) -> tuple[Writer, Ledger]:

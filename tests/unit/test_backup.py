@@ -249,6 +249,16 @@ async def backed_up(path, tmp_path):
     return url, backup
 
 
+async def test_a_backup_that_statistics_were_read_of_is_as_it_was_and_is_restored(backed_up, path):
+    url, backup = backed_up
+    as_it_was = {file.name: file.is_file() and file.read_bytes() for file in backup.parent.iterdir()}
+    Ledger(path.with_name("events.db.erased"), Digests(path.with_name("events.db.key").read_bytes().strip())).note({ADA: 7})
+    for ledger in ("", f"?ledger={path}.erased"):
+        assert "1 events of 1 users" in (await run("stats", "--url", f"sqlite:///{backup}{ledger}")).output
+    assert {file.name: file.is_file() and file.read_bytes() for file in backup.parent.iterdir()} == as_it_was
+    assert "restored 1 events of 1 users" in (await run("restore", backup, "--url", url)).output
+
+
 async def test_a_backup_that_is_damaged_is_not_restored(backed_up, path):
     url, backup = backed_up
     backup.write_bytes(backup.read_bytes()[:-1] + b"x")
@@ -406,6 +416,7 @@ async def test_postgresqls_own_tools_make_the_backup_and_the_command_finishes_th
         async with closing_store(noting) as store:
             assert (await items(store, "marker-user"), await items(store, "other"), await items(store, "late")) == ([], ["i"], [])
             assert await store.version("default", "other") != version
+        assert "1 events of 1 users" in (await run("stats", "--url", noting)).output
         server.run("pg_dump", "--file", str(again := server.directory / "again"), "--dbname", url)
         assert b"marker-" not in again.read_bytes()
 
