@@ -20,9 +20,12 @@ from cluster.errors import BackendUnavailable, ConfigError
 from cluster.events.digests import Digests
 from cluster.private_file import append
 
-_LINE = re.compile(rb"([0-9a-f]{16}) (\d{20}) ([0-9a-f]{64})(?:\r?\n|\Z)")
-_LONG = 103
-"""Bytes of a line with its break."""
+_ERASURE = re.compile(rb"([0-9a-f]{16}) (\d{20}) ([0-9a-f]{64})(?=[ \t]*(?:[\r\n\0]|\Z)|[0-9a-f]{16} )")
+"""Behind it the line ends, with or without blanks, or the next erasure begins, where a break between two lines was lost."""
+_LONG = 102
+"""Bytes of an erasure, without the break of its line."""
+_HOLE = re.compile(rb"\0{2,}")
+"""Stands where a failure of the power kept writes from the disk. A zero beside each letter is UTF-16's."""
 _OPTION = re.compile(r"(?<=[?&])ledger=([^&]*)&?")
 
 
@@ -80,22 +83,28 @@ def _own(place: Path) -> Path:
 
 
 def _lines(place: Path) -> Iterator[tuple[bytes, int, bytes]]:
-    """Mark, number and digest of each line. A full disk may have left a part of a line before a whole one, and a program that copied or
-    edited the file may have changed the ends of its lines, or left out the last. Raises BackendUnavailable at a file without a whole line
-    that has bytes enough for one.
+    """Mark, number and digest of each erasure. A full disk may have left a part of a line before a whole one, and a program that copied,
+    edited or joined files may have changed the ends of their lines, or left out the last. Raises BackendUnavailable at a line that has,
+    beside what can be read, bytes enough for an erasure, and at a file of parts alone that have so many together.
     """
     for file in place.glob("*.erased") if place.is_dir() else [place]:
-        whole, left_over = 0, 0
+        whole, parts = 0, 0
         with file.open("rb") as lines:
-            for line in lines:
-                if found := _LINE.search(line):
+            for number, line in enumerate(lines, start=1):
+                for found in _ERASURE.finditer(line):
                     whole += 1
                     yield found[1], int(found[2]), bytes.fromhex(found[3].decode())
-                else:
-                    left_over += len(line.replace(b"\0", b""))  # which stands where a failure of the power kept a write from the disk
-        if not whole and left_over >= _LONG:
-            cure = "give it back as it was written, from its own copy (its text is ASCII; PowerShell's > makes it UTF-16)"
-            raise BackendUnavailable(f"the ledger of erasures {file} holds no line that can be read; {cure}")
+                left_over = [len(part.replace(b"\0", b"").strip()) for part in _HOLE.split(_ERASURE.sub(b"\0\0", line))]
+                if max(left_over) >= _LONG:
+                    raise _unreadable(file, f"a line that cannot be read (line {number})")
+                parts += sum(left_over)
+        if not whole and parts >= _LONG:
+            raise _unreadable(file, "no line that can be read")
+
+
+def _unreadable(file: Path, what: str) -> BackendUnavailable:
+    cure = "give it back as it was written, from its own copy (its text is ASCII; PowerShell's > makes it UTF-16)"
+    return BackendUnavailable(f"the ledger of erasures {file} holds {what}; {cure}")
 
 
 def require(ledger: Path | None) -> None:

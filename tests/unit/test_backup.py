@@ -10,6 +10,7 @@ import stat
 import sys
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -495,6 +496,46 @@ def test_a_ledger_that_lost_its_last_line_break_is_read_to_its_end(tmp_path):
     assert ledger.read() == {ADA: 9, BOB: 8}
 
 
+def six_erasures(place):
+    """A ledger of six erasures, and its lines."""
+    ledger = Ledger(place, DIGESTS)
+    for number in range(6):
+        ledger.note({sha256(bytes([number])).digest(): 1000 + number})
+    return ledger, ledger.place.read_bytes().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize("rewritten", [
+    lambda lines: [*lines[:2], lines[2].rstrip(), *lines[3:]],
+    lambda lines: [line.rstrip() for line in lines],
+    lambda lines: [line.rstrip() + b" \t \r\n" for line in lines],
+    lambda lines: [line.rstrip() + b"\r" for line in lines],
+    lambda lines: [b"\xef\xbb\xbf", *lines],
+    lambda lines: [lines[0], *(lines[1][:left] + line for left, line in zip((5, 17, 60, 90, 101), lines[1:], strict=True))],
+    lambda lines: [lines[0], lines[1][:80], bytes(600), lines[1][20:], *lines[1:]],
+], ids=["joined", "without breaks", "blanks", "old breaks", "mark", "cut off before", "hole"])  # fmt: skip
+def test_a_ledger_that_was_joined_or_edited_is_read_whole(rewritten, tmp_path):
+    ledger, lines = six_erasures(tmp_path / "erased")
+    erasures = ledger.read()
+    assert len(erasures) == 6
+    ledger.place.write_bytes(b"".join(rewritten(lines)))
+    assert ledger.read() == erasures
+
+
+@pytest.mark.parametrize("rewritten", [
+    lambda lines: [*lines[:3], b"".join(lines[3:]).decode().encode("utf-16")],
+    lambda lines: [b"".join(lines[:1]).decode().encode("utf-16-le"), *lines[1:]],
+    lambda lines: [*lines[:3], lines[3].upper(), *lines[4:]],
+    lambda lines: [*lines[:3], lines[3].replace(b" ", b"  "), *lines[4:]],
+    lambda lines: [*lines[:5], lines[5].rstrip() + lines[5][:10]],
+    lambda lines: [part for line in lines for part in (line[:80], b"\n", line[80:])],
+], ids=["UTF-16 behind", "UTF-16 before", "capitals", "wide", "ends in a part", "wrapped"])  # fmt: skip
+def test_a_ledger_of_which_a_line_cannot_be_read_is_refused_and_not_read_in_part(rewritten, tmp_path):
+    ledger, lines = six_erasures(tmp_path / "erased")
+    ledger.place.write_bytes(b"".join(rewritten(lines)))
+    with pytest.raises(BackendUnavailable, match=r"holds (a|no) line that can(not)? be read.*; give it back as it was written"):
+        ledger.read()
+
+
 @pytest.mark.parametrize(("encoding", "mark"), [("utf-16", b""), ("utf-16-le", b""), ("utf-16-be", b"\xfe\xff")])
 @pytest.mark.parametrize("users", [[ADA], [ADA, BOB]])
 def test_a_ledger_of_which_no_line_can_be_read_is_refused_with_the_cure(encoding, mark, users, tmp_path):
@@ -505,7 +546,9 @@ def test_a_ledger_of_which_no_line_can_be_read_is_refused_with_the_cure(encoding
         ledger.note({user: 7})
     ledger.place.write_bytes(mark + ledger.place.read_text().encode(encoding))
     for place in (ledger.place, tmp_path):
-        with pytest.raises(BackendUnavailable, match=r"one\.erased holds no line that can be read; give it back as it was written"):
+        with pytest.raises(
+            BackendUnavailable, match=r"one\.erased holds a line that cannot be read \(line 1\); give it back as it was written"
+        ):
             Ledger(place, DIGESTS).read()
 
 
