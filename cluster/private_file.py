@@ -13,10 +13,10 @@ def private(path: str, flags: int) -> int:
 
 def append(file: Path, line: bytes, *, durable: bool = False) -> None:
     """Add a line at the end of a file, in one write; `durable`: it is on the disk when this returns. Where a full disk has left a part of a
-    line there, that line is ended first. Raises OSError.
+    line there, that line is ended first. Raises OSError, also where the file is a pipe that is full or has no reader.
     """
     line = b"\n" + line if line and _is_cut_off(file) else line
-    descriptor = private(os.fspath(file), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+    descriptor = private(os.fspath(file), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if os.write(descriptor, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))

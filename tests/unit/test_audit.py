@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
 import stat
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -139,6 +140,17 @@ async def test_a_call_that_is_refused_or_only_reads_leaves_no_line(file):
     assert (await ask(*SWITCHED, file=file, api_keys=[{**KEY, "rights": ["read"]}])).status_code == 403
     assert (await ask("GET", "/v1/gateway", file=file)).status_code == 200
     assert not file.exists()
+
+
+async def test_a_pipe_that_has_no_reader_holds_up_no_call(file, caplog):
+    os.mkfifo(file)
+    asked = asyncio.create_task(asyncio.to_thread(asyncio.run, ask(*ERASED, file=file)))
+    with caplog.at_level(logging.ERROR, "cluster.audit"):
+        await asyncio.wait([asked], timeout=30)
+    os.close(os.open(file, os.O_RDONLY | os.O_NONBLOCK))  # for a call that waits for it
+    answer = await asked
+    assert (answer.status_code, answer.headers["genrec-audit"]) == (200, "lost")
+    assert f"the audit log {file} cannot be written (" in caplog.records[0].message
 
 
 @pytest.mark.parametrize("call", [SWITCHED, ERASED, ("POST", "/v1/backends/encoder/none:enable", None)])
