@@ -26,7 +26,9 @@ SETTINGS = {
     "jit": "off",  # compiling a statement of a millisecond takes longer than running it
 }
 UNDONE = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError)
-UNKNOWN = "the connection was lost during the commit, so that it may be stored or not; events with idempotency keys can be sent again"
+UNKNOWN = (
+    "the connection was lost during the commit, so that it may be done or not; send events with idempotency keys, or an erasure, again"
+)
 LOST = (
     asyncpg.PostgresConnectionError,
     asyncpg.InterfaceError,

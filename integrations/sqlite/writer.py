@@ -143,7 +143,7 @@ class Writer:
     def _check_file(self) -> None:
         """Raises BackendUnavailable where the file was removed: SQLite would go on writing to it, and all would end with the process."""
         if not self._path.exists() or self._path.stat().st_ino != self._inode:
-            raise BackendUnavailable(f"event store {self._path}: the file was removed or replaced while it was open; open it again")
+            raise BackendUnavailable(f"event store {self._path}: the file was removed or replaced while it was open; restart the gateway")
 
     def _commit(self, jobs: Sequence[_Job[Any]]) -> list[_Outcome]:
         """Carry out a group in one transaction; returns the outcomes. Raises sqlite3.Error where nothing of the group was stored."""

@@ -66,7 +66,7 @@ def database(*commits):
 async def test_a_commit_that_is_lost_is_repeated_only_where_that_cannot_store_twice():
     keyed, unkeyed = Work(), Work()
     assert await database(LOST, None).write(keyed, repeatable=True) == 2
-    with pytest.raises(BackendUnavailable, match="lost during the commit, so that it may be stored or not"):
+    with pytest.raises(BackendUnavailable, match="it may be done or not; send events with idempotency keys, or an erasure, again"):
         await database(LOST, None).write(unkeyed, repeatable=False)
     assert unkeyed.calls == 1
 

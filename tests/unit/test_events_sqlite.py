@@ -438,7 +438,7 @@ async def test_a_file_that_is_removed_while_it_is_open_is_noticed_before_events_
     store = await open_event_store(f"sqlite:///{path}")
     await store.append([event()])
     path.unlink()
-    with pytest.raises(BackendUnavailable, match="the file was removed or replaced while it was open; open it again"):
+    with pytest.raises(BackendUnavailable, match="the file was removed or replaced while it was open; restart the gateway"):
         await store.append([event()])
     await store.close()
 
