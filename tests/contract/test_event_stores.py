@@ -17,7 +17,17 @@ from cluster.errors import BackendUnavailable, InvalidRequest
 from cluster.events.digests import ENVIRONMENT, Digests
 from cluster.events.ledger import Ledger
 from cluster.events.rules import LARGEST_BATCH, LARGEST_LIMIT
-from cluster.events.store import Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics, closing_store, open_event_store
+from cluster.events.store import (
+    Event,
+    Loaded,
+    Stored,
+    StoredHistory,
+    StoredUser,
+    StoreStatistics,
+    closing_store,
+    driver_of,
+    open_event_store,
+)
 from cluster.registry import EVENT_STORES, choose
 from cluster.values import Action, Behaviour
 from integrations.postgresql import database
@@ -589,6 +599,21 @@ async def test_a_ledger_of_another_store_is_refused(noting, tmp_path):
     Ledger(ledger, Digests(b"another key")).note({b"d" * 32: 7})
     with pytest.raises(BackendUnavailable, match="is of a store with another key; name one for each store"):
         await open_event_store(noting)
+
+
+async def test_a_promoted_standby_that_lacked_an_erasure_makes_up_for_it_beside_the_stores_that_are_open(server, tmp_path):
+    url = server.create("standby")
+    noting = f"{url}&ledger={tmp_path}/erased"
+    async with closing_store(noting) as store:
+        await store.append([event(), event(user="v")])
+        await store.erase("default", "u")
+        await brought_back(url, event())
+        version = await store.version("default", "v")
+        assert await items(store) == ["i"], "else nothing is shown"
+        await driver_of(noting).restore(noting, None)
+        assert (await items(store), await items(store, "v")) == ([], ["i"])
+        assert await store.version("default", "v") != version, "the numbers in versions that were lost are given anew"
+    server.drop("standby")
 
 
 async def test_a_user_whose_events_take_longer_than_other_statements_may_is_erased_from_postgresql_all_the_same(server, monkeypatch):
