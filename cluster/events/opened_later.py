@@ -1,4 +1,4 @@
-"""Event stores that are opened by a call: one that need not be there when its gateway starts, and one whose events are switched off."""
+"""Event stores that are opened by a call: one that need not be there when its gateway starts, and one that is switched off."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -84,7 +84,7 @@ class SwitchedOffStore:
 
     async def digest(self, tenant: str, user_id: str) -> str:
         if not self._is_there():
-            raise BackendUnavailable("events are switched off, and there is no event store whose key makes digests")
+            raise BackendUnavailable("events are switched off, and there is no event store to make digests by the key of")
         return await self._store.digest(tenant, user_id)
 
     async def close(self) -> None:
