@@ -29,6 +29,8 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     # `x-request-...`: a gateway watches its clients and ends what takes too long itself; told so, Serve awaits it directly.
     problem "$config.408.http" '408 Request Timeout' 'Too slow' 'headers or body did not arrive in time; send them at once'
     problem "$config.503.http" '503 Service Unavailable' 'Not available now' 'no gateway takes the request now; send it again later'
+    # Of HAProxy's own 502 and 504, too; Serve's configuration answers 500. `profile.py` says when a second gateway was asked before.
+    problem "$config.lost.http" '503 Service Unavailable' 'Not available now' 'the gateway broke off or was silent; send it again later'
     host=$(sed -n '/^frontend http_frontend/,/^ *bind /s/^ *bind \(.*\):[0-9]*$/\1/p' "$config")
     https="bind $host:$GENREC_HAPROXY_TLS_PORT ssl crt $GENREC_HAPROXY_CERTIFICATE ssl-min-ver TLSv1.2 alpn http/1.1"
     cat > "$config.rules" <<RULES
@@ -119,6 +121,7 @@ RULES
     sed -i -e '/^global/a\    tune.pool-low-fd-ratio 90\n    tune.pool-high-fd-ratio 95' \
         -e "/^frontend http_frontend/,/^ *bind /{/^ *bind /r $config.rules
 }" -e "s|^\( *\)errorfile 503 .*|\1errorfile 503 $config.503.http\n\1errorfile 408 $config.408.http|" \
+        -e "s|^\( *errorfile 50[24]\) .*|\1 $config.lost.http|" \
         -e "/^ *server .* check/{/ backup/!s/\$/ maxconn $GENREC_HAPROXY_PER_GATEWAY/}" "$config"
     sed -n '/^backend default_backend/!s/^backend //p' "$config" | while read -r backend; do
         prefix=$(sed -n "s|^ *acl is_$backend path_beg \(.*\)/\$|\1|p" "$config" | sed 's/[&|\\]/\\&/g') # of its application's routes

