@@ -43,6 +43,9 @@ _NEWEST, _OLDEST = (gauge(m.MODEL_VERSION, "application", how=how) for how in ("
 _ENGINES = or_zero(gauge(m.BACKEND_LOADED, "application", stage="encoder"), f"0 * {_NEWEST}")
 """0 also where an application has gateways and no encoder: what a replica showed is gone 20 s after it."""
 
+_GONE = f"max by (application) (max_over_time({m.MODEL_VERSION.scraped}[{DAY}])) unless {_NEWEST}"
+"""An application that had gateways within a day and has none."""
+
 ALERTS = (
     Alert(
         "GenrecAnswersFail",
@@ -51,6 +54,14 @@ ALERTS = (
         "page",
         "More than 1 % of the requests end in a 5xx that is no refusal for overload.",
         "An answer is no error because an engine is: look for `failed in a way` in the gateways' logs, and at GET /readyz.",
+    ),
+    Alert(
+        "GenrecNoGateway",
+        _GONE,
+        "2m",
+        "page",
+        "No gateway of {{ $labels.application }} is seen any more.",
+        "Requests are refused, or Prometheus cannot read the nodes: serve status. Silence it where the application was taken away.",
     ),
     Alert(
         "GenrecSlow",

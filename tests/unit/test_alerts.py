@@ -68,6 +68,21 @@ def test_encoders_that_go_page_after_two_minutes(told):
     told("GenrecNoEngine", gone, {"application": "shop"}, at="14m")
 
 
+# ---- no gateway
+
+
+def test_gateways_that_go_page_after_two_minutes_and_for_a_day(told):
+    gone = {VERSION % ("shop", "g"): "3x10 stale", VERSION % ("else", "h"): "7x2000"}
+    told("GenrecNoGateway", gone, at="12m")
+    told("GenrecNoGateway", gone, {"application": "shop"}, at="14m")
+    told("GenrecNoGateway", gone, {"application": "shop"}, at="23h")
+    told("GenrecNoGateway", gone, at="25h")
+
+
+def test_one_gateway_of_two_that_goes_pages_no_operator(told):
+    told("GenrecNoGateway", {VERSION % ("shop", "g"): "3x10 stale", VERSION % ("shop", "h"): "3x40"})
+
+
 # ---- versions
 
 
