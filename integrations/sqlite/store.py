@@ -1,6 +1,7 @@
 """The event store in a file: one thread that writes, a few that read."""
 
 import asyncio
+import logging
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
@@ -18,9 +19,11 @@ from cluster.events.rules import check_events, check_limit, check_user, each_bat
 from cluster.events.store import Batches, Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics
 from integrations.sqlite import rows
 from integrations.sqlite.connection import connect_reader, connect_writer, explained, turn_of
+from integrations.sqlite.shared_disk import network_file_system
 from integrations.sqlite.writer import Writer
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 READERS = 4
 MIGRATIONS = "integrations.sqlite.migrations"
 WITH_DIGESTS = 3
@@ -134,6 +137,13 @@ def _open_writer(path: Path, ledger: Path) -> tuple[Writer, Ledger]:
         except BaseException:
             connection.close()
             raise
+    if kind := network_file_system(path):
+        logger.warning(
+            "event store %s lies on a network file system (%s), where SQLite may lose events once two machines write it; name a PostgreSQL "
+            "by events.url, or a file on a local disk if one machine alone serves",
+            path,
+            kind,
+        )
     return Writer(connection, path, turn), kept
 
 

@@ -17,6 +17,7 @@ from cluster.events.migrations import read_migrations
 from cluster.events.rules import version_of
 from cluster.events.store import Event, Stored, closing_store, open_event_store
 from cluster.values import Action, Behaviour
+from integrations.sqlite import shared_disk
 from integrations.sqlite.connection import TurnLock, connect_reader, connect_writer
 from integrations.sqlite.driver import SQLiteDriver
 from integrations.sqlite.store import MIGRATIONS
@@ -480,3 +481,31 @@ def test_an_older_sqlite_is_refused_with_both_versions(monkeypatch):
     monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 31, 1))
     monkeypatch.setattr(sqlite3, "sqlite_version", "3.31.1")
     assert SQLiteDriver().get_availability().reason == "Python's SQLite is 3.31.1, older than 3.37.0; use a newer Python build"
+
+
+@pytest.mark.parametrize(
+    ("kind", "at", "warned"),
+    [
+        ("nfs4", ".", True),
+        ("fuse.s3fs", "shared models", True),
+        ("ceph", "..", True),
+        ("nfs4", "elsewhere", False),
+        ("ext4", ".", False),
+        ("fuseblk", ".", False),
+    ],
+)
+async def test_a_store_on_a_network_file_system_is_warned_of(tmp_path, monkeypatch, caplog, kind, at, warned):
+    """Gateways of several machines would write it."""
+    mounts, mounted = tmp_path / "mountinfo", str((tmp_path / at).resolve()).replace(" ", r"\040")
+    mounts.write_text(f"22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw\n36 22 0:32 / {mounted} rw,noatime shared:3 - {kind} host:/x rw\n")
+    monkeypatch.setattr(shared_disk, "MOUNTS", mounts)
+    (tmp_path / "shared models").mkdir()
+    async with closing_store(f"sqlite:///{tmp_path}/shared models/events.db"):
+        pass
+    assert (f"lies on a network file system ({kind})" in caplog.text, "name a PostgreSQL" in caplog.text) == (warned, warned)
+
+
+async def test_a_store_is_opened_where_the_system_tells_no_mounts(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(shared_disk, "MOUNTS", tmp_path / "none")
+    async with closing_store(f"sqlite:///{tmp_path}/events.db"):
+        assert caplog.text == ""
