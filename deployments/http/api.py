@@ -220,7 +220,9 @@ def _health(service: Service) -> APIRouter:
     @routes.head("/readyz", include_in_schema=False)
     @routes.get("/readyz", responses={503: {"model": ReadyOut}})
     async def readyz(response: Response) -> ReadyOut:
-        """Every stage is up, and which engines it would ask; 503 until each has its first choice, and while there is no encoder."""
+        """Which engines each stage would ask. 503 until, in each stage, the first engine of the order that can run here is loaded or has
+        failed; afterwards only while no replica of the encoder is there. Answers come before the first 200.
+        """
         ready = await service.readiness()
         if not ready.ready:
             response.status_code, response.headers["retry-after"] = 503, "1"
