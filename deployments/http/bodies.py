@@ -56,8 +56,8 @@ class RecommendBody(Struct, forbid_unknown_fields=True):
     rank: bool | None = None
 
     def to_value(self, tenant: str, arrived: float | None) -> RecommendRequest:
-        """The request. `tenant`: the one that the caller acts for; `arrived`: when the request came, on this process's monotonic clock;
-        without it, the request's time has not begun to run.
+        """The request. `tenant`: the one that the caller acts for; `arrived`: when the whole request was there, on this process's
+        monotonic clock; without it, the request's time has not begun to run.
         """
         return RecommendRequest(
             user_id=self.user_id,

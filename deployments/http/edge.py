@@ -6,8 +6,8 @@
 
 A refusal costs microseconds. A request takes a place once its body is there, so that slow clients hold up no other; a process holds a
 limited number of bytes of bodies. Large bodies that are slow to read take turns before they take a place, for a share of the time. An
-admitted request has its Caller in `request.state.caller`, with the time of its arrival: waiting counts against its deadline. When the
-client leaves, the request's place in the queue is freed and its work is cancelled.
+admitted request has its Caller in `request.state.caller`, with the time at which its body was there: waiting from then on counts against
+its deadline. When the client leaves, the request's place in the queue is freed and its work is cancelled.
 """
 
 import re

@@ -142,8 +142,8 @@ class RecommendIn(Message):
         gt=0,
         le=600_000,
         allow_inf_nan=False,
-        description="time for the whole answer, from the arrival of the request; what a stage has not found by then is left out: retrieved "
-        "items stand in for generated ones, the user's last good answer, where it is kept, or popular items for retrieved ones",
+        description="time for the whole answer, from when the whole request is there; what a stage has not found by then is left out: "
+        "retrieved items stand in for generated ones, the user's last good answer, where it is kept, or popular items for retrieved ones",
     )
     sampling: SamplingIn | None = Field(
         None,
