@@ -141,8 +141,8 @@ class Results:
 
     @property
     def rejected(self) -> BoolArray:
-        """Told to come back later, and when."""
-        return np.asarray(np.isin(self.status, (429, 503)) & ~np.isnan(self.retry_after))
+        """Told to come back later, and when; at once, where the gateway that had it was lost: that is a failure."""
+        return np.asarray(np.isin(self.status, (429, 503)) & (self.retry_after > 0))
 
     @property
     def failed(self) -> BoolArray:

@@ -19,18 +19,18 @@ for argument; do
     before=$argument
 done
 
-problem() { # FILE STATUS TITLE DETAIL: an answer of HAProxy's own, as a gateway's problems are
+problem() { # FILE STATUS TITLE DETAIL RETRY-AFTER: an answer of HAProxy's own, as a gateway's problems are
     body="{\"title\":\"$3\",\"status\":${2%% *},\"detail\":\"$4\",\"instance\":\"\",\"errors\":[]}"
-    printf 'HTTP/1.1 %s\r\nContent-Type: application/problem+json\r\nRetry-After: 2\r\nContent-Length: %s\r\n\r\n%s' "$2" ${#body} "$body" > "$1"
+    printf 'HTTP/1.1 %s\r\nContent-Type: application/problem+json\r\nRetry-After: %s\r\nContent-Length: %s\r\n\r\n%s' "$2" "$5" ${#body} "$body" > "$1"
 }
 
 limit() { # Rules of the frontend, limits of its gateways, and the tables that count callers. The log is that of `option httplog`, without a
     # user and without a query. `idempotency-key`: HAProxy itself may send a request to a second gateway, and its events are stored once.
     # `x-request-...`: a gateway watches its clients and ends what takes too long itself; told so, Serve awaits it directly.
-    problem "$config.408.http" '408 Request Timeout' 'Too slow' 'headers or body did not arrive in time; send them at once'
-    problem "$config.503.http" '503 Service Unavailable' 'Not available now' 'no gateway takes the request now; send it again later'
-    # Of HAProxy's own 502 and 504, too; Serve's configuration answers 500. `profile.py` says when a second gateway was asked before.
-    problem "$config.lost.http" '503 Service Unavailable' 'Not available now' 'the gateway broke off or was silent; send it again later'
+    problem "$config.408.http" '408 Request Timeout' 'Too slow' 'headers or body did not arrive in time; send them at once' 2
+    problem "$config.503.http" '503 Service Unavailable' 'Not available now' 'no gateway takes the request now; send it again later' 2
+    # In place of HAProxy's own 502 and 504, which Serve's configuration makes a 500. `profile.py` says when a second gateway was asked before.
+    problem "$config.lost.http" '503 Service Unavailable' 'Not available now' 'the gateway broke off or was silent; send it again' 0
     host=$(sed -n '/^frontend http_frontend/,/^ *bind /s/^ *bind \(.*\):[0-9]*$/\1/p' "$config")
     https="bind $host:$GENREC_HAPROXY_TLS_PORT ssl crt $GENREC_HAPROXY_CERTIFICATE ssl-min-ver TLSv1.2 alpn http/1.1"
     cat > "$config.rules" <<RULES
