@@ -30,6 +30,9 @@ class Tolerance:
 
 # A time that falls into the neighbouring bucket, for a logarithm rounded otherwise, moves an output by about 1e-5: fp32 stands above that.
 TOLERANCES: Mapping[Precision, Tolerance] = {"fp32": Tolerance(1e-4, 0.99), "fp16": Tolerance(2e-2, 0.9)}
+_BEST = 10
+_TIE = 1e-5
+"""Scores this close tie, whatever the precision: rounding may put either first, as with a candidate that is listed twice."""
 
 
 def measure(graph: Graph, run: Run, samples: Iterable[Inputs], vectors: FloatArray) -> dict[str, float]:
@@ -44,7 +47,7 @@ def measure(graph: Graph, run: Run, samples: Iterable[Inputs], vectors: FloatArr
         expected = dict(zip(graph.outputs, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
         actual = run(inputs)
         errors += [_difference(name, actual[name], expected[name].numpy()) for name in graph.outputs if name != "nearest"]
-        right = _best({name: output.numpy() for name, output in expected.items() if name != "nearest"}, vectors)
+        right = _scores({name: output.numpy() for name, output in expected.items()}, vectors)
         if right is not None:
             agreements.append(_agreement(_best(actual, vectors), right))
     return {"max_abs_error": float(np.max(errors)), "top10_agreement": float(np.mean(agreements)) if agreements else 1.0}
@@ -69,23 +72,28 @@ def _difference(name: str, actual: FloatArray, expected: FloatArray) -> float:
     return float(np.abs(actual - expected).max(initial=0.0))
 
 
-def _best(outputs: Mapping[str, Any], vectors: FloatArray) -> Int64Array | None:
-    """The ten best items of each user, (B, 10); None where the outputs order nothing."""
-    if "nearest" in outputs:
-        nearest: Int64Array = outputs["nearest"]
-        return nearest
+def _scores(outputs: Mapping[str, Any], vectors: FloatArray) -> FloatArray | None:
+    """(B, V): what orders each user's items, or the candidates; None where the outputs order nothing."""
     if "predictions" in outputs:
-        return _top10(outputs["predictions"][:, 0][None])
-    return _top10(outputs["state"] @ vectors[1:].T) if "state" in outputs else None
+        predictions: FloatArray = outputs["predictions"]
+        return predictions[:, 0][None]
+    return outputs["state"] @ vectors[1:].T if "state" in outputs else None
 
 
-def _top10(scores_BV: FloatArray) -> Int64Array:
-    return np.argsort(-scores_BV, axis=1, kind="stable")[:, :10] + 1
+def _best(outputs: Mapping[str, Any], vectors: FloatArray) -> Int64Array:
+    """The places of each user's ten best, (B, 10), or of as many as were asked for."""
+    if "nearest" in outputs:
+        nearest: Int64Array = outputs["nearest"] - 1
+        return nearest[:, :_BEST]
+    scores = _scores(outputs, vectors)
+    assert scores is not None  # where the model orders something, so do its compiled forms
+    return np.argsort(-scores, axis=1, kind="stable")[:, :_BEST]
 
 
-def _agreement(actual: Int64Array | None, expected: Int64Array) -> float:
-    """The share of the first ten, or of as many as were asked for, that are in both."""
-    assert actual is not None  # where the model orders something, so do its compiled forms
-    count = min(actual.shape[1], expected.shape[1])
-    shared = [np.intersect1d(mine[:count], theirs[:count]).size for mine, theirs in zip(actual, expected, strict=True)]
-    return float(np.mean(shared) / count)
+def _agreement(chosen: Int64Array, scores: FloatArray) -> float:
+    """The share of the chosen places that are among as many best by the model's scores, or tie with the last of them."""
+    right, count = 0, chosen.shape[1]
+    for places, mine in zip(chosen, scores, strict=True):
+        last = np.sort(mine)[-count] - _TIE
+        right += int(np.count_nonzero(mine[np.unique(places[(places >= 0) & (places < len(mine))])] >= last))
+    return right / chosen.size

@@ -82,7 +82,8 @@ def _ranker_samples(graph: Graph, config: RankerConfig) -> Iterator[Inputs]:
         (longest // 3, 3),
         (5 % longest, 8),
     ):
-        yield ranker_inputs(ranker, graph.name, past, count, generator)
+        room = longest - (graph.name == "rank_append")  # for at least one new event
+        yield ranker_inputs(ranker, graph.name, min(past, room), count, generator)
 
 
 def ranker_inputs(ranker: HSTURanker, graph: str, past: int, count: int, generator: torch.Generator) -> dict[str, Tensor]:

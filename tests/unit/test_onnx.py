@@ -17,18 +17,18 @@ from cluster.errors import BackendUnavailable, CompileError
 from cluster.values import EncodeRequest
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.model import HSTU
-from integrations.hstu.weights import load_model
+from integrations.hstu.weights import load_model, load_ranker
 from integrations.onnx.encoder import OnnxRuntimeEncoder
 from integrations.onnx.export import export, session_run
 from integrations.onnx.files import graph_file
-from integrations.onnx.graphs import Graph, graphs
+from integrations.onnx.graphs import Graph, graphs, ranker_graphs
 from integrations.onnx.half import halved
 from integrations.onnx.layers import by_layer
 from integrations.onnx.parity import measure, require_parity
 from integrations.onnx.samples import history, samples
 from integrations.onnx.session import computes_here, open_session
 from pipelines.compile import compile_bundle
-from tests.bundles import last_states, make_bundle, random_sequence
+from tests.bundles import last_states, make_bundle, make_ranking_bundle, random_sequence
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +235,55 @@ def test_counts_a_wrong_item_against_the_agreement(model, compiled_hstu):
     parity = measure(graph, shifted, samples(graph, model.config), model.item_vectors().detach().numpy())
     assert parity["max_abs_error"] < 1e-5
     assert parity["top10_agreement"] < 0.5
+
+
+@pytest.fixture
+def few_items(tmp_path):
+    """(graph, samples, vectors): `rank` for so few items that candidates are listed many times."""
+    bundle = make_ranking_bundle(tmp_path / "few", items=20)
+    ranker = load_ranker(bundle)
+    graph = ranker_graphs(ranker)[1]
+    return graph, list(samples(graph, ranker.config)), bundle.item_vectors
+
+
+def test_candidates_that_are_listed_twice_may_change_places(few_items):
+    graph, inputs, vectors = few_items
+    rng = np.random.default_rng(0)
+
+    def rounds_otherwise(inputs):
+        with torch.no_grad():
+            predictions = graph.module(*inputs.values()).numpy()
+        return {"predictions": predictions + rng.uniform(-1e-6, 1e-6, predictions.shape).astype(np.float32)}
+
+    parity = measure(graph, rounds_otherwise, inputs, vectors)
+    assert parity["top10_agreement"] == 1
+    require_parity(parity, "fp32")
+
+
+def test_counts_a_wrong_candidate_against_the_agreement(few_items):
+    graph, inputs, vectors = few_items
+
+    def reversed_order(inputs):
+        with torch.no_grad():
+            return {"predictions": -graph.module(*inputs.values()).numpy()}
+
+    many = [one for one in inputs if len(one["candidates"]) == 300]
+    assert measure(graph, reversed_order, many, vectors)["top10_agreement"] == 0
+
+
+@pytest.mark.parametrize("longest", [1, 2, 6, 20])
+def test_samples_of_a_ranker_have_a_new_event_whatever_the_length_of_its_histories(tmp_path, longest):
+    ranker = load_ranker(make_ranking_bundle(tmp_path / "short", items=9, max_history=longest))
+    append, rank = ranker_graphs(ranker)
+    assert all(1 <= len(inputs["items"]) + len(inputs["past_times"]) <= longest for inputs in samples(append, ranker.config))
+    assert all(len(inputs["items"]) for inputs in samples(append, ranker.config))
+    assert all(len(inputs["past_times"]) < longest for inputs in samples(rank, ranker.config) if longest > 1)
+
+
+def test_compiles_a_ranker_of_one_event(tmp_path):
+    make_ranking_bundle(tmp_path / "short", items=20, max_history=1)
+    bundle = compile_bundle(BundleStore(tmp_path / "short"), CompileOptions(precisions=("fp32",)), only=["onnx"])
+    assert not bundle.manifest.failed_steps
 
 
 def test_says_why_a_model_cannot_be_exported(model, tmp_path):
