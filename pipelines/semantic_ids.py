@@ -95,6 +95,11 @@ def fitting_codes(items: int, levels: int) -> int:
     return size
 
 
+def fitting_vocabulary(items: int, levels: int) -> int:
+    """The tokens of IDs with as many codes as fit: token 0, each level's, and one of the last, as balanced cells hold one item each."""
+    return 2 + (levels - 1) * min(codes_a_level(items, levels), items)
+
+
 def add_items(ids: SemanticIds, clustered: FloatArray) -> SemanticIds:
     """The IDs with more items, unknown to the decoder: the path of each is the free one whose codes are nearest to its vector.
 

@@ -26,8 +26,9 @@ from deployments.sizing.parts import Place, Plan, Process, When
 from deployments.sizing.processes import plan_of, replicas
 from integrations.decoder.config import PRESETS, DecoderConfig
 from integrations.hstu.config import HSTUConfig, RankerConfig
+from pipelines.generative_run import IdOptions
+from pipelines.semantic_ids import fitting_vocabulary
 
-CODES = (256, 256, 256)
 COLUMNS: tuple[When, ...] = get_args(When)
 
 
@@ -86,10 +87,11 @@ def _trained(settings: Settings, items: int | None) -> Sizes:
 
 
 def _with_items(sizes: Sizes, items: int) -> Sizes:
-    """The sizes with a catalogue of so many items."""
+    """The sizes of the model trained anew on a catalogue of so many items."""
     more = {"items": items}
     ranker = sizes.ranker and sizes.ranker.model_copy(update=more)
-    return replace(sizes, encoder=sizes.encoder.model_copy(update=more), ranker=ranker)
+    decoder = sizes.decoder and sizes.decoder.model_copy(update={"vocabulary": fitting_vocabulary(items, sizes.decoder.levels)})
+    return replace(sizes, encoder=sizes.encoder.model_copy(update=more), decoder=decoder, ranker=ranker)
 
 
 def _untrained(items: int | None, given: dict[str, int | None], decoder: str, *, ranker: bool) -> Sizes:
@@ -99,7 +101,8 @@ def _untrained(items: int | None, given: dict[str, int | None], decoder: str, *,
     dim, window = chosen.get("dim", 50), chosen.get("max_history", 200)
     width = max(1, dim // chosen.get("heads", 1))
     tree: dict[str, Any] = {"max_length": window + 11, "attention_dim": width, "linear_dim": width, **chosen, "items": items}
-    levels, vocabulary = len(CODES), 1 + sum(CODES)
+    levels = IdOptions().levels
+    vocabulary = fitting_vocabulary(items, levels)
     try:
         return Sizes(
             "the model",

@@ -12,7 +12,7 @@ from cluster.semantic_ids import read_semantic_ids, write_semantic_ids
 from cluster.trie import Trie
 from cluster.values import Item
 from pipelines.balanced_k_means import assign
-from pipelines.semantic_ids import add_items, build_semantic_ids, fitting_codes, report
+from pipelines.semantic_ids import add_items, build_semantic_ids, fitting_codes, fitting_vocabulary, report
 from pipelines.titles import title_vectors, with_titles
 
 
@@ -164,3 +164,11 @@ def test_an_assignment_fills_no_column_above_its_capacity_and_takes_the_nearest_
 @given(st.integers(1, 10**6), st.integers(2, 5))
 def test_there_are_two_cells_for_every_item(items, levels):
     assert fitting_codes(items, levels) ** (levels - 1) >= 2 * items
+
+
+@pytest.mark.parametrize(("items", "levels"), [(1, 2), (5, 3), (20, 3), (300, 2), (300, 3), (300, 4), (2000, 3), (2100, 3)])
+def test_the_vocabulary_of_codes_that_fit_is_known_before(items, levels):
+    rng = np.random.default_rng(items)
+    groups = rng.normal(size=(3, 6))[rng.integers(3, size=items + 1)]
+    vectors = (groups + 0.01 * rng.normal(size=groups.shape)).astype(np.float32)
+    assert fitting_vocabulary(items, levels) == build_semantic_ids(vectors, levels=levels).vocabulary

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from cluster.bundle import CATALOGUE, DECODER
+from cluster.bundle import CATALOGUE, DECODER, MANIFEST
 from cluster.catalogue_file import write_catalogue
 from cluster.compilation import CompileOptions
 from cluster.config import parse
@@ -36,12 +36,14 @@ from deployments.sizing.fit import TOLERANCE, require_all_fit, require_replica_f
 from deployments.sizing.model import GRAPHS, Sizes, sampled_entry, sizes_of
 from deployments.sizing.parts import Part, Plan, Process
 from deployments.sizing.processes import plan_of, replica, replicas
+from integrations.decoder.config import PRESETS, DecoderConfig
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.encoder import TorchEncoder
 from integrations.hstu.state_options import KEEP_FROM_TRITON
 from integrations.hstu.torch_ranker import TorchRanker
 from integrations.hstu.weights import load_model, load_ranker
 from integrations.torch_beam.generator import TorchBeamGenerator
+from pipelines.semantic_ids import build_semantic_ids, fitting_vocabulary
 from tests.bundles import make_bundle, make_complete_bundle, random_sequence
 from tests.compiled import compiled
 from tests.fakes.handles import Handle
@@ -439,9 +441,19 @@ class TestCommand:
         assert parts["encoder torch: weights"] > 4 * 1_000_000 * 128
         assert not any(name.startswith(("generator", "ranker")) for name in parts)
 
+    @pytest.mark.parametrize("items", [20, 3000, 20_000])
+    def test_the_decoder_of_a_model_that_is_not_trained_has_the_tokens_that_training_would_give_it(self, run, items):
+        """The decoder has parameters of the preset `tiny` and, for each token, an embedding and a row of the head."""
+        ids = build_semantic_ids(np.random.default_rng(0).normal(size=(items + 1, 8)).astype(np.float32))
+        expected = DecoderConfig(levels=3, vocabulary=ids.vocabulary, state_dim=50, **PRESETS["tiny"]).parameters * 4
+        assert _weights(run("--items", str(items), "--window", "20", "--json"))["generator torch_beam: weights"] == expected
+
     def test_another_catalogue_of_the_same_model(self, run, bundle):
-        told = json.loads(run("--model-dir", str(bundle.path.parent), "--items", "1000000", "--json").stdout)
-        assert told["items"] == 1_000_000
+        asked = run("--model-dir", str(bundle.path.parent), "--items", "1000000", "--json")
+        assert json.loads(asked.stdout)["items"] == 1_000_000
+        given = json.loads((bundle.path / MANIFEST).read_text())["decoder"]["config"]
+        trained_anew = DecoderConfig.model_validate({**given, "vocabulary": fitting_vocabulary(1_000_000, 3)})
+        assert _weights(asked)["generator torch_beam: weights"] == trained_anew.parameters * 4
 
     def test_status_1_where_the_memory_that_is_given_does_not_suffice(self, run, bundle):
         asked = run("--model-dir", str(bundle.path.parent), "--memory", "200 MB")
@@ -466,6 +478,11 @@ class TestCommand:
 
     def test_a_missing_model_says_what_to_do(self, run, tmp_path):
         assert "genrec train" in str(run("--model-dir", str(tmp_path / "none")).exception)
+
+
+def _weights(asked):
+    """Name -> bytes, of all parts that are told as JSON."""
+    return {one["name"]: one["bytes"] for process in json.loads(asked.stdout)["processes"] for one in process["parts"]}
 
 
 def _plan(bundle, **tree):
