@@ -40,7 +40,7 @@ def ranker_quality(ranker: MeasuredRanker, interactions: Interactions, *, from_e
     Raises DataError where a prediction is not finite.
     """
     ranker.eval()
-    tasks, highest = ranker.config.tasks, ranker.config.rating.high
+    tasks, scale = ranker.config.tasks, ranker.config.rating
     rng = np.random.default_rng(0)
     users = rng.permutation(np.flatnonzero(interactions.lengths >= from_end))[:MOST_USERS].tolist()
     drawn = Drawing(interactions.popularity(ranker.config.items)).draw((len(users), CANDIDATES), rng)
@@ -57,7 +57,7 @@ def ranker_quality(ranker: MeasuredRanker, interactions: Interactions, *, from_e
             predicted.append(predictions[0])
             if interactions.actions[event] != Action.DISLIKE.code:
                 first.append(predictions[:, 0])
-            said.append(labels(interactions.actions[event : event + 1], interactions.values[event : event + 1], highest, tasks)[0])
+            said.append(labels(interactions.actions[event : event + 1], interactions.values[event : event + 1], scale, tasks)[0])
     return _quality(tasks, np.stack(said), np.stack(predicted), first)
 
 

@@ -1,7 +1,8 @@
 """The labels by which a ranker learns from users' events: the tasks, and each event's label for each of them.
 
     click      turned to the item at all: 1 for every event but a dislike, 0 for items drawn at random
-    like       1 for a like, a share, a cart, a purchase or a rating from four fifths of the scale on, 0 for a dislike or a lower rating
+    like       1 for a like, a share, a cart, a purchase or a rating from four fifths of the highest on (where there are negative ones,
+               from four fifths of the way from the lowest to the highest), 0 for a dislike or a lower rating
     rating     the rating itself
     share, cart, purchase    1 for that action, 0 for any other event
 
@@ -14,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.dataset import Interactions
-from cluster.ranking import Task
+from cluster.ranking import RatingScale, Task
 from cluster.values import Action, FloatArray, Int8Array
 
 LIKED_FROM = 0.8
-"""The share of the scale from which a rating is a like: four of five stars."""
+"""The share of the scale from which a rating is a like: four of five stars, 3 where ratings are -5 to 5, -1.8 where they are -5 to -1."""
 FEWEST_LABELS = 50
 """The fewest labels of each kind with which a task is learnt."""
 _LIKES = (Action.LIKE, Action.SHARE, Action.CART, Action.PURCHASE)
@@ -30,13 +31,13 @@ def ratings(actions: Int8Array, values: FloatArray) -> FloatArray:
     return np.where(actions == Action.RATING.code, values, np.nan).astype(np.float32)
 
 
-def labels(actions: Int8Array, values: FloatArray, highest: float, tasks: Sequence[Task] = tuple(Task)) -> FloatArray:
-    """(events, tasks): the labels of events with these actions and values, of ratings up to `highest`."""
+def labels(actions: Int8Array, values: FloatArray, scale: RatingScale, tasks: Sequence[Task] = tuple(Task)) -> FloatArray:
+    """(events, tasks): the labels of events with these actions and values, of ratings on this scale."""
     rated = ratings(actions, values)
     disliked = actions == Action.DISLIKE.code
     columns = {
         Task.CLICK: np.where(disliked, 0.0, 1.0),
-        Task.LIKE: _likes(actions, rated, highest),
+        Task.LIKE: _likes(actions, rated, scale),
         Task.RATING: rated,
         **{task: (actions == action.code).astype(np.float32) for task, action in _OWN_ACTION.items()},
     }
@@ -46,13 +47,15 @@ def labels(actions: Int8Array, values: FloatArray, highest: float, tasks: Sequen
 def tasks_of(interactions: Interactions) -> tuple[Task, ...]:
     """The tasks that these events can teach: those with enough labels of both kinds."""
     rated = ratings(interactions.actions, interactions.values)
-    highest = float(np.nanmax(rated)) if np.isfinite(rated).any() else 1.0
-    columns = labels(interactions.actions, interactions.values, highest)
+    scale = RatingScale(low=float(np.nanmin(rated)), high=float(np.nanmax(rated))) if np.isfinite(rated).any() else RatingScale()
+    columns = labels(interactions.actions, interactions.values, scale)
     return tuple(task for task, column in zip(Task, columns.T, strict=True) if task is Task.CLICK or _teaches(task, column))
 
 
-def _likes(actions: Int8Array, rated: FloatArray, highest: float) -> npt.NDArray[np.float64]:
-    liked = np.isin(actions, [action.code for action in _LIKES]) | (rated >= LIKED_FROM * highest)
+def _likes(actions: Int8Array, rated: FloatArray, scale: RatingScale) -> npt.NDArray[np.float64]:
+    lowest = min(0.0, scale.low)  # of ratings above 0, the scale begins at 0: of 1 to 5, 4 is a like
+    liked_from = lowest + LIKED_FROM * (scale.high - lowest)
+    liked = np.isin(actions, [action.code for action in _LIKES]) | (rated >= liked_from)
     said = liked | np.isfinite(rated) | (actions == Action.DISLIKE.code)
     return np.where(said, liked.astype(np.float64), np.nan)
 

@@ -93,7 +93,7 @@ class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
         columns, config = self.ranker.collate([example.history for example in batch]), self.ranker.config
         drawn = torch.from_numpy(self._drawing.draw((*columns["items"].shape, self.options.negatives), self._rng))
         candidates_BLN = torch.cat([columns["items"].unsqueeze(2), drawn], dim=2).to(self.device)
-        taught = torch.from_numpy(labels(columns["actions"].numpy(), columns["values"].numpy(), config.rating.high, config.tasks))
+        taught = torch.from_numpy(labels(columns["actions"].numpy(), columns["values"].numpy(), config.rating, config.tasks))
         items, actions, ratings, times = (columns[name].to(self.device) for name in ("items", "actions", "ratings", "times"))
         places = items != 0
         logits_BLNT, states_BLD = self.ranker(items, actions, ratings, times, candidates_BLN)

@@ -9,18 +9,19 @@ import torch
 from cluster.bundle import MANIFEST, ModelRecord, RankerRecord
 from cluster.dataset import Catalogue, Dataset, Interactions
 from cluster.errors import DataError
-from cluster.ranking import Task
+from cluster.ranking import RatingScale, Task
 from cluster.values import Action, Encoded, Generated, Item
 from deployments.training.publishing import publish
-from deployments.training.ranking import publish_ranking, train_ranking_of
+from deployments.training.ranking import RankingPart, publish_ranking, train_ranking_of
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.model import HSTU
 from integrations.hstu.ranker import HSTURanker
 from pipelines.blend import BlendWeights
 from pipelines.drawing import Drawing
+from pipelines.epochs import EpochReport
 from pipelines.evaluate_ranker import auc, ranker_quality
 from pipelines.generative_run import Lists
-from pipelines.ranker_run import improves, last_stage_quality, new_ranker, ranker_record, train_ranker
+from pipelines.ranker_run import TrainedRanker, improves, last_stage_quality, new_ranker, ranker_record, train_ranker
 from pipelines.ranking_labels import labels, tasks_of
 from pipelines.splits import TEST, VALIDATION, held_out
 from pipelines.train_ranker import RankerOptions, RankerTrainer
@@ -63,11 +64,27 @@ def trained(interactions, epochs=15, **options):
 def test_labels_say_what_an_event_says_of_each_task():
     actions = np.array([Action.VIEW.code, Action.DISLIKE.code, Action.PURCHASE.code, Action.RATING.code, Action.RATING.code], np.int8)
     values = np.array([np.nan, np.nan, 99.0, 4.0, 3.5], np.float32)
-    table = dict(zip(Task, labels(actions, values, highest=5.0).T, strict=True))
+    table = dict(zip(Task, labels(actions, values, RatingScale(low=1, high=5)).T, strict=True))
     np.testing.assert_array_equal(table[Task.CLICK], [1, 0, 1, 1, 1])
     np.testing.assert_array_equal(table[Task.LIKE], [np.nan, 0, 1, 1, 0])
     np.testing.assert_array_equal(table[Task.RATING], [np.nan, np.nan, np.nan, 4, 3.5])
     np.testing.assert_array_equal(table[Task.PURCHASE], [0, 0, 1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("lowest", "highest", "liked_from"), [(1, 5, 4), (2, 5, 4), (0.5, 5, 4), (0, 10, 8), (-5, 5, 3), (-5, -1, -1.8), (-1, 1, 0.6)]
+)
+def test_a_rating_is_a_like_from_four_fifths_of_the_scale_on(lowest, highest, liked_from):
+    values = np.array([lowest, liked_from - 0.01, liked_from + 0.01, highest], np.float32)
+    actions = np.full(4, Action.RATING.code, np.int8)
+    liked = labels(actions, values, RatingScale(low=lowest, high=highest), (Task.LIKE,))
+    np.testing.assert_array_equal(liked[:, 0], [0, 0, 1, 1])
+
+
+def test_what_ratings_below_zero_say_of_likes_is_learnt():
+    interactions = shoppers()
+    interactions.values[:] -= 6
+    assert Task.LIKE in tasks_of(interactions)
 
 
 def test_only_tasks_with_labels_enough_of_both_kinds_are_learnt():
@@ -91,7 +108,7 @@ def test_ratings_too_few_or_too_alike_to_be_predicted_have_their_own_scale_too(s
     record = ranker_record(MODEL, interactions)
     assert Task.RATING not in record.tasks
     assert (record.rating.low, record.rating.high) == stars
-    assert labels(np.array([Action.RATING.code], np.int8), np.array([1.0], np.float32), record.rating.high, (Task.LIKE,)) == [[0.0]]
+    assert labels(np.array([Action.RATING.code], np.int8), np.array([1.0], np.float32), record.rating, (Task.LIKE,)) == [[0.0]]
 
 
 def test_a_ranker_begins_with_the_encoders_weights():
@@ -304,6 +321,16 @@ def test_events_that_a_version_has_learnt_do_not_decide_whether_the_ranker_is_it
     part = train_ranking_of(bundle, run, RankerOptions(epochs=1))
     assert (part.trained.record.last_stage, bool(part.trained.best.validation)) == (decided, decided)
     assert bool(part.described()["options"]["validate_every"]) == decided
+
+
+def test_the_figures_that_decide_are_told_beside_those_of_the_test_events():
+    before, after = ({"found": {"ndcg@10": found}, "ranked": {"ndcg@10": ranked}} for found, ranked in ((0.1, 0.2), (0.3, 0.25)))
+    record = ranker_record(MODEL, shoppers()).model_copy(update={"last_stage": True, "quality": {"auc.click": 0.75}})
+    trained = TrainedRanker(best=EpochReport(1, 0.5, 1.0, {}), epochs=1, seconds=1.0, ranker=None, record=record)
+    told = "ranker: auc.click 0.750; ndcg@10 of recommendations 0.3000 without it, 0.2500 with it"
+    decided = "; on the validation events, which decide, 0.1000 without it, 0.2000 with it"
+    assert RankingPart(RankerOptions(), trained, after, before).told() == f"{told}{decided}: it is their last stage"
+    assert RankingPart(RankerOptions(), trained, after).told() == f"{told}: it is their last stage"
 
 
 def test_of_a_catalogue_of_one_item_nothing_stands_beside_an_event_and_no_auc_of_clicks_is_told():
