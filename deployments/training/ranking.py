@@ -24,11 +24,14 @@ _RANK_POOL = Settings().gateway.rank_pool
 
 @dataclass(frozen=True, eq=False)
 class RankingPart:
-    """A ranker to be published, and the quality of recommendations without and with it, on the test events."""
+    """A ranker to be published, and the quality of recommendations without and with it, on the test events and, where that decided whether
+    it is the last stage, on the validation events.
+    """
 
     options: RankerOptions
     trained: TrainedRanker
     last_stage: Quality
+    validated: Quality | None = None
 
     def put(self, draft: Draft) -> None:
         """Put the ranker into a version that is being written."""
@@ -42,10 +45,11 @@ class RankingPart:
 
     def told(self) -> str:
         """The outcome as a line of text."""
-        found, ranked = (self.last_stage[name][CRITERION] for name in ("found", "ranked"))
         serves = "it is their last stage" if self.trained.record.last_stage else "it ranks given candidates only"
         quality = ", ".join(f"{name} {value:.3f}" for name, value in self.trained.record.quality.items())
-        return f"ranker: {quality}; {CRITERION} of recommendations {found:.4f} without it, {ranked:.4f} with it: {serves}"
+        tested = f"{CRITERION} of recommendations {_compared(self.last_stage)}"
+        decided = f"; on the validation events, which decide, {_compared(self.validated)}" if self.validated else ""
+        return f"ranker: {quality}; {tested}{decided}: {serves}"
 
 
 def train_ranking(
@@ -54,10 +58,10 @@ def train_ranking(
     """The ranker to publish with `encoder.model`. `lists`: the recommendations before the validation and before the test events."""
     validation, test = lists
     ranker = train_ranker(run, encoder.validated, options)
-    better = bool(options.validate_every) and improves(_measured(ranker, validation, weights))
+    validated = _measured(ranker, validation, weights) if options.validate_every else None
     if encoder.model is not encoder.validated:
         ranker = train_ranker(run, encoder.model, without_validation(options, ranker.best), "ranker refit")
-    return _part(options, ranker, test, weights, last_stage=better)
+    return _part(options, ranker, test, weights, validated)
 
 
 def train_ranking_of(bundle: Bundle, run: TrainingRun, options: RankerOptions, *, last_stage: bool | None = None) -> RankingPart:
@@ -69,9 +73,9 @@ def train_ranking_of(bundle: Bundle, run: TrainingRun, options: RankerOptions, *
     if learnt:
         options = options.model_copy(update={"validate_every": 0})
     ranker = train_ranker(run, load_model(bundle), options)
-    if last_stage is None:
-        last_stage = not learnt and improves(_measured(ranker, served_lists(bundle, run.dataset, VALIDATION), weights))
-    return _part(options, ranker, served_lists(bundle, run.dataset, TEST), weights, last_stage=last_stage)
+    decides = last_stage is None and not learnt
+    validated = _measured(ranker, served_lists(bundle, run.dataset, VALIDATION), weights) if decides else None
+    return _part(options, ranker, served_lists(bundle, run.dataset, TEST), weights, validated, last_stage=bool(last_stage))
 
 
 def publish_ranking(bundle: Bundle, part: RankingPart) -> Bundle:
@@ -84,9 +88,23 @@ def publish_ranking(bundle: Bundle, part: RankingPart) -> Bundle:
     return store.open(draft.version)
 
 
-def _part(options: RankerOptions, ranker: TrainedRanker, test: Lists, weights: BlendWeights, *, last_stage: bool) -> RankingPart:
+def _part(
+    options: RankerOptions,
+    ranker: TrainedRanker,
+    test: Lists,
+    weights: BlendWeights,
+    validated: Quality | None,
+    *,
+    last_stage: bool = False,
+) -> RankingPart:
+    """The part, whose ranker is the last stage where it improves what was `validated`, or where `last_stage` says so."""
+    last_stage = improves(validated) if validated else last_stage
     ranker = replace(ranker, record=ranker.record.model_copy(update={"last_stage": last_stage}))
-    return RankingPart(options, ranker, _measured(ranker, test, weights))
+    return RankingPart(options, ranker, _measured(ranker, test, weights), validated)
+
+
+def _compared(quality: Quality) -> str:
+    return f"{quality['found'][CRITERION]:.4f} without it, {quality['ranked'][CRITERION]:.4f} with it"
 
 
 def _measured(trained: TrainedRanker, lists: Lists, weights: BlendWeights) -> Quality:
