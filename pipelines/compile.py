@@ -38,7 +38,7 @@ def compile_bundle(
     version has meanwhile.
 
     `only`: the compilers to run (default: all), in the order of `compilers`, as one may build on what another made; the artifacts of the
-    others are kept. Raises UnknownChoice.
+    other compilers are kept, none of an asked one's earlier artifacts, of whatever precision. Raises UnknownChoice.
     """
     asked = {name: choose_compiler(compilers, name) for name in only or compilers}
     chosen = {name: asked[name] for name in compilers if name in asked}

@@ -23,7 +23,9 @@ def compile_(
     model_dir: Annotated[Path, typer.Option(help="Directory with the versions of one model, such as models/ml-1m.")],
     targets: Annotated[str, typer.Option(help="GPU architectures to build for; the full TensorRT builds for its own GPU only.")] = _TARGETS,
     precision: Annotated[str, typer.Option(help="Precisions to build: fp32, fp16, and int8 for CPUs.")] = _PRECISIONS,
-    only: Annotated[str, typer.Option(help="Run only these compilers, such as onnx; what the others made is kept.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Run only these compilers, such as onnx, and replace what they made; that of others is kept.")
+    ] = "",
 ) -> None:
     """Publish a version of the current model with compiled artifacts, and print what became of every step. Status 1 where none of them
     made anything.
