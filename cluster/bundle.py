@@ -346,7 +346,7 @@ class BundleStore:
         """The published versions, oldest first."""
         if not self.root.is_dir():
             return []
-        return sorted(int(entry.name) for entry in self.root.iterdir() if _NUMBER.fullmatch(entry.name) and entry.is_dir())
+        return sorted(int(entry.name) for entry in self.root.iterdir() if is_version_number(entry.name) and entry.is_dir())
 
     def current(self) -> int | None:
         """The version that serves, or None where nothing has been published."""
@@ -560,6 +560,11 @@ def _read_manifest(path: Path) -> Manifest:
 def own_name(path: Path) -> str:
     """The last part of a path; for `.` and `..` the name of the directory that they stand for."""
     return path.name if path.name not in ("", "..") else path.resolve().name
+
+
+def is_version_number(name: str) -> bool:
+    """Whether a directory of this name, in that of a model, is or may become a version."""
+    return bool(_NUMBER.fullmatch(name))
 
 
 def is_unicode(text: str) -> bool:

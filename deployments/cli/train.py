@@ -58,7 +58,8 @@ def train(
     decoding_plan = None if decoder == NO_DECODER else DecoderPlan(decoder, prompt_length, ids, decoding)
     plan = TrainingPlan(model, encoder, decoding_plan, ranking if ranker else None)
     if export:
-        require_exportable(export)  # before hours of training, not after, as the next one
+        models = model_dir or Path("models") / export.resolve().parent.name  # whatever the data set will be called
+        require_exportable(export, models)  # before hours of training, not after, as the next one
     data = open_dataset(dataset)
     target = model_dir or Path("models") / data.name
     BundleStore(target).require_nameable()

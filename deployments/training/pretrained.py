@@ -25,6 +25,7 @@ from cluster.bundle import (
     FileName,
     ModelRecord,
     RankerRecord,
+    is_version_number,
 )
 from cluster.checksums import sha256
 from cluster.dataset import Dataset
@@ -60,13 +61,18 @@ class Pretrained(BaseModel):
         return str(self.training["item_order_sha256"])
 
 
-def require_exportable(directory: Path) -> None:
-    """Make the directory of an export, to be called before a long training.
+def require_exportable(directory: Path, model_dir: Path | None = None) -> None:
+    """Make the directory of an export, to be called before a long training. `model_dir`: where its model is to be published.
 
-    Raises ConfigError where it is a published version, of which an export would replace the files, OSError where it cannot be written.
+    Raises ConfigError where it is a published version, of which an export would replace the files, or bears the number of one to come,
+    OSError where it cannot be written.
     """
     if (directory / MANIFEST).exists():
         raise ConfigError(f"{directory} is a published version of a model, which an export would destroy; name another directory")
+    path = directory.resolve()
+    among_versions = (path.parent / "current").exists() or (model_dir is not None and path.parent == model_dir.resolve())
+    if among_versions and is_version_number(path.name):
+        raise ConfigError(f"{directory} is the place of a version of the model, which an export would take; name another directory")
     directory.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=directory).close()
 

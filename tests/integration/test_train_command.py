@@ -245,6 +245,23 @@ def test_an_export_into_a_published_version_is_refused_before_the_data_is_read(t
     assert BundleStore(bundle.path.parent).open() == bundle
 
 
+@pytest.mark.parametrize("command", ["train", "train-ranker"])
+def test_an_export_into_the_place_of_the_next_version_is_refused_before_the_data_is_read(tmp_path, command):
+    store = BundleStore(make_bundle(tmp_path / "shop", items=12).path.parent)
+    with pytest.raises(ConfigError, match=r"shop/2 is the place of a version of the model, which an export would take; name another"):
+        genrec(command, "table", "--path", tmp_path / "not there.csv", "--model-dir", store.root, "--export", store.root / "2")
+    assert store.versions() == [1]
+
+
+def test_an_export_into_the_place_of_the_first_version_is_refused_before_anything_is_trained(table, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"is the place of a version of the model"):
+        genrec("train", "table", "--path", tmp_path / "not there.csv", "--model-dir", "shop", "--export", "shop/1")
+    with pytest.raises(ConfigError, match=r"is the place of a version of the model"):
+        genrec("train", "table", "--path", table, "--export", f"models/{table.stem}/1")
+    assert not BundleStore(tmp_path / "models" / table.stem).versions()
+
+
 def test_an_export_into_a_directory_that_takes_no_file_is_refused_before_the_data_is_read(tmp_path):
     with pytest.raises(OSError, match="'/proc/") as refused:
         genrec("train", "table", "--path", tmp_path / "not there.csv", "--export", "/proc")
