@@ -62,6 +62,13 @@ def refuse_as_id(file: str, schema: pa.Schema, column: str) -> None:
         raise DataError(f"{file}: column {column!r} holds {kind}, but ids must be strings or integers; cast it when the file is written")
 
 
+def refuse_as_time(file: str, schema: pa.Schema, column: str) -> None:
+    """Raises DataError where times are numbers of too few digits: events of the same minutes would be in no order."""
+    kind = schema.field(column).type
+    if pa.types.is_float32(kind) or pa.types.is_float16(kind):
+        raise DataError(f"{file}: column {column!r} holds {kind}, in which a time of today is up to 64 s off; write it as int64 or double")
+
+
 def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch with views of text turned into text, as Arrow cannot compute everything with views yet."""
     for number, column in enumerate(batch.schema):

@@ -18,7 +18,7 @@ from integrations.datasets.events import Block, EventCollector, EventFormat
 from integrations.datasets.files import without_gz
 from integrations.datasets.items import collect_items, extend
 from integrations.datasets.options import Columns, ItemColumns, ReadOptions
-from integrations.datasets.parquet import refuse_as_id
+from integrations.datasets.parquet import refuse_as_id, refuse_as_time
 from integrations.datasets.table_file import ParquetTable, Table, TextTable, open_table, table_files
 from integrations.datasets.text import listed
 
@@ -67,6 +67,7 @@ def _events(table: Table, options: ReadOptions) -> tuple[EventFormat, Iterator[B
     if isinstance(table, ParquetTable):
         for role in ("user", "item"):
             refuse_as_id(table.place, table.file.schema_arrow, chosen[role])
+        refuse_as_time(table.place, table.file.schema_arrow, chosen["timestamp"])
     names, blocks = table.read(sorted(set(chosen.values()), key=table.names.index))
     at = {role: names.index(name) for role, name in chosen.items()}
     event_format = EventFormat(

@@ -139,6 +139,12 @@ def test_ids_in_a_float_column_are_refused_with_the_cure(tmp_path):
         read_table(path)
 
 
+def test_times_in_a_column_of_single_precision_are_refused_with_the_cure(tmp_path):
+    path = as_parquet(tmp_path, user=[1, 2], item=[7, 8], timestamp=pa.array(np.float32([1_700_000_000, 1_700_000_050])))
+    with pytest.raises(DataError, match="column 'timestamp' holds float, in which a time of today is up to 64 s off; write it as int64"):
+        read_table(path)
+
+
 def test_ids_in_a_float_column_of_an_item_table_are_refused_as_they_would_lose_the_titles(tmp_path):
     items = as_parquet(tmp_path, "items.parquet", id=[1.0, 2.0], title=["One", "Two"])
     with pytest.raises(DataError, match=r"items\.parquet: column 'id' holds double, but ids must be strings or integers"):

@@ -1,5 +1,6 @@
 import json
 import os
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -46,6 +47,15 @@ def test_a_file_is_imported_once_however_often_it_is_given(tmp_path, url):
     assert json.loads(answer.stdout)["source"] == str(path)
     assert stored(run("import", path, "--url", url, "--json")) == (0, 4)
     assert json.loads(run("stats", "--url", url, "--json").stdout) == {"events": 4, "users": 2}
+
+
+def test_events_of_the_future_are_told(tmp_path, url):
+    hour, day = 3600, 86_400
+    now = int(time.time())
+    path = written(tmp_path, f"user_id,item_id,timestamp\nu,i,{now + hour}\nu,j,{now + 2 * day}\nv,i,{now + 9 * day}\n")
+    told = run("import", path, "--url", url).stderr
+    assert "2 of its events lie more than a day ahead of this machine's clock; is another --timestamp-unit meant?" in told
+    assert not run("import", written(tmp_path, CSV), "--url", url).stderr
 
 
 async def test_imported_events_are_those_of_the_file(tmp_path, url):
