@@ -17,9 +17,10 @@ from cluster.options import whole
 from deployments.sizing.model import Sizes
 from deployments.sizing.parts import MIB, Part, Place
 from integrations.hstu.append_inputs import most_users_at_once
-from integrations.hstu.config import HSTUConfig, SequenceConfig
+from integrations.hstu.config import HSTUConfig, RankerConfig, SequenceConfig
 from integrations.hstu.limits import MOST_PAIRS, MOST_PAIRS_ON_GPU
 from integrations.hstu.model_parameter_calculator import append_bytes, model_size
+from integrations.hstu.ranking_engine import MICRO_BATCH
 from integrations.hstu.state.pool import PAGE_ROWS, Plane
 from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, KEEP_FROM_TRITON, state_planes
 from integrations.openvino.shapes import shapes_met
@@ -261,7 +262,8 @@ def _batch(stage: str, name: str, settings: EngineSettings, sizes: Sizes, place:
         case "ranker":
             assert sizes.ranker is not None
             in_blocks = model_size(sizes.ranker, length=sizes.ranker.max_history + 1).activation_bytes
-            size = max(in_blocks, _appended_bytes(name, sizes.ranker, 1, place))
+            appended = _appended_bytes(name, sizes.ranker, 1, place)  # which a graph's library keeps while candidates are ranked
+            size = max(in_blocks, appended + _candidates_bytes(name, settings.options.get(name, {}), sizes.ranker))
         case _:
             assert sizes.decoder is not None
             size = 4 * limits.max_tokens * sizes.decoder.hidden * (2 * sizes.decoder.layers + 8)
@@ -278,6 +280,14 @@ def _appended_bytes(name: str, config: SequenceConfig, users: int, place: Place)
     if name not in {"onnxruntime", "openvino"} or not isinstance(config, HSTUConfig):
         return 0
     return append_bytes(config, users, MOST_PAIRS_ON_GPU if place == "gpu" else MOST_PAIRS)
+
+
+def _candidates_bytes(name: str, options: dict[str, Any], config: RankerConfig) -> int:
+    """The bytes in use while candidates, as many as are computed at a time, look at the longest history: of each pair and head two numbers,
+    in a graph four.
+    """
+    candidates = whole(f"ranker.options.{name}.micro_batch", options.get("micro_batch", MICRO_BATCH))
+    return 4 * (4 if name in {"onnxruntime", "openvino"} else 2) * candidates * config.max_history * config.heads
 
 
 def _narrowed(config: SequenceConfig) -> int:

@@ -121,6 +121,16 @@ class TestBytes:
         assert (keeping > whole) == more
         assert keeping - whole < 256 << 20
 
+    @pytest.mark.parametrize(("name", "numbers"), [("onnxruntime", 4), ("openvino", 4), ("torch", 2)])
+    def test_a_rankers_batch_counts_the_candidates_that_are_computed_at_a_time(self, bundle, name, numbers):
+        """The numbers of each candidate, event and head were read off the resident memory of engines with windows of 2,048 events."""
+        sizes = sizes_of(bundle)
+        ranker = sizes.ranker.model_copy(update={"max_history": 2048, "max_length": 2059})
+        trees = ({"ranker": {"order": [name], "options": {name: {"micro_batch": count}}}} for count in (4096, 2048))
+        plans = [replica("ranker", parse(tree), replace(sizes, ranker=ranker, graphs=GRAPHS), Use(), "host") for tree in trees]
+        more, fewer = (next(part.bytes for part in plan.parts if part.name == "ranker: a batch") for plan in plans)
+        assert more - fewer == numbers * 4 * 2048 * 2048 * ranker.heads
+
     @pytest.mark.parametrize("name", BACKENDS["encoder"])
     def test_every_encoder_of_ours_keeps_states(self, name):
         sizes = replace(LARGE, encoder=LARGE.encoder.model_copy(update={"max_history": KEEP_FROM_TRITON}))
