@@ -137,15 +137,16 @@ class CachedRecommender:
         return self._given(request, key, found)
 
     async def _kept(self, request: RecommendRequest, version: str | None, until: float, *, computes: bool) -> Recommendation | None:
-        """A cached answer, if there is one; `until`: as above. A request with a deadline prefers the answer cached without one, which is
-        never worse. Where it `computes` its own answer otherwise, the shared cache is asked for that then.
+        """A cached answer, if there is one; `until`: as above. A request with a deadline also takes the answer cached without one: of the
+        two one that is not degraded, and of such the latest. Where it `computes` its own answer otherwise, the shared cache is asked for
+        that then.
         """
         if self._cache is None or version is None or request.cache != "use":
             return None
         keys = (self._key(unhurried(request), version), self._key(request, version))
-        if (kept := self._cache.here(keys)) is None:
+        if (kept := self._cache.here(keys, _degraded)) is None:
             shared = keys[:1] if computes or keys[0] == keys[1] else keys
-            kept = await self._cache.elsewhere(shared, within_s=until - monotonic(), computes=computes)
+            kept = await self._cache.elsewhere(shared, _degraded, within_s=until - monotonic(), computes=computes)
         if kept is None:
             return None
         key, found = kept
@@ -215,6 +216,10 @@ def parts_of(answer: Recommendation) -> tuple[AnswerPart, ...]:
     """The parts of the answer in a stream: its stages, its items and itself."""
     items = (answer.items,) if isinstance(answer.items, TitledItems) else answer.items
     return *answer.stages, *items, answer
+
+
+def _degraded(answer: Recommendation) -> bool:
+    return answer.degraded
 
 
 def _is_cached(answer: Recommendation) -> bool:

@@ -48,16 +48,13 @@ class SecondTier:
         self._releases: set[asyncio.Task[None]] = set()
         self._late: set[asyncio.Task[Any]] = set()  # questions that go on though the one that asked waits no longer
 
-    async def find(self, keys: Sequence[Key], within_s: float = inf) -> tuple[Key, Entry] | None:
-        """The first of these keys that has an entry, and that, decoded; a miss grants no right to compute it. None where the shared cache
-        does not answer within that many seconds.
+    async def find(self, keys: Sequence[Key], within_s: float = inf) -> dict[Key, Entry]:
+        """The entries of these keys, decoded; a miss grants no right to compute it. None of them where the shared cache does not answer
+        within that many seconds.
         """
         found = await self._in_time(self.shared.mget(keys), within_s)
         entries = found.entries if found else {}
-        for key in keys:
-            if (entry := entries.get(key)) is not None and (decoded := self._codec.decoded(entry)) is not None:
-                return key, decoded
-        return None
+        return {key: decoded for key in keys if key in entries and (decoded := self._codec.decoded(entries[key])) is not None}
 
     async def obtain(self, key: Key, newer_than: float, within_s: float = inf) -> Arrived | Right | None:
         """An entry that is fresh until after `newer_than`, or the right to compute it: with its lease, or beside a holder that is too slow.

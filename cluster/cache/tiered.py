@@ -9,10 +9,10 @@ A shared cache that fails is no error here.
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from cluster.cache.codec import Codec, CountingCodec
 from cluster.cache.entry import ANEW, Entry, Key, merged
@@ -32,6 +32,10 @@ Compute: TypeAlias = Callable[[], Awaitable[Computed[T]]]
 HOTTEST = 10
 DECODED_WEIGHT = 2  # in memory an answer is objects, about twice as large as its JSON in the shared cache
 logger = logging.getLogger(__name__)
+
+
+def _none(_: object) -> bool:
+    return False
 
 
 class TieredCache(Generic[T]):
@@ -81,27 +85,31 @@ class TieredCache(Generic[T]):
             self.refresh(key, renew)
         return found
 
-    def here(self, keys: Iterable[Key]) -> tuple[Key, Found[T]] | None:
-        """The first of these keys that this memory holds, with its answer, fresh or stale; a miss counts as no lookup."""
-        for key in keys:
-            if self._l1.peek(key) is not None and (entry := self._l1.get(key)) is not None:
-                self._hot.record(key)
-                return key, self._found(entry, "l1")
-        return None
+    def here(self, keys: Sequence[Key], lesser: Callable[[T], bool] = _none) -> tuple[Key, Found[T]] | None:
+        """The best answer that this memory holds under these keys, with its key, fresh or stale: one that is not `lesser`, and of those the
+        latest. A miss counts as no lookup.
+        """
+        key = _best({key: entry for key in keys if (entry := self._l1.peek(key)) is not None}, lesser)
+        if key is None or (entry := self._l1.get(key)) is None:
+            return None
+        self._hot.record(key)
+        return key, self._found(entry, "l1")
 
-    async def elsewhere(self, keys: Sequence[Key], *, within_s: float = inf, computes: bool = False) -> tuple[Key, Found[T]] | None:
-        """The first of these keys, none of which is `here`, that the shared cache is found to hold within that many seconds, with its
-        answer, fresh or stale, which this memory keeps from now on. Counts a miss here, unless `get_or_compute` follows, which `computes`.
+    async def elsewhere(
+        self, keys: Sequence[Key], lesser: Callable[[T], bool] = _none, *, within_s: float = inf, computes: bool = False
+    ) -> tuple[Key, Found[T]] | None:
+        """The best answer, as above, that the shared cache is found to hold within that many seconds under these keys, of which none is
+        `here`; this memory keeps it from now on. Counts a miss here, unless `get_or_compute` follows, which `computes`.
         """
         began = self._epochs.now
-        found = await self._l2.find(keys, within_s) if self._l2 else None
-        if found or not computes:
-            self._l1.get(found[0] if found else keys[-1])
-        if found is None:
+        found = await self._l2.find(keys, within_s) if self._l2 else {}
+        key = _best(found, lesser)
+        if key or not computes:
+            self._l1.get(key or keys[-1])
+        if key is None:
             return None
-        key, entry = found
         self._hot.record(key)
-        return key, self._taken_over(key, entry, began, "l2")
+        return key, self._taken_over(key, found[key], began, "l2")
 
     async def get(self, key: Key) -> Found[T] | None:
         """The kept answer, fresh or stale; nothing is computed."""
@@ -243,3 +251,8 @@ class TieredCache(Generic[T]):
     def _found(self, entry: Entry, tier: CacheTier) -> Found[T]:
         now = self._clock()
         return Found(entry.payload, tier, max(0.0, now - entry.fresh_until + entry.fresh_s), entry.freshness(now) != "fresh")
+
+
+def _best(held: Mapping[Key, Entry], lesser: Callable[[Any], bool]) -> Key | None:
+    """The key of the latest entry that is not `lesser`, else of the latest; the first of equals."""
+    return min(held, key=lambda key: (lesser(held[key].payload), held[key].fresh_s - held[key].fresh_until), default=None)

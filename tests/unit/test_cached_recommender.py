@@ -423,6 +423,42 @@ async def test_a_hurried_answer_from_another_gateway_is_computed_anew_without_th
     assert (answer.cache.tier, answer.cache.stale, answer.degraded) == ("l1", False, False)
 
 
+async def test_an_answer_computed_anew_with_a_deadline_is_given_to_later_requests_with_that_deadline(setting):
+    hurried = replace(ASKED, deadline_ms=60_000)
+    await setting.answers.recommend(ASKED)
+    setting.now += 5
+    assert (await setting.answers.recommend(replace(hurried, cache="refresh"))).cache.tier == "computed"
+    setting.now += 5
+    for answer in (await setting.answers.recommend(hurried), await _streamed(setting.answers, hurried)):
+        assert (answer.cache.tier, round(answer.cache.age_s)) == ("l1", 5)
+    assert round((await setting.answers.recommend(ASKED)).cache.age_s) == 10
+
+
+@pytest.mark.parametrize("answered", [_whole, _streamed], ids=["whole", "stream"])
+async def test_a_good_answer_is_given_rather_than_a_later_degraded_one_that_had_no_deadline(setting, answered):
+    hurried = replace(ASKED, deadline_ms=60_000)
+    await setting.answers.recommend(hurried)
+    setting.now += 5
+    setting.encoder.error = BackendUnavailable("no encoder")
+    setting.answers.forget("default", "ada")  # or the last good answer would be given, which is not kept as a degraded one
+    assert (await setting.answers.recommend(ASKED)).degraded
+    answer = await answered(setting.answers, hurried)
+    assert (answer.cache.tier, answer.degraded, round(answer.cache.age_s)) == ("l1", False, 5)
+
+
+async def test_a_stream_takes_the_good_one_of_two_answers_that_the_shared_cache_holds(setting):
+    shard, hurried = CacheShard(MemoryCache(clock=setting.clock), setting.clock), replace(ASKED, deadline_ms=60_000)
+    setting.share(shard)
+    await setting.answers.recommend(hurried)
+    setting.encoder.error = BackendUnavailable("no encoder")
+    setting.answers.forget("default", "ada")  # as above
+    await setting.answers.recommend(ASKED)
+    await setting.cache.flush()
+    setting.share(shard)
+    answer = await _streamed(setting.answers, hurried)
+    assert (len(shard.memory), answer.cache.tier, answer.degraded) == (2, "l2", False)
+
+
 async def test_a_store_that_is_late_costs_a_hurried_request_its_history_and_not_its_answer(setting, events):
     await events.append([Event("ada", SEEN[0])])
     setting.store.delay = 60
