@@ -150,7 +150,7 @@ class CachedRecommender:
         if kept is None:
             return None
         key, found = kept
-        if found.stale:
+        if found.due:
             self._refresh(unhurried(request), version)
         return self._given(request, key, found)
 

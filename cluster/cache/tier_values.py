@@ -25,12 +25,15 @@ class Computed(Generic[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class Found(Generic[T_co]):
-    """An answer that was found. `tier`: where it was, "joined" where another caller was computing it; `age_s`: since it was computed."""
+    """An answer that was found. `tier`: where it was, "joined" where another caller was computing it; `age_s`: since it was computed.
+    `due`: to be computed anew, as it is stale or soon will be and is in demand.
+    """
 
     value: T_co
     tier: CacheTier
     age_s: float = 0.0
     stale: bool = False
+    due: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,20 +80,20 @@ class TieredCache(Generic[T]):
         entry = None if refresh else self._l1.get(key)
         if entry is None:
             return await self._join_or_begin(key, compute, renew, ANEW if refresh else 0.0, look_up_s)
-        found = self._found(entry, "l1")
-        if found.stale or self._hot.due(key, entry, self._clock(), self._settings.refresh_ahead):
+        found = self._found(entry, "l1", key)
+        if found.due:
             self.refresh(key, renew)
         return found
 
     def here(self, keys: Sequence[Key], lesser: Callable[[T], bool] = _none) -> tuple[Key, Found[T]] | None:
         """The best answer that this memory holds under these keys, with its key, fresh or stale: one that is not `lesser`, and of those the
-        latest. A miss counts as no lookup.
+        latest. A miss counts as no lookup. It is `due` where the first key is in demand: that is to be computed anew, for all of them.
         """
         key = _best({key: entry for key in keys if (entry := self._l1.peek(key)) is not None}, lesser)
         if key is None or (entry := self._l1.get(key)) is None:
             return None
-        self._hot.record(key)
-        return key, self._found(entry, "l1")
+        self._hot.record(keys[0])
+        return key, self._found(entry, "l1", keys[0])
 
     async def elsewhere(
         self, keys: Sequence[Key], lesser: Callable[[T], bool] = _none, *, within_s: float = inf, computes: bool = False
@@ -108,8 +108,9 @@ class TieredCache(Generic[T]):
             self._l1.get(key or keys[-1])
         if key is None:
             return None
-        self._hot.record(key)
-        return key, self._taken_over(key, found[key], began, "l2")
+        self._hot.record(keys[0])
+        self._remember(key, found[key], began)
+        return key, self._found(found[key], "l2", keys[0])
 
     async def get(self, key: Key) -> Found[T] | None:
         """The kept answer, fresh or stale; nothing is computed."""
@@ -182,7 +183,7 @@ class TieredCache(Generic[T]):
                 self._joined += 1
                 return replace(found, tier="joined")
         found = await self._flights.wait(self._flights.start(key, lambda: self._obtain(key, compute, newer_than, look_up_s)))
-        if found.stale:
+        if found.due:
             self.refresh(key, renew)
         return found
 
@@ -199,12 +200,8 @@ class TieredCache(Generic[T]):
         answer = await self._l2.obtain(key, newer_than, look_up_s) if self._l2 else None
         if not isinstance(answer, Arrived):
             return await self._compute(key, compute, began, answer, replaces=newer_than > 0)
-        return self._taken_over(key, answer.entry, began, "joined" if answer.awaited else "l2")
-
-    def _taken_over(self, key: Key, entry: Entry, began: int, tier: CacheTier) -> Found[T]:
-        """An entry of the shared cache, kept here as well unless it was erased on the way."""
-        self._remember(key, entry, began)
-        return self._found(entry, tier)
+        self._remember(key, answer.entry, began)
+        return self._found(answer.entry, "joined" if answer.awaited else "l2", key)
 
     async def _compute(self, key: Key, compute: Compute[T], began: int, right: Right | None, *, replaces: bool) -> Found[T]:
         started, kept = time.perf_counter(), False
@@ -248,9 +245,11 @@ class TieredCache(Generic[T]):
         fresh_s *= 1 + self._rng.uniform(-settings.jitter, settings.jitter)
         return Entry.lasting(payload, max(1, len(payload)), now=self._clock(), fresh_s=fresh_s, stale_s=stale_s, cost_ms=cost_ms)
 
-    def _found(self, entry: Entry, tier: CacheTier) -> Found[T]:
+    def _found(self, entry: Entry, tier: CacheTier, demanded: Key) -> Found[T]:
         now = self._clock()
-        return Found(entry.payload, tier, max(0.0, now - entry.fresh_until + entry.fresh_s), entry.freshness(now) != "fresh")
+        stale = entry.freshness(now) != "fresh"
+        due = stale or self._hot.due(demanded, entry, now, self._settings.refresh_ahead)
+        return Found(entry.payload, tier, max(0.0, now - entry.fresh_until + entry.fresh_s), stale, due)
 
 
 def _best(held: Mapping[Key, Entry], lesser: Callable[[Any], bool]) -> Key | None:

@@ -423,6 +423,20 @@ async def test_a_hurried_answer_from_another_gateway_is_computed_anew_without_th
     assert (answer.cache.tier, answer.cache.stale, answer.degraded) == ("l1", False, False)
 
 
+@pytest.mark.parametrize("answered", [_whole, _streamed], ids=["whole", "stream"])
+async def test_an_answer_in_demand_is_computed_ahead_of_its_time_for_requests_with_a_deadline_too(setting, answered):
+    stale = {}
+    for deadline_ms in (None, 10_000):
+        asked = replace(ASKED, user_id=f"in {deadline_ms} ms", deadline_ms=deadline_ms)
+        await setting.answers.recommend(asked)  # what a stream computes is not kept
+        stale[deadline_ms] = 0
+        for _ in range(300):
+            stale[deadline_ms] += (await answered(setting.answers, asked)).cache.stale
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+            setting.now += 2
+    assert stale == {None: 1, 10_000: 1}, "only the first one's end came before it was in demand"
+
+
 async def test_an_answer_computed_anew_with_a_deadline_is_given_to_later_requests_with_that_deadline(setting):
     hurried = replace(ASKED, deadline_ms=60_000)
     await setting.answers.recommend(ASKED)
