@@ -24,6 +24,7 @@ SSE, NDJSON = "text/event-stream", "application/x-ndjson"
 _JSON = ("application/json", "application/*", "*/*")
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second keeps nginx from collecting events
 _ITEM = '{"item_id": "50", "title": "Star Wars (1977)", "attributes": {}, "score": -1.9, "stage": "generate", "explanation": null}'
+_LINE_ENDS = {"\x85".encode(): rb"\u0085", "\u2028".encode(): rb"\u2028", "\u2029".encode(): rb"\u2029"}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer; with `Accept: text/event-stream` or `application/x-ndjson`, events of the types stage, item, answer "
@@ -126,11 +127,18 @@ def _events_of(part: AnswerPart, written: Callable[[str, bytes], bytes]) -> byte
 
 
 def _as_sse(event: str, data: bytes) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (event.encode(), data)  # JSON has no line breaks of its own
+    return b"event: %s\ndata: %s\n\n" % (event.encode(), _on_one_line(data))
 
 
 def _as_line(event: str, data: bytes) -> bytes:
-    return b'{"type":"%s","data":%s}\n' % (event.encode(), data)
+    return b'{"type":"%s","data":%s}\n' % (event.encode(), _on_one_line(data))
+
+
+def _on_one_line(data: bytes) -> bytes:
+    """The same JSON for clients that end a line wherever Python's str.splitlines does: JSON itself escapes all of these but three."""
+    for character, escaped in _LINE_ENDS.items():
+        data = data.replace(character, escaped)
+    return data
 
 
 def _weighed(media_range: str) -> tuple[float, str]:

@@ -6,6 +6,7 @@ from contextlib import aclosing
 
 import httpx
 import pytest
+from msgspec.structs import replace
 from starlette.requests import ClientDisconnect
 
 from cluster.config import GatewaySettings
@@ -70,6 +71,17 @@ class TestBothFormats:
         assert (stage["backend"], stage["fallback_from"][0]["reason"]) == ("vllm", "is\nbroken")
         assert (item["item_id"], item["title"], item["score"]) == ("50", "Äpfel &\u2028Birnen", -1.25)
         assert answer == (await post(service)).json()
+
+    async def test_a_client_that_splits_lines_as_python_does_reads_whole_events(self, accept):
+        title = "".join(chr(code) for code in range(0x2100) if len(f"-{chr(code)}-".splitlines()) > 1)
+        assert {"\x0b", "\x1c", "\x85", "\u2028", "\u2029"} < set(title)
+        item = replace(ITEM, item=Item("50", title, {}))
+        named = TitledItems(Catalogue((item.item,)), [1], [-1.25], "encode")
+        broken = replace(STAGE, fallback_from=(SkippedBackend("mine", title, failed=True),))
+        response = await post(Service(broken, item, named, BackendUnavailable(title)), accept)
+        assert list(response.iter_lines()) == response.text.removesuffix("\n").split("\n")
+        (_, stage), (_, first), (_, second), (_, error) = events_of(response)
+        assert [stage["fallback_from"][0]["reason"], first["title"], second["title"], error["detail"]] == [title] * 4
 
     async def test_an_error_before_the_first_event_is_a_problem_with_its_status(self, accept):
         response = await post(Service(InvalidRequest("behaviours[0].timestamp", "is in the future")), accept)
