@@ -198,7 +198,7 @@ class Gateway:
     async def rank(self, request: RankingRequest) -> Ranking:
         with span("rank candidates", candidates=len(request.candidates)):
             ranking = await self._versions.rank(request)
-        self._recorder.ranked(ranking)
+        self._recorder.ran(ranking.stages)
         return ranking
 
     def item(self, item_id: str) -> Item | None:
@@ -255,7 +255,14 @@ class Gateway:
     async def _make(self, bundle: Bundle) -> ServedModel:
         await asyncio.to_thread(require_replica_fits, self._settings, bundle, "gateway")
         return await asyncio.to_thread(
-            ServedModel, bundle, self._settings, self._stages, self._histories, cache=self._cache, usual=self._usual
+            ServedModel,
+            bundle,
+            self._settings,
+            self._stages,
+            self._histories,
+            cache=self._cache,
+            usual=self._usual,
+            count=self._recorder.ran,
         )
 
     async def _look_at(self, cache: TieredCache[Recommendation]) -> None:

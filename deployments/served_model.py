@@ -1,7 +1,7 @@
 """One version of the model in a gateway: what answers by it, and the way to the stages that hold it."""
 
 import math
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
 from time import monotonic
@@ -13,7 +13,7 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.dataset import Catalogue
 from cluster.stages import ENCODER, GENERATOR, RANKER, Stage
-from cluster.values import GeneratedPart, GenerateRequest, Recommendation, StageAnswer
+from cluster.values import GeneratedPart, GenerateRequest, Recommendation, StageAnswer, StageReport
 from deployments.replicas.replica import ModelGone
 from deployments.stages import Stages
 from pipelines.cached_recommender import CachedRecommender
@@ -40,6 +40,7 @@ class ServedModel:
         *,
         cache: TieredCache[Recommendation] | None = None,
         usual: UsualRequests | None = None,
+        count: Callable[[Sequence[StageReport]], object] | None = None,
     ) -> None:
         self.bundle, self._stages = bundle, stages
         self._gone_at, self._kept_s = -math.inf, KEPT_TIMES * settings.cache.negative_ttl_s
@@ -57,7 +58,7 @@ class ServedModel:
             generation_deadline_s=edge.generation_deadline_s,
             ranking_deadline_s=edge.ranking_deadline_s,
         )
-        self.answers = CachedRecommender(recommender, histories, cache, bundle.digest, usual)
+        self.answers = CachedRecommender(recommender, histories, cache, bundle.digest, usual, count=count)
         self.candidates = CandidateRanker(
             bundle,
             histories,

@@ -9,7 +9,7 @@ A failing cache or event store costs time, never an answer, and never more time 
 
 import logging
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from time import monotonic
 
@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 class CachedRecommender:
     """Answers of one version of the model. `model_digest` tells the version apart from others in the same cache; `cache` is None if caching
-    is switched off; `usual` remembers the users' usual requests across versions. For one event loop.
+    is switched off; `usual` remembers the users' usual requests across versions. `count` is told of the stages of each answer that is
+    computed, also where no caller waits for it. For one event loop.
     """
 
     def __init__(
@@ -48,10 +49,12 @@ class CachedRecommender:
         cache: TieredCache[Recommendation] | None,
         model_digest: str,
         usual: UsualRequests | None = None,
+        *,
+        count: Callable[[Sequence[StageReport]], object] | None = None,
     ) -> None:
         self._recommender, self._histories, self._cache, self._model_digest = recommender, histories, cache, model_digest
         self._usual = UsualRequests() if usual is None else usual
-        self._fallback = StaleFallback(model_digest)
+        self._fallback, self._count = StaleFallback(model_digest), count
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """The answer. Raises InvalidRequest."""
@@ -168,9 +171,11 @@ class CachedRecommender:
     async def _best(self, answer: Recommendation, completed: Completed) -> Recommendation:
         """The recommender's answer, or the user's last good one if no encoder contributed to it."""
         answer = _with_history(answer, completed)
-        if self._cache is None:
-            return answer
-        return await self._fallback.rather_than(answer, completed.request, self._cache, history_lost=completed.degraded)
+        if self._cache is not None:
+            answer = await self._fallback.rather_than(answer, completed.request, self._cache, history_lost=completed.degraded)
+        if self._count is not None:
+            self._count(answer.stages)
+        return answer
 
     async def _computed(self, request: RecommendRequest, key: Key, version: str) -> Computed[Recommendation]:
         """The answer and how to cache it. A degraded answer is cached briefly. Not cached is one that is degraded by the caller's own

@@ -1,6 +1,6 @@
 """Record the metrics of cluster.metrics: in a Serve replica through Ray, which serves them on each node by its agent; elsewhere not at all.
 
-gateway         each answer, each event, and twice a second what the edge and the stages' callers count
+gateway         each answer, the stages of each computed one, each event, and twice a second what the edge and the stages' callers count
 stage replica   each batch, and twice a second what its controllers and engines count
 """
 
@@ -23,7 +23,6 @@ from cluster.engines.skipped import OutOfTime
 from cluster.engines.snapshots import StageSnapshot
 from cluster.events.store import Event
 from cluster.metrics import SILENT, Meter, Metric, Totals
-from cluster.ranking import Ranking
 from cluster.stages import StageName
 from cluster.titled_items import item_ids
 from cluster.values import Recommendation, RecommendRequest, SkippedBackend, StageReport
@@ -104,15 +103,17 @@ class GatewayRecorder:
         self._meter.add(m.ANSWERS, tier=tier, degraded=_said(answer.degraded), model_version=version)
         if duration_s is not None:
             self._meter.observe(m.ANSWER_DURATION, duration_s, tier=tier)
-        if tier in ("none", "computed"):  # the stages of a cached answer ran for an earlier request
-            self._stages(answer.stages)
         self._input(request, answer)
         self._meter.add(m.RECOMMENDED, len(items), model_version=version)
         if began is None or self._erasures.admits(Key(request.tenant, request.user_id, ""), began):
             self._shown.show(request.tenant, request.user_id, items, version, time())
 
-    def ranked(self, ranking: Ranking) -> None:
-        self._stages(ranking.stages)
+    def ran(self, stages: Sequence[StageReport]) -> None:
+        """Count the stages of an answer as it is computed; it may be given to many callers, or to none."""
+        for report in stages:
+            self._meter.observe(m.STAGE_DURATION, report.duration_ms / 1e3, stage=report.stage, backend=report.backend)
+            for skipped in report.fallback_from:
+                self._meter.add(m.FALLBACKS, stage=report.stage, backend=skipped.backend, reason=reason_kind(skipped))
 
     def happened(self, event: Event) -> None:
         """Count an event that was stored for the first time."""
@@ -155,12 +156,6 @@ class GatewayRecorder:
             if held is not None:
                 self._meter.set(m.CACHE_ENTRIES, held.entries, tier=tier)
                 self._meter.set(m.CACHE_BYTES, held.used_bytes, tier=tier)
-
-    def _stages(self, stages: Sequence[StageReport]) -> None:
-        for report in stages:
-            self._meter.observe(m.STAGE_DURATION, report.duration_ms / 1e3, stage=report.stage, backend=report.backend)
-            for skipped in report.fallback_from:
-                self._meter.add(m.FALLBACKS, stage=report.stage, backend=skipped.backend, reason=reason_kind(skipped))
 
     def _input(self, request: RecommendRequest, answer: Recommendation) -> None:
         if request.behaviours is not None:  # a stored history was looked at when it was sent

@@ -1,11 +1,13 @@
 """What an operator may change of a gateway while requests are served: a whole gateway without Ray, before stages that are played."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
+from cluster import metrics as m
 from cluster.bundle import BundleStore
 from cluster.cache.layout import Layout, ShardsSeen
 from cluster.cache.memory import MemoryCache
@@ -18,7 +20,7 @@ from cluster.events.store import open_event_store
 from cluster.fleet.board import Presence
 from cluster.fleet.heartbeat import Report
 from cluster.fleet.rollout import ROLLOUT, Arm, RolloutStore, Trial
-from cluster.values import Behaviour, Recommendation, RecommendRequest
+from cluster.values import Behaviour, Recommendation, RecommendRequest, SkippedBackend
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import TTL_S, SwitchboardDeployment
 from deployments.gateway import Gateway
@@ -27,8 +29,9 @@ from tests.fake_stages import Naming, bundle_with_decoder
 from tests.fakes.clock import Clock
 from tests.fakes.handles import Handle
 from tests.fakes.stages import FakeStages
+from tests.noted import Noted
 from tests.unit.test_moving_shards import Place, cache_of
-from tests.waiting import until
+from tests.waiting import settled, until
 
 HISTORY = (Behaviour("1", 1000), Behaviour("2", 2000))
 TRIAL = Trial(version=1, share=0.5, began=1.0)
@@ -111,6 +114,41 @@ async def test_a_gateway_tells_how_many_cache_shards_it_sees_and_follows_the_swi
     assert (await one.board.beat("b", Report(), -1, 0.0)).layout == Layout(0, 1)
     await one.board.beat("b", Report({"gateway/b": Presence("gateway", {}, shards=elsewhere)}), -1, 0.0)
     await until(lambda: shared.seen == ShardsSeen(Layout(1, 2), busy=0.5, moving=False))
+
+
+async def test_the_stages_of_each_computed_answer_count_once_whether_or_not_a_caller_is_given_it(
+    gateway: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = Noted()
+    monkeypatch.setattr("deployments.gateway.meter", lambda: noted)
+    one = await gateway(events={"anticipate_after_s": 0})
+    encoder = one.stages.encoders["tiny/2"]
+    encoder.skipped = (SkippedBackend("tensorrt", "no GPU"),)
+
+    async def counted(answers: int) -> None:
+        """So many answers were computed, and each is counted."""
+        await until(lambda: noted.total(m.FALLBACKS, stage="encode", backend="tensorrt") >= answers)
+        spans = [took for (name, labels), took in noted.seen.items() if name == m.STAGE_DURATION.name and ("stage", "encode") in labels]
+        assert (one.encoded, sum(map(len, spans)), noted.total(m.FALLBACKS, backend="tensorrt")) == (answers, answers, answers)
+
+    assert [source(await one.asked(cache=use)) for use in ("use", "use", "bypass")] == ["computed", "l1", None]
+    await counted(2)
+    assert [part async for part in one.gateway.stream(RecommendRequest("ada", HISTORY, k=7))]
+    await counted(3)
+
+    encoder.delay = 0.2
+    leaves = asyncio.create_task(one.asked(k=8))
+    await until(lambda: one.encoded == 4)
+    joins = asyncio.create_task(one.asked(k=8))
+    await settled()
+    leaves.cancel()
+    assert source(await joins) == "joined"
+    await counted(4)
+
+    await one.gateway.recommend(RecommendRequest("eve"))
+    assert (await one.http.post("/v1/events", json={"user_id": "eve", "item_id": "1"})).status_code == 201
+    await until(lambda: one.encoded == 5, "the next answer is anticipated")
+    await counted(5)
 
 
 class TestFlags:

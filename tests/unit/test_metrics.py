@@ -187,17 +187,17 @@ def asked(*items):
 def test_a_computed_answer_counts_its_stages_and_whom_they_passed_over():
     noted = Noted()
     skipped = (SkippedBackend("tensorrt", "no GPU"), SkippedBackend("onnxruntime", "broke: x", failed=True))
-    GatewayRecorder(noted).answered(asked("1"), answer("2", stages=[StageReport("encode", "torch", 20.0, skipped)], tier="computed"), 0.03)
+    GatewayRecorder(noted).ran([StageReport("encode", "torch", 20.0, skipped)])
     assert noted.seen["genrec_stage_duration_seconds", (("backend", "torch"), ("stage", "encode"))] == [0.02]
     assert noted.total(m.FALLBACKS, stage="encode", backend="tensorrt", reason="unavailable") == 1
     assert noted.total(m.FALLBACKS, reason="broken") == 1
-    assert noted.total(m.ANSWERS, tier="computed", degraded="false", model_version="tiny/1") == 1
 
 
-@pytest.mark.parametrize("tier", ["l1", "l2", "joined"])
-def test_a_kept_answer_does_not_count_the_stages_that_made_it(tier):
+@pytest.mark.parametrize("tier", ["computed", "l1", "l2", "joined"])
+def test_an_answer_counts_as_it_is_given_and_its_stages_do_not_again(tier):
     noted = Noted()
     GatewayRecorder(noted).answered(asked("1"), answer("2", stages=[StageReport("encode", "torch", 20.0)], tier=tier), 0.001)
+    assert noted.total(m.ANSWERS, tier=tier, degraded="false", model_version="tiny/1") == 1
     assert list(noted.seen) == [("genrec_answer_duration_seconds", (("tier", tier),))]
 
 
