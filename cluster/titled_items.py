@@ -15,7 +15,7 @@ class TitledItems(Sequence[ScoredItem]):
 
     def __init__(self, catalogue: Catalogue, indices: list[int], scores: list[float], stage: str) -> None:
         self.catalogue, self.indices, self.scores, self.stage = catalogue, indices, scores, stage
-        self._json = ""
+        self._json = b""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -42,11 +42,11 @@ class TitledItems(Sequence[ScoredItem]):
         items = self.catalogue.items
         return [items[index - 1].item_id for index in self.indices]
 
-    def as_json(self) -> str:
-        """A JSON array with the fields of messages.ScoredItemOut for each item; a score that is no finite number is null."""
+    def as_json(self) -> bytes:
+        """A JSON array, in UTF-8, with the fields of messages.ScoredItemOut for each item; a score that is no finite number is null."""
         if not self._json:
             end = self._end()
-            self._json = f"[{f'{end},'.join(begun)}{end}]" if (begun := self._begun()) else "[]"
+            self._json = f"[{f'{end},'.join(begun)}{end}]".encode() if (begun := self._begun()) else b"[]"
         return self._json
 
     def each_as_json(self) -> list[str]:

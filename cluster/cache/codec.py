@@ -5,8 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from cluster.cache.entry import Entry
+from cluster.cache.entry import Entry, weight_of
 
+DECODED_TIMES = 4
+"""How many times as large as its bytes a decoded value is in memory, at most: an answer has an object, and a dictionary, for each item."""
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -34,9 +36,10 @@ class CountingCodec(Generic[T]):
             return None
 
     def decoded(self, entry: Entry) -> Entry | None:
-        """The entry with the decoded value as its payload."""
+        """The entry with the decoded value as its payload, and the weight that it has with that."""
         try:
-            return replace(entry, payload=self._codec.decode(entry.payload))
+            weight = weight_of(DECODED_TIMES * len(entry.payload))
+            return replace(entry, payload=self._codec.decode(entry.payload), weight=weight)
         except Exception as error:  # noqa: BLE001 - another version of the program may have written it
             self._failed("decoded: it is a miss", error)
             return None

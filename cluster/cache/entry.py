@@ -7,6 +7,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 Freshness: TypeAlias = Literal["fresh", "stale", "expired"]
 ANEW = 1e15
 """The time, in seconds since 1970, until after which an entry must be fresh where no kept one will do: none is for that long."""
+ENTRY_BYTES = 1200
+"""What an entry takes beside its payload: the key, the entry, and their places in the indexes of its cache and of the policy's. About 1,000
+by each of the policies, and up to 1,600 where a tenant has a share of its own.
+"""
 
 
 class Key(NamedTuple):
@@ -19,6 +23,11 @@ class Key(NamedTuple):
     namespace: str
     group: str
     digest: str
+
+
+def weight_of(payload_bytes: float) -> int:
+    """The weight of an entry that has a payload of so many bytes."""
+    return ENTRY_BYTES + round(payload_bytes)
 
 
 @dataclass(frozen=True, slots=True)

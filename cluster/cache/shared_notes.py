@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from cluster.cache.codec import Codec, CountingCodec
-from cluster.cache.entry import Entry, Key
+from cluster.cache.entry import Entry, Key, weight_of
 from cluster.cache.shared import SharedCache
 from cluster.cache.write_behind import WriteBehind
 
@@ -24,7 +24,7 @@ class SharedNotes(Generic[T]):
     def put(self, key: Key, value: T) -> None:
         """Write the value in the background."""
         if (payload := self._codec.encoded(value)) is not None:
-            self._writes.put(key, Entry.lasting(payload, max(1, len(payload)), now=self._clock(), fresh_s=KEPT_S))
+            self._writes.put(key, Entry.lasting(payload, weight_of(len(payload)), now=self._clock(), fresh_s=KEPT_S))
 
     async def find(self, keys: Iterable[Key]) -> dict[Key, T]:
         """The values of those keys that have one."""

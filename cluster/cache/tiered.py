@@ -15,7 +15,7 @@ from math import inf
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from cluster.cache.codec import Codec, CountingCodec
-from cluster.cache.entry import ANEW, Entry, Key, merged
+from cluster.cache.entry import ANEW, Entry, Key, merged, weight_of
 from cluster.cache.epochs import Epochs
 from cluster.cache.hot_keys import HotKeys
 from cluster.cache.memory import MemoryCache
@@ -30,7 +30,8 @@ from cluster.values import CacheTier
 T = TypeVar("T")
 Compute: TypeAlias = Callable[[], Awaitable[Computed[T]]]
 HOTTEST = 10
-DECODED_WEIGHT = 2  # in memory an answer is objects, about twice as large as its JSON in the shared cache
+COMPUTED_TIMES = 2
+"""How many times as large as its bytes a computed value is in memory, at most: an answer has columns, and their JSON once it was sent."""
 logger = logging.getLogger(__name__)
 
 
@@ -226,7 +227,7 @@ class TieredCache(Generic[T]):
         entry = self._entry(payload, computed.negative, cost_ms)
         if computed.negative and (replaces or self._has_better(key, entry)):
             return False
-        self._remember(key, replace(entry, payload=computed.value), began)
+        self._remember(key, replace(entry, payload=computed.value, weight=weight_of(COMPUTED_TIMES * len(payload))), began)
         return self._l2 is not None and right is not None and self._l2.put(key, entry, right.epoch)
 
     def _has_better(self, key: Key, degraded: Entry) -> bool:
@@ -235,15 +236,15 @@ class TieredCache(Generic[T]):
         return entry is not None and entry.stale_until > degraded.stale_until
 
     def _remember(self, key: Key, entry: Entry, began: int) -> None:
-        """Keep a decoded entry in this memory, unless it was erased since `began`."""
+        """Keep an entry, with its value, in this memory, unless it was erased since `began`."""
         if self._epochs.admits(key, began):
-            self._l1.put(key, replace(entry, weight=DECODED_WEIGHT * entry.weight))
+            self._l1.put(key, entry)
 
     def _entry(self, payload: bytes, negative: bool, cost_ms: float) -> Entry:
         settings = self._settings
         fresh_s, stale_s = (settings.negative_ttl_s, 0.0) if negative else (settings.ttl_s, settings.stale_s)
         fresh_s *= 1 + self._rng.uniform(-settings.jitter, settings.jitter)
-        return Entry.lasting(payload, max(1, len(payload)), now=self._clock(), fresh_s=fresh_s, stale_s=stale_s, cost_ms=cost_ms)
+        return Entry.lasting(payload, weight_of(len(payload)), now=self._clock(), fresh_s=fresh_s, stale_s=stale_s, cost_ms=cost_ms)
 
     def _found(self, entry: Entry, tier: CacheTier, demanded: Key) -> Found[T]:
         now = self._clock()

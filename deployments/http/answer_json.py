@@ -24,10 +24,7 @@ def as_json(fields: Mapping[str, Any] | list[Fields]) -> bytes:
 
 def answer_json(answer: Recommendation) -> bytes:
     """The JSON of RecommendOut."""
-    if isinstance(answer.items, TitledItems):
-        items = answer.items.as_json().encode()
-    else:
-        items = as_json([item_fields(one) for one in answer.items])
+    items = answer.items.as_json() if isinstance(answer.items, TitledItems) else as_json([item_fields(one) for one in answer.items])
     stages = [replace(one, duration_ms=round(one.duration_ms, 3)) for one in answer.stages]
     rest = _Rest(
         stages,

@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 
 from cluster.cache.actor import NAMESPACE, connect, remove_all
 from cluster.cache.codec import Codec
-from cluster.cache.entry import Entry, Key
+from cluster.cache.entry import Entry, Key, weight_of
 from cluster.cache.layout import Layout, shard_names
 from cluster.cache.memory import MemoryCache
 from cluster.cache.shard import Granted
@@ -80,7 +80,7 @@ async def serving():
 async def test_no_call_fails_while_a_killed_actor_is_away_and_it_serves_again_afterwards(actors):
     shared = await connect(SETTINGS, NAME, PROMPT)
     await until(lambda: all_serve(shared))
-    cache = TieredCache(MemoryCache(capacity_bytes=200), shared, TierSettings(), Codec(str.encode, bytes.decode))
+    cache = TieredCache(MemoryCache(capacity_bytes=10 * weight_of(20)), shared, TierSettings(), Codec(str.encode, bytes.decode))
     before, over, asked = process_of(f"{NAME}-0"), asyncio.Event(), keys(40)
 
     async def client(seed):

@@ -11,14 +11,14 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from cluster import tracing
 from cluster.cache.admission import admission_of
-from cluster.cache.codec import Codec
-from cluster.cache.entry import Key
+from cluster.cache.codec import DECODED_TIMES, Codec
+from cluster.cache.entry import Key, weight_of
 from cluster.cache.memory import MemoryCache
 from cluster.cache.policy import POLICIES
 from cluster.cache.shard import CacheShard, Granted, Held
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.cache.tier_values import Computed, TierSettings
-from cluster.cache.tiered import TieredCache
+from cluster.cache.tiered import COMPUTED_TIMES, TieredCache
 from cluster.engines.breaker import BreakerSettings
 from cluster.errors import BackendUnavailable, ConfigError
 from tests.fakes.clock import Clock
@@ -29,6 +29,8 @@ pytestmark = pytest.mark.virtual_time
 
 ADA = Key("tenant", "ada", "1")
 TEXT = Codec(str.encode, bytes.decode)
+WEIGHT = weight_of(DECODED_TIMES * len("answer 1000"))
+"""What an entry of the tests takes at most."""
 SHARED = SharedSettings(deadline_s=0.02, operator_s=0.05, breaker=BreakerSettings(failures_to_open=3))
 PATIENT = SharedSettings(deadline_s=5.0)
 
@@ -104,7 +106,7 @@ async def test_computes_once_then_answers_from_memory_and_elsewhere_from_the_sha
 async def test_after_a_scan_what_is_computed_ahead_is_there_as_it_is_asked_for(asked):
     """Each visit gives the user's answer another key: before the lookup that it is computed ahead of, no tier was asked for it."""
     cluster, work = Cluster(replicas=0), Work()
-    memories = [MemoryCache("s3fifo", 1000, admission=admission_of(0.05), clock=cluster.clock) for _ in range(3)]
+    memories = [MemoryCache("s3fifo", 80 * WEIGHT, admission=admission_of(0.05), clock=cluster.clock) for _ in range(3)]
     cluster.shards = {"only": CacheShard(memories[0], cluster.clock)}
     first, second = (cluster.replica(memory=memory) for memory in memories[1:])
     for number in range(2000):
@@ -122,7 +124,7 @@ async def test_after_a_scan_what_is_computed_ahead_is_there_as_it_is_asked_for(a
 
 async def test_a_flood_of_refreshes_of_new_keys_does_not_drive_out_of_the_shared_cache_what_is_there():
     cluster, work = Cluster(replicas=0), Work()
-    memory = MemoryCache("s3fifo", 1000, admission=admission_of(0.05), clock=cluster.clock)
+    memory = MemoryCache("s3fifo", 80 * WEIGHT, admission=admission_of(0.05), clock=cluster.clock)
     cluster.shards = {"only": CacheShard(memory, cluster.clock)}
     cache = cluster.replica()
     for number in range(2000):
@@ -721,15 +723,16 @@ async def test_weighs_in_memory_what_the_objects_take_and_in_the_shared_cache_wh
     for cache in cluster.replicas[:2]:
         await ask(cache, work)
         statistics = await cache.statistics()
-        assert (statistics.l1.used_bytes, statistics.l2.used_bytes) == (2 * len("answer 1"), len("answer 1"))
+        times = COMPUTED_TIMES if cache is cluster.replicas[0] else DECODED_TIMES
+        assert (statistics.l1.used_bytes, statistics.l2.used_bytes) == (weight_of(times * len("answer 1")), weight_of(len("answer 1")))
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 async def test_after_an_erasure_nothing_here_or_in_the_shards_names_the_user_any_more(policy):
     cluster, work = Cluster(replicas=0, shards=1), Work()
     (shard,) = cluster.shards.values()
-    shard.memory = MemoryCache(policy, 80, clock=cluster.clock)  # most is evicted, and may be remembered as such
-    cache = cluster.replica(memory=MemoryCache(policy, 160, clock=cluster.clock))
+    shard.memory = MemoryCache(policy, 10 * WEIGHT, clock=cluster.clock)  # most is evicted, and may be remembered as such
+    cache = cluster.replica(memory=MemoryCache(policy, 10 * WEIGHT, clock=cluster.clock))
     for number in range(40):
         await ask(cache, work, Key("tenant", "ada", str(number // 2 % 17)))
     await ask(cache, work, Key("tenant", "bob", "1"))
