@@ -15,8 +15,8 @@ from cluster.errors import BackendUnavailable, BundleError
 from cluster.nearest import AUTO, index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
 from integrations.hstu.append_inputs import GROUP_BYTES_ON_GPU, Shapes
-from integrations.hstu.engine_batch import engine_batch, with_states
-from integrations.hstu.keeps_rows import KeepsRows
+from integrations.hstu.encoder_backend import EncoderBackend
+from integrations.hstu.engine_batch import with_states
 from integrations.hstu.state.copies import pinned
 from integrations.hstu.stateful import KeptStates, RunAppend
 from integrations.hstu.user_behavior_schema import BehaviourBatch
@@ -32,7 +32,7 @@ NEW_BUCKETS = (8, 64)
 """The numbers of new rows for which an append is compiled: a returning user's, and a step's of a user without kept rows."""
 
 
-class TorchEncoder(KeepsRows[KeptStates]):
+class TorchEncoder(EncoderBackend):
     """The model in eager mode, on the first GPU where there is one.
 
     `index`: see cluster/nearest.py. `state`: what is kept of users, see StateOptions.
@@ -72,25 +72,12 @@ class TorchEncoder(KeepsRows[KeptStates]):
         self._device = device
         if device.type == "cuda":
             self._pool = BufferPool(lambda count, dtype: pinned((count,), dtype))
-        self._encode: Callable[..., torch.Tensor] = encode
+        self._engine: Callable[..., torch.Tensor] = encode
         with torch.inference_mode():
             self._index = make_index(self._index_name, model.item_vectors().cpu().numpy(), on_gpu=device.type == "cuda")
         self._kept = self._keep(bundle, model)
 
-    def infer(self, request: EncodeRequest) -> Encoded:
-        return self.batch_infer([request])[0]
-
-    def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        batch = engine_batch(requests, self._window, len(self._index), self._pool)
-        return self._kept.answer(requests, batch, self._index, self._whole) if self._kept else self._whole(requests, batch)
-
-    def close(self) -> None:
-        super().close()
-        for name in ("_encode", "_index"):
-            self.__dict__.pop(name, None)
-
     def _whole(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch) -> list[Encoded]:
-        """The answers from all events of each history."""
         states_BCD = self._states(batch)
         answers = self._index.answer(requests, states_BCD[:, -1])
         return with_states(answers, states_BCD, batch) if self._prompt_length else answers
@@ -120,7 +107,7 @@ class TorchEncoder(KeepsRows[KeptStates]):
 
         tensors = batch.tensors()
         with torch.inference_mode():
-            states: FloatArray = self._encode(*(tensors[name].to(self._device) for name in _INPUTS)).cpu().numpy()
+            states: FloatArray = self._engine(*(tensors[name].to(self._device) for name in _INPUTS)).cpu().numpy()
         return states
 
 
@@ -151,8 +138,8 @@ class CompiledTorchEncoder(TorchEncoder):
 
         self._lengths = doublings(self.shortest, self._window.longest)
         shapes = [(batch, length) for batch in self.batches for length in self._lengths]
-        self._encode = torch.compile(  # type: ignore[call-overload]  # torch 2.13's stubs lack the two options its documentation describes
-            self._encode, fullgraph=True, dynamic=False, recompile_limit=len(shapes), isolate_recompiles=True
+        self._engine = torch.compile(  # type: ignore[call-overload]  # torch 2.13's stubs lack the two options its documentation describes
+            self._engine, fullgraph=True, dynamic=False, recompile_limit=len(shapes), isolate_recompiles=True
         )
         for batch, length in shapes:
             self._compiled(_padding(batch, length))

@@ -13,8 +13,8 @@ from cluster.nearest import finite, index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
 from integrations.hstu.append_inputs import Arrays, Shapes
 from integrations.hstu.config import HSTUConfig
-from integrations.hstu.engine_batch import engine_batch, with_states
-from integrations.hstu.keeps_rows import KeepsRows
+from integrations.hstu.encoder_backend import EncoderBackend
+from integrations.hstu.engine_batch import with_states
 from integrations.hstu.limits import MOST_PAIRS, MOST_PAIRS_ON_GPU, limits, rows_at_once
 from integrations.hstu.stateful import KeptStates, states_if_any
 from integrations.hstu.user_behavior_schema import BehaviourBatch
@@ -25,7 +25,7 @@ from integrations.onnx.session import computes_here, open_session
 Precision = Literal["fp32", "int8"]
 
 
-class OnnxRuntimeEncoder(KeepsRows[KeptStates]):
+class OnnxRuntimeEncoder(EncoderBackend):
     """Computes by the CUDA provider where this build of ONNX Runtime has it, else on the CPU.
 
     `threads`: of a session; by default as many as Ray grants the replica. At small sizes several sessions of one thread beat one of many.
@@ -58,28 +58,15 @@ class OnnxRuntimeEncoder(KeepsRows[KeptStates]):
     def load(self, bundle: Bundle) -> None:
         if not (availability := self.get_availability(bundle)).ok:
             raise BackendUnavailable(availability.reason)
-        self._session = open_session(compiled_graph(bundle, "retrieve", self._precision), self._threads)
-        self.brief = computes_here(self._session)
-        self._inputs = [node.name for node in self._session.get_inputs() if node.name != "top_n"]
+        self._engine = open_session(compiled_graph(bundle, "retrieve", self._precision), self._threads)
+        self.brief = computes_here(self._engine)
+        self._inputs = [node.name for node in self._engine.get_inputs() if node.name != "top_n"]
         self._outputs = ["state", "nearest", "scores", *(["states"] if bundle.prompt_length else [])]
         self._index = make_index(self._index_name, bundle.item_vectors)
         self._window = limits(bundle.manifest.model).window
         self._kept = states_if_any("onnxruntime", bundle, self._state_options, partial(self._keep, bundle))
 
-    def infer(self, request: EncodeRequest) -> Encoded:
-        return self.batch_infer([request])[0]
-
-    def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        batch = engine_batch(requests, self._window, len(self._index), self._pool)
-        return self._kept.answer(requests, batch, self._index, self._whole) if self._kept else self._whole(requests, batch)
-
-    def close(self) -> None:
-        super().close()
-        for name in ("_session", "_index"):
-            self.__dict__.pop(name, None)
-
     def _whole(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch) -> list[Encoded]:
-        """The answers from all events of each history."""
         most = max((request.top_n for request in requests if request.among is None), default=1)
         states, nearest, scores, *latest = self._retrieve(batch, max(1, most))
         answers = [
@@ -93,7 +80,7 @@ class OnnxRuntimeEncoder(KeepsRows[KeptStates]):
     def _retrieve(self, batch: BehaviourBatch, top_n: int) -> list[FloatArray]:
         """The graph's outputs: state, nearest, scores and, where there is a decoder, the latest states."""
         given: dict[str, Any] = {name: getattr(batch, name) for name in self._inputs}
-        outputs: list[FloatArray] = self._session.run(self._outputs, {**given, "top_n": np.array(top_n, np.int64)})
+        outputs: list[FloatArray] = self._engine.run(self._outputs, {**given, "top_n": np.array(top_n, np.int64)})
         return outputs
 
     def _keep(self, bundle: Bundle) -> KeptStates:

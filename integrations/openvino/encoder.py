@@ -13,8 +13,8 @@ from cluster.errors import BackendUnavailable
 from cluster.nearest import index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
 from integrations.hstu.config import HSTUConfig
-from integrations.hstu.engine_batch import engine_batch, with_states
-from integrations.hstu.keeps_rows import KeepsRows
+from integrations.hstu.encoder_backend import EncoderBackend
+from integrations.hstu.engine_batch import with_states
 from integrations.hstu.limits import limits
 from integrations.hstu.stateful import KeptStates, states_if_any
 from integrations.hstu.user_behavior_schema import BehaviourBatch
@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 GRAPH = "encode"
 
 
-class OpenVinoEncoder(KeepsRows[KeptStates]):
+class OpenVinoEncoder(EncoderBackend):
     """Computes on the CPU. Compared with ONNX Runtime, on one thread, for users without kept rows: with 4 layers of 256 a quarter less time
     for 512 events, and equal time for histories of mixed lengths; with 2 layers of 50 and 200 events a quarter less for 32 users at a time,
     and a quarter more for one.
@@ -64,26 +64,13 @@ class OpenVinoEncoder(KeepsRows[KeptStates]):
             self._require_quality(bundle, engine)
         self._engine = engine
         self._index = make_index(self._index_name, bundle.item_vectors)
-        self._has_prompt = bool(bundle.prompt_length)
+        self._prompt_length = bundle.prompt_length
         self._kept = states_if_any("openvino", bundle, self._state_options, partial(self._keep, bundle))
 
-    def infer(self, request: EncodeRequest) -> Encoded:
-        return self.batch_infer([request])[0]
-
-    def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        batch = engine_batch(requests, self._window, len(self._index), self._pool)
-        return self._kept.answer(requests, batch, self._index, self._whole) if self._kept else self._whole(requests, batch)
-
-    def close(self) -> None:
-        super().close()
-        for name in ("_engine", "_index"):
-            self.__dict__.pop(name, None)
-
     def _whole(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch) -> list[Encoded]:
-        """The answers from all events of each history."""
         outputs = self._run(self._engine, batch)
         answers = self._index.answer(requests, outputs["state"][: len(batch)])
-        return with_states(answers, outputs["states"][: len(batch)], batch) if self._has_prompt else answers
+        return with_states(answers, outputs["states"][: len(batch)], batch) if self._prompt_length else answers
 
     def _keep(self, bundle: Bundle) -> KeptStates:
         engine = self._compiled(bundle, append.GRAPH, "f32")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from cluster.nearest import AUTO, index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, UserSequence
 from integrations.hstu.append_inputs import Arrays, Shapes
 from integrations.hstu.config import HSTUConfig
-from integrations.hstu.engine_batch import engine_batch, with_states
-from integrations.hstu.keeps_rows import KeepsRows
+from integrations.hstu.encoder_backend import EncoderBackend
+from integrations.hstu.engine_batch import with_states
 from integrations.hstu.limits import limits
 from integrations.hstu.stateful import KeptStates, states_if_any
 from integrations.hstu.user_behavior_schema import BehaviourBatch
@@ -34,7 +35,7 @@ _ONE_EVENT = UserSequence(
 )
 
 
-class TensorRTEncoder(KeepsRows[KeptStates]):
+class TensorRTEncoder(EncoderBackend):
     """Runs the engines for this GPU's architecture, in the first of `precisions` that was built. `index`: see cluster/nearest.py. `state`:
     the options of what is kept of users, see StateOptions; the `append` engine then encodes their new events only.
     """
@@ -58,33 +59,20 @@ class TensorRTEncoder(KeepsRows[KeptStates]):
             raise BackendUnavailable(str(error)) from error
         self._index = make_index(self._index_name, bundle.item_vectors, on_gpu=True)
         self._window = limits(bundle.manifest.model).window
-        self._has_prompt = bool(bundle.prompt_length)
+        self._prompt_length = bundle.prompt_length
         self._kept = states_if_any("tensorrt", bundle, self._state_options, partial(self._keep, bundle))
         self.infer(EncodeRequest(_ONE_EVENT, top_n=1))  # TensorRT for RTX finishes its kernels in the first call: not in a user's
-
-    def infer(self, request: EncodeRequest) -> Encoded:
-        return self.batch_infer([request])[0]
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
         size = self._engine.largest_batch
         parts = [requests[start : start + size] for start in range(0, len(requests), size)]
-        return [answer for part in parts for answer in self._answer(part)]
-
-    def close(self) -> None:
-        super().close()
-        for name in ("_engine", "_index"):
-            self.__dict__.pop(name, None)
-
-    def _answer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
-        batch = engine_batch(requests, self._window, len(self._index), self._pool)
-        return self._kept.answer(requests, batch, self._index, self._whole) if self._kept else self._whole(requests, batch)
+        return list(chain.from_iterable(map(super().batch_infer, parts)))
 
     def _whole(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch) -> list[Encoded]:
-        """The answers from all events of each history."""
         tensors = batch.tensors()
         outputs = self._engine.run({name: tensors[name] for name in _INPUTS})
         answers = self._index.answer(requests, outputs["state"].cpu().numpy())
-        return with_states(answers, outputs["states"].cpu().numpy(), batch) if self._has_prompt else answers
+        return with_states(answers, outputs["states"].cpu().numpy(), batch) if self._prompt_length else answers
 
     def _keep(self, bundle: Bundle) -> KeptStates:
         """The kept states, with their rows on the GPU."""

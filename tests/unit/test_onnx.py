@@ -357,7 +357,7 @@ def test_runs_in_as_many_threads_as_asked_for_or_as_ray_granted(compiled_hstu, m
     for threads, expected in ((None, 2), (1, 1)):
         encoder = OnnxRuntimeEncoder(threads=threads)
         encoder.load(compiled_hstu)
-        assert encoder._session.get_session_options().intra_op_num_threads == expected  # noqa: SLF001 - ONNX Runtime's own session tells its threads
+        assert encoder._engine.get_session_options().intra_op_num_threads == expected  # noqa: SLF001 - ONNX Runtime's own session tells its threads
         encoder.close()
 
 

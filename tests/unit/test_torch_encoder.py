@@ -54,13 +54,13 @@ class Recording(CompiledTorchEncoder):
         TorchEncoder.load(self, bundle)
         self._lengths = [5, 20]
         self.shapes = set()
-        eager = self._encode
+        eager = self._engine
 
         def encode(items, *others):
             self.shapes.add(tuple(items.shape))
             return eager(items, *others)
 
-        self._encode = encode
+        self._engine = encode
 
 
 def test_pads_every_batch_up_to_a_bucket_that_was_compiled(bundle):
@@ -88,4 +88,4 @@ def test_a_shape_outside_the_buckets_is_an_error_and_never_runs_eagerly(bundle):
     torch.set_autocast_cache_enabled(True)
     times = torch.zeros(3, 4, dtype=torch.int32)
     with torch.inference_mode(), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):  # noqa: SLF001 - PyTorch's name of the error
-        encoder._encode(torch.ones(3, 4, dtype=torch.long), times, times, torch.ones(3, dtype=torch.long))  # noqa: SLF001 - requests cannot have this shape
+        encoder._engine(torch.ones(3, 4, dtype=torch.long), times, times, torch.ones(3, dtype=torch.long))  # noqa: SLF001 - requests cannot have this shape

@@ -77,7 +77,7 @@ class TritonEncoder(TorchEncoder):
         with torch.inference_mode():
             self._index = make_index(self._index_name, model.item_vectors().cpu().numpy(), on_gpu=self._device.type == "cuda")
             lengths = doublings(self.shortest, self._window.longest)
-            self._encode = Bucketed(encode, self.batches, lengths, self._device, self._recorder())
+            self._engine = Bucketed(encode, self.batches, lengths, self._device, self._recorder())
         self._kept = self._keep(bundle, model)
 
     def _appending(self, model: "HSTU") -> "tuple[RunAppend, Shapes, BufferPool | None]":
