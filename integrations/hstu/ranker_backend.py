@@ -13,7 +13,7 @@ from cluster.values import Availability
 from integrations.hstu.config import RankerConfig
 from integrations.hstu.keeps_rows import KeepsRows
 from integrations.hstu.limits import rows_at_once
-from integrations.hstu.ranking_engine import MICRO_BATCH, KeptEvents, RankingEngine, RunAppend, RunRank
+from integrations.hstu.ranking_engine import MICRO_BATCH, KeptEvents, RankingEngine, RunRank, RunRankAppend
 
 
 class RankerBackend(KeepsRows[KeptEvents], ABC):
@@ -37,7 +37,7 @@ class RankerBackend(KeepsRows[KeptEvents], ABC):
         """Raises BackendUnavailable or BundleError where it cannot serve the bundle's ranker here."""
 
     @abstractmethod
-    def _open(self, bundle: Bundle) -> tuple[RunAppend, RunRank]:
+    def _open(self, bundle: Bundle) -> tuple[RunRankAppend, RunRank]:
         """Load the engine. Raises BackendUnavailable or BundleError."""
 
     def get_availability(self, bundle: Bundle) -> Availability:

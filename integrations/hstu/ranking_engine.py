@@ -3,13 +3,13 @@
     history -> window -> rows' identities -> store.match -> kept K^T, V -> append (events kept..n-1) -> store.commit
                                                             K^T, V of all n events + candidates, `micro_batch` at a time -> predictions
 
-The engine is two functions, `RunAppend` and `RunRank`: the ONNX graphs or the torch model. Users are computed one after the other, as one
-request has enough candidates to fill the engine. An error in what is kept costs time, and no answer.
+The engine is two functions, `RunRankAppend` and `RunRank`: the ONNX graphs or the torch model. Users are computed one after the other, as
+one request has enough candidates to fill the engine. An error in what is kept costs time, and no answer.
 Shapes as in ranker.py, without B.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,10 +27,12 @@ from integrations.hstu.state.rows import event_identities
 from integrations.hstu.state.store import Held
 from integrations.hstu.state_options import StateOptions, make_store
 
-RunAppend: TypeAlias = Callable[[Arrays], tuple[FloatArray, FloatArray]]
+RunRankAppend: TypeAlias = Callable[[Arrays], tuple[FloatArray, FloatArray]]
 """items, actions, ratings, times (L,), past_times (P,), past_kt (layers, H, K, P), past_v (layers, H, P, W) -> `kt` and `v` of L events."""
 RunRank: TypeAlias = Callable[[Arrays], FloatArray]
 """candidates (M,), past_times (P,), past_kt, past_v -> predictions (M, T)."""
+RunGraph: TypeAlias = Callable[[Arrays], Mapping[str, FloatArray]]
+"""A graph's inputs by name -> its outputs by name."""
 
 MICRO_BATCH = 1024
 COMPLAINT = "a ranker's kept rows could not be used; such requests are computed whole"
@@ -43,7 +45,7 @@ class RankingEngine:
 
     def __init__(
         self,
-        functions: tuple[RunAppend, RunRank],
+        functions: tuple[RunRankAppend, RunRank],
         config: RankerConfig,
         kept: "KeptEvents | None",
         pool: BufferPool,
@@ -107,6 +109,16 @@ class RankingEngine:
         """Forget the user: what is kept of the user may have caused the error."""
         if self._kept:
             self._kept.forget(request.tenant, request.user)
+
+
+def run_by_graphs(append: RunGraph, rank: RunGraph) -> tuple[RunRankAppend, RunRank]:
+    """The two functions of an engine that runs the graphs `rank_append` and `rank`."""
+
+    def run_append(inputs: Arrays) -> tuple[FloatArray, FloatArray]:
+        outputs = append(inputs)
+        return outputs["kt"], outputs["v"]
+
+    return run_append, lambda inputs: rank(inputs)["predictions"]
 
 
 class KeptEvents(KeptRows):

@@ -8,7 +8,7 @@ from cluster.errors import BackendUnavailable
 from cluster.values import FloatArray
 from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.ranker_backend import RankerBackend
-from integrations.hstu.ranking_engine import RunAppend, RunRank
+from integrations.hstu.ranking_engine import RunRank, RunRankAppend
 
 
 class TorchRanker(RankerBackend):
@@ -19,7 +19,7 @@ class TorchRanker(RankerBackend):
             raise BackendUnavailable("torch is not installed; install genrec with its extra cpu")
         bundle.verified(RANKER)
 
-    def _open(self, bundle: Bundle) -> tuple[RunAppend, RunRank]:
+    def _open(self, bundle: Bundle) -> tuple[RunRankAppend, RunRank]:
         import torch  # noqa: PLC0415 - a process that serves another engine need not pay for importing torch
 
         from integrations.hstu.weights import load_ranker  # noqa: PLC0415

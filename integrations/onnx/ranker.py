@@ -1,5 +1,6 @@
 """The ranker on ONNX Runtime: the graphs `rank_append` and `rank`, no torch needed."""
 
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,7 +10,7 @@ from cluster.values import FloatArray
 from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.limits import MOST_PAIRS, MOST_PAIRS_ON_GPU
 from integrations.hstu.ranker_backend import RankerBackend
-from integrations.hstu.ranking_engine import RunAppend, RunRank
+from integrations.hstu.ranking_engine import RunRank, RunRankAppend, run_by_graphs
 from integrations.onnx.files import compiled_graph
 from integrations.onnx.layers import graph_inputs
 from integrations.onnx.session import computes_here, open_session
@@ -35,18 +36,14 @@ class OnnxRuntimeRanker(RankerBackend):
         for graph in GRAPHS:
             compiled_graph(bundle, graph)
 
-    def _open(self, bundle: Bundle) -> tuple[RunAppend, RunRank]:
+    def _open(self, bundle: Bundle) -> tuple[RunRankAppend, RunRank]:
         append, rank = (open_session(compiled_graph(bundle, graph), self._threads) for graph in GRAPHS)
         self.brief = computes_here(rank)
         self.most_pairs = MOST_PAIRS if self.brief else MOST_PAIRS_ON_GPU
-
-        def run_append(inputs: Arrays) -> tuple[FloatArray, FloatArray]:
-            kt, v = _run(append, ("kt", "v"), inputs)
-            return kt, v
-
-        return run_append, lambda inputs: _run(rank, ("predictions",), inputs)[0]
+        return run_by_graphs(partial(_run, append), partial(_run, rank))
 
 
-def _run(session: Any, outputs: tuple[str, ...], inputs: Arrays) -> list[FloatArray]:
-    made: list[FloatArray] = session.run(outputs, graph_inputs([node.name for node in session.get_inputs()], inputs))
-    return made
+def _run(session: Any, inputs: Arrays) -> dict[str, FloatArray]:
+    names = [node.name for node in session.get_outputs()]
+    made = session.run(names, graph_inputs([node.name for node in session.get_inputs()], inputs))
+    return dict(zip(names, made, strict=True))

@@ -1,15 +1,15 @@
 """The ranker on OpenVINO: ONNX Runtime's graphs, `rank_append` and `rank`, on the CPU."""
 
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 from cluster.bundle import Bundle
 from cluster.errors import BackendUnavailable
-from cluster.values import FloatArray
 from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.limits import MOST_PAIRS
 from integrations.hstu.ranker_backend import RankerBackend
-from integrations.hstu.ranking_engine import RunAppend, RunRank
+from integrations.hstu.ranking_engine import RunRank, RunRankAppend, run_by_graphs
 from integrations.onnx.files import compiled_graph
 from integrations.onnx.layers import graph_inputs
 from integrations.onnx.ranker import GRAPHS
@@ -35,15 +35,10 @@ class OpenVinoRanker(RankerBackend):
         for graph in GRAPHS:
             compiled_graph(bundle, graph)
 
-    def _open(self, bundle: Bundle) -> tuple[RunAppend, RunRank]:
+    def _open(self, bundle: Bundle) -> tuple[RunRankAppend, RunRank]:
         threads = self._threads or threads_granted()
         append, rank = (compiled(compiled_graph(bundle, graph), threads, "f32", KEPT) for graph in GRAPHS)
-
-        def run_append(inputs: Arrays) -> tuple[FloatArray, FloatArray]:
-            outputs = _run(append, inputs)
-            return outputs["kt"], outputs["v"]
-
-        return run_append, lambda inputs: _run(rank, inputs)["predictions"]
+        return run_by_graphs(partial(_run, append), partial(_run, rank))
 
 
 def _run(engine: Any, inputs: Arrays) -> Any:

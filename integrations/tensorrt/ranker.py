@@ -1,6 +1,7 @@
 """The ranker on two TensorRT engines, `rank_append` and `rank`."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cluster.bundle import Bundle
@@ -9,7 +10,7 @@ from cluster.errors import BackendUnavailable, CompileError, ConfigError
 from cluster.values import FloatArray
 from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.ranker_backend import RankerBackend
-from integrations.hstu.ranking_engine import RunAppend, RunRank
+from integrations.hstu.ranking_engine import RunRank, RunRankAppend, run_by_graphs
 from integrations.onnx.layers import graph_inputs
 from integrations.tensorrt.engine_files import checked_engine, engine_of
 from integrations.tensorrt.options import MOST_CANDIDATES, known_precisions
@@ -36,17 +37,12 @@ class TensorRTRanker(RankerBackend):
         for graph in GRAPHS:
             engine_of(bundle, graph, self._precisions)
 
-    def _open(self, bundle: Bundle) -> tuple[RunAppend, RunRank]:
+    def _open(self, bundle: Bundle) -> tuple[RunRankAppend, RunRank]:
         try:
             append, rank = (checked_engine(bundle, engine_of(bundle, graph, self._precisions)) for graph in GRAPHS)
         except CompileError as error:
             raise BackendUnavailable(str(error)) from error
-
-        def run_append(inputs: Arrays) -> tuple[FloatArray, FloatArray]:
-            outputs = _run(append, inputs)
-            return outputs["kt"], outputs["v"]
-
-        return run_append, lambda inputs: _run(rank, inputs)["predictions"]
+        return run_by_graphs(partial(_run, append), partial(_run, rank))
 
 
 def _run(engine: "Engine", inputs: Arrays) -> dict[str, FloatArray]:
