@@ -21,7 +21,7 @@ from integrations.hstu.state.device_users import DeviceUser, DeviceUsers
 from integrations.hstu.state.pool import Plane
 from integrations.hstu.state.pooled import PooledHeld, PooledStates
 from integrations.hstu.state.rows import common_rows
-from integrations.hstu.state.store import Held, Matching, Owner, Rows, StateStatistics
+from integrations.hstu.state.store import Held, Owner, Rows, StateStatistics, StateStore
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class DeviceHeld:
             torch.as_tensor(array).narrow(axis, 0, planes[name].shape[axis]).copy_(planes[name])
 
 
-class DeviceTier(Matching):
+class DeviceTier(StateStore):
     """A StateStore of tensors. `store` keeps the rows that have no room on the device, or were evicted from it.
 
     Computation is asked for by one thread, on its current stream; `forget`, `clear` and `statistics` may come from any.

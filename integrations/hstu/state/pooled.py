@@ -11,7 +11,7 @@ import numpy as np
 from cluster.values import Int64Array
 from integrations.hstu.state.pool import PagePool, Plane
 from integrations.hstu.state.rows import common_rows
-from integrations.hstu.state.store import Held, Matching, Owner, Rows, StateStatistics
+from integrations.hstu.state.store import Held, Owner, Rows, StateStatistics, StateStore
 
 
 class PooledHeld:
@@ -30,7 +30,7 @@ class PooledHeld:
         self._pool.gather(self.pages, last, out, start)
 
 
-class PooledStates(Matching, ABC):
+class PooledStates(StateStore, ABC):
     """A StateStore over a page pool. One lock: rows are written under it and read without it, from pages that the reader has retained."""
 
     def __init__(self, pool: PagePool) -> None:

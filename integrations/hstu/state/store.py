@@ -1,7 +1,7 @@
 """The interface of a store of users' rows, and its statistics."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -93,9 +93,14 @@ class StateStore(Protocol):
         """Let the rows be evicted again. Raises ValueError where they were released before."""
         ...
 
-    def matched(self, owner: Owner, rows: Int64Array) -> AbstractContextManager[Held]:
+    @contextmanager
+    def matched(self, owner: Owner, rows: Int64Array) -> Iterator[Held]:
         """`match` that releases at the end of the block."""
-        ...
+        held = self.match(owner, rows)
+        try:
+            yield held
+        finally:
+            self.release(held)
 
     def forget(self, owner: Owner) -> int:
         """Drop all rows of the owner; returns the bytes freed, at once or when the last holder releases them."""
@@ -124,15 +129,3 @@ class StateStore(Protocol):
         ...
 
     def statistics(self) -> StateStatistics: ...
-
-
-class Matching:
-    """`matched` for a store with `match` and `release`."""
-
-    @contextmanager
-    def matched(self: "StateStore", owner: Owner, rows: Int64Array) -> Iterator[Held]:
-        held = self.match(owner, rows)
-        try:
-            yield held
-        finally:
-            self.release(held)
