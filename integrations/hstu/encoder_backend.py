@@ -8,12 +8,12 @@ from cluster.nearest import NearestItems
 from cluster.values import Encoded, EncodeRequest
 from cluster.window import Window
 from integrations.hstu.engine_batch import engine_batch
-from integrations.hstu.keeps_rows import KeepsRows
 from integrations.hstu.stateful import KeptStates
+from integrations.hstu.stateful_backend import StatefulBackend
 from integrations.hstu.user_behavior_schema import BehaviourBatch
 
 
-class EncoderBackend(KeepsRows[KeptStates], ABC):
+class EncoderBackend(StatefulBackend[KeptStates], ABC):
     """A subclass's `load` sets these attributes, and `_kept` where rows are kept; `_whole` computes with them.
 
     `state`: the options of what is kept of users, see StateOptions.

@@ -11,12 +11,12 @@ from cluster.options import whole
 from cluster.ranking import Ranked, RankRequest
 from cluster.values import Availability
 from integrations.hstu.config import RankerConfig
-from integrations.hstu.keeps_rows import KeepsRows
 from integrations.hstu.limits import rows_at_once
 from integrations.hstu.ranking_engine import MICRO_BATCH, KeptEvents, RankingEngine, RunRank, RunRankAppend
+from integrations.hstu.stateful_backend import StatefulBackend
 
 
-class RankerBackend(KeepsRows[KeptEvents], ABC):
+class RankerBackend(StatefulBackend[KeptEvents], ABC):
     """A subclass says whether it can serve a bundle (`_check`) and makes the two functions of RankingEngine (`_open`). One whose append has
     all new events in one block says of how many pairs that block is (`most_pairs`).
 

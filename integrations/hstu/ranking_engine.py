@@ -22,7 +22,7 @@ from cluster.values import FloatArray, Int64Array
 from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.config import RankerConfig
 from integrations.hstu.ranker_inputs import event_columns
-from integrations.hstu.state.kept_rows import KeptRows
+from integrations.hstu.state.keeper import StateKeeper
 from integrations.hstu.state.rows import event_identities
 from integrations.hstu.state.store import Held
 from integrations.hstu.state_options import StateOptions, make_store
@@ -121,7 +121,7 @@ def run_by_graphs(append: RunGraph, rank: RunGraph) -> tuple[RunRankAppend, RunR
     return run_append, lambda inputs: rank(inputs)["predictions"]
 
 
-class KeptEvents(KeptRows):
+class KeptEvents(StateKeeper):
     """The rows that one ranker keeps of its users."""
 
     def __init__(self, bundle: Bundle, config: RankerConfig, options: StateOptions) -> None:

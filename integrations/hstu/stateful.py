@@ -25,7 +25,7 @@ from integrations.hstu.config import HSTUConfig
 from integrations.hstu.limits import limits, row_blocks
 from integrations.hstu.model_parameter_calculator import model_size
 from integrations.hstu.state.device import DeviceTier
-from integrations.hstu.state.kept_rows import KeptRows
+from integrations.hstu.state.keeper import StateKeeper
 from integrations.hstu.state.rows import identities
 from integrations.hstu.state.store import Owner, StateStore
 from integrations.hstu.state_options import StateOptions, make_store
@@ -39,7 +39,7 @@ _LOG = logging.getLogger(__name__)
 COMPLAINT = "kept states could not be used; such requests are encoded whole"
 
 
-class KeptStates(KeptRows):
+class KeptStates(StateKeeper):
     """The users' states of one encoder and one model. For one thread at a time; `statistics` may be called from any."""
 
     def __init__(

@@ -19,7 +19,7 @@ from cluster.errors import ConfigError
 from cluster.semantic_ids import SemanticIds
 from cluster.values import GenerateRequest, Int64Array, UserState
 from integrations.decoder.soft_prompt import pause_codes, rating_codes
-from integrations.hstu.state.kept_rows import KeptRows
+from integrations.hstu.state.keeper import StateKeeper
 from integrations.hstu.state.pool import PagePool, Plane
 from integrations.hstu.state.radix import RadixStates
 from integrations.hstu.state.store import Held, Owner, Rows
@@ -31,7 +31,7 @@ _STORED = {torch.float32: np.float32, torch.bfloat16: np.int16}  # numpy has no 
 COMPLAINT = "kept prompts could not be used; such prompts are computed whole"
 
 
-class KeptPrompts(KeptRows):
+class KeptPrompts(StateKeeper):
     """The kept prompts of one decoder. `model_hash`: of all that turns a prompt into keys and values. `prefill` is for one thread, the rest
     for any.
 

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from cluster.engines.buffers import BufferPool
-from integrations.hstu.state.kept_rows import KeptRows
+from integrations.hstu.state.keeper import StateKeeper
 from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, PolicyName, StateDtype, StateOptions, StoreName
 
-KeptT = TypeVar("KeptT", bound=KeptRows)
+KeptT = TypeVar("KeptT", bound=StateKeeper)
 
 
-class KeepsRows(Generic[KeptT]):
+class StatefulBackend(Generic[KeptT]):
     """Takes the options of StateOptions. `_kept` is None while nothing is kept; `_pool`: the memory in which batches are put together."""
 
     _kept: KeptT | None = None
@@ -49,11 +49,11 @@ class KeepsRows(Generic[KeptT]):
         return self._kept.clear() if self._kept else 0
 
     def hand_over(self) -> Iterator[tuple[str, str, bytes]]:
-        """See KeptRows; nothing while nothing is kept."""
+        """See StateKeeper; nothing while nothing is kept."""
         return self._kept.hand_over() if self._kept else iter(())
 
     def take_over(self, tenant: str, user: str, data: bytes) -> int:
-        """See KeptRows."""
+        """See StateKeeper."""
         return self._kept.take_over(tenant, user, data) if self._kept else 0
 
     def kept(self) -> dict[str, float]:

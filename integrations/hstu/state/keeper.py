@@ -10,7 +10,7 @@ from integrations.hstu.state.store import Owner, StateStore
 _LOG = logging.getLogger(__name__)
 
 
-class KeptRows:
+class StateKeeper:
     """The rows of one model's users, in `store`. `model`: a name that no other model with rows in the store has.
 
     `complaint`: the log's message, once for each kind of error, where rows could not be used. `not_looked_up`: how many requests named no
