@@ -70,14 +70,15 @@ class Recommender:
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """The answer to one request. Raises InvalidRequest. A failing engine degrades the answer and raises nothing."""
-        strategy, ranks = self.check(request)
+        strategy, ranks = self._plan_of(request)
         resolved, budget = resolve(request, self._catalogue), Budget(started(request).deadline)
 
-        lists = [await self._retrieval.find(resolved, self._pool_for(request, strategy, ranks=ranks), budget)]
+        retrieved = await self._retrieval.find(resolved, self._pool_for(request, strategy, ranks=ranks), budget)
+        lists = [retrieved]
         if strategy != "retrieval":
-            lists.append(await self._generation.complete(lists[0], resolved, request, budget))
-        if strategy == "unified" and lists[-1].served:
-            lists.append(blend(lists[0], lists[1], self._weights))
+            lists.append(generated := await self._generation.complete(retrieved, resolved, request, budget))
+            if strategy == "unified" and generated.served:
+                lists.append(blend(retrieved, generated, self._weights))
         if ranks:
             lists.append(await self._ranked(lists, resolved, request, budget))
         return self._answer(lists, resolved, request)
@@ -89,30 +90,35 @@ class Recommender:
         The first `k` retrieved items come best first, unless the strategy is generative. A stage yields no item twice. Only the answer is
         final: it need not hold the items before it. InvalidRequest is raised in place of the first part.
         """
-        strategy, ranks = self.check(request)
+        strategy, ranks = self._plan_of(request)
         resolved, budget = resolve(request, self._catalogue), Budget(started(request).deadline)
 
-        lists = [await self._retrieval.find(resolved, self._pool_for(request, strategy, ranks=ranks), budget)]
-        yield lists[0].report
-        if strategy != "generative" and (items := self._titled(lists[0].at(slice(request.k)))):
+        retrieved = await self._retrieval.find(resolved, self._pool_for(request, strategy, ranks=ranks), budget)
+        lists = [retrieved]
+        yield retrieved.report
+        if strategy != "generative" and (items := self._titled(retrieved.at(slice(request.k)))):
             yield items
         if strategy != "retrieval":
-            async with aclosing(self._generation.stream(lists[0], resolved, request, budget)) as found:
+            async with aclosing(self._generation.stream(retrieved, resolved, request, budget)) as found:
                 async for part in found:
                     if not part.complete and (items := self._titled(part)):
                         yield items
-            lists.append(part)  # the last one is complete
-            yield part.report
-        if strategy == "unified" and lists[-1].served:
-            lists.append(blend(lists[0], lists[1], self._weights))
-            yield lists[-1].report
+            lists.append(generated := part)  # the last one is complete
+            yield generated.report
+            if strategy == "unified" and generated.served:
+                lists.append(blended := blend(retrieved, generated, self._weights))
+                yield blended.report
         if ranks:
-            lists.append(await self._ranked(lists, resolved, request, budget))
-            yield lists[-1].report
+            lists.append(ranked := await self._ranked(lists, resolved, request, budget))
+            yield ranked.report
         yield self._answer(lists, resolved, request)
 
-    def check(self, request: RecommendRequest) -> tuple[Strategy, bool]:
-        """The strategy, and whether the ranker orders the items. Raises InvalidRequest if this model cannot serve the request's options."""
+    def check(self, request: RecommendRequest) -> None:
+        """Raises InvalidRequest if this model cannot serve the request's options."""
+        self._plan_of(request)
+
+    def _plan_of(self, request: RecommendRequest) -> tuple[Strategy, bool]:
+        """The strategy, and whether the ranker orders the items."""
         return self._strategy(request), self._ranks(request)
 
     def _strategy(self, request: RecommendRequest) -> Strategy:
