@@ -112,8 +112,8 @@ class ActorShard:
             self._together,
             lambda sizes: range(min(len(sizes), MOST)),
             lambda: MOST,
-            pacing=Pacing(at_once=lambda: ON_THE_WAY, patience_s=PATIENCE_S),
-            abandons=True,
+            pacing=Pacing(max_running=lambda: ON_THE_WAY, patience_s=PATIENCE_S),
+            cancel_when_all_left=True,
             context=no_requests_context(),
         )
 

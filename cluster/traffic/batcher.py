@@ -45,13 +45,13 @@ class Member(Generic[RequestT, AnswerT]):
 class Pacing:
     """When the next batch begins."""
 
-    at_once: Callable[[], int] = lambda: 1
+    max_running: Callable[[], int] = lambda: 1
     """How many batches run at a time."""
     wait_s: float = 0.0
     """While no batch runs, the first request waits this long for others; 0: it goes with those of the same turn of the loop."""
     gather_s: float = 0.0
     """While no batch runs, wait this long at most until as many requests wait as the latest batch had; after a batch of one, not at all."""
-    beside_s: float = 0.0
+    overlap_after_s: float = 0.0
     """The latest batch runs this long before the next begins beside it, unless that one is full."""
     patience_s: float = math.inf
     """A batch that runs for longer no longer holds others up."""
@@ -61,8 +61,9 @@ class Batcher(Generic[RequestT, AnswerT]):
     """For one event loop. `run` answers a batch: one answer or Raised for each member, in order.
 
     `choose` is given the sizes of all that wait, the longest-waiting first, and names the positions of those that go together, ascending
-    and the first among them; `most()` at a time. `size`: of a request. `abandons`: a batch is cancelled once all of its members have left.
-    `context`: in which batches run; without it, in that of the request by which they begin. `idle`: called when nothing waits or runs.
+    and the first among them; `most()` at a time. `size`: of a request. `cancel_when_all_left`: a batch is cancelled once all of its members
+    have left. `context`: in which batches run; without it, in that of the request by which they begin. `idle`: called when nothing waits
+    or runs.
     """
 
     def __init__(
@@ -73,12 +74,13 @@ class Batcher(Generic[RequestT, AnswerT]):
         *,
         pacing: Pacing = Pacing(),
         size: Callable[[RequestT], int] = lambda _: 1,
-        abandons: bool = False,
+        cancel_when_all_left: bool = False,
         context: Context | None = None,
         idle: Callable[[], object] = lambda: None,
     ) -> None:
         self._run, self._choose, self._most, self._size = run, choose, most, size
-        self._pacing, self._abandons, self._context, self._idle = pacing, abandons, context, idle
+        self._pacing, self._context, self._idle = pacing, context, idle
+        self._cancel_when_all_left = cancel_when_all_left
         self._waiting: list[Member[RequestT, AnswerT]] = []
         self._running: dict[asyncio.Task[None], tuple[float, int]] = {}  # when each began, and how many members it has; the oldest first
         self._latest = 0  # members of the latest batch
@@ -121,17 +123,17 @@ class Batcher(Generic[RequestT, AnswerT]):
         if not self._running:
             self._idle()
 
-    def _due(self, chosen: int) -> float:
+    def _due(self, count: int) -> float:
         """When the next batch, of so many members, may begin; infinity: when one that runs has ended."""
         pacing = self._pacing
         lately = [began for began, _ in self._running.values() if monotonic() - began < pacing.patience_s]
-        if len(lately) >= pacing.at_once():
+        if len(lately) >= pacing.max_running():
             return lately[0] + pacing.patience_s
-        if chosen < len(self._waiting) or chosen == self._most():
+        if count < len(self._waiting) or count == self._most():
             return 0.0
         if self._running:
-            return max(began for began, _ in self._running.values()) + pacing.beside_s
-        wait_s = pacing.wait_s if chosen >= self._latest else max(pacing.wait_s, pacing.gather_s)
+            return max(began for began, _ in self._running.values()) + pacing.overlap_after_s
+        wait_s = pacing.wait_s if count >= self._latest else max(pacing.wait_s, pacing.gather_s)
         return self._waiting[0].since + wait_s
 
     def _step_at(self, due: float) -> None:
@@ -149,7 +151,7 @@ class Batcher(Generic[RequestT, AnswerT]):
         self._running[batch] = monotonic(), len(members)
         self._latest = len(members)
         batch.add_done_callback(self._ended, context=self._context)
-        if self._abandons:
+        if self._cancel_when_all_left:
             _cancel_once_all_have_left(batch, members)
 
     def _ended(self, batch: asyncio.Task[None]) -> None:

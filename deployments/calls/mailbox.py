@@ -78,8 +78,8 @@ class Mailbox:
             self._call,
             lambda sizes: range(min(len(sizes), MOST)),
             lambda: MOST,
-            pacing=Pacing(at_once=lambda: ON_THE_WAY, patience_s=PATIENCE_S),
-            abandons=True,  # an overloaded replica need not compute what no member awaits
+            pacing=Pacing(max_running=lambda: ON_THE_WAY, patience_s=PATIENCE_S),
+            cancel_when_all_left=True,  # an overloaded replica need not compute what no member awaits
             context=None if address.span else self._context,
             idle=idle,
         )

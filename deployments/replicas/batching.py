@@ -53,7 +53,7 @@ def engine_batcher(
     `compute` answers a batch with one answer for each request, in order. `rows`: how many rows a request takes up. Requests past their
     deadlines are not computed, as they would cost the others time: they get the answer of `too_late`.
     """
-    most = BatchLimits(limits)
+    adaptive = BatchLimits(limits)
 
     async def run(members: Sequence[Member[Request, Answer]]) -> Sequence[Answer]:
         now, sizes = monotonic(), [member.size for member in members]
@@ -63,18 +63,18 @@ def engine_batcher(
         with tracing.joined_span("batch", [member.trace for member in members], requests=len(members), longest=max(sizes)):
             answers = iter(await compute(list(compress(requests, timely))) if any(timely) else ())
             if any(timely):  # that nothing was computed says nothing of how long it takes
-                most.after(sum(timely), now)
+                adaptive.after(sum(timely), now)
             return [next(answers) if in_time else too_late() for in_time in timely]
 
     return Batcher(
         run,
-        lambda sizes: alike(sizes, most.limits),
-        lambda: most.limits.max_requests,
+        lambda sizes: alike(sizes, adaptive.limits),
+        lambda: adaptive.limits.max_requests,
         pacing=Pacing(
-            at_once=lambda: 2 if most.took_s < AHEAD_S else 1,
+            max_running=lambda: 2 if adaptive.took_s < AHEAD_S else 1,
             wait_s=limits.max_wait_ms / 1e3,
             gather_s=GATHER_S,
-            beside_s=MADE_UP_AFTER_S,
+            overlap_after_s=MADE_UP_AFTER_S,
         ),
         size=rows,
     )
