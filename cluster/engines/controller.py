@@ -197,11 +197,11 @@ class FrameworkController(Generic[RequestT, AnswerT]):
                 await one.unload()
         await self._probe_when_due()
         self._room.loads_on_demand = not self._samples
-        loaded = self._any_loaded()
+        loaded = self._reap_loads()
         while backend := self._next_to_load():
             self._loads.add(asyncio.create_task(self._load_beside(backend)))
             await asyncio.wait(self._loads, timeout=LOADS_ALONE_S, return_when=asyncio.FIRST_COMPLETED)
-            loaded = self._any_loaded() or loaded
+            loaded = self._reap_loads() or loaded
             await self._measure()
         return loaded
 
@@ -218,15 +218,16 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         await self.probe()
         ready = len(self._roster.ranked()) if self._roster.selection == "fastest" else ready
         for backend in self._roster.ranked():
-            if ready and not backend.queued and not backend.obstacle():
+            if ready and not backend.queued and not backend.why_not_loadable():
                 load = asyncio.create_task(self._load_beside(backend))
                 self._loads.add(load)
                 await asyncio.wait({load}, timeout=LOADS_ALONE_S)
-                ready -= load.done() and load.result()
+                if load.done() and load.result():
+                    ready -= 1
         while self._loads and not any(backend.loaded and not backend.loading for backend in self._roster):
             await asyncio.wait(self._loads, return_when=asyncio.FIRST_COMPLETED)
-            self._any_loaded()
-        self._any_loaded()
+            self._reap_loads()
+        self._reap_loads()
         await self._measure()
         return self.explain()
 
@@ -234,16 +235,16 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """The backend that would be asked first now, and why the ones before it would not be."""
         skipped: list[SkippedBackend] = []
         for backend in self._roster.ranked():
-            obstacle = backend.unfit()
-            if obstacle is None:
+            reason = backend.why_not_callable()
+            if reason is None:
                 return _choice(self.stage, backend.name, skipped)
-            skipped.append(obstacle)
+            skipped.append(reason)
         return _choice(self.stage, "none", skipped)
 
     def snapshot(self) -> StageSnapshot:
         ranked = self._roster.ranked()
-        asked = tuple(backend.snapshot(rank, backend.unfit()) for rank, backend in enumerate(ranked))
-        left_out = tuple(backend.snapshot(None, backend.obstacle()) for backend in self._roster if backend not in ranked)
+        asked = tuple(backend.snapshot(rank, backend.why_not_callable()) for rank, backend in enumerate(ranked))
+        left_out = tuple(backend.snapshot(None, backend.why_not_loadable()) for backend in self._roster if backend not in ranked)
         return StageSnapshot(self.stage, self.explain(), asked + left_out)
 
     def enable(self, name: str) -> None:
@@ -336,10 +337,12 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """The first backend that may be asked and is not loaded."""
         if self._closed or self._room.loads_on_demand:
             return None
-        return next((one for one in self._roster.ranked() if not one.loaded and not one.obstacle()), None)
+        return next((one for one in self._roster.ranked() if not one.loaded and not one.why_not_loadable()), None)
 
-    def _any_loaded(self) -> bool:
-        """Whether one of the loads that have ended left an engine that serves. Raises an error that is not a backend's."""
+    def _reap_loads(self) -> bool:
+        """Forget the loads that have ended; returns whether one of them left an engine that serves. Raises an error that is not a
+        backend's.
+        """
         ended = {load for load in self._loads if load.done()}
         self._loads -= ended
         loaded = [load.result() for load in ended]

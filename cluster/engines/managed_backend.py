@@ -88,12 +88,12 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         """Whether the engine has a queue of its own; False as long as there is no engine."""
         return self._slot.engine is not None and self._slot.engine.queued
 
-    def obstacle(self) -> SkippedBackend | None:
+    def why_not_loadable(self) -> SkippedBackend | None:
         """Why the backend must be neither loaded nor asked now; None where it may."""
-        return self.unusable() or (self.health.skipped(self.exclusion) if self.exclusion else None)
+        return self.why_not_measurable() or (self.health.skipped(self.exclusion) if self.exclusion else None)
 
-    def unusable(self) -> SkippedBackend | None:
-        """As `obstacle`, but None for a backend that only a measurement excludes: it may be measured anew."""
+    def why_not_measurable(self) -> SkippedBackend | None:
+        """As `why_not_loadable`, but None for a backend that only a measurement excludes: it may be measured anew."""
         if not self.enabled:
             return self.health.skipped("switched off by the operator")
         if not self.availability.ok:
@@ -102,28 +102,28 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             return self.health.unready()
         return self.health.obstacle()
 
-    def unfit(self) -> SkippedBackend | None:
-        """Why the backend would not be given a request now: an obstacle, or a load for which calls do not wait. None where it would."""
-        if obstacle := self.obstacle():
-            return obstacle
+    def why_not_callable(self) -> SkippedBackend | None:
+        """Why the backend would not be given a request now: it is not loadable, or calls do not wait for its load. None where it would."""
+        if reason := self.why_not_loadable():
+            return reason
         waits = not self.loaded and (self.queued or not self._room.loads_on_demand)
         return self.health.unready() if waits or (self.queued and not self.health.closed) else None
 
     async def ask(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
         """For each request, in the order asked, an answer or the reason why there is none."""
-        if skipped := self.unfit():
+        if skipped := self.why_not_callable():
             return [skipped] * len(requests)
-        kept_from_it = [self._kept_from_it(request) for request in requests]
-        asked = [request for request, reason in zip(requests, kept_from_it, strict=True) if not reason]
+        withheld = [self._why_withheld(request) for request in requests]
+        asked = [request for request, reason in zip(requests, withheld, strict=True) if not reason]
         answers = iter(await self._answers(asked) if asked else ())
-        return [reason or next(answers) for reason in kept_from_it]
+        return [reason or next(answers) for reason in withheld]
 
     async def stream(self, request: RequestT) -> AsyncGenerator[AnswerT | SkippedBackend, None]:
         """Pieces of the answer as the engine finds them. Where it breaks, the reason comes last, and the request is not tried again."""
         engine = self._slot.engine
         if not isinstance(engine, Queue) or not engine.streams:
             yield (await self.ask([request]))[0]
-        elif skipped := self.unfit() or self._kept_from_it(request):
+        elif skipped := self.why_not_callable() or self._why_withheld(request):
             yield skipped
         else:
             async with aclosing(self._pieces(engine, request)) as pieces:
@@ -257,7 +257,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             kept=self.kept(),
         )
 
-    def _kept_from_it(self, request: RequestT) -> SkippedBackend | None:
+    def _why_withheld(self, request: RequestT) -> SkippedBackend | None:
         """Why the engine is not given this request, which then counts as neither a call nor a failure: the time is over, as after a backend
         that broke late, or the engine declines it. None where it is given the request.
         """
@@ -287,12 +287,12 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
 
     async def _answer_batch(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
         async with self._turn.together():
-            if skipped := self.unfit():  # asked again: it may have become unfit while the requests waited
+            if skipped := self.why_not_callable():  # asked again: that may have changed while the requests waited
                 return [skipped] * len(requests)
             results = await self._try(requests, self._run_for(requests)) if self.loaded and self.health.closed else None
         if results is None:
             async with self._turn.alone():
-                if skipped := self.unfit():
+                if skipped := self.why_not_callable():
                     return [skipped] * len(requests)
                 results = await self._load_and_try(requests, self._run_for(requests))
         elif self.health.state is BreakerState.OPEN:
@@ -310,7 +310,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
 
     async def _answer_one(self, request: RequestT) -> AnswerT | SkippedBackend:
         """Answer one request by an engine with a queue, beside those that it answers already."""
-        if skipped := self.unfit():
+        if skipped := self.why_not_callable():
             return skipped
         self.health.calls += 1
         (result,) = await self._try([request], self._room.thread.run)

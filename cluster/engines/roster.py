@@ -72,7 +72,7 @@ class Roster(Generic[RequestT, AnswerT]):
 
     def ready(self) -> list[ManagedBackend[RequestT, AnswerT]]:
         """The loaded backends that may be asked, in order; including those that only a measurement excludes."""
-        return [backend for name in self._order if (backend := self._backends[name]).loaded and not backend.unusable()]
+        return [backend for name in self._order if (backend := self._backends[name]).loaded and not backend.why_not_measurable()]
 
     def change(self, **given: Unpack[Changes]) -> list[ManagedBackend[RequestT, AnswerT]]:
         """Change the given settings, all or none; returns the backends that are gone then."""
@@ -100,7 +100,7 @@ class Roster(Generic[RequestT, AnswerT]):
 
     def _is_suspect(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:
         others = (other for other in self.ranked() if other is not backend)
-        return backend.name in self.suspects and any(other.unfit() is None for other in others)
+        return backend.name in self.suspects and any(other.why_not_callable() is None for other in others)
 
     def _known(self, name: str, backends: Mapping[str, ManagedBackend[RequestT, AnswerT]]) -> ManagedBackend[RequestT, AnswerT]:
         if name not in backends:
