@@ -21,7 +21,7 @@ from cluster.bundle import Bundle
 from cluster.config import EngineSettings
 from cluster.engines.breaker import BreakerSettings
 from cluster.engines.fastest import Measuring
-from cluster.engines.handover import KeptUser, Room, room_for
+from cluster.engines.handover import KeptUser, StateCapacity, capacity_for
 from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.room import EngineRoom, EngineThread, Join, beside
 from cluster.engines.roster import Changes, Roster, Selection
@@ -297,9 +297,9 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """
         return sum([await backend.forget(tenant, user) for backend in self._roster])
 
-    def openings(self) -> dict[str, Room]:
+    def openings(self) -> dict[str, StateCapacity]:
         """Kind of states -> the room that a loaded backend has for them, for all kinds that can be taken over here."""
-        return {kind: room_for(backend.kept()) for backend in self._roster.ranked() if (kind := backend.kind)}
+        return {kind: capacity_for(backend.kept()) for backend in self._roster.ranked() if (kind := backend.kind)}
 
     async def hand_over(self) -> AsyncGenerator[list[KeptUser], None]:
         """The states that the loaded backends keep of users, the first choice's first, of each the hottest first; a few MiB at a time."""

@@ -68,23 +68,23 @@ def chunk_of(states: Iterator[KeptUser]) -> list[KeptUser]:
     return chunk
 
 
-class Room(NamedTuple):
+class StateCapacity(NamedTuple):
     """The bytes that an engine has left for states that it takes over, and those that it keeps of a user on average."""
 
     left: int
     each: int = 0
 
-    def less(self, state: KeptUser) -> "Room":
+    def less(self, state: KeptUser) -> "StateCapacity":
         """The room after one more state. A short history may take as much memory as a longer one, so a state counts as an average user."""
         return self._replace(left=self.left - max(self.each, len(state.data)))
 
 
-def room_for(kept: Mapping[str, float]) -> Room:
+def capacity_for(kept: Mapping[str, float]) -> StateCapacity:
     """The room of an engine with these figures for states that it takes over: its free memory, or half of all, at the cost of the least
     recently used users; not more, as states that are handed over are no hotter than its own.
     """
     budget, used = kept.get("budget_bytes", float(1 << 62)), kept.get("used_bytes", 0.0)
-    return Room(int(max(budget / 2, budget - used)), int(used / max(1.0, kept.get("users", 0.0))))
+    return StateCapacity(int(max(budget / 2, budget - used)), int(used / max(1.0, kept.get("users", 0.0))))
 
 
 def take_over(backend: Any, kind: str, states: Iterable[KeptUser]) -> int:

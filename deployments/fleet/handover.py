@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import HandoverSettings
-from cluster.engines.handover import KeptUser, Room, chunk_of
+from cluster.engines.handover import KeptUser, StateCapacity, chunk_of
 from cluster.errors import BackendError
 from cluster.fleet.erasures import NO_PLACE, Place
 from cluster.fleet.handover import Given, Taken
@@ -27,7 +27,7 @@ logger = logging.getLogger("ray.serve")
 class Keeper(Protocol):
     """The part of a FrameworkController that keeps states."""
 
-    def openings(self) -> dict[str, Room]: ...
+    def openings(self) -> dict[str, StateCapacity]: ...
     def hand_over(self) -> AsyncGenerator[list[KeptUser], None]: ...
     async def take_over(self, states: Sequence[KeptUser], wanted: Callable[[KeptUser], bool]) -> int: ...
 
@@ -113,7 +113,7 @@ class Handover:
         if count:
             logger.info("%d users' states taken over", count)
 
-    async def _arrived(self, rooms: dict[str, Room]) -> tuple[list[KeptUser], bool]:
+    async def _arrived(self, rooms: dict[str, StateCapacity]) -> tuple[list[KeptUser], bool]:
         """The states held for this replica, the hottest first, of each kind as many as there is room for; and whether those are all."""
         states, after = list[KeptUser](), 0
         try:

@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError
 
 from cluster.bundle import BundleStore
 from cluster.config import HandoverSettings, parse
-from cluster.engines.handover import CHUNK_BYTES, KeptUser, Room, chunk_of, kind_of_engine, room_for, take_over
+from cluster.engines.handover import CHUNK_BYTES, KeptUser, StateCapacity, capacity_for, chunk_of, kind_of_engine, take_over
 from cluster.errors import ConfigError
 from cluster.fleet.erasures import NO_PLACE, Erasure, News, Place
 from cluster.fleet.handover import LOOK_AT, HeldStates, Taken
@@ -176,9 +176,9 @@ class TestStatesOnTheirWay:
         assert "2 states that were handed over are not used: rows of another layout" in caplog.text
 
     def test_there_is_room_for_what_is_free_or_for_half_of_the_memory(self):
-        assert room_for({"budget_bytes": 100.0, "used_bytes": 20.0, "users": 2.0}) == Room(80, each=10)
-        assert room_for({"budget_bytes": 100.0, "used_bytes": 99.0, "users": 3.0}) == Room(50, each=33)
-        assert room_for({"budget_bytes": 100.0}) == Room(100)
+        assert capacity_for({"budget_bytes": 100.0, "used_bytes": 20.0, "users": 2.0}) == StateCapacity(80, each=10)
+        assert capacity_for({"budget_bytes": 100.0, "used_bytes": 99.0, "users": 3.0}) == StateCapacity(50, each=33)
+        assert capacity_for({"budget_bytes": 100.0}) == StateCapacity(100)
 
     def test_versions_classes_and_options_are_told_apart(self):
         told = [("m/1", "a:B", {}), ("m/2", "a:B", {}), ("m/1", "a:C", {}), ("m/1", "a:B", {"precision": "bf16"})]
@@ -498,7 +498,7 @@ class Keeper:
         self.taken = []
 
     def openings(self):
-        return {"k": Room(250)}
+        return {"k": StateCapacity(250)}
 
     async def hand_over(self):
         yield [state("ann")]
