@@ -22,9 +22,9 @@ from msgspec.structs import replace
 
 from benchmarks.models import MODELS, described
 from benchmarks.reporting import Machine, dated, table
-from cluster.engines.handover import chunk_of, sealed, take_over
+from cluster.engines.kept_users import chunk_of, sealed, take_over
 from cluster.fleet.erasures import News, Place
-from cluster.fleet.handover import HeldStates
+from cluster.fleet.held_states import HeldStates
 from cluster.values import EncodeRequest
 from integrations.hstu.encoder import TorchEncoder
 from tests.bundles import make_bundle, random_sequence

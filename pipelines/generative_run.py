@@ -18,9 +18,9 @@ from cluster.protocols import Backend
 from cluster.registry import BACKENDS, DECODERS, choose
 from cluster.semantic_ids import SemanticIds
 from cluster.values import Encoded, EncodeRequest, Generated, GenerateRequest
+from pipelines.assign_ids import Report, build_semantic_ids, report
 from pipelines.fit_blend import Retrieved
 from pipelines.generation import prompt
-from pipelines.semantic_ids import Report, build_semantic_ids, report
 from pipelines.sequence_models import TrainableModel
 from pipelines.splits import Example, held_out
 from pipelines.titles import with_titles

@@ -14,7 +14,7 @@ import numpy as np
 from cluster.dataset import Catalogue
 from cluster.semantic_ids import SemanticIds
 from cluster.values import FloatArray, Int64Array
-from pipelines.semantic_ids import add_items
+from pipelines.assign_ids import add_items
 from pipelines.titles import title_vectors, with_titles, words_of
 
 RESEMBLED = 10

@@ -21,7 +21,7 @@ from cluster.bundle import Bundle
 from cluster.config import EngineSettings
 from cluster.engines.breaker import BreakerSettings
 from cluster.engines.fastest import Measuring
-from cluster.engines.handover import KeptUser, StateCapacity, capacity_for
+from cluster.engines.kept_users import KeptUser, StateCapacity, capacity_for
 from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.room import EngineRoom, EngineThread, Join, beside
 from cluster.engines.roster import Changes, Roster, Selection

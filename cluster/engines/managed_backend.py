@@ -22,8 +22,8 @@ from cluster.engines.call_cost import CallCost
 from cluster.engines.engine import Engine, Nonsense, Queue, together
 from cluster.engines.forgetting import FORGETTING, forget, kept
 from cluster.engines.halving import in_parts
-from cluster.engines.handover import KeptUser, chunk_of, hands_over, kind_of_engine, sealed, take_over
 from cluster.engines.health import Health
+from cluster.engines.kept_users import KeptUser, chunk_of, hands_over, kind_of_engine, sealed, take_over
 from cluster.engines.room import AskOne, EngineRoom, Run, beside
 from cluster.engines.shared_or_alone import SharedOrAlone
 from cluster.engines.skipped import OutOfTime, any_answer, has_failed, kind_of, reason_of

@@ -27,7 +27,7 @@ from deployments.sizing.processes import plan_of, replicas
 from integrations.decoder.config import PRESETS, DecoderConfig
 from integrations.hstu.config import HSTUConfig, RankerConfig
 from pipelines.generative_run import IdOptions
-from pipelines.semantic_ids import fitting_vocabulary
+from pipelines.assign_ids import fitting_vocabulary
 
 COLUMNS: tuple[When, ...] = get_args(When)
 

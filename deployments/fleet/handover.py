@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import HandoverSettings
-from cluster.engines.handover import KeptUser, StateCapacity, chunk_of
+from cluster.engines.kept_users import KeptUser, StateCapacity, chunk_of
 from cluster.errors import BackendError
 from cluster.fleet.erasures import NO_PLACE, Place
-from cluster.fleet.handover import Given, Taken
 from cluster.fleet.heartbeat import Orders
+from cluster.fleet.held_states import Given, Taken
 from deployments.calls.remote import ask
 from deployments.fleet.heartbeat import Heartbeat
 

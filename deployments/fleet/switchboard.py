@@ -15,14 +15,14 @@ from typing import Any
 
 from cluster.bundle import BundleStore
 from cluster.config import parse
-from cluster.engines.handover import KeptUser
+from cluster.engines.kept_users import KeptUser
 from cluster.errors import BackendUnavailable, BundleError
 from cluster.fleet.board import FleetBoard, FleetStatus
 from cluster.fleet.cache_shards import CacheShards
 from cluster.fleet.clock import steady
 from cluster.fleet.erasures import News, Place
-from cluster.fleet.handover import Given, HeldStates, Taken
 from cluster.fleet.heartbeat import Orders, Report
+from cluster.fleet.held_states import Given, HeldStates, Taken
 from cluster.fleet.rollout import Rollout, RolloutStore
 from cluster.fleet.switchboard import Position, StageStatus, Switchboard
 from cluster.stages import STAGES

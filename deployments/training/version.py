@@ -11,8 +11,8 @@ from deployments.training.generative import GenerativePart, retrieved_lists, tra
 from deployments.training.plan import TrainingPlan
 from deployments.training.publishing import publish
 from deployments.training.ranking import RankingPart, train_ranking
+from pipelines.assign_ids import codes_a_level
 from pipelines.blend import BlendWeights
-from pipelines.semantic_ids import codes_a_level
 from pipelines.train_ranker import RankerOptions
 from pipelines.training_run import Observer, RunOptions, TrainedModel, TrainingRun, train_model
 

@@ -13,11 +13,11 @@ from ray.exceptions import ActorDiedError
 
 from cluster.bundle import BundleStore
 from cluster.config import HandoverSettings, parse
-from cluster.engines.handover import CHUNK_BYTES, KeptUser, StateCapacity, capacity_for, chunk_of, kind_of_engine, take_over
+from cluster.engines.kept_users import CHUNK_BYTES, KeptUser, StateCapacity, capacity_for, chunk_of, kind_of_engine, take_over
 from cluster.errors import ConfigError
 from cluster.fleet.erasures import NO_PLACE, Erasure, News, Place
-from cluster.fleet.handover import LOOK_AT, HeldStates, Taken
 from cluster.fleet.heartbeat import Orders
+from cluster.fleet.held_states import LOOK_AT, HeldStates, Taken
 from cluster.fleet.rollout import RolloutStore
 from cluster.traffic.user_router import in_order_of
 from cluster.values import EncodeRequest, UserSequence

@@ -9,9 +9,9 @@ from cluster.dataset import Catalogue
 from cluster.errors import ConfigError, DataError
 from cluster.values import Item
 from pipelines import balanced_k_means
+from pipelines.assign_ids import add_items, build_semantic_ids
 from pipelines.balanced_k_means import assign, distances_of, squared_distances
 from pipelines.new_items import RESEMBLED, extend_ids, place
-from pipelines.semantic_ids import add_items, build_semantic_ids
 from pipelines.titles import title_vectors, with_titles
 
 KINDS = ("space rocket moon", "garden flower bee")

@@ -11,8 +11,8 @@ from cluster.errors import ConfigError, DataError
 from cluster.semantic_ids import read_semantic_ids, write_semantic_ids
 from cluster.trie import Trie
 from cluster.values import Item
+from pipelines.assign_ids import add_items, build_semantic_ids, fitting_codes, fitting_vocabulary, report
 from pipelines.balanced_k_means import assign
-from pipelines.semantic_ids import add_items, build_semantic_ids, fitting_codes, fitting_vocabulary, report
 from pipelines.titles import title_vectors, with_titles
 
 

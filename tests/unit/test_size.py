@@ -43,7 +43,7 @@ from integrations.hstu.state_options import KEEP_FROM_TRITON
 from integrations.hstu.torch_ranker import TorchRanker
 from integrations.hstu.weights import load_model, load_ranker
 from integrations.torch_beam.generator import TorchBeamGenerator
-from pipelines.semantic_ids import build_semantic_ids, fitting_vocabulary
+from pipelines.assign_ids import build_semantic_ids, fitting_vocabulary
 from tests.bundles import make_bundle, make_complete_bundle, random_sequence
 from tests.compiled import compiled
 from tests.fakes.handles import Handle

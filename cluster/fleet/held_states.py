@@ -10,7 +10,7 @@ finds its users'. They are held in memory only, so that an erasure here leaves n
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.engines.handover import CHUNK_BYTES, KeptUser
+from cluster.engines.kept_users import CHUNK_BYTES, KeptUser
 from cluster.fleet.erasures import News
 from cluster.traffic.user_router import in_order_of
 
