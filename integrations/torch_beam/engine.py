@@ -68,15 +68,13 @@ class BeamEngine:
         model = f"{self._model_hash}-{inputs}"
         self._kept = KeptPrompts(self._llama, model, prompt_bytes, prompt_policy, share_users=share_prompts) if prompt_bytes else None
         self._sampler = Sampler()
-        self.trie = Trie.of(self._ids)
+        self._trie = Trie.of(self._ids)
 
-    def answer(self, requests: Sequence[GenerateRequest], views: Sequence[TrieView]) -> list[Generated]:
+    def answer(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         """The answers in the order asked. Raises BackendFailed at an invalid prompt, DeadlineExceeded once all deadlines are past."""
         in_time = _waiting([request.deadline for request in requests])
         in_time()
-        if other := {view.trie.version for view in views} - {self.trie.version}:
-            raise BackendFailed(f"a trie of the semantic IDs {min(other)} was given; this decoder was trained on {self.trie.version}")
-        jobs = self._jobs(requests, views)
+        jobs = self._jobs(requests)
         answers: list[Generated] = [Generated(np.empty(0, np.int32), np.empty(0, np.float32))] * len(jobs)
         feasible = [index for index, job in enumerate(jobs) if job.view.items and job.request.k > 0]
         for alike in _grouped(feasible, lambda index: self._kind(jobs[index])):
@@ -116,12 +114,13 @@ class BeamEngine:
         self._sampler.buffers.clear()  # the last draw may be theirs
         return self._cache.clear() if self._cache else 0
 
-    def _jobs(self, requests: Sequence[GenerateRequest], views: Sequence[TrieView]) -> list[Job]:
+    def _jobs(self, requests: Sequence[GenerateRequest]) -> list[Job]:
         if longest := max((len(one.user) for one in requests if len(one.user) > self._longest_prompt), default=0):
             raise BackendFailed(f"a prompt has {longest} states; this decoder takes the latest {self._longest_prompt}")
         prompts = self._prompt.of([request.user for request in requests])
         return [
-            Job(request, view, rows, self._prompted(request, rows)) for request, view, rows in zip(requests, views, prompts, strict=True)
+            Job(request, self._trie.view(request.among, request.blocked), rows, self._prompted(request, rows))
+            for request, rows in zip(requests, prompts, strict=True)
         ]
 
     def _prompted(self, request: GenerateRequest, rows: Tensor) -> Prompted | None:

@@ -4,13 +4,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from cluster.bundle import Bundle
 from cluster.errors import BackendUnavailable, BundleError, ConfigError, UnknownChoice
 from cluster.options import whole
-from cluster.trie import TrieView
-from cluster.values import Availability, Generated, GenerateRequest, UserState
+from cluster.values import Availability, Generated, GenerateRequest
 
 if TYPE_CHECKING:
     from integrations.torch_beam.engine import BeamEngine
@@ -79,14 +76,7 @@ class TorchBeamGenerator:
 
         Raises BackendFailed at a prompt with a wrong shape, NaN or an unknown item, DeadlineExceeded once all deadlines are past.
         """
-        engine = self._engine()
-        return engine.answer(requests, [engine.trie.view(request.among, request.blocked) for request in requests])
-
-    def topk(self, user_state: UserState, trie: TrieView, beam: int, k: int, deadline: float | None = None) -> list[tuple[int, float]]:
-        """The `k` most probable items of a view: (catalogue index, log-probability), best first. Raises as `batch_infer` does."""
-        request = GenerateRequest(user_state, k, beam, blocked=np.empty(0, np.int32), deadline=deadline)
-        (found,) = self._engine().answer([request], [trie])
-        return list(zip(found.items.tolist(), found.log_probs.tolist(), strict=True))
+        return self._engine().answer(requests)
 
     def queue(self) -> dict[str, float]:
         """Figures of how much was asked before and kept, see BeamEngine.figures; requests wait where batches are made, not here."""

@@ -13,7 +13,7 @@ import numpy as np
 from cluster.bundle import DECODER, Bundle
 from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded, UnknownChoice
 from cluster.options import whole
-from cluster.trie import Trie, TrieView
+from cluster.trie import Trie
 from cluster.values import Availability, Generated, GenerateRequest, UserState
 from integrations.decoder.published import decoder_config, verified_decoder
 from integrations.vllm import library
@@ -165,19 +165,6 @@ class VllmGenerator:
         finally:
             work.cancel()
 
-    def topk(self, user_state: UserState, trie: TrieView, beam: int, k: int, deadline: float | None = None) -> list[tuple[int, float]]:
-        """The `k` most probable items that the view names, and their log p, best first. Raises as `infer` does."""
-        if self._engine is not None and trie.trie.version != self._trie.version:
-            raise BackendFailed(
-                f"a trie of the semantic IDs {trie.trie.version} was given; this decoder was trained on {self._trie.version}"
-            )
-
-        async def found() -> list[Path]:
-            return await search(trie, beam, k, await self._asker(user_state, "default", trie.trie.version))
-
-        paths = self._run(self._within(deadline, found()))
-        return [(int(trie.trie.items[path.node]), path.score) for path in paths]
-
     def alive(self) -> bool:
         """Whether it is loaded and its engine's process lives."""
         return self._lease is not None and self._lease.alive()
@@ -223,14 +210,14 @@ class VllmGenerator:
 
     async def _found(self, request: GenerateRequest, found: Found | None) -> list[Path]:
         view = await asyncio.to_thread(self._trie.view, request.among, request.blocked)
-        ask = await self._asker(request.user, request.tenant, view.trie.version)
+        ask = await self._asker(request.user, request.tenant)
         return await search(view, request.beam, request.k, ask, found)
 
-    async def _asker(self, user: UserState, tenant: str, ids: str) -> Ask:
+    async def _asker(self, user: UserState, tenant: str) -> Ask:
         """The function that asks the engine about this user. What vLLM has computed is shared only within one tenant, version and set of
         IDs, and there between prompts with blocks of rows that are equal bit for bit.
         """
-        engine, rows, salt = self._engine, await asyncio.to_thread(self._rows, user), f"{tenant}:{self._version}:{ids}"
+        engine, rows, salt = self._engine, await asyncio.to_thread(self._rows, user), f"{tenant}:{self._version}:{self._trie.version}"
         if engine is None:
             raise BackendFailed("vllm was closed while it answered")
 

@@ -28,7 +28,7 @@ from cluster.values import GenerateRequest, SamplingOptions, UserState
 from integrations.decoder.files import load_soft_prompt
 from integrations.torch_beam.generator import TorchBeamGenerator
 from integrations.vllm.generator import VllmGenerator
-from tests.bundles import DECODER_SIZES, make_bundle, make_generative_bundle, random_semantic_ids, random_sequence
+from tests.bundles import DECODER_SIZES, make_bundle, make_generative_bundle, random_sequence
 from tests.repetitions import times
 from tests.waiting import eventually
 
@@ -322,12 +322,6 @@ def test_refuses_a_prompt_that_could_take_an_engine_down_and_answers_the_next(ge
     with pytest.raises(BackendFailed, match=problem):
         generator.infer(replace(good, user=broken(good.user)))
     assert_same(generator.infer(good), before)
-
-
-def test_topk_refuses_a_view_of_other_semantic_ids(generator):
-    other = Trie.of(random_semantic_ids(60, (5, 4)))
-    with pytest.raises(BackendFailed, match=other.version):
-        generator.topk(user(5), other.view(), beam=20, k=10)
 
 
 def test_gives_up_what_nobody_waits_for_any_more_and_answers_the_next(generator):

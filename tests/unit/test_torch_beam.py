@@ -202,14 +202,6 @@ def test_answers_one_who_came_late_while_a_neighbour_waits(generator):
         generator.batch_infer([late, late])
 
 
-def test_topk_gives_the_same_items_as_pairs(generator, bundle):
-    answer = generator.infer(asked(6))
-    view = Trie.of(bundle.semantic_ids).view()
-    assert generator.topk(user(6), view, beam=20, k=10) == list(zip(answer.items.tolist(), answer.log_probs.tolist(), strict=True))
-    with pytest.raises(DeadlineExceeded):
-        generator.topk(user(6), view, beam=20, k=10, deadline=time.monotonic() - 1)
-
-
 def test_a_wide_request_is_not_computed_with_narrow_ones_whose_work_it_would_multiply(generator, monkeypatch):
     engine, groups = generator._loaded, []  # noqa: SLF001 - the groups of a batch are seen by the engine alone
     working = engine._run  # noqa: SLF001 - as above

@@ -406,9 +406,6 @@ def test_answers_by_the_rule_of_the_beam(generator, llm, bundle):
     answer = generator.infer(request)
     assert answer.items.tolist() == trie.items[[node for node, _ in expected]].tolist()
     assert answer.log_probs == pytest.approx([score for _, score in expected], abs=1e-5)
-    assert generator.topk(request.user, trie.view(blocked=blocked), 4, 10) == [
-        (item, pytest.approx(score, abs=1e-5)) for item, score in zip(answer.items.tolist(), answer.log_probs.tolist(), strict=True)
-    ]
 
 
 def test_tenants_versions_and_semantic_ids_share_nothing_that_was_computed(generator, llm, bundle):
@@ -600,12 +597,6 @@ def test_an_answer_with_fewer_probabilities_than_were_asked_for_is_a_failure_and
     scripted.setattr(llm, "answer", lambda prompt, sampling: whole(prompt, SimpleNamespace(**{**vars(sampling), "logprobs": 2})))
     with pytest.raises(BackendFailed, match=r"vLLM answered with 2 probabilities; the \d+ greatest were asked for"):
         generator.infer(asked(5, k=6, beam=4))
-
-
-def test_topk_refuses_a_trie_of_other_semantic_ids_before_it_asks_anything(generator, llm):
-    with pytest.raises(BackendFailed, match=tree()[0].version):
-        generator.topk(asked(5).user, tree()[0].view(), 4, 10)
-    assert llm.asked == []
 
 
 def test_an_engine_that_breaks_on_the_first_request_is_shut_down_again(scripted, bundle):
