@@ -30,7 +30,7 @@ from integrations.hstu.model import HSTU
 from integrations.hstu.time_buckets import ends_on
 from tests.bundles import make_bundle, random_sequence
 from tests.hstu_oracle import time_bucket
-from tests.kernel_examples import BUCKETS, Example, InterpretedEncoder, append_inputs, beside_bucket_edges, times_of
+from tests.kernel_examples import BUCKETS, Example, InterpretedEncoder, append_inputs, beside_bucket_edges, ragged, times_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # older interpreters' own
 CASES = {
@@ -114,7 +114,7 @@ def test_only_the_gradients_that_are_asked_for_are_given(device):
 
 def test_shapes_that_do_not_fit_are_refused_before_they_reach_a_gpu():
     q, times, tables = torch.randn(4, 1, 16), torch.zeros(4, dtype=torch.int32), (torch.zeros(21), torch.zeros(129))
-    rows = Rows.ragged(torch.tensor([0, 4]), 4)
+    rows = ragged([4])
     with pytest.raises(ValueError, match=r"\(3, 1, 16\).*do not fit together"):
         attention(q, q[:3], q, times, times, rows, *tables)
     with pytest.raises(ValueError, match="window of 0 keys"):

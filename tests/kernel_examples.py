@@ -33,6 +33,12 @@ def beside_bucket_edges(most: int = 64) -> npt.NDArray[np.int32]:
     return seconds[(seconds >= 0) & (seconds < 2**31)].astype(np.int32)
 
 
+def ragged(lengths: Sequence[int], device: str = "cpu") -> Rows:
+    """User b has the `lengths[b]` rows behind those of the users before."""
+    starts = np.cumsum([0, *lengths[:-1]])
+    return Rows(torch.tensor(starts, device=device), torch.tensor(lengths, device=device), max(lengths))
+
+
 class Example:
     """Ragged histories, as views of one projection like the model's. `shape`: heads, and the widths of one of them in Q and K, and in V."""
 
@@ -50,7 +56,7 @@ class Example:
         rng = np.random.default_rng(seed)
         times = [times_of(rng, length) for length in lengths]
         self.times, self.next_times = (torch.from_numpy(np.concatenate([pair[i] for pair in times])).to(device) for i in range(2))
-        self.rows = Rows.ragged(torch.tensor([0, *np.cumsum(lengths)], device=device), max(lengths))
+        self.rows = ragged(lengths, device)
         self.projected = torch.randn(sum(lengths), heads * (2 * attention_dim + linear_dim)).to(device, dtype)
         self.widths = [heads * attention_dim, heads * attention_dim, heads * linear_dim]
         self.heads = heads

@@ -123,7 +123,7 @@ def test_an_architecture_that_cute_dsl_does_not_know_is_refused(kernel):
 @pytest.mark.parametrize(("dtype", "multiplied", "out"), [("fp32", HALF, SINGLE), ("fp16", HALF, HALF), ("bf16", BRAIN, BRAIN)])
 def test_the_kernel_is_compiled_ahead_with_tritons(kernel, monkeypatch, dtype, multiplied, out):
     pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
-    ahead = import_module("integrations.hstu.kernels.compile_ahead")
+    ahead = import_module("tests.compile_ahead")
     monkeypatch.setattr(ahead, "_kernels", lambda *sizes, **options: [])
     cubins = ahead.compile_ahead(CONFIG, ["sm_80", "sm_90"], dtype=dtype)
     assert cubins == {"gemm_silu": {target: kernel.cubin(multiplied, out, 96, 32, target) for target in ("sm_80", "sm_90")}}

@@ -10,7 +10,6 @@
     projection.py          the projection: torch's or gemm_silu, and why not
     gpu.py                 whether there is a GPU for all of these
     reference.py           the same four in plain torch: what the kernels are tested against
-    compile_ahead.py       cubins for a GPU that is not here
     fused.py               HSTU on these kernels
     buckets.py             inputs padded up to shapes that were recorded, as CUDA graphs
     encoder.py             the encoder backend

@@ -19,11 +19,6 @@ class Rows:
     """The most rows that a user has; a number on the host, so that no launch waits for the GPU."""
 
     @classmethod
-    def ragged(cls, offsets: Tensor, longest: int) -> Self:
-        """User b has rows `offsets[b]` to `offsets[b + 1] - 1`, `longest` at most; offsets (B + 1,)."""
-        return cls(offsets[:-1].long(), offsets.diff().long(), longest)
-
-    @classmethod
     def padded(cls, lengths: Tensor, width: int) -> Self:
         """User b has the first `lengths[b]` of the `width` rows from `b * width` on, as in a (B, width, ...) tensor flattened to rows."""
         return cls(torch.arange(len(lengths), device=lengths.device) * width, lengths.long(), width)
