@@ -95,6 +95,7 @@ def backward_launches(heads: int, attention_dim: int, linear_dim: int, element_b
 
 @triton.jit
 def attention_forward(
+    # inputs
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
@@ -105,22 +106,27 @@ def attention_forward(
     position_weights: tl.tensor,
     time_weights: tl.tensor,
     ends: tl.tensor,
+    # output
     out: tl.tensor,
+    # strides
     q_row: tl.tensor,
     q_head: tl.tensor,
     k_row: tl.tensor,
     k_head: tl.tensor,
     v_row: tl.tensor,
     v_head: tl.tensor,
+    # sizes
     n: tl.tensor,
     last: tl.tensor,
     window: tl.tensor,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     W: tl.constexpr,
+    # tiling
     K_TILE: tl.constexpr,
     W_TILE: tl.constexpr,
     TILE: tl.constexpr,
+    # ways of computing
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
@@ -160,6 +166,7 @@ def attention_forward(
 
 @triton.jit
 def attention_backward(
+    # inputs
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
@@ -171,23 +178,27 @@ def attention_backward(
     position_weights: tl.tensor,
     time_weights: tl.tensor,
     ends: tl.tensor,
+    # outputs
     q_sums: tl.tensor,
     k_gradient: tl.tensor,
     v_gradient: tl.tensor,
     position_sums: tl.tensor,
     time_sums: tl.tensor,
+    # strides
     q_row: tl.tensor,
     q_head: tl.tensor,
     k_row: tl.tensor,
     k_head: tl.tensor,
     v_row: tl.tensor,
     v_head: tl.tensor,
+    # sizes
     n: tl.tensor,
     last: tl.tensor,
     window: tl.tensor,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     W: tl.constexpr,
+    # tiling
     K_TILE: tl.constexpr,
     W_TILE: tl.constexpr,
     K_PART: tl.constexpr,
@@ -199,6 +210,7 @@ def attention_backward(
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
     RUN: tl.constexpr,
+    # ways of computing
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
