@@ -121,5 +121,7 @@ class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
 
 
 def _of_drawn(clicks_RN: Tensor, collides_RN: Tensor) -> Tensor:
-    """The loss of the drawn items, each of which counts as one that the user did not turn to, unless it is the item of the event."""
+    """Cross entropy of N drawn items as non-clicks, summed over an event and averaged over R events; draws of the event's own item
+    (`collides_RN`) are left out.
+    """
     return (F.softplus(clicks_RN) * ~collides_RN).sum() / len(clicks_RN)

@@ -34,7 +34,9 @@ AsksForUserT = TypeVar("AsksForUserT", EncodeRequest, RankRequest)
 
 
 def returning(request: AsksForUserT, number: int) -> AsksForUserT:
-    """The `returning` of StageRules: the sample as a request of REHEARSING, its last event `number` seconds later."""
+    """The sample as asked by a returning user: the reserved user REHEARSING, its last event's time moved by `number` seconds, so that each
+    number is one new event after the same history.
+    """
     timestamps = request.sequence.timestamps.copy()
     timestamps[-1:] += number
     tenant, user = REHEARSING

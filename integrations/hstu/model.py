@@ -86,9 +86,8 @@ def in_one_block(config: HSTUConfig, times_BS: Tensor, next_times_BS: Tensor) ->
 
 
 def among_new(config: HSTUConfig, times_BS: Tensor, next_times_BS: Tensor) -> list[Attended]:
-    """As `causal`, for rows that follow kept ones: one row, or a whole history where nothing is kept.
-
-    A graph or compiled code has them in one block: its blocks are fixed when it is made, and each needs a row.
+    """What S new rows see of each other; kept keys are in `Past`. One block while exporting or compiling: the number of blocks is fixed
+    then, and S may be 1.
     """
     fixed = torch.onnx.is_in_onnx_export() or torch.compiler.is_compiling()
     return (in_one_block if fixed else causal)(config, times_BS, next_times_BS)

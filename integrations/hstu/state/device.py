@@ -49,7 +49,7 @@ class DeviceHeld:
         return self.user.rows_from(start, last)
 
     def read(self, out: Rows, start: int = 0, stop: int | None = None) -> None:
-        """As Held.read, into tensors anywhere or arrays."""
+        """Copy rows start..stop-1 (default: all) into `out`: plane -> tensor on any device, or array."""
         import torch  # noqa: PLC0415
 
         planes = self.planes(start, stop)
