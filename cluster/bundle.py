@@ -248,9 +248,9 @@ class Bundle:
         for file in GENERATIVE:
             self.verified(file)
 
-    def artifact(self, kind: str, graph: str, *, target: str = "any", precision: str = "fp32") -> Artifact | None:
-        """The artifact of that description, or None where this version was compiled without one."""
-        wanted = (kind, graph, target, precision)
+    def artifact(self, kind: str, graph: str, *, precision: str = "fp32") -> Artifact | None:
+        """The artifact of that description that holds on any machine, or None where this version was compiled without one."""
+        wanted = (kind, graph, "any", precision)
         return next((a for a in self.manifest.artifacts if (a.kind, a.graph, a.target, a.precision) == wanted), None)
 
     def verified(self, file: str) -> Path:

@@ -53,9 +53,9 @@ class Plan:
         of_each = [one.count * one.bytes(when, place=place) for one in self.processes]
         return sum(of_each) if when != "mapped" else max((one.bytes(when, place=place) for one in self.processes), default=0)
 
-    def largest(self, *when: When, place: Place = "host", most: int = 3) -> list[tuple[Process, Part]]:
-        """The parts that take the most, over all processes that have them."""
-        held = ((one, part) for one in self.processes for part in one.parts if part.place == place and part.when in when)
+    def largest(self, *when: When, most: int = 3) -> list[tuple[Process, Part]]:
+        """The parts that take the most of the host's memory, over all processes that have them."""
+        held = ((one, part) for one in self.processes for part in one.parts if part.place == "host" and part.when in when)
         return sorted(held, key=lambda pair: -pair[0].count * pair[1].bytes)[:most]
 
 

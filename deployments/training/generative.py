@@ -90,10 +90,10 @@ def _unfitted(temperature: float) -> tuple[BlendWeights, str]:
     return BlendWeights(temperature=temperature), "nothing: trained without validation"
 
 
-def measure_strategies(bundle: Bundle, dataset: Dataset, from_end: int, weights: BlendWeights | None = None) -> Quality:
-    """The quality of each strategy, blended by `weights` or, without them, by those in the manifest."""
+def measure_strategies(bundle: Bundle, dataset: Dataset, from_end: int) -> Quality:
+    """The quality of each strategy, blended by the weights in the manifest."""
     lists = served_lists(bundle, dataset, from_end)
-    return measure(weights or BlendWeights.of(bundle.manifest.blend), lists.retrieved, lists.generated, lists.targets)
+    return measure(BlendWeights.of(bundle.manifest.blend), lists.retrieved, lists.generated, lists.targets)
 
 
 def served_lists(bundle: Bundle, dataset: Dataset, from_end: int) -> Lists:

