@@ -25,6 +25,10 @@ app = typer.Typer(no_args_is_help=True, help="Versions of a model: publish, prom
 ModelDir = Annotated[Path, typer.Option(help="directory with the versions of one model, such as models/ml-1m")]
 Version = Annotated[int, typer.Argument(help="a published version", min=1)]
 Share = Annotated[float | None, typer.Option(help="share of the users, 0 to 1", min=0.0, max=1.0)]
+DegradedMargin = Annotated[float, typer.Option(help="a trial ends where so much more of its answers are degraded")]
+LatencyRatio = Annotated[float, typer.Option(help="a trial ends where its p95 is so many times the stable version's")]
+LeastOverlap = Annotated[float, typer.Option(help="a shadow ends where fewer of its items are the stable version's too")]
+GUARD = Guard()
 
 
 @app.command("list")
@@ -72,9 +76,9 @@ def promote(
     ab: Share = None,
     shadow: Share = None,
     flags: Annotated[str, typer.Option(help="flags to try with it, or on the stable version: cache=false,strategy=retrieval")] = "",
-    degraded_margin: Annotated[float, typer.Option(help="a trial ends where so much more of its answers are degraded")] = 0.02,
-    latency_ratio: Annotated[float, typer.Option(help="a trial ends where its p95 is so many times the stable version's")] = 1.5,
-    least_overlap: Annotated[float, typer.Option(help="a shadow ends where fewer of its items are the stable version's too")] = 0.0,
+    degraded_margin: DegradedMargin = GUARD.degraded_margin,
+    latency_ratio: LatencyRatio = GUARD.latency_ratio,
+    least_overlap: LeastOverlap = GUARD.least_overlap,
     audit_log: AuditLog = None,
 ) -> None:
     """Make a version the stable one, or try it, or other flags, on a share of the users first. A trial that goes badly is rolled back by

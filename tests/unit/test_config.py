@@ -1,5 +1,6 @@
 """One configuration tree: what is wrong in it is named, and ray_config.yaml says what is true."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -10,15 +11,19 @@ from ray.serve.schema import ServeDeploySchema
 from typer.testing import CliRunner
 
 from cluster.bundle import BundleStore
+from cluster.cache.tier_values import TierSettings
 from cluster.config import Settings, parse, read, read_document, with_changes
+from cluster.engines.controller import FrameworkController
 from cluster.errors import ConfigError
 from cluster.events.rules import LARGEST_BATCH
 from deployments.app import build
 from deployments.cli import _register, app
 from deployments.cli import serve as serve_module
+from pipelines.recommend import Recommender
 from tests.bundles import make_bundle, make_generative_bundle
 from tests.fakes.applications import deployment_of, deployments_of
 
+DEFAULTS = Settings()
 RAY_CONFIG = Path(__file__).resolve().parents[2] / "ray_config.yaml"
 ONE_MACHINE = RAY_CONFIG.parent / "cluster" / "launch" / "one_machine.yaml"
 
@@ -396,3 +401,17 @@ def test_a_handover_that_serve_would_not_wait_for_is_refused(tmp_path, within_s,
     application["args"]["encoder"]["handover"]["max_bytes"] = 0
     config.write_text(yaml.safe_dump(document))
     read(config)
+
+
+@pytest.mark.parametrize(
+    ("made", "parameters", "section"),
+    [
+        (Recommender, ["beam"], DEFAULTS.generator),
+        (Recommender, ["pool", "rank_pool", "deadline_s", "generation_deadline_s", "ranking_deadline_s"], DEFAULTS.gateway),
+        (TierSettings, ["ttl_s", "stale_s", "negative_ttl_s", "hot_per_minute"], DEFAULTS.cache),
+        (FrameworkController, ["selection", "returning", "retries", "probe_interval_s"], DEFAULTS.encoder),
+    ],
+)
+def test_what_is_made_without_a_configuration_has_the_configurations_defaults(made, parameters, section):
+    own = inspect.signature(made).parameters
+    assert {name: own[name].default for name in parameters} == {name: getattr(section, name) for name in parameters}
