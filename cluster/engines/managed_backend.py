@@ -184,7 +184,8 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return bool(problem) or (engine.queued and not self.health.closed)
 
     async def forget(self, tenant: str | None, user: str | None) -> int:
-        """As cluster.engines.forgetting has it, in the engine thread, after the batch that runs; returns how many states were erased.
+        """Have the engine forget this user, all the tenant's users where `user` is None, or all users where `tenant` is None too: in the
+        engine thread, after the batch that runs. Returns how many states were erased.
 
         An engine that breaks over it is unloaded, which frees all that it keeps, and loaded again like any other.
         """

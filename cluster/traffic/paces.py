@@ -118,7 +118,7 @@ class Paces:
         return frozenset(name for name in tried if self._paces[name].breaker.state(now) is BreakerState.OPEN)
 
     def _lateness(self, replica: str, took_s: float) -> int:
-        """As how many late answers this one counts; 0 where it is not late."""
+        """The number of late answers that this one counts for; 0 where it is not late."""
         others = [pace for name, pace in self._paces.items() if name != replica and pace.most_s is not None]
         if not others:
             return 0

@@ -49,11 +49,13 @@ class StatefulBackend(Generic[KeptT]):
         return self._kept.clear() if self._kept else 0
 
     def hand_over(self) -> Iterator[tuple[str, str, bytes]]:
-        """See StateKeeper; nothing while nothing is kept."""
+        """(tenant, user, rows) of all users that can be copied, the most recently used first; nothing while nothing is kept."""
         return self._kept.hand_over() if self._kept else iter(())
 
     def take_over(self, tenant: str, user: str, data: bytes) -> int:
-        """See StateKeeper."""
+        """Keep rows that `hand_over` gave in another process; returns the bytes that they take. Raises ValueError at rows of another model
+        or layout, and at damaged ones.
+        """
         return self._kept.take_over(tenant, user, data) if self._kept else 0
 
     def kept(self) -> dict[str, float]:

@@ -53,7 +53,9 @@ class KeptPrompts(StateKeeper):
         self._rows = self._rows_kept = 0
 
     def prefill(self, requests: Sequence[GenerateRequest], prompts: Sequence[Tensor], spare: int) -> tuple[Tensor, Memory]:
-        """As Llama.prefill, of the requests' prompts, each (T, H) with a T of its own."""
+        """The output of each prompt's last row, normalised (U, H), and a memory of all rows with room for `spare` more; only rows that are
+        not kept are computed. `prompts`: of the requests, each (T, H) with a T of its own.
+        """
         self._rows += sum(map(len, prompts))
         owners, keys = [self._owner_of(one) for one in requests], [row_keys(one.user)[:-1] for one in requests]
         try:

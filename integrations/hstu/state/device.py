@@ -112,7 +112,9 @@ class DeviceTier(StateStore):
         return user.ready
 
     def commit(self, held: Held, rows: Int64Array, start: int, new: Rows) -> None:
-        """As StateStore.commit; `new` are tensors on the device, or what becomes one."""
+        """Keep the history `rows`. `new`: rows start..len(rows)-1 of every plane, as tensors on the device or what becomes one; start is at
+        most held.rows.
+        """
         mine, tensors = self._mine(held), self.users.tensors(new)
         given = self.users.rows_of(tensors)
         if not 0 <= start <= mine.rows or given != len(rows) - start:
@@ -219,12 +221,12 @@ class DeviceTier(StateStore):
             return self.store.clear() + self.users.clear()
 
     def hottest(self) -> list[Owner]:
-        """As the host's store, which knows all users."""
+        """The owners in the host's store, which knows all users, the most recently used first."""
         self.flush()
         return self.store.hottest()
 
     def copy(self, owner: Owner) -> tuple[Int64Array, Rows]:
-        """As the host's store, once it has the rows that the device has."""
+        """The row identities and rows of the owner's latest history in the host's store, once it has those of the device."""
         with self._lock:
             if (user := self.users.get(owner)) is not None:
                 host = self.store.match(owner, user.identities)
@@ -234,7 +236,7 @@ class DeviceTier(StateStore):
         return self.store.copy(owner)
 
     def adopt(self, owner: Owner, rows: Int64Array, new: Rows) -> int:
-        """As the host's store; the device gets the rows with the user's next request."""
+        """Keep another store's history in the host's store; the device gets the rows with the user's next request. Returns its bytes."""
         return self.store.adopt(owner, rows, new)
 
     def statistics(self) -> StateStatistics:

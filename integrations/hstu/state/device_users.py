@@ -146,7 +146,7 @@ class DeviceUsers:
         return {name: torch.as_tensor(array, device=self.device) for name, array in new.items()}
 
     def rows_of(self, new: Mapping[str, "torch.Tensor"]) -> int:
-        """As PagePool.rows_of: the tensors' shapes are all it looks at."""
+        """How many rows these tensors have, by their shapes. Raises ValueError unless they are the planes, all with equally many."""
         return self.pool.rows_in({name: tuple(tensor.shape) for name, tensor in new.items()})
 
     def narrow(self, name: str, tensor: "torch.Tensor", start: int) -> "torch.Tensor":
