@@ -26,8 +26,8 @@ from deployments.sizing.parts import Place, Plan, Process, When
 from deployments.sizing.processes import plan_of, replicas
 from integrations.decoder.config import PRESETS, DecoderConfig
 from integrations.hstu.config import HSTUConfig, RankerConfig
-from pipelines.generative_run import IdOptions
 from pipelines.assign_ids import fitting_vocabulary
+from pipelines.generative_run import IdOptions
 
 COLUMNS: tuple[When, ...] = get_args(When)
 
