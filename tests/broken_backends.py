@@ -56,6 +56,16 @@ class ProbeGivesNoReason(Sound):
         return Availability.no("")
 
 
+class ProbeGivesAnErrorAsReason(Sound):
+    def get_availability(self, bundle):
+        return Availability.no(OSError("no device"))
+
+
+class ProbeSaysNoAsText(Sound):
+    def get_availability(self, bundle):
+        return Availability("no")
+
+
 class ProbeIsSlow(Sound):
     def get_availability(self, bundle):
         time.sleep(0.3)

@@ -37,9 +37,14 @@ def says_whether_it_can_serve(subject: Subject) -> None:
     availability = subject.backend.get_availability(subject.bundle)
     if not isinstance(availability, Availability):
         raise Failed(f"get_availability returned a {type(availability).__name__}, not an Availability")
+    if not isinstance(availability.ok, bool):
+        raise Failed(f"get_availability returned an Availability whose ok is {availability.ok!r}, not True or False")
+    if not isinstance(availability.reason, str):
+        given = type(availability.reason).__name__
+        raise Failed(f"get_availability gave a {given} as its reason, not text; Availability.because(error) says no for an error's reason")
     if not availability.ok and not availability.reason.strip():
         raise Failed("get_availability says no without a reason; Availability.no(reason) says what is missing and what to do")
-    subject.unavailable = str(availability.reason)
+    subject.unavailable = availability.reason
 
 
 def says_so_cheaply(subject: Subject) -> None:

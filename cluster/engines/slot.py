@@ -3,6 +3,7 @@
 import importlib
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from cluster.engines.engine import Batches, Engine, Queue
@@ -28,16 +29,13 @@ class EngineSlot(Generic[RequestT, AnswerT]):
     def get_availability(self) -> Availability:
         """Whether the backend can serve here; never raises. For a thread: it imports the backend's module."""
         try:
-            availability = self._made().backend.get_availability(self._room.bundle)
+            return _sound(self._made().backend.get_availability(self._room.bundle))
         except ImportError as error:
             return Availability.no(f"{self._import_string} cannot be imported: {error}")
         except Exception as error:  # noqa: BLE001 - the module, the constructor and the probe are the backend's code
             return Availability.because(error, f"its probe broke: {reason_of(error)}")
         except SystemExit as error:
             return Availability.no(f"its probe broke: {reason_of(error)}")
-        if not isinstance(availability, Availability):
-            return Availability.no(f"its probe broke: get_availability returned a {type(availability).__name__}, not an Availability")
-        return availability
 
     async def load(self, run: Run) -> None:
         """Make the engine ready to answer. Raises what the backend raises."""
@@ -73,3 +71,12 @@ class EngineSlot(Generic[RequestT, AnswerT]):
             engine.backend.close()
         except (Exception, SystemExit):  # a foreign engine may raise anything, and it is no longer needed
             logger.warning("backend %s broke while it was closed", self._name, exc_info=True)
+
+
+def _sound(said: object) -> Availability:
+    """What a probe said, its reason as text; what makes no sense is a probe that broke."""
+    if not isinstance(said, Availability):
+        return Availability.no(f"its probe broke: get_availability returned a {type(said).__name__}, not an Availability")
+    if not isinstance(said.ok, bool):
+        return Availability.no(f"its probe broke: get_availability returned an Availability whose ok is {said.ok!r}, not True or False")
+    return replace(said, reason=str(said.reason))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cluster.engines.breaker import BreakerSettings, BreakerState
@@ -158,6 +159,18 @@ class TestChoice:
         monkeypatch.setattr(First, "get_availability", lambda self, bundle: said)
         served = await controller.call_one(1)
         told = f"its probe broke: get_availability returned a {type(said).__name__}, not an Availability"
+        assert (served.backend, served.fallback_from) == ("second", (SkippedBackend("first", told),))
+
+    async def test_a_probe_that_gives_an_error_as_its_reason_is_told_by_its_text(self, controller, monkeypatch):
+        monkeypatch.setattr(First, "get_availability", lambda self, bundle: Availability.no(OSError("no device")))
+        served = await controller.call_one(1)
+        assert (served.backend, served.fallback_from) == ("second", (SkippedBackend("first", "no device"),))
+        assert msgspec.json.decode(msgspec.json.encode(served.fallback_from))[0]["reason"] == "no device"
+
+    async def test_a_probe_that_says_no_as_text_does_not_count_as_a_yes(self, controller, monkeypatch):
+        monkeypatch.setattr(First, "get_availability", lambda self, bundle: Availability("no"))
+        served = await controller.call_one(1)
+        told = "its probe broke: get_availability returned an Availability whose ok is 'no', not True or False"
         assert (served.backend, served.fallback_from) == ("second", (SkippedBackend("first", told),))
 
     async def test_a_disabled_backend_is_passed_over_until_it_is_enabled(self, controller):
