@@ -115,7 +115,8 @@ class UserSequence(Struct, frozen=True, eq=False):
 
 
 class EncodeRequest(Struct, frozen=True, eq=False):
-    """Encode one user and retrieve the `top_n` nearest items, out of all of them or only out of `among` (catalogue indices).
+    """Encode one user and retrieve the `top_n` nearest items, out of all of them or only out of `among` (catalogue indices); fewer where
+    there are no more.
 
     The sequence is that of `user` of `tenant`: an encoder may keep what it computed for them. "" is no user in particular.
     `deadline`: in seconds on this process's monotonic clock, when the request is given up. `model_version`: the version that has the

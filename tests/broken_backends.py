@@ -82,6 +82,11 @@ class AnswersNaN(Sound):
         return [replace(answer, scores=np.full_like(answer.scores, np.nan)) for answer in super().batch_infer(requests)]
 
 
+class FindsFewItems(Sound):
+    def batch_infer(self, requests):
+        return [replace(answer, items=answer.items[:6], scores=answer.scores[:6]) for answer in super().batch_infer(requests)]
+
+
 class IgnoresAmong(Sound):
     def batch_infer(self, requests):
         return super().batch_infer([replace(request, among=None) for request in requests])

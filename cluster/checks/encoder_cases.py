@@ -50,11 +50,7 @@ class EncoderCases:
     def of(self, request: EncodeRequest, user: str, tenant: str) -> EncodeRequest:
         return replace(request, user=user, tenant=tenant)
 
-    def problem(self, request: EncodeRequest, answer: Encoded) -> str:
-        choice = np.arange(1, self._items + 1) if request.among is None else np.unique(request.among)
-        choice = choice[(choice >= 1) & (choice <= self._items)]
-        if len(choice) and request.top_n and not len(answer.items):
-            return f"answered with no items where {len(choice)} were to be chosen from"
+    def problem(self, request: EncodeRequest, answer: Encoded) -> str:  # noqa: ARG002 - the rules look at what was asked
         if abs(length := float(np.linalg.norm(answer.state)) - 1) > STATE_TOLERANCE:
             return f"answered with a state of length {1 + length:.3g}; states are of length 1 (L2-normalised)"
         return self._wrong_states(answer)

@@ -63,11 +63,19 @@ def encoder_nonsense(request: EncodeRequest, answer: Encoded, catalogue_size: in
         return problem
     if not _finite(answer.state) or not _finite(answer.scores):
         return "answered with NaN or infinity"
-    if len(answer.items) != len(answer.scores) or len(answer.items) > request.top_n:
-        return f"answered with {len(answer.items)} items and {len(answer.scores)} scores to top_n {request.top_n}"
-    if problem := _wrong_states(answer, len(request.sequence), width):
+    if problem := _wrong_number(request, answer, catalogue_size) or _wrong_states(answer, len(request.sequence), width):
         return problem
     return _wrong_choice(answer.items, answer.scores, request.among, catalogue_size)
+
+
+def _wrong_number(request: EncodeRequest, answer: Encoded, catalogue_size: int) -> str:
+    found, among = len(answer.items), request.among
+    if found != len(answer.scores) or found > request.top_n:
+        return f"answered with {found} items and {len(answer.scores)} scores to top_n {request.top_n}"
+    if found == request.top_n:
+        return ""
+    choice = catalogue_size if among is None else len(np.unique(among[(among >= 1) & (among <= catalogue_size)]))
+    return f"answered with {found} items to top_n {request.top_n} where {choice} are to be chosen from" if found < choice else ""
 
 
 def _wrong_states(answer: Encoded, events: int, width: int | None) -> str:

@@ -20,11 +20,15 @@ from tests.bundles import make_complete_bundle
 BROKEN = [
     ("AnswersBackwards", "encoder", "answers a batch in the order asked", r"it is the answer to user 6's .* in the order asked"),
     ("AnswersNaN", "encoder", "answers a history of one event", "it answered with NaN or infinity"),
+    ("FindsFewItems", "encoder", "answers a history of one event", "it answered with 6 items to top_n 10 where 200 are to be chosen from"),
+    ("FindsFewItems", "encoder", "respects a few items to choose from", "it answered with 6 items to top_n 10 where 7 are to be"),
     ("IgnoresAmong", "encoder", "respects a few items to choose from", "which is not among the items asked for"),
     ("NeedsArguments", "encoder", "is made without arguments", "'url'.*; give every option a default"),
     ("LacksMethods", "encoder", "has the methods of a backend", "it lacks load, infer, batch_infer, close"),
     ("ProbeRaises", "encoder", "says whether it can serve", "RuntimeError: no driver .*broken_backends.py:"),
     ("ProbeGivesNoReason", "encoder", "says whether it can serve", "says no without a reason"),
+    ("ProbeGivesAnErrorAsReason", "encoder", "says whether it can serve", "gave a OSError as its reason, not text; Availability.because"),
+    ("ProbeSaysNoAsText", "encoder", "says whether it can serve", "an Availability whose ok is 'no', not True or False"),
     ("ProbeIsSlow", "encoder", "says so cheaply", r"get_availability took \d+(\.\d+)? s"),
     (
         "BreaksAtLongHistories",

@@ -18,9 +18,23 @@ encoder_nonsense = encoder_rules(catalogue_size=9).nonsense
 SOUND = Encoded(np.array([0.6, 0.8], np.float32), np.array([3, 1, 2, 9], np.int32), np.array([0.9, 0.8, 0.7, 0.6], np.float32))
 
 
-def test_a_sound_answer_is_sound_also_where_fewer_items_were_found():
+def few(count: int) -> Encoded:
+    return replace(SOUND, items=SOUND.items[:count], scores=SOUND.scores[:count])
+
+
+def test_a_sound_answer_is_sound_also_where_there_are_no_more_items():
     assert encoder_nonsense(REQUEST, SOUND) == ""
-    assert encoder_nonsense(REQUEST, replace(SOUND, items=SOUND.items[:0], scores=SOUND.scores[:0])) == ""
+    whole = replace(SOUND, items=np.arange(1, 10, dtype=np.int32), scores=np.ones(9, np.float32))
+    assert encoder_nonsense(replace(REQUEST, top_n=20), whole) == ""
+    assert encoder_nonsense(replace(REQUEST, top_n=0), few(0)) == ""
+    for among, count in (((), 0), ((3,), 1), ((3, 1, 3, 0, -2, 10), 2)):
+        assert encoder_nonsense(replace(REQUEST, among=np.array(among, np.int32)), few(count)) == ""
+
+
+@pytest.mark.parametrize(("among", "count", "choice"), [(None, 0, 9), (None, 3, 9), ((3, 1, 3, 0, 10), 1, 2), ((3, 1, 2, 9, 5), 3, 5)])
+def test_fewer_items_than_there_are_to_choose_from_are_nonsense(among, count, choice):
+    request = replace(REQUEST, among=None if among is None else np.array(among, np.int32))
+    assert encoder_nonsense(request, few(count)) == f"answered with {count} items to top_n 4 where {choice} are to be chosen from"
 
 
 @pytest.mark.parametrize(
