@@ -17,10 +17,11 @@ import asyncio
 import selectors
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from typing import Any, TypeVar, TypeVarTuple
 
 T, Ts = TypeVar("T"), TypeVarTuple("Ts")
+WRAP_FUTURE = asyncio.wrap_future
 REAL = {name: getattr(time, name) for name in ("monotonic", "perf_counter", "time")}
 
 
@@ -48,7 +49,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return None if until_next_timer_s is None or (until_next_timer_s and self._working) else 0.0
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        future = super().run_in_executor(executor, func, *args)
+        return self.works(super().run_in_executor(executor, func, *args))
+
+    def works(self, future: asyncio.Future[T]) -> asyncio.Future[T]:
+        """The future as it is: that of work in a thread, for which the clock stands still."""
         self._working.add(future)
         future.add_done_callback(self._working.discard)
         return future
@@ -84,7 +88,15 @@ class _Clock:
         return self.__name__
 
 
+def _wrap_future(future: "Future[T] | asyncio.Future[T]", *, loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Future[T]:
+    """As `asyncio.wrap_future`, of work in a thread that the loop did not start."""
+    wrapped = WRAP_FUTURE(future, loop=loop)
+    running = asyncio._get_running_loop()  # noqa: SLF001 - the public one raises where no loop runs
+    return running.works(wrapped) if isinstance(running, VirtualLoop) else wrapped
+
+
 def install() -> None:
     """Have the clocks of the module `time` tell the running loop's time; to be called before anything imports them by name."""
     for name in REAL:
         setattr(time, name, _Clock(name))
+    asyncio.wrap_future = _wrap_future

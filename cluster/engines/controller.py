@@ -11,7 +11,7 @@ An engine's error is not shown to the caller: a request that one backend cannot 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar, Unpack
@@ -175,12 +175,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         raise NoBackendAnswered(self.stage, skipped)
 
     async def probe(self) -> dict[str, Availability]:
-        """Ask every backend again whether it can run here. Refreshes do so every `probe_interval_s`; without them, calls do."""
-        self._probed_at = self._clock()
-        for backend in self._roster:
-            if not backend.loading:
-                await backend.probe()
-        await self._measure()
+        """Ask every backend again whether it can run here, those too that the order leaves out."""
+        await self._probe(self._roster)
         return {backend.name: backend.availability for backend in self._roster}
 
     async def refresh(self) -> bool:
@@ -215,7 +211,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         if not samples:
             raise ConfigError(f"the {self.stage} backends cannot be warmed up without sample requests; give at least one")
         self._samples = list(samples)
-        await self.probe()
+        await self._probe_asked()
         ready = len(self._roster.ranked()) if self._roster.selection == "fastest" else ready
         for backend in self._roster.ranked():
             if ready and not backend.queued and not backend.why_not_loadable():
@@ -258,7 +254,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """Ask this backend first, before order and selection, also where the order leaves it out; None: follow order and selection."""
         if name is not None:
             self._roster.named(name)
-        self._roster.first = name
+        if name != self._roster.first:
+            self._roster.first, self._probed_at = name, None  # the order may have left it out
 
     def suspect(self, names: Collection[str]) -> None:
         """Take that these backends broke on most of the other replicas: one failure opens their breakers here, and those that have not
@@ -363,10 +360,25 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         if self._roster.selection == "fastest" and self._samples:
             await self._measuring.measure(self._samples)
 
+    async def _probe(self, backends: Iterable[ManagedBackend[RequestT, AnswerT]]) -> None:
+        self._probed_at = self._clock()
+        for backend in backends:
+            if not backend.loading:
+                await backend.probe()
+        await self._measure()
+
+    async def _probe_asked(self) -> None:
+        """Probe the backends that may be asked. What the order leaves out need not even be imported, and holds up no other."""
+        asked = self._roster.ranked()
+        for backend in self._roster:
+            if backend not in asked:
+                backend.leave_out()
+        await self._probe(asked)
+
     async def _probe_when_due(self) -> None:
         async with self._probing:
             if self._probed_at is None or self._clock() - self._probed_at >= self._probe_interval_s:
-                await self.probe()
+                await self._probe_asked()
 
     def _served(
         self, answer: AnswerT, backend: ManagedBackend[RequestT, AnswerT], skipped: tuple[SkippedBackend, ...], began: float

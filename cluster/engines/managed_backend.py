@@ -8,12 +8,14 @@
 
 Only what a backend's own code raises is caught (a foreign engine may raise anything); an error of ours passes through. State is changed on
 the event loop, except that an engine is made in the thread that probes or loads it, and that `close` may be called in any thread. A
-backend's code runs in the engine thread, a load beside the calls in another one; brief calls, `ainfer` and `astream` run on the loop.
+backend's code runs in the engine thread, a load beside the calls in another one, and a probe, which may hang, in one of its own; brief
+calls, `ainfer` and `astream` run on the loop.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from concurrent.futures import Future
+from contextlib import aclosing, suppress
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -24,7 +26,7 @@ from cluster.engines.forgetting import FORGETTING, forget, kept
 from cluster.engines.halving import in_parts
 from cluster.engines.health import Health
 from cluster.engines.kept_users import KeptUser, chunk_of, hands_over, kind_of_engine, sealed, take_over
-from cluster.engines.room import AskOne, EngineRoom, Run, beside
+from cluster.engines.room import AskOne, EngineRoom, Run, apart, beside
 from cluster.engines.shared_or_alone import SharedOrAlone
 from cluster.engines.skipped import OutOfTime, any_answer, has_failed, kind_of, reason_of
 from cluster.engines.slot import EngineSlot
@@ -43,13 +45,16 @@ BRIEF_S = 0.003
 batch the thread and the event loop take the interpreter from each other; other requests wait for the call no longer than for what else
 holds up the loop.
 """
+PROBE_WITHIN_S = 30.0
+"""How long a probe is waited for. One that takes longer, as where a file server hangs, says nothing certain, and goes on alone."""
+LEFT_OUT, GONE = Availability.no("the order leaves it out, so it is not probed"), Availability.no("is no longer configured")
 LATE_TO_BE_STUCK = 3
 """After so many calls in a row that were late, with no answer between them, an engine is asked a sample: it may be stuck."""
 
 
 class ManagedBackend(Generic[RequestT, AnswerT]):
-    """Probes, loads, unloads and erasures take turns with batches, which follow each other in the engine thread at once; requests to
-    an engine with a queue of its own wait for none of them.
+    """Loads, unloads and erasures take turns with batches, which follow each other in the engine thread at once; requests to an engine with
+    a queue of its own wait for none of them. Probes take no turn.
 
     Others write to four of its attributes: its operator, by way of the controller, to `enabled`; the controller to `loading` and
     `fallbacks`; a measurement of the whole order to `measured_ms` and `exclusion`.
@@ -60,6 +65,8 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self.enabled = True
         self.loading = False  # a refresh loads it and tries the samples; until it is done no other code touches the engine
         self.availability = Availability.no("not probed yet")
+        self._probing: Future[Availability] | None = None
+        self._probe_is_late = False
         self.exclusion = ""
         self.measured_ms: float | None = None
         self.rehearsed_ms = 0.0  # how long the engine last took for the samples
@@ -143,16 +150,38 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
 
     async def probe(self) -> None:
         """Ask again whether the backend can run here. A repaired one starts afresh: newly loaded, its failures forgotten."""
-        async with self._turn.alone():
-            found = await self._room.thread.run(self._slot.get_availability)
-            if self.loaded and not found.certain:
-                self.health.note(f"stays loaded, though its files cannot be checked: {found.reason}")
-                return
-            was_available, self.availability = self.availability.ok, found
-            if was_available and not self.availability.ok:
+        found = await self._found()
+        if self.loading or self.availability is GONE:  # meanwhile: a load, which may hang, says itself how it ends
+            return
+        if self.loaded and not found.certain:
+            self.health.note(f"stays loaded, though it cannot be checked: {found.reason}")
+            return
+        was_available, self.availability = self.availability.ok, found
+        if was_available and not found.ok:
+            async with self._turn.alone():
                 await self._unload(self._room.thread.run)
-            if not was_available and self.availability.ok:
-                self.health.answered()
+        if not was_available and found.ok:
+            self.health.answered()
+
+    def leave_out(self) -> None:
+        """It is not probed now, as the order leaves it out. One that is still loaded answers the requests that it was given before."""
+        if not (self.loaded or self.loading):
+            self.availability = LEFT_OUT
+
+    async def _found(self) -> Availability:
+        """What the probe says. While one that was late goes on, it is not waited for again, and no other begins."""
+        if self._probing is None:
+            self._probing, self._probe_is_late = apart(self._slot.get_availability), False
+        probing = self._probing
+        if not self._probe_is_late:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.wrap_future(probing), PROBE_WITHIN_S)
+        if not probing.done():
+            self._probe_is_late = True
+            return Availability(ok=False, reason=f"its probe did not end in {PROBE_WITHIN_S:g} s", certain=False)
+        if self._probing is probing:
+            self._probing = None
+        return probing.result()
 
     async def unload(self) -> None:
         """Close the engine, which frees all that it holds."""
@@ -162,7 +191,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     async def retire(self) -> None:
         """As `unload`, for good: a call that is under way does not load it again, and what joins requests goes with the last of them."""
         async with self._turn.alone():
-            self.availability = Availability.no("is no longer configured")
+            self.availability = GONE
             self.__dict__.pop("_joined", None)
             await self._unload(beside)
 

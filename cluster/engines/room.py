@@ -4,7 +4,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Generic, Protocol, TypeAlias, TypeVar
@@ -49,6 +49,21 @@ def _done(work: Callable[[], T]) -> T:
         return work()
     except (StopIteration, SystemExit) as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def apart(work: Callable[[], T]) -> Future[T]:
+    """Do work in a thread of its own, which may never end: it keeps neither other work nor the end of the process waiting."""
+    doing: Future[T] = Future()
+    doing.set_running_or_notify_cancel()  # what stops waiting for it does not end it
+
+    def do() -> None:
+        try:
+            doing.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - every error belongs to the caller
+            doing.set_exception(error)
+
+    threading.Thread(target=do, name="apart", daemon=True).start()
+    return doing
 
 
 class EngineThread:

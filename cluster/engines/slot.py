@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -18,12 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 class EngineSlot(Generic[RequestT, AnswerT]):
-    """The slot of one backend. Its methods are called one at a time, except `close`, after which none is called."""
+    """The slot of one backend. Its methods are called one at a time, except `close`, after which none is called, and `get_availability`,
+    which may be called beside any other.
+    """
 
     def __init__(self, name: str, import_string: str, options: Mapping[str, Any], room: EngineRoom[RequestT, AnswerT]) -> None:
         self.engine: Engine[RequestT, AnswerT] | None = None
         self.loaded = False
         self._name, self._import_string, self._options, self._room = name, import_string, options, room
+        self._making = threading.Lock()
         self._holds = False  # a load was begun, whether or not it ended well: there is something to close
 
     def get_availability(self) -> Availability:
@@ -53,12 +57,14 @@ class EngineSlot(Generic[RequestT, AnswerT]):
             self._close(engine)
 
     def _made(self) -> Engine[RequestT, AnswerT]:
-        if self.engine is None:
-            importlib.invalidate_caches()  # a package may have been installed since the last probe
-            backend = resolve(self._import_string)(**self._options)
-            kind = Queue if hasattr(backend, "ainfer") else Batches
-            self.engine = kind(backend, self._room.rules.nonsense, self._room.clock)
-        return self.engine
+        if engine := self.engine:
+            return engine
+        importlib.invalidate_caches()  # a package may have been installed since the last probe
+        backend = resolve(self._import_string)(**self._options)
+        kind = Queue if hasattr(backend, "ainfer") else Batches
+        with self._making:  # a probe and a load may both have come this far
+            engine = self.engine = self.engine or kind(backend, self._room.rules.nonsense, self._room.clock)
+        return engine
 
     def _vacated(self) -> Engine[RequestT, AnswerT] | None:
         """Take the engine out of the slot, so that no call reaches it any more; returns it where it has to be closed."""

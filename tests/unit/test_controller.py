@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from cluster.engines import managed_backend
 from cluster.engines.breaker import BreakerSettings, BreakerState
 from cluster.engines.controller import FrameworkController, Served
 from cluster.engines.roster import Roster
@@ -184,6 +185,19 @@ class TestChoice:
         Third.missing = "not here"
         found = await make(tmp_path, order=["second"]).probe()
         assert {name: availability.reason for name, availability in found.items()} == {"first": "", "second": "", "third": "not here"}
+
+    async def test_what_the_order_leaves_out_is_not_probed_until_it_is_asked_first(self, tmp_path):
+        Third.missing, controller = "no GPU", make(tmp_path, order=["second"])
+        left_out = "the order leaves it out, so it is not probed"
+        await controller.warm_up([1])
+        assert [(one.available, one.reason) for one in controller.snapshot().backends] == [(True, ""), (False, left_out), (False, left_out)]
+        controller.prefer("third")
+        await controller.refresh()
+        assert snapshot_of(controller, "third").reason == "no GPU"
+        controller.prefer("first")
+        await controller.refresh()
+        assert (await controller.call_one(1)).backend == "first"
+        assert snapshot_of(controller, "third").reason == left_out
 
     async def test_an_empty_batch_has_no_answers(self, controller):
         assert await controller.call([]) == []
@@ -496,9 +510,76 @@ class TestRecovery:
         assert (await controller.call_one(1)).backend == "first"
         first, second, third = (snapshot_of(controller, name) for name in ORDER)
         assert (first.available, first.loaded) == (True, True)
-        assert first.last_error == "stays loaded, though its files cannot be checked: [Errno 116] Stale file handle"
+        assert first.last_error == "stays loaded, though it cannot be checked: [Errno 116] Stale file handle"
         assert (second.available, second.reason) == (False, "[Errno 116] Stale file handle")
         assert third.reason == "its probe broke: OSError: [Errno 116] Stale file handle"
+
+    async def test_a_probe_that_hangs_holds_up_no_call_and_unloads_nothing(self, controller, monkeypatch):
+        """As where a file server hangs under all of them."""
+        await controller.warm_up([1])
+        hangs, may_end, probes = threading.Event(), threading.Event(), []
+        monkeypatch.setattr(managed_backend, "PROBE_WITHIN_S", 0.01)
+
+        def hang(self, bundle):
+            probes.append(type(self))
+            hangs.set()
+            assert may_end.wait(300)
+            return Availability.no("the disk is gone")
+
+        for backend in (First, Second, Third):
+            monkeypatch.setattr(backend, "get_availability", hang)
+        async with asyncio.timeout(60):
+            CLOCK.advance(5)
+            refresh = asyncio.create_task(controller.refresh())
+            await until(hangs.is_set)
+            assert (await controller.call_one(1)).backend == "first"
+            await controller.thread.run(lambda: None)  # what a health check waits for
+            await refresh
+            CLOCK.advance(5)
+            await controller.refresh()
+        assert sorted(cls.__name__ for cls in probes) == ["First", "Second", "Third"], "no second one beside one that hangs"
+        assert (await controller.call_one(1)).backend == "first"
+        first = snapshot_of(controller, "first")
+        assert (first.available, first.last_error) == (True, "stays loaded, though it cannot be checked: its probe did not end in 0.01 s")
+        may_end.set()
+
+        async def told():
+            CLOCK.advance(5)
+            await controller.refresh()
+            return snapshot_of(controller, "first").reason == "the disk is gone"
+
+        await until(told)
+        assert First.log[-1] == "close"
+
+    async def test_a_probe_that_hangs_at_the_start_keeps_no_other_backend_from_serving(self, controller, monkeypatch):
+        may_end = threading.Event()
+        monkeypatch.setattr(managed_backend, "PROBE_WITHIN_S", 0.01)
+        monkeypatch.setattr(First, "get_availability", lambda self, bundle: Availability(ok=may_end.wait(300)))
+        async with asyncio.timeout(60):
+            assert await controller.warm_up([1]) == "doubler=second (first: its probe did not end in 0.01 s)"
+        assert (await controller.call_one(1)).backend == "second"
+        may_end.set()
+
+        async def back():
+            CLOCK.advance(5)
+            await controller.refresh()
+            return (await controller.call_one(1)).backend == "first"
+
+        await until(back)
+
+    async def test_a_probe_that_ends_after_its_backend_is_gone_does_not_bring_it_back(self, controller, monkeypatch):
+        await controller.warm_up([1])
+        hangs, may_end = threading.Event(), threading.Event()
+        monkeypatch.setattr(First, "get_availability", lambda self, bundle: (hangs.set(), Availability(ok=may_end.wait(300)))[1])
+        CLOCK.advance(5)
+        refresh = asyncio.create_task(controller.refresh())
+        await until(hangs.is_set)
+        gone = controller._roster.named("first")  # noqa: SLF001 - as a call that is under way holds it
+        change = asyncio.create_task(controller.reconfigure(table={"second": TABLE["second"]}, order=["second"]))
+        await until(lambda: not gone.loaded)
+        may_end.set()
+        await asyncio.gather(refresh, change)
+        assert await gone.ask([1]) == [SkippedBackend("first", "is no longer configured")]
 
     async def test_a_load_that_hangs_keeps_no_other_from_being_repaired(self, controller, monkeypatch):
         await controller.warm_up([1])

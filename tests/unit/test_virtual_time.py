@@ -10,6 +10,7 @@ from time import monotonic, perf_counter
 
 import pytest
 
+from cluster.engines.room import apart
 from tests.virtual_time import REAL
 
 virtual = pytest.mark.virtual_time
@@ -65,6 +66,12 @@ async def test_a_test_without_the_mark_has_real_time():
     assert monotonic() >= began
     await asyncio.sleep(0.001)
     assert REAL["monotonic"]() > began
+
+
+@virtual
+async def test_the_clock_stands_still_for_work_in_a_thread_of_its_own():
+    async with asyncio.timeout(120):
+        await asyncio.wrap_future(apart(lambda: time.sleep(0.05)))
 
 
 @virtual
