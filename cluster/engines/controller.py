@@ -184,7 +184,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         loaded: to be called about once a second after `warm_up`. Returns whether an engine has been loaded since the last refresh.
 
         Loads then take place beside the calls, which go to another backend meanwhile, and the samples, not a user, try a repaired one.
-        Loads take place one after another; one that takes longer than LOADS_ALONE_S goes on beside this and later refreshes.
+        Loads take place one after another, each backend's once; one that takes longer than LOADS_ALONE_S goes on beside this and later
+        refreshes.
         So the status stays true even while no request comes.
         """
         asked = self._roster.ranked()
@@ -194,7 +195,9 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         await self._probe_when_due()
         self._room.loads_on_demand = not self._samples
         loaded = self._reap_loads()
-        while backend := self._next_to_load():
+        tried = set[ManagedBackend[RequestT, AnswerT]]()
+        while backend := self._next_to_load(tried):
+            tried.add(backend)
             self._loads.add(asyncio.create_task(self._load_beside(backend)))
             await asyncio.wait(self._loads, timeout=LOADS_ALONE_S, return_when=asyncio.FIRST_COMPLETED)
             loaded = self._reap_loads() or loaded
@@ -330,11 +333,11 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             if not backend.loading:
                 backend.close()
 
-    def _next_to_load(self) -> ManagedBackend[RequestT, AnswerT] | None:
-        """The first backend that may be asked and is not loaded."""
+    def _next_to_load(self, tried: Collection[ManagedBackend[RequestT, AnswerT]]) -> ManagedBackend[RequestT, AnswerT] | None:
+        """The first backend that may be asked, is not loaded and has not been tried."""
         if self._closed or self._room.loads_on_demand:
             return None
-        return next((one for one in self._roster.ranked() if not one.loaded and not one.why_not_loadable()), None)
+        return next((one for one in self._roster.ranked() if not one.loaded and one not in tried and not one.why_not_loadable()), None)
 
     def _reap_loads(self) -> bool:
         """Forget the loads that have ended; returns whether one of them left an engine that serves. Raises an error that is not a

@@ -581,6 +581,27 @@ class TestRecovery:
         await asyncio.gather(refresh, change)
         assert await gone.ask([1]) == [SkippedBackend("first", "is no longer configured")]
 
+    async def test_backends_that_take_long_to_fail_keep_no_healthy_one_from_being_loaded(self, controller, monkeypatch):
+        await controller.warm_up([1], ready=1)
+        controller.disable("first")
+
+        def fail(self, bundle):
+            self.log.append("load")
+            CLOCK.advance(100)  # the other's breaker lets it be tried again
+            raise RuntimeError("no memory")
+
+        for backend in (First, Second):
+            monkeypatch.setattr(backend, "load", fail)
+        First.missing = "no engine"
+        await controller.probe()
+        First.missing = ""
+        await controller.probe()
+        controller.enable("first")
+        async with asyncio.timeout(60):
+            await controller.refresh()
+        assert [cls.log.count("load") for cls in (First, Second, Third)] == [2, 1, 1]
+        assert (await controller.call_one(1)).backend == "third"
+
     async def test_a_load_that_hangs_keeps_no_other_from_being_repaired(self, controller, monkeypatch):
         await controller.warm_up([1])
         monkeypatch.setattr("cluster.engines.controller.LOADS_ALONE_S", 0.01)
