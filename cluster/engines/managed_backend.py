@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from functools import cached_property
+from math import isfinite
 from typing import Any, Generic, TypeVar
 
 from cluster.engines.breaker import BreakerState
@@ -484,10 +485,11 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self.measured_ms, self.exclusion = None, ""
         await self._slot.unload(run)
 
-    def _figures(self, of: Callable[[Engine[RequestT, AnswerT]], dict[str, float]], asked: str) -> dict[str, float]:
+    def _figures(self, of: Callable[[Engine[RequestT, AnswerT]], Mapping[str, Any]], asked: str) -> dict[str, float]:
         engine = self._slot.engine
         try:
-            return of(engine) if engine and self.loaded and not self.loading else {}
+            given = of(engine) if engine and self.loaded and not self.loading else {}
+            return {name: figure for name, value in given.items() if isfinite(figure := float(value))}
         except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything
             self.health.note(f"broke when {asked}: {reason_of(error)}", error)
             return {}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cluster.engines import managed_backend
@@ -484,6 +485,22 @@ async def test_queues_are_those_of_the_loaded_engines(tmp_path):
     stage = Stage(tmp_path)
     assert stage.controller.queues() == {}
     assert (await stage.start()).controller.queues() == {"queued": {"waiting": 3.0}}
+
+
+@pytest.mark.parametrize(
+    ("given", "shown", "error"),
+    [
+        ({"waiting": None}, {}, "TypeError: float() argument must be"),
+        ({"waiting": "many"}, {}, "ValueError: could not convert string to float: 'many'"),
+        ([3.0], {}, "TypeError: "),
+        ({"waiting": float("nan"), "requests": np.float32(2)}, {"requests": 2.0}, ""),
+    ],
+)
+async def test_figures_that_are_no_numbers_stop_no_others(stage, monkeypatch, given, shown, error):
+    monkeypatch.setattr(Queued, "queue", lambda self: given)
+    monkeypatch.setattr(First, "queue", lambda self: {"waiting": "2"}, raising=False)
+    assert stage.controller.queues() == ({"queued": shown} if shown else {}) | {"first": {"waiting": 2.0}}
+    assert error in stage.of("queued").last_error
 
 
 class TestBatches:
