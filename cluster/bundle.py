@@ -53,6 +53,7 @@ SOFT_PROMPT = "soft_prompt.safetensors"
 DECODER = "decoder"
 RANKER = "ranker.safetensors"
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+_TRIED = re.compile(r'"(?:version|beside)": *([1-9][0-9]{0,8})\b')
 ABANDONED_S = 24 * 3600.0
 """A draft that has not changed for so long was left by a process that was killed."""
 REMEMBERED = 20
@@ -502,9 +503,15 @@ class BundleStore:
     def _point_at(self, version: int) -> None:
         write_whole(self.root / "current", f"{version}\n")
 
+    def _unused(self) -> int:
+        """A number that no version has, nor one had that was deleted while it served, or was remembered: processes may hold that still."""
+        rollout = self.root / "rollout.json"  # of cluster.fleet.rollout
+        tried = _TRIED.findall(rollout.read_text(errors="replace")) if rollout.is_file() else []
+        return max((*self.versions(), *self._here(), *self.previous(), *map(int, tried)), default=0) + 1
+
     def _commit(self, draft: Draft) -> int:
         while True:
-            version = max(self.versions(), default=0) + 1
+            version = self._unused()
             manifest = draft.path / MANIFEST
             manifest.write_text(draft.manifest(version).model_dump_json(indent=2))
             draft.path.chmod(0o755)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -314,6 +315,13 @@ def test_it_goes_back_step_by_step_to_what_was_current_before(store: BundleStore
         store.roll_back()
     store.promote(3)
     assert (store.previous(), store.roll_back()) == ([1], 1)
+
+
+@pytest.mark.parametrize(("current", "deleted"), [(3, 3), (1, 3)], ids=["current", "previous"])
+def test_the_number_of_a_version_that_was_deleted_while_it_served_or_was_remembered_is_not_given_again(store, current, deleted):
+    store.promote(current)
+    shutil.rmtree(store.root / str(deleted))
+    assert store.adopt(store.open(1)) == deleted + 1
 
 
 def test_promoting_what_is_current_already_is_no_step_to_go_back(store: BundleStore):

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import multiprocessing
+import shutil
 import time
 from pathlib import Path
 
@@ -349,3 +350,14 @@ def test_a_lock_that_another_user_made_keeps_no_user_out(rollouts: RolloutStore,
     (rollouts.store.root / ".rollout.lock").unlink()
     with pytest.raises(PermissionError):
         rollouts.promote(2)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_number_of_a_version_that_was_deleted_after_its_trial_began_is_not_given_again(rollouts: RolloutStore, ended: bool):
+    rollouts.promote(3, canary(3))
+    if ended:
+        rollouts.rollback("it was worse")
+    for version in (2, 3):
+        shutil.rmtree(rollouts.store.root / str(version))
+    (rollouts.store.root / "previous").unlink(missing_ok=True)
+    assert rollouts.store.adopt(rollouts.store.open(1)) == 4
