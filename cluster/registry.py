@@ -7,7 +7,7 @@ Nothing is imported until it is asked for, so a table may name engines that are 
 
 import importlib
 from collections.abc import Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from cluster.errors import ConfigError, UnknownChoice
@@ -80,11 +80,30 @@ COMPILERS: Mapping[str, str] = {
 
 def backends(stage: str, configured: Mapping[str, str] | None = None) -> dict[str, str]:
     """All backends of a stage, name -> import string: ours, then installed entry points, then the configuration's."""
-    installed = (point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name.startswith(f"{stage}."))
+    installed = (point for point in _installed() if point.name.startswith(f"{stage}."))
     table = {**BACKENDS.get(stage, {}), **{point.name.removeprefix(f"{stage}."): point.value for point in installed}, **(configured or {})}
     if not table:
         raise UnknownChoice("stage", stage, BACKENDS)
     return table
+
+
+def contested() -> list[str]:
+    """The entry points that have the name of another package's, which is used in their place, each in words."""
+    used = {point.name: point for point in _installed()}
+    return [
+        f"entry point {point.name!r} of {_package(point)} ({point.value}) is not used: {_package(used[point.name])} has one of that name"
+        for point in _installed()
+        if point.value != used[point.name].value
+    ]
+
+
+def _installed() -> list[EntryPoint]:
+    """The installed entry points. Of several with one name the last is used: that of the package whose name is first in the alphabet."""
+    return sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: (point.name, _package(point), point.value), reverse=True)
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist else ""
 
 
 def misnamed() -> list[str]:

@@ -62,6 +62,8 @@ def backends(
     for name in registry.misnamed():
         cure = f"name it by its stage ({', '.join(registry.BACKENDS)}) and its own name, as encoder.mine"
         typer.echo(f"entry point {name!r} of {registry.ENTRY_POINT_GROUP} adds no backend; {cure}", err=True)
+    for problem in registry.contested():
+        typer.echo(f"{problem}; uninstall one of both, or name the one to use under `backends:`", err=True)
     settings = read(config or CONFIG_FILE) if config or CONFIG_FILE.is_file() else Settings()
     bundle = _bundle(model_dir, version, settings)
     stages = [_probed(name, settings, bundle) if bundle else _imported(name, settings) for name in RULES]

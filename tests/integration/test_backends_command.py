@@ -77,6 +77,18 @@ def test_a_name_with_brackets_is_shown_as_it_is(tmp_path: Path):
     assert "│ mine[gpu] " in genrec_backends()
 
 
+def test_of_two_packages_with_an_entry_point_of_one_name_one_is_used_wherever_they_lie_and_it_is_told(tmp_path: Path, monkeypatch):
+    for package in ("zeta", "alpha", "alike"):
+        installed(tmp_path / package, package, f"encoder.mine = {'zeta' if package == 'zeta' else 'alpha'}:Mine")
+    for packages in (("zeta", "alpha", "alike"), ("alike", "alpha", "zeta")):
+        for package in packages:
+            monkeypatch.syspath_prepend(tmp_path / package)
+        result = CliRunner().invoke(app, ["--json"])
+        assert by_name(result.stdout)["mine"]["import_string"] == "alpha:Mine"
+        assert "entry point 'encoder.mine' of zeta (zeta:Mine) is not used: alike has one of that name" in result.stderr
+        assert result.stderr.count("is not used") == 1
+
+
 def test_an_entry_point_of_no_stage_is_named_with_the_stages(tmp_path: Path, monkeypatch):
     installed(tmp_path / "site", "typo", "encodr.mean = typo:Mean")
     monkeypatch.syspath_prepend(tmp_path / "site")
