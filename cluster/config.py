@@ -534,6 +534,10 @@ class Settings(Section):
         return engines
 
 
+IMPORT_PATH = "deployments.app:build"
+"""What makes an application of a Serve config file one of genrec's."""
+
+
 class _HttpOptions(BaseModel):
     host: str | None = None
 
@@ -576,24 +580,32 @@ def _shown(loc: Sequence[int | str], value: object) -> str:
 
 
 def read(path: Path, host: str | None = None) -> Settings:
-    """Settings from the first application's ``args`` in a Serve config file such as ``ray_config.yaml``. `host`: where it is to listen,
-    in place of the file's own.
+    """Settings from the first application's ``args`` in a Serve config file such as ``ray_config.yaml``; genrec's other applications in the
+    file are checked, too. `host`: where it is to listen, in place of the file's own.
     """
     document = read_document(path)
-    application = document["applications"][0]
-    _validated(_ServesOwn, {**document, "deployments": application.get("deployments")}, str(path))
-    settings = parse(application.get("args") or {}, str(path))
-    require_keys(settings, host or (document.get("http_options") or {}).get("host"), str(path))
+    first, *others = document["applications"]
+    settings = _application(document, first, host, f"{path}: application {first.get('name')!r}" if others else str(path))
+    for other in others:
+        if other.get("import_path") == IMPORT_PATH:
+            _application(document, other, host, f"{path}: application {other.get('name')!r}")
+    return settings
+
+
+def _application(document: dict[str, Any], application: dict[str, Any], host: str | None, where: str) -> Settings:
+    _validated(_ServesOwn, {**document, "deployments": application.get("deployments")}, where)
+    settings = parse(application.get("args") or {}, where)
+    require_keys(settings, host or (document.get("http_options") or {}).get("host"), where)
     for deployment in application.get("deployments") or []:
         stage, changes = deployment.get("name"), deployment.get("user_config")
         if stage in STAGES and changes:
-            with_changes(settings, stage, changes, f"{path}: user_config of the {stage}")
+            with_changes(settings, stage, changes, f"{where}: user_config of the {stage}")
         if stage == "gateway" and changes:
-            own, of_stages = split_changes(settings, changes, source := f"{path}: user_config of the gateway")
+            own, of_stages = split_changes(settings, changes, source := f"{where}: user_config of the gateway")
             for name, changed in {"gateway": own, **of_stages}.items():
                 with_changes(settings, name, changed, source)
-        _check_policy(deployment, path)
-        _check_grace(settings, deployment, path)
+        _check_policy(deployment, where)
+        _check_grace(settings, deployment, where)
     return settings
 
 
@@ -637,22 +649,22 @@ def with_changes(settings: Settings, section: str, changes: dict[str, Any], sour
     return changed
 
 
-def _check_policy(deployment: dict[str, Any], path: Path) -> None:
+def _check_policy(deployment: dict[str, Any], where: str) -> None:
     """Raises ConfigError at options that our autoscaling policy does not take: Serve's controller would find out much later."""
     policy = (deployment.get("autoscaling_config") or {}).get("policy") or {}
     if policy.get("policy_function") == "cluster.autoscaling:QueuePolicy":
         try:
             QueuePolicy(**policy.get("policy_kwargs") or {})
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{path}: autoscaling policy of {deployment.get('name')}: {error}") from error
+            raise ConfigError(f"{where}: autoscaling policy of {deployment.get('name')}: {error}") from error
 
 
-def _check_grace(settings: Settings, deployment: dict[str, Any], path: Path) -> None:
+def _check_grace(settings: Settings, deployment: dict[str, Any], where: str) -> None:
     """Raises ConfigError where Serve would end an encoder that hands its states over."""
     handover, grace_s = settings.encoder.handover, deployment.get("graceful_shutdown_timeout_s", SERVES_GRACE_S)
     if deployment.get("name") == "encoder" and handover.max_bytes and handover.within_s >= grace_s:
         raise ConfigError(
-            f"{path}: args.encoder.handover.within_s ({handover.within_s:g}) must be less than the encoder's graceful_shutdown_timeout_s "
+            f"{where}: args.encoder.handover.within_s ({handover.within_s:g}) must be less than the encoder's graceful_shutdown_timeout_s "
             f"({grace_s:g}), after which Serve kills it; requests under way take their part of that, too"
         )
 
@@ -689,7 +701,7 @@ def read_document(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
     match document:
-        case {"applications": [dict(), *_]}:
+        case {"applications": [dict(), *others]} if all(isinstance(one, dict) for one in others):
             return dict(document)
         case _:
             raise ConfigError(f"{path} is not a Serve config file: it has no `applications: [{{name: ..., args: ...}}]`")

@@ -93,7 +93,9 @@ def test_every_problem_is_told_at_once():
         parse({"version": 0, "gateway": {"max_k": 0}})
 
 
-@pytest.mark.parametrize("content", ["", "applications: []", "applications: 7", "- a list", "a: [", "applications: [genrec]"])
+@pytest.mark.parametrize(
+    "content", ["", "applications: []", "applications: 7", "- a list", "a: [", "applications: [genrec]", "applications: [{}, genrec]"]
+)
 def test_a_file_that_is_no_serve_config_is_refused_by_name(tmp_path: Path, content: str):
     path = tmp_path / "other.yaml"
     path.write_text(content)
@@ -153,6 +155,29 @@ def test_a_wrong_user_config_is_refused_before_anything_is_deployed(tmp_path: Pa
     (tmp_path / "other.yaml").write_text(yaml.safe_dump(document))
     with pytest.raises(ConfigError, match=rf"other\.yaml: user_config of the {stage}: .*order names {wrong}"):
         read(tmp_path / "other.yaml")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"args": {"gatway": {}}}, "gatway"),
+        (
+            {"deployments": [{"name": "encoder", "user_config": {"order": ["tensort"]}}]},
+            "user_config of the encoder: .*order names tensort",
+        ),
+        ({"deployments": ["gateway"]}, "deployments"),
+    ],
+)
+def test_every_application_of_a_file_is_checked_and_a_problem_names_it(tmp_path: Path, wrong, message):
+    first = {**yaml.safe_load(RAY_CONFIG.read_text())["applications"][0], "name": "shop"}
+    second = {**first, "name": "news", "route_prefix": "/news", **wrong}
+    file = tmp_path / "other.yaml"
+    for applications, name in (([first, second], "news"), ([{**first, **wrong}, {**first, "name": "news"}], "shop")):
+        file.write_text(yaml.safe_dump({"applications": applications}))
+        with pytest.raises(ConfigError, match=rf"other\.yaml: application '{name}'.*{message}"):
+            read(file)
+    file.write_text(yaml.safe_dump({"applications": [first, {"name": "hello", "import_path": "hello:app", "args": {"gatway": {}}}]}))
+    assert read(file) == Settings()
 
 
 @pytest.mark.parametrize(
