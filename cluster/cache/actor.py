@@ -7,8 +7,9 @@ millisecond of Python, for one lookup or many, so lookups that wait go together.
 
 How many there are may change while they serve (see cluster.cache.elastic): they hand each other what they hold.
 
-An actor that dies is restarted by Ray, empty; until then its keys are misses. One that was removed for good is made anew. A large value
-stays in the object store of the node that computed it: only a reference passes through the actor, and it is a miss once that is lost.
+An actor that no gateway asks any more ends itself. One that dies is restarted by Ray, empty; until then its keys are misses. One that was
+removed for good is made anew. A large value stays in the object store of the node that computed it: only a reference passes through the
+actor, and it is a miss once that is lost.
 """
 
 import asyncio
@@ -44,6 +45,10 @@ REFUSALS = (RayError, ValueError, RuntimeError, ConnectionError)  # what Ray rai
 MAX_CONCURRENCY = 10_000  # callers that wait for another's computation take a place each
 MOST, ON_THE_WAY, PATIENCE_S = 16, 2, 0.2
 """Lookups in one call, few enough for an answer without Ray's object store; calls under way, and for how long each delays the next."""
+UNASKED_S = 600.0
+"""An actor that no gateway asked for its statistics for so long ends itself: gateways ask every few seconds, so its application was removed
+or has another name, and no erasure would reach what it keeps.
+"""
 logger = logging.getLogger(__name__)
 
 
@@ -73,9 +78,20 @@ class CacheActor(MovingShard):
         used = Utilisation(time.monotonic(), time.process_time())
         super().__init__(name, _memory(settings), _peer, busy=lambda: used.share(time.monotonic(), time.process_time()))
         self._settings = settings
+        self._asked_at = time.monotonic()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def statistics(self) -> CacheStatistics:
+        self._asked_at = time.monotonic()
+        return await super().statistics()
+
+    async def follow(self, layout: Layout) -> ShardState:
+        self._asked_at = time.monotonic()
+        return await super().follow(layout)
 
     async def configure(self, settings: ShardSettings) -> bool:
         """Take new settings; returns whether they changed anything. The entries stay, as far as there is room for them."""
+        self._watch = self._watch or asyncio.create_task(self._end_unasked())  # here, as a constructor has no event loop
         if settings.given_at <= self._settings.given_at:
             return False
         known, self._settings = self._settings, settings
@@ -85,6 +101,17 @@ class CacheActor(MovingShard):
         for key, entry in held:
             self.memory.put(key, entry)
         return True
+
+    async def _end_unasked(self) -> None:
+        while True:
+            await asyncio.sleep(self._asked_at + UNASKED_S - time.monotonic())
+            if time.monotonic() < self._asked_at + UNASKED_S:
+                continue
+            try:
+                await asyncio.to_thread(_kill, self._name)
+            except REFUSALS as error:
+                logger.warning("cache actor %s cannot end itself: %s: %s", self._name, type(error).__name__, error)
+            self._asked_at = time.monotonic()
 
     async def each(self, calls: Sequence[Asked]) -> list[Any | Raised]:
         """What these come to, in their order; the error of one is its own."""

@@ -9,8 +9,10 @@ import pytest
 import ray
 from ray.exceptions import RayError
 
-from cluster.cache.actor import MOST, NAMESPACE, ON_THE_WAY, ActorShard, ActorShards, CacheActor, ShardSettings
+from cluster.cache import actor
+from cluster.cache.actor import MOST, NAMESPACE, ON_THE_WAY, UNASKED_S, ActorShard, ActorShards, CacheActor, ShardSettings
 from cluster.cache.entry import Entry, Key
+from cluster.cache.layout import Layout
 from cluster.cache.shard import Granted
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.engines.breaker import BreakerState
@@ -48,6 +50,21 @@ class Reference:
 
 def key(number):
     return Key("tenant", f"user {number}", "1")
+
+
+@pytest.mark.virtual_time
+async def test_an_actor_that_no_gateway_asks_any_more_ends_itself(monkeypatch):
+    ended = []
+    monkeypatch.setattr(actor, "_kill", ended.append)
+    kept = CacheActor("shop-cache-0", SETTINGS)
+    await kept.configure(SETTINGS)
+    for number in range(10):
+        await asyncio.sleep(UNASKED_S - 1)  # all gateways were restarted
+        await (kept.statistics() if number % 2 else kept.follow(Layout(1, 1)))
+        await kept.mget([key(1)])
+    assert not ended
+    await asyncio.sleep(UNASKED_S + 1)
+    assert ended == ["shop-cache-0"]
 
 
 async def test_lookups_that_wait_go_together_in_few_calls_and_each_has_its_own_answer():
